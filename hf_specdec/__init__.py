@@ -1,0 +1,78 @@
+"""Speculative decoding for Hugging Face transformers.
+
+Importing the package teaches `generate()` of every transformers model the arguments `spec_method`, `spec_model`,
+`num_speculative_tokens`, `speculative` and `assistant` (unless `HF_SPECDEC_DISABLE=1` is set); `uninstall()` takes it
+back. `hf_specdec.generate(model, ...)` does the same without a patched method.
+"""
+
+import os
+from typing import TYPE_CHECKING
+
+from .errors import (
+    CheckpointFormatError,
+    MissingDependencyError,
+    SpecConfigError,
+    SpecDecError,
+    UnsupportedModelError,
+)
+
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "CandidateGenerator": "candidate_generators.base",
+    "DraftTree": "drafts",
+    "SpecDecodingStats": "metrics",
+    "SpeculativeConfig": "config",
+    "Speculator": "speculator",
+    "forget_speculators": "speculator",
+    "generate": "integration",
+    "install": "integration",
+    "load_speculator": "speculator",
+    "record": "metrics",
+    "register_candidate_generator": "candidate_generators",
+    "uninstall": "integration",
+}
+
+__all__ = [
+    "CandidateGenerator",
+    "CheckpointFormatError",
+    "DraftTree",
+    "MissingDependencyError",
+    "SpecConfigError",
+    "SpecDecError",
+    "SpecDecodingStats",
+    "SpeculativeConfig",
+    "Speculator",
+    "UnsupportedModelError",
+    "forget_speculators",
+    "generate",
+    "install",
+    "load_speculator",
+    "record",
+    "register_candidate_generator",
+    "uninstall",
+]
+
+if TYPE_CHECKING:
+    from .candidate_generators import register_candidate_generator
+    from .candidate_generators.base import CandidateGenerator
+    from .config import SpeculativeConfig
+    from .drafts import DraftTree
+    from .integration import generate, install, uninstall
+    from .metrics import SpecDecodingStats, record
+    from .speculator import Speculator, forget_speculators, load_speculator
+
+
+def __getattr__(name: str):
+    if name not in _LAZY:
+        raise AttributeError(f"module 'hf_specdec' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+
+
+if os.environ.get("HF_SPECDEC_DISABLE", "") not in ("1", "true", "True"):
+    from .integration import install
+
+    install()

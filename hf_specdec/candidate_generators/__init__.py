@@ -1,0 +1,94 @@
+"""The methods: one file each, found by name through one table and imported on first use."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+
+from ..errors import SpecConfigError
+
+
+_GENERATORS: dict[str, str | type] = {
+    "ngram": "hf_specdec.candidate_generators.ngram:NgramCandidateGenerator",
+    "suffix": "hf_specdec.candidate_generators.suffix:SuffixCandidateGenerator",
+    "draft_model": "hf_specdec.candidate_generators.draft_model:DraftModelCandidateGenerator",
+}
+
+# Names that users know from checkpoints and serving engines; this version has no generator for them.
+_PLANNED_METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3", "mtp", "dflash")
+
+KNOWN_METHODS = (*_GENERATORS, *_PLANNED_METHODS)
+
+METHOD_ALIASES = {
+    "prompt_lookup": "ngram",
+    "prompt_lookup_decoding": "ngram",
+    "suffix_decoding": "suffix",
+    "assistant_model": "draft_model",
+    "deepseek_mtp": "mtp",
+    "mimo_mtp": "mtp",
+    "glm4_moe_mtp": "mtp",
+    "ernie_mtp": "mtp",
+    "qwen3_next_mtp": "mtp",
+    "longcat_flash_mtp": "mtp",
+    "pangu_ultra_moe_mtp": "mtp",
+}
+
+
+def available_methods() -> tuple[str, ...]:
+    """Names that `resolve_candidate_generator` has a class for, registered ones included."""
+    return tuple(_GENERATORS)
+
+
+def resolve_candidate_generator(name: str) -> type:
+    """The class of a method, imported on first use.
+
+    Raises:
+        SpecConfigError: The name is unknown, or known but not available in this version.
+    """
+    name = METHOD_ALIASES.get(name, name)
+    if name not in _GENERATORS:
+        raise _unknown_method(name)
+    found = _GENERATORS[name]
+    if isinstance(found, str):
+        module, _, attribute = found.partition(":")
+        found = _GENERATORS[name] = getattr(import_module(module), attribute)
+    return found
+
+
+def register_candidate_generator(name: str, generator: type) -> None:
+    """Adds a method under a new name, usable as `spec_method=name` from then on.
+
+    Args:
+        name (`str`): A name that no method or alias has.
+        generator (`type`): A subclass of `hf_specdec.CandidateGenerator` with its own `options_class`.
+
+    Raises:
+        SpecConfigError: The name is taken, or the class is not a candidate generator of this package.
+    """
+    from .base import CandidateGenerator
+
+    if name in _GENERATORS or name in METHOD_ALIASES or name in _PLANNED_METHODS:
+        raise SpecConfigError(f"spec_method='{name}' is taken. Register the candidate generator under another name.")
+    if not (isinstance(generator, type) and issubclass(generator, CandidateGenerator)):
+        raise SpecConfigError(
+            f"A candidate generator must be a subclass of hf_specdec.CandidateGenerator, got {generator!r}."
+        )
+    _GENERATORS[name] = generator
+
+
+def unregister_candidate_generator(name: str) -> None:
+    """Removes a method that was added with `register_candidate_generator`."""
+    if isinstance(_GENERATORS.get(name), str) or name not in _GENERATORS:
+        raise SpecConfigError(f"spec_method='{name}' was not registered.")
+    del _GENERATORS[name]
+
+
+def _unknown_method(name: str) -> SpecConfigError:
+    available = ", ".join(_GENERATORS)
+    if name in _PLANNED_METHODS:
+        return SpecConfigError(
+            f"spec_method='{name}' is not available in this version of hf_specdec. Available are: {available}."
+        )
+    close = difflib.get_close_matches(str(name), [*KNOWN_METHODS, *_GENERATORS, *METHOD_ALIASES], n=1)
+    hint = f" Did you mean '{close[0]}'?" if close else ""
+    return SpecConfigError(f"Unknown spec_method='{name}'.{hint} Choose from: {available}.")

@@ -1,0 +1,236 @@
+"""What a drafting method owes the decoding loop.
+
+A candidate generator is a method's state for one `generate()` call. The loop calls, in this order:
+
+    prefill(prompt)                   once, after the target has read the prompt
+    observe(commit)                   after every cycle, the first token after the prompt included
+    propose(step) -> DraftTree        at the start of every cycle
+    keep_rows(keep)                   when rows of the batch have finished
+    close()                           always, also after an error
+
+What outlives the call (draft weights, caches of past responses) is made once by the class method `load` and kept by
+the `Speculator`. A method knows nothing of the target's cache, of logits processors or of stopping rules.
+
+Shapes: B active rows, P padded prompt length, M committed tokens of a cycle, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
+
+from ..drafts import DraftTree
+
+
+if TYPE_CHECKING:
+    from ..config import SpeculativeConfig
+    from ..logits.sampling import DraftSampler
+
+
+@dataclass
+class Session:
+    """What stays the same during one `generate()` call.
+
+    Attributes:
+        batch_size (`int`): Rows at the start; row indices 0 to `batch_size - 1` name them for the whole call.
+        max_length (`int`): Tokens a row may hold, prompt included (padding not counted for the longest prompt).
+        device (`torch.device`): Where draft tokens are expected.
+        sampler (`DraftSampler`): How to draw a draft token from draft logits as the target would draw it.
+        notes (`list[str]`): What is limited or switched off in this call, and why; part of the statistics.
+    """
+
+    batch_size: int
+    max_length: int
+    device: torch.device
+    sampler: DraftSampler | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Prompt:
+    """The prompts as the target read them.
+
+    Attributes:
+        input_ids (`torch.LongTensor` of shape `(B, P)`): Left-padded tokens.
+        starts (`list[int]` of length B): Index of each row's first real token.
+        hidden_states (`dict[int | str, torch.Tensor]`): The states the method asked for, each `(B, P, H)`.
+    """
+
+    input_ids: torch.LongTensor
+    starts: list[int]
+    hidden_states: dict = field(default_factory=dict)
+
+    @cached_property
+    def token_lists(self) -> list[list[int]]:
+        """Each row's tokens without padding, on the host."""
+        return [row[start:] for row, start in zip(self.input_ids.tolist(), self.starts)]
+
+
+@dataclass
+class DraftStep:
+    """The state of the active rows at the start of a cycle.
+
+    Attributes:
+        rows (`list[int]` of length B): Which row of the call each active row is.
+        anchor_tokens (`torch.LongTensor` of shape `(B,)`): The last committed token of each row.
+        lengths (`list[int]` of length B): Committed tokens, prompt and anchor included, padding excluded.
+        max_draft_tokens (`list[int]` of length B): How deep each row may draft; 0 where nothing more fits.
+    """
+
+    rows: list[int]
+    anchor_tokens: torch.LongTensor
+    lengths: list[int]
+    max_draft_tokens: list[int]
+
+
+@dataclass
+class Commit:
+    """What a cycle added to each active row.
+
+    Attributes:
+        rows (`list[int]` of length B): Which row of the call each active row is.
+        tokens (`torch.LongTensor` of shape `(B, M)`): Committed tokens: the accepted draft tokens and one more of
+            the target's. Columns past a row's `num_tokens` are padding.
+        token_lists (`list[list[int]]`): The same on the host, without padding.
+        num_accepted (`list[int]`): Draft tokens among them.
+        hidden_states (`dict[int | str, torch.Tensor]`): The states the method asked for, each `(B, M, H)`: entry j is
+            the state from which the target predicted committed token j.
+    """
+
+    rows: list[int]
+    tokens: torch.LongTensor
+    token_lists: list[list[int]]
+    num_accepted: list[int]
+    hidden_states: dict = field(default_factory=dict)
+
+
+class CandidateGenerator(HfCandidateGenerator):
+    """Base class of the methods.
+
+    Class attributes are the capabilities that the loop reads; it never looks at a method's name.
+
+    Attributes:
+        options_class (`type`): Frozen dataclass of the method's own options.
+        target_hidden_states (`tuple`): States of the target the method needs: layer indices, or "last".
+        default_num_speculative_tokens (`int`): k when the user names none.
+        needs_prompt_tokens (`bool`): Cannot draft for a prompt that is given as embeddings alone.
+
+    Args:
+        config (`SpeculativeConfig`): The settings of the call.
+        resources (`Any`): What `load` returned.
+        session (`Session`): The call.
+    """
+
+    options_class: ClassVar[type]
+    target_hidden_states: ClassVar[tuple] = ()
+    default_num_speculative_tokens: ClassVar[int] = 5
+
+    needs_prompt_tokens: ClassVar[bool] = False
+
+    @classmethod
+    def load(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> Any:
+        """Loads what outlives a call: weights, caches. All checks of the checkpoint against the target happen here."""
+        return None
+
+    def __init__(self, config: SpeculativeConfig, resources: Any, session: Session):
+        self.config = config
+        self.options = config.options
+        self.session = session
+        self.num_speculative_tokens = config.num_speculative_tokens or self.default_num_speculative_tokens
+
+    def prefill(self, prompt: Prompt) -> None:
+        """Takes in the prompts."""
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        """Drafts for all active rows, at most `min(k, step.max_draft_tokens[b])` deep."""
+        raise NotImplementedError(f"{type(self).__name__} must implement propose().")
+
+    def observe(self, commit: Commit) -> None:
+        """Takes in what was committed."""
+
+    def keep_rows(self, keep: list[int]) -> None:
+        """Drops finished rows: the active rows at these positions remain, in this order."""
+
+    def close(self) -> None:
+        """Releases what belongs to the call. Called exactly once."""
+
+    # The stock protocol of transformers' assisted decoding, for batch size 1 and drafts without branches.
+
+    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, None]:
+        """Prompt plus draft of shape `(1, L + N)`; no logits, so the host verifies the drafts as point masses."""
+        self._catch_up(input_ids)
+        length = input_ids.shape[1]
+        room = max(self.session.max_length - length - 1, 0)
+        step = DraftStep([0], input_ids[:, -1], [length], [min(room, self.num_speculative_tokens)])
+        draft = first_path(self.propose(step))
+        return torch.cat([input_ids, draft.to(input_ids)[None]], dim=1), None
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        self._num_matches = num_matches
+
+    _seen_length = 0
+    _num_matches = 0
+
+    def _catch_up(self, input_ids: torch.LongTensor) -> None:
+        """Feeds what has been committed since the last call; the host only ever shows the whole sequence."""
+        if self._seen_length == 0:
+            self.prefill(Prompt(input_ids[:, :-1], [0]))
+            self._seen_length = input_ids.shape[1] - 1
+        new = input_ids[:, self._seen_length :]
+        if new.shape[1]:
+            self.observe(Commit([0], new, new.tolist(), [min(self._num_matches, new.shape[1] - 1)]))
+        self._seen_length = input_ids.shape[1]
+
+
+class NoDrafts(CandidateGenerator):
+    """Plain decoding in the same loop: every cycle verifies the anchors alone."""
+
+    default_num_speculative_tokens = 0
+
+    def __init__(self, config: SpeculativeConfig | None, resources: Any, session: Session):
+        self.session = session
+        self.num_speculative_tokens = 0
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        return DraftTree.empty(len(step.rows), self.session.device)
+
+
+class StockCandidateGenerator(CandidateGenerator):
+    """Lets a candidate generator of transformers' own protocol draft for the loop, at batch size 1.
+
+    Its drafts are verified as point masses, whatever they were drawn from, which keeps the target's distribution.
+    """
+
+    # How deep the host's generators draft is their own affair; this only bounds it.
+    default_num_speculative_tokens = 256
+
+    def __init__(self, generator: HfCandidateGenerator, session: Session):
+        self.generator = generator
+        self.session = session
+        self.num_speculative_tokens = self.default_num_speculative_tokens
+
+    def prefill(self, prompt: Prompt) -> None:
+        self.input_ids = prompt.input_ids
+
+    def observe(self, commit: Commit) -> None:
+        self.input_ids = torch.cat([self.input_ids, commit.tokens], dim=1)
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        candidates, _ = self.generator.get_candidates(self.input_ids)
+        draft = candidates[:, self.input_ids.shape[1] :][:, : step.max_draft_tokens[0]]
+        return DraftTree.chain(draft.to(self.session.device))
+
+
+def first_path(draft: DraftTree) -> torch.LongTensor:
+    """The path of the first row that always takes the first child: the chain for those who can only verify chains."""
+    tokens, parents = draft.token_lists()[0], draft.parent_lists()[0]
+    path, node = [], -1
+    for index, parent in enumerate(parents):
+        if parent == node:
+            path.append(tokens[index])
+            node = index
+    return torch.tensor(path, dtype=torch.long, device=draft.tokens.device)

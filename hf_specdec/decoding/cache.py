@@ -1,0 +1,243 @@
+"""Key/value storage for speculation: every row has its own length, drafts live in the slots behind it.
+
+A verification writes anchor and draft nodes to the slots `length ... length + T - 1` of each row; `commit` moves the
+accepted path to the front of them and advances each row by its own count. Nothing is concatenated: the buffers are
+allocated once and doubled when a generation outgrows them.
+
+Shapes: B allocated rows of which the first R are active, H key/value heads, C slots, D head size, T nodes of a cycle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+
+@dataclass
+class WritePlan:
+    """Where the next forward writes, the same for all layers.
+
+    Attributes:
+        columns (`int`): Slots that attention reads: the longest row with its new nodes.
+        offset (`int`, *optional*): First slot, when it is the same for all rows; the write is then a plain copy.
+        slots (`torch.LongTensor` of shape `(R, T)`, *optional*): Slot of each node, when rows differ in length.
+    """
+
+    columns: int
+    offset: int | None
+    slots: torch.LongTensor | None
+    _flat_indices: dict = field(default_factory=dict)
+
+    def flat_index(self, heads: int, capacity: int) -> torch.LongTensor:
+        """Index of every (row, head, node) in a buffer `(B, H, C, D)` seen as `(B * H * C, D)`."""
+        key = (heads, capacity)
+        if key not in self._flat_indices:
+            self._flat_indices[key] = flat_slots(self.slots, heads, capacity)
+        return self._flat_indices[key]
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's buffers `keys` and `values` of shape `(B, H, C, D)`.
+
+    Sliding-window layers keep all slots as well; their masks limit what is seen, by position.
+    """
+
+    is_sliding = False
+
+    def __init__(self, capacity: int):
+        super().__init__()
+        self.capacity = capacity
+        self.length = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        # Zeros, not empty: a masked slot has weight 0, and 0 * NaN would still be NaN.
+        self.keys, self.values = (
+            states.new_zeros((*states.shape[:2], self.capacity, states.shape[-1]))
+            for states in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(self, key_states, value_states, plan: WritePlan | None = None):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if plan is None:
+            plan = WritePlan(self.length + key_states.shape[2], self.length, None)
+            self.length = plan.columns
+        if plan.columns > self.capacity:
+            self.grow(plan.columns)
+        return (self._write(self.keys, key_states, plan), self._write(self.values, value_states, plan))
+
+    def _write(self, buffer: torch.Tensor, states: torch.Tensor, plan: WritePlan) -> torch.Tensor:
+        rows, heads, nodes, size = states.shape
+        if plan.offset is not None:
+            buffer[:rows, :, plan.offset : plan.offset + nodes].copy_(states)
+        else:
+            index = plan.flat_index(heads, self.capacity)
+            buffer.view(-1, size).index_copy_(0, index, states.reshape(-1, size))
+        return buffer[:rows, :, : plan.columns]
+
+    def grow(self, columns: int) -> None:
+        """Makes room for at least `columns` slots, doubling so that copies stay rare."""
+        capacity = max(columns, 2 * self.capacity)
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_zeros((*old.shape[:2], capacity, old.shape[-1]))
+            new[:, :, : self.capacity].copy_(old)
+            setattr(self, name, new)
+        self.capacity = capacity
+
+    def move(self, source: torch.LongTensor, target: torch.LongTensor) -> None:
+        """Copies the slots `source` of shape `(R, M)` to `target`, row by row; the two may overlap."""
+        for buffer in (self.keys, self.values):
+            _, heads, capacity, size = buffer.shape
+            flat = buffer.view(-1, size)
+            flat.index_copy_(0, flat_slots(target, heads, capacity), flat[flat_slots(source, heads, capacity)])
+
+    def move_row(self, source: int, target: int, columns: int) -> None:
+        for buffer in (self.keys, self.values):
+            buffer[target, :, :columns].copy_(buffer[source, :, :columns])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    # The same question in transformers before 5.19.
+    get_max_cache_shape = get_max_length
+
+
+class SlotCache(Cache):
+    """The cache of a whole model.
+
+    It starts in prefill mode, where it behaves as a growing cache with one common length (left padding included) and
+    serves the model's ordinary forward. `start_slots` ends the prefill and gives every row its own length.
+
+    Args:
+        capacity (`int`): Slots to allocate at first.
+    """
+
+    def __init__(self, capacity: int):
+        super().__init__(layers=[])
+        self.capacity = capacity
+        self.lengths: list[int] | None = None
+        self.plan: WritePlan | None = None
+
+    # An empty cache would count as compileable, and get ready-made masks for the prefill.
+    is_compileable = False
+
+    def load(self, cache: DynamicCache) -> None:
+        """Copies in what earlier calls have left in a `DynamicCache`.
+
+        Its sliding-window layers hold the last tokens only; the slots before them stay empty and are never seen.
+        """
+        for index, layer in enumerate(cache.layers):
+            if layer.is_initialized and layer.keys.numel():
+                offset = layer.get_seq_length() - layer.keys.shape[2]
+                self.plan = WritePlan(layer.get_seq_length(), offset, None)
+                self.update(layer.keys, layer.values, index)
+                self.layers[index].length = layer.get_seq_length()
+        self.plan = None
+
+    def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
+        while len(self.layers) <= layer_idx:
+            self.layers.append(SlotLayer(self.capacity))
+        return self.layers[layer_idx].update(key_states, value_states, self.plan)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.layers[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        if layer_idx >= len(self.layers):
+            return query_length, 0
+        return self.layers[layer_idx].get_mask_sizes(query_length)
+
+    def start_slots(self, batch_size: int) -> None:
+        """Ends the prefill: from now on rows have their own lengths, which are all equal at first."""
+        self.lengths = [self.get_seq_length()] * batch_size
+
+    def plan_write(self, nodes: int, device: torch.device) -> WritePlan:
+        """Decides where the next forward of `nodes` tokens a row goes; it stays in force until the next plan."""
+        longest = max(self.lengths)
+        if min(self.lengths) == longest:
+            self.plan = WritePlan(longest + nodes, longest, None)
+        else:
+            starts = torch.tensor(self.lengths, device=device)
+            self.plan = WritePlan(longest + nodes, None, starts[:, None] + torch.arange(nodes, device=device))
+        for layer in self.layers:
+            layer.length = longest
+        return self.plan
+
+    def commit(self, counts: list[int], path: torch.LongTensor | None = None) -> None:
+        """Keeps what was accepted of the last forward.
+
+        Args:
+            counts (`list[int]` of length R): Nodes kept of each row, the anchor included.
+            path (`torch.LongTensor` of shape `(R, M)`, *optional*):
+                Kept nodes in order (columns past a row's count are ignored). `None`: the first `counts` nodes,
+                which lie in place already.
+        """
+        if path is not None:
+            starts = torch.tensor(self.lengths, device=path.device)[:, None]
+            target = starts + torch.arange(path.shape[1], device=path.device)
+            for layer in self.layers:
+                layer.move(starts + path, target)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts)]
+
+    def keep_rows(self, keep: list[int]) -> None:
+        """Keeps the active rows at these positions, in this order; only rows that change places are copied.
+
+        `keep[i] >= i` or a row that is not overwritten before it is read, as `compact` arranges it.
+        """
+        columns = max(self.lengths)
+        for target, source in enumerate(keep):
+            if source != target:
+                for layer in self.layers:
+                    layer.move_row(source, target, columns)
+        self.lengths = [self.lengths[row] for row in keep]
+
+    def row_states(self, row: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies of an active row's keys and values `(H, C', D)` in every layer, as far as they are filled."""
+        length = self.lengths[row]
+        return [(layer.keys[row, :, :length].clone(), layer.values[row, :, :length].clone()) for layer in self.layers]
+
+
+def dynamic_cache(rows: list[list[tuple[torch.Tensor, torch.Tensor]]], config) -> DynamicCache:
+    """transformers' own cache from each row's keys and values; shorter rows are followed by zeros.
+
+    Args:
+        rows (`list`): For each row what `SlotCache.row_states` returned.
+        config (`PreTrainedConfig`): Of the model; says which layers keep a window only.
+    """
+    cache = DynamicCache(config=config)
+    for index, layers in enumerate(zip(*rows)):
+        keys, values = (
+            # Padded along the slots, which must come first for that.
+            torch.nn.utils.rnn.pad_sequence([states[part].transpose(0, 1) for states in layers], batch_first=True)
+            for part in (0, 1)
+        )
+        cache.update(keys.transpose(1, 2), values.transpose(1, 2), index)
+    return cache
+
+
+def flat_slots(slots: torch.LongTensor, heads: int, capacity: int) -> torch.LongTensor:
+    """Slots `(R, M)` of every head as indices `(R * H * M,)` into a buffer `(B, H, C, D)` seen as `(B * H * C, D)`."""
+    rows = slots.shape[0]
+    base = torch.arange(rows * heads, device=slots.device).view(rows, heads, 1) * capacity
+    return (base + slots[:, None, :]).reshape(-1)
+
+
+def compact(finished: list[bool]) -> list[int]:
+    """Which active rows to keep, and where: holes are filled from the end, so that few rows move.
+
+    Returns the old position of each kept row. Position `i` of the result differs from `i` only for filled holes.
+    """
+    keep = [row for row, done in enumerate(finished) if not done]
+    size = len(keep)
+    movers = [row for row in keep if row >= size]
+    return [row if not finished[row] else movers.pop() for row in range(size)]

@@ -1,0 +1,324 @@
+"""The decoding loop: prefill, then cycles of draft -> verify -> accept -> commit until every row stops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from ..candidate_generators.base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from ..drafts import DraftTree
+from ..errors import SpecConfigError
+from ..logits.processors import ProcessorStack
+from ..logits.randomness import RowUniforms, seed_from_torch
+from ..logits.sampling import DraftSampler
+from ..logits.verifier import Verdict, Verifier, take_nodes
+from ..metrics import CycleTrace, RowTrace, SpecDecodingStats, begin_call
+from .cache import SlotCache, compact, dynamic_cache
+from .output import OutputRecorder, SpeculativeOutput
+from .sequences import Sequences, StopRules
+from .target import SlotModel, SlotOutput
+
+
+@dataclass
+class Request:
+    """One `generate()` call as the host has prepared it.
+
+    Attributes:
+        model (`PreTrainedModel`): The target.
+        input_ids (`torch.LongTensor` of shape `(B, P)`): Prompts, left-padded (P is 0 with `inputs_embeds` alone).
+        logits_processor, stopping_criteria, generation_config: As `generate()` prepared them.
+        model_kwargs (`dict`): Arguments of the target's forward: mask, positions, multimodal inputs.
+        streamer (`BaseStreamer`, *optional*): Has seen nothing yet.
+        synced_gpus (`bool`): Go on with forwards until all ranks have finished.
+        past_key_values (`DynamicCache`, *optional*): The user's; read at the start, brought up to date at the end.
+    """
+
+    model: torch.nn.Module
+    input_ids: torch.LongTensor
+    logits_processor: list
+    stopping_criteria: list
+    generation_config: object
+    model_kwargs: dict
+    streamer: object | None = None
+    synced_gpus: bool = False
+    past_key_values: object | None = None
+
+
+class DecodingLoop:
+    """Runs one request.
+
+    Args:
+        request (`Request`): The call.
+        speculator (`Speculator`): Makes the call's candidate generator.
+    """
+
+    def __init__(self, request: Request, speculator):
+        config = request.generation_config
+        self.request = request
+        self.model = request.model
+        self.device = request.input_ids.device
+        self.batch_size = request.input_ids.shape[0]
+        self.rows = list(range(self.batch_size))
+
+        self.sequences = Sequences(request.input_ids, _pad_token(config))
+        self.stop = StopRules(request.stopping_criteria, self.sequences)
+        self.stats = SpecDecodingStats(method=speculator.method, batch_size=self.batch_size)
+        self.traces = begin_call(self.stats)
+        wants_dict = bool(config.return_dict_in_generate)
+        self.recorder = OutputRecorder(
+            self.batch_size,
+            scores=wants_dict and bool(config.output_scores),
+            logits=wants_dict and bool(config.output_logits),
+            hidden_states=wants_dict and bool(config.output_hidden_states),
+        )
+        stack = ProcessorStack(request.logits_processor)
+        uniforms = RowUniforms(seed_from_torch(), self.device) if config.do_sample else None
+        vocab_size = self.model.config.get_text_config(decoder=True).vocab_size
+        self.generator: CandidateGenerator = speculator.candidate_generator(
+            Session(
+                batch_size=self.batch_size,
+                max_length=self.stop.max_length,
+                device=self.device,
+                sampler=DraftSampler(stack, self.sequences, uniforms, vocab_size),
+                notes=self.stats.notes,
+            )
+        )
+        self._check_prompt_tokens()
+        depth = self.generator.num_speculative_tokens
+        prompt_length = max(request.input_ids.shape[1], _embeds_length(request.model_kwargs))
+        # Room for the whole generation, but not for a maximum that is only there as a limit.
+        expected = min(self.stop.max_length - request.input_ids.shape[1], 1024)
+        self.target = SlotModel(
+            self.model,
+            SlotCache(prompt_length + expected + depth + 1),
+            states=self.generator.target_hidden_states,
+            forward_kwargs={"output_hidden_states": True} if config.output_hidden_states else None,
+        )
+        self.verifier = Verifier(
+            stack,
+            self.stop,
+            uniforms,
+            keep_scores=self.recorder.scores is not None,
+            equal_lengths=not self.target.profile.takes_ready_masks,
+        )
+        self.keeps_cache = wants_dict or request.past_key_values is not None
+        self.finished_states: dict[int, list] = {}
+        self.streamed = 0
+
+    def run(self):
+        """Generates. Returns token ids `(B, L)`, or a `SpeculativeOutput` if the config asks for a dict."""
+        began = perf_counter()
+        try:
+            self._prefill()
+            while self.model._has_unfinished_sequences(self.stop.all_finished, self.request.synced_gpus, self.device):
+                if self.stop.all_finished:
+                    self._idle_forward()
+                else:
+                    self._cycle()
+        finally:
+            self.generator.close()
+        self._stream(end=True)
+        self.stats.total_seconds = perf_counter() - began
+        return self._output()
+
+    def _check_prompt_tokens(self) -> None:
+        if self.generator.needs_prompt_tokens and self.request.input_ids.shape[1] == 0:
+            raise SpecConfigError(
+                f"spec_method='{self.stats.method}' drafts from the prompt's tokens, and got `inputs_embeds` alone. "
+                "Pass `input_ids` beside them, or use spec_method='ngram'."
+            )
+
+    # Prefill
+
+    def _prefill(self) -> None:
+        """The target reads the prompts and gives each row its first token; then the drafter reads them."""
+        began = perf_counter()
+        request, kwargs = self.request, dict(self.request.model_kwargs)
+        starts = _row_starts(kwargs.get("attention_mask"), self.batch_size)
+        if request.past_key_values is not None:
+            self.target.cache.load(request.past_key_values)
+        kwargs["past_key_values"] = self.target.cache
+        with self.target.captured() as states:
+            output = self.model._prefill(request.input_ids, request.generation_config, kwargs)
+        length = self.target.cache.get_seq_length()
+        self.target.start_slots(starts, _position_offsets(kwargs.get("position_ids"), length, starts))
+        self.stats.num_target_forwards += 1
+        if request.streamer is not None:
+            request.streamer.put(request.input_ids.cpu())
+
+        # The first token is committed like every other: a verification without drafts, of the prompt's last node.
+        logits = output.logits[:, -1:].to(self.device)
+        draft = DraftTree.empty(self.batch_size, self.device)
+        verdict = self.verifier.verify(draft, logits, self.rows, [length - start for start in starts])
+        self.stats.num_committed_tokens += self.batch_size
+        self.recorder.add(self.rows, verdict, logits, output.get("hidden_states"))
+        self.anchors = verdict.tokens[:, 0]
+        self._stream()
+        self.stats.prefill_seconds = perf_counter() - began
+        if self.stop.all_finished:
+            return
+        began = perf_counter()
+        # The slots may begin before the given tokens: a continued cache, or embeddings.
+        unknown = length - request.input_ids.shape[1]
+        prompt_starts = [max(start - unknown, 0) for start in starts]
+        self.generator.prefill(Prompt(request.input_ids, prompt_starts, states))
+        last_states = {key: value[:, -1:] for key, value in states.items()}
+        self._observe(verdict, last_states)
+        self.stats.draft_seconds += perf_counter() - began
+        self._drop_finished_rows()
+
+    # One cycle
+
+    def _cycle(self) -> None:
+        began = perf_counter()
+        draft = self.generator.propose(self._step())
+        drafted = perf_counter()
+        output = self._verify(draft)
+        verified = perf_counter()
+        verdict = self.verifier.verify(draft, output.logits, self.rows, self._positions(1))
+        self._commit(draft, output, verdict)
+        self.stats.draft_seconds += drafted - began
+        self.stats.verify_seconds += verified - drafted
+
+    def _positions(self, ahead: int) -> list[int]:
+        """Position of each row's anchor plus `ahead`, padding not counted."""
+        cache, target = self.target.cache, self.target
+        return [length - start + ahead for length, start in zip(cache.lengths, target.starts)]
+
+    def _step(self) -> DraftStep:
+        depth = self.generator.num_speculative_tokens
+        room = [self.stop.max_length - self.sequences.lengths[row] - 1 for row in self.rows]
+        return DraftStep(self.rows, self.anchors, self._positions(1), [max(min(depth, free), 0) for free in room])
+
+    def _verify(self, draft: DraftTree) -> SlotOutput:
+        tokens = self.anchors[:, None] if draft.size == 0 else torch.cat([self.anchors[:, None], draft.tokens], dim=1)
+        output = self.target.forward(tokens, draft.topology)
+        self.stats.num_target_forwards += 1
+        output.logits = output.logits.to(self.device)
+        return output
+
+    def _commit(self, draft: DraftTree, output: SlotOutput, verdict: Verdict) -> None:
+        """Makes the accepted path part of the text, of the target's cache and of the drafter's state."""
+        counts = list(map(len, verdict.token_lists))
+        self.target.cache.commit(counts, None if draft.is_chain else verdict.path)
+        self.recorder.add(self.rows, verdict, output.logits, output.all_hidden_states)
+        self._count(draft, verdict)
+        self._stream()
+        last = verdict.tokens.new_tensor(counts) - 1 if len(counts) > 1 else None
+        self.anchors = verdict.tokens[:, counts[0] - 1] if last is None else verdict.tokens.gather(1, last[:, None])[:, 0]
+        began = perf_counter()
+        self._observe(verdict, {key: take_nodes(value, verdict.path) for key, value in output.hidden_states.items()})
+        self.stats.draft_seconds += perf_counter() - began
+        if not self.stop.all_finished:
+            self._drop_finished_rows()
+
+    def _observe(self, verdict: Verdict, states: dict) -> None:
+        self.generator.observe(
+            Commit(self.rows, verdict.tokens, verdict.token_lists, verdict.num_accepted, states)
+        )
+
+    def _drop_finished_rows(self) -> None:
+        """Finished rows leave the batch, so that they cost no more compute."""
+        finished = [self.stop.has_left(row) for row in self.rows]
+        if not any(finished) or all(finished):
+            return
+        if self.keeps_cache:
+            self._store_states([index for index, done in enumerate(finished) if done])
+        keep = compact(finished)
+        self.target.keep_rows(keep)
+        self.generator.keep_rows(keep)
+        self.rows = [self.rows[index] for index in keep]
+        self.anchors = self.anchors[keep]
+
+    def _store_states(self, indices: list[int]) -> None:
+        for index in indices:
+            self.finished_states[self.rows[index]] = self.target.cache.row_states(index)
+
+    def _idle_forward(self) -> None:
+        """A forward whose result is not used: other ranks still need this one's shards."""
+        self.target.forward(self.anchors[: len(self.rows), None], DraftTree.empty(len(self.rows), self.device).topology)
+
+    # What others see
+
+    def _count(self, draft: DraftTree, verdict: Verdict) -> None:
+        drafted = draft.token_lists()
+        depths = None if draft.is_chain else draft.topology.depths.expand(len(drafted), -1).tolist()
+        for index, (tokens, accepted, committed) in enumerate(
+            zip(drafted, verdict.num_accepted, verdict.token_lists)
+        ):
+            depth = len(tokens) if depths is None else max(depths[index][: len(tokens) + 1])
+            self.stats.count(len(tokens), depth, accepted, len(committed))
+        if self.traces:
+            rows = zip(self.rows, drafted, draft.parent_lists(), verdict.num_accepted, verdict.token_lists)
+            trace = CycleTrace([RowTrace(row, list(t), p, n, list(c)) for row, t, p, n, c in rows])
+            for record in self.traces:
+                record.cycles.append(trace)
+
+    def _stream(self, end: bool = False) -> None:
+        """Hands over every column that all rows have reached or ended before, one token a row at a time."""
+        streamer = self.request.streamer
+        if streamer is None:
+            return
+        lengths = self.sequences.num_generated
+        ready = max(lengths) if self.stop.all_finished else min(
+            length for length, done in zip(lengths, self.stop.finished) if not done
+        )
+        prompt = self.sequences.prompt_length
+        columns = self.sequences.tokens[:, prompt + self.streamed : prompt + ready].cpu()
+        for column in columns.unbind(1):
+            streamer.put(column)
+        self.streamed = max(self.streamed, ready)
+        if end:
+            streamer.end()
+
+    def _output(self):
+        config, sequences = self.request.generation_config, self.sequences.output()
+        cache = self._final_cache() if self.keeps_cache else None
+        if not config.return_dict_in_generate:
+            return sequences
+        return SpeculativeOutput(
+            sequences=sequences,
+            scores=self.recorder.scores and self.recorder.scores.steps(),
+            logits=self.recorder.logits and self.recorder.logits.steps(),
+            hidden_states=self.recorder.hidden_states(),
+            past_key_values=cache,
+            speculative=self.stats,
+        )
+
+    def _final_cache(self):
+        """Keys and values of all tokens but the last, in the user's cache object if there is one."""
+        self._store_states(range(len(self.rows)))
+        states = [self.finished_states[row] for row in range(self.batch_size)]
+        cache = dynamic_cache(states, self.model.config.get_text_config(decoder=True))
+        user_cache = self.request.past_key_values
+        if user_cache is None:
+            return cache
+        user_cache.layers = cache.layers
+        return user_cache
+
+
+def _pad_token(config) -> int:
+    pad = getattr(config, "_pad_token_tensor", None)
+    # Without an end-of-sequence token no row ends before the others, and padding is never written.
+    return 0 if pad is None else int(pad)
+
+
+def _embeds_length(model_kwargs: dict) -> int:
+    embeds = model_kwargs.get("inputs_embeds")
+    return 0 if embeds is None else embeds.shape[1]
+
+
+def _row_starts(attention_mask: torch.Tensor | None, batch_size: int) -> list[int]:
+    if attention_mask is None:
+        return [0] * batch_size
+    return attention_mask.ne(0).int().argmax(dim=1).tolist()
+
+
+def _position_offsets(position_ids: torch.Tensor | None, length: int, starts: list[int]) -> list[int] | None:
+    """What the user's own positions differ by from counting each row's real tokens from 0."""
+    if position_ids is None or position_ids.dim() != 2:
+        return None
+    last = position_ids[:, -1].expand(len(starts)).tolist()
+    return [position + 1 - (length - start) for position, start in zip(last, starts)]

@@ -1,0 +1,116 @@
+"""Masks and positions of a verification: what each node of a draft may see among the slots.
+
+A node sees the committed slots of its row and its own ancestors among the new ones. Sliding windows and chunks are
+decided by position, so a branch of a tree is limited like the text it stands for.
+
+Shapes: R rows, T nodes, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ..drafts import TreeTopology
+
+
+@dataclass(frozen=True)
+class Span:
+    """How far back a layer looks: everything, the last `size` positions, or the current chunk of `size` positions."""
+
+    kind: str = "full"
+    size: int = 0
+
+    def hidden(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+        """Where positions `key` lie outside of what positions `query` may see (broadcast), or `None` for nowhere."""
+        if self.kind == "sliding":
+            return query - key >= self.size
+        if self.kind == "chunked":
+            return query // self.size != key // self.size
+        return None
+
+
+FULL = Span()
+
+
+@dataclass
+class RowState:
+    """Where the active rows stand.
+
+    Attributes:
+        lengths (`list[int]`): Slots in use, left padding included.
+        starts (`list[int]`): First real slot of each row.
+        offsets (`list[int]`): What is added to a row's position ids, where the user began to count elsewhere than 0.
+    """
+
+    lengths: list[int]
+    starts: list[int]
+    offsets: list[int]
+
+    @property
+    def is_uniform(self) -> bool:
+        return len(set(self.lengths)) == 1 and not any(self.starts)
+
+
+def node_positions(topology: TreeTopology, rows: RowState) -> torch.LongTensor:
+    """Position ids `(R, T)`: distance from the row's first real token, plus the row's offset."""
+    depths = topology.depths
+    first = [length - start + offset for length, start, offset in zip(rows.lengths, rows.starts, rows.offsets)]
+    if len(set(first)) == 1:
+        return (depths + first[0]).expand(len(first), -1)
+    return torch.tensor(first, device=depths.device)[:, None] + depths
+
+
+def node_masks(
+    topology: TreeTopology, rows: RowState, columns: int, spans: tuple[Span, ...], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Additive masks, one for each span: 0 where a node may look, the lowest number of `dtype` elsewhere.
+
+    Returns:
+        Tensors of shape `(1, 1, T, S)` if all rows are alike, `(R, 1, T, S)` otherwise; S is `columns`.
+    """
+    build = _uniform_mask if rows.is_uniform and topology.ancestors.dim() == 2 else _ragged_mask
+    return [build(topology, rows, columns, span, dtype) for span in spans]
+
+
+@lru_cache(maxsize=256)
+def _block(topology: TreeTopology, dtype: torch.dtype) -> torch.Tensor:
+    """The `(T, T)` part of the mask among the new nodes."""
+    block = torch.zeros(topology.ancestors.shape, dtype=dtype, device=topology.ancestors.device)
+    return block.masked_fill_(~topology.ancestors, torch.finfo(dtype).min)
+
+
+def _uniform_mask(topology, rows, columns, span, dtype):
+    length, nodes = rows.lengths[0], topology.depths.shape[0]
+    device = topology.depths.device
+    mask = torch.zeros((1, 1, nodes, columns), dtype=dtype, device=device)
+    mask[..., length:] = _block(topology, dtype)
+    if span.kind != "full":
+        keys = torch.arange(columns, device=device)
+        keys[length:] = topology.depths + length
+        hidden = span.hidden((topology.depths + length)[:, None], keys)
+        mask.masked_fill_(hidden, torch.finfo(dtype).min)
+    return mask
+
+
+def _ragged_mask(topology, rows, columns, span, dtype):
+    device = topology.depths.device
+    lengths = torch.tensor(rows.lengths, device=device)[:, None]
+    starts = torch.tensor(rows.starts, device=device)[:, None]
+    nodes = topology.depths.shape[-1]
+    slots = torch.arange(columns, device=device)
+    committed = (slots >= starts) & (slots < lengths)  # [R, S]
+    node_of_slot = (slots - lengths).clamp(0, nodes - 1)  # [R, S]
+    is_node = (slots >= lengths) & (slots < lengths + nodes)
+    ancestors = topology.ancestors.expand(len(rows.lengths), nodes, nodes)
+    among_nodes = ancestors.gather(2, node_of_slot[:, None].expand(-1, nodes, -1)) & is_node[:, None]
+    visible = committed[:, None] | among_nodes  # [R, T, S]
+    if span.kind != "full":
+        depths = topology.depths.expand(len(rows.lengths), nodes)
+        first = lengths - starts
+        keys = torch.where(is_node, first + depths.gather(1, node_of_slot), slots - starts)
+        visible &= ~span.hidden((first + depths)[:, :, None], keys[:, None])
+    mask = torch.zeros(visible.shape, dtype=dtype, device=device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]

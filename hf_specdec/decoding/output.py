@@ -1,0 +1,93 @@
+"""What `generate()` returns: the host's output with the statistics attached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from ..logits.verifier import take_nodes
+from ..metrics import SpecDecodingStats
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """`GenerateDecoderOnlyOutput` with one more field.
+
+    Args:
+        speculative (`SpecDecodingStats`): Drafts, acceptance and time of the call.
+    """
+
+    speculative: SpecDecodingStats | None = None
+
+
+class StepRecorder:
+    """Collects per-token tensors of rows that advance at their own pace, and returns them step by step.
+
+    Plain generation returns one tensor of shape `(B, ...)` for each generated token. Rows that ended earlier hold
+    zeros in the later steps.
+
+    Args:
+        batch_size (`int`): B.
+    """
+
+    def __init__(self, batch_size: int):
+        self.rows: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
+
+    def add(self, rows: list[int], values: torch.Tensor, counts: list[int]) -> None:
+        """Adds the first `counts[i]` entries of `values[i]` (shape `(R, M, ...)`) to row `rows[i]`."""
+        for row, value, count in zip(rows, values, counts):
+            self.rows[row].append(value[:count])
+
+    def steps(self) -> tuple[torch.Tensor, ...]:
+        """One tensor `(B, ...)` per generated token."""
+        some = next((parts[0] for parts in self.rows if parts), None)
+        if some is None:
+            return ()
+        rows = [torch.cat(parts) if parts else some[:0] for parts in self.rows]
+        return torch.nn.utils.rnn.pad_sequence(rows).unbind(0)
+
+
+class OutputRecorder:
+    """The optional fields of the returned output.
+
+    Args:
+        batch_size (`int`): B.
+        scores, logits, hidden_states (`bool`): Which fields were asked for.
+    """
+
+    def __init__(self, batch_size: int, scores: bool, logits: bool, hidden_states: bool):
+        self.scores = StepRecorder(batch_size) if scores else None
+        self.logits = StepRecorder(batch_size) if logits else None
+        self.prompt_states: tuple | None = None
+        self._batch_size = batch_size
+        self._wants_states = hidden_states
+        self._states: list[StepRecorder] = []
+
+    def add(self, rows, verdict, logits, hidden_states) -> None:
+        """Adds one verification: its verdict, logits `(R, T, V)` and, per layer, hidden states `(R, T, H)`."""
+        counts = list(map(len, verdict.token_lists))
+        if self.scores is not None:
+            self.scores.add(rows, verdict.scores, counts)
+        if self.logits is not None:
+            self.logits.add(rows, take_nodes(logits, verdict.path).float(), counts)
+        if self._wants_states:
+            self._add_states(rows, verdict.path, hidden_states, counts)
+
+    def _add_states(self, rows, path, hidden_states, counts) -> None:
+        if self.prompt_states is None:
+            # The first token comes from the prompt's states, which are returned whole.
+            self.prompt_states = hidden_states
+            self._states = [StepRecorder(self._batch_size) for _ in hidden_states]
+            return
+        for recorder, states in zip(self._states, hidden_states):
+            recorder.add(rows, take_nodes(states, path), counts)
+
+    def hidden_states(self) -> tuple | None:
+        """For each generated token a tuple over layers, `(B, P, H)` for the first one and `(B, 1, H)` after it."""
+        if not self._wants_states:
+            return None
+        layers = [recorder.steps() for recorder in self._states]
+        later = [tuple(state[:, None] for state in step) for step in zip(*layers)]
+        return (self.prompt_states, *later)

@@ -1,0 +1,222 @@
+"""A causal language model as the loop sees it: it reads tokens into slots and returns logits for every node.
+
+The target and a draft model are both driven through `SlotModel`. The model runs through its own forward with a
+`SlotCache`, explicit positions and ready-made masks; nothing of it is copied, replaced or left changed.
+
+Shapes: R active rows, T nodes (anchor included), P prompt length, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..drafts import TreeTopology
+from ..errors import UnsupportedModelError
+from .attention import attention_switch
+from .cache import SlotCache
+from .masks import FULL, RowState, Span, node_masks, node_positions
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """What the loop must know of a model, read from its class and config once.
+
+    Attributes:
+        spans (`tuple[Span, ...]`): The distinct spans of its layers; one mask each.
+        layer_types (`tuple[str, ...]`, *optional*): Keys under which the model expects the masks, in the order of
+            `spans`; `None` if it takes a single mask.
+        takes_ready_masks (`bool`): Accepts 4-D masks. Otherwise it gets a 2-D mask and builds its own, which is right
+            for chains in rows of equal length only.
+        takes_position_ids (`bool`): Its forward has the argument `position_ids`.
+        takes_logits_to_keep (`bool`): Its forward has the argument `logits_to_keep`.
+    """
+
+    spans: tuple[Span, ...]
+    layer_types: tuple[str, ...] | None
+    takes_ready_masks: bool
+    takes_position_ids: bool
+    takes_logits_to_keep: bool
+
+
+# Model types that build their position bias from a 2-D mask.
+_OWN_MASKS = {
+    "bloom": "alibi comes from the 2-D mask",
+    "gpt_neo": "local layers cut by column, not by position",
+}
+
+_SPAN_OF_LAYER_TYPE = {"full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "chunked"}
+
+_profiles: WeakKeyDictionary[torch.nn.Module, ModelProfile] = WeakKeyDictionary()
+
+
+def model_profile(model: torch.nn.Module, role: str = "target model") -> ModelProfile:
+    """The model's profile.
+
+    Raises:
+        UnsupportedModelError: The loop cannot drive the model: what it is and what is missing.
+    """
+    if model not in _profiles:
+        _profiles[model] = _read_profile(model, role)
+    return _profiles[model]
+
+
+def _read_profile(model, role) -> ModelProfile:
+    name = type(model).__name__
+    config = model.config
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder model; as {role} only decoder-only models can be used. Leave the "
+            "speculative arguments out to use plain generate()."
+        )
+    text_config = config.get_text_config(decoder=True)
+    layer_types = getattr(text_config, "layer_types", None)
+    recurrent = sorted(set(layer_types or ()) - set(_SPAN_OF_LAYER_TYPE))
+    if getattr(model, "_is_stateful", False) or recurrent:
+        what = f"layers of type {', '.join(recurrent)}" if recurrent else "a recurrent state"
+        raise UnsupportedModelError(
+            f"{name} has {what} that cannot be cut back to the accepted tokens; as {role} only models that keep "
+            "keys and values in all layers can be used. Leave the speculative arguments out to use plain generate()."
+        )
+    parameters = inspect.signature(model.forward).parameters
+    if "past_key_values" not in parameters:
+        raise UnsupportedModelError(
+            f"{name} keeps no key/value cache (its forward has no `past_key_values`), which speculation needs of the "
+            f"{role}. Leave the speculative arguments out to use plain generate()."
+        )
+    spans, keys = _read_spans(text_config, layer_types)
+    return ModelProfile(
+        spans=spans,
+        layer_types=keys,
+        takes_ready_masks=text_config.model_type not in _OWN_MASKS,
+        takes_position_ids="position_ids" in parameters,
+        takes_logits_to_keep="logits_to_keep" in parameters,
+    )
+
+
+def _read_spans(config, layer_types):
+    window = getattr(config, "sliding_window", None)
+    if not layer_types:
+        return (Span("sliding", window) if window else FULL,), None
+    sizes = {"sliding": window, "chunked": getattr(config, "attention_chunk_size", None), "full": 0}
+    keys = tuple(sorted(set(layer_types)))
+    kinds = [_SPAN_OF_LAYER_TYPE[key] for key in keys]
+    return tuple(Span(kind, sizes[kind]) if sizes[kind] else FULL for kind in kinds), keys
+
+
+@dataclass
+class SlotOutput:
+    """Result of a forward over slots: `logits` `(R, T, V)` and the states asked for, each `(R, T, H)`."""
+
+    logits: torch.Tensor
+    hidden_states: dict = field(default_factory=dict)
+    all_hidden_states: tuple | None = None
+
+
+class SlotModel:
+    """Drives one model over one `SlotCache` during one call.
+
+    Args:
+        model (`PreTrainedModel`): Any decoder-only model with a key/value cache.
+        cache (`SlotCache`): Its keys and values.
+        states (`tuple`): Hidden states to return: layer indices, or "last" (the state that the head reads).
+        forward_kwargs (`dict`): Further arguments for every forward.
+    """
+
+    def __init__(self, model, cache: SlotCache, states: tuple = (), forward_kwargs: dict | None = None):
+        self.model = model
+        self.cache = cache
+        self.profile = model_profile(model)
+        self.starts: list[int] = []
+        self.offsets: list[int] = []
+        self._states = states
+        self._kwargs = forward_kwargs or {}
+        self._attention = attention_switch(model)
+
+    @property
+    def rows(self) -> RowState:
+        return RowState(self.cache.lengths, self.starts, self.offsets)
+
+    def start_slots(self, starts: list[int], offsets: list[int] | None = None) -> None:
+        """Ends the prefill.
+
+        Args:
+            starts (`list[int]`): Each row's first slot that is not padding.
+            offsets (`list[int]`, *optional*): Each row's position id at that slot, 0 if not given.
+        """
+        self.starts = list(starts)
+        self.offsets = list(offsets) if offsets else [0] * len(starts)
+        self.cache.start_slots(len(starts))
+
+    def prefill(self, input_ids: torch.LongTensor, starts: list[int]) -> None:
+        """Reads left-padded prompts of shape `(R, P)` into empty slots; their logits are not kept."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        inputs = {"input_ids": input_ids, "past_key_values": self.cache, "use_cache": True, "return_dict": True}
+        if any(starts):
+            first = torch.tensor(starts, device=input_ids.device)[:, None]
+            inputs["attention_mask"] = (positions >= first).long()
+            positions = (positions - first).clamp_(min=0)
+        if self.profile.takes_position_ids:
+            inputs["position_ids"] = positions.expand(input_ids.shape)
+        if self.profile.takes_logits_to_keep:
+            inputs["logits_to_keep"] = 1
+        self.model(**inputs)
+        self.start_slots(starts)
+
+    @contextmanager
+    def captured(self):
+        """Collects the asked-for hidden states of the forwards inside: yields the dict they are put into."""
+        states: dict = {}
+        handles = [tap.register_forward_hook(_store(states, key)) for key, tap in self._taps()]
+        try:
+            yield states
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _taps(self):
+        decoder = self.model.get_decoder() if self._states else None
+        for key in self._states:
+            yield key, decoder if key == "last" else decoder.layers[key]
+
+    def forward(self, tokens: torch.LongTensor, topology: TreeTopology) -> SlotOutput:
+        """Reads nodes behind each row's committed slots.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(R, T)`): Anchor and draft tokens.
+            topology (`TreeTopology`): Who sees whom among them.
+        """
+        plan = self.cache.plan_write(tokens.shape[1], tokens.device)
+        inputs = {"input_ids": tokens, "past_key_values": self.cache, "use_cache": True, "return_dict": True}
+        inputs["attention_mask"] = self._masks(topology, plan.columns)
+        if self.profile.takes_position_ids:
+            inputs["position_ids"] = node_positions(topology, self.rows)
+        with self.captured() as states, self._attention():
+            output = self.model(**inputs, **self._kwargs)
+        return SlotOutput(output.logits, states, output.get("hidden_states"))
+
+    def _masks(self, topology: TreeTopology, columns: int):
+        if not self.profile.takes_ready_masks:
+            slots = torch.arange(columns, device=topology.depths.device)
+            starts = torch.tensor(self.starts, device=slots.device)
+            return (slots >= starts[:, None]).long()
+        masks = node_masks(topology, self.rows, columns, self.profile.spans, self.model.dtype)
+        if self.profile.layer_types is None:
+            return masks[0]
+        return dict(zip(self.profile.layer_types, masks))
+
+    def keep_rows(self, keep: list[int]) -> None:
+        self.cache.keep_rows(keep)
+        self.starts = [self.starts[row] for row in keep]
+        self.offsets = [self.offsets[row] for row in keep]
+
+
+def _store(states: dict, key):
+    def hook(module, args, output):
+        states[key] = output if torch.is_tensor(output) else output[0]
+
+    return hook

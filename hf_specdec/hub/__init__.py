@@ -1,0 +1,1 @@
+"""Checkpoints: what they are and how they are loaded."""

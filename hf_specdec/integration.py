@@ -1,0 +1,251 @@
+"""The hook: `generate(spec_method=, spec_model=, num_speculative_tokens=, speculative=, assistant=)` -> our loop.
+
+`install()` wraps `GenerationMixin.generate`. A call with none of these arguments goes straight to the original. A
+speculative call goes through transformers' own preparation (`custom_generate=`) and then into the decoding loop.
+Pipelines need nothing of their own: they pass unknown arguments on to `generate()`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
+
+from .decoding.loop import DecodingLoop, Request
+from .decoding.target import model_profile
+from .errors import SpecConfigError
+from .speculator import Speculator, StockSpeculator, load_speculator
+
+
+_OFF = ("off", "none", False)
+
+_original_generate = None
+
+
+def install() -> None:
+    """Teaches `generate()` of all transformers models the speculative arguments. Safe to call twice."""
+    global _original_generate
+    if _original_generate is not None:
+        return
+    original = _original_generate = GenerationMixin.generate
+
+    @functools.wraps(original)
+    def generate(
+        self,
+        *args,
+        spec_method: str | None = None,
+        spec_model: Any = None,
+        num_speculative_tokens: int | None = None,
+        speculative: Any = None,
+        assistant: Any = None,
+        **kwargs,
+    ):
+        asked = (spec_method, spec_model, num_speculative_tokens, speculative, assistant)
+        if all(argument is None for argument in asked):
+            return original(self, *args, **kwargs)
+        return _generate(self, original, args, kwargs, *asked)
+
+    GenerationMixin.generate = generate
+
+
+def uninstall() -> None:
+    """Takes back what `install()` did."""
+    global _original_generate
+    if _original_generate is not None:
+        GenerationMixin.generate = _original_generate
+        _original_generate = None
+
+
+def generate(
+    model: torch.nn.Module,
+    *args,
+    spec_method: str | None = None,
+    spec_model: Any = None,
+    num_speculative_tokens: int | None = None,
+    speculative: Any = None,
+    assistant: Any = None,
+    **kwargs,
+):
+    """`model.generate()` with speculative decoding, for those who do not want a patched method.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        spec_method (`str`, *optional*): Name of the method; "off" is plain generation.
+        spec_model (`str`, `os.PathLike` or `PreTrainedModel`, *optional*):
+            Draft checkpoint; without a `spec_method` the method is read from it.
+        num_speculative_tokens (`int`, *optional*): Speculation length k in tokens.
+        speculative (*optional*): All settings in one: what [`SpeculativeConfig.resolve`] takes.
+        assistant ([`Speculator`], `PreTrainedModel` or `CandidateGenerator`, *optional*):
+            A loaded speculator, draft model, or any candidate generator of transformers' own protocol.
+        args, kwargs: Everything else that `model.generate()` takes.
+
+    Returns:
+        What `model.generate()` returns; with `return_dict_in_generate=True` its output has the statistics of the call
+        as `output.speculative`.
+
+    Raises:
+        SpecConfigError: The request cannot be honoured: what was asked, what was found, what to do.
+        UnsupportedModelError: The target's architecture cannot be driven by the loop.
+    """
+    original = _original_generate or type(model).generate
+    asked = (spec_method, spec_model, num_speculative_tokens, speculative, assistant)
+    if all(argument is None for argument in asked):
+        return original(model, *args, **kwargs)
+    return _generate(model, original, args, kwargs, *asked)
+
+
+def _generate(model, original, args, kwargs, spec_method, spec_model, num_speculative_tokens, speculative, assistant):
+    if spec_method in _OFF or (speculative in _OFF if isinstance(speculative, (str, bool)) else False):
+        return original(model, *args, **kwargs)
+    arguments = _bind(original, model, args, kwargs)
+    _check_request(model, arguments)
+    model_profile(model)
+    speculator = _speculator(model, spec_method, spec_model, num_speculative_tokens, speculative, assistant)
+    streamer, synced_gpus = arguments.pop("streamer", None), arguments.pop("synced_gpus", None)
+    user_cache = arguments.get("past_key_values")
+    _prepare_stop_strings(model, arguments)
+
+    # The signature matters: transformers hands over only what it names, and the rest as the model's arguments.
+    def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        request = Request(
+            model=model,
+            input_ids=input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            model_kwargs=_checked_model_kwargs(model_kwargs),
+            streamer=streamer,
+            synced_gpus=_must_sync(model) if synced_gpus is None else synced_gpus,
+            past_key_values=user_cache,
+        )
+        return DecodingLoop(request, speculator).run()
+
+    return original(model, **arguments, custom_generate=decode)
+
+
+def _bind(original, model, args, kwargs) -> dict[str, Any]:
+    """All arguments of the call by name."""
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    arguments = dict(bound.arguments)
+    arguments.pop("self", None)
+    return {**arguments.pop("kwargs", {}), **arguments}
+
+
+def _speculator(model, spec_method, spec_model, num_speculative_tokens, speculative, assistant):
+    settings = {"method": spec_method, "num_speculative_tokens": num_speculative_tokens}
+    if assistant is not None:
+        others = (spec_method, spec_model, num_speculative_tokens, speculative)
+        if isinstance(assistant, (Speculator, StockSpeculator)) and not any(other is not None for other in others):
+            return assistant
+        if isinstance(assistant, HfCandidateGenerator) and not any(other is not None for other in others):
+            return StockSpeculator(assistant)
+        if not isinstance(assistant, torch.nn.Module):
+            raise SpecConfigError(
+                f"`assistant` takes a loaded speculator, a draft model or a candidate generator, got "
+                f"{type(assistant).__name__}"
+                + (" together with other speculative arguments. Load the speculator with these settings."
+                   if isinstance(assistant, (Speculator, HfCandidateGenerator)) else ". Use `spec_model` for a name.")
+            )
+        if spec_model is not None:
+            raise SpecConfigError("`assistant` and `spec_model` both name a draft model. Pass one of them.")
+        spec_model = assistant
+    if isinstance(spec_model, torch.nn.Module):
+        return load_speculator(model, speculative, draft_model=spec_model, **settings)
+    return load_speculator(model, speculative, model=spec_model, **settings)
+
+
+# What plain generate() can do and a speculative call cannot: attribute of the generation config, the values that are
+# harmless, and what to do instead.
+_UNSUPPORTED = {
+    "num_beams": ((None, 1), "Beam search does not verify drafts; use num_beams=1."),
+    "use_cache": ((None, True), "Speculation keeps keys and values; leave `use_cache` out."),
+    "output_attentions": ((None, False), "Attention weights of verified drafts are not kept; leave it out."),
+    "penalty_alpha": ((None, 0, 0.0), "Contrastive search cannot be combined with speculation."),
+    "dola_layers": ((None,), "DoLa decoding cannot be combined with speculation."),
+    "constraints": ((None,), "Constrained beam search cannot be combined with speculation."),
+    "force_words_ids": ((None,), "Constrained beam search cannot be combined with speculation."),
+    "prompt_lookup_num_tokens": ((None,), "Use spec_method='ngram' instead of it, not together with it."),
+    "assistant_early_exit": ((None,), "Leave out transformers' own assisted generation."),
+    "use_mtp": ((None, False), "Leave out transformers' own assisted generation."),
+    "speculation_type": ((None,), "Leave out transformers' own assisted generation."),
+    "cache_implementation": (
+        (None, "dynamic", "dynamic_full", "static", "hybrid", "hybrid_chunked", "sliding_window"),
+        "Keys and values are kept in slots of the model's dtype on its device.",
+    ),
+}
+
+_UNSUPPORTED_ARGUMENTS = {
+    "assistant_model": "Pass the draft model as `assistant` or `spec_model` instead.",
+    "assistant_tokenizer": "Draft models with another tokenizer are not supported.",
+    "custom_generate": "It replaces the decoding loop, and so does speculation.",
+}
+
+
+def _check_request(model, arguments: dict[str, Any]) -> None:
+    """One clear error for everything that cannot be combined with speculation, before anything runs."""
+    problems = [
+        f"`{name}`: {remedy}" for name, remedy in _UNSUPPORTED_ARGUMENTS.items() if arguments.get(name) is not None
+    ]
+    for name, (harmless, remedy) in _UNSUPPORTED.items():
+        value = _effective(model, arguments, name)
+        if not any(value is item or (type(value) is type(item) and value == item) for item in harmless):
+            problems.append(f"`{name}`={value!r}: {remedy}")
+    cache = arguments.get("past_key_values")
+    if cache is not None and type(cache) is not DynamicCache:
+        problems.append(f"`past_key_values`: a DynamicCache can be continued, got {type(cache).__name__}.")
+    mask = arguments.get("attention_mask")
+    if torch.is_tensor(mask) and mask.dim() == 2 and bool((mask[:, 1:].ne(0) < mask[:, :-1].ne(0)).any()):
+        problems.append("`attention_mask`: has zeros behind ones. Pad prompts on the left, and mask nothing else.")
+    if problems:
+        raise SpecConfigError("This request cannot be decoded speculatively. " + " ".join(problems))
+
+
+def _effective(model, arguments: dict[str, Any], name: str):
+    """A generation setting as `generate()` will see it: argument, then given config, then the model's own."""
+    if name in arguments:
+        return arguments[name]
+    value = getattr(arguments.get("generation_config"), name, None)
+    return getattr(model.generation_config, name, None) if value is None else value
+
+
+def _prepare_stop_strings(model, arguments: dict[str, Any]) -> None:
+    """Makes the stopping criterion of stop strings here: the way through `custom_generate` loses the tokenizer."""
+    tokenizer = arguments.pop("tokenizer", None)
+    strings = _effective(model, arguments, "stop_strings")
+    if strings is None:
+        return
+    if tokenizer is None:
+        raise SpecConfigError(
+            f"stop_strings={strings!r} needs the model's tokenizer. Pass `tokenizer=` to generate() as well."
+        )
+    criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
+    criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
+    arguments["stopping_criteria"] = criteria
+    arguments.pop("stop_strings", None)
+    config = arguments.get("generation_config")
+    if getattr(config, "stop_strings", None) is not None:
+        arguments["generation_config"] = config = copy.deepcopy(config)
+        config.stop_strings = None
+    if getattr(model.generation_config, "stop_strings", None) is not None:
+        # As an argument it overrides the model's own, which would otherwise be filled in.
+        arguments["stop_strings"] = None
+
+
+def _checked_model_kwargs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the target's forward, without those that the loop sets itself."""
+    return {key: value for key, value in model_kwargs.items() if key != "past_key_values"}
+
+
+def _must_sync(model) -> bool:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not distributed or torch.distributed.get_world_size() == 1:
+        return False
+    return is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)

@@ -1,0 +1,156 @@
+"""Uniform random numbers indexed by seed, row, position and purpose instead of by draw order.
+
+Number x of a stream is word x of the counter-based generator Philox-4x64 (Salmon et al. 2011, "Parallel random
+numbers: as easy as 1, 2, 3"), keyed by seed and purpose, with the row in the counter. So a number depends neither on
+which rows stand beside it, nor on how many tokens were drafted, nor on what has been drawn before.
+
+Shapes: B active rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+
+# What a number is used for; numbers of different purposes are independent.
+TARGET = 0  # the draw from the target's distribution (or its residual) for the token at a position
+ACCEPT = 1  # the ratio test of a draft token
+DRAFT = 2  # drawing a draft token
+
+# Room for the nodes of one draft tree: node i behind anchor position a has the number a * NODES_PER_ANCHOR + i.
+NODES_PER_ANCHOR = 256
+
+# The largest float32 below 1: a uniform number stays below 1 when it is cast to float32.
+LARGEST_UNIFORM = 1.0 - 2.0**-24
+
+
+class RowUniforms:
+    """Uniform numbers in [0, 1) for the rows of one `generate()` call.
+
+    A position is an index into a row's own tokens, padding excluded; rows are named by their index in the call.
+
+    Two ways to address a number:
+
+    - `at` by absolute position. For decisions made at most once per position: the token committed there, and the
+      ratio test of a chain's draft token there (a test behind the first rejection of a cycle decides nothing, and the
+      position of the rejected token is committed in the same cycle).
+    - `for_nodes` and `draft_at` by anchor position and node. Drafting must use these: a position may be drafted again
+      in a later cycle after the same tokens, and must not see the number of its first draft again, because that
+      draft may already have had an influence (on the draft length, for instance). Every cycle commits a token, so
+      its anchor's position is its own. Trees also need a number for each of the siblings at one position.
+
+    Args:
+        seed (`int`): 0 to 2**64 - 1.
+        device (`torch.device` or `str`, *optional*, defaults to `"cpu"`): Where the numbers are wanted.
+    """
+
+    def __init__(self, seed: int, device: torch.device | str = "cpu"):
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"The seed must be from 0 to 2**64 - 1, got {seed}.")
+        self.seed = seed
+        self.device = torch.device(device)
+        purposes = (TARGET, ACCEPT, DRAFT)
+        self._by_position = [_Stream(seed, purpose, space=0, width=1024) for purpose in purposes]
+        self._by_node = [_Stream(seed, purpose, space=1, width=16 * NODES_PER_ANCHOR) for purpose in purposes]
+
+    def at(self, purpose: int, rows: Sequence[int], first_positions: Sequence[int], count: int) -> torch.FloatTensor:
+        """The numbers of `count` consecutive positions of each row.
+
+        Args:
+            purpose (`int`): `TARGET`, `ACCEPT` or `DRAFT`.
+            rows (`Sequence[int]` of length B): Which row of the call each active row is.
+            first_positions (`Sequence[int]` of length B): Absolute position of each row's first number.
+            count (`int`): Positions per row, at most 512.
+
+        Returns:
+            `torch.FloatTensor` of shape `(B, count)`: Numbers that stay below 1 in float32 too.
+        """
+        return self._to_device(self._by_position[purpose].read(rows, np.asarray(first_positions), count))
+
+    def for_nodes(
+        self,
+        rows: Sequence[int],
+        anchor_positions: Sequence[int],
+        count: int,
+        purpose: int = ACCEPT,
+        first_node: int = 0,
+    ) -> torch.FloatTensor:
+        """The numbers of `count` consecutive draft nodes, from `first_node` on, of the tree behind each anchor.
+
+        Args:
+            rows (`Sequence[int]` of length B): Which row of the call each active row is.
+            anchor_positions (`Sequence[int]` of length B): A position of each row that belongs to this cycle alone.
+            count (`int`): Nodes per row.
+            purpose (`int`, *optional*, defaults to `ACCEPT`): What they are used for.
+            first_node (`int`, *optional*, defaults to 0): The first draft node; nodes go up to 255.
+
+        Returns:
+            `torch.FloatTensor` of shape `(B, count)`.
+        """
+        if first_node + count > NODES_PER_ANCHOR:
+            raise ValueError(
+                f"A sampled draft tree has at most {NODES_PER_ANCHOR} nodes, got {first_node + count}. "
+                "Use a smaller tree."
+            )
+        first = np.asarray(anchor_positions) * NODES_PER_ANCHOR + first_node
+        return self._to_device(self._by_node[purpose].read(rows, first, count))
+
+    def draft_at(self, rows: Sequence[int], anchor_positions: Sequence[int], depth: int) -> torch.FloatTensor:
+        """The numbers that draw draft token `depth` (0 is the first) of a chain: shape `(B,)`."""
+        return self.for_nodes(rows, anchor_positions, 1, DRAFT, depth)[:, 0]
+
+    def _to_device(self, values: np.ndarray) -> torch.FloatTensor:
+        values = torch.from_numpy(values)
+        if self.device.type == "cpu":
+            return values
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        return values.to(self.device, dtype, non_blocking=True)
+
+
+class _Stream:
+    """The numbers of one purpose: for each row a window of them that follows the reads."""
+
+    def __init__(self, seed: int, purpose: int, space: int, width: int):
+        self.key = np.array([seed, purpose], dtype=np.uint64)
+        self.space = space
+        self.width = width
+        self.values = np.empty((0, width))
+        self.starts = np.empty(0, dtype=np.int64)
+
+    def read(self, rows: Sequence[int], first: np.ndarray, count: int) -> np.ndarray:
+        """A copy of numbers `first[b]` to `first[b] + count - 1` of each row, shape `(B, count)`."""
+        rows = np.asarray(rows, dtype=np.int64)
+        if rows.size and rows.max() >= len(self.starts):
+            self._add_rows(int(rows.max()) + 1)
+        offsets = first - self.starts[rows]
+        outside = (offsets < 0) | (offsets > self.width - count)
+        if outside.any():
+            self._move_windows(rows[outside], first[outside], count)
+            offsets = first - self.starts[rows]
+        return self.values[rows[:, None], offsets[:, None] + np.arange(count)]
+
+    def _add_rows(self, num_rows: int) -> None:
+        new = num_rows - len(self.starts)
+        self.values = np.concatenate([self.values, np.empty((new, self.width))])
+        # Behind every position, so that the first read of a row fills its window.
+        self.starts = np.concatenate([self.starts, np.full(new, np.iinfo(np.int64).max)])
+
+    def _move_windows(self, rows: np.ndarray, first: np.ndarray, count: int) -> None:
+        half = self.width // 2
+        if count > half:
+            raise ValueError(f"At most {half} numbers can be read at once, got {count}.")
+        for row, position in zip(rows.tolist(), first.tolist()):
+            start = position // half * half
+            # A step of the counter gives four numbers.
+            counter = np.array([start // 4, self.space, row, 0], dtype=np.uint64)
+            generator = np.random.Generator(np.random.Philox(key=self.key, counter=counter))
+            self.values[row] = np.minimum(generator.random(self.width), LARGEST_UNIFORM)
+            self.starts[row] = start
+
+
+def seed_from_torch() -> int:
+    """A seed of 63 bits drawn from torch's default CPU generator, so that `torch.manual_seed` determines it."""
+    return int(torch.randint(2**63 - 1, (), device="cpu"))

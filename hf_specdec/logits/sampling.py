@@ -1,0 +1,65 @@
+"""How a drafter draws: from its own logits, processed as the target's are, with random numbers of the call.
+
+Any law may be drafted from; drawing from one that is sharpened like the target's is accepted most often.
+
+Shapes: R rows, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .acceptance import sample_from_probs
+from .processors import ProcessorStack
+from .randomness import RowUniforms
+
+
+class DraftSampler:
+    """Draws draft tokens for the rows of one call.
+
+    Args:
+        stack (`ProcessorStack`): The target's processors; only those that are known to be free of state are applied.
+        sequences (`Sequences`): The tokens so far.
+        uniforms (`RowUniforms`, *optional*): Random numbers of the call; `None` if the target decodes greedily.
+        vocab_size (`int`): V, the width of the target's logits.
+    """
+
+    def __init__(self, stack: ProcessorStack, sequences, uniforms: RowUniforms | None, vocab_size: int):
+        self.stack = stack.known_only()
+        self.sequences = sequences
+        self.uniforms = uniforms
+        self.vocab_size = vocab_size
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.uniforms is None
+
+    def scores(self, logits: torch.Tensor, rows: list[int], drafted: list[torch.LongTensor]) -> torch.Tensor:
+        """Processed draft scores `(R, V)` in float32.
+
+        Args:
+            logits (`torch.Tensor` of shape `(R, W)`): Draft logits. Where the widths differ, ids that one of the two
+                models lacks get no probability: they are padding rows of the larger vocabulary.
+            rows (`list[int]`): Row of the call of each.
+            drafted (`list[torch.LongTensor]`): Draft tokens before this one, each of shape `(R,)`.
+        """
+        logits = _fit_width(logits, self.vocab_size)
+        if not self.stack.reads_tokens:
+            return self.stack.all_nodes(logits)
+        tail = torch.stack(drafted, dim=1) if drafted else logits.new_zeros((len(rows), 0), dtype=torch.long)
+        sequences = [torch.cat([self.sequences.row(row), new]) for row, new in zip(rows, tail)]
+        return self.stack.rows(sequences, logits, rows)
+
+    def draw(
+        self, scores: torch.Tensor, rows: list[int], anchor_positions: list[int], depth: int
+    ) -> tuple[torch.LongTensor, torch.Tensor]:
+        """One token for each row from `softmax(scores)`: tokens `(R,)` and the law `(R, V)` they were drawn from."""
+        probs = scores.softmax(-1)
+        return sample_from_probs(probs, self.uniforms.draft_at(rows, anchor_positions, depth)), probs
+
+
+def _fit_width(logits: torch.Tensor, width: int) -> torch.Tensor:
+    missing = width - logits.shape[-1]
+    if missing <= 0:
+        return logits[..., :width]
+    return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))

@@ -1,0 +1,260 @@
+"""From target logits to committed tokens: processors, choice of a token at each node, acceptance, stop rules.
+
+Two ways lead to the same tokens. Where no processor and no criterion needs to see a position by itself, all nodes are
+judged at once. Otherwise the path is walked node by node, and every processor and criterion sees what it would have
+seen in plain generation, once per position.
+
+Shapes: R active rows, N draft nodes, T = N + 1 verified nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ..drafts import DraftTree
+from ..errors import SpecDecError
+from .acceptance import Acceptance, follow, reject_chain, reject_tree, sample_from_probs
+from .processors import ProcessorStack
+from .randomness import ACCEPT, TARGET, RowUniforms
+
+
+@dataclass
+class Verdict:
+    """What one verification committed.
+
+    Attributes:
+        token_lists (`list[list[int]]` of length R): Committed tokens of each row, cut where the row ends.
+        num_accepted (`list[int]`): Draft tokens among them.
+        path (`torch.LongTensor` of shape `(R, M)`): Verified nodes that the tokens were predicted from, the anchor
+            first; columns from a row's number of tokens on are padding.
+        tokens (`torch.LongTensor` of shape `(R, M)`): The committed tokens, padded.
+        scores (`torch.Tensor` of shape `(R, M, V)`, *optional*): Processed scores along the path, if asked for.
+    """
+
+    token_lists: list[list[int]]
+    num_accepted: list[int]
+    path: torch.LongTensor
+    tokens: torch.LongTensor
+    scores: torch.Tensor | None = None
+
+
+@dataclass
+class Verifier:
+    """Judges drafts.
+
+    Args:
+        stack (`ProcessorStack`): Logits processors of the call.
+        stop (`StopRules`): Stopping rules of the call; they append the kept tokens to the sequences.
+        uniforms (`RowUniforms`, *optional*): Random numbers of the call; `None` for greedy decoding.
+        keep_scores (`bool`): Whether the processed scores are wanted.
+        equal_lengths (`bool`): All rows must advance by the same number of tokens.
+    """
+
+    stack: ProcessorStack
+    stop: object
+    uniforms: RowUniforms | None
+    keep_scores: bool = False
+    equal_lengths: bool = False
+    score_steps: list = field(default_factory=list)
+
+    def __post_init__(self):
+        batch = len(self.stop.finished)
+        self.equal_lengths |= self.stop.need_equal_lengths or (batch > 1 and not self.stack.knows_all)
+        self._walks = self.equal_lengths or self.stack.reads_tokens or not self.stop.is_known
+
+    def verify(self, draft: DraftTree, logits: torch.Tensor, rows: list[int], positions: list[int]) -> Verdict:
+        """Commits what the target accepts of a draft, and one more token.
+
+        Args:
+            draft (`DraftTree`): The drafts of the active rows.
+            logits (`torch.Tensor` of shape `(R, T, V)`): The target's logits behind the anchor and every node.
+            rows (`list[int]` of length R): Which row of the call each active row is.
+            positions (`list[int]` of length R): Position of the first token to commit, padding not counted.
+        """
+        if self._walks:
+            return _Walk(self, draft, logits, rows, positions).run()
+        return self._verify_at_once(draft, logits, rows, positions)
+
+    def _verify_at_once(self, draft, logits, rows, positions) -> Verdict:
+        plain_greedy = self.uniforms is None and not self.stack and not self.keep_scores
+        scores = logits if plain_greedy else self.stack.all_nodes(logits)
+        acceptance = self._accept(draft, scores, rows, positions)
+        counts, tokens = _to_host(acceptance)
+        token_lists = [row[: count + 1] for row, count in zip(tokens, counts)]
+        kept = self.stop.append(rows, token_lists)
+        width = max(map(len, kept))
+        path = acceptance.path[:, :width]
+        return Verdict(
+            kept,
+            [min(count, len(row)) for count, row in zip(counts, kept)],
+            path,
+            acceptance.tokens[:, :width],
+            take_nodes(scores, path) if self.keep_scores else None,
+        )
+
+    def _accept(self, draft, scores, rows, positions) -> Acceptance:
+        if self.uniforms is None:
+            return follow(draft, scores.argmax(-1))
+        probs = scores.softmax(-1)
+        depths = draft.topology.depths
+        drawn = self.uniforms.at(TARGET, rows, positions, draft.topology.max_depth + 1)
+        at_node = drawn.gather(1, depths.expand(len(rows), -1))
+        if draft.probs is None:
+            return follow(draft, sample_from_probs(probs, at_node))
+        if draft.is_chain:
+            return reject_chain(draft, probs, self.uniforms.at(ACCEPT, rows, positions, draft.size), at_node)
+        return reject_tree(draft, probs, self.uniforms.for_nodes(rows, positions, draft.size), at_node)
+
+
+class _Walk:
+    """One verification along the path: at each depth the rows that still follow their draft are judged together."""
+
+    def __init__(self, verifier: Verifier, draft: DraftTree, logits, rows, positions):
+        self.verifier, self.draft, self.logits = verifier, draft, logits
+        self.rows, self.positions = rows, positions
+        self.children = [
+            _children(tokens, parents) for tokens, parents in zip(draft.token_lists(), draft.parent_lists())
+        ]
+        self.nodes = [0] * len(rows)
+        self.token_lists: list[list[int]] = [[] for _ in rows]
+        self.paths: list[list[int]] = [[] for _ in rows]
+        self.num_accepted = [0] * len(rows)
+        self.scores: list[list[torch.Tensor]] = [[] for _ in rows]
+
+    def run(self) -> Verdict:
+        stop, active = self.verifier.stop, list(range(len(self.rows)))
+        while active:
+            scores = self._scores(active)
+            if self.verifier.keep_scores:
+                self._record_scores(active, scores)
+            tokens, next_nodes = self._choose(active, scores)
+            for index, token in zip(active, tokens):
+                self.paths[index].append(self.nodes[index])
+                self.token_lists[index].append(token)
+            stop.append([self.rows[i] for i in active], [[t] for t in tokens], self._all_scores())
+            active = self._follow(active, next_nodes)
+        return self._verdict()
+
+    def _scores(self, active) -> torch.Tensor:
+        logits = self.logits[active, [self.nodes[i] for i in active]]
+        stack, sequences = self.verifier.stack, self.verifier.stop.sequences
+        rows = [self.rows[i] for i in active]
+        if stack.knows_all or len(sequences.lengths) == 1:
+            return stack.rows([sequences.row(row) for row in rows], logits, rows)
+        length = max(sequences.lengths[row] for row in rows)
+        return stack.whole_batch(sequences.tokens[:, :length], logits, rows)
+
+    def _choose(self, active, scores) -> tuple[list[int], list[int | None]]:
+        """A token for each active row, and the draft node that carries it (`None`: no node does)."""
+        verifier = self.verifier
+        if verifier.uniforms is None:
+            tokens = scores.argmax(-1).tolist()
+        elif self.draft.probs is None:
+            tokens = sample_from_probs(scores.softmax(-1), self._uniforms(TARGET, active)).tolist()
+        else:
+            return self._choose_by_rejection(active, scores.softmax(-1))
+        return tokens, [self.children[i][self.nodes[i]].get(token) for i, token in zip(active, tokens)]
+
+    def _choose_by_rejection(self, active, probs):
+        """Rejection sampling at one depth: the children of each row's node as a star below it."""
+        stars = [list(self.children[i][self.nodes[i]].values()) for i in active]
+        width = max(map(len, stars))
+        if width == 0:
+            return sample_from_probs(probs, self._uniforms(TARGET, active)).tolist(), [None] * len(active)
+        device = probs.device
+        picks = torch.tensor([star + [1] * (width - len(star)) for star in stars], device=device) - 1
+        index = torch.tensor(active, device=device)[:, None]
+        star = DraftTree(
+            self.draft.tokens[index, picks],
+            torch.full((width,), -1, device=device),
+            torch.tensor(list(map(len, stars)), device=device),
+            self.draft.probs[index, picks],
+        )
+        # Only the first row of target probabilities is looked at; the token behind an accepted child comes later.
+        target = probs[:, None].expand(-1, width + 1, -1)
+        target_uniforms = self._uniforms(TARGET, active)[:, None].expand(-1, width + 1)
+        accept_uniforms = self._accept_uniforms(active, picks)
+        star.is_chain = width == 1
+        reject = reject_chain if star.is_chain else reject_tree
+        accepted = reject(star, target, accept_uniforms, target_uniforms)
+        counts, tokens = _to_host(accepted)
+        children = accepted.path[:, 1].tolist() if width else []
+        tokens = [row[0] for row in tokens]
+        nodes = [star[child - 1] if count else None for star, count, child in zip(stars, counts, children)]
+        return tokens, nodes
+
+    def _accept_uniforms(self, active, picks):
+        rows, positions = [self.rows[i] for i in active], [self.positions[i] for i in active]
+        if self.draft.is_chain:
+            return self._uniforms(ACCEPT, active)[:, None]
+        return self.verifier.uniforms.for_nodes(rows, positions, self.draft.size).gather(1, picks)
+
+    def _uniforms(self, purpose, active) -> torch.Tensor:
+        rows = [self.rows[i] for i in active]
+        return self.verifier.uniforms.at(
+            purpose, rows, [self.positions[i] + len(self.token_lists[i]) for i in active], 1
+        )[:, 0]
+
+    def _follow(self, active, next_nodes) -> list[int]:
+        """The rows that go on: those whose token has a node, or nobody if rows must keep equal lengths."""
+        if self.verifier.stop.all_finished:
+            return []
+        ended = [self.verifier.stop.has_left(self.rows[i]) for i in active]
+        going = [i for i, node, end in zip(active, next_nodes, ended) if node is not None and not end]
+        if self.verifier.equal_lengths and len(going) < len(active) - sum(ended):
+            return []
+        for i, node in zip(active, next_nodes):
+            if i in going:
+                self.nodes[i] = node
+        return going
+
+    def _record_scores(self, active, scores) -> None:
+        for index, row_scores in zip(active, scores):
+            self.scores[index].append(row_scores)
+        if not self.verifier.stop.is_known:
+            step = torch.zeros((len(self.verifier.stop.finished), scores.shape[-1]), device=scores.device)
+            step[[self.rows[i] for i in active]] = scores
+            self.verifier.score_steps.append(step)
+
+    def _all_scores(self) -> tuple | None:
+        return tuple(self.verifier.score_steps) if self.verifier.keep_scores else None
+
+    def _verdict(self) -> Verdict:
+        device = self.logits.device
+        width = max(map(len, self.paths))
+        path = torch.tensor([p + [p[-1]] * (width - len(p)) for p in self.paths], device=device)
+        tokens = torch.tensor([t + [0] * (width - len(t)) for t in self.token_lists], device=device)
+        accepted = [
+            sum(self.children[i][node].get(token) is not None for node, token in zip(path_i, tokens_i))
+            for i, (path_i, tokens_i) in enumerate(zip(self.paths, self.token_lists))
+        ]
+        scores = None
+        if self.verifier.keep_scores:
+            scores = torch.stack([torch.stack(s + [s[-1]] * (width - len(s))) for s in self.scores])
+        return Verdict(self.token_lists, accepted, path, tokens, scores)
+
+
+def take_nodes(values: torch.Tensor, path: torch.LongTensor) -> torch.Tensor:
+    """Values `(R, T, ...)` of the nodes `path` `(R, M)`."""
+    return values[torch.arange(path.shape[0], device=path.device)[:, None], path]
+
+
+def _children(tokens: list[int], parents: list[int]) -> list[dict[int, int]]:
+    """For each verified node its children as {token: verified node}; of equal siblings the first counts."""
+    children: list[dict[int, int]] = [{} for _ in range(len(tokens) + 1)]
+    for index, (token, parent) in enumerate(zip(tokens, parents)):
+        children[parent + 1].setdefault(token, index + 1)
+    return children
+
+
+def _to_host(acceptance: Acceptance) -> tuple[list[int], list[list[int]]]:
+    """Numbers of accepted drafts and committed tokens; the one synchronisation of a cycle."""
+    packed = torch.cat([acceptance.num_accepted[:, None], acceptance.tokens], dim=1).tolist()
+    if any(token < 0 for row in packed for token in row):
+        raise SpecDecError(
+            "The target's scores have no token to draw: they hold NaN, or processors left no token possible. Check "
+            "the logits processors, and the model's dtype for overflow."
+        )
+    return [row[0] for row in packed], [row[1:] for row in packed]

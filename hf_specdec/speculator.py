@@ -1,0 +1,116 @@
+"""A speculator: settings, loaded draft weights and persistent caches, everything that outlives a `generate()` call."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
+from transformers.utils import logging
+
+from .candidate_generators import resolve_candidate_generator
+from .candidate_generators.base import CandidateGenerator, NoDrafts, Session, StockCandidateGenerator
+from .config import SpeculativeConfig
+from .errors import SpecConfigError
+
+
+logger = logging.get_logger(__name__)
+
+
+class Speculator:
+    """Made by [`load_speculator`]; pass it to `generate(assistant=speculator)`. Threads may share one.
+
+    Args:
+        config (`SpeculativeConfig`): The settings.
+        generator_class (`type`): The method's candidate generator.
+        resources (`Any`): What the method loaded for its target: weights, caches.
+    """
+
+    def __init__(self, config: SpeculativeConfig, generator_class: type[CandidateGenerator], resources: Any):
+        self.config = config
+        self.generator_class = generator_class
+        self.resources = resources
+
+    @property
+    def method(self) -> str:
+        return self.config.method
+
+    def candidate_generator(self, session: Session) -> CandidateGenerator:
+        """A fresh candidate generator for one `generate()` call."""
+        limit = self.config.disable_by_batch_size
+        if limit is not None and session.batch_size > limit:
+            session.notes.append(f"no drafts: {session.batch_size} rows are more than disable_by_batch_size={limit}")
+            logger.info(f"Speculation is off for this call: {session.notes[-1]}.")
+            return NoDrafts(self.config, None, session)
+        return self.generator_class(self.config, self.resources, session)
+
+    def __repr__(self) -> str:
+        return f"Speculator({self.config!r})"
+
+
+class StockSpeculator:
+    """Drives a candidate generator of transformers' own protocol through the loop, at batch size 1."""
+
+    method = "candidate_generator"
+
+    def __init__(self, generator: HfCandidateGenerator):
+        self.generator = generator
+
+    def candidate_generator(self, session: Session) -> CandidateGenerator:
+        if session.batch_size != 1:
+            raise SpecConfigError(
+                f"{type(self.generator).__name__} proposes for one row, the batch has {session.batch_size}. Name a "
+                "`spec_method` instead, or generate row by row."
+            )
+        return StockCandidateGenerator(self.generator, session)
+
+
+_speculators: WeakKeyDictionary[torch.nn.Module, dict] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def load_speculator(
+    target_model: torch.nn.Module,
+    config: Any = None,
+    *,
+    draft_model: torch.nn.Module | None = None,
+    **settings,
+) -> Speculator:
+    """Loads what a method needs for a target, once: the same target and settings give the same speculator again.
+
+    Args:
+        target_model (`PreTrainedModel`): The model whose `generate()` is to be sped up.
+        config (*optional*): What [`SpeculativeConfig.resolve`] takes: a config, dict, JSON, method, repo id or path.
+        draft_model (`PreTrainedModel`, *optional*): A loaded draft model, in place of the `model` setting.
+        settings: Flat settings that take precedence over those of `config`.
+
+    Returns:
+        [`Speculator`].
+
+    Raises:
+        SpecConfigError: The settings are wrong, or do not fit the target.
+        CheckpointFormatError: The draft checkpoint does not fit the target.
+    """
+    if draft_model is not None and not settings.get("method") and config is None:
+        settings["method"] = "draft_model"
+    resolved = SpeculativeConfig.resolve(config, target_config=target_model.config, **settings)
+    generator_class = resolve_candidate_generator(resolved.method)
+    # The speculator holds the draft model, so its id stays taken for as long as the entry lives.
+    key = (resolved.compute_hash(), None if draft_model is None else id(draft_model))
+    with _lock:
+        loaded = _speculators.setdefault(target_model, {})
+        if key not in loaded:
+            given = {} if draft_model is None else {"draft_model": draft_model}
+            loaded[key] = Speculator(resolved, generator_class, generator_class.load(resolved, target_model, **given))
+        return loaded[key]
+
+
+def forget_speculators(target_model: torch.nn.Module | None = None) -> None:
+    """Frees the remembered speculators of one target, or of all: draft weights and caches of past responses."""
+    with _lock:
+        if target_model is None:
+            _speculators.clear()
+        else:
+            _speculators.pop(target_model, None)

@@ -1,0 +1,229 @@
+"""Draft model: a small causal language model writes a few tokens ahead of the target.
+
+Leviathan et al. 2023 (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318). Checkpoint: any causal language model
+of transformers with the target's tokenizer; the widths of the two vocabularies may be padded differently.
+Its keys and values stay in slots of their own from cycle to cycle: a cycle feeds the one or two tokens that the target
+has added, then one token a draft.
+
+Shapes: R rows that are drafted for, B active rows of the loop, T tokens fed, V vocabulary of the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from ..decoding.cache import SlotCache, compact
+from ..decoding.target import SlotModel, model_profile
+from ..drafts import DraftTree, chain_topology
+from ..errors import SpecConfigError
+from ..models.draft_model import Vocabularies, load_draft_model, match_vocabularies
+from ..decoding.functional import slot_model
+from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+
+
+# On a GPU, asking whether all rows have stopped drafting waits for it: only every so many tokens.
+_TOKENS_PER_STOP_CHECK = 4
+
+
+@dataclass(frozen=True)
+class DraftModelOptions:
+    """Options of `spec_method="draft_model"`.
+
+    Raises:
+        SpecConfigError: A value is out of range.
+    """
+
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = field(
+        default=None,
+        metadata={
+            "help": "How draft tokens are chosen when the target samples: `greedy` takes the draft's best token, "
+            "`probabilistic` draws from its distribution. Left out, `probabilistic`. A greedy target gets the best "
+            "token always."
+        },
+    )
+    confidence_threshold: float = field(
+        default=0.0,
+        metadata={
+            "help": "A row stops drafting behind a token that the draft gives less probability than this, in [0, 1]. "
+            "0 drafts always `num_speculative_tokens`.",
+            "key": "draft_confidence_threshold",
+        },
+    )
+    same_tokenizer: bool = field(
+        default=False,
+        metadata={"help": "Do not compare the tokenizers: you know that they are the same."},
+    )
+
+    def __post_init__(self):
+        if self.draft_sample_method not in (None, "greedy", "probabilistic"):
+            raise SpecConfigError(
+                f"`draft_sample_method` must be 'greedy' or 'probabilistic', got {self.draft_sample_method!r}."
+            )
+        threshold = self.confidence_threshold
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
+            raise SpecConfigError(f"`draft_confidence_threshold` must be a number from 0 to 1, got {threshold!r}.")
+        if not isinstance(self.same_tokenizer, bool):
+            raise SpecConfigError(f"`same_tokenizer` must be True or False, got {self.same_tokenizer!r}.")
+
+
+@dataclass
+class DraftModel:
+    """What outlives a call: the loaded model and how its vocabulary relates to the target's."""
+
+    model: torch.nn.Module
+    vocabularies: Vocabularies
+
+
+class DraftModelCandidateGenerator(CandidateGenerator):
+    """Drafts chains, one token after the other."""
+
+    options_class = DraftModelOptions
+    default_num_speculative_tokens = 5
+    needs_prompt_tokens = True
+
+    @classmethod
+    def load(cls, config, target_model, draft_model: torch.nn.Module | None = None) -> DraftModel:
+        if draft_model is None:
+            draft_model = load_draft_model(config, target_model)
+        model_profile(draft_model, role="draft model")
+        vocabularies = match_vocabularies(draft_model, target_model, config.options.same_tokenizer)
+        return DraftModel(draft_model, vocabularies)
+
+    def __init__(self, config, resources: DraftModel, session: Session):
+        super().__init__(config, resources, session)
+        model = resources.model
+        self.device = model.device
+        self.draft_vocab_size = resources.vocabularies.draft_size
+        own_limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        limits = [limit for limit in (config.max_model_len, own_limit) if limit]
+        self.longest = min(limits, default=session.max_length)
+        self.is_greedy = session.sampler is None or session.sampler.is_greedy
+        self.draws = not self.is_greedy and self.options.draft_sample_method != "greedy"
+        self.model: SlotModel = slot_model(model, SlotCache(0))
+        self.rows: list[int] = []  # the rows that are drafted for; one leaves when it gets too long
+
+    def prefill(self, prompt: Prompt) -> None:
+        length = prompt.input_ids.shape[1]
+        fits = [length - start < self.longest for start in prompt.starts]
+        self.rows = [row for row, fit in enumerate(fits) if fit]
+        if not self.rows:
+            return
+        self.model.cache.capacity = length + min(self.session.max_length - length, 1024) + 1
+        tokens = prompt.input_ids[self.rows] if len(self.rows) < len(fits) else prompt.input_ids
+        self.model.prefill(self._readable(tokens), [prompt.starts[row] for row in self.rows])
+        self.pending: list[list[int]] = [[] for _ in self.rows]  # committed tokens that have not been fed
+        self.num_fed_drafts = [0] * len(self.rows)  # draft tokens of the last cycle in the cache
+
+    def observe(self, commit: Commit) -> None:
+        """Keeps the keys and values of accepted draft tokens and remembers which tokens are still to be fed."""
+        where = {row: index for index, row in enumerate(commit.rows)}
+        lengths = self.model.cache.lengths
+        for index, row in enumerate(self.rows):
+            position = where[row]
+            kept = min(commit.num_accepted[position], self.num_fed_drafts[index])
+            lengths[index] -= self.num_fed_drafts[index] - kept
+            self.num_fed_drafts[index] = 0
+            self.pending[index].extend(commit.token_lists[position][kept:])
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        where = {row: index for index, row in enumerate(step.rows)}
+        self._drop([row not in where or step.lengths[where[row]] >= self.longest for row in self.rows])
+        order = [where[row] for row in self.rows]
+        depths = [
+            min(step.max_draft_tokens[i], self.num_speculative_tokens, self.longest - step.lengths[i]) for i in order
+        ]
+        if max(depths, default=0) == 0:
+            return DraftTree.empty(len(step.rows), self.session.device)
+        tokens, counts, probs = self._draft([step.lengths[i] - 1 for i in order], depths)
+        return self._for_all_rows(step, order, tokens, counts, probs)
+
+    def _draft(self, anchor_positions: list[int], depths: list[int]):
+        """Draft tokens `(R, K)`, how many of them count in each row `(R,)`, and their laws `(R, K, V)` if drawn."""
+        limits = torch.tensor(depths, device=self.session.device)
+        counts = limits
+        drafted, laws = [], []
+        logits = self._feed_pending()
+        for depth in range(max(depths)):
+            scores = self.session.sampler.scores(logits.to(self.session.device), self.rows, drafted)
+            if self.draws:
+                tokens, law = self.session.sampler.draw(scores, self.rows, anchor_positions, depth)
+                laws.append(law)
+            else:
+                tokens = scores.argmax(-1)
+            drafted.append(tokens)
+            if self.options.confidence_threshold > 0:
+                counts = self._stop_doubtful(counts, scores, tokens, depth + 1)
+                if self._all_stopped(counts, depth + 1):
+                    break
+            if depth + 1 < max(depths):
+                logits = self._feed(self._readable(tokens)[:, None])
+        self.num_fed_drafts = [len(drafted) - 1] * len(self.rows)
+        return torch.stack(drafted, dim=1), counts, torch.stack(laws, dim=1) if laws else None
+
+    def _stop_doubtful(self, counts, scores, tokens, drafted: int) -> torch.Tensor:
+        """Ends rows behind a token of low probability. The token itself stays: dropping it would bias the output."""
+        confidence = (scores.gather(1, tokens[:, None])[:, 0] - scores.logsumexp(-1)).exp()
+        doubtful = confidence < self.options.confidence_threshold
+        return torch.where(doubtful, counts.clamp(max=drafted), counts)
+
+    def _all_stopped(self, counts: torch.Tensor, drafted: int) -> bool:
+        if counts.device.type != "cpu" and drafted % _TOKENS_PER_STOP_CHECK:
+            return False
+        return bool((counts <= drafted).all())
+
+    def _feed_pending(self) -> torch.Tensor:
+        """Feeds what the target has committed since the last cycle; logits `(R, W)` behind each row's anchor."""
+        counts = list(map(len, self.pending))
+        width = max(counts)
+        # Shorter rows are padded on the right: those slots lie behind the row and are written again.
+        tokens = torch.tensor([row + row[-1:] * (width - len(row)) for row in self.pending], device=self.device)
+        output = self.model.forward(self._readable(tokens), chain_topology(width - 1, self.device))
+        self.model.cache.commit(counts)
+        self.pending = [[] for _ in self.rows]
+        if min(counts) == width:
+            return output.logits[:, -1]
+        last = torch.tensor(counts, device=self.device) - 1
+        return output.logits[torch.arange(len(counts), device=self.device), last]
+
+    def _feed(self, tokens: torch.LongTensor) -> torch.Tensor:
+        """Feeds one token a row; logits `(R, W)` behind it."""
+        output = self.model.forward(tokens, chain_topology(0, self.device))
+        self.model.cache.commit([1] * len(self.rows))
+        return output.logits[:, -1]
+
+    def _readable(self, tokens: torch.LongTensor) -> torch.LongTensor:
+        """Tokens on the draft's device; ids that its embedding lacks are replaced, which costs acceptance only."""
+        tokens = tokens.to(self.device)
+        if self.draft_vocab_size < self.session.sampler.vocab_size:
+            tokens = tokens.masked_fill(tokens >= self.draft_vocab_size, 0)
+        return tokens
+
+    def _for_all_rows(self, step: DraftStep, order: list[int], tokens, counts, probs) -> DraftTree:
+        """The drafts in the loop's order of rows; rows that are not drafted for get none."""
+        if order == list(range(len(step.rows))):
+            return DraftTree.chain(tokens, counts, probs)
+        index = torch.tensor(order, device=tokens.device)
+
+        def spread(values: torch.Tensor) -> torch.Tensor:
+            return values.new_zeros((len(step.rows), *values.shape[1:])).index_copy_(0, index, values)
+
+        return DraftTree.chain(spread(tokens), spread(counts), None if probs is None else spread(probs))
+
+    def keep_rows(self, keep: list[int]) -> None:
+        """Nothing yet: the next `propose` names the rows that are left."""
+
+    def _drop(self, gone: list[bool]) -> None:
+        if not any(gone):
+            return
+        keep = compact(gone)
+        self.rows = [self.rows[index] for index in keep]
+        self.pending = [self.pending[index] for index in keep]
+        self.num_fed_drafts = [self.num_fed_drafts[index] for index in keep]
+        if keep:
+            self.model.keep_rows(keep)
+
+    def close(self) -> None:
+        self.model = None

@@ -1,0 +1,1 @@
+"""The draft networks and how their checkpoints are loaded."""

@@ -1,0 +1,717 @@
+import gc
+import importlib
+import importlib.metadata
+import json
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_specdec.candidate_generators as candidate_generators
+from hf_specdec.candidate_generators import suffix
+from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
+from hf_specdec.candidate_generators.suffix import SuffixCache, SuffixCandidateGenerator, SuffixOptions
+from hf_specdec.errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
+
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "suffix"
+VOCAB_SIZE = 1000
+
+
+def has_library():
+    try:
+        import arctic_inference.suffix_decoding  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+needs_library = pytest.mark.skipif(not has_library(), reason="needs arctic-inference")
+
+
+def make_config(num_speculative_tokens=None, max_model_len=None, **options):
+    return SimpleNamespace(
+        num_speculative_tokens=num_speculative_tokens, max_model_len=max_model_len, options=SuffixOptions(**options)
+    )
+
+
+def make_cache(config):
+    return SuffixCandidateGenerator.load(config, SimpleNamespace(config=LlamaConfig(vocab_size=VOCAB_SIZE)))
+
+
+def make_generator(cache, config=None, batch_size=1, max_length=10_000):
+    session = Session(batch_size, max_length, torch.device("cpu"))
+    return SuffixCandidateGenerator(config or make_config(max_tree_depth=cache.max_tree_depth), cache, session)
+
+
+def prefill(generator, *prompts):
+    """Left-pads the prompts with a token that none of them has."""
+    width = max(map(len, prompts))
+    padded = [[VOCAB_SIZE - 1] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    generator.prefill(Prompt(torch.tensor(padded).view(len(prompts), width), [width - len(p) for p in prompts]))
+
+
+def observe(generator, *token_lists, rows=None):
+    width = max(map(len, token_lists))
+    tokens = torch.tensor([list(row) + [0] * (width - len(row)) for row in token_lists]).view(len(token_lists), width)
+    rows = list(range(len(token_lists))) if rows is None else rows
+    lists = [list(row) for row in token_lists]
+    generator.observe(Commit(rows, tokens, lists, [max(len(row) - 1, 0) for row in lists]))
+
+
+def propose(generator, *lengths, room=100):
+    rooms = [room] * len(lengths) if isinstance(room, int) else room
+    anchors = torch.zeros(len(lengths), dtype=torch.long)
+    return generator.propose(DraftStep(list(range(len(lengths))), anchors, list(lengths), rooms)).token_lists()
+
+
+# The library's answers
+
+
+def read_fixture(name):
+    script = json.loads((FIXTURES / name / "script.json").read_text())
+    expected = json.loads((FIXTURES / name / "expected.json").read_text())
+    assert len(script["ops"]) == len(expected) > 100
+    return script, expected
+
+
+def play(cache, op):
+    op = dict(op)
+    kind, req_id = op.pop("op"), op.pop("id")
+    tokens = {key: np.array(op.pop(key), dtype=np.int32) for key in ("tokens", "context") if key in op}
+    call = {
+        "start": cache.start_request,
+        "add": cache.add_active_response,
+        "stop": cache.stop_request,
+        "evict": cache.evict_cached_response,
+        "spec": cache.speculate,
+    }[kind]
+    return call(req_id, *tokens.values(), **op)
+
+
+@needs_library
+@pytest.mark.parametrize("piece", [suffix._PIECE, 5])
+@pytest.mark.parametrize("name", ["mixed_unbounded", "mixed_cap3", "no_global", "vllm_pattern"])
+def test_scripted_calls(name, piece, monkeypatch):
+    monkeypatch.setattr(suffix, "_PIECE", piece)
+    script, expected = read_fixture(name)
+    cache = SuffixCache(script["max_tree_depth"], script["max_cached_requests"])
+    num_drafted = 0
+    for op, answer in zip(script["ops"], expected):
+        if answer.get("error"):
+            assert answer["error"] == "ValueError"
+            with pytest.raises(ValueError, match="is not"):
+                play(cache, op)
+        else:
+            draft = play(cache, op)
+            if op["op"] == "spec":
+                assert draft.token_ids == answer["token_ids"]
+                assert draft.parents == answer["parents"]
+                assert draft.match_len == answer["match_len"]
+                assert draft.probs == pytest.approx(answer["probs"], rel=1e-6)
+                assert draft.score == pytest.approx(answer["score"], rel=1e-6)
+                num_drafted += len(draft.token_ids)
+        assert sorted(cache.active_requests) == answer["active"]
+        assert cache.cached_requests == answer["cached"]
+    assert num_drafted > 100
+
+
+@needs_library
+def test_generator_gives_the_scripted_drafts():
+    script, expected = read_fixture("vllm_pattern")
+    config = make_config(max_tree_depth=24)
+    cache, generators, lengths, num_compared = make_cache(config), {}, {}, 0
+    for op, answer in zip(script["ops"], expected):
+        name = op["id"]
+        if op["op"] == "start":
+            generators[name], lengths[name] = make_generator(cache, config), len(op["tokens"])
+            prefill(generators[name], op["tokens"])
+        elif op["op"] == "add":
+            lengths[name] += len(op["tokens"])
+            observe(generators[name], op["tokens"])
+        elif op["op"] == "stop":
+            generators[name].close()
+        elif not op["use_tree_spec"]:
+            assert propose(generators[name], lengths[name]) == [answer["token_ids"]]
+            num_compared += 1
+        assert len(cache.active_requests) == len(answer["active"])
+    assert num_compared > 50
+
+
+# The cache
+
+
+@needs_library
+def test_global_tree_survives_the_call():
+    cache = make_cache(make_config())
+    first = make_generator(cache)
+    prefill(first, [1, 2, 3])
+    observe(first, [10, 11, 12, 13, 14, 15, 16, 17])
+    first.close()
+
+    second = make_generator(cache)
+    prefill(second, [4, 5, 6])
+    assert propose(second, 3) == [[]]
+    observe(second, [10, 11, 12])
+    assert propose(second, 6) == [[13, 14, 15]]
+    second.close()
+
+
+@needs_library
+def test_prompts_stay_out_of_the_global_tree():
+    cache = make_cache(make_config())
+    first = make_generator(cache)
+    prefill(first, list(range(20)) * 3)
+    observe(first, [500])
+    second = make_generator(cache)
+    prefill(second, [3, 4, 5])
+    assert propose(second, 3) == [[]]
+    assert cache.num_cached_tokens == 1
+
+
+@needs_library
+def test_without_global_tree_nothing_is_shared():
+    for limits in ({"max_cached_requests": 0}, {"max_cached_tokens": 0}):
+        cache = make_cache(make_config(**limits))
+        first = make_generator(cache)
+        prefill(first, [1])
+        observe(first, list(range(10, 20)))
+        second = make_generator(cache)
+        prefill(second, [10, 11, 12])
+        assert propose(second, 3) == [[]]
+        observe(second, [10, 11, 12])
+        assert propose(second, 6)[0]
+        assert cache.cached_requests == []
+        assert cache.num_cached_tokens == 0
+
+
+def respond(cache, name, tokens):
+    cache.start_request(name, [])
+    cache.add_active_response(name, tokens)
+    cache.stop_request(name)
+
+
+def recalls(cache, tokens):
+    """Whether the global tree knows how `tokens` ends."""
+    cache.start_request("probe", [])
+    draft = cache.speculate("probe", tokens[:-1], 4)
+    cache.stop_request("probe")
+    cache.evict_cached_response("probe")
+    return draft.token_ids == tokens[-1:]
+
+
+@needs_library
+def test_oldest_responses_leave_when_requests_exceed_the_bound():
+    cache = SuffixCache(max_cached_requests=3)
+    responses = {name: list(range(100 * name, 100 * name + 4)) for name in range(5)}
+    for name, tokens in responses.items():
+        respond(cache, name, tokens)
+    assert cache.cached_requests == [2, 3, 4]
+    assert cache.num_cached_tokens == 12
+    # The probe itself takes a place.
+    assert [recalls(cache, responses[name]) for name in (4, 3, 0, 1, 2)] == [True, True, False, False, False]
+
+
+@needs_library
+def test_oldest_responses_leave_when_tokens_exceed_the_bound():
+    cache = SuffixCache(max_cached_tokens=10)
+    responses = {name: list(range(100 * name, 100 * name + 4)) for name in range(3)}
+    for name, tokens in responses.items():
+        respond(cache, name, tokens)
+    assert cache.cached_requests == [1, 2]
+    assert cache.num_cached_tokens == 8
+    assert [recalls(cache, responses[name]) for name in range(3)] == [False, True, True]
+
+
+@needs_library
+def test_response_beyond_the_bound_keeps_its_own_tree():
+    cache = SuffixCache(max_cached_tokens=10)
+    respond(cache, "old", [1, 2, 3, 4])
+    cache.start_request("long", [50])
+    cache.add_active_response("long", list(range(20, 40)))
+    assert cache.cached_requests == []
+    assert cache.num_cached_tokens == 0
+    cache.add_active_response("long", [20, 21, 22])
+    assert cache.speculate("long", [20, 21, 22], 2).token_ids == [23, 24]
+    assert cache.num_cached_tokens == 0
+
+
+@needs_library
+def test_restarted_request_replaces_its_response():
+    cache = SuffixCache()
+    respond(cache, "a", [1, 2, 3, 4])
+    respond(cache, "b", [5, 6, 7, 8])
+    respond(cache, "a", [9, 10])
+    assert cache.cached_requests == ["b", "a"]
+    assert cache.num_cached_tokens == 6
+    assert not recalls(cache, [1, 2, 3, 4])
+
+
+@needs_library
+def test_failed_start_can_be_retried(monkeypatch):
+    cache = SuffixCache()
+    start = cache._library.start_request
+    # The most negative id is one that the native code refuses half way.
+    monkeypatch.setattr(cache._library, "start_request", lambda req_id, _: start(req_id, [1, 2, -(2**31)]))
+    with pytest.raises(ValueError, match="invalid key"):
+        cache.start_request("a", [1, 2, 3])
+    assert cache.active_requests == set()
+    assert cache.cached_requests == []
+    monkeypatch.undo()
+    cache.start_request("a", [1, 2, 3, 1, 2])
+    assert cache.speculate("a", [1, 2], 4).token_ids == [3]
+
+
+@needs_library
+def test_second_start_leaves_the_active_request_alone():
+    cache = SuffixCache()
+    cache.start_request("a", [1, 2, 3, 1, 2])
+    with pytest.raises(ValueError, match="already active"):
+        cache.start_request("a", [4])
+    assert cache.speculate("a", [1, 2], 4).token_ids == [3]
+
+
+@needs_library
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [1, -1],
+        [2**31],
+        [1.0],
+        [None],
+        "12",
+        None,
+        np.array([1.0]),
+        np.array([[1]]),
+        np.array([-5], dtype=np.int32),
+        np.array([2**31]),
+    ],
+)
+def test_what_is_no_token_is_refused_before_anything_changes(tokens):
+    cache = SuffixCache()
+    with pytest.raises(SpecConfigError, match="Token ids must be"):
+        cache.start_request("a", tokens)
+    assert cache.active_requests == set()
+    cache.start_request("a", [1, 2])
+    with pytest.raises(SpecConfigError, match="Token ids must be"):
+        cache.add_active_response("a", tokens)
+    with pytest.raises(SpecConfigError, match="Token ids must be"):
+        cache.speculate("a", tokens, 4)
+    assert cache.num_cached_tokens == 0
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [np.int64, np.int16, np.uint8])
+def test_arrays_of_any_integer_type_and_stride(dtype):
+    cache = SuffixCache()
+    cache.start_request("a", np.array([1, 0, 2, 0, 3, 0, 1, 0, 2, 0], dtype=dtype)[::2])
+    assert cache.speculate("a", np.array([1, 2], dtype=dtype), 4).token_ids == [3]
+
+
+@needs_library
+@pytest.mark.parametrize("arguments", [{"max_tree_depth": 1}, {"max_tree_depth": -1}, {"max_cached_requests": -2}])
+def test_cache_refuses_bounds_out_of_range(arguments):
+    with pytest.raises(SpecConfigError, match="must be an integer at least"):
+        SuffixCache(**arguments)
+
+
+@needs_library
+def test_threads_share_one_cache():
+    config = make_config(max_cached_requests=20, max_cached_tokens=3000)
+    cache, errors = make_cache(config), []
+
+    def call(seed):
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(40):
+                generator = make_generator(cache, config, batch_size=3)
+                prefill(generator, *rng.integers(0, 5, (3, 50)).tolist())
+                for step in range(10):
+                    observe(generator, *rng.integers(0, 5, (3, 8)).tolist())
+                    drafts = propose(generator, *[58 + 8 * step] * 3)
+                    assert all(0 <= token < 5 for draft in drafts for token in draft)
+                generator.close()
+        except BaseException as error:  # noqa: BLE001 (an error in a thread would otherwise pass unseen)
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
+    assert cache.active_requests == set()
+    assert len(cache.cached_requests) == 20
+    assert cache.num_cached_tokens == sum(map(len, cache._responses.values())) == 20 * 80
+    assert cache._library._global_tree.num_seqs() == 20
+    assert not cache._library._global_tree.check_integrity()
+
+
+# Files
+
+
+@needs_library
+def test_saved_responses_can_be_loaded(tmp_path):
+    cache = SuffixCache()
+    respond(cache, "a", [1, 2, 3, 4])
+    respond(cache, "empty", [])
+    respond(cache, "b", [5, 6, 7, 8, 9])
+    cache.save(tmp_path / "responses.safetensors")
+
+    other = SuffixCache(vocab_size=10)
+    respond(other, "c", [0, 5, 0])
+    other.load(tmp_path / "responses.safetensors")
+    assert other.num_cached_tokens == 12
+    assert len(other.cached_requests) == 3
+    assert other.active_requests == set()
+    assert recalls(other, [1, 2, 3, 4])
+    assert recalls(other, [6, 7, 8, 9])
+    assert not recalls(other, [4, 5, 6])
+
+    small = SuffixCache(max_cached_tokens=5)
+    small.load(tmp_path / "responses.safetensors")
+    assert small.num_cached_tokens == 5
+    assert recalls(small, [7, 8, 9])
+
+
+@needs_library
+def test_empty_cache_can_be_saved(tmp_path):
+    SuffixCache().save(tmp_path / "responses.safetensors")
+    cache = SuffixCache()
+    cache.load(tmp_path / "responses.safetensors")
+    assert cache.cached_requests == []
+
+
+@needs_library
+def test_files_that_do_not_fit_are_refused(tmp_path):
+    path = tmp_path / "responses.safetensors"
+    cache = SuffixCache(vocab_size=10)
+    tokens, lengths = np.array([1, 2, 10], dtype=np.int32), np.array([1, 2])
+
+    save_file({"tokens": tokens, "lengths": lengths}, path)
+    with pytest.raises(CheckpointFormatError, match="token ids from 1 to 10, the target knows 0 to 9"):
+        cache.load(path)
+    save_file({"tokens": tokens, "lengths": lengths + 1}, path)
+    with pytest.raises(CheckpointFormatError, match="do not add up to its 3"):
+        cache.load(path)
+    save_file({"tokens": tokens.astype(np.float32), "lengths": lengths}, path)
+    with pytest.raises(CheckpointFormatError, match="found float32"):
+        cache.load(path)
+    save_file({"tokens": tokens}, path)
+    with pytest.raises(CheckpointFormatError, match="is no file of past responses"):
+        cache.load(path)
+    path.write_bytes(b"not a file of tensors")
+    with pytest.raises(CheckpointFormatError, match="is no file of past responses"):
+        cache.load(path)
+    assert cache.cached_requests == []
+
+
+# The generator
+
+
+@needs_library
+def test_rows_with_the_same_prompt_are_separate_requests():
+    cache = make_cache(make_config(max_cached_requests=0))
+    generator = make_generator(cache, batch_size=2)
+    prompt = [1, 2, 3, 4, 5, 6, 1, 2]
+    prefill(generator, prompt, prompt)
+    assert len(cache.active_requests) == 2
+    assert propose(generator, 8, 8) == [[3, 4], [3, 4]]
+    observe(generator, [3, 4], [8, 9, 8])
+    assert propose(generator, 10, 11) == [[5, 6, 1, 2], [9]]
+    generator.close()
+
+
+@needs_library
+def test_padding_is_no_context():
+    cache = make_cache(make_config())
+    generator = make_generator(cache, batch_size=2)
+    prefill(generator, [1, 2, 3, 4, 1, 2], [7])
+    assert propose(generator, 6, 1) == [[3, 4], []]
+
+
+@needs_library
+def test_finished_rows_are_stopped():
+    cache = make_cache(make_config(max_cached_requests=0))
+    generator = make_generator(cache, batch_size=3)
+    prefill(generator, [1, 2, 3, 1, 2], [4, 5, 6, 4, 5], [7, 8, 9, 7, 8])
+    generator.keep_rows([0, 2])
+    assert len(cache.active_requests) == 2
+    observe(generator, [3, 1], [9, 7], rows=[0, 2])
+    assert propose(generator, 7, 7) == [[2, 3, 1], [8, 9, 7]]
+    generator.keep_rows([1])
+    assert propose(generator, 7) == [[8, 9, 7]]
+    generator.keep_rows([])
+    assert cache.active_requests == set()
+    assert generator.propose(DraftStep([], torch.zeros(0, dtype=torch.long), [], [])).token_lists() == []
+    generator.close()
+
+
+@needs_library
+def test_frequent_continuation_wins_and_unlikely_ones_are_not_drafted():
+    prompt = [1, 2, 3, 4, 1, 2, 5, 6, 1, 2, 5, 7, 1, 2]
+    cache = make_cache(make_config(max_cached_requests=0))
+    generator = make_generator(cache, make_config(max_spec_factor=4.0))
+    prefill(generator, prompt)
+    # 5 followed in 2 of the 4 places where [1, 2] stands, this one included; 6 or 7 in 1 of 4.
+    assert propose(generator, len(prompt))[0][:1] == [5]
+    strict = make_generator(cache, make_config(max_spec_factor=4.0, min_token_prob=0.4))
+    prefill(strict, prompt)
+    assert propose(strict, len(prompt)) == [[5]]
+    stricter = make_generator(cache, make_config(max_spec_factor=4.0, min_token_prob=0.6))
+    prefill(stricter, prompt)
+    assert propose(stricter, len(prompt)) == [[]]
+
+
+@needs_library
+def test_default_k_is_the_tree_depth():
+    cache = make_cache(make_config(max_tree_depth=64))
+    assert make_generator(cache).num_speculative_tokens == 64
+    assert make_generator(cache, make_config(7, max_tree_depth=64)).num_speculative_tokens == 7
+
+
+@needs_library
+def test_drafts_are_tensors_of_the_session():
+    generator = make_generator(make_cache(make_config()), batch_size=2)
+    prefill(generator, [1, 2, 3, 4, 5, 1, 2, 3], [6])
+    draft = generator.propose(DraftStep([0, 1], torch.tensor([3, 6]), [8, 1], [9, 9]))
+    assert draft.is_chain
+    assert draft.probs is None
+    assert draft.tokens[0].tolist() == [4, 5, 1]
+    assert draft.num_nodes.tolist() == [3, 0]
+
+
+@needs_library
+def test_huge_factor_does_not_overflow():
+    generator = make_generator(make_cache(make_config()), make_config(max_spec_factor=1e300))
+    prefill(generator, [1, 2, 3, 4, 5, 6, 7, 8, 1])
+    assert propose(generator, 9, room=6) == [[2, 3, 4, 5, 6, 7]]
+
+
+@needs_library
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.lists(
+        st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(0, 12)), min_size=1, max_size=4
+    ),
+    responses=st.lists(st.integers(0, 2), max_size=60),
+    k=st.one_of(st.none(), st.integers(1, 12)),
+    max_model_len=st.one_of(st.none(), st.integers(1, 60)),
+    depth=st.integers(2, 30),
+    factor=st.floats(0, 100),
+    min_token_prob=st.floats(0, 1),
+)
+def test_drafts_never_exceed_the_caps(rows, responses, k, max_model_len, depth, factor, min_token_prob):
+    config = make_config(k, max_model_len, max_tree_depth=depth, max_spec_factor=factor, min_token_prob=min_token_prob)
+    cache = make_cache(config)
+    cache.start_request("past", [])
+    cache.add_active_response("past", responses)
+    generator = make_generator(cache, config, batch_size=len(rows))
+    prefill(generator, *[prompt for prompt, _ in rows])
+    lengths = [len(prompt) for prompt, _ in rows]
+    for row, draft in enumerate(propose(generator, *lengths, room=[room for _, room in rows])):
+        caps = [depth - 1, rows[row][1], factor * (depth - 1)]
+        if k is not None:
+            caps.append(k)
+        if max_model_len is not None:
+            caps.append(max(max_model_len - lengths[row] - 1, 0))
+        assert len(draft) <= min(caps)
+    generator.close()
+    assert cache.active_requests == {"past"}
+
+
+@needs_library
+def test_close_after_an_error_in_the_call():
+    cache = make_cache(make_config())
+    generator = make_generator(cache, batch_size=2)
+    prefill(generator, [1, 2], [3, 4])
+    with pytest.raises(SpecConfigError, match="Token ids"):
+        observe(generator, [5], [-5])
+    generator.close()
+    generator.close()
+    assert cache.active_requests == set()
+
+
+@needs_library
+def test_close_after_an_interrupted_start(monkeypatch):
+    cache = make_cache(make_config())
+    monkeypatch.setattr(suffix, "_PIECE", 4)
+
+    class InterruptedTrees(dict):
+        """Ctrl-C when the second piece of the prompt looks for its tree; the library itself looks once before."""
+
+        lookups = 0
+
+        def __getitem__(self, key):
+            self.lookups += 1
+            if self.lookups == 2:
+                raise KeyboardInterrupt
+            return super().__getitem__(key)
+
+    generator = make_generator(cache)
+    cache._library._local_trees = InterruptedTrees()
+    with pytest.raises(KeyboardInterrupt):
+        prefill(generator, list(range(10)))
+    assert len(cache.active_requests) == 1
+    generator.close()
+    assert cache.active_requests == set()
+
+
+@needs_library
+def test_forgotten_generator_leaves_no_trees():
+    cache = make_cache(make_config())
+    generator = make_generator(cache)
+    prefill(generator, [1, 2, 3])
+    assert len(cache.active_requests) == 1
+    del generator
+    gc.collect()
+    assert cache.active_requests == set()
+
+
+@needs_library
+def test_stock_protocol():
+    cache = make_cache(make_config())
+    generator = make_generator(cache, max_length=13)
+    prompt = torch.tensor([[1, 2, 3, 4, 5, 6, 1, 2, 3]])
+    candidates, logits = generator.get_candidates(prompt)
+    assert candidates.tolist() == [[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6]]
+    assert logits is None
+    generator.update_candidate_strategy(candidates, None, 2)
+    text = torch.cat([prompt, torch.tensor([[4, 5]])], dim=1)
+    assert generator.get_candidates(text)[0].tolist() == [text[0].tolist() + [6]]
+    # One token fits after this text, and that is the target's own.
+    text = torch.cat([text, torch.tensor([[6]])], dim=1)
+    assert generator.get_candidates(text)[0].tolist() == text.tolist()
+
+
+@needs_library
+def test_stock_assisted_decoding_gives_plain_text(monkeypatch):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=20, eos_token_id=None, pad_token_id=0, **sizes)).eval()
+    prompt = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
+    settings = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    plain = model.generate(prompt, **settings)
+
+    config = make_config()
+    cache = make_cache(config)
+    num_drafted = []
+    for _ in range(2):
+        generator = make_generator(cache, config, max_length=48)
+        drafted = []
+
+        def get_candidates(input_ids, *args, generator=generator, drafted=drafted, **kwargs):
+            candidates, logits = SuffixCandidateGenerator.get_candidates(generator, input_ids)
+            drafted.append(candidates.shape[1] - input_ids.shape[1])
+            return candidates, logits
+
+        monkeypatch.setattr(generator, "get_candidates", get_candidates)
+        monkeypatch.setattr(model, "_get_candidate_generator", lambda *args, g=generator, **kwargs: g)
+        assisted = model.generate(prompt, prompt_lookup_num_tokens=2, **settings)
+        assert assisted.tolist() == plain.tolist()
+        num_drafted.append(len(drafted))
+    # The second call finds the first one's response: fewer cycles.
+    assert num_drafted[1] < num_drafted[0]
+
+
+# Options and the missing package
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "limits"),
+    [
+        ("max_tree_depth", 1, "an integer at least 2"),
+        ("max_tree_depth", -1, "an integer at least 2"),
+        ("max_tree_depth", True, "an integer at least 2"),
+        ("max_tree_depth", 24.0, "an integer at least 2"),
+        ("max_cached_requests", -1, "an integer at least 0"),
+        ("max_cached_requests", "10", "an integer at least 0"),
+        ("max_spec_factor", -0.1, "a finite number at least 0"),
+        ("max_spec_factor", float("nan"), "a finite number at least 0"),
+        ("max_spec_factor", float("inf"), "a finite number at least 0"),
+        ("max_spec_factor", True, "a finite number at least 0"),
+        ("min_token_prob", 1.5, "a finite number from 0 to 1"),
+        ("min_token_prob", float("nan"), "a finite number from 0 to 1"),
+        ("min_token_prob", None, "a finite number from 0 to 1"),
+        ("max_cached_tokens", -1, "an integer at least 0"),
+        ("max_cached_tokens", 0.5, "an integer at least 0"),
+    ],
+)
+def test_options_out_of_range(name, value, limits):
+    with pytest.raises(SpecConfigError) as caught:
+        SuffixOptions(**{name: value})
+    assert str(caught.value) == f"`{name}` must be {limits}, got {value!r}."
+
+
+def test_options_at_the_edges():
+    SuffixOptions(max_tree_depth=2, max_cached_requests=0, max_spec_factor=0, min_token_prob=0, max_cached_tokens=0)
+    SuffixOptions(max_spec_factor=np.float32(2), min_token_prob=1, max_cached_tokens=np.int64(2**40))
+
+
+def test_flat_keys_are_those_of_serving_engines():
+    keys = {field.metadata["key"]: field.default for field in SuffixOptions.__dataclass_fields__.values()}
+    assert keys == {
+        "suffix_decoding_max_tree_depth": 24,
+        "suffix_decoding_max_cached_requests": 10_000,
+        "suffix_decoding_max_spec_factor": 1.0,
+        "suffix_decoding_min_token_prob": 0.1,
+        "suffix_decoding_max_cached_tokens": 2_000_000,
+    }
+    assert all(field.metadata["help"] for field in SuffixOptions.__dataclass_fields__.values())
+
+
+def pretend_version(monkeypatch, version):
+    def find(name):
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", find)
+
+
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [
+        (None, "it is not installed"),
+        ("0.0.4", "arctic-inference 0.0.4 is installed, which is too old"),
+        ("0.3.0", "arctic-inference 0.3.0 cannot be imported"),
+    ],
+)
+def test_missing_package(version, found, monkeypatch):
+    pretend_version(monkeypatch, version)
+    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
+    with pytest.raises(MissingDependencyError) as caught:
+        make_cache(make_config())
+    assert found in str(caught.value)
+    assert 'pip install "hf-specdec[suffix]"' in str(caught.value)
+    assert "C++20 compiler and CMake" in str(caught.value)
+    assert "spec_method='ngram'" in str(caught.value)
+
+
+def test_import_does_not_need_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "arctic_inference", None)
+    monkeypatch.delitem(sys.modules, suffix.__name__)
+    # The import binds the new module in its package; this restores the old one.
+    monkeypatch.setattr(candidate_generators, "suffix", suffix)
+    again = importlib.import_module(suffix.__name__)
+    assert again is not suffix
+    assert again.SuffixOptions().max_tree_depth == 24
+
+
+def test_documented_defaults():
+    page = (Path(__file__).parents[2] / "docs" / "suffix.md").read_text(encoding="utf-8")
+    for field in SuffixOptions.__dataclass_fields__.values():
+        assert f"| `{field.metadata['key']}` | `{field.default!r}` |" in page

@@ -1,0 +1,849 @@
+"""The settings of speculative decoding: one validated object, spelled as in serving engines.
+
+`SpeculativeConfig` holds what every method understands; `options` holds what only the chosen method understands, as
+the frozen dataclass that is declared beside the method. From outside both are one flat set of names, those of vLLM's
+`--speculative-config` where vLLM has the setting.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import json
+import math
+import numbers
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from transformers.utils import logging
+
+from .errors import SpecConfigError, SpecDecError
+
+
+logger = logging.get_logger(__name__)
+
+CONFIG_NAME = "speculation_config.json"
+
+METHODS_WITHOUT_MODEL = ("ngram", "suffix")
+TREE_METHODS = ("medusa", "eagle", "eagle3")
+REJECTION_SAMPLE_METHODS = ("standard",)
+
+# Settings of methods whose generator, and with it the options class, is not part of this version.
+_PLANNED_KEYS = {
+    "dflash_block_size": "dflash",
+    "dflash_num_denoising_steps": "dflash",
+    "dflash_mask_token_id": "dflash",
+}
+
+_QUANTIZATION_ALIASES = {
+    "bitsandbytes": "bitsandbytes_4bit",
+    "4bit": "bitsandbytes_4bit",
+    "nf4": "bitsandbytes_4bit",
+    "fp4": "bitsandbytes_fp4",
+    "8bit": "bitsandbytes_8bit",
+    "int8": "bitsandbytes_8bit",
+}
+
+# Keys of --speculative-config in vLLM 0.33, which refuses all others.
+_VLLM_KEYS = frozenset(
+    {
+        "method",
+        "model",
+        "num_speculative_tokens",
+        "draft_tensor_parallel_size",
+        "quantization",
+        "max_model_len",
+        "revision",
+        "code_revision",
+        "enforce_eager",
+        "disable_padded_drafter_batch",
+        "rejection_sample_method",
+        "draft_sample_method",
+        "prompt_lookup_min",
+        "prompt_lookup_max",
+        "suffix_decoding_max_tree_depth",
+        "suffix_decoding_max_cached_requests",
+        "suffix_decoding_max_spec_factor",
+        "suffix_decoding_min_token_prob",
+    }
+)
+
+
+_KIND_NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a string", type(None): "None"}
+
+
+class Setting(NamedTuple):
+    """One documented setting: its flat name, its type and default as text, and what it does."""
+
+    key: str
+    type: str
+    default: str
+    help: str
+
+
+@dataclass(frozen=True)
+class PendingOptions:
+    """Options given before the method is known; they are checked once it has been read from the checkpoint."""
+
+    values: tuple[tuple[str, Any], ...] = ()
+
+
+def _setting(default: Any, help: str, *, minimum=None, normalize=None, describes_model: bool = False) -> Any:
+    metadata = {"help": help, "minimum": minimum, "normalize": normalize, "describes_model": describes_model}
+    return field(default=default, metadata=metadata)
+
+
+def _plain_path(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _torch_name(value: Any) -> Any:
+    """`torch.bfloat16` -> "bfloat16", `torch.device("cuda", 0)` -> "cuda:0"; anything else as it is."""
+    return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+
+
+def _canonical_quantization(value: Any) -> Any:
+    return _QUANTIZATION_ALIASES.get(value, value) if isinstance(value, str) else value
+
+
+def _canonical_method(name: Any) -> str | None:
+    from .candidate_generators import METHOD_ALIASES
+
+    if name is not None and not isinstance(name, str):
+        raise SpecConfigError(f"`method` must be the name of a method, got {name!r} ({type(name).__name__}).")
+    return METHOD_ALIASES.get(name, name)
+
+
+def _parse_token_tree(value: Any) -> Any:
+    """Paths of a token tree, shortest first, from a list of paths or the text of one (vLLM's spelling)."""
+    if value is None:
+        return None
+    found = value
+    if isinstance(value, str):
+        try:
+            value = ast.literal_eval(value)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            value = None
+    if not isinstance(value, (list, tuple)) or not value or not all(map(_is_tree_path, value)):
+        raise SpecConfigError(
+            "`speculative_token_tree` must be a list of paths of child ranks, such as [(0,), (1,), (0, 0)] for two "
+            f"children of the anchor of which the first has a child, got {found!r}."
+        )
+    paths = sorted({tuple(map(int, path)) for path in value}, key=lambda path: (len(path), path))
+    orphan = next((path for path in paths if path[:-1] and path[:-1] not in paths), None)
+    if orphan:
+        raise SpecConfigError(
+            f"`speculative_token_tree` has the node {orphan} without its parent {orphan[:-1]}. Add the parent."
+        )
+    return tuple(paths)
+
+
+def _is_tree_path(path: Any) -> bool:
+    return isinstance(path, (list, tuple)) and len(path) > 0 and all(_is_int(rank) and rank >= 0 for rank in path)
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class SpeculativeConfig:
+    """How to speculate: the method, its draft model, and their settings. Immutable, comparable and hashable.
+
+    The constructor takes all settings by their flat names, those of the method included; `SpeculativeConfig.resolve`
+    also takes a dict, JSON, the name of a method, a repo id or a path.
+
+    ```python
+    SpeculativeConfig(method="ngram", num_speculative_tokens=8, prompt_lookup_max=4)
+    SpeculativeConfig.resolve({"method": "suffix", "suffix_decoding_max_tree_depth": 64})
+    SpeculativeConfig.resolve("path/to/draft-model")
+    ```
+
+    Attributes:
+        method (`str`, *optional*):
+            Name of the method. `None` only while it has yet to be read from the checkpoint of `model`.
+        model (`str`, *optional*):
+            Repo id or local folder of the draft model or draft head.
+        num_speculative_tokens (`int`, *optional*):
+            Speculation length k: draft tokens of a chain per cycle, at least 1. `None`: the method's default.
+        speculative_token_tree (`tuple[tuple[int, ...], ...]`, *optional*):
+            Static draft tree as paths of child ranks, for the methods that draft trees.
+        draft_tensor_parallel_size (`int`, defaults to 1):
+            Accepted for configurations of serving engines; only 1 is possible.
+        quantization (`str`, *optional*):
+            "bitsandbytes_4bit" (NF4), "bitsandbytes_fp4" or "bitsandbytes_8bit": quantise the draft model on loading.
+        dtype (`str`, *optional*):
+            Data type of the draft model; "auto" takes the checkpoint's. `None`: the target's.
+        device (`str`, *optional*):
+            Device of the draft model. `None`: the target's.
+        max_model_len (`int`, *optional*):
+            Longest sequence in tokens that is drafted for; longer rows go on without drafts.
+        revision (`str`, *optional*):
+            Branch, tag or commit of the draft model's repository.
+        code_revision (`str`, *optional*):
+            Branch, tag or commit of the draft model's remote code.
+        subfolder (`str`, *optional*):
+            Folder inside the repository that holds the draft model.
+        trust_remote_code (`bool`, defaults to `False`):
+            Whether code from the draft model's repository may run.
+        enforce_eager (`bool`, defaults to `False`):
+            Never use CUDA graphs for drafting and verification.
+        disable_by_batch_size (`int`, *optional*):
+            Generate without drafts where the batch has more rows than this.
+        disable_padded_drafter_batch (`bool`, defaults to `False`):
+            Accepted for configurations of serving engines; rows are never padded to each other here.
+        rejection_sample_method (`str`, defaults to "standard"):
+            Acceptance rule. "standard" keeps the target's distribution exactly.
+        options (`Any`):
+            The method's own options, an instance of its `options_class` ([`PendingOptions`] while `method` is `None`).
+
+    Raises:
+        SpecConfigError: A setting is unknown, has the wrong type, is out of range or contradicts another.
+    """
+
+    method: str | None = _setting(
+        None,
+        "Name of the method. Left out, it is read from the checkpoint of `model`.",
+    )
+    model: str | None = _setting(
+        None,
+        "Repo id or local folder of the draft model or draft head.",
+        normalize=_plain_path,
+        describes_model=True,
+    )
+    num_speculative_tokens: int | None = _setting(
+        None,
+        "Speculation length k: draft tokens of a chain per cycle, at least 1. Left out, the method's default.",
+        minimum=1,
+    )
+    speculative_token_tree: tuple | None = _setting(
+        None,
+        "Static draft tree as paths of child ranks, e.g. `[(0,), (1,), (0, 0)]`, as a list or as text. "
+        f"For the methods that draft trees: {', '.join(TREE_METHODS)}.",
+        normalize=_parse_token_tree,
+    )
+    draft_tensor_parallel_size: int = _setting(
+        1,
+        "Accepted for configurations of serving engines. Only 1 is possible; use `device` to place the draft model.",
+    )
+    quantization: Literal["bitsandbytes_4bit", "bitsandbytes_fp4", "bitsandbytes_8bit"] | None = _setting(
+        None,
+        "Quantise the draft model on loading: `bitsandbytes_4bit` (NF4; also `bitsandbytes`, `4bit`, `nf4`), "
+        "`bitsandbytes_fp4` (`fp4`) or `bitsandbytes_8bit` (`8bit`, `int8`).",
+        normalize=_canonical_quantization,
+        describes_model=True,
+    )
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] | None = _setting(
+        None,
+        "Data type of the draft model; `auto` takes the checkpoint's. Left out, the target's.",
+        normalize=_torch_name,
+        describes_model=True,
+    )
+    device: str | None = _setting(
+        None,
+        "Device of the draft model, e.g. `cuda:1`. Left out, the target's.",
+        normalize=_torch_name,
+        describes_model=True,
+    )
+    max_model_len: int | None = _setting(
+        None,
+        "Longest sequence in tokens that is drafted for; a longer row goes on without drafts. "
+        "Left out, the limits of the models.",
+        minimum=1,
+    )
+    revision: str | None = _setting(
+        None,
+        "Branch, tag or commit of the draft model's repository.",
+        describes_model=True,
+    )
+    code_revision: str | None = _setting(
+        None,
+        "Branch, tag or commit of the draft model's remote code, if that is kept in another repository.",
+        describes_model=True,
+    )
+    subfolder: str | None = _setting(
+        None,
+        "Folder inside the repository that holds the draft model.",
+        describes_model=True,
+    )
+    trust_remote_code: bool = _setting(
+        False,
+        "Whether code from the draft model's repository may run.",
+        describes_model=True,
+    )
+    enforce_eager: bool = _setting(
+        False,
+        "Never use CUDA graphs for drafting and verification.",
+    )
+    disable_by_batch_size: int | None = _setting(
+        None,
+        "Generate without drafts where the batch has more rows than this.",
+        minimum=1,
+    )
+    disable_padded_drafter_batch: bool = _setting(
+        False,
+        "Accepted for configurations of serving engines. Rows are never padded to each other here, so it changes "
+        "nothing.",
+    )
+    rejection_sample_method: Literal["standard", "block", "typical", "synthetic"] = _setting(
+        "standard",
+        "Acceptance rule. `standard` keeps the target's distribution exactly; `block`, `typical` and `synthetic` are "
+        "known names that this version does not have.",
+    )
+    options: Any = field(default=PendingOptions(), metadata={"help": "The options of the method, as an object."})
+
+    def __init__(self, method: str | None = None, model: str | os.PathLike | None = None, **settings):
+        flat = {"method": method, "model": model, **_expand(settings)}
+        flat.update(_without_placeholder(flat["method"], flat["model"]))
+        hints = _type_hints(SpeculativeConfig)
+        for setting in _common_fields():
+            value = _checked(setting, flat.pop(setting.name, None), hints[setting.name])
+            object.__setattr__(self, setting.name, value)
+        self._check_combinations()
+        object.__setattr__(self, "options", _build_options(self.method, flat))
+
+    @classmethod
+    def resolve(cls, value: Any = None, *, target_config: Any = None, **overrides) -> SpeculativeConfig:
+        """The configuration that a user's `value` means.
+
+        Args:
+            value (`SpeculativeConfig`, `dict`, `str` or `os.PathLike`, *optional*):
+                A configuration; a dict of flat settings, or the same as JSON text; the name of a method; a folder or
+                file written by [`~SpeculativeConfig.save_pretrained`]; or the repo id or folder of a draft model.
+            target_config (`PretrainedConfig`, *optional*):
+                The target's configuration. Given, the settings are checked against it.
+            overrides:
+                Flat settings that take precedence over those of `value`; `None` means not given.
+
+        Returns:
+            `SpeculativeConfig` with a method. Where none was named it is read from the checkpoint of `model`.
+
+        Raises:
+            SpecConfigError: `value` cannot be understood, or a setting is wrong.
+        """
+        overrides = {key: item for key, item in overrides.items() if item is not None}
+        if isinstance(value, cls) and not overrides:
+            config = value
+        else:
+            config = cls(**_merged(_read_settings(value), overrides))
+        if config.method is None:
+            from .hub.detect import detect_method
+
+            config = config.replace(method=detect_method(config, target_config=target_config))
+        if target_config is not None:
+            config.check_against_target(_context_length(target_config))
+        return config
+
+    def replace(self, **changes) -> SpeculativeConfig:
+        """A copy with some settings changed. Options of the old method are left behind when the method changes."""
+        base = self.to_dict()
+        new_method = _canonical_method(changes.get("method", self.method))
+        if self.method is not None and new_method != self.method:
+            common = {setting.name for setting in _common_fields()}
+            base = {key: value for key, value in base.items() if key in common}
+        return type(self)(**_merged(base, changes))
+
+    def check_against_target(self, max_position_embeddings: int | None = None, num_heads: int | None = None) -> None:
+        """Checks the settings against the numbers of loaded models.
+
+        Args:
+            max_position_embeddings (`int`, *optional*): Longest context of the target in tokens; `None` if unlimited.
+            num_heads (`int`, *optional*): Draft heads of the checkpoint, for methods that draft one token a head.
+
+        Raises:
+            SpecConfigError: A setting does not fit; the message has both numbers.
+        """
+        k, longest = self.num_speculative_tokens, self.max_model_len
+        if num_heads is not None and k is not None and k > num_heads:
+            raise SpecConfigError(
+                f"`num_speculative_tokens`={k} is more than the {num_heads} heads of the {self.method} checkpoint. "
+                f"Use at most {num_heads}, or leave it out."
+            )
+        if max_position_embeddings is None:
+            return
+        if k is not None and k >= max_position_embeddings:
+            raise SpecConfigError(
+                f"`num_speculative_tokens`={k} does not fit the target's context of {max_position_embeddings} tokens. "
+                f"Use at most {max_position_embeddings - 1}."
+            )
+        if longest is not None and longest > max_position_embeddings:
+            raise SpecConfigError(
+                f"`max_model_len`={longest} is longer than the target's context of {max_position_embeddings} tokens. "
+                f"Use at most {max_position_embeddings}, or leave it out."
+            )
+
+    def to_dict(self, *, defaults: bool = False) -> dict[str, Any]:
+        """The flat settings as plain Python and JSON types. `from_dict` gives back an equal configuration.
+
+        Args:
+            defaults (`bool`, defaults to `False`): Also settings that have their default value.
+        """
+        return {
+            key: _thawed(value)
+            for key, value, default in self._flat_items()
+            if defaults or default is MISSING or value != default
+        }
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> SpeculativeConfig:
+        """The configuration of a dict of flat settings."""
+        if not isinstance(settings, Mapping):
+            raise SpecConfigError(f"from_dict() needs a dict of settings, got {type(settings).__name__}.")
+        return cls(**_merged(settings, {}))
+
+    def save_pretrained(self, save_directory: str | os.PathLike) -> Path:
+        """Writes `speculation_config.json` to a folder, which is made if needed, and returns the file's path."""
+        path = Path(save_directory) / CONFIG_NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def from_pretrained(cls, path_or_repo: str | os.PathLike, *, revision: str | None = None) -> SpeculativeConfig:
+        """Reads what [`~SpeculativeConfig.save_pretrained`] wrote.
+
+        Args:
+            path_or_repo (`str` or `os.PathLike`): A folder, the file itself, or the id of a repository on the Hub.
+            revision (`str`, *optional*): Branch, tag or commit of the repository.
+        """
+        path = Path(path_or_repo)
+        if not path.is_file():
+            from transformers.utils.hub import cached_file
+
+            try:
+                path = Path(cached_file(str(path_or_repo), CONFIG_NAME, revision=revision))
+            except OSError as error:
+                raise SpecConfigError(
+                    f"No {CONFIG_NAME} found in '{path_or_repo}': {error} Pass a folder written by save_pretrained(), "
+                    "or name the method."
+                ) from error
+        return cls.from_dict(_read_json_file(path))
+
+    def compute_hash(self) -> str:
+        """A name for this configuration in caches and logs: 16 hexadecimal digits.
+
+        Equal configurations have equal names, in every process and whichever way they were spelled.
+        """
+        text = json.dumps(self.to_dict(defaults=True), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def to_vllm(self) -> dict[str, Any]:
+        """The same settings for vLLM's `--speculative-config`.
+
+        A setting that vLLM has no key for is left out with a warning; it changes speed, not text. k is always named,
+        because vLLM has no default for most methods.
+
+        Raises:
+            SpecConfigError: The method is unknown to vLLM or not yet resolved, or vLLM would not find the draft model.
+        """
+        from .candidate_generators import KNOWN_METHODS, resolve_candidate_generator
+
+        if self.method is None:
+            raise SpecConfigError(
+                f"The method of `model`={self.model!r} has not been read yet. Name it, or call "
+                "SpeculativeConfig.resolve() first."
+            )
+        if self.method not in KNOWN_METHODS:
+            raise SpecConfigError(f"vLLM has no method {self.method!r}. It knows: {', '.join(KNOWN_METHODS)}.")
+        if self.subfolder is not None:
+            raise SpecConfigError(
+                f"vLLM cannot load a draft model from `subfolder`={self.subfolder!r} of a repository. "
+                "Save it to a folder of its own and name that as `model`."
+            )
+        settings = self.to_dict()
+        settings.setdefault(
+            "num_speculative_tokens", resolve_candidate_generator(self.method).default_num_speculative_tokens
+        )
+        if self.quantization == "bitsandbytes_4bit":
+            settings["quantization"] = "bitsandbytes"
+        unknown = settings.keys() - _VLLM_KEYS
+        if self.quantization in ("bitsandbytes_fp4", "bitsandbytes_8bit"):
+            unknown |= {"quantization"}
+        if unknown:
+            logger.warning(f"vLLM has no counterpart of these settings, they are left out: {_listed(unknown)}.")
+        return {key: value for key, value in settings.items() if key not in unknown}
+
+    def __repr__(self) -> str:
+        return f"SpeculativeConfig({', '.join(f'{key}={value!r}' for key, value in self.to_dict().items())})"
+
+    def _flat_items(self) -> Iterator[tuple[str, Any, Any]]:
+        """Flat name, value and default of every setting; pending options have no default."""
+        for setting in _common_fields():
+            yield setting.name, getattr(self, setting.name), setting.default
+        if isinstance(self.options, PendingOptions):
+            yield from ((key, value, MISSING) for key, value in self.options.values)
+        else:
+            for option in _option_fields(self.options):
+                yield _key(option), getattr(self.options, option.name), _default(option)
+
+    def _check_combinations(self) -> None:
+        if self.method is None and self.model is None:
+            raise SpecConfigError(
+                "Speculation needs a method or a model, got neither. Name a `method` such as 'ngram', or a draft "
+                "`model` from whose checkpoint the method is read."
+            )
+        if self.draft_tensor_parallel_size != 1:
+            raise SpecConfigError(
+                f"`draft_tensor_parallel_size` must be 1, got {self.draft_tensor_parallel_size}: the draft model runs "
+                "in the target's process. Leave it out, and use `device` to place the draft model."
+            )
+        if self.rejection_sample_method not in REJECTION_SAMPLE_METHODS:
+            raise SpecConfigError(
+                f"`rejection_sample_method`={self.rejection_sample_method!r} is not available in this version of "
+                f"hf_specdec. Available are: {', '.join(REJECTION_SAMPLE_METHODS)}."
+            )
+        self._check_model_settings()
+        self._check_token_tree()
+
+    def _check_model_settings(self) -> None:
+        if self.method not in METHODS_WITHOUT_MODEL:
+            return
+        for setting in _common_fields():
+            value = getattr(self, setting.name)
+            if setting.metadata["describes_model"] and value != setting.default:
+                raise SpecConfigError(
+                    f"`{setting.name}`={value!r} is about a draft model, and method='{self.method}' drafts without "
+                    f"one. Leave out `{setting.name}`, or choose a method that has a draft model."
+                )
+
+    def _check_token_tree(self) -> None:
+        from .candidate_generators import KNOWN_METHODS
+
+        tree, k = self.speculative_token_tree, self.num_speculative_tokens
+        if tree is None:
+            return
+        if self.method in KNOWN_METHODS and self.method not in TREE_METHODS:
+            raise SpecConfigError(
+                f"`speculative_token_tree` belongs to the methods that draft trees ({', '.join(TREE_METHODS)}), got "
+                f"method='{self.method}'. Leave it out and set `num_speculative_tokens`."
+            )
+        if k is not None and k != len(tree):
+            raise SpecConfigError(
+                f"`num_speculative_tokens`={k} and `speculative_token_tree` with {len(tree)} nodes contradict each "
+                "other. Leave out `num_speculative_tokens`, or give the tree's number of nodes."
+            )
+
+
+def describe_settings(method: str | None = None) -> list[Setting]:
+    """The documented settings of a method's own options, or without `method` those that all methods share."""
+    described = _common_fields() if method is None else _option_fields(_options_class(method))
+    return [
+        Setting(_key(item), _type_name(item), repr(_default(item)), item.metadata.get("help", ""))
+        for item in described
+    ]
+
+
+# ---------------------------------------------------------------------------------------- what the user's value means
+
+
+def _read_settings(value: Any) -> dict[str, Any]:
+    """The flat settings of anything that `SpeculativeConfig.resolve` takes."""
+    if value is None:
+        return {}
+    if isinstance(value, SpeculativeConfig):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, os.PathLike):
+        return _read_path(os.fspath(value))
+    if isinstance(value, str):
+        return _read_text(value.strip())
+    raise SpecConfigError(
+        "Speculation is set by a SpeculativeConfig, a dict, JSON text, the name of a method, a repo id or a path, got "
+        f"{type(value).__name__}. A loaded draft model or speculator goes to `assistant=`."
+    )
+
+
+def _read_text(text: str) -> dict[str, Any]:
+    if text.startswith("{"):
+        return _read_json(text, "the JSON text")
+    if not text:
+        raise SpecConfigError("Speculation needs a method or a model, got an empty string.")
+    if text in _method_names():
+        return {"method": text}
+    if "/" not in text and not os.path.exists(text):
+        close = difflib.get_close_matches(text.lower(), _method_names(), n=1, cutoff=0.8)
+        if close:
+            raise SpecConfigError(
+                f"'{text}' is neither a method nor a local path. Did you mean '{close[0]}'? If it is a repo id, "
+                "pass it as `model`."
+            )
+    return _read_path(text)
+
+
+def _read_path(path: str) -> dict[str, Any]:
+    """Saved settings where there are some; a draft model otherwise."""
+    if path.endswith(".json"):
+        return _read_json_file(Path(path))
+    saved = Path(path) / CONFIG_NAME
+    if not saved.is_file():
+        return {"model": path}
+    settings = _read_json_file(saved)
+    if settings.get("model") is None and (Path(path) / "config.json").is_file():
+        settings["model"] = path
+    return settings
+
+
+def _read_json_file(path: Path) -> dict[str, Any]:
+    try:
+        return _read_json(path.read_text(encoding="utf-8"), f"'{path}'")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecConfigError(f"The settings in '{path}' cannot be read: {error}") from error
+
+
+def _read_json(text: str, source: str) -> dict[str, Any]:
+    try:
+        settings = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SpecConfigError(
+            f"{source[0].upper()}{source[1:]} is not valid JSON: {error}. Names and texts stand in double quotes, and "
+            "true, false and null are lower case."
+        ) from error
+    if not isinstance(settings, dict):
+        raise SpecConfigError(f"{source[0].upper()}{source[1:]} must hold an object of settings, got {settings!r}.")
+    return settings
+
+
+def _without_placeholder(method: Any, model: Any) -> dict[str, Any]:
+    """Method and model, where the model may be the method's own name ("ngram", "[ngram]") for lack of a real one."""
+    method = _canonical_method(method)
+    name = model.strip("[]") if isinstance(model, str) else None
+    if name in METHODS_WITHOUT_MODEL and method in (None, name):
+        return {"method": name, "model": None}
+    return {"method": method, "model": model}
+
+
+def _context_length(target_config: Any) -> int | None:
+    return getattr(target_config.get_text_config(), "max_position_embeddings", None)
+
+
+# ------------------------------------------------------------------------------------------------ flat names and types
+
+
+def _common_fields() -> list[Field]:
+    return [item for item in fields(SpeculativeConfig) if item.name != "options"]
+
+
+def _option_fields(options: Any) -> list[Field]:
+    return [item for item in fields(options) if item.init]
+
+
+def _options_class(method: str) -> type:
+    from .candidate_generators import resolve_candidate_generator
+
+    return resolve_candidate_generator(method).options_class
+
+
+def _method_names() -> list[str]:
+    from .candidate_generators import KNOWN_METHODS, METHOD_ALIASES, available_methods
+
+    return [*dict.fromkeys([*KNOWN_METHODS, *available_methods(), *METHOD_ALIASES])]
+
+
+def _key(item: Field) -> str:
+    return item.metadata.get("key", item.name)
+
+
+def _default(item: Field) -> Any:
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def _type_name(item: Field) -> str:
+    if isinstance(item.type, str):
+        return item.type
+    return item.type.__name__ if type(item.type) is type else str(item.type).replace("typing.", "")
+
+
+def _expand(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat settings with the content of `options` (an options object or a mapping) among them."""
+    flat = dict(settings)
+    options = flat.pop("options", None)
+    if options is None:
+        options = {}
+    if isinstance(options, PendingOptions):
+        options = dict(options.values)
+    elif hasattr(options, "__dataclass_fields__"):
+        options = {_key(item): getattr(options, item.name) for item in _option_fields(options)}
+    elif not isinstance(options, Mapping):
+        raise SpecConfigError(f"`options` must be a dict or the options object of a method, got {options!r}.")
+    twice = options.keys() & flat.keys()
+    if twice:
+        raise SpecConfigError(f"These settings are given twice, beside and inside `options`: {_listed(twice)}.")
+    flat.update(options)
+    unnamed = [key for key in flat if not isinstance(key, str)]
+    if unnamed:
+        raise SpecConfigError(f"The names of settings must be strings, got {unnamed[0]!r}.")
+    return flat
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` on top, whichever of its two names an option is given by."""
+    base, changes = _expand(base), _expand(changes)
+    method = _canonical_method(changes.get("method", base.get("method")))
+    if method is None:
+        return {**base, **changes}
+    return {**_by_key(method, base), **_by_key(method, changes)}
+
+
+def _by_key(method: str, flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The same settings with the options under their flat names, not under the names of the dataclass fields."""
+    keys = {item.name: _key(item) for item in _option_fields(_options_class(method))}
+    named = {}
+    for name, value in flat.items():
+        key = keys.get(name, name)
+        if key in named:
+            both = " and ".join(f"`{other}`" for other in flat if keys.get(other, other) == key)
+            raise SpecConfigError(f"{both} are two names of one setting. Keep one.")
+        named[key] = value
+    return named
+
+
+def _build_options(method: str | None, flat: Mapping[str, Any]) -> Any:
+    """The options object of a method, from all settings that are not common ones."""
+    if method is None:
+        return _pending_options(flat)
+    options_class = _options_class(method)
+    by_key = {_key(item): item for item in _option_fields(options_class)}
+    hints = _type_hints(options_class)
+    values = {}
+    for key, value in _by_key(method, flat).items():
+        if key not in by_key:
+            raise SpecConfigError(_unknown_setting(method, key, by_key))
+        item = by_key[key]
+        values[item.name] = _checked(item, value, hints[item.name])
+    try:
+        return options_class(**values)
+    except SpecConfigError as error:
+        raise SpecConfigError(_with_flat_names(str(error), by_key.values())) from error
+
+
+def _with_flat_names(message: str, options: Iterable[Field]) -> str:
+    """A message of an options class about its fields (in backticks), in the names that the user writes."""
+    for item in options:
+        message = message.replace(f"`{item.name}`", f"`{_key(item)}`")
+    return message
+
+
+def _pending_options(flat: Mapping[str, Any]) -> PendingOptions:
+    if flat:
+        owners = _option_owners()
+        for key in flat:
+            if key not in owners:
+                raise SpecConfigError(_unknown_setting(None, key, owners))
+    return PendingOptions(tuple(sorted((key, _frozen(value)) for key, value in flat.items())))
+
+
+def _unknown_setting(method: str | None, key: str, options: Iterable[str]) -> str:
+    owners = _option_owners().get(key, [])
+    whose = f"method='{method}'" if method else "Speculation"
+    if owners:
+        belongs = " and ".join(f"'{owner}'" for owner in owners)
+        return f"`{key}` belongs to method {belongs}, got {whose}. Leave it out, or change the method."
+    common = [item.name for item in _common_fields()]
+    close = difflib.get_close_matches(key, [*common, *options], n=1)
+    hint = f" Did you mean '{close[0]}'?" if close else ""
+    own = f" Its own options are: {', '.join(options)}." if method and options else ""
+    return f"{whose} has no setting '{key}'.{hint}{own} The settings of all methods are: {', '.join(common)}."
+
+
+def _option_owners() -> dict[str, list[str]]:
+    """Which methods have an option of this name; for messages, because it imports every method."""
+    from .candidate_generators import available_methods
+
+    owners = {key: [method] for key, method in _PLANNED_KEYS.items()}
+    for method in available_methods():
+        try:
+            options = _option_fields(_options_class(method))
+        except SpecDecError:
+            continue
+        for name in sorted({name for item in options for name in (item.name, _key(item))}):
+            owners.setdefault(name, []).append(method)
+    return owners
+
+
+def _checked(item: Field, value: Any, hint: Any) -> Any:
+    """The value in the type of the field, or an error; `None` stands for the default where it is no value itself."""
+    kinds = _kinds(hint)
+    if value is None and type(None) not in kinds:
+        return _default(item)
+    if normalize := item.metadata.get("normalize"):
+        value = normalize(value)
+    value = _as_one_of(kinds, _key(item), value)
+    minimum = item.metadata.get("minimum")
+    if minimum is not None and value is not None and value < minimum:
+        raise SpecConfigError(f"`{_key(item)}` must be at least {minimum}, got {value}.")
+    return value
+
+
+@cache
+def _type_hints(dataclass_type: type) -> dict[str, Any]:
+    return get_type_hints(dataclass_type)
+
+
+def _kinds(hint: Any) -> tuple:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _as_one_of(kinds: tuple, name: str, value: Any) -> Any:
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            if any(value == choice and type(value) is type(choice) for choice in get_args(kind)):
+                return value
+        elif kind is bool or kind is str:
+            if isinstance(value, kind):
+                return value
+        elif kind is type(None):
+            if value is None:
+                return None
+        elif kind is int:
+            if _is_int(value):
+                return int(value)
+        elif kind is float:
+            if isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value):
+                return float(value) + 0.0  # -0.0 equals 0.0 and must not be another configuration in a hash
+        elif kind is tuple or get_origin(kind) is tuple:
+            if isinstance(value, (list, tuple)):
+                return _frozen(value)
+        else:
+            return value
+    raise SpecConfigError(_wrong_type(kinds, name, value))
+
+
+def _wrong_type(kinds: tuple, name: str, value: Any) -> str:
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    plain = [_KIND_NAMES.get(kind, "a list") for kind in kinds if get_origin(kind) is not Literal]
+    *others, last = [*map(repr, choices), *plain]
+    expected = f"{', '.join(others)} or {last}" if others else last
+    message = f"`{name}` must be {expected}, got {value!r} ({type(value).__name__})."
+    close = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    if close:
+        return f"{message} Did you mean '{close[0]}'?"
+    if isinstance(value, str) and {int, float, bool} & set(kinds) and _is_json_number(value):
+        return f"{message} Write it without quotes."
+    return message
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_json_number(text: str) -> bool:
+    """Whether a string holds what JSON writes without quotes: a number, true or false."""
+    try:
+        return isinstance(json.loads(text.lower()), (int, float))
+    except json.JSONDecodeError:
+        return False
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _thawed(value: Any) -> Any:
+    return list(map(_thawed, value)) if isinstance(value, tuple) else value
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

@@ -1,0 +1,579 @@
+"""SpeculativeConfig: what it accepts, what it refuses and how it says so, and that nothing is lost on a round trip.
+
+`python tests/test_config.py` writes the tables of docs/configuration.md anew from the fields.
+"""
+
+import copy
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import hf_specdec.config as config_module
+from hf_specdec.candidate_generators import (
+    available_methods,
+    register_candidate_generator,
+    resolve_candidate_generator,
+    unregister_candidate_generator,
+)
+from hf_specdec.candidate_generators.base import CandidateGenerator
+from hf_specdec.config import CONFIG_NAME, PendingOptions, SpeculativeConfig, describe_settings
+from hf_specdec.errors import SpecConfigError
+
+
+ROOT = Path(__file__).parents[1]
+DOC = ROOT / "docs" / "configuration.md"
+BUILT_IN = ("ngram", "suffix", "draft_model")
+COMMON = [item.name for item in fields(SpeculativeConfig) if item.name != "options"]
+
+
+@dataclass(frozen=True)
+class ToyOptions:
+    width: int = field(default=2, metadata={"key": "toy_width", "help": "Children of a node."})
+    rate: float | None = field(default=0.5, metadata={"help": "Share of cycles with drafts; `None` for all."})
+    mode: Literal["wide", "deep"] = field(default="wide", metadata={"help": "What grows first."})
+    layers: tuple[int, ...] = field(default=(), metadata={"help": "Layers that are read."})
+
+    def __post_init__(self):
+        if not 1 <= self.width <= 64:
+            raise SpecConfigError(f"`width` must be from 1 to 64, got {self.width}.")
+
+
+class ToyGenerator(CandidateGenerator):
+    options_class = ToyOptions
+    default_num_speculative_tokens = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def toy_method():
+    register_candidate_generator("toy", ToyGenerator)
+    yield
+    unregister_candidate_generator("toy")
+
+
+@pytest.fixture
+def detected(monkeypatch):
+    """Replaces the reading of checkpoints; `detected(name)` says which method every checkpoint has."""
+    calls = []
+
+    def detect_as(name):
+        def detect_method(config, target_config=None):
+            calls.append((config, target_config))
+            return name
+
+        monkeypatch.setitem(sys.modules, "hf_specdec.hub.detect", SimpleNamespace(detect_method=detect_method))
+        return calls
+
+    return detect_as
+
+
+def error_of(action, *args, **kwargs) -> str:
+    with pytest.raises(SpecConfigError) as caught:
+        action(*args, **kwargs)
+    return str(caught.value)
+
+
+class TestWhatIsAccepted:
+    def test_every_spelling_of_one_configuration(self):
+        wanted = SpeculativeConfig(method="toy", num_speculative_tokens=4, toy_width=3, rate=1)
+        flat = {"method": "toy", "num_speculative_tokens": 4, "toy_width": 3, "rate": 1.0}
+        spellings = [
+            SpeculativeConfig.resolve(wanted),
+            SpeculativeConfig.resolve(flat),
+            SpeculativeConfig.resolve(**flat),
+            SpeculativeConfig.resolve(json.dumps(flat)),
+            SpeculativeConfig.resolve("toy", num_speculative_tokens=4, toy_width=3, rate=1),
+            SpeculativeConfig.resolve({"method": "toy", "toy_width": 9}, num_speculative_tokens=4, width=3, rate=1),
+            SpeculativeConfig(method="toy", num_speculative_tokens=4, options=ToyOptions(width=3, rate=1)),
+            SpeculativeConfig(method="toy", num_speculative_tokens=4, options={"width": 3, "rate": 1}),
+            SpeculativeConfig.from_dict(flat),
+        ]
+        for config in spellings:
+            assert config == wanted
+            assert hash(config) == hash(wanted)
+            assert config.compute_hash() == wanted.compute_hash()
+        assert wanted.options == ToyOptions(width=3, rate=1.0)
+        assert SpeculativeConfig.resolve(wanted) is wanted
+
+    def test_serving_engine_spelling(self):
+        ngram = SpeculativeConfig.resolve({"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4})
+        assert (ngram.options.prompt_lookup_min, ngram.options.prompt_lookup_max) == (2, 4)
+        suffix = SpeculativeConfig.resolve("suffix").options
+        assert (suffix.max_tree_depth, suffix.max_cached_requests) == (24, 10000)
+        assert (suffix.max_spec_factor, suffix.min_token_prob) == (1.0, 0.1)
+        changed = SpeculativeConfig.resolve(
+            {
+                "method": "suffix",
+                "suffix_decoding_max_tree_depth": 64,
+                "suffix_decoding_max_cached_requests": 0,
+                "suffix_decoding_max_spec_factor": 2,
+                "suffix_decoding_min_token_prob": 0.2,
+            }
+        ).options
+        assert (changed.max_tree_depth, changed.max_cached_requests) == (64, 0)
+        assert (changed.max_spec_factor, changed.min_token_prob) == (2.0, 0.2)
+        for sampled in ("greedy", "probabilistic"):
+            draft = SpeculativeConfig(method="draft_model", model="org/draft", draft_sample_method=sampled)
+            assert draft.options.draft_sample_method == sampled
+
+    def test_common_keys_of_serving_engines(self):
+        settings = {
+            "method": "draft_model",
+            "model": "org/draft",
+            "num_speculative_tokens": 3,
+            "draft_tensor_parallel_size": 1,
+            "quantization": "bitsandbytes",
+            "max_model_len": 512,
+            "revision": "main",
+            "code_revision": "main",
+            "enforce_eager": True,
+            "disable_by_batch_size": 8,
+            "disable_padded_drafter_batch": True,
+            "rejection_sample_method": "standard",
+            "trust_remote_code": True,
+        }
+        config = SpeculativeConfig.resolve(settings)
+        assert config.quantization == "bitsandbytes_4bit"
+        for key in settings.keys() - {"quantization"}:
+            assert getattr(config, key) == settings[key]
+
+    def test_aliases_name_the_same_method(self):
+        assert SpeculativeConfig.resolve("prompt_lookup") == SpeculativeConfig(method="ngram")
+        assert SpeculativeConfig(method="assistant_model", model="x/y").method == "draft_model"
+
+    @pytest.mark.parametrize("model", ["ngram", "[ngram]"])
+    def test_method_name_in_place_of_a_model(self, model):
+        assert SpeculativeConfig.resolve({"model": model}) == SpeculativeConfig(method="ngram")
+        assert SpeculativeConfig.resolve({"method": "ngram", "model": model}) == SpeculativeConfig(method="ngram")
+
+    def test_null_stands_for_the_default(self):
+        nulls = dict.fromkeys(COMMON, None)
+        assert SpeculativeConfig.resolve({**nulls, "method": "toy", "toy_width": None}) == SpeculativeConfig("toy")
+        assert SpeculativeConfig("toy", rate=None).options.rate is None  # None is a value of this option
+
+    @pytest.mark.parametrize(
+        ("given", "wanted"), [("4bit", "4bit"), ("nf4", "4bit"), ("fp4", "fp4"), ("int8", "8bit")]
+    )
+    def test_quantization_aliases(self, given, wanted):
+        assert SpeculativeConfig("toy", quantization=given).quantization == f"bitsandbytes_{wanted}"
+
+    def test_torch_objects_and_numpy_numbers(self):
+        import numpy as np
+        import torch
+
+        config = SpeculativeConfig(
+            "toy", dtype=torch.bfloat16, device=torch.device("cuda", 1), num_speculative_tokens=np.int64(4)
+        )
+        assert (config.dtype, config.device, config.num_speculative_tokens) == ("bfloat16", "cuda:1", 4)
+        assert type(config.num_speculative_tokens) is int
+
+    def test_token_tree(self):
+        text = SpeculativeConfig("toy", speculative_token_tree="[(0, 0), (0,), (1,)]")
+        assert text.speculative_token_tree == ((0,), (1,), (0, 0))
+        assert SpeculativeConfig("toy", speculative_token_tree=[[0], [1], [0, 0]]) == text
+        assert SpeculativeConfig("toy", speculative_token_tree=[[0], [1], [0, 0]], num_speculative_tokens=3)
+
+
+class TestModelStrings:
+    def test_repo_id_reads_the_method_from_the_checkpoint(self, detected):
+        calls = detected("draft_model")
+        config = SpeculativeConfig.resolve("org/draft", revision="v2", draft_sample_method="greedy")
+        assert (config.method, config.model, config.revision) == ("draft_model", "org/draft", "v2")
+        assert config.options.draft_sample_method == "greedy"
+        (asked, target_config), *rest = calls
+        assert not rest
+        assert asked.model == "org/draft"
+        assert asked.revision == "v2"
+        assert target_config is None
+
+    def test_named_method_is_not_detected(self, detected):
+        calls = detected("draft_model")
+        assert SpeculativeConfig.resolve("org/draft", method="toy").method == "toy"
+        assert not calls
+
+    def test_options_wait_for_the_method(self, detected):
+        pending = SpeculativeConfig(model="org/draft", toy_width=3, layers=[1, 2])
+        assert isinstance(pending.options, PendingOptions)
+        assert SpeculativeConfig.from_dict(pending.to_dict()) == pending
+        detected("toy")
+        assert SpeculativeConfig.resolve(pending).options == ToyOptions(width=3, layers=(1, 2))
+        detected("draft_model")
+        message = error_of(SpeculativeConfig.resolve, pending)
+        assert "belongs to method 'toy'" in message
+        assert "method='draft_model'" in message
+
+    def test_unknown_option_of_an_undetected_method(self):
+        assert "Did you mean 'num_speculative_tokens'?" in error_of(
+            SpeculativeConfig, model="org/draft", num_spec_tokens=3
+        )
+
+    def test_local_folder(self, detected, tmp_path):
+        detected("draft_model")
+        assert SpeculativeConfig.resolve(tmp_path).model == str(tmp_path)
+        assert SpeculativeConfig.resolve(str(tmp_path)).model == str(tmp_path)
+
+    def test_saved_settings_beside_the_weights(self, tmp_path):
+        SpeculativeConfig("draft_model", num_speculative_tokens=7).save_pretrained(tmp_path)
+        assert SpeculativeConfig.resolve(tmp_path).model is None
+        (tmp_path / "config.json").write_text("{}")
+        config = SpeculativeConfig.resolve(tmp_path)
+        assert (config.model, config.num_speculative_tokens) == (str(tmp_path), 7)
+        assert SpeculativeConfig.resolve(tmp_path, num_speculative_tokens=2).num_speculative_tokens == 2
+
+    def test_misspelt_method_is_not_taken_for_a_repository(self):
+        message = error_of(SpeculativeConfig.resolve, "sufix")
+        assert "Did you mean 'suffix'?" in message
+        assert "`model`" in message
+
+
+class TestErrors:
+    """Every message has what was asked, what was found, and what to do."""
+
+    @pytest.mark.parametrize(
+        ("settings", "words"),
+        [
+            ({"num_speculative_tokens": 0}, ["`num_speculative_tokens`", "at least 1", "got 0"]),
+            ({"num_speculative_tokens": True}, ["an integer", "True (bool)"]),
+            ({"num_speculative_tokens": "5"}, ["an integer", "'5' (str)", "without quotes"]),
+            ({"num_speculative_tokens": 2.0}, ["an integer", "2.0 (float)"]),
+            ({"trust_remote_code": "true"}, ["True or False", "without quotes"]),
+            ({"trust_remote_code": 1}, ["True or False", "1 (int)"]),
+            ({"model": 5}, ["`model`", "a string", "5 (int)"]),
+            ({"max_model_len": -1}, ["`max_model_len`", "at least 1", "-1"]),
+            ({"disable_by_batch_size": 0}, ["at least 1", "got 0"]),
+            ({"dtype": "bf16"}, ["'float32'", "Did you mean 'bfloat16'?"]),
+            ({"quantization": "awq"}, ["'bitsandbytes_4bit'", "'awq'"]),
+            ({"draft_tensor_parallel_size": 2}, ["must be 1", "got 2", "`device`"]),
+            ({"rejection_sample_method": "block"}, ["'block'", "not available in this version", "standard"]),
+            ({"rejection_sample_method": "typical"}, ["not available in this version"]),
+            ({"rejection_sample_method": "standart"}, ["Did you mean 'standard'?"]),
+            ({"rate": "0.5"}, ["a number", "without quotes"]),
+            ({"rate": float("nan")}, ["a number", "nan"]),
+            ({"rate": False}, ["a number", "False (bool)"]),
+            ({"mode": "wiede"}, ["'wide' or 'deep'", "Did you mean 'wide'?"]),
+            ({"layers": 3}, ["a list", "3 (int)"]),
+            ({"toy_width": 65}, ["`toy_width`", "from 1 to 64", "got 65"]),
+            ({"toy_widht": 3}, ["method='toy'", "Did you mean 'toy_width'?", "rate", "mode"]),
+            ({"num_spec_tokens": 3}, ["Did you mean 'num_speculative_tokens'?"]),
+            ({"tensor_parallel_size": 1}, ["Did you mean 'draft_tensor_parallel_size'?"]),
+            ({"width": 1, "toy_width": 2}, ["`width` and `toy_width`", "Keep one"]),
+            ({"toy_width": 1, "options": {"toy_width": 2}}, ["given twice", "toy_width"]),
+            ({"options": 3}, ["`options`", "got 3"]),
+            ({"options": {3: 1}}, ["must be strings", "got 3"]),
+            ({"suffix_decoding_max_tree_depth": 3}, ["belongs to method 'suffix'", "method='toy'"]),
+            ({"dflash_block_size": 8}, ["belongs to method 'dflash'", "method='toy'"]),
+            ({"speculative_token_tree": "[(0)]"}, ["list of paths", "[(0)]"]),
+            ({"speculative_token_tree": "(0"}, ["list of paths"]),
+            ({"speculative_token_tree": []}, ["list of paths"]),
+            ({"speculative_token_tree": [[0], [1, 0]]}, ["(1, 0)", "(1,)", "parent"]),
+            ({"speculative_token_tree": [[0]], "num_speculative_tokens": 2}, ["=2", "1 nodes"]),
+        ],
+    )
+    def test_setting(self, settings, words):
+        message = error_of(SpeculativeConfig, "toy", **settings)
+        assert [word for word in words if word not in message] == []
+        assert error_of(SpeculativeConfig.resolve, {"method": "toy", **settings}) == message
+
+    @pytest.mark.parametrize(
+        ("value", "words"),
+        [
+            ({}, ["neither", "`method`", "`model`"]),
+            (None, ["neither"]),
+            ("", ["empty"]),
+            ("{'method': 'toy'}", ["not valid JSON", "double quotes"]),
+            ('{"method": ', ["not valid JSON"]),
+            ("no/such/file.json", ["no/such/file.json", "cannot be read"]),
+            (3, ["int", "`assistant=`"]),
+            (["toy"], ["list"]),
+            ({"method": 3}, ["`method`", "3 (int)"]),
+            ({3: "toy"}, ["must be strings", "3"]),
+            ({"method": "ngrm"}, ["'ngrm'", "Did you mean 'ngram'?"]),
+            ({"method": "eagle3", "model": "org/eagle"}, ["'eagle3'", "not available in this version"]),
+            ({"method": "dflash", "dflash_block_size": 8}, ["'dflash'", "not available in this version"]),
+            ({"method": "ngram", "model": "org/draft"}, ["'org/draft'", "'ngram'", "without"]),
+            ({"method": "suffix", "quantization": "4bit"}, ["`quantization`", "'suffix'"]),
+            ({"method": "ngram", "suffix_decoding_max_tree_depth": 3}, ["belongs to method 'suffix'", "'ngram'"]),
+            ({"method": "ngram", "speculative_token_tree": "[(0,)]"}, ["eagle3", "method='ngram'"]),
+            ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, ["5", "3"]),
+            ({"method": "ngram", "prompt_lookup_min": 0}, ["prompt_lookup_min", "1", "0"]),
+            ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, ["suffix_decoding_min_token_prob", "1.5"]),
+            ({"method": "suffix", "suffix_decoding_max_tree_depth": 0}, ["suffix_decoding_max_tree_depth", "0"]),
+            ({"method": "draft_model", "draft_sample_method": "gready"}, ["Did you mean 'greedy'?"]),
+        ],
+    )
+    def test_value(self, value, words):
+        message = error_of(SpeculativeConfig.resolve, value)
+        assert [word for word in words if word not in message] == []
+
+    def test_json_that_is_no_object(self, tmp_path):
+        path = tmp_path / "settings.json"
+        path.write_text("[1, 2]")
+        message = error_of(SpeculativeConfig.resolve, path)
+        assert str(path) in message
+        assert "object" in message
+
+    def test_nothing_can_be_set(self):
+        with pytest.raises(AttributeError):
+            SpeculativeConfig("toy").num_speculative_tokens = 3
+
+    def test_check_against_target(self):
+        config = SpeculativeConfig("toy", num_speculative_tokens=6, max_model_len=100)
+        config.check_against_target(max_position_embeddings=100, num_heads=6)
+        config.check_against_target()
+        message = error_of(config.check_against_target, num_heads=5)
+        assert "=6" in message
+        assert "5 heads" in message
+        message = error_of(config.check_against_target, 6)
+        assert "`num_speculative_tokens`=6" in message
+        assert "context of 6" in message
+        message = error_of(config.check_against_target, 99)
+        assert "`max_model_len`=100" in message
+        assert "99 tokens" in message
+
+    def test_target_config_is_checked(self):
+        from transformers import GPT2Config, LlamaConfig
+
+        small = LlamaConfig(max_position_embeddings=16)
+        assert SpeculativeConfig.resolve("toy", num_speculative_tokens=15, target_config=small)
+        for target_config in (small, GPT2Config(n_positions=16)):
+            message = error_of(
+                SpeculativeConfig.resolve, "toy", num_speculative_tokens=16, target_config=target_config
+            )
+            assert "context of 16" in message
+
+
+class TestReplace:
+    def test_changes_and_keeps(self):
+        config = SpeculativeConfig("toy", num_speculative_tokens=3, width=5)
+        changed = config.replace(num_speculative_tokens=4, width=6)
+        assert changed == SpeculativeConfig("toy", num_speculative_tokens=4, toy_width=6)
+        assert config.options.width == 5
+        assert replace(config, enforce_eager=True) == config.replace(enforce_eager=True)
+        assert config.replace() == config
+
+    def test_new_method_leaves_the_old_options_behind(self):
+        config = SpeculativeConfig("toy", num_speculative_tokens=3, width=5).replace(method="ngram")
+        assert config == SpeculativeConfig("ngram", num_speculative_tokens=3)
+
+    def test_changes_are_checked(self):
+        assert "at least 1" in error_of(SpeculativeConfig("toy").replace, num_speculative_tokens=0)
+
+
+WORDS = st.text("abcdefgh-_./", min_size=1, max_size=12)
+COMMON_VALUES = {
+    "num_speculative_tokens": st.integers(1, 10**6),
+    "draft_tensor_parallel_size": st.just(1),
+    "quantization": st.sampled_from(["bitsandbytes_4bit", "nf4", "fp4", "8bit"]),
+    "dtype": st.sampled_from(["auto", "float32", "float16", "bfloat16"]),
+    "device": st.sampled_from(["cpu", "cuda:1"]),
+    "max_model_len": st.integers(1),
+    "revision": WORDS,
+    "code_revision": WORDS,
+    "subfolder": WORDS,
+    "trust_remote_code": st.booleans(),
+    "enforce_eager": st.booleans(),
+    "disable_by_batch_size": st.integers(1),
+    "disable_padded_drafter_batch": st.booleans(),
+    "rejection_sample_method": st.just("standard"),
+}
+TOY_VALUES = {
+    "toy_width": st.integers(1, 64),
+    "rate": st.none() | st.floats(allow_nan=False, allow_infinity=False) | st.integers(-5, 5),
+    "mode": st.sampled_from(["wide", "deep"]),
+    "layers": st.lists(st.integers(-3, 3)) | st.tuples(st.integers()),
+}
+flat_settings = st.fixed_dictionaries({"method": st.just("toy")}, optional={**COMMON_VALUES, **TOY_VALUES})
+tree_settings = st.fixed_dictionaries(
+    {"method": st.just("toy"), "model": WORDS},
+    optional={"speculative_token_tree": st.sampled_from(["[(0,)]", [[0], [1], [1, 0]], ((0,), (0, 0))])},
+)
+
+
+class TestRoundTrips:
+    def test_strategies_cover_every_setting(self):
+        assert {"method", "model", "speculative_token_tree", *COMMON_VALUES} == set(COMMON)
+        assert {item.key for item in describe_settings("toy")} == set(TOY_VALUES)
+
+    @settings(max_examples=60, deadline=None)
+    @given(flat=flat_settings | tree_settings)
+    def test_dict_json_pickle(self, flat):
+        config = SpeculativeConfig(**flat)
+        for kept in (config.to_dict(), config.to_dict(defaults=True)):
+            assert SpeculativeConfig.from_dict(kept) == config
+            assert SpeculativeConfig.resolve(json.dumps(kept)) == config
+        for copied in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+            assert copied == config
+            assert hash(copied) == hash(config)
+        assert eval(repr(config)) == config
+
+    @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(flat=flat_settings)
+    def test_files(self, flat, tmp_path):
+        config = SpeculativeConfig(**flat)
+        path = config.save_pretrained(tmp_path / "saved")
+        assert path.name == CONFIG_NAME
+        assert SpeculativeConfig.from_pretrained(path.parent) == config
+        assert SpeculativeConfig.from_pretrained(path) == config
+        assert SpeculativeConfig.resolve(path) == config
+
+    def test_real_methods(self):
+        for method in BUILT_IN:
+            config = SpeculativeConfig(method)
+            assert SpeculativeConfig.from_dict(config.to_dict(defaults=True)) == config
+            assert config.to_dict() == {"method": method}
+
+    def test_missing_file_says_what_to_do(self, tmp_path):
+        message = error_of(SpeculativeConfig.from_pretrained, tmp_path)
+        assert CONFIG_NAME in message
+        assert str(tmp_path) in message
+        assert "save_pretrained" in message
+
+
+class TestHash:
+    @settings(max_examples=60, deadline=None)
+    @given(flat=flat_settings, data=st.data())
+    def test_order_and_spelt_defaults_do_not_matter(self, flat, data):
+        config = SpeculativeConfig(**flat)
+        shuffled = dict(data.draw(st.permutations(list(config.to_dict(defaults=True).items()))))
+        assert SpeculativeConfig.from_dict(shuffled).compute_hash() == config.compute_hash()
+
+    @settings(max_examples=60, deadline=None)
+    @given(first=flat_settings, second=flat_settings)
+    def test_equal_exactly_when_the_configurations_are(self, first, second):
+        first, second = SpeculativeConfig(**first), SpeculativeConfig(**second)
+        assert (first.compute_hash() == second.compute_hash()) == (first == second)
+
+    def test_signed_zero(self):
+        assert SpeculativeConfig("toy", rate=-0.0).compute_hash() == SpeculativeConfig("toy", rate=0).compute_hash()
+
+    def test_same_in_every_process(self):
+        code = (
+            "from hf_specdec.config import SpeculativeConfig as C;"
+            "print(C('ngram', prompt_lookup_max=4, num_speculative_tokens=3).compute_hash())"
+        )
+        printed = {
+            subprocess.run(
+                [sys.executable, "-c", code],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONHASHSEED": seed, "HF_SPECDEC_DISABLE": "1"},
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout.strip()
+            for seed in ("1", "2")
+        }
+        here = SpeculativeConfig.resolve({"num_speculative_tokens": 3, "prompt_lookup_max": 4, "method": "ngram"})
+        assert printed == {here.compute_hash()}
+        assert re.fullmatch("[0-9a-f]{16}", here.compute_hash())
+
+
+class TestVllm:
+    def warnings_of(self, monkeypatch, config):
+        warned = []
+        monkeypatch.setattr(config_module.logger, "warning", warned.append)
+        return config.to_vllm(), warned
+
+    def test_known_keys_pass(self, monkeypatch):
+        config = SpeculativeConfig("suffix", num_speculative_tokens=16, suffix_decoding_max_tree_depth=32)
+        assert self.warnings_of(monkeypatch, config) == (
+            {"method": "suffix", "num_speculative_tokens": 16, "suffix_decoding_max_tree_depth": 32},
+            [],
+        )
+
+    def test_k_is_always_named(self):
+        wanted = resolve_candidate_generator("draft_model").default_num_speculative_tokens
+        settings = SpeculativeConfig("draft_model", model="org/draft", quantization="nf4").to_vllm()
+        assert settings == {
+            "method": "draft_model",
+            "model": "org/draft",
+            "num_speculative_tokens": wanted,
+            "quantization": "bitsandbytes",
+        }
+
+    def test_others_are_left_out_with_one_warning(self, monkeypatch):
+        config = SpeculativeConfig(
+            "draft_model", model="org/draft", num_speculative_tokens=2, dtype="float16", quantization="8bit"
+        )
+        settings, warned = self.warnings_of(monkeypatch, config)
+        assert settings == {"method": "draft_model", "model": "org/draft", "num_speculative_tokens": 2}
+        assert len(warned) == 1
+        assert "dtype, quantization" in warned[0]
+
+    def test_what_vllm_could_not_run_is_refused(self):
+        assert "vLLM has no method 'toy'" in error_of(SpeculativeConfig("toy").to_vllm)
+        assert "has not been read yet" in error_of(SpeculativeConfig(model="org/draft").to_vllm)
+        config = SpeculativeConfig("draft_model", model="org/draft", subfolder="draft")
+        assert "`subfolder`='draft'" in error_of(config.to_vllm)
+
+    def test_result_is_json_and_reads_back(self):
+        config = SpeculativeConfig("ngram", num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=3)
+        assert SpeculativeConfig.resolve(json.dumps(config.to_vllm())) == config
+
+
+class TestDocumentation:
+    def test_page_has_the_tables_of_the_fields(self):
+        assert DOC.read_text(encoding="utf-8") == with_tables(DOC.read_text(encoding="utf-8"))
+
+    def test_page_covers_every_method(self):
+        assert re.findall(r"<!-- settings (\w+) -->", DOC.read_text(encoding="utf-8")) == ["common", *BUILT_IN]
+        modules = {name: resolve_candidate_generator(name).__module__ for name in available_methods()}
+        assert set(BUILT_IN) == {name for name, module in modules.items() if module.startswith("hf_specdec.")}
+
+    @pytest.mark.parametrize("method", [None, *BUILT_IN])
+    def test_every_setting_is_explained(self, method):
+        for setting in describe_settings(method):
+            assert setting.help.strip().endswith("."), f"{setting.key}: {setting.help!r}"
+
+    def test_docstring_names_every_field(self):
+        documented = re.findall(r"^        (\w+) \(`", SpeculativeConfig.__doc__, flags=re.MULTILINE)
+        assert documented == [*COMMON, "options"]
+
+    @pytest.mark.parametrize("method", BUILT_IN)
+    def test_names_of_options_are_not_names_of_common_settings(self, method):
+        keys = {setting.key for setting in describe_settings(method)}
+        names = {item.name for item in fields(resolve_candidate_generator(method).options_class)}
+        assert not (keys | names) & set(COMMON)
+
+
+def test_import_loads_no_method():
+    code = (
+        "import sys, hf_specdec.config;"
+        "names = [f'hf_specdec.candidate_generators.{name}' for name in ('base', 'ngram', 'suffix', 'draft_model')];"
+        "print([name for name in [*names, 'torch', 'triton', 'arctic_inference', 'numba'] if name in sys.modules])"
+    )
+    # Without the hook, for which transformers imports torch's compiler and with it Triton.
+    env = {**os.environ, "HF_SPECDEC_DISABLE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def settings_table(method: str | None) -> str:
+    rows = ["| setting | type | default | meaning |", "|---|---|---|---|"]
+    for setting in describe_settings(method):
+        cells = [f"`{setting.key}`", f"`{setting.type}`", f"`{setting.default}`", setting.help]
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def with_tables(page: str) -> str:
+    """The page with the table after each `<!-- settings NAME -->` mark as the fields have it."""
+
+    def table(mark):
+        method = None if mark["name"] == "common" else mark["name"]
+        return f"<!-- settings {mark['name']} -->\n{settings_table(method)}\n<!-- end -->"
+
+    return re.sub(r"<!-- settings (?P<name>\w+) -->.*?<!-- end -->", table, page, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    DOC.write_text(with_tables(DOC.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,370 @@
+"""The n-gram method: its index against the definition, vLLM's answers, options, batches and the stock protocol."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from hf_specdec.candidate_generators import ngram_index, resolve_candidate_generator
+from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
+from hf_specdec.candidate_generators.ngram import NgramCandidateGenerator, NgramOptions
+from hf_specdec.candidate_generators.ngram_index import MAX_TOKEN_ID, NgramIndex, sort_prefixes
+from hf_specdec.config import SpeculativeConfig
+from hf_specdec.errors import SpecConfigError
+
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "ngram" / "vllm_cpu" / "expected.safetensors"
+
+
+def longest_match(text: list[int], limit: int | None = None, first: bool = False) -> tuple[int, int]:
+    """The definition: of all earlier ends, the first or last of those that share the most tokens."""
+    matches = [min(common_suffix(text[:end], text), limit or end) for end in range(1, len(text))]
+    best = max(matches, default=0)
+    if best == 0:
+        return 0, 0
+    ends = [end for end, match in enumerate(matches, start=1) if match == best]
+    return best, ends[0] if first else ends[-1]
+
+
+def common_suffix(text: list[int], other: list[int]) -> int:
+    count = 0
+    while count < min(len(text), len(other)) and text[-1 - count] == other[-1 - count]:
+        count += 1
+    return count
+
+
+def pad_left(rows: list[list[int]], padding: int = 0) -> Prompt:
+    width = max(map(len, rows))
+    padded = [[padding] * (width - len(row)) + row for row in rows]
+    return Prompt(torch.tensor(padded).view(len(rows), width), [width - len(row) for row in rows])
+
+
+def commit(rows: list[int], token_lists: list[list[int]]) -> Commit:
+    return Commit(rows, pad_left(token_lists).input_ids, token_lists, [len(tokens) - 1 for tokens in token_lists])
+
+
+def make_step(texts: list[list[int]], rows: list[int] | None = None, room: int | list[int] = 1000) -> DraftStep:
+    rows = list(range(len(texts))) if rows is None else rows
+    rooms = [room] * len(texts) if isinstance(room, int) else room
+    anchors = torch.tensor([text[-1] for text in texts])
+    return DraftStep(rows, anchors, [len(text) for text in texts], rooms)
+
+
+def make_generator(batch_size: int = 1, max_length: int = 10_000, **options) -> NgramCandidateGenerator:
+    config = SpeculativeConfig(method="ngram", **options)
+    return NgramCandidateGenerator(config, None, Session(batch_size, max_length, torch.device("cpu")))
+
+
+def drafts_after(texts: list[list[int]], room: int | list[int] = 1000, **options) -> list[list[int]]:
+    generator = make_generator(len(texts), **options)
+    generator.prefill(pad_left(texts))
+    return generator.propose(make_step(texts, room=room)).token_lists()
+
+
+# --------------------------------------------------------------------------------------------------- vLLM's answers
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict:
+    tensors = load_file(FIXTURE)
+    bounds, tokens = tensors["offsets"].tolist(), tensors["tokens"].tolist()
+    answers = {"params": tensors["params"].tolist()}
+    answers["texts"] = [tokens[start:end] for start, end in zip(bounds, bounds[1:])]
+    for rule in ("draft", "last"):
+        sizes = tensors[f"{rule}_len"].flatten().tolist()
+        drafts = iter(torch.split(tensors[f"{rule}_flat"], sizes))
+        answers[rule] = [[next(drafts).tolist() for _ in answers["params"]] for _ in answers["texts"]]
+    return answers
+
+
+@pytest.fixture(scope="module", params=["added one by one", "sorted"])
+def prefilled(recorded, request):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ngram_index, "_BULK_OVERHEAD", 0 if request.param == "sorted" else 10**6)
+        generator = make_generator(len(recorded["texts"]))
+        generator.prefill(pad_left(recorded["texts"]))
+    return generator
+
+
+@pytest.mark.parametrize(("rule", "match"), [("draft", None), ("draft", "first"), ("last", "last")])
+@pytest.mark.parametrize("number", range(10))
+def test_drafts_are_those_of_vllm(recorded, prefilled, rule, match, number):
+    shortest, longest, count, max_model_len = recorded["params"][number]
+    generator = make_generator(
+        num_speculative_tokens=count,
+        max_model_len=max_model_len,
+        prompt_lookup_min=shortest,
+        prompt_lookup_max=longest,
+        prompt_lookup_match=match,
+    )
+    # The index does not depend on the options, so one serves all of them.
+    generator._indexes = prefilled._indexes
+    drafts = generator.propose(make_step(recorded["texts"])).token_lists()
+    assert drafts == [row[number] for row in recorded[rule]]
+
+
+# ---------------------------------------------------------------------------------------------------------- the index
+
+few_tokens = st.lists(st.integers(0, 3), max_size=12)
+# Pieces that come again make long matches, and runs of one token make nothing but ties.
+pieces = st.lists(
+    st.one_of(few_tokens, st.sampled_from([[0, 1, 2, 3, 1], [0] * 9, [2, 1] * 4])), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(pieces, st.sets(st.integers(0, 11)), st.sampled_from([None, 1, 2, 5]), st.booleans(), st.integers(4, 200))
+def test_index_follows_the_definition(pieces, sorted_pieces, limit, first, max_tokens):
+    index, text = NgramIndex(max_tokens=max_tokens), []
+    for number, piece in enumerate(pieces):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ngram_index, "_BULK_OVERHEAD", -(10**6) if number in sorted_pieces else 10**6)
+            index.extend(piece)
+        text = text + piece
+        if len(text) > max_tokens:
+            text = text[-(max_tokens - max_tokens // 4) :]
+        assert len(index) == len(text)
+        assert index.longest_match(limit, first) == longest_match(text, limit, first)
+        assert index.longest_match() == longest_match(text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 2), max_size=80))
+def test_prefixes_are_sorted_backwards(text):
+    found = sort_prefixes(np.array(text, dtype=np.int64)).tolist()
+    assert found == sorted(range(len(text) + 1), key=lambda length: text[:length][::-1])
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 7])
+def test_endless_loops_stay_exact(monkeypatch, period):
+    # Every round of a loop is placed beside the one before it, which uses up the places between two neighbours.
+    monkeypatch.setattr(ngram_index, "_FIRST_STEP", 1 << 10)
+    spread = []
+    original = NgramIndex._spread
+    monkeypatch.setattr(NgramIndex, "_spread", lambda *arguments: (spread.append(1), original(*arguments)))
+    loop = list(range(period))
+    index = NgramIndex([9, 8, 0])
+    for length in range(1, 600):
+        index.extend([loop[(length - 1) % period]])
+    text = [9, 8, 0, *(loop * 600)[:length]]
+    assert index.longest_match() == longest_match(text)
+    assert index.longest_match(5, first=True) == longest_match(text, 5, first=True)
+    index.extend([8])
+    assert index.longest_match() == longest_match([*text, 8])
+    assert period == 1 or spread
+
+
+def test_large_token_ids_and_long_matches():
+    block = [MAX_TOKEN_ID - i * 7 for i in range(1000)]
+    index = NgramIndex([*block, 5, *block])
+    assert index.longest_match() == (1000, 1000)
+    assert index.continuation(1000, 3) == [5, *block[:2]]
+    index.extend([6])
+    assert index.longest_match() == (0, 0)
+
+
+@pytest.mark.parametrize("tokens", [[-1], [3, MAX_TOKEN_ID + 1]])
+def test_impossible_token_ids_are_refused_and_change_nothing(tokens):
+    index = NgramIndex([1, 2, 1])
+    with pytest.raises(ValueError, match=f"between 0 and {MAX_TOKEN_ID}, got"):
+        index.extend(tokens)
+    assert index.longest_match() == (1, 1)
+
+
+def test_index_of_impossible_size_is_refused():
+    with pytest.raises(ValueError, match="`max_tokens` must be between 1 and .* got 0"):
+        NgramIndex(max_tokens=0)
+
+
+def test_memory_is_bounded(monkeypatch):
+    builds = []
+    original = ngram_index.sort_prefixes
+    monkeypatch.setattr(ngram_index, "sort_prefixes", lambda tokens: builds.append(len(tokens)) or original(tokens))
+    text = np.random.default_rng(0).integers(0, 50, 40_000).tolist()
+    tracemalloc.start()
+    index = NgramIndex(text[:4000], max_tokens=4000)
+    builds.clear()
+    before = tracemalloc.get_traced_memory()[0]
+    for start in range(4000, 40_000, 3):
+        index.extend(text[start : start + 3])
+        assert 3000 <= len(index) <= 4000
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 30 * 4000
+    # A quarter of the index is forgotten at a time: three tokens sorted for every token added.
+    assert sum(builds) <= 3 * 36_000
+    assert index.longest_match() == longest_match(text[-len(index) :])
+
+
+def test_memory_of_a_long_prompt():
+    text = np.random.default_rng(0).zipf(1.2, 100_000) % 5000
+    text = text.tolist()
+    tracemalloc.start()
+    index = NgramIndex(text)
+    index.extend([1, 2, 3])
+    bytes_per_token = tracemalloc.get_traced_memory()[0] / len(text)
+    tracemalloc.stop()
+    assert bytes_per_token < 24
+
+
+def test_copies_are_independent():
+    original = NgramIndex([1, 2, 3, 1, 2])
+    copy = original.copy()
+    copy.extend([3, 7, 2])
+    original.extend([9])
+    assert copy.longest_match() == longest_match([1, 2, 3, 1, 2, 3, 7, 2])
+    assert original.longest_match() == (0, 0)
+    original.extend([1])
+    assert original.longest_match() == longest_match([1, 2, 3, 1, 2, 9, 1])
+
+
+# ------------------------------------------------------------------------------------------------------- the generator
+
+
+def test_default_rule_takes_the_last_longest_match_and_ties_the_draft_to_its_length():
+    text = [5, 1, 2, 3, 4, 6, 1, 2, 7, 8, 9, 10, 11, 12, 1, 2]
+    assert drafts_after([text]) == [[7, 8, 9, 10]]
+    assert drafts_after([text], num_speculative_tokens=3) == [[7, 8, 9]]
+    assert drafts_after([text], prompt_lookup_match="first") == [[3, 4, 6, 1]]
+    assert drafts_after([text], prompt_lookup_min=2) == [[3, 4, 6, 1, 2, 7, 8, 9, 10, 11, 12, 1, 2]]
+    assert drafts_after([text], prompt_lookup_min=3) == [[]]
+
+
+def test_default_draft_length_is_24():
+    block = list(range(100, 160))
+    assert drafts_after([[*block, 1, *block[:30]]]) == [block[30:54]]
+
+
+def test_drafts_keep_to_the_room_of_each_row():
+    text = [1, 2, 3, 4, 5, 6, 1, 2, 3]
+    assert drafts_after([text] * 3, room=[0, 2, 50]) == [[], [4, 5], [4, 5, 6, 1, 2, 3]]
+    assert drafts_after([text], max_model_len=11) == [[4, 5]]
+    assert drafts_after([text], max_model_len=9) == [[]]
+    assert drafts_after([text], max_model_len=3) == [[]]
+
+
+def test_padding_is_no_text():
+    # With the padding in the text, the short row would repeat zeros.
+    texts = [[3, 4, 3, 4, 0], [0], [7, 7, 7, 7, 7, 6, 9, 9, 7]]
+    assert drafts_after(texts) == [[], [], [6, 9]] == [drafts_after([text])[0] for text in texts]
+
+
+def test_rows_of_a_batch_go_their_own_ways():
+    generator = make_generator(3)
+    texts = [[1, 2, 3, 1], [1, 2, 3, 1], [4, 5]]
+    generator.prefill(pad_left(texts))
+    new = [[2], [3, 1, 2, 3], [4]]
+    generator.observe(commit([0, 1, 2], new))
+    texts = [text + more for text, more in zip(texts, new)]
+    tree = generator.propose(make_step(texts))
+    assert tree.token_lists() == [[3, 1, 2], [1, 3, 1, 2, 3], [5, 4]]
+    assert tree.is_chain
+    assert tree.num_nodes.tolist() == [3, 5, 2]
+    assert tree.tokens.shape == (3, 5)
+
+    generator.keep_rows([2, 0])
+    generator.observe(commit([2, 0], [[5, 6], [3]]))
+    texts = [[*texts[2], 5, 6], [*texts[0], 3]]
+    assert generator.propose(make_step(texts, rows=[2, 0])).token_lists() == [[], [1, 2, 3]]
+    # A second selection counts from the rows that are left, and a finished row is forgotten.
+    generator.keep_rows([1])
+    assert generator.propose(make_step(texts[1:], rows=[0])).token_lists() == [[1, 2, 3]]
+    assert list(generator._indexes) == [0]
+    generator.close()
+    assert not generator._indexes
+
+
+def test_rows_with_one_prompt_sort_it_once(monkeypatch):
+    builds = []
+    original = ngram_index.sort_prefixes
+    monkeypatch.setattr(ngram_index, "sort_prefixes", lambda tokens: builds.append(len(tokens)) or original(tokens))
+    text = np.random.default_rng(0).integers(0, 9, 2000).tolist()
+    generator = make_generator(4)
+    generator.prefill(pad_left([text, text, text[:1500], text]))
+    assert sorted(size for size in builds if size) == [1500, 2000]
+    new = [[1, 2], [3], text[1500:1505], [4, 4, 4]]
+    generator.observe(commit([0, 1, 2, 3], new))
+    texts = [text + new[0], text + new[1], text[:1505], text + new[3]]
+    assert generator.propose(make_step(texts)).token_lists() == [drafts_after([text])[0] for text in texts]
+
+
+def test_max_indexed_tokens_limits_the_search():
+    far = [1, 2, 3, *range(100, 200), 1, 2]
+    assert drafts_after([far]) == [[3, 100, 101, 102]]
+    assert drafts_after([far], prompt_lookup_max_indexed_tokens=64) == [[]]
+
+
+def test_stock_protocol():
+    text = [1, 2, 3, 4, 1, 2]
+    generator = make_generator(max_length=10)
+    candidates, logits = generator.get_candidates(torch.tensor([text]))
+    assert candidates.tolist() == [[*text, 3, 4, 1]]
+    assert logits is None
+    generator.update_candidate_strategy(candidates, None, num_matches=1)
+    candidates, _ = generator.get_candidates(torch.tensor([[*text, 3, 9]]))
+    assert candidates.tolist() == [[*text, 3, 9]]
+    single, _ = make_generator().get_candidates(torch.tensor([[5]]))
+    assert single.tolist() == [[5]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cycles_agree_with_a_fresh_start(seed):
+    # What the index has become after many cycles drafts what an index of the whole text drafts.
+    random = np.random.default_rng(seed)
+    texts = [random.integers(0, 4, size).tolist() for size in (1, 50, 700)]
+    generator = make_generator(3)
+    generator.prefill(pad_left(texts))
+    for _ in range(40):
+        new = [random.integers(0, 4, random.integers(1, 6)).tolist() for _ in texts]
+        generator.observe(commit([0, 1, 2], new))
+        texts = [text + more for text, more in zip(texts, new)]
+        assert generator.propose(make_step(texts)).token_lists() == [drafts_after([text])[0] for text in texts]
+
+
+# --------------------------------------------------------------------------------------------------------- the options
+
+
+@pytest.mark.parametrize(
+    ("given_options", "shortest", "longest", "takes_first"),
+    [
+        ({}, 1, None, False),
+        ({"match": "first"}, 1, None, True),
+        ({"prompt_lookup_max": 4}, 4, 4, True),
+        ({"prompt_lookup_min": 3}, 3, 3, True),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 6}, 2, 6, True),
+        ({"prompt_lookup_max": 4, "match": "last"}, 4, 4, False),
+    ],
+)
+def test_what_is_left_out(given_options, shortest, longest, takes_first):
+    options = NgramOptions(**given_options)
+    assert (options.min_match, options.max_match, options.takes_first) == (shortest, longest, takes_first)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"prompt_lookup_min": 0}, "`prompt_lookup_min` must be an integer, at least 1, got 0"),
+        ({"prompt_lookup_max": -3}, "`prompt_lookup_max` must be an integer, at least 1, got -3"),
+        ({"prompt_lookup_max": True}, "`prompt_lookup_max` must be an integer, at least 1, got True"),
+        ({"prompt_lookup_min": 2.0}, "`prompt_lookup_min` must be an integer, at least 1, got 2.0"),
+        ({"prompt_lookup_min": 5, "prompt_lookup_max": 2}, "got prompt_lookup_min=5 and prompt_lookup_max=2"),
+        ({"match": "middle"}, "`match` must be 'last' or 'first', got 'middle'"),
+        ({"max_indexed_tokens": 63}, "`max_indexed_tokens` must be an integer, between 64 and 2000000, got 63"),
+        ({"max_indexed_tokens": 10**7}, "`max_indexed_tokens` must be .* between 64 and 2000000, got 10000000"),
+        ({"max_indexed_tokens": None}, "`max_indexed_tokens` must be .* between 64 and 2000000, got None"),
+    ],
+)
+def test_options_out_of_range(wrong, message):
+    with pytest.raises(SpecConfigError, match=message):
+        NgramOptions(**wrong)
+
+
+def test_method_is_found_by_name():
+    assert resolve_candidate_generator("prompt_lookup") is NgramCandidateGenerator

@@ -37,7 +37,8 @@ def slot_attention(module, query, key, value, attention_mask, dropout=0.0, scali
     verification forward (another thread runs plain `generate` on the same model) it is transformers' own function.
     """
     folded = _folded_masks.get()
-    if folded is None or attention_mask is None or any(kwargs.get(name) is not None for name in _BEYOND_PLAIN):
+    is_plain = attention_mask is not None and attention_mask.shape[1] == 1
+    if folded is None or not is_plain or any(kwargs.get(name) is not None for name in _BEYOND_PLAIN):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     rows, heads, nodes, size = query.shape
     groups = heads // key.shape[1]

@@ -16,9 +16,10 @@ from ..logits.sampling import DraftSampler
 from ..logits.verifier import Verdict, Verifier, take_nodes
 from ..metrics import CycleTrace, RowTrace, SpecDecodingStats, begin_call
 from .cache import SlotCache, compact, dynamic_cache
+from .functional import slot_model
 from .output import OutputRecorder, SpeculativeOutput
 from .sequences import Sequences, StopRules
-from .target import SlotModel, SlotOutput
+from .target import SlotOutput
 
 
 @dataclass
@@ -90,7 +91,7 @@ class DecodingLoop:
         prompt_length = max(request.input_ids.shape[1], _embeds_length(request.model_kwargs))
         # Room for the whole generation, but not for a maximum that is only there as a limit.
         expected = min(self.stop.max_length - request.input_ids.shape[1], 1024)
-        self.target = SlotModel(
+        self.target = slot_model(
             self.model,
             SlotCache(prompt_length + expected + depth + 1),
             states=self.generator.target_hidden_states,

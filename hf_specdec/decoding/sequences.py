@@ -72,7 +72,7 @@ class StopRules:
         sequences (`Sequences`): The rows, extended here with the tokens that are kept.
 
     Attributes:
-        max_length (`int`): Columns that a row may fill, from `MaxLengthCriteria`.
+        max_length (`int`): Columns that a row may fill, the least of all `MaxLengthCriteria`.
         is_known (`bool`): All criteria look at one row at a time and keep no state.
         rows_end_alone (`bool`): There is an end-of-sequence token, so plain generation pads finished rows instead of
             going on with them until all have finished.
@@ -80,7 +80,7 @@ class StopRules:
 
     def __init__(self, criteria: StoppingCriteriaList, sequences: Sequences):
         self.sequences = sequences
-        self.max_length = criteria.max_length
+        self.max_length = min(c.max_length for c in criteria if type(c) is MaxLengthCriteria)
         self.eos_tokens = {
             int(token) for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.reshape(-1)
         }

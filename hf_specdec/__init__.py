@@ -27,11 +27,11 @@ _LAZY = {
     "Speculator": "speculator",
     "forget_speculators": "speculator",
     "generate": "integration",
-    "install": "integration",
+    "install": "hook",
     "load_speculator": "speculator",
     "record": "metrics",
     "register_candidate_generator": "candidate_generators",
-    "uninstall": "integration",
+    "uninstall": "hook",
 }
 
 __all__ = [
@@ -59,7 +59,8 @@ if TYPE_CHECKING:
     from .candidate_generators.base import CandidateGenerator
     from .config import SpeculativeConfig
     from .drafts import DraftTree
-    from .integration import generate, install, uninstall
+    from .hook import install, uninstall
+    from .integration import generate
     from .metrics import SpecDecodingStats, record
     from .speculator import Speculator, forget_speculators, load_speculator
 
@@ -73,6 +74,6 @@ def __getattr__(name: str):
 
 
 if os.environ.get("HF_SPECDEC_DISABLE", "") not in ("1", "true", "True"):
-    from .integration import install
+    from .hook import install
 
     install()

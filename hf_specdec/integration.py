@@ -1,20 +1,18 @@
-"""The hook: `generate(spec_method=, spec_model=, num_speculative_tokens=, speculative=, assistant=)` -> our loop.
+"""A speculative `generate()` call: its request is checked and prepared by transformers, then decoded by our loop.
 
-`install()` wraps `GenerationMixin.generate`. A call with none of these arguments goes straight to the original. A
-speculative call goes through transformers' own preparation (`custom_generate=`) and then into the decoding loop.
-Pipelines need nothing of their own: they pass unknown arguments on to `generate()`.
+transformers prepares everything (inputs, processors, criteria) and then calls what is given as `custom_generate`;
+what that seam loses on the way (streamer, tokenizer, stop strings, synced_gpus) is kept here. Pipelines need nothing
+of their own: they pass unknown arguments on to `generate()`.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache
-from transformers.generation import GenerationMixin
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
@@ -22,47 +20,11 @@ from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_manage
 from .decoding.loop import DecodingLoop, Request
 from .decoding.target import model_profile
 from .errors import SpecConfigError
+from .hook import original_generate
 from .speculator import Speculator, StockSpeculator, load_speculator
 
 
 _OFF = ("off", "none", False)
-
-_original_generate = None
-
-
-def install() -> None:
-    """Teaches `generate()` of all transformers models the speculative arguments. Safe to call twice."""
-    global _original_generate
-    if _original_generate is not None:
-        return
-    original = _original_generate = GenerationMixin.generate
-
-    @functools.wraps(original)
-    def generate(
-        self,
-        *args,
-        spec_method: str | None = None,
-        spec_model: Any = None,
-        num_speculative_tokens: int | None = None,
-        speculative: Any = None,
-        assistant: Any = None,
-        **kwargs,
-    ):
-        asked = (spec_method, spec_model, num_speculative_tokens, speculative, assistant)
-        if all(argument is None for argument in asked):
-            return original(self, *args, **kwargs)
-        return _generate(self, original, args, kwargs, *asked)
-
-    GenerationMixin.generate = generate
-
-
-def uninstall() -> None:
-    """Takes back what `install()` did."""
-    global _original_generate
-    if _original_generate is not None:
-        GenerationMixin.generate = _original_generate
-        _original_generate = None
-
 
 def generate(
     model: torch.nn.Module,
@@ -95,14 +57,17 @@ def generate(
         SpecConfigError: The request cannot be honoured: what was asked, what was found, what to do.
         UnsupportedModelError: The target's architecture cannot be driven by the loop.
     """
-    original = _original_generate or type(model).generate
+    original = original_generate(type(model))
     asked = (spec_method, spec_model, num_speculative_tokens, speculative, assistant)
     if all(argument is None for argument in asked):
         return original(model, *args, **kwargs)
-    return _generate(model, original, args, kwargs, *asked)
+    return generate_speculatively(model, original, args, kwargs, *asked)
 
 
-def _generate(model, original, args, kwargs, spec_method, spec_model, num_speculative_tokens, speculative, assistant):
+def generate_speculatively(
+    model, original, args, kwargs, spec_method, spec_model, num_speculative_tokens, speculative, assistant
+):
+    """[`generate`] with at least one speculative argument; `original` is transformers' own `generate` function."""
     if spec_method in _OFF or (speculative in _OFF if isinstance(speculative, (str, bool)) else False):
         return original(model, *args, **kwargs)
     arguments = _bind(original, model, args, kwargs)
@@ -172,6 +137,7 @@ _UNSUPPORTED = {
     "dola_layers": ((None,), "DoLa decoding cannot be combined with speculation."),
     "constraints": ((None,), "Constrained beam search cannot be combined with speculation."),
     "force_words_ids": ((None,), "Constrained beam search cannot be combined with speculation."),
+    "token_healing": ((None, False), "Heal the prompt beforehand, with `model.heal_tokens()`."),
     "prompt_lookup_num_tokens": ((None,), "Use spec_method='ngram' instead of it, not together with it."),
     "assistant_early_exit": ((None,), "Leave out transformers' own assisted generation."),
     "use_mtp": ((None, False), "Leave out transformers' own assisted generation."),
@@ -227,7 +193,9 @@ def _prepare_stop_strings(model, arguments: dict[str, Any]) -> None:
             f"stop_strings={strings!r} needs the model's tokenizer. Pass `tokenizer=` to generate() as well."
         )
     criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
-    criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
+    # As in transformers, the user's own criterion of this kind takes the place of the argument.
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):
+        criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
     arguments["stopping_criteria"] = criteria
     arguments.pop("stop_strings", None)
     config = arguments.get("generation_config")

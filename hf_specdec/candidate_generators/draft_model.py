@@ -103,6 +103,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self.is_greedy = session.sampler is None or session.sampler.is_greedy
         self.draws = not self.is_greedy and self.options.draft_sample_method != "greedy"
         self.model: SlotModel = slot_model(model, SlotCache(0))
+        self.model.max_position = self.longest - 1
         self.rows: list[int] = []  # the rows that are drafted for; one leaves when it gets too long
 
     def prefill(self, prompt: Prompt) -> None:

@@ -72,7 +72,7 @@ class AttentionSwitch:
     """
 
     def __init__(self, model: torch.nn.Module):
-        self._configs = [config for config in _configs(model) if config._attn_implementation == "sdpa"]
+        self._configs = _switchable(model)
         self._lock = threading.Lock()
         self._inside = 0
 
@@ -114,8 +114,17 @@ def attention_switch(model: torch.nn.Module) -> AttentionSwitch:
 
 
 def _implementation_changed(model: torch.nn.Module, switch: AttentionSwitch) -> bool:
-    now = [config for config in _configs(model) if config._attn_implementation == "sdpa"]
-    return list(map(id, now)) != list(map(id, switch._configs))
+    return list(map(id, _switchable(model))) != list(map(id, switch._configs))
+
+
+def _switchable(model: torch.nn.Module) -> list:
+    return [c for c in _configs(model) if c._attn_implementation == "sdpa" and not _asks_for_the_name(c)]
+
+
+def _asks_for_the_name(config) -> bool:
+    """Layers that choose their keys put the choice into the mask for `sdpa` and `eager` only."""
+    layer_types = getattr(config, "layer_types", None) or ()
+    return not {"indexed_attention", "deepseek_sparse_attention"}.isdisjoint(layer_types)
 
 
 def _configs(model: torch.nn.Module) -> list:

@@ -41,7 +41,8 @@ class WritePlan:
 class SlotLayer(CacheLayerMixin):
     """One layer's buffers `keys` and `values` of shape `(B, H, C, D)`.
 
-    Sliding-window layers keep all slots as well; their masks limit what is seen, by position.
+    Sliding-window layers keep all slots as well; their masks limit what is seen, by position. Layers that choose
+    their keys by an index have a third buffer, `indexer_keys`, of shape `(B, 1, C, D)`.
     """
 
     is_sliding = False
@@ -50,14 +51,20 @@ class SlotLayer(CacheLayerMixin):
         super().__init__()
         self.capacity = capacity
         self.length = 0
+        self.indexer_keys: torch.Tensor | None = None
+        self._plan: WritePlan | None = None
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        return [self.keys, self.values] + ([] if self.indexer_keys is None else [self.indexer_keys])
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         # Zeros, not empty: a masked slot has weight 0, and 0 * NaN would still be NaN.
-        self.keys, self.values = (
-            states.new_zeros((*states.shape[:2], self.capacity, states.shape[-1]))
-            for states in (key_states, value_states)
-        )
+        self.keys, self.values = self._allocated(key_states), self._allocated(value_states)
         self.is_initialized = True
+
+    def _allocated(self, states: torch.Tensor) -> torch.Tensor:
+        return states.new_zeros((*states.shape[:2], self.capacity, states.shape[-1]))
 
     def update(self, key_states, value_states, plan: WritePlan | None = None):
         if not self.is_initialized:
@@ -67,7 +74,15 @@ class SlotLayer(CacheLayerMixin):
             self.length = plan.columns
         if plan.columns > self.capacity:
             self.grow(plan.columns)
+        self._plan = plan
         return (self._write(self.keys, key_states, plan), self._write(self.values, value_states, plan))
+
+    def update_indexer(self, key_states: torch.Tensor) -> torch.Tensor:
+        """Writes indexer keys `(R, T, D)` to the slots of the last `update`; returns all of them `(R, S, D)`."""
+        states = key_states[:, None]
+        if self.indexer_keys is None:
+            self.indexer_keys = self._allocated(states)
+        return self._write(self.indexer_keys, states, self._plan)[:, 0]
 
     def _write(self, buffer: torch.Tensor, states: torch.Tensor, plan: WritePlan) -> torch.Tensor:
         rows, heads, nodes, size = states.shape
@@ -81,22 +96,22 @@ class SlotLayer(CacheLayerMixin):
     def grow(self, columns: int) -> None:
         """Makes room for at least `columns` slots, doubling so that copies stay rare."""
         capacity = max(columns, 2 * self.capacity)
-        for name in ("keys", "values"):
+        filled, self.capacity = self.capacity, capacity
+        for name in ("keys", "values", "indexer_keys"):
             old = getattr(self, name)
-            new = old.new_zeros((*old.shape[:2], capacity, old.shape[-1]))
-            new[:, :, : self.capacity].copy_(old)
-            setattr(self, name, new)
-        self.capacity = capacity
+            if old is not None:
+                setattr(self, name, self._allocated(old))
+                getattr(self, name)[:, :, :filled].copy_(old)
 
     def move(self, source: torch.LongTensor, target: torch.LongTensor) -> None:
         """Copies the slots `source` of shape `(R, M)` to `target`, row by row; the two may overlap."""
-        for buffer in (self.keys, self.values):
+        for buffer in self.buffers:
             _, heads, capacity, size = buffer.shape
             flat = buffer.view(-1, size)
             flat.index_copy_(0, flat_slots(target, heads, capacity), flat[flat_slots(source, heads, capacity)])
 
     def move_row(self, source: int, target: int, columns: int) -> None:
-        for buffer in (self.keys, self.values):
+        for buffer in self.buffers:
             buffer[target, :, :columns].copy_(buffer[source, :, :columns])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -141,6 +156,8 @@ class SlotCache(Cache):
                 offset = layer.get_seq_length() - layer.keys.shape[2]
                 self.plan = WritePlan(layer.get_seq_length(), offset, None)
                 self.update(layer.keys, layer.values, index)
+                if getattr(layer, "is_indexer_initialized", False):
+                    self.update_indexer(layer.indexer_keys, index)
                 self.layers[index].length = layer.get_seq_length()
         self.plan = None
 
@@ -201,13 +218,13 @@ class SlotCache(Cache):
                     layer.move_row(source, target, columns)
         self.lengths = [self.lengths[row] for row in keep]
 
-    def row_states(self, row: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copies of an active row's keys and values `(H, C', D)` in every layer, as far as they are filled."""
+    def row_states(self, row: int) -> list[tuple[torch.Tensor, ...]]:
+        """Copies of an active row's buffers `(H, C', D)` in every layer, as far as they are filled."""
         length = self.lengths[row]
-        return [(layer.keys[row, :, :length].clone(), layer.values[row, :, :length].clone()) for layer in self.layers]
+        return [tuple(buffer[row, :, :length].clone() for buffer in layer.buffers) for layer in self.layers]
 
 
-def dynamic_cache(rows: list[list[tuple[torch.Tensor, torch.Tensor]]], config) -> DynamicCache:
+def dynamic_cache(rows: list[list[tuple[torch.Tensor, ...]]], config) -> DynamicCache:
     """transformers' own cache from each row's keys and values; shorter rows are followed by zeros.
 
     Args:
@@ -216,12 +233,14 @@ def dynamic_cache(rows: list[list[tuple[torch.Tensor, torch.Tensor]]], config) -
     """
     cache = DynamicCache(config=config)
     for index, layers in enumerate(zip(*rows)):
-        keys, values = (
-            # Padded along the slots, which must come first for that.
-            torch.nn.utils.rnn.pad_sequence([states[part].transpose(0, 1) for states in layers], batch_first=True)
-            for part in (0, 1)
+        # Padded along the slots, which must come first for that.
+        keys, values, *indexer_keys = (
+            torch.nn.utils.rnn.pad_sequence([s.transpose(0, 1) for s in states], batch_first=True).transpose(1, 2)
+            for states in zip(*layers)
         )
-        cache.update(keys.transpose(1, 2), values.transpose(1, 2), index)
+        cache.update(keys, values, index)
+        if indexer_keys:
+            cache.update_indexer(indexer_keys[0][:, 0], index)
     return cache
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..drafts import TreeTopology
 from .cache import SlotCache
-from .masks import FULL, node_masks, node_positions
+from .masks import FULL, node_masks
 from .target import SlotModel, SlotOutput
 
 
@@ -83,7 +83,7 @@ class FunctionalSlotModel(SlotModel):
         plan = self.cache.plan_write(tokens.shape[1], tokens.device)
         masks = [self._folded(mask) for mask in self._masks_of_spans(topology, plan.columns)]
         stream = F.embedding(tokens, self._decoder.embed_tokens.weight)
-        rotary = self._rotary_at(node_positions(topology, self.rows), stream)
+        rotary = self._rotary_at(self.positions(topology), stream)
         for layer, slots, span in zip(self._layers, self.cache.layers, self._span_of_layer):
             stream = layer(stream, rotary, slots, plan, masks[span])
         return SlotOutput(F.linear(_norm(stream, self._decoder.norm), self._head))

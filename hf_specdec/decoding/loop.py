@@ -145,6 +145,10 @@ class DecodingLoop:
             output = self.model._prefill(request.input_ids, request.generation_config, kwargs)
         length = self.target.cache.get_seq_length()
         self.target.start_slots(starts, _position_offsets(kwargs.get("position_ids"), length, starts))
+        room = self.stop.max_length - request.input_ids.shape[1]
+        # The last token is never read.
+        first_new = max(own + offset for own, offset in zip(self._positions(0), self.target.offsets))
+        self.target.max_position = first_new + room - 2
         self.stats.num_target_forwards += 1
         if request.streamer is not None:
             request.streamer.put(request.input_ids.cpu())

@@ -30,8 +30,8 @@ class ModelProfile:
         spans (`tuple[Span, ...]`): The distinct spans of its layers; one mask each.
         layer_types (`tuple[str, ...]`, *optional*): Keys under which the model expects the masks, in the order of
             `spans`; `None` if it takes a single mask.
-        takes_ready_masks (`bool`): Accepts 4-D masks. Otherwise it gets a 2-D mask and builds its own, which is right
-            for chains in rows of equal length only.
+        takes_ready_masks (`bool`): Accepts 4-D masks, and positions other than those of the slots. Otherwise it gets
+            a 2-D mask and counts slots, which is right for chains in rows of equal length only.
         takes_position_ids (`bool`): Its forward has the argument `position_ids`.
         takes_logits_to_keep (`bool`): Its forward has the argument `logits_to_keep`.
     """
@@ -43,13 +43,27 @@ class ModelProfile:
     takes_logits_to_keep: bool
 
 
-# Model types that build their position bias from a 2-D mask.
-_OWN_MASKS = {
-    "bloom": "alibi comes from the 2-D mask",
-    "gpt_neo": "local layers cut by column, not by position",
+# Models with `position_ids` that count slots all the same; those without always do.
+_COUNT_SLOTS = {
+    "gpt_neo": "its local layers cut their window by slot",
 }
 
-_SPAN_OF_LAYER_TYPE = {"full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "chunked"}
+# Models that no cache of keys and values is enough for.
+_UNSUPPORTED = {
+    "blt": "groups bytes into patches by what one forward reads, so its logits depend on how the text is cut",
+    "cpmant": "reads the whole text again in every forward and places a learned prompt in front of it",
+    "git": "keeps image slots in front of the padding, which its mask does not cover",
+    "prophetnet": "continues from its cache by one token at a time",
+}
+
+_SPAN_OF_LAYER_TYPE = {
+    "full_attention": "full",
+    "sliding_attention": "sliding",
+    "chunked_attention": "chunked",
+    # They choose among what the mask lets them see; the keys they choose by are kept like all others.
+    "indexed_attention": "full",
+    "deepseek_sparse_attention": "full",
+}
 
 _profiles: WeakKeyDictionary[torch.nn.Module, ModelProfile] = WeakKeyDictionary()
 
@@ -74,13 +88,19 @@ def _read_profile(model, role) -> ModelProfile:
             "speculative arguments out to use plain generate()."
         )
     text_config = config.get_text_config(decoder=True)
+    if text_config.model_type in _UNSUPPORTED:
+        raise UnsupportedModelError(
+            f"{name} {_UNSUPPORTED[text_config.model_type]}; it cannot be used as {role}. Leave the speculative "
+            "arguments out to use plain generate()."
+        )
     layer_types = getattr(text_config, "layer_types", None)
-    recurrent = sorted(set(layer_types or ()) - set(_SPAN_OF_LAYER_TYPE))
-    if getattr(model, "_is_stateful", False) or recurrent:
-        what = f"layers of type {', '.join(recurrent)}" if recurrent else "a recurrent state"
+    others = sorted(set(layer_types or ()) - set(_SPAN_OF_LAYER_TYPE))
+    if getattr(model, "_is_stateful", False) or others:
+        what = f"layers of type {', '.join(others)}" if others else "a recurrent state"
         raise UnsupportedModelError(
             f"{name} has {what} that cannot be cut back to the accepted tokens; as {role} only models that keep "
-            "keys and values in all layers can be used. Leave the speculative arguments out to use plain generate()."
+            "keys and values of every token in all layers can be used. Leave the speculative arguments out to use "
+            "plain generate()."
         )
     parameters = inspect.signature(model.forward).parameters
     if "past_key_values" not in parameters:
@@ -92,10 +112,14 @@ def _read_profile(model, role) -> ModelProfile:
     return ModelProfile(
         spans=spans,
         layer_types=keys,
-        takes_ready_masks=text_config.model_type not in _OWN_MASKS,
+        takes_ready_masks="position_ids" in parameters and not _counts_slots(text_config),
         takes_position_ids="position_ids" in parameters,
         takes_logits_to_keep="logits_to_keep" in parameters,
     )
+
+
+def _counts_slots(config) -> bool:
+    return config.model_type in _COUNT_SLOTS or bool(getattr(config, "alibi", False))
 
 
 def _read_spans(config, layer_types):
@@ -125,6 +149,10 @@ class SlotModel:
         cache (`SlotCache`): Its keys and values.
         states (`tuple`): Hidden states to return: layer indices, or "last" (the state that the head reads).
         forward_kwargs (`dict`): Further arguments for every forward.
+
+    Attributes:
+        max_position (`int`, *optional*): Last position id that a valid node of the call may have. Padding nodes lie
+            behind it in rows that are nearly full, and a table of positions may end there.
     """
 
     def __init__(self, model, cache: SlotCache, states: tuple = (), forward_kwargs: dict | None = None):
@@ -133,6 +161,7 @@ class SlotModel:
         self.profile = model_profile(model)
         self.starts: list[int] = []
         self.offsets: list[int] = []
+        self.max_position: int | None = None
         self._states = states
         self._kwargs = forward_kwargs or {}
         self._attention = attention_switch(model)
@@ -189,21 +218,35 @@ class SlotModel:
         Args:
             tokens (`torch.LongTensor` of shape `(R, T)`): Anchor and draft tokens.
             topology (`TreeTopology`): Who sees whom among them.
+
+        Raises:
+            UnsupportedModelError: A tree for a model that tells positions from slots.
         """
+        if not (topology.is_chain or self.profile.takes_ready_masks):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} tells positions from the order of its cache, so it can verify chains, "
+                "and got a draft tree. Draft without branches."
+            )
         plan = self.cache.plan_write(tokens.shape[1], tokens.device)
         inputs = {"input_ids": tokens, "past_key_values": self.cache, "use_cache": True, "return_dict": True}
         inputs["attention_mask"] = self._masks(topology, plan.columns)
         if self.profile.takes_position_ids:
-            inputs["position_ids"] = node_positions(topology, self.rows)
+            inputs["position_ids"] = self.positions(topology)
         with self.captured() as states, self._attention():
             output = self.model(**inputs, **self._kwargs)
         return SlotOutput(output.logits, states, output.get("hidden_states"))
 
+    def positions(self, topology: TreeTopology) -> torch.LongTensor:
+        """Position ids of the nodes, `(R, T)`."""
+        positions = node_positions(topology, self.rows)
+        return positions if self.max_position is None else positions.clamp(max=self.max_position)
+
     def _masks(self, topology: TreeTopology, columns: int):
         if not self.profile.takes_ready_masks:
             slots = torch.arange(columns, device=topology.depths.device)
-            starts = torch.tensor(self.starts, device=slots.device)
-            return (slots >= starts[:, None]).long()
+            starts = torch.tensor(self.starts, device=slots.device)[:, None]
+            ends = torch.tensor(self.cache.lengths, device=slots.device)[:, None] + topology.depths.shape[-1]
+            return ((slots >= starts) & (slots < ends)).long()
         masks = node_masks(topology, self.rows, columns, self.profile.spans, self.model.dtype)
         if self.profile.layer_types is None:
             return masks[0]

@@ -144,7 +144,7 @@ def reject_chain(
     rejected = num_accepted < draft.num_nodes
     target = _distributions_at(target_probs, num_accepted)
     drafted = _distributions_at(draft.probs, num_accepted.clamp(max=draft.size - 1))
-    residual = (target - drafted * rejected[:, None]).clamp_(min=0)
+    residual = (target - drafted.masked_fill_(~rejected[:, None], 0.0)).clamp_(min=0)
     # p and q that differ by rounding only leave nothing; then p itself is right to the same rounding.
     recovered = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target)
     new_tokens = sample_from_probs(recovered, target_uniforms.gather(1, num_accepted[:, None]).squeeze(1))

@@ -55,7 +55,9 @@ class DraftSampler:
     ) -> tuple[torch.LongTensor, torch.Tensor]:
         """One token for each row from `softmax(scores)`: tokens `(R,)` and the law `(R, V)` they were drawn from."""
         probs = scores.softmax(-1)
-        return sample_from_probs(probs, self.uniforms.draft_at(rows, anchor_positions, depth)), probs
+        tokens = sample_from_probs(probs, self.uniforms.draft_at(rows, anchor_positions, depth))
+        # A law that has nothing to draw from (overflow in half precision) proposes token 0, which is then rejected.
+        return tokens.clamp_(min=0), probs
 
 
 def _fit_width(logits: torch.Tensor, width: int) -> torch.Tensor:

@@ -1,0 +1,28 @@
+# make demo: set up and run the demo.   make test: set up and pass the tests.
+VENV ?= .venv
+PYTHON ?= python3
+BIN = $(VENV)/bin
+# The same versions also where pip builds a package in an environment of its own.
+export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
+
+.PHONY: setup demo test style quality
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet -e ".[all]"
+	touch $@
+
+demo: setup
+	$(BIN)/hf-specdec demo
+
+test: setup
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu"
+
+style: setup
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+quality: setup
+	$(BIN)/ruff check .

@@ -86,7 +86,7 @@ def generate_speculatively(
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
-            model_kwargs=_checked_model_kwargs(model_kwargs),
+            model_kwargs=model_kwargs,
             streamer=streamer,
             synced_gpus=_must_sync(model) if synced_gpus is None else synced_gpus,
             past_key_values=user_cache,
@@ -205,11 +205,6 @@ def _prepare_stop_strings(model, arguments: dict[str, Any]) -> None:
     if getattr(model.generation_config, "stop_strings", None) is not None:
         # As an argument it overrides the model's own, which would otherwise be filled in.
         arguments["stop_strings"] = None
-
-
-def _checked_model_kwargs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of the target's forward, without those that the loop sets itself."""
-    return {key: value for key, value in model_kwargs.items() if key != "past_key_values"}
 
 
 def _must_sync(model) -> bool:

@@ -1,0 +1,7 @@
+"""`python -m hf_specdec`: the command line."""
+
+from .cli import main
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,361 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_specdec import __version__, benchmarking, cli, demo
+from hf_specdec.errors import SpecConfigError, SpecDecError
+
+
+PROMPT = "def read_json(path):\n    with open(path) as file:\n"
+SHORT_DEMO = ("demo", "--json", "--max-new-tokens", "12", "--rounds", "1", "--max-seconds", "1")
+
+
+def invoke(*arguments, **options):
+    return CliRunner().invoke(cli.app, list(map(str, arguments)), prog_name="hf-specdec", **options)
+
+
+def generate_json(*arguments, **options):
+    result = invoke("generate", "--json", "-n", "24", *arguments, **options)
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def run_process(*arguments):
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def plain_tokens():
+    model, tokenizer = demo.load_target(), demo.load_tokenizer()
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    tokens = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    return tokens[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module")
+def short_demo():
+    result = invoke(*SHORT_DEMO)
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+# The program
+
+
+def test_version():
+    result = invoke("--version")
+    assert result.exit_code == 0
+    assert result.stdout == f"hf-specdec {__version__}\n"
+
+
+def test_runs_as_a_module():
+    assert run_process("-m", "hf_specdec", "--version") == f"hf-specdec {__version__}\n"
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import hf_specdec.cli, sys; print(sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
+    assert run_process("-c", code) == "[]\n"
+
+
+@pytest.mark.parametrize("command", [(), ("demo",), ("generate",)])
+def test_help(command):
+    result = invoke(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage: hf-specdec" in result.stdout
+
+
+# demo
+
+
+def test_demo_compares_every_method(short_demo):
+    rows = {row["method"]: row for row in short_demo["rows"]}
+    missing = {row["method"] for row in short_demo["unavailable"]}
+    assert rows.keys() | missing == {"plain", *cli.demo_methods()}
+    assert all(row["identical"] and row["first_differences"] == {} for row in rows.values())
+    assert rows["plain"]["speedup"] == 1.0
+    for method in rows.keys() - {"plain"}:
+        row = rows[method]
+        assert row["tokens_per_second"] > 0
+        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / rows["plain"]["tokens_per_second"])
+        assert row["mean_acceptance_length"] > 1.0
+        assert 0.0 < row["acceptance_rate"] <= 1.0
+        assert row["kinds"].keys() == {"edit", "complete"}
+        assert sum(kind["num_tokens"] for kind in row["kinds"].values()) == row["num_tokens"]
+
+
+def test_demo_says_what_was_measured(short_demo):
+    environment, settings = short_demo["environment"], short_demo["settings"]
+    assert environment["hf_specdec"] == __version__
+    assert environment["torch"] == torch.__version__
+    assert environment["threads"] == 1
+    assert environment["dtype"] == str(benchmarking.suitable_dtype(environment["device"])).removeprefix("torch.")
+    assert environment["cpu"]
+    assert settings["rounds"] == 1
+    assert settings["prompts"] == {prompt.name: prompt.kind for prompt in demo.prompts()}
+    assert short_demo["identity_check"]["dtype"] == "float32"
+
+
+def test_demo_prints_a_table_that_fits_a_terminal():
+    result = invoke("demo", "--methods", "ngram", "--max-new-tokens", 4, "--rounds", 1, "--dtype", "float32")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    row = next(line.split() for line in lines if line.strip().startswith("ngram"))
+    assert row[-1] == "yes"
+    assert any(line.strip().startswith("plain") for line in lines)
+    assert not any(line.strip().startswith("suffix") for line in lines)
+    assert "…" not in result.stdout
+    assert "float32 for plain generation and all methods, timed in turn (1 round)" in " ".join(result.stdout.split())
+
+
+def test_demo_in_batches():
+    result = invoke(*SHORT_DEMO, "--methods", "ngram", "--batch-size", 3)
+    assert result.exit_code == 0, result.stderr
+    row = json.loads(result.stdout)["rows"][1]
+    assert row["identical"]
+    assert row["num_texts"] == len(demo.prompts())
+
+
+def test_demo_restores_the_number_of_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        result = invoke(*SHORT_DEMO, "--methods", "ngram", "--threads", before)
+        assert json.loads(result.stdout)["environment"]["threads"] == before
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_demo_fails_if_an_output_differs(monkeypatch):
+    faithful = benchmarking.run
+
+    def run(model, batch, speculator):
+        sample = faithful(model, batch, speculator)
+        if speculator is not None and "class" in batch.names:
+            sample.tokens[0][3] += 1
+        return sample
+
+    monkeypatch.setattr(benchmarking, "run", run)
+    result = invoke(*SHORT_DEMO, "--methods", "ngram")
+    assert result.exit_code == 1
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["identical"] for row in rows] == [True, False]
+    assert rows[1]["first_differences"] == {"class": 3}
+    assert "ngram differs from plain generation on 'class', from new token 4 on." in result.stderr
+
+
+def test_demo_shows_methods_whose_package_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
+    result = invoke("demo", "--methods", "suffix", "--max-new-tokens", 4, "--rounds", 1, "--dtype", "float32")
+    assert result.exit_code == 0, result.stderr
+    row = next(line.split() for line in result.stdout.splitlines() if line.strip().startswith("suffix"))
+    assert row[-1] == "unavailable"
+    assert 'pip install "hf-specdec[suffix]"' in result.stdout
+
+
+def test_demo_refuses_unknown_methods():
+    result = invoke("demo", "--methods", "ngram,sufix")
+    assert result.exit_code == 2
+    assert "The demo has no method 'sufix'. Did you mean 'suffix'?" in result.stderr
+    assert result.stdout == ""
+
+
+# generate
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--method", "off"),
+        ("--method", "ngram", "-k", 3),
+        ("--method", "draft_model"),
+        ("--spec-model", demo.draft_path()),
+        ("--config", '{"method": "ngram", "prompt_lookup_max": 3}'),
+        ("--model", demo.target_path(), "--dtype", "float32"),
+    ],
+    ids=str,
+)
+def test_generate_gives_the_tokens_of_plain_generation(options, plain_tokens):
+    answer = generate_json(*options, PROMPT)
+    assert answer["token_ids"] == plain_tokens
+    assert answer["text"] == demo.load_tokenizer().decode(plain_tokens, skip_special_tokens=True)
+    assert answer["stats"]["num_tokens"] == len(plain_tokens)
+
+
+@pytest.mark.parametrize(
+    ("options", "method"),
+    [
+        ((), "draft_model"),
+        (("--model", demo.target_path()), "ngram"),
+        (("--method", "off"), "off"),
+        (("--config", "ngram"), "ngram"),
+    ],
+)
+def test_generate_chooses_the_method(options, method):
+    assert generate_json(*options, PROMPT)["stats"]["method"] == method
+
+
+def test_generate_takes_the_settings(tmp_path):
+    path = tmp_path / "speculation.json"
+    path.write_text(json.dumps({"method": "draft_model", "model": demo.draft_path(), "num_speculative_tokens": 2}))
+    stats = generate_json("--config", path, PROMPT)["stats"]
+    assert stats["method"] == "draft_model"
+    assert len(stats["num_accepted_tokens_per_pos"]) == 2
+    assert len(generate_json("--config", path, "-k", 1, PROMPT)["stats"]["num_accepted_tokens_per_pos"]) == 1
+
+
+def test_generate_streams_only_the_new_text(plain_tokens):
+    result = invoke("generate", "-n", 24, PROMPT)
+    assert result.stdout == demo.load_tokenizer().decode(plain_tokens, skip_special_tokens=True) + "\n"
+    assert "draft_model: 24 tokens in" in result.stderr
+    assert "mean acceptance length" in result.stderr
+
+
+def test_generate_without_statistics():
+    result = invoke("generate", "-n", 4, "--no-stats", PROMPT)
+    assert result.exit_code == 0
+    assert result.stderr == ""
+
+
+def test_generate_reads_a_file_and_standard_input(tmp_path, plain_tokens):
+    path = tmp_path / "prompt.py"
+    path.write_text(PROMPT, encoding="utf-8")
+    assert generate_json("--file", path)["token_ids"] == plain_tokens
+    assert generate_json(input=PROMPT)["token_ids"] == plain_tokens
+    assert generate_json("-", input=PROMPT)["token_ids"] == plain_tokens
+
+
+def test_generate_samples_by_the_seed(plain_tokens):
+    def sampled(*options):
+        options = ("--temperature", "1.5", "--top-k", 50, "--top-p", "0.95", "--method", "ngram", *options)
+        return generate_json(*options, PROMPT)["token_ids"]
+
+    one = sampled("--seed", 1)
+    assert one != plain_tokens
+    assert sampled("--seed", 1, "-k", 2) == one
+    assert sampled("--seed", 2) != one
+
+
+def test_generate_at_temperature_zero_is_greedy(plain_tokens):
+    assert generate_json("--temperature", 0, PROMPT)["token_ids"] == plain_tokens
+
+
+def test_generate_with_a_chat_template(tmp_path):
+    tokenizer, text = demo.load_tokenizer(), "def main"
+    tokenizer.chat_template = "# task: {{ messages[0]['content'] }}\n{% if add_generation_prompt %}import {% endif %}"
+    demo.load_target().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    templated = generate_json("--model", tmp_path, "--chat", text)
+    assert templated["token_ids"] == generate_json("--model", tmp_path, "# task: def main\nimport ")["token_ids"]
+    assert templated["token_ids"] != generate_json("--model", tmp_path, text)["token_ids"]
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--method", "ngramm", PROMPT), "Unknown spec_method='ngramm'. Did you mean 'ngram'?"),
+        (("--method", "off", "-k", 3, PROMPT), "--method off generates without drafts. Leave out --num-specul"),
+        (("--config", "{method: ngram}", PROMPT), "is not valid JSON"),
+        (("--config", '{"method": "ngram", "max_ngram": 3}', PROMPT), "has no setting 'max_ngram'"),
+        (("--chat", PROMPT), "the tokenizer of 'demo' has none"),
+        (("--file", "nowhere.py"), "The prompt in 'nowhere.py' cannot be read"),
+        (("--file", "nowhere.py", PROMPT), "The prompt is given twice"),
+        (("",), "The prompt is empty."),
+        (("--temperature", 0, "--top-k", 5, PROMPT), "leaves nothing for top_k to choose from"),
+        (("--model", "./no-such-model", PROMPT), "The model './no-such-model' cannot be loaded"),
+        (("--device", "gpu", PROMPT), "--device 'gpu' is no device"),
+    ],
+)
+def test_errors_are_one_line(arguments, message):
+    result = invoke("generate", "--no-stats", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
+
+
+def test_debug_shows_the_traceback():
+    result = invoke("generate", "--debug", "--method", "ngramm", PROMPT)
+    assert isinstance(result.exception, SpecDecError)
+
+
+def test_a_terminal_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    with pytest.raises(SpecConfigError, match="There is no prompt"):
+        cli._read_prompt(None, None)
+
+
+def test_usage_errors():
+    result = invoke("generate", "--max-new-tokens", 0, PROMPT)
+    assert result.exit_code == 2
+    assert "--max-new-tokens" in result.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals and pipes of POSIX")
+@pytest.mark.parametrize("event", ["interrupt", "closed pipe"])
+def test_ends_quietly(event):
+    command = [sys.executable, "-m", "hf_specdec", "generate", "-n", "2000", "--method", "off", "--no-stats", PROMPT]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.read(1)
+    if event == "interrupt":
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+    process.stdout.close()
+    errors = process.stderr.read().decode()
+    assert process.wait(timeout=60) == {"interrupt": 130, "closed pipe": 141}[event]
+    assert "Traceback" not in errors
+    process.stderr.close()
+
+
+# Measuring
+
+
+def test_differences_are_found_by_prompt():
+    batches = [benchmarking.Batch(("one", "two", "three"), "edit", {}, 3)]
+    plain = [benchmarking.Sample([[1, 2, 3], [1, 2, 3], [1, 2, 3]], 1.0)]
+    other = [benchmarking.Sample([[1, 2, 3], [1, 9, 3], [1, 2]], 1.0)]
+    assert benchmarking.find_differences(plain, other, batches) == {"two": 1, "three": 2}
+
+
+def test_speed_is_that_of_the_fastest_round_of_each_batch():
+    batches = [benchmarking.Batch((name,), name, {}, 10) for name in ("edit", "complete")]
+
+    def one_round(*seconds):
+        samples = iter([benchmarking.Sample([[7] * 10], each) for each in seconds])
+        return {name: [next(samples), next(samples)] for name in ("plain", "ngram")}
+
+    plain, ngram = benchmarking.summarise([one_round(4, 3, 1, 2), one_round(2, 5, 2, 1)], batches)
+    assert plain.tokens_per_second == 20 / (2 + 3)
+    assert ngram.tokens_per_second == 20 / (1 + 1)
+    assert ngram.speedup == 2.5
+    assert ngram.speedup_range == (7 / 3, 7 / 3)
+    assert ngram.kinds["edit"].speedup == 2.0
+    assert ngram.kinds["complete"].speedup == 3.0
+    assert ngram.same_texts == 2
+
+
+def test_rounds_end_with_the_time(monkeypatch):
+    clock = [0.0]
+
+    def run_round(*args, first, **options):
+        clock[0] += 10.0
+        return {"first": first}
+
+    monkeypatch.setattr(benchmarking, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(benchmarking, "run_round", run_round)
+    assert [one["first"] for one in benchmarking.measure(None, {}, [], 5)] == [0, 1, 2, 3, 4]
+    assert len(benchmarking.measure(None, {}, [], 5, max_seconds=35.0)) == 3
+    assert len(benchmarking.measure(None, {}, [], 5, max_seconds=0.0)) == 1

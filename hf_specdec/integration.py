@@ -80,6 +80,7 @@ def generate_speculatively(
 
     # The signature matters: transformers hands over only what it names, and the rest as the model's arguments.
     def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        _check_model_kwargs(model, model_kwargs)
         request = Request(
             model=model,
             input_ids=input_ids,
@@ -205,6 +206,32 @@ def _prepare_stop_strings(model, arguments: dict[str, Any]) -> None:
     if getattr(model.generation_config, "stop_strings", None) is not None:
         # As an argument it overrides the model's own, which would otherwise be filled in.
         arguments["stop_strings"] = None
+
+
+# Arguments of the target's forward that the loop sets itself, or that only concern its output.
+_SET_BY_THE_LOOP = {
+    "attention_mask",
+    "cache_position",
+    "inputs_embeds",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
+}
+
+
+def _check_model_kwargs(model, model_kwargs: dict[str, Any]) -> None:
+    """Refuses what the target would need for drafts too. What goes with the prompt alone (images) is no problem."""
+    is_text_only = model.config.get_text_config(decoder=True) is model.config
+    lost = [name for name, value in model_kwargs.items() if name not in _SET_BY_THE_LOOP and value is not None]
+    if is_text_only and lost:
+        names = ", ".join(f"`{name}`" for name in lost)
+        raise SpecConfigError(
+            f"{type(model).__name__} reads {names} for every token, and drafts have masks and positions only. Leave "
+            "it out, or use plain generate()."
+        )
 
 
 def _must_sync(model) -> bool:

@@ -215,6 +215,8 @@ class StockCandidateGenerator(CandidateGenerator):
 
     def prefill(self, prompt: Prompt) -> None:
         self.input_ids = prompt.input_ids
+        # The host's first call shows the prompt alone, and its generators with a model of their own count on it.
+        self.generator.get_candidates(prompt.input_ids)
 
     def observe(self, commit: Commit) -> None:
         self.input_ids = torch.cat([self.input_ids, commit.tokens], dim=1)

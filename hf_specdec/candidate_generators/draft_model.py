@@ -11,18 +11,25 @@ Shapes: R rows that are drafted for, B active rows of the loop, T tokens fed, V 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.utils import logging
 
 from ..decoding.cache import SlotCache, compact
+from ..decoding.functional import slot_model
 from ..decoding.target import SlotModel, model_profile
 from ..drafts import DraftTree, chain_topology
 from ..errors import SpecConfigError
-from ..models.draft_model import Vocabularies, load_draft_model, match_vocabularies
-from ..decoding.functional import slot_model
+from ..logits.acceptance import best_tokens
+from ..logits.processors import ProcessorStack
+from ..logits.sampling import DraftSampler
+from ..models.draft_model import Vocabularies, checkpoint_location, load_draft_model, match_vocabularies
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 
+
+logger = logging.get_logger(__name__)
 
 # On a GPU, asking whether all rows have stopped drafting waits for it: only every so many tokens.
 _TOKENS_PER_STOP_CHECK = 4
@@ -69,12 +76,30 @@ class DraftModelOptions:
             raise SpecConfigError(f"`same_tokenizer` must be True or False, got {self.same_tokenizer!r}.")
 
 
+# Settings that say what to load and how.
+_LOADING = ("model", "revision", "code_revision", "subfolder", "trust_remote_code", "dtype", "device", "quantization")
+
+
+def _check_nothing_to_load(config) -> None:
+    given = [f"`{name}`={getattr(config, name)!r}" for name in _LOADING if getattr(config, name)]
+    if given:
+        raise SpecConfigError(
+            f"A loaded draft model was passed together with {', '.join(given)}, which is about loading one. Pass the "
+            "model as you want it, or its name."
+        )
+
+
 @dataclass
 class DraftModel:
     """What outlives a call: the loaded model and how its vocabulary relates to the target's."""
 
     model: torch.nn.Module
     vocabularies: Vocabularies
+
+
+def _plain_sampler(vocab_size: int) -> DraftSampler:
+    """The best token of the draft's own logits."""
+    return DraftSampler(ProcessorStack(LogitsProcessorList()), None, None, vocab_size)
 
 
 class DraftModelCandidateGenerator(CandidateGenerator):
@@ -86,29 +111,38 @@ class DraftModelCandidateGenerator(CandidateGenerator):
 
     @classmethod
     def load(cls, config, target_model, draft_model: torch.nn.Module | None = None) -> DraftModel:
+        location = None
         if draft_model is None:
             draft_model = load_draft_model(config, target_model)
+            location = checkpoint_location(config)
+        else:
+            _check_nothing_to_load(config)
         model_profile(draft_model, role="draft model")
-        vocabularies = match_vocabularies(draft_model, target_model, config.options.same_tokenizer)
+        vocabularies = match_vocabularies(draft_model, target_model, config.options.same_tokenizer, location)
         return DraftModel(draft_model, vocabularies)
 
     def __init__(self, config, resources: DraftModel, session: Session):
         super().__init__(config, resources, session)
         model = resources.model
         self.device = model.device
-        self.draft_vocab_size = resources.vocabularies.draft_size
+        self.vocabularies = resources.vocabularies
+        # The stock protocol has no sampler; it verifies drafts as point masses.
+        self.sampler = session.sampler or _plain_sampler(self.vocabularies.target_size)
         own_limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        limits = [limit for limit in (config.max_model_len, own_limit) if limit]
-        self.longest = min(limits, default=session.max_length)
-        self.is_greedy = session.sampler is None or session.sampler.is_greedy
-        self.draws = not self.is_greedy and self.options.draft_sample_method != "greedy"
+        limits = {"max_model_len": config.max_model_len, "the draft model's max_position_embeddings": own_limit}
+        limits = {name: limit for name, limit in limits.items() if limit} or {"max_length": session.max_length}
+        name = min(limits, key=limits.get)
+        self.longest = limits[name]
+        self.limit_note = f"no drafts for rows of {self.longest} tokens and more ({name})"
+        self.draws = not self.sampler.is_greedy and self.options.draft_sample_method != "greedy"
         self.model: SlotModel = slot_model(model, SlotCache(0))
         self.model.max_position = self.longest - 1
         self.rows: list[int] = []  # the rows that are drafted for; one leaves when it gets too long
 
     def prefill(self, prompt: Prompt) -> None:
         length = prompt.input_ids.shape[1]
-        fits = [length - start < self.longest for start in prompt.starts]
+        # One more: the target's first token.
+        fits = [not self._is_too_long(length - start + 1) for start in prompt.starts]
         self.rows = [row for row, fit in enumerate(fits) if fit]
         if not self.rows:
             return
@@ -118,20 +152,36 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self.pending: list[list[int]] = [[] for _ in self.rows]  # committed tokens that have not been fed
         self.num_fed_drafts = [0] * len(self.rows)  # draft tokens of the last cycle in the cache
 
+    def _is_too_long(self, length: int) -> bool:
+        """Whether a row of `length` tokens, the anchor included, leaves no room for drafts; noted once."""
+        if length < self.longest:
+            return False
+        self._note(self.limit_note)
+        return True
+
+    def _note(self, text: str) -> None:
+        if text not in self.session.notes:
+            self.session.notes.append(text)
+            logger.info(f"{text}.")
+
     def observe(self, commit: Commit) -> None:
         """Keeps the keys and values of accepted draft tokens and remembers which tokens are still to be fed."""
         where = {row: index for index, row in enumerate(commit.rows)}
         lengths = self.model.cache.lengths
         for index, row in enumerate(self.rows):
             position = where[row]
-            kept = min(commit.num_accepted[position], self.num_fed_drafts[index])
+            committed = commit.token_lists[position]
+            # The last token is the next anchor. It is fed in any case, for its logits; where rows are held to equal
+            # lengths, it may be an accepted draft token.
+            kept = min(commit.num_accepted[position], self.num_fed_drafts[index], len(committed) - 1)
             lengths[index] -= self.num_fed_drafts[index] - kept
             self.num_fed_drafts[index] = 0
-            self.pending[index].extend(commit.token_lists[position][kept:])
+            self.pending[index].extend(committed[kept:])
 
     def propose(self, step: DraftStep) -> DraftTree:
         where = {row: index for index, row in enumerate(step.rows)}
-        self._drop([row not in where or step.lengths[where[row]] >= self.longest for row in self.rows])
+        self._drop([row not in where or self._is_too_long(step.lengths[where[row]]) for row in self.rows])
+        self._drop_rows_out_of_step()
         order = [where[row] for row in self.rows]
         depths = [
             min(step.max_draft_tokens[i], self.num_speculative_tokens, self.longest - step.lengths[i]) for i in order
@@ -141,6 +191,16 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         tokens, counts, probs = self._draft([step.lengths[i] - 1 for i in order], depths)
         return self._for_all_rows(step, order, tokens, counts, probs)
 
+    def _drop_rows_out_of_step(self) -> None:
+        """A draft that takes slots for positions would misread rows of different lengths."""
+        if not self.model.profile.counts_slots:
+            return
+        ends = {length + len(tokens) for length, tokens in zip(self.model.cache.lengths, self.pending)}
+        if len(ends) > 1:
+            name = type(self.model.model).__name__
+            self._note(f"no drafts once rows differ in length ({name} tells positions from the order of its cache)")
+            self.rows = []
+
     def _draft(self, anchor_positions: list[int], depths: list[int]):
         """Draft tokens `(R, K)`, how many of them count in each row `(R,)`, and their laws `(R, K, V)` if drawn."""
         limits = torch.tensor(depths, device=self.session.device)
@@ -148,12 +208,12 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         drafted, laws = [], []
         logits = self._feed_pending()
         for depth in range(max(depths)):
-            scores = self.session.sampler.scores(logits.to(self.session.device), self.rows, drafted)
+            scores = self.sampler.scores(logits.to(self.session.device), self.rows, drafted)
             if self.draws:
-                tokens, law = self.session.sampler.draw(scores, self.rows, anchor_positions, depth)
+                tokens, law = self.sampler.draw(scores, self.rows, anchor_positions, depth)
                 laws.append(law)
             else:
-                tokens = scores.argmax(-1)
+                tokens = best_tokens(scores)
             drafted.append(tokens)
             if self.options.confidence_threshold > 0:
                 counts = self._stop_doubtful(counts, scores, tokens, depth + 1)
@@ -198,8 +258,9 @@ class DraftModelCandidateGenerator(CandidateGenerator):
     def _readable(self, tokens: torch.LongTensor) -> torch.LongTensor:
         """Tokens on the draft's device; ids that its embedding lacks are replaced, which costs acceptance only."""
         tokens = tokens.to(self.device)
-        if self.draft_vocab_size < self.session.sampler.vocab_size:
-            tokens = tokens.masked_fill(tokens >= self.draft_vocab_size, 0)
+        readable = self.vocabularies.draft_embedding_size
+        if readable < self.vocabularies.target_size:
+            tokens = tokens.masked_fill(tokens >= readable, 0)
         return tokens
 
     def _for_all_rows(self, step: DraftStep, order: list[int], tokens, counts, probs) -> DraftTree:

@@ -122,9 +122,10 @@ def _switchable(model: torch.nn.Module) -> list:
 
 
 def _asks_for_the_name(config) -> bool:
-    """Layers that choose their keys put the choice into the mask for `sdpa` and `eager` only."""
+    """Whether the model's code treats `sdpa` by its name: layers that choose their keys, and Falcon's alibi."""
     layer_types = getattr(config, "layer_types", None) or ()
-    return not {"indexed_attention", "deepseek_sparse_attention"}.isdisjoint(layer_types)
+    chooses_keys = not {"indexed_attention", "deepseek_sparse_attention"}.isdisjoint(layer_types)
+    return chooses_keys or bool(getattr(config, "alibi", False))
 
 
 def _configs(model: torch.nn.Module) -> list:

@@ -152,7 +152,7 @@ class SlotCache(Cache):
         Its sliding-window layers hold the last tokens only; the slots before them stay empty and are never seen.
         """
         for index, layer in enumerate(cache.layers):
-            if layer.is_initialized and layer.keys.numel():
+            if layer.is_initialized and layer.keys is not None and layer.keys.numel():
                 offset = layer.get_seq_length() - layer.keys.shape[2]
                 self.plan = WritePlan(layer.get_seq_length(), offset, None)
                 self.update(layer.keys, layer.values, index)

@@ -31,7 +31,9 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _MAX_HIDDEN_SIZE = 1024
 
 
-def slot_model(model: nn.Module, cache: SlotCache, states: tuple = (), forward_kwargs: dict | None = None) -> SlotModel:
+def slot_model(
+    model: nn.Module, cache: SlotCache, states: tuple = (), forward_kwargs: dict | None = None
+) -> SlotModel:
     """The fastest way to drive `model` over slots; the arguments are those of [`SlotModel`]."""
     if states or forward_kwargs or not is_plain_llama(model):
         return SlotModel(model, cache, states, forward_kwargs)
@@ -41,20 +43,27 @@ def slot_model(model: nn.Module, cache: SlotCache, states: tuple = (), forward_k
 def is_plain_llama(model: nn.Module) -> bool:
     """Whether `FunctionalSlotModel` computes exactly what the model's own forward does."""
     config = model.config
-    if type(model).__name__ not in _FAMILY or not type(model).__module__.startswith("transformers."):
+    if type(model).__name__ not in _FAMILY or not _is_published(type(model)):
         return False
     if config.hidden_size > _MAX_HIDDEN_SIZE or _rope_type(config) not in _STATIC_ROPE:
         return False
-    if model.training or config._attn_implementation != "sdpa":
+    if config._attn_implementation != "sdpa":
         return False
     return all(_is_untouched(module) for module in model.modules())
 
 
 def _is_untouched(module: nn.Module) -> bool:
-    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+    """Whether calling the module runs the forward that its class was published with, on plain weights."""
+    if module.training or module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl:
         return False
-    weight = vars(module).get("_parameters", {}).get("weight")
+    if "forward" in vars(module) or not (_is_published(type(module)) and _is_published(type(module).forward)):
+        return False
+    weight = module._parameters.get("weight")
     return weight is None or weight.dim() != 2 or type(module) in (nn.Linear, nn.Embedding)
+
+
+def _is_published(definition) -> bool:
+    return definition.__module__.partition(".")[0] in ("torch", "transformers")
 
 
 def _rope_type(config) -> str:
@@ -141,7 +150,7 @@ class _Layer:
         keys, values = slots.update(key.transpose(1, 2), value.transpose(1, 2), plan)
         query = query.transpose(1, 2).reshape(rows, keys.shape[1], self.groups * nodes, self.head_size)
         output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self.scale)
-        output = output.view(rows, -1, nodes, self.head_size).transpose(1, 2).reshape(rows, nodes, -1)
+        output = output.reshape(rows, -1, nodes, self.head_size).transpose(1, 2).reshape(rows, nodes, -1)
         return F.linear(output, self.attention.o_proj.weight, self.attention.o_proj.bias)
 
     def _heads(self, hidden: torch.Tensor, name: str) -> torch.Tensor:

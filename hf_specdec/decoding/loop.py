@@ -102,7 +102,7 @@ class DecodingLoop:
             self.stop,
             uniforms,
             keep_scores=self.recorder.scores is not None,
-            equal_lengths=not self.target.profile.takes_ready_masks,
+            equal_lengths=self.target.profile.counts_slots,
         )
         self.keeps_cache = wants_dict or request.past_key_values is not None
         self.finished_states: dict[int, list] = {}
@@ -270,10 +270,8 @@ class DecodingLoop:
         ready = max(lengths) if self.stop.all_finished else min(
             length for length, done in zip(lengths, self.stop.finished) if not done
         )
-        prompt = self.sequences.prompt_length
-        columns = self.sequences.tokens[:, prompt + self.streamed : prompt + ready].cpu()
-        for column in columns.unbind(1):
-            streamer.put(column)
+        for column in self.sequences.new_columns(self.streamed, ready).unbind(1):
+            streamer.put(column.clone())
         self.streamed = max(self.streamed, ready)
         if end:
             streamer.end()

@@ -97,20 +97,35 @@ def _uniform_mask(topology, rows, columns, span, dtype):
 
 def _ragged_mask(topology, rows, columns, span, dtype):
     device = topology.depths.device
-    lengths = torch.tensor(rows.lengths, device=device)[:, None]
-    starts = torch.tensor(rows.starts, device=device)[:, None]
-    nodes = topology.depths.shape[-1]
-    slots = torch.arange(columns, device=device)
-    committed = (slots >= starts) & (slots < lengths)  # [R, S]
-    node_of_slot = (slots - lengths).clamp(0, nodes - 1)  # [R, S]
-    is_node = (slots >= lengths) & (slots < lengths + nodes)
-    ancestors = topology.ancestors.expand(len(rows.lengths), nodes, nodes)
-    among_nodes = ancestors.gather(2, node_of_slot[:, None].expand(-1, nodes, -1)) & is_node[:, None]
-    visible = committed[:, None] | among_nodes  # [R, T, S]
+    mask = torch.zeros((len(rows.lengths), topology.depths.shape[-1], columns), dtype=dtype, device=device)
+    for first, last in _mixed_slots(rows, columns, span):
+        visible = _visible(topology, rows, torch.arange(first, last, device=device), span)
+        mask[:, :, first:last].masked_fill_(~visible, torch.finfo(dtype).min)
+    return mask[:, None]
+
+
+def _mixed_slots(rows: RowState, columns: int, span: Span) -> list[tuple[int, int]]:
+    """Ranges of slots that not every node of every row sees; of a long text most slots lie outside of them."""
     if span.kind != "full":
-        depths = topology.depths.expand(len(rows.lengths), nodes)
+        return [(0, columns)]
+    padding_ends, text_ends = max(rows.starts), min(rows.lengths)
+    return [(0, padding_ends), (text_ends, columns)] if padding_ends < text_ends else [(0, columns)]
+
+
+def _visible(topology, rows, slots, span) -> torch.BoolTensor:
+    """Whether each node sees each of the given slots, `(R, T, slots)`."""
+    lengths = torch.tensor(rows.lengths, device=slots.device)[:, None]
+    starts = torch.tensor(rows.starts, device=slots.device)[:, None]
+    num_rows, nodes = len(rows.lengths), topology.depths.shape[-1]
+    committed = (slots >= starts) & (slots < lengths)
+    node_of_slot = (slots - lengths).clamp(0, nodes - 1)
+    is_node = (slots >= lengths) & (slots < lengths + nodes)
+    ancestors = topology.ancestors.expand(num_rows, nodes, nodes)
+    among_nodes = ancestors.gather(2, node_of_slot[:, None].expand(-1, nodes, -1)) & is_node[:, None]
+    visible = committed[:, None] | among_nodes
+    if span.kind != "full":
+        depths = topology.depths.expand(num_rows, nodes)
         first = lengths - starts
         keys = torch.where(is_node, first + depths.gather(1, node_of_slot), slots - starts)
         visible &= ~span.hidden((first + depths)[:, :, None], keys[:, None])
-    mask = torch.zeros(visible.shape, dtype=dtype, device=device)
-    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+    return visible

@@ -8,6 +8,7 @@ Shapes: B rows of the call, C token columns.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -19,7 +20,7 @@ from transformers.generation.stopping_criteria import (
 
 
 class Sequences:
-    """Prompts and what has been committed so far.
+    """Prompts and what has been committed so far, kept on the host, where stop rules and streamers read them.
 
     Args:
         input_ids (`torch.LongTensor` of shape `(B, P)`): Prompts, left-padded.
@@ -28,36 +29,46 @@ class Sequences:
 
     def __init__(self, input_ids: torch.LongTensor, pad_token_id: int):
         self.pad_token_id = pad_token_id
+        self.device = input_ids.device
         self.prompt_length = input_ids.shape[1]
         self.lengths = [self.prompt_length] * input_ids.shape[0]
-        self.tokens = self._padded(input_ids, self.prompt_length + 256)
+        self._tokens = self._padded(input_ids.cpu().numpy(), self.prompt_length + 256)
 
-    def _padded(self, tokens: torch.LongTensor, columns: int) -> torch.LongTensor:
-        padded = tokens.new_full((tokens.shape[0], columns), self.pad_token_id)
+    def _padded(self, tokens: np.ndarray, columns: int) -> np.ndarray:
+        padded = np.full((tokens.shape[0], columns), self.pad_token_id, dtype=np.int64)
         padded[:, : tokens.shape[1]] = tokens
         return padded
 
     def extend(self, rows: list[int], token_lists: list[list[int]]) -> None:
         """Appends to each of `rows` its list of tokens."""
         longest = max(self.lengths[row] + len(tokens) for row, tokens in zip(rows, token_lists))
-        if longest > self.tokens.shape[1]:
-            self.tokens = self._padded(self.tokens, 2 * longest)
+        if longest > self._tokens.shape[1]:
+            self._tokens = self._padded(self._tokens, 2 * longest)
         for row, tokens in zip(rows, token_lists):
             start = self.lengths[row]
-            self.tokens[row, start : start + len(tokens)] = torch.tensor(tokens, device=self.tokens.device)
+            self._tokens[row, start : start + len(tokens)] = tokens
             self.lengths[row] = start + len(tokens)
 
     def truncate(self, row: int, length: int) -> None:
-        self.tokens[row, length : self.lengths[row]] = self.pad_token_id
+        self._tokens[row, length : self.lengths[row]] = self.pad_token_id
         self.lengths[row] = length
+
+    def prefix(self, length: int, row: int | None = None) -> torch.LongTensor:
+        """The first `length` columns, `(B, length)`, or of one row, `(1, length)`; padded where a row is shorter."""
+        rows = slice(None) if row is None else slice(row, row + 1)
+        return torch.from_numpy(self._tokens[rows, :length]).to(self.device)
 
     def row(self, row: int) -> torch.LongTensor:
         """A row's tokens so far, left padding included, shape `(L,)`."""
-        return self.tokens[row, : self.lengths[row]]
+        return self.prefix(self.lengths[row], row)[0]
+
+    def new_columns(self, first: int, last: int) -> torch.LongTensor:
+        """Generated columns `first` to `last - 1` of all rows, on the host."""
+        return torch.from_numpy(self._tokens[:, self.prompt_length + first : self.prompt_length + last])
 
     def output(self) -> torch.LongTensor:
         """All rows, shorter ones padded on the right: what `generate()` returns."""
-        return self.tokens[:, : max(self.lengths)].clone()
+        return self.prefix(max(self.lengths)).clone()
 
     @property
     def num_generated(self) -> list[int]:
@@ -119,7 +130,7 @@ class StopRules:
         self.sequences.extend(rows, kept)
         if self._others:
             kept = self._apply_others(rows, kept, scores)
-        if self._times and any(bool(c(self.sequences.tokens[:1], None)) for c in self._times):
+        if self._times and any(bool(c(self.sequences.prefix(1, row=0), None)) for c in self._times):
             self.finished = [True] * len(self.finished)
         return kept
 
@@ -137,7 +148,7 @@ class StopRules:
     def _apply_others(self, rows, kept, scores):
         if not self.is_known and len(self.finished) > 1:
             length = max(self.sequences.lengths)
-            done = self._others(self.sequences.tokens[:, :length], scores)
+            done = self._others(self.sequences.prefix(length), scores)
             self.finished = [now or bool(new) for now, new in zip(self.finished, done)]
             return kept
         return [self._first_stop(row, tokens, scores) for row, tokens in zip(rows, kept)]
@@ -145,7 +156,7 @@ class StopRules:
     def _first_stop(self, row: int, tokens: list[int], scores) -> list[int]:
         end = self.sequences.lengths[row]
         for count in range(1, len(tokens) + 1):
-            prefix = self.sequences.tokens[row : row + 1, : end - len(tokens) + count]
+            prefix = self.sequences.prefix(end - len(tokens) + count, row)
             if bool(self._others(prefix, scores)):
                 self.finished[row] = True
                 self.sequences.truncate(row, end - len(tokens) + count)

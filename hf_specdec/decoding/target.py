@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,15 +31,17 @@ class ModelProfile:
         spans (`tuple[Span, ...]`): The distinct spans of its layers; one mask each.
         layer_types (`tuple[str, ...]`, *optional*): Keys under which the model expects the masks, in the order of
             `spans`; `None` if it takes a single mask.
-        takes_ready_masks (`bool`): Accepts 4-D masks, and positions other than those of the slots. Otherwise it gets
-            a 2-D mask and counts slots, which is right for chains in rows of equal length only.
+        counts_slots (`bool`): Tells positions from the slots of its cache, whatever positions it is given. That is
+            right for chains in rows of equal length only.
+        takes_flat_mask (`bool`): Builds its position bias from a 2-D mask, and has no use for a ready 4-D one.
         takes_position_ids (`bool`): Its forward has the argument `position_ids`.
         takes_logits_to_keep (`bool`): Its forward has the argument `logits_to_keep`.
     """
 
     spans: tuple[Span, ...]
     layer_types: tuple[str, ...] | None
-    takes_ready_masks: bool
+    counts_slots: bool
+    takes_flat_mask: bool
     takes_position_ids: bool
     takes_logits_to_keep: bool
 
@@ -109,17 +112,15 @@ def _read_profile(model, role) -> ModelProfile:
             f"{role}. Leave the speculative arguments out to use plain generate()."
         )
     spans, keys = _read_spans(text_config, layer_types)
+    takes_flat_mask = text_config.model_type == "bloom" or bool(getattr(text_config, "alibi", False))
     return ModelProfile(
         spans=spans,
         layer_types=keys,
-        takes_ready_masks="position_ids" in parameters and not _counts_slots(text_config),
+        counts_slots="position_ids" not in parameters or takes_flat_mask or text_config.model_type in _COUNT_SLOTS,
+        takes_flat_mask=takes_flat_mask,
         takes_position_ids="position_ids" in parameters,
         takes_logits_to_keep="logits_to_keep" in parameters,
     )
-
-
-def _counts_slots(config) -> bool:
-    return config.model_type in _COUNT_SLOTS or bool(getattr(config, "alibi", False))
 
 
 def _read_spans(config, layer_types):
@@ -130,6 +131,43 @@ def _read_spans(config, layer_types):
     keys = tuple(sorted(set(layer_types)))
     kinds = [_SPAN_OF_LAYER_TYPE[key] for key in keys]
     return tuple(Span(kind, sizes[kind]) if sizes[kind] else FULL for kind in kinds), keys
+
+
+def check_reach(model: torch.nn.Module, prompt_lengths: list[int], max_new_tokens: int) -> None:
+    """Refuses texts during which the rotary embedding would change its frequencies.
+
+    It changes them for a whole forward, by the last position in it. A forward over several draft tokens would not
+    give the earlier ones what they get in plain generation.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        prompt_lengths (`list[int]`): Positions of each row before generation, padding not counted.
+        max_new_tokens (`int`): Positions that generation may add.
+
+    Raises:
+        UnsupportedModelError: A row may get past the position where the frequencies change.
+    """
+    config = model.config.get_text_config(decoder=True)
+    # The last token is not read.
+    longest = max(prompt_lengths) + max_new_tokens - 1
+    for parameters in _rope_parameters(config):
+        kind, limit = parameters.get("rope_type"), config.max_position_embeddings
+        if kind == "longrope":
+            limit = parameters["original_max_position_embeddings"]
+        changes = kind == "dynamic" or (kind == "longrope" and min(prompt_lengths) <= limit)
+        if changes and longest > limit:
+            raise UnsupportedModelError(
+                f"The rotary embedding of {type(model).__name__} (rope_type='{kind}') changes at position {limit}, "
+                f"and this call may reach {longest}: prompts of {min(prompt_lengths)} to {max(prompt_lengths)} tokens "
+                f"and {max_new_tokens} new ones. Set `max_new_tokens` so that it stays below, or leave the "
+                "speculative arguments out to use plain generate()."
+            )
+
+
+def _rope_parameters(config) -> list[dict]:
+    """The rotary parameters, one for each layer type where they differ."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, dict)]
 
 
 @dataclass
@@ -176,7 +214,15 @@ class SlotModel:
         Args:
             starts (`list[int]`): Each row's first slot that is not padding.
             offsets (`list[int]`, *optional*): Each row's position id at that slot, 0 if not given.
+
+        Raises:
+            UnsupportedModelError: The prompt has left nothing in the cache.
         """
+        if self.cache.get_seq_length() == 0:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} has put no keys and values of the prompt into the cache it was given, "
+                "which speculation needs. Leave the speculative arguments out to use plain generate()."
+            )
         self.starts = list(starts)
         self.offsets = list(offsets) if offsets else [0] * len(starts)
         self.cache.start_slots(len(starts))
@@ -222,7 +268,7 @@ class SlotModel:
         Raises:
             UnsupportedModelError: A tree for a model that tells positions from slots.
         """
-        if not (topology.is_chain or self.profile.takes_ready_masks):
+        if self.profile.counts_slots and not topology.is_chain:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} tells positions from the order of its cache, so it can verify chains, "
                 "and got a draft tree. Draft without branches."
@@ -242,7 +288,7 @@ class SlotModel:
         return positions if self.max_position is None else positions.clamp(max=self.max_position)
 
     def _masks(self, topology: TreeTopology, columns: int):
-        if not self.profile.takes_ready_masks:
+        if self.profile.takes_flat_mask:
             slots = torch.arange(columns, device=topology.depths.device)
             starts = torch.tensor(self.starts, device=slots.device)[:, None]
             ends = torch.tensor(self.cache.lengths, device=slots.device)[:, None] + topology.depths.shape[-1]
@@ -259,7 +305,11 @@ class SlotModel:
 
 
 def _store(states: dict, key):
+    thread = get_ident()
+
     def hook(module, args, output):
-        states[key] = output if torch.is_tensor(output) else output[0]
+        # Another thread may run a call of its own on the same model.
+        if get_ident() == thread:
+            states[key] = output if torch.is_tensor(output) else output[0]
 
     return hook

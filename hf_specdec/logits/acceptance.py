@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -47,6 +48,14 @@ class Acceptance:
     num_accepted: torch.LongTensor
     path: torch.LongTensor
     tokens: torch.LongTensor
+
+
+def best_tokens(scores: torch.Tensor) -> torch.LongTensor:
+    """The id of the highest score, the first of equal ones: scores of shape `(..., V)` to ids of shape `(...)`."""
+    if scores.device.type != "cpu":
+        return scores.argmax(-1)
+    # torch's own is not vectorised on CPU: 0.11 ms for 6 x 32k in float32, 0.64 in bfloat16, against 0.01 and 0.02.
+    return torch.from_numpy(np.asarray(scores.float().numpy().argmax(-1)))
 
 
 def sample_from_probs(probs: torch.FloatTensor, uniform: torch.FloatTensor) -> torch.LongTensor:

@@ -110,7 +110,7 @@ class ProcessorStack:
             tokens (`torch.LongTensor` of shape `(B, L)`): All rows of the call, finished ones padded.
             logits (`torch.Tensor` of shape `(R, V)`): Logits of the rows `rows`; the others are shown zeros.
         """
-        batch = torch.zeros((tokens.shape[0], logits.shape[-1]), device=logits.device)
+        batch = logits.new_zeros((tokens.shape[0], logits.shape[-1]), dtype=torch.float32)
         batch[rows] = logits.float()
         return self.processors(tokens, batch)[rows]
 

@@ -15,7 +15,7 @@ import torch
 
 from ..drafts import DraftTree
 from ..errors import SpecDecError
-from .acceptance import Acceptance, follow, reject_chain, reject_tree, sample_from_probs
+from .acceptance import Acceptance, best_tokens, follow, reject_chain, reject_tree, sample_from_probs
 from .processors import ProcessorStack
 from .randomness import ACCEPT, TARGET, RowUniforms
 
@@ -96,7 +96,7 @@ class Verifier:
 
     def _accept(self, draft, scores, rows, positions) -> Acceptance:
         if self.uniforms is None:
-            return follow(draft, scores.argmax(-1))
+            return follow(draft, best_tokens(scores))
         probs = scores.softmax(-1)
         depths = draft.topology.depths
         drawn = self.uniforms.at(TARGET, rows, positions, draft.topology.max_depth + 1)
@@ -144,25 +144,28 @@ class _Walk:
         if stack.knows_all or len(sequences.lengths) == 1:
             return stack.rows([sequences.row(row) for row in rows], logits, rows)
         length = max(sequences.lengths[row] for row in rows)
-        return stack.whole_batch(sequences.tokens[:, :length], logits, rows)
+        return stack.whole_batch(sequences.prefix(length), logits, rows)
 
     def _choose(self, active, scores) -> tuple[list[int], list[int | None]]:
         """A token for each active row, and the draft node that carries it (`None`: no node does)."""
         verifier = self.verifier
         if verifier.uniforms is None:
-            tokens = scores.argmax(-1).tolist()
+            tokens = best_tokens(scores).tolist()
         elif self.draft.probs is None:
-            tokens = sample_from_probs(scores.softmax(-1), self._uniforms(TARGET, active)).tolist()
+            tokens = self._draw(active, scores.softmax(-1))
         else:
             return self._choose_by_rejection(active, scores.softmax(-1))
         return tokens, [self.children[i][self.nodes[i]].get(token) for i, token in zip(active, tokens)]
+
+    def _draw(self, active, probs) -> list[int]:
+        return _checked(sample_from_probs(probs, self._uniforms(TARGET, active)).tolist())
 
     def _choose_by_rejection(self, active, probs):
         """Rejection sampling at one depth: the children of each row's node as a star below it."""
         stars = [list(self.children[i][self.nodes[i]].values()) for i in active]
         width = max(map(len, stars))
         if width == 0:
-            return sample_from_probs(probs, self._uniforms(TARGET, active)).tolist(), [None] * len(active)
+            return self._draw(active, probs), [None] * len(active)
         device = probs.device
         picks = torch.tensor([star + [1] * (width - len(star)) for star in stars], device=device) - 1
         index = torch.tensor(active, device=device)[:, None]
@@ -214,7 +217,7 @@ class _Walk:
         for index, row_scores in zip(active, scores):
             self.scores[index].append(row_scores)
         if not self.verifier.stop.is_known:
-            step = torch.zeros((len(self.verifier.stop.finished), scores.shape[-1]), device=scores.device)
+            step = scores.new_zeros((len(self.verifier.stop.finished), scores.shape[-1]))
             step[[self.rows[i] for i in active]] = scores
             self.verifier.score_steps.append(step)
 
@@ -252,9 +255,13 @@ def _children(tokens: list[int], parents: list[int]) -> list[dict[int, int]]:
 def _to_host(acceptance: Acceptance) -> tuple[list[int], list[list[int]]]:
     """Numbers of accepted drafts and committed tokens; the one synchronisation of a cycle."""
     packed = torch.cat([acceptance.num_accepted[:, None], acceptance.tokens], dim=1).tolist()
-    if any(token < 0 for row in packed for token in row):
+    return [row[0] for row in packed], [_checked(row[1:]) for row in packed]
+
+
+def _checked(tokens: list[int]) -> list[int]:
+    if min(tokens) < 0:
         raise SpecDecError(
             "The target's scores have no token to draw: they hold NaN, or processors left no token possible. Check "
             "the logits processors, and the model's dtype for overflow."
         )
-    return [row[0] for row in packed], [row[1:] for row in packed]
+    return tokens

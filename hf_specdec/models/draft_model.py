@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
+import logging as python_logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils import logging
 from transformers.utils.import_utils import is_bitsandbytes_available
 
@@ -41,23 +42,52 @@ def load_draft_model(config: Any, target_model: torch.nn.Module) -> torch.nn.Mod
             "spec_method='draft_model' needs a draft model. Pass its folder, repo id or the loaded model as "
             "`spec_model`."
         )
-    dtype = target_model.dtype if config.dtype is None else config.dtype
-    device = torch.device(target_model.device if config.device is None else config.device)
-    arguments = {"dtype": dtype, "revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    if config.subfolder:
-        arguments["subfolder"] = config.subfolder
-    if config.code_revision:
-        arguments["code_revision"] = config.code_revision
-    if config.quantization:
-        arguments["quantization_config"] = _quantization_config(config.quantization, dtype)
-        arguments["device_map"] = {"": device}
-    try:
-        model = AutoModelForCausalLM.from_pretrained(config.model, **arguments)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointFormatError(f"The draft model '{config.model}' cannot be loaded: {error}") from error
+    model = _from_pretrained(config.model, checkpoint_location(config), _loading_arguments(config, target_model))
     if not config.quantization:
-        model = model.to(device)
+        model = model.to(_device(config, target_model))
     return model.eval()
+
+
+def checkpoint_location(config: Any) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that say where in a repository a checkpoint and its tokenizer lie."""
+    location = {"trust_remote_code": config.trust_remote_code}
+    given = {name: getattr(config, name) for name in ("revision", "code_revision", "subfolder")}
+    return location | {name: value for name, value in given.items() if value}
+
+
+def _loading_arguments(config: Any, target_model) -> dict[str, Any]:
+    arguments = {"dtype": target_model.dtype if config.dtype is None else config.dtype}
+    if config.quantization:
+        compute_dtype = target_model.dtype if config.dtype in (None, "auto") else config.dtype
+        arguments["quantization_config"] = _quantization_config(config.quantization, compute_dtype)
+        arguments["device_map"] = {"": _device(config, target_model)}
+    return arguments
+
+
+def _device(config: Any, target_model) -> torch.device:
+    return torch.device(target_model.device if config.device is None else config.device)
+
+
+def _from_pretrained(name: str, location: dict[str, Any], arguments: dict[str, Any]) -> torch.nn.Module:
+    """The model, loaded completely: transformers would give weights that are missing random values."""
+    try:
+        model_config = AutoConfig.from_pretrained(name, **location)
+        if model_config.is_encoder_decoder:
+            raise ValueError(f"{type(model_config).__name__} is of an encoder-decoder model. Use a decoder-only one.")
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            name, config=model_config, output_loading_info=True, **location, **arguments
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        # Further lines list everything that transformers knows.
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointFormatError(f"The draft model '{name}' cannot be loaded: {reason}") from error
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        raise CheckpointFormatError(
+            f"The draft model '{name}' lacks {len(missing)} of the weights of {type(model).__name__}: "
+            f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. Pass a complete causal language model."
+        )
+    return model
 
 
 def _quantization_config(name: str, dtype: Any) -> BitsAndBytesConfig:
@@ -65,10 +95,17 @@ def _quantization_config(name: str, dtype: Any) -> BitsAndBytesConfig:
         raise MissingDependencyError(
             f"quantization='{name}' needs bitsandbytes. Install it with: pip install \"hf-specdec[quant]\""
         )
+    if name == "bitsandbytes_8bit":
+        # It says so for every layer of every forward.
+        python_logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_no_cast_message)
     settings = dict(_QUANTIZATION[name])
     if settings.get("load_in_4bit"):
         settings["bnb_4bit_compute_dtype"] = dtype
     return BitsAndBytesConfig(**settings)
+
+
+def _is_no_cast_message(record: python_logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
 
 
 @dataclass(frozen=True)
@@ -77,14 +114,18 @@ class Vocabularies:
 
     Attributes:
         target_size (`int`): Width of the target's logits.
-        draft_size (`int`): Width of the draft's logits, and rows of its embedding.
+        draft_size (`int`): Width of the draft's logits.
+        draft_embedding_size (`int`): Rows of the draft's embedding; it can read the ids below.
     """
 
     target_size: int
     draft_size: int
+    draft_embedding_size: int
 
 
-def match_vocabularies(draft_model, target_model, assume_same: bool = False) -> Vocabularies:
+def match_vocabularies(
+    draft_model, target_model, assume_same: bool = False, location: dict[str, Any] | None = None
+) -> Vocabularies:
     """Checks that draft and target speak the same tokens; their logits may be padded to different widths.
 
     The tokenizers of both checkpoints are compared where they can be found. The sizes alone prove nothing: padded
@@ -93,11 +134,12 @@ def match_vocabularies(draft_model, target_model, assume_same: bool = False) -> 
     Raises:
         CheckpointFormatError: The tokenizers differ, or nothing shows that they agree.
     """
-    sizes = Vocabularies(_vocab_size(target_model), _vocab_size(draft_model))
+    readable = draft_model.get_input_embeddings().weight.shape[0]
+    sizes = Vocabularies(_vocab_size(target_model), _vocab_size(draft_model), readable)
     if assume_same:
         return sizes
     names = [model.config.name_or_path for model in (target_model, draft_model)]
-    target_tokens, draft_tokens = (_token_table(name) for name in names)
+    target_tokens, draft_tokens = _token_table(target_model), _token_table(draft_model, location)
     if target_tokens and draft_tokens:
         _compare_tables(target_tokens, draft_tokens, names)
     elif sizes.target_size != sizes.draft_size:
@@ -120,16 +162,20 @@ def _vocab_size(model) -> int:
     return features or model.config.get_text_config(decoder=True).vocab_size
 
 
-@functools.lru_cache(maxsize=32)
-def _token_table(name: str) -> dict[str, int] | None:
-    """The token strings and ids of a checkpoint's tokenizer, `None` where it has none that can be loaded."""
+def _token_table(model, location: dict[str, Any] | None = None) -> dict[str, int] | None:
+    """The token strings and ids of the tokenizer beside a model, `None` where there is none that can be loaded."""
+    name = model.config.name_or_path
     if not name:
         return None
     try:
-        return AutoTokenizer.from_pretrained(name).get_vocab()
+        tokenizer = AutoTokenizer.from_pretrained(name, **{"trust_remote_code": False, **(location or {})})
+        tokens = tokenizer.get_vocab()
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
         logger.debug(f"No tokenizer for '{name}': {error}")
         return None
+    # Without files transformers makes up a tokenizer of special tokens for some models.
+    ordinary = tokens.keys() - set(tokenizer.all_special_tokens) - tokenizer.get_added_vocab().keys()
+    return tokens if len(ordinary) > 1 else None
 
 
 def _compare_tables(target: dict[str, int], draft: dict[str, int], names: list[str]) -> None:

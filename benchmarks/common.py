@@ -1,0 +1,368 @@
+"""What the benchmarks share: a clock for generate() calls, a timer for model forwards, scripted drafts, prompts.
+
+Shapes: B rows of a batch, P prompt length, L length of the whole text, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdec import (
+    CandidateGenerator,
+    DraftTree,
+    SpeculativeConfig,
+    Speculator,
+    demo,
+    record,
+    register_candidate_generator,
+)
+from hf_specdec.candidate_generators import available_methods
+from hf_specdec.candidate_generators.base import DraftStep
+from hf_specdec.decoding.functional import FunctionalSlotModel
+from hf_specdec.decoding.target import SlotModel
+from hf_specdec.training.data import python_sources
+
+
+# -------------------------------------------------------------------------------------------------------------- clocks
+
+
+@dataclass
+class ForwardTimer:
+    """Counts and times model forwards, those of the target apart from all others (the draft model's).
+
+    The outermost forward counts: of a `SlotModel`, which makes masks and positions before it calls the model, as the
+    model's own forward does in transformers' loops. The timer costs about a microsecond a forward.
+
+    Args:
+        target (`PreTrainedModel`): The target model.
+        clock (`Callable`): Seconds; also that of everything else that is timed in the call.
+    """
+
+    target: PreTrainedModel
+    clock: Callable[[], float] = perf_counter
+    target_forwards: int = 0
+    target_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    _is_inside: bool = field(default=False, repr=False)
+
+    @contextmanager
+    def attached(self) -> Iterator[ForwardTimer]:
+        """Times the forwards inside the block, by replacing the forwards of the classes and not of any object."""
+        models = {
+            type(self.target): lambda module: module,
+            SlotModel: lambda module: module.model,
+            FunctionalSlotModel: lambda module: module.model,
+        }
+        originals = {kind: kind.forward for kind in models}
+        for kind, model_of in models.items():
+            kind.forward = self._timed(originals[kind], model_of)
+        try:
+            yield self
+        finally:
+            for kind, forward in originals.items():
+                kind.forward = forward
+
+    def _timed(self, forward: Callable, model_of: Callable) -> Callable:
+        @functools.wraps(forward)
+        def timed(module, *args, **kwargs):
+            if self._is_inside:
+                return forward(module, *args, **kwargs)
+            self._is_inside = True
+            began = self.clock()
+            try:
+                return forward(module, *args, **kwargs)
+            finally:
+                self._add(model_of(module), self.clock() - began)
+
+        return timed
+
+    def _add(self, model, seconds: float) -> None:
+        self._is_inside = False
+        if model is self.target:
+            self.target_forwards += 1
+            self.target_seconds += seconds
+        else:
+            self.draft_seconds += seconds
+
+
+@dataclass
+class Mark:
+    """How far a call is when it delivers tokens."""
+
+    time: float
+    tokens: int
+    target_forwards: int
+    target_seconds: float
+    draft_seconds: float
+
+
+class MarkingStreamer(BaseStreamer):
+    """A streamer that leaves a [`Mark`] whenever tokens are delivered.
+
+    Args:
+        timer (`ForwardTimer`): Attached to the models of the call.
+        committed (`Callable`): How many tokens the call has committed so far, or `None` if all of them are delivered.
+            Rows of a batch that are ahead of others are delivered later than committed.
+    """
+
+    def __init__(self, timer: ForwardTimer, committed: Callable[[], int | None]):
+        self.timer, self.committed = timer, committed
+        self.delivered: int | None = None  # None: not even the prompt
+        self.marks: list[Mark] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.delivered is None:
+            self.delivered = 0
+            return
+        timer = self.timer
+        now = timer.clock()
+        self.delivered += value.numel()
+        committed = self.committed()
+        tokens = self.delivered if committed is None else committed
+        self.marks.append(Mark(now, tokens, timer.target_forwards, timer.target_seconds, timer.draft_seconds))
+
+    def end(self) -> None:
+        """Nothing: the last delivery is the end."""
+
+
+@dataclass
+class Sample:
+    """The decoding part of one or more calls: without prefill and first cycle, in which drafters read the prompt.
+
+    Attributes:
+        tokens (`int`): Tokens committed.
+        cycles (`int`): Target forwards.
+        seconds, target_seconds, draft_seconds (`float`): All time, and that inside forwards.
+        texts (`list[list[list[int]]]`): For each call the rows of the output, prompts included.
+    """
+
+    tokens: int = 0
+    cycles: int = 0
+    seconds: float = 0.0
+    target_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    texts: list[list[list[int]]] = field(default_factory=list)
+
+    def __add__(self, other: Sample) -> Sample:
+        return Sample(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def outside_seconds(self) -> float:
+        """Seconds outside of all model forwards."""
+        return self.seconds - self.target_seconds - self.draft_seconds
+
+
+def time_call(
+    generate: Callable[..., torch.LongTensor], target: PreTrainedModel, clock: Callable[[], float], **arguments
+) -> Sample:
+    """Times one generate() call.
+
+    Args:
+        generate (`Callable`): Takes the arguments of `generate()`, a `streamer` among them, and returns token ids.
+        target (`PreTrainedModel`): The model that generates.
+        clock (`Callable`): Seconds.
+        arguments: Passed on.
+    """
+    with ForwardTimer(target, clock).attached() as timer, record() as recorded:
+        streamer = MarkingStreamer(
+            timer, lambda: recorded.calls[-1].stats.num_committed_tokens if recorded.calls else None
+        )
+        output = generate(streamer=streamer, **arguments)
+    first = next((mark for mark in streamer.marks if mark.target_forwards >= 2), None)
+    last = streamer.marks[-1]
+    if first is None or last.target_forwards == first.target_forwards:
+        raise SystemExit(f"The call ended after {last.target_forwards} target forwards. Raise --new-tokens.")
+    return Sample(
+        last.tokens - first.tokens,
+        last.target_forwards - first.target_forwards,
+        last.time - first.time,
+        last.target_seconds - first.target_seconds,
+        last.draft_seconds - first.draft_seconds,
+        [output.tolist()],
+    )
+
+
+# ----------------------------------------------------------------------------------------------------- scripted drafts
+
+
+@dataclass(frozen=True)
+class Script:
+    """Drafts that are right by design, or wrong at positions drawn beforehand, so that all who use them draft alike.
+
+    Args:
+        texts (`list[list[int]]`): The whole text of each row, prompt included.
+        vocab_size (`int`): V.
+        accuracy (`float`): Share of positions at which the draft is right.
+        seed (`int`): Of the draws.
+    """
+
+    texts: list[list[int]]
+    vocab_size: int
+    accuracy: float = 0.8
+    seed: int = 0
+
+    @functools.cached_property
+    def drafts(self) -> list[list[int]]:
+        """The token that is drafted at each position of each row."""
+        draws = random.Random(self.seed)
+        return [
+            [token if draws.random() < self.accuracy else (token + 1) % self.vocab_size for token in text]
+            for text in self.texts
+        ]
+
+    def draft(self, row: int, length: int, count: int) -> list[int]:
+        """At most `count` draft tokens behind the first `length` tokens of a row."""
+        return self.drafts[row][length : length + count]
+
+
+@dataclass(frozen=True)
+class ScriptOptions:
+    """The script is no setting; it comes as the speculator's resources."""
+
+
+class ScriptedCandidateGenerator(CandidateGenerator):
+    """Drafts from a [`Script`] in our loop."""
+
+    options_class = ScriptOptions
+
+    def __init__(self, config, resources: Script, session):
+        super().__init__(config, resources, session)
+        self.script = resources
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        rooms = (min(room, self.num_speculative_tokens) for room in step.max_draft_tokens)
+        drafts = [self.script.draft(*where) for where in zip(step.rows, step.lengths, rooms)]
+        return DraftTree.from_lists(drafts, self.session.device)
+
+
+class StockScriptedCandidateGenerator(HfCandidateGenerator):
+    """Drafts from a [`Script`] in transformers' loop.
+
+    Its first cycle, which also reads the prompt, gets no draft: our loop drafts only behind the first token, and so
+    both see the same drafts in the same cycles.
+    """
+
+    def __init__(self, script: Script, num_speculative_tokens: int):
+        self.script, self.num_speculative_tokens = script, num_speculative_tokens
+        self.has_begun = False
+
+    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, None]:
+        length = input_ids.shape[1]
+        room = len(self.script.texts[0]) - length - 1
+        draft = self.script.draft(0, length, min(room, self.num_speculative_tokens)) if self.has_begun else []
+        self.has_begun = True
+        return torch.cat([input_ids, input_ids.new_tensor([draft])], dim=1) if draft else input_ids, None
+
+    def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
+        pass
+
+
+def scripted_speculator(script: Script, num_speculative_tokens: int) -> Speculator:
+    """For `generate(assistant=...)`."""
+    if "scripted_benchmark" not in available_methods():
+        register_candidate_generator("scripted_benchmark", ScriptedCandidateGenerator)
+    config = SpeculativeConfig(method="scripted_benchmark", num_speculative_tokens=num_speculative_tokens)
+    return Speculator(config, ScriptedCandidateGenerator, script)
+
+
+@contextmanager
+def stock_drafts_from(model: PreTrainedModel, generator: HfCandidateGenerator) -> Iterator[None]:
+    """Inside, transformers' assisted decoding of `model` drafts with `generator`.
+
+    Assisted decoding reads the whole prompt even if it is given keys and values of it; inside it continues from them,
+    as plain generate does.
+    """
+    prepare = model.prepare_inputs_for_generation
+
+    @functools.wraps(prepare)
+    def prepare_the_rest(input_ids, *args, **kwargs):
+        cache = kwargs.get("past_key_values")
+        if kwargs.get("is_first_iteration") and cache is not None and cache.get_seq_length():
+            kwargs["next_sequence_length"] = input_ids.shape[1] - cache.get_seq_length()
+        return prepare(input_ids, *args, **kwargs)
+
+    model._get_candidate_generator = lambda *args, **kwargs: generator
+    model.prepare_inputs_for_generation = prepare_the_rest
+    try:
+        yield
+    finally:
+        del model._get_candidate_generator, model.prepare_inputs_for_generation
+
+
+# -------------------------------------------------------------------------------------------------- models and prompts
+
+
+def random_target(dtype: torch.dtype, num_layers: int = 8, seed: int = 0) -> LlamaForCausalLM:
+    """A Llama of random weights and hidden size 1024, with 8 layers about 190 M parameters.
+
+    Its head has the rows of its embedding in another order: the next token follows from the last one, by a wide
+    margin. So every way of decoding writes the same varied text, in bfloat16 too, at the cost of any model this size.
+    """
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=num_layers,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=16384,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        embedding = model.get_input_embeddings().weight.normal_()
+        model.get_output_embeddings().weight[torch.randperm(config.vocab_size)] = 0.1 * embedding
+    return without_end(model.to(dtype).eval())
+
+
+def without_end(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without an end-of-sequence token, so that all texts have the length asked for."""
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def random_prompts(batch_size: int, context: int, vocab_size: int, seed: int = 0) -> torch.LongTensor:
+    """Prompts `(B, context)` that differ in their last token only, so that the same cache serves all rows."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab_size, (context - 1 + batch_size,), generator=generator)
+    return torch.cat([tokens[: context - 1].expand(batch_size, -1), tokens[context - 1 :, None]], dim=1)
+
+
+def prefilled_cache(model: PreTrainedModel, input_ids: torch.LongTensor) -> DynamicCache:
+    """Keys and values of all tokens of `input_ids` `(1, P)` but the last."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
+
+
+def demo_prompts(count: int, context: int, seed: int = 0) -> torch.LongTensor:
+    """Windows `(count, context)` of Python sources that the embedded models were not trained on."""
+    tokenizer = demo.load_tokenizer()
+    texts = python_sources().validation
+    encoded = [tokenizer(text, verbose=False)["input_ids"] for text in texts]
+    windows = [
+        tokens[start : start + context] for tokens in encoded for start in range(0, len(tokens) - context + 1, context)
+    ]
+    if len(windows) < count:
+        raise SystemExit(f"The held-out sources have {len(windows)} windows of {context} tokens, {count} are needed.")
+    return torch.tensor(random.Random(seed).sample(windows, count))

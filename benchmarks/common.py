@@ -307,7 +307,7 @@ def stock_drafts_from(model: PreTrainedModel, generator: HfCandidateGenerator) -
 
 
 def random_target(dtype: torch.dtype, num_layers: int = 8, seed: int = 0) -> LlamaForCausalLM:
-    """A Llama of random weights and hidden size 1024, with 8 layers about 190 M parameters.
+    """A Llama of random weights with the layer shapes of Qwen3-0.6B, with 8 layers about 190 M parameters.
 
     Its head has the rows of its embedding in another order: the next token follows from the last one, by a wide
     margin. So every way of decoding writes the same varied text, in bfloat16 too, at the cost of any model this size.
@@ -316,10 +316,11 @@ def random_target(dtype: torch.dtype, num_layers: int = 8, seed: int = 0) -> Lla
     config = LlamaConfig(
         vocab_size=32000,
         hidden_size=1024,
-        intermediate_size=4096,
+        intermediate_size=3072,
         num_hidden_layers=num_layers,
         num_attention_heads=16,
-        num_key_value_heads=4,
+        num_key_value_heads=8,
+        head_dim=128,
         max_position_embeddings=16384,
         tie_word_embeddings=False,
         bos_token_id=None,

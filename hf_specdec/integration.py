@@ -71,6 +71,7 @@ def generate_speculatively(
     if spec_method in _OFF or (speculative in _OFF if isinstance(speculative, (str, bool)) else False):
         return original(model, *args, **kwargs)
     arguments = _bind(original, model, args, kwargs)
+    _use_cache_unless_forbidden(model, arguments)
     _check_request(model, arguments)
     model_profile(model)
     speculator = _speculator(model, spec_method, spec_model, num_speculative_tokens, speculative, assistant)
@@ -173,6 +174,13 @@ def _check_request(model, arguments: dict[str, Any]) -> None:
         problems.append("`attention_mask`: has zeros behind ones. Pad prompts on the left, and mask nothing else.")
     if problems:
         raise SpecConfigError("This request cannot be decoded speculatively. " + " ".join(problems))
+
+
+def _use_cache_unless_forbidden(model, arguments: dict[str, Any]) -> None:
+    """A checkpoint that was saved with `use_cache=False` is still decoded with a cache; the user's own word counts."""
+    given = arguments.get("use_cache", getattr(arguments.get("generation_config"), "use_cache", None))
+    if given is None and model.generation_config.use_cache is False:
+        arguments["use_cache"] = True
 
 
 def _effective(model, arguments: dict[str, Any], name: str):

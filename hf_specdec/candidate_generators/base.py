@@ -40,6 +40,7 @@ class Session:
         max_length (`int`): Tokens a row may hold, prompt included (padding not counted for the longest prompt).
         device (`torch.device`): Where draft tokens are expected.
         sampler (`DraftSampler`): How to draw a draft token from draft logits as the target would draw it.
+        takes_trees (`bool`): Whether the target can verify branches; if not, drafts must be chains.
         notes (`list[str]`): What is limited or switched off in this call, and why; part of the statistics.
     """
 
@@ -47,6 +48,7 @@ class Session:
     max_length: int
     device: torch.device
     sampler: DraftSampler | None = None
+    takes_trees: bool = True
     notes: list[str] = field(default_factory=list)
 
 

@@ -19,7 +19,7 @@ from .cache import SlotCache, compact, dynamic_cache
 from .functional import slot_model
 from .output import OutputRecorder, SpeculativeOutput
 from .sequences import Sequences, StopRules
-from .target import SlotOutput
+from .target import SlotOutput, check_reach, model_profile
 
 
 @dataclass
@@ -83,6 +83,7 @@ class DecodingLoop:
                 max_length=self.stop.max_length,
                 device=self.device,
                 sampler=DraftSampler(stack, self.sequences, uniforms, vocab_size),
+                takes_trees=not model_profile(self.model).counts_slots,
                 notes=self.stats.notes,
             )
         )
@@ -136,41 +137,49 @@ class DecodingLoop:
     def _prefill(self) -> None:
         """The target reads the prompts and gives each row its first token; then the drafter reads them."""
         began = perf_counter()
-        request, kwargs = self.request, dict(self.request.model_kwargs)
-        starts = _row_starts(kwargs.get("attention_mask"), self.batch_size)
-        if request.past_key_values is not None:
-            self.target.cache.load(request.past_key_values)
-        kwargs["past_key_values"] = self.target.cache
-        with self.target.captured() as states:
-            output = self.model._prefill(request.input_ids, request.generation_config, kwargs)
-        length = self.target.cache.get_seq_length()
-        self.target.start_slots(starts, _position_offsets(kwargs.get("position_ids"), length, starts))
-        room = self.stop.max_length - request.input_ids.shape[1]
-        # The last token is never read.
-        first_new = max(own + offset for own, offset in zip(self._positions(0), self.target.offsets))
-        self.target.max_position = first_new + room - 2
-        self.stats.num_target_forwards += 1
-        if request.streamer is not None:
-            request.streamer.put(request.input_ids.cpu())
-
+        output, states = self._read_prompts()
+        if self.request.streamer is not None:
+            self.request.streamer.put(self.request.input_ids.cpu())
         # The first token is committed like every other: a verification without drafts, of the prompt's last node.
         logits = output.logits[:, -1:].to(self.device)
         draft = DraftTree.empty(self.batch_size, self.device)
-        verdict = self.verifier.verify(draft, logits, self.rows, [length - start for start in starts])
+        verdict = self.verifier.verify(draft, logits, self.rows, self._positions(0))
         self.stats.num_committed_tokens += self.batch_size
         self.recorder.add(self.rows, verdict, logits, output.get("hidden_states"))
         self.anchors = verdict.tokens[:, 0]
         self._stream()
         self.stats.prefill_seconds = perf_counter() - began
-        if self.stop.all_finished:
-            return
+        if not self.stop.all_finished:
+            self._start_drafting(verdict, states)
+
+    def _read_prompts(self):
+        """The target's own prefill into the slots; its output, and the hidden states the drafter asked for."""
+        request, target = self.request, self.target
+        kwargs = dict(request.model_kwargs)
+        starts = _row_starts(kwargs.get("attention_mask"), self.batch_size)
+        if request.past_key_values is not None:
+            target.cache.load(request.past_key_values)
+        room = self.stop.max_length - request.input_ids.shape[1]
+        length = _prompt_slots(request, target.cache.get_seq_length())
+        check_reach(self.model, [length - start for start in starts], room)
+        kwargs["past_key_values"] = target.cache
+        with target.captured() as states:
+            output = self.model._prefill(request.input_ids, request.generation_config, kwargs)
+        self.stats.num_target_forwards += 1
+        offsets = _position_offsets(kwargs.get("position_ids"), target.cache.get_seq_length(), starts)
+        target.start_slots(starts, offsets)
+        # The last token is never read.
+        first_new = max(own + offset for own, offset in zip(self._positions(0), target.offsets))
+        target.max_position = first_new + room - 2
+        return output, states
+
+    def _start_drafting(self, verdict: Verdict, states: dict) -> None:
         began = perf_counter()
         # The slots may begin before the given tokens: a continued cache, or embeddings.
-        unknown = length - request.input_ids.shape[1]
-        prompt_starts = [max(start - unknown, 0) for start in starts]
-        self.generator.prefill(Prompt(request.input_ids, prompt_starts, states))
-        last_states = {key: value[:, -1:] for key, value in states.items()}
-        self._observe(verdict, last_states)
+        unknown = self.target.cache.lengths[0] - self.request.input_ids.shape[1]
+        prompt_starts = [max(start - unknown, 0) for start in self.target.starts]
+        self.generator.prefill(Prompt(self.request.input_ids, prompt_starts, states))
+        self._observe(verdict, {key: value[:, -1:] for key, value in states.items()})
         self.stats.draft_seconds += perf_counter() - began
         self._drop_finished_rows()
 
@@ -311,6 +320,17 @@ def _pad_token(config) -> int:
 def _embeds_length(model_kwargs: dict) -> int:
     embeds = model_kwargs.get("inputs_embeds")
     return 0 if embeds is None else embeds.shape[1]
+
+
+def _prompt_slots(request: Request, past_length: int) -> int:
+    """Slots that the prompts fill: tokens or embeddings, and what a continued cache holds before them."""
+    kwargs, given = request.model_kwargs, request.input_ids.shape[1]
+    mask = kwargs.get("attention_mask")
+    if mask is not None:
+        return mask.shape[1]
+    # transformers drops a mask of ones, and remembers its length where that is needed.
+    given = max(given, _embeds_length(kwargs), getattr(request.generation_config, "_mask_length", 0))
+    return given if given > past_length else past_length + given
 
 
 def _row_starts(attention_mask: torch.Tensor | None, batch_size: int) -> list[int]:

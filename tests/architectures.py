@@ -1,0 +1,275 @@
+"""Tiny random models of every causal language model architecture of transformers.
+
+A model type needs an entry here only where the common sizes do not fit it, or where it cannot be decoded
+speculatively; types that transformers adds later are tried like all others.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+# Taken over by every config that knows the name. Windows and chunks are shorter than prompt and text, heads are
+# grouped, and the weights are large enough that the best token leads clearly.
+COMMON = {
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "d_model": 64,
+    "intermediate_size": 96,
+    "decoder_ffn_dim": 96,
+    "num_hidden_layers": 3,
+    "decoder_layers": 3,
+    "num_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.5,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "is_decoder": True,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "sliding_window": 8,
+    "attention_chunk_size": 8,
+    # Mixture of experts
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    # Compressed keys and values
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "index_n_heads": 40,
+    "index_head_dim": 16,
+    "index_topk": 12,
+}
+
+# Rounding errors grow on the way through these models, or decide which experts or keys are taken.
+_SENSITIVE = {"initializer_range": 0.1}
+# Large weights make these repeat one token.
+_CALM = {"initializer_range": 0.1}
+_LATENT = {"head_dim": 8, "num_key_value_heads": 4}
+_INDEXED = {**_LATENT, **_SENSITIVE}
+_SLIDING_LATENT = {
+    "num_key_value_heads": 4,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 24,
+    "swa_kv_lora_rank": 16,
+    "swa_head_dim": 16,
+    "swa_qk_nope_head_dim": 8,
+    "swa_v_head_dim": 16,
+}
+# Types whose default has full attention only.
+_SLIDING = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "use_sliding_window": True,
+}
+_SHARED_CACHE = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 99,
+    "global_head_dim": 16,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 4]}
+
+# What a model type needs besides or in place of the common values.
+SPECIAL = {
+    "axk1": _LATENT,
+    "axk2": _INDEXED,
+    "big_bird": {"attention_type": "original_full"},
+    "blenderbot": _CALM,
+    "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {
+        **_SLIDING,
+        "rope_parameters": {"full_attention": dict(_ROPE), "sliding_attention": dict(_ROPE)},
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "deepseek_v32": _INDEXED,
+    "dots1": _SLIDING,
+    "dots3_note": {
+        "text_config": _SLIDING_LATENT,
+        "vision_config": {"num_hidden_layers": 42, "adapter_in_dim": 64, "adapter_out_dim": 64},
+        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    },
+    "dots3_note_text": _SLIDING_LATENT,
+    "gemma3n_text": _SHARED_CACHE,
+    "gemma4": {"text_config": _SHARED_CACHE},
+    "gemma4_text": _SHARED_CACHE,
+    "gemma4_unified": {"text_config": _SHARED_CACHE},
+    "gemma4_unified_text": _SHARED_CACHE,
+    "glm4_moe_lite": _LATENT,
+    "glm_moe_dsa": _INDEXED,
+    "gpt_neo": {"num_layers": 3, "attention_types": [[["local", "global", "local"], 1]], "window_size": 8},
+    "gptj": {"rotary_dim": 8},
+    "hrm_text": _SENSITIVE,
+    "hy_v4": _SENSITIVE,
+    "laguna": _SLIDING,
+    "longcat_flash": {
+        **_LATENT,
+        "num_layers": 2,
+        "ffn_hidden_size": 64,
+        "expert_ffn_hidden_size": 32,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+    },
+    "mellum": _SLIDING,
+    "minicpm3": _LATENT,
+    "minimax_m3_vl_text": _CALM,
+    "modernbert-decoder": {"local_attention": 16},
+    "opt": _CALM,
+    "qwen2": _SLIDING,
+    "qwen2_moe": _SLIDING,
+    "qwen3": _SLIDING,
+    "qwen3_moe": {"use_sliding_window": True},
+    "smollm3": _SLIDING,
+    "whisper": _CALM,
+    "xmod": {"default_language": "en_XX"},
+    "youtu": _LATENT,
+}
+
+# Other forms of a type that take another way through its code: (type, changes).
+VARIANTS = {
+    "bert-two_way_prompt": ("bert", {"is_decoder": False}),
+    "falcon-alibi": ("falcon", {"alibi": True}),
+    "falcon-grouped": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "gpt_bigcode-multi_head": ("gpt_bigcode", {"multi_query": False}),
+    "mistral-full": ("mistral", {"sliding_window": None}),
+    "mpt-no_alibi": ("mpt", {"attn_config": {"alibi": False}}),
+    "qwen2-full": ("qwen2", {"layer_types": None, "use_sliding_window": False}),
+}
+
+# Types that count slots, so that no tree can be verified.
+CHAINS_ONLY = {
+    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom", "falcon-alibi", "gpt_neo", "marian", "mbart",
+    "moss_transcribe_diarize", "mpt", "mpt-no_alibi", "mvp", "pegasus", "plbart", "roformer", "trocr", "whisper",
+}
+
+_RECURRENT = "cannot be cut back to the accepted tokens"
+_BLOCK_INDEX = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+}
+_NO_CACHE = "keeps no key/value cache"
+
+# Types that cannot be used: what the error says, and the config values that the type is known for.
+UNSUPPORTED = {
+    "bailing_hybrid": (_RECURRENT, {}),
+    "bamba": (_RECURRENT, {}),
+    "blt": ("groups bytes into patches", {}),
+    "cpmant": ("reads the whole text again", {}),
+    "deepseek_v4": (_RECURRENT, {}),
+    "falcon_h1": (_RECURRENT, {}),
+    "falcon_mamba": (_RECURRENT, {}),
+    "git": ("image slots in front of the padding", {}),
+    "granitemoehybrid": (_RECURRENT, {}),
+    "inkling2_text": (_RECURRENT, {}),
+    "inkling_text": (_RECURRENT, {}),
+    "jamba": (_RECURRENT, {}),
+    "kimi_linear": (_RECURRENT, {}),
+    "lfm2": (_RECURRENT, {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}),
+    "lfm2_moe": (_RECURRENT, {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}),
+    "lfm3": (_RECURRENT, {}),
+    "mamba": (_RECURRENT, {}),
+    "mamba2": (_RECURRENT, {}),
+    "minimax": (_RECURRENT, {}),
+    "nemotron_h": (_RECURRENT, {}),
+    "olmo_hybrid": (_RECURRENT, {}),
+    "openai-gpt": (_NO_CACHE, {}),
+    "prophetnet": ("one token at a time", {}),
+    "qwen3_5": (_RECURRENT, {}),
+    "qwen3_5_moe": (_RECURRENT, {}),
+    "qwen3_5_moe_text": (_RECURRENT, {}),
+    "qwen3_5_text": (_RECURRENT, {}),
+    "qwen3_next": (_RECURRENT, {}),
+    "qwen4_exp": (_RECURRENT, {"text_config": _BLOCK_INDEX}),
+    "qwen4_exp_text": (_RECURRENT, _BLOCK_INDEX),
+    "recurrent_gemma": (_RECURRENT, {}),
+    "reformer": (_NO_CACHE, {"is_decoder": True}),
+    "rwkv": (_RECURRENT, {}),
+    "xlm": (_NO_CACHE, {}),
+    "xlnet": (_NO_CACHE, {}),
+    "xlstm": (_RECURRENT, {}),
+    "zamba": (_RECURRENT, {}),
+    "zamba2": (_RECURRENT, {}),
+    "zaya": (_RECURRENT, {}),
+}
+
+# Types that cannot be tried here.
+NOT_BUILT = {
+    "gemma3n": "its vision tower needs the package timm; its text model is tried as gemma3n_text",
+    "gemma4_assistant": "a drafting head on the cache of its target, which does not generate by itself",
+    "gemma4_unified_assistant": "a drafting head on the cache of its target, which does not generate by itself",
+    "musicgen": "generates several streams of audio codes, and its config does not build its causal model",
+    "musicgen_melody": "generates several streams of audio codes, and its config does not build its causal model",
+}
+
+
+def supported() -> list[str]:
+    """Names of all types and variants that must work."""
+    exceptions = {*UNSUPPORTED, *NOT_BUILT}
+    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in exceptions] + list(VARIANTS)
+
+
+def unsupported() -> list[str]:
+    return [name for name in UNSUPPORTED if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+
+
+def tiny_model(name: str, attn_implementation: str | None = None, **changes) -> torch.nn.Module:
+    """A model of `supported()` with fixed random weights; `changes` are config values."""
+    model_type, variant = VARIANTS.get(name, (name, {}))
+    config = _build(CONFIG_MAPPING[model_type], {**SPECIAL.get(model_type, {}), **variant, **changes})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norms, biases and attention sinks start as constants, which would hide their part.
+            if parameter.dim() < 2:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def empty_model(name: str) -> torch.nn.Module:
+    """A model of `unsupported()` in its usual size, without memory for the weights."""
+    config = CONFIG_MAPPING[name](**UNSUPPORTED[name][1])
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _build(config_class: type, special: dict) -> PreTrainedConfig:
+    default = config_class()
+    known = {*config_class.__dataclass_fields__, *config_class.attribute_map}
+    values = {name: value for name, value in COMMON.items() if name in known}
+    kinds = sorted(set(getattr(default, "layer_types", None) or ()), reverse=True)
+    if "layer_types" in known and kinds:
+        # Every kind of layer that the architecture has.
+        values["layer_types"] = [kinds[layer % len(kinds)] for layer in range(values["num_hidden_layers"])]
+    for name in config_class.sub_configs:
+        part = getattr(default, name, None)
+        if isinstance(part, PreTrainedConfig):
+            values[name] = _build(type(part), special.get(name, {}))
+    own = {name: value for name, value in special.items() if name not in config_class.sub_configs}
+    return config_class(**{**values, **own})

@@ -1,0 +1,36 @@
+"""Settings that must be made before anything else is imported, and the models that most tests share."""
+
+from __future__ import annotations
+
+import os
+
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+import hf_specdec  # noqa: F401 - teaches generate() the speculative arguments
+from tests.models import letter_tokenizer, tiny_llama, tiny_mistral
+
+
+# Small models on a shared machine are slower with more.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture(scope="session")
+def sliding_model():
+    return tiny_mistral()
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return letter_tokenizer()

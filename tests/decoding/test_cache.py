@@ -1,0 +1,175 @@
+"""The slot cache against lists of tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DeepseekV32Config, DynamicCache, Gemma2Config, LlamaConfig
+
+from hf_specdec.decoding.cache import SlotCache, compact, dynamic_cache
+
+
+# Key/value heads of each layer, and its head size.
+LAYERS = ((1, 2), (3, 4))
+
+
+def states_of(tokens: torch.Tensor, heads: int, size: int) -> torch.Tensor:
+    """States `(R, H, T, D)` in which every number tells token, head and channel."""
+    places = torch.arange(heads * size, dtype=torch.float).view(1, heads, 1, size)
+    return tokens[:, None, :, None] * 100.0 + places
+
+
+def write(cache: SlotCache, tokens: torch.Tensor, indexed: bool) -> list:
+    """Writes tokens to all layers, and returns what attention gets to see."""
+    seen = []
+    for layer, (heads, size) in enumerate(LAYERS):
+        states = states_of(tokens, heads, size)
+        seen.append(cache.update(states, -states, layer))
+        if indexed:
+            seen.append((cache.update_indexer(states_of(tokens, 1, size)[:, 0], layer),))
+    return seen
+
+
+def assert_holds(cache: SlotCache, rows: list[list[int]], indexed: bool) -> None:
+    assert cache.lengths == [len(row) for row in rows]
+    for row, tokens in enumerate(rows):
+        for (heads, size), buffers in zip(LAYERS, cache.row_states(row)):
+            expected = states_of(torch.tensor([tokens]), heads, size)[0]
+            assert torch.equal(buffers[0], expected)
+            assert torch.equal(buffers[1], -expected)
+            assert len(buffers) == 2 + indexed
+            if indexed:
+                assert torch.equal(buffers[2], states_of(torch.tensor([tokens]), 1, size)[0])
+
+
+class Tokens:
+    """Gives every token of a test another number."""
+
+    def __init__(self):
+        self.next = 1
+
+    def __call__(self, rows: int, width: int) -> torch.Tensor:
+        tokens = torch.arange(self.next, self.next + rows * width).view(rows, width)
+        self.next += rows * width
+        return tokens
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.integers(1, 4), st.integers(1, 5), st.integers(1, 8), st.booleans())
+def test_any_course_of_a_generation(data, batch_size, prompt_length, capacity, indexed):
+    """Prefill in parts, then cycles of writing, committing and dropping rows; the buffers grow when they must."""
+    fresh, cache = Tokens(), SlotCache(capacity)
+    prompt = [fresh(batch_size, prompt_length), fresh(batch_size, 2)]
+    for part in prompt:
+        write(cache, part, indexed)
+    cache.start_slots(batch_size)
+    rows = torch.cat(prompt, dim=1).tolist()
+    for _ in range(data.draw(st.integers(1, 4))):
+        nodes = data.draw(st.integers(1, 5))
+        drafted = fresh(len(rows), nodes)
+        plan = cache.plan_write(nodes, torch.device("cpu"))
+        seen = write(cache, drafted, indexed)
+        assert plan.columns == max(map(len, rows)) + nodes
+        for row, tokens in enumerate(rows):
+            text = torch.tensor([tokens + drafted[row].tolist()])
+            assert torch.equal(seen[0][0][row, :, : text.shape[1]], states_of(text, *LAYERS[0])[0])
+            assert seen[0][0].shape[2] == plan.columns
+        counts = [data.draw(st.integers(1, nodes)) for _ in rows]
+        is_chain = data.draw(st.booleans())
+        paths = [list(range(nodes)) if is_chain else data.draw(paths_of(nodes, count)) for count in counts]
+        cache.commit(counts, None if is_chain else padded(paths, max(counts)))
+        for row, path, count, new in zip(rows, paths, counts, drafted.tolist()):
+            row += [new[node] for node in path[:count]]
+        assert_holds(cache, rows, indexed)
+        finished = [data.draw(st.booleans()) for _ in rows]
+        if not all(finished):
+            keep = compact(finished)
+            cache.keep_rows(keep)
+            rows = [rows[row] for row in keep]
+            assert_holds(cache, rows, indexed)
+
+
+def paths_of(nodes: int, count: int):
+    """Nodes on a way down a tree: the anchor and `count - 1` rising nodes behind it."""
+    later = st.lists(st.integers(1, max(nodes - 1, 1)), min_size=count - 1, max_size=count - 1, unique=True)
+    return later.map(lambda chosen: [0, *sorted(chosen)])
+
+
+def padded(paths: list[list[int]], width: int) -> torch.LongTensor:
+    return torch.tensor([(path + path[-1:] * width)[:width] for path in paths])
+
+
+@given(st.lists(st.booleans(), max_size=9))
+def test_compact_fills_holes_from_the_end(finished):
+    keep = compact(finished)
+    assert sorted(keep) == [row for row, done in enumerate(finished) if not done]
+    assert all(row == place or (finished[place] and row > place) for place, row in enumerate(keep))
+
+
+def test_the_buffers_stay_where_they_are_until_they_are_full():
+    cache, fresh = SlotCache(8), Tokens()
+    write(cache, fresh(2, 3), indexed=False)
+    cache.start_slots(2)
+    place = cache.layers[0].keys.data_ptr()
+    cache.plan_write(5, torch.device("cpu"))
+    write(cache, fresh(2, 5), indexed=False)
+    assert cache.layers[0].keys.data_ptr() == place
+    cache.commit([5, 1])
+    cache.plan_write(1, torch.device("cpu"))
+    write(cache, fresh(2, 1), indexed=False)
+    assert cache.layers[0].capacity == 16
+
+
+CONFIGS = {
+    "full": (LlamaConfig, {}),
+    "sliding": (Gemma2Config, {"sliding_window": 4}),
+    "indexed": (DeepseekV32Config, {"mlp_layer_types": ["dense", "dense"]}),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_keys_and_values_go_to_a_dynamic_cache_and_back(kind):
+    config_class, values = CONFIGS[kind]
+    config = config_class(num_hidden_layers=2, **values)
+    indexed = kind == "indexed"
+    cache, fresh = SlotCache(4), Tokens()
+    tokens = fresh(2, 6)
+    write(cache, tokens, indexed)
+    cache.start_slots(2)
+
+    dynamic = dynamic_cache([cache.row_states(row) for row in range(2)], config)
+    reference = DynamicCache(config=config)
+    write(reference, tokens, indexed)
+    for ours, theirs in zip(dynamic.layers, reference.layers):
+        assert type(ours) is type(theirs)
+        assert ours.get_seq_length() == theirs.get_seq_length() == 6
+        assert torch.equal(ours.keys, theirs.keys)
+        assert torch.equal(ours.values, theirs.values)
+        if indexed:
+            assert torch.equal(ours.indexer_keys, theirs.indexer_keys)
+
+    again = SlotCache(4)
+    again.load(dynamic)
+    again.start_slots(2)
+    assert again.lengths == [6, 6]
+    window = {0: 3} if kind == "sliding" else {}
+    for layer in range(2):
+        kept = window.get(layer, 6)
+        for ours, theirs in zip(again.row_states(1)[layer], cache.row_states(1)[layer]):
+            assert torch.equal(ours[:, -kept:], theirs[:, -kept:])
+            assert not ours[:, : 6 - kept].any()
+
+
+def test_shorter_rows_of_a_dynamic_cache_are_followed_by_zeros():
+    cache, fresh = SlotCache(8), Tokens()
+    write(cache, fresh(2, 3), indexed=False)
+    cache.start_slots(2)
+    cache.plan_write(2, torch.device("cpu"))
+    write(cache, fresh(2, 2), indexed=False)
+    cache.commit([2, 1])
+    dynamic = dynamic_cache([cache.row_states(row) for row in range(2)], LlamaConfig(num_hidden_layers=2))
+    assert dynamic.get_seq_length() == 5
+    assert dynamic.layers[1].keys[0].ne(0).any(dim=(0, 2)).tolist() == [True] * 5
+    assert dynamic.layers[1].keys[1].ne(0).any(dim=(0, 2)).tolist() == [True] * 4 + [False]

@@ -1,0 +1,126 @@
+"""Masks and positions against their definition, one node and one slot at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, node_positions
+from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
+
+
+SPANS = (FULL, Span("sliding", 1), Span("sliding", 4), Span("chunked", 3), Span("sliding", 100))
+
+
+@st.composite
+def row_states(draw) -> RowState:
+    """Rows alike, of different lengths, or padded."""
+    rows = draw(st.integers(1, 4))
+    lengths = [draw(st.integers(1, 9))] * rows if draw(st.booleans()) else draw(_ints(rows, 1, 9))
+    starts = [0] * rows if draw(st.booleans()) else [draw(st.integers(0, length - 1)) for length in lengths]
+    return RowState(lengths, starts, draw(_ints(rows, 0, 2)))
+
+
+def _ints(size: int, low: int, high: int):
+    return st.lists(st.integers(low, high), min_size=size, max_size=size)
+
+
+@st.composite
+def parent_lists(draw, rows: int) -> list[list[int]]:
+    """Draft parents, the same for all rows or other ones for each."""
+    size = draw(st.integers(0, 6))
+    kinds = [
+        st.just([list(range(-1, size - 1))]),
+        st.tuples(*(st.integers(-1, node - 1) for node in range(size))).map(lambda parents: [list(parents)]),
+    ]
+    if size:
+        kinds.append(
+            st.lists(
+                st.tuples(*(st.integers(-1, node - 1) for node in range(size))).map(list), min_size=rows, max_size=rows
+            )
+        )
+    parents = draw(st.one_of(kinds))
+    return parents if len(parents) == rows else parents * rows
+
+
+def topology_of(parents: list[list[int]]) -> TreeTopology:
+    if any(row != parents[0] for row in parents):
+        return TreeTopology.from_parents(torch.tensor(parents))
+    if parents[0] == list(range(-1, len(parents[0]) - 1)):
+        return chain_topology(len(parents[0]), torch.device("cpu"))
+    return static_topology(tuple(parents[0]), torch.device("cpu"))
+
+
+def ancestors_of(node: int, parents: list[int]) -> list[int]:
+    """The verified nodes from `node` up to the anchor, both included."""
+    path = [node]
+    while path[-1] != 0:
+        path.append(parents[path[-1] - 1] + 1)
+    return path
+
+
+def is_seen(span: Span, query: int, key: int) -> bool:
+    """Whether a text's token at position `query` looks at the one at position `key`, which is not behind it."""
+    if span.kind == "sliding":
+        return query - key < span.size
+    if span.kind == "chunked":
+        return query // span.size == key // span.size
+    return True
+
+
+def expected_mask(row: int, rows: RowState, parents: list[int], columns: int, span: Span) -> list[list[bool]]:
+    length, start = rows.lengths[row], rows.starts[row]
+    lines = []
+    for node in range(len(parents) + 1):
+        path = ancestors_of(node, parents)
+        # Written as a text, the node stands behind the row's real tokens and its ancestors.
+        text = list(range(start, length)) + [length + ancestor for ancestor in reversed(path)]
+        query = len(text) - 1
+        seen = {slot for position, slot in enumerate(text) if is_seen(span, query, position)}
+        lines.append([slot in seen for slot in range(columns)])
+    return lines
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), row_states(), st.integers(0, 3))
+def test_masks_show_each_node_the_text_it_stands_for(data, rows, spare_columns):
+    parents = data.draw(parent_lists(len(rows.lengths)))
+    topology = topology_of(parents)
+    columns = max(rows.lengths) + len(parents[0]) + 1
+    if not rows.is_uniform:
+        columns += spare_columns
+    masks = node_masks(topology, rows, columns, SPANS, torch.float32)
+    for span, mask in zip(SPANS, masks):
+        assert mask.shape[0] in (1, len(rows.lengths))
+        assert set(mask.unique().tolist()) <= {0.0, torch.finfo(torch.float32).min}
+        visible = (mask == 0).expand(len(rows.lengths), -1, -1, -1)
+        for row, row_parents in enumerate(parents):
+            assert visible[row, 0].tolist() == expected_mask(row, rows, row_parents, columns, span)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), row_states())
+def test_positions_count_real_tokens_and_ancestors(data, rows):
+    parents = data.draw(parent_lists(len(rows.lengths)))
+    positions = node_positions(topology_of(parents), rows)
+    for row, row_parents in enumerate(parents):
+        first = rows.lengths[row] - rows.starts[row] + rows.offsets[row]
+        expected = [first + len(ancestors_of(node, row_parents)) - 1 for node in range(len(row_parents) + 1)]
+        assert positions[row].tolist() == expected
+
+
+def test_rows_that_are_alike_share_one_mask():
+    topology = chain_topology(3, torch.device("cpu"))
+    alike = node_masks(topology, RowState([5, 5], [0, 0], [0, 0]), 9, (FULL,), torch.float32)[0]
+    padded = node_masks(topology, RowState([5, 5], [0, 2], [0, 0]), 9, (FULL,), torch.float32)[0]
+    assert alike.shape == (1, 1, 4, 9)
+    assert padded.shape == (2, 1, 4, 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_hidden_slots_get_the_lowest_number_of_the_dtype(dtype):
+    mask = node_masks(chain_topology(1, torch.device("cpu")), RowState([1], [0], [0]), 3, (FULL,), dtype)[0]
+    assert mask.dtype == dtype
+    assert mask[0, 0].tolist() == [[0.0, 0.0, torch.finfo(dtype).min], [0.0, 0.0, 0.0]]

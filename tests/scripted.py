@@ -1,0 +1,134 @@
+"""A drafter for tests: it knows what plain generation will say, and spoils some of it on purpose.
+
+With it every path of the loop is reached in a few cycles: rows that accept nothing, something or all of a draft, at
+the same time, over chains and trees.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from hf_specdec import CandidateGenerator, DraftTree, SpeculativeConfig, Speculator, register_candidate_generator
+from hf_specdec.candidate_generators import available_methods
+from hf_specdec.candidate_generators.base import DraftStep
+
+
+@dataclass(frozen=True)
+class ScriptedOptions:
+    """The script is no setting; it comes as the speculator's resources."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What to propose.
+
+    Args:
+        texts (`list[list[int]]`): For each row of the call its prompt and what follows, without padding.
+        vocab_size (`int`): Wrong tokens are drawn below it.
+        accuracy (`float`): Probability that a draft token is the right one.
+        seed (`int`): Of everything random here.
+        tree (`tuple[int, ...]`, *optional*): Parents of the draft nodes, -1 for the anchor; `None` drafts chains. The
+            right tokens lie on a branch chosen anew in every cycle. `"random"` draws other parents for every row.
+    """
+
+    texts: list[list[int]]
+    vocab_size: int
+    accuracy: float = 0.7
+    seed: int = 0
+    tree: tuple[int, ...] | str | None = None
+
+
+class ScriptedCandidateGenerator(CandidateGenerator):
+    """Proposes from a [`Script`]."""
+
+    options_class = ScriptedOptions
+
+    def __init__(self, config, resources: Script, session):
+        super().__init__(config, resources, session)
+        self.script = resources
+        self.random = random.Random(resources.seed)
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        if self.script.tree is None:
+            return self._chains(step)
+        return self._trees(step)
+
+    def _chains(self, step: DraftStep) -> DraftTree:
+        drafts = []
+        for row, length, room in zip(step.rows, step.lengths, step.max_draft_tokens):
+            size = min(self.random.randint(self.num_speculative_tokens - 1, self.num_speculative_tokens), room)
+            drafts.append([self._token(row, length + depth) for depth in range(size)])
+        return DraftTree.from_lists(drafts, self.session.device)
+
+    def _token(self, row: int, position: int) -> int:
+        """The token at this position of the row's text, or now and then a wrong one."""
+        text = self.script.texts[row]
+        if position >= len(text) or self.random.random() > self.script.accuracy:
+            return self.random.randrange(self.script.vocab_size)
+        return text[position]
+
+    def _trees(self, step: DraftStep) -> DraftTree:
+        parents = [self._parents() for _ in step.rows]
+        drafts = [
+            self._tree_tokens(row, length, room, row_parents)
+            for row, length, room, row_parents in zip(step.rows, step.lengths, step.max_draft_tokens, parents)
+        ]
+        size = len(parents[0])
+        tokens = torch.tensor([draft + [0] * (size - len(draft)) for draft in drafts])
+        is_static = self.script.tree != "random"
+        return DraftTree(
+            tokens.to(self.session.device),
+            torch.tensor(parents[0] if is_static else parents, device=self.session.device),
+            torch.tensor([len(draft) for draft in drafts], device=self.session.device),
+        )
+
+    def _parents(self) -> list[int]:
+        if self.script.tree != "random":
+            return list(self.script.tree)
+        return [self.random.randint(-1, node - 1) for node in range(6)]
+
+    def _tree_tokens(self, row: int, length: int, room: int, parents: list[int]) -> list[int]:
+        tokens: list[int] = []
+        depths: list[int] = []
+        right_nodes = self._right_branch(parents)
+        for node, parent in enumerate(parents):
+            depth = 0 if parent < 0 else depths[parent] + 1
+            if depth >= room:
+                break
+            wrong = self.random.randrange(self.script.vocab_size)
+            tokens.append(self._token(row, length + depth) if node in right_nodes else wrong)
+            depths.append(depth)
+        return tokens
+
+    def _right_branch(self, parents: list[int]) -> set[int]:
+        """A way from the anchor to a leaf."""
+        branch, children = set(), [node for node, parent in enumerate(parents) if parent == -1]
+        while children:
+            last = self.random.choice(children)
+            branch.add(last)
+            children = [node for node, parent in enumerate(parents) if parent == last]
+        return branch
+
+
+def scripted_speculator(
+    outputs: torch.LongTensor, starts: list[int], vocab_size: int, num_speculative_tokens: int = 5, **options
+) -> Speculator:
+    """A speculator for `generate(assistant=...)` that drafts from plain generation's output.
+
+    Args:
+        outputs (`torch.LongTensor` of shape `(B, L)`): What plain `generate()` returned, left padding included.
+        starts (`list[int]`): Each row's first real token.
+        vocab_size (`int`): Wrong tokens are drawn below it.
+        num_speculative_tokens (`int`): Depth of the drafts.
+        options: Further fields of [`Script`].
+    """
+    texts = [row[start:] for row, start in zip(outputs.tolist(), starts)]
+    config = SpeculativeConfig(method="scripted", num_speculative_tokens=num_speculative_tokens)
+    return Speculator(config, ScriptedCandidateGenerator, Script(texts, vocab_size, **options))
+
+
+if "scripted" not in available_methods():
+    register_candidate_generator("scripted", ScriptedCandidateGenerator)

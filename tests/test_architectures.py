@@ -1,0 +1,207 @@
+"""Greedy speculation equals plain `generate()` for every architecture that keeps keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import hf_specdec
+from hf_specdec import UnsupportedModelError
+from hf_specdec.decoding.target import check_reach
+
+from .architectures import CHAINS_ONLY, NOT_BUILT, SPECIAL, UNSUPPORTED, empty_model, supported, tiny_model
+from .architectures import unsupported as unsupported_types
+from .scripted import scripted_speculator
+
+
+PROMPT_LENGTHS = {1: [14], 4: [14, 5, 9, 12]}
+NEW_TOKENS = 24
+TREE = (-1, -1, 0, 0, 1, 2)
+
+# Both ways through the attention interface, for every kind of mask, bias and head grouping.
+EAGER = ["falcon", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "llama", "mistral", "mpt", "phi3", "qwen3"]
+
+
+@dataclass
+class Case:
+    """One model and what plain generation says."""
+
+    name: str
+    model: torch.nn.Module
+    plain: dict[int, torch.LongTensor] = field(default_factory=dict)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.get_text_config(decoder=True).vocab_size
+
+    def prompts(self, batch_size: int) -> dict[str, torch.Tensor]:
+        """Left-padded random prompts."""
+        lengths, width = PROMPT_LENGTHS[batch_size], max(PROMPT_LENGTHS[batch_size])
+        draw = torch.Generator().manual_seed(1)
+        input_ids = torch.randint(3, self.vocab_size, (batch_size, width), generator=draw)
+        mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
+        return {"input_ids": input_ids * mask, "attention_mask": mask.long()}
+
+    def expected(self, batch_size: int) -> torch.LongTensor:
+        if batch_size not in self.plain:
+            self.plain[batch_size] = self.generate(batch_size)
+        return self.plain[batch_size]
+
+    def speculate(self, batch_size: int, **script):
+        lengths = PROMPT_LENGTHS[batch_size]
+        starts = [max(lengths) - length for length in lengths]
+        speculator = scripted_speculator(self.expected(batch_size), starts, self.vocab_size, **script)
+        return self.generate(batch_size, assistant=speculator, return_dict_in_generate=True)
+
+    def generate(self, batch_size: int, **arguments):
+        return self.model.generate(
+            **self.prompts(batch_size), max_new_tokens=NEW_TOKENS, do_sample=False, **arguments
+        )
+
+
+@pytest.fixture(scope="module", params=supported())
+def case(request) -> Case:
+    return Case(request.param, tiny_model(request.param))
+
+
+@pytest.mark.parametrize("batch_size", PROMPT_LENGTHS)
+def test_chains_equal_plain_generate(case, batch_size):
+    before = implementations(case.model)
+    output = case.speculate(batch_size, num_speculative_tokens=5)
+    assert output.sequences.tolist() == case.expected(batch_size).tolist()
+    assert_ragged_acceptance(output.speculative)
+    assert implementations(case.model) == before
+
+
+@pytest.mark.parametrize("batch_size", PROMPT_LENGTHS)
+def test_trees_equal_plain_generate(case, batch_size):
+    if case.name in CHAINS_ONLY:
+        with pytest.raises(UnsupportedModelError, match="Draft without branches"):
+            case.speculate(batch_size, num_speculative_tokens=3, tree=TREE)
+        return
+    output = case.speculate(batch_size, num_speculative_tokens=3, tree=TREE)
+    assert output.sequences.tolist() == case.expected(batch_size).tolist()
+    assert_ragged_acceptance(output.speculative)
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_eager_attention(name):
+    case = Case(name, tiny_model(name, attn_implementation="eager"))
+    for batch_size in PROMPT_LENGTHS:
+        for script in ({"num_speculative_tokens": 5}, {"num_speculative_tokens": 3, "tree": TREE}):
+            if "tree" in script and name in CHAINS_ONLY:
+                continue
+            output = case.speculate(batch_size, **script)
+            assert output.sequences.tolist() == case.expected(batch_size).tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2", "gemma4_text", "llama4_text", "deepseek_v32"])
+def test_trees_of_their_own_for_every_row(name):
+    case = Case(name, tiny_model(name))
+    output = case.speculate(4, num_speculative_tokens=6, tree="random")
+    assert output.sequences.tolist() == case.expected(4).tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v32"])
+def test_cache_can_be_continued(name):
+    """A cache goes from a speculative call to a plain one and on to a speculative one."""
+    case = Case(name, tiny_model(name))
+    prompt, expected = case.prompts(1), case.expected(1)
+    script = scripted_speculator(expected, [0], case.vocab_size)
+    tokens, cache = prompt["input_ids"], None
+    for assistant, new_tokens in ((script, 9), (None, 4), (script, NEW_TOKENS - 13)):
+        output = case.model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            past_key_values=cache,
+            assistant=assistant,
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+        tokens, cache = output.sequences, output.past_key_values
+    assert output.sequences.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", unsupported_types())
+def test_unsupported_architectures_say_why(name):
+    with pytest.raises(UnsupportedModelError, match=UNSUPPORTED[name][0]):
+        hf_specdec.generate(empty_model(name), torch.ones((1, 4), dtype=torch.long), spec_method="ngram")
+
+
+def test_model_that_leaves_the_cache_empty_is_refused():
+    class Forgetful(LlamaForCausalLM):
+        def forward(self, input_ids=None, past_key_values=None, **kwargs):
+            return super().forward(input_ids)
+
+    model = Forgetful(tiny_model("llama").config)
+    with pytest.raises(UnsupportedModelError, match="no keys and values of the prompt"):
+        model.generate(torch.ones((1, 4), dtype=torch.long), spec_method="ngram", max_new_tokens=4)
+
+
+ROPE = {"rope_theta": 10000.0, "factor": 2.0}
+DYNAMIC = {"max_position_embeddings": 20, "rope_parameters": {"rope_type": "dynamic", **ROPE}}
+LONG = {
+    "max_position_embeddings": 80,
+    "original_max_position_embeddings": 20,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 20,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        **ROPE,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "prompt_lengths", "new_tokens", "is_fine"),
+    [
+        ("llama", DYNAMIC, [4, 14], 7, True),
+        ("llama", DYNAMIC, [4, 14], 8, False),
+        ("llama", DYNAMIC, [30], 1, False),
+        ("phi3", LONG, [14], 7, True),
+        ("phi3", LONG, [14], 8, False),
+        ("phi3", LONG, [25, 21], 30, True),
+        ("phi3", LONG, [25, 20], 30, False),
+        ("llama", {}, [14], 1000, True),
+        ("gemma3_text", {}, [14], 1000, True),
+    ],
+)
+def test_texts_must_not_reach_where_the_rotary_embedding_changes(name, changes, prompt_lengths, new_tokens, is_fine):
+    model = tiny_model(name, **changes)
+    if is_fine:
+        check_reach(model, prompt_lengths, new_tokens)
+    else:
+        with pytest.raises(UnsupportedModelError, match="changes at position 20"):
+            check_reach(model, prompt_lengths, new_tokens)
+
+
+@pytest.mark.parametrize(("name", "changes"), [("llama", DYNAMIC), ("phi3", LONG)])
+def test_below_the_change_of_the_rotary_embedding(name, changes):
+    case = Case(name, tiny_model(name, **changes))
+    expected = case.expected(4)[:, : 14 + 7]
+    speculator = scripted_speculator(expected, [0, 9, 5, 2], case.vocab_size)
+    output = case.model.generate(**case.prompts(4), assistant=speculator, max_new_tokens=7, do_sample=False)
+    assert output.tolist() == expected.tolist()
+
+
+def test_exceptions_are_few_and_listed_once():
+    assert not UNSUPPORTED.keys() & NOT_BUILT.keys()
+    assert not (UNSUPPORTED.keys() | NOT_BUILT.keys()) & SPECIAL.keys()
+    assert len(supported()) >= 60
+
+
+def implementations(model) -> list[str]:
+    """The attention implementation that every module's config names."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return [config._attn_implementation for config in configs if hasattr(config, "_attn_implementation")]
+
+
+def assert_ragged_acceptance(stats) -> None:
+    """Some drafts were accepted and some were not, so both ways through a cycle were taken."""
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.num_target_forwards < NEW_TOKENS

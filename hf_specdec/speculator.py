@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -93,18 +94,25 @@ def load_speculator(
         SpecConfigError: The settings are wrong, or do not fit the target.
         CheckpointFormatError: The draft checkpoint does not fit the target.
     """
-    if draft_model is not None and not settings.get("method") and config is None:
+    if draft_model is not None and not settings.get("method") and not _names_method(config):
         settings["method"] = "draft_model"
     resolved = SpeculativeConfig.resolve(config, target_config=target_model.config, **settings)
     generator_class = resolve_candidate_generator(resolved.method)
-    # The speculator holds the draft model, so its id stays taken for as long as the entry lives.
-    key = (resolved.compute_hash(), None if draft_model is None else id(draft_model))
+    # Of loaded draft models only the last one is remembered, or an evaluation loop would keep all of its checkpoints.
+    key = (resolved.compute_hash(), draft_model is not None)
     with _lock:
         loaded = _speculators.setdefault(target_model, {})
-        if key not in loaded:
+        if key not in loaded or loaded[key][1] is not draft_model:
             given = {} if draft_model is None else {"draft_model": draft_model}
-            loaded[key] = Speculator(resolved, generator_class, generator_class.load(resolved, target_model, **given))
-        return loaded[key]
+            resources = generator_class.load(resolved, target_model, **given)
+            loaded[key] = (Speculator(resolved, generator_class, resources), draft_model)
+        return loaded[key][0]
+
+
+def _names_method(config: Any) -> bool:
+    if isinstance(config, Mapping):
+        return bool(config.get("method"))
+    return config is not None
 
 
 def forget_speculators(target_model: torch.nn.Module | None = None) -> None:

@@ -2,7 +2,7 @@
 
 A forward of a few tokens through a small model is mostly module calls and small operations, not arithmetic. The same
 operations written as plain functions over the model's own weights take half of the time or less. The weights are read
-where they are, so nothing is copied and nothing goes stale, and the results are bit for bit those of the model's own
+where they are, so nothing is copied, and the results are bit for bit those of the model's own
 forward over slots. Whatever is not exactly such a model (other classes, quantised layers, adapters, hooks, replaced
 forwards, another attention implementation) goes through its own forward.
 
@@ -78,7 +78,9 @@ class FunctionalSlotModel(SlotModel):
         super().__init__(model, cache)
         decoder = model.get_decoder()
         self._decoder = decoder
+        self._embedding = decoder.embed_tokens.weight
         self._head = model.get_output_embeddings().weight
+        self._norm = _Norm(decoder.norm)
         self._layers = [_Layer(layer) for layer in decoder.layers]
         self._has_full_span = all(span == FULL for span in self.profile.spans)
         types = self.profile.layer_types
@@ -90,26 +92,24 @@ class FunctionalSlotModel(SlotModel):
 
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology) -> SlotOutput:
         plan = self.cache.plan_write(tokens.shape[1], tokens.device)
-        masks = [self._folded(mask) for mask in self._masks_of_spans(topology, plan.columns)]
-        stream = F.embedding(tokens, self._decoder.embed_tokens.weight)
-        rotary = self._rotary_at(self.positions(topology), stream)
+        masks = self._masks_of_spans(topology, plan.columns)
+        stream = F.embedding(tokens, self._embedding)
+        rotary = self._rotary_at(topology, stream)
         for layer, slots, span in zip(self._layers, self.cache.layers, self._span_of_layer):
             stream = layer(stream, rotary, slots, plan, masks[span])
-        return SlotOutput(F.linear(_norm(stream, self._decoder.norm), self._head))
+        return SlotOutput(F.linear(self._norm(stream), self._head))
 
     def _masks_of_spans(self, topology: TreeTopology, columns: int) -> list[torch.Tensor | None]:
+        nodes = topology.depths.shape[-1]
         # One new token in rows of equal length sees every slot.
-        if topology.depths.shape[-1] == 1 and self._has_full_span and self.rows.is_uniform:
+        if nodes == 1 and self._has_full_span and self.rows.is_uniform:
             return [None] * len(self.profile.spans)
-        return node_masks(topology, self.rows, columns, self.profile.spans, self._head.dtype)
+        # The query heads of a group become further positions of their key/value head.
+        repeats = self._layers[0].groups if nodes > 1 else 1
+        return node_masks(topology, self.rows, columns, self.profile.spans, self._head.dtype, repeats)
 
-    def _folded(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """The mask for query heads that have become further positions of their key/value head."""
-        repeats = self._layers[0].groups
-        return mask if mask is None or mask.shape[2] == 1 or repeats == 1 else mask.repeat(1, 1, repeats, 1)
-
-    def _rotary_at(self, positions: torch.LongTensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine `(R, T, 1, D / 2)` of each node's position, from a table that grows with the text."""
+    def _rotary_at(self, topology: TreeTopology, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine `(R | 1, T, 1, D / 2)` of each node's position, from a table that grows with the text."""
         longest = self.cache.plan.columns + max(self.offsets)
         if self._rotary is None or longest > self._rotary[0].shape[0]:
             every = torch.arange(2 * longest, device=like.device)
@@ -118,53 +118,68 @@ class FunctionalSlotModel(SlotModel):
             half = cosine.shape[-1] // 2
             self._rotary = (cosine[0, :, None, :half].contiguous(), sine[0, :, None, :half].contiguous())
         cosine, sine = self._rotary
+        first, nodes = self.cache.lengths[0] + self.offsets[0], topology.depths.shape[-1]
+        inside = self.max_position is None or first + nodes <= self.max_position + 1
+        if topology.is_chain and inside and self.rows.is_uniform and len(set(self.offsets)) == 1:
+            return cosine[first : first + nodes], sine[first : first + nodes]
+        positions = self.positions(topology)
         return cosine[positions], sine[positions]
 
 
 class _Layer:
-    """One decoder layer as a function of the stream; the weights stay in the model's modules."""
+    """One decoder layer as a function of the stream; the weights are those of the model's modules."""
 
     def __init__(self, layer: nn.Module):
-        self.attention, self.mlp = layer.self_attn, layer.mlp
-        self.norms = layer.input_layernorm, layer.post_attention_layernorm
-        self.head_size = self.attention.head_dim
-        self.query_norm = getattr(self.attention, "q_norm", None)
-        self.key_norm = getattr(self.attention, "k_norm", None)
-        self.scale = self.attention.scaling
-        self.groups = self.attention.num_key_value_groups
-        self.activation = self.mlp.act_fn
+        attention, mlp = layer.self_attn, layer.mlp
+        self.query, self.key, self.value, self.output = (
+            _linear(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+        )
+        self.gate, self.up, self.down = (_linear(getattr(mlp, name)) for name in ("gate_proj", "up_proj", "down_proj"))
+        self.attention_norm, self.mlp_norm = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
+        has_head_norms = hasattr(attention, "q_norm")
+        self.head_norms = (_Norm(attention.q_norm), _Norm(attention.k_norm)) if has_head_norms else None
+        self.head_size = attention.head_dim
+        self.groups = attention.num_key_value_groups
+        self.scale = attention.scaling
+        self.activation = mlp.act_fn
 
     def __call__(self, stream, rotary, slots, plan, mask):
-        stream = stream + self._attend(_norm(stream, self.norms[0]), rotary, slots, plan, mask)
-        hidden = _norm(stream, self.norms[1])
-        gate, up, down = self.mlp.gate_proj, self.mlp.up_proj, self.mlp.down_proj
-        hidden = self.activation(F.linear(hidden, gate.weight, gate.bias)) * F.linear(hidden, up.weight, up.bias)
-        return stream + F.linear(hidden, down.weight, down.bias)
+        stream = stream + self._attend(self.attention_norm(stream), rotary, slots, plan, mask)
+        hidden = self.mlp_norm(stream)
+        hidden = self.activation(F.linear(hidden, *self.gate)) * F.linear(hidden, *self.up)
+        return stream + F.linear(hidden, *self.down)
 
     def _attend(self, hidden, rotary, slots, plan, mask):
         rows, nodes, _ = hidden.shape
-        query, key, value = (self._heads(hidden, name) for name in ("q_proj", "k_proj", "v_proj"))
-        if self.query_norm is not None:
-            query, key = _norm(query, self.query_norm), _norm(key, self.key_norm)
-        query, key = _turn(query, *rotary), _turn(key, *rotary)
+        query, key, value = (
+            F.linear(hidden, *weights).view(rows, nodes, -1, self.head_size)
+            for weights in (self.query, self.key, self.value)
+        )
+        if self.head_norms is not None:
+            query, key = self.head_norms[0](query), self.head_norms[1](key)
+        turned = _turn(torch.cat((query, key), dim=2), *rotary)
+        query, key = turned.split((query.shape[2], key.shape[2]), dim=2)
         keys, values = slots.update(key.transpose(1, 2), value.transpose(1, 2), plan)
         query = query.transpose(1, 2).reshape(rows, keys.shape[1], self.groups * nodes, self.head_size)
         output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self.scale)
         output = output.reshape(rows, -1, nodes, self.head_size).transpose(1, 2).reshape(rows, nodes, -1)
-        return F.linear(output, self.attention.o_proj.weight, self.attention.o_proj.bias)
-
-    def _heads(self, hidden: torch.Tensor, name: str) -> torch.Tensor:
-        linear = getattr(self.attention, name)
-        return F.linear(hidden, linear.weight, linear.bias).unflatten(-1, (-1, self.head_size))
+        return F.linear(output, *self.output)
 
 
-def _norm(hidden: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+class _Norm:
     """Root mean square norm over the last dimension, rounded where the models round."""
-    if hidden.dtype == torch.float32:
-        return F.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
-    wide = hidden.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-    return norm.weight * wide.to(hidden.dtype)
+
+    def __init__(self, norm: nn.Module):
+        self.weight, self.epsilon = norm.weight, norm.variance_epsilon
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.dtype == torch.float32:
+            return F.rms_norm(hidden, self.weight.shape, self.weight, self.epsilon)
+        return self.weight * F.rms_norm(hidden, self.weight.shape, None, self.epsilon)
+
+
+def _linear(module: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return module.weight, module.bias
 
 
 def _turn(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:

@@ -64,44 +64,53 @@ def node_positions(topology: TreeTopology, rows: RowState) -> torch.LongTensor:
 
 
 def node_masks(
-    topology: TreeTopology, rows: RowState, columns: int, spans: tuple[Span, ...], dtype: torch.dtype
+    topology: TreeTopology,
+    rows: RowState,
+    columns: int,
+    spans: tuple[Span, ...],
+    dtype: torch.dtype,
+    repeats: int = 1,
 ) -> list[torch.Tensor]:
     """Additive masks, one for each span: 0 where a node may look, the lowest number of `dtype` elsewhere.
 
+    Args:
+        repeats (`int`): How often the T rows of a mask follow each other, for query heads that are folded into nodes.
+
     Returns:
-        Tensors of shape `(1, 1, T, S)` if all rows are alike, `(R, 1, T, S)` otherwise; S is `columns`.
+        Tensors of shape `(1, 1, repeats * T, S)` if all rows are alike, `(R, 1, repeats * T, S)` otherwise; S is
+        `columns`.
     """
     build = _uniform_mask if rows.is_uniform and topology.ancestors.dim() == 2 else _ragged_mask
-    return [build(topology, rows, columns, span, dtype) for span in spans]
+    return [build(topology, rows, columns, span, dtype, repeats) for span in spans]
 
 
 @lru_cache(maxsize=256)
-def _block(topology: TreeTopology, dtype: torch.dtype) -> torch.Tensor:
-    """The `(T, T)` part of the mask among the new nodes."""
+def _block(topology: TreeTopology, dtype: torch.dtype, repeats: int) -> torch.Tensor:
+    """The `(repeats * T, T)` part of the mask among the new nodes."""
     block = torch.zeros(topology.ancestors.shape, dtype=dtype, device=topology.ancestors.device)
-    return block.masked_fill_(~topology.ancestors, torch.finfo(dtype).min)
+    return block.masked_fill_(~topology.ancestors, torch.finfo(dtype).min).repeat(repeats, 1)
 
 
-def _uniform_mask(topology, rows, columns, span, dtype):
+def _uniform_mask(topology, rows, columns, span, dtype, repeats):
     length, nodes = rows.lengths[0], topology.depths.shape[0]
     device = topology.depths.device
-    mask = torch.zeros((1, 1, nodes, columns), dtype=dtype, device=device)
-    mask[..., length:] = _block(topology, dtype)
+    mask = torch.zeros((1, 1, repeats * nodes, columns), dtype=dtype, device=device)
+    mask[..., length:] = _block(topology, dtype, repeats)
     if span.kind != "full":
         keys = torch.arange(columns, device=device)
         keys[length:] = topology.depths + length
         hidden = span.hidden((topology.depths + length)[:, None], keys)
-        mask.masked_fill_(hidden, torch.finfo(dtype).min)
+        mask.masked_fill_(hidden.repeat(repeats, 1), torch.finfo(dtype).min)
     return mask
 
 
-def _ragged_mask(topology, rows, columns, span, dtype):
+def _ragged_mask(topology, rows, columns, span, dtype, repeats):
     device = topology.depths.device
     mask = torch.zeros((len(rows.lengths), topology.depths.shape[-1], columns), dtype=dtype, device=device)
     for first, last in _mixed_slots(rows, columns, span):
         visible = _visible(topology, rows, torch.arange(first, last, device=device), span)
         mask[:, :, first:last].masked_fill_(~visible, torch.finfo(dtype).min)
-    return mask[:, None]
+    return mask[:, None].repeat(1, 1, repeats, 1) if repeats > 1 else mask[:, None]
 
 
 def _mixed_slots(rows: RowState, columns: int, span: Span) -> list[tuple[int, int]]:

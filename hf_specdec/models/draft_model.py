@@ -77,9 +77,11 @@ def _from_pretrained(name: str, location: dict[str, Any], arguments: dict[str, A
         model, loading = AutoModelForCausalLM.from_pretrained(
             name, config=model_config, output_loading_info=True, **location, **arguments
         )
+    except torch.OutOfMemoryError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         # Further lines list everything that transformers knows.
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointFormatError(f"The draft model '{name}' cannot be loaded: {reason}") from error
     missing = sorted(loading["missing_keys"])
     if missing:
@@ -130,6 +132,11 @@ def match_vocabularies(
 
     The tokenizers of both checkpoints are compared where they can be found. The sizes alone prove nothing: padded
     vocabularies of one tokenizer differ in size, and different tokenizers may agree in it.
+
+    Args:
+        draft_model, target_model (`PreTrainedModel`): The two models.
+        assume_same (`bool`): Do not compare the tokenizers.
+        location (`dict`, *optional*): Where the draft's tokenizer lies, from `checkpoint_location`.
 
     Raises:
         CheckpointFormatError: The tokenizers differ, or nothing shows that they agree.

@@ -1,0 +1,875 @@
+"""A draft model beside the target: the target's text, whatever the draft says, and drafts that are the draft's own."""
+
+import copy
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LlamaModel,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_specdec import (
+    CheckpointFormatError,
+    MissingDependencyError,
+    SpecConfigError,
+    UnsupportedModelError,
+    load_speculator,
+    record,
+)
+from hf_specdec.candidate_generators.base import Session
+from hf_specdec.decoding.target import SlotModel
+from hf_specdec.models import draft_model as loading
+from tests.models import VOCAB_SIZE, prompts, tiny_llama, tiny_mistral
+from tests.statistics import chi_square_pvalue
+from tests.test_sampling import (
+    NUM_ROWS,
+    P_VALUE,
+    SETTINGS,
+    V,
+    exact_distribution,
+    no_drafts,
+    sample,
+    sampled_counts,
+    small_model,
+)
+
+
+GREEDY = {"do_sample": False, "max_new_tokens": 25}
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def perturbed(model, noise=0.05, seed=0):
+    """A copy that agrees with the model more often than not."""
+    twin = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * noise * parameter.std())
+    return twin
+
+
+def tiny_gpt2(seed=0, positions=512, vocab_size=VOCAB_SIZE):
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=4, n_positions=positions, initializer_range=0.3,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).eval()
+
+
+def tiny(model_class, config_class, **settings):
+    torch.manual_seed(1)
+    return model_class(config_class(**{**SHAPE, **settings})).eval()
+
+
+def plain_and_ours(target, draft, inputs, options=None, **settings):
+    """The same call without and with a draft model, and the statistics of the latter."""
+    settings = {**GREEDY, **settings}
+    speculator = load_speculator(target, {"method": "draft_model", **(options or {})}, draft_model=draft)
+    with record(trace=True) as made:
+        ours = target.generate(**inputs, **settings, assistant=speculator)
+    return target.generate(**inputs, **settings), ours, made.calls[0]
+
+
+def assert_own_drafts(draft, inputs, text, call, readable=None):
+    """Every draft is what the draft model itself says behind the text so far: its cache is never wrong."""
+    starts = (inputs["attention_mask"] == 0).sum(1).tolist()
+    lengths = [inputs["input_ids"].shape[1] + 1] * len(text)
+    for cycle in call.cycles:
+        for row in cycle.rows:
+            so_far = text[row.row : row.row + 1, starts[row.row] : lengths[row.row]]
+            if readable is not None:
+                so_far = so_far.masked_fill(so_far >= readable, 0)
+            if row.draft_tokens:
+                own = draft.generate(
+                    so_far, attention_mask=torch.ones_like(so_far), do_sample=False, pad_token_id=0,
+                    max_new_tokens=len(row.draft_tokens),
+                )  # fmt: skip
+                assert row.draft_tokens == own[0, so_far.shape[1] :].tolist()
+            lengths[row.row] += len(row.committed_tokens)
+
+
+@pytest.fixture(scope="module")
+def drafts(model):
+    return {"itself": model, "perturbed": perturbed(model), "unrelated": tiny_llama(seed=3, num_hidden_layers=1)}
+
+
+class TestGreedyEqualsPlain:
+    @pytest.mark.parametrize("batch_size", [1, 4])
+    @pytest.mark.parametrize("k", range(1, 7))
+    @pytest.mark.parametrize("kind", ["itself", "perturbed", "unrelated"])
+    def test_every_draft_length(self, model, drafts, kind, k, batch_size):
+        plain, ours, call = plain_and_ours(
+            model, drafts[kind], prompts(batch_size), {"num_speculative_tokens": k}, max_new_tokens=1 + 4 * (k + 1)
+        )
+        assert torch.equal(ours, plain)
+        stats = call.stats
+        assert max(len(row.draft_tokens) for cycle in call.cycles for row in cycle.rows) == k
+        if kind == "itself":
+            assert stats.acceptance_rate == 1
+            assert stats.mean_acceptance_length == k + 1
+            assert stats.num_target_forwards == 1 + 4
+        if batch_size > 1:
+            low, high = {"itself": (1, 1), "perturbed": (0.4, 0.95), "unrelated": (0, 0.2)}[kind]
+            assert low <= stats.acceptance_rate <= high
+
+    @pytest.mark.parametrize("batch_size", [1, 4])
+    @pytest.mark.parametrize("kind", ["itself", "perturbed", "unrelated"])
+    def test_rows_that_end_apart(self, model, drafts, kind, batch_size):
+        inputs = prompts(batch_size)
+        text = model.generate(**inputs, **GREEDY)
+        eos = sorted({int(text[row, 7 + 4 + 5 * row]) for row in range(batch_size)})
+        plain, ours, call = plain_and_ours(model, drafts[kind], inputs, eos_token_id=eos, pad_token_id=0)
+        assert torch.equal(ours, plain)
+        # Drafts that are all accepted bring several rows to their end in one cycle.
+        if batch_size > 1 and kind != "itself":
+            assert len({len(cycle.rows) for cycle in call.cycles}) > 1
+
+    @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 6, 7])
+    def test_max_new_tokens(self, model, drafts, max_new_tokens):
+        for draft in drafts.values():
+            plain, ours, call = plain_and_ours(model, draft, prompts(3), max_new_tokens=max_new_tokens)
+            assert torch.equal(ours, plain)
+            drafted = [len(row.draft_tokens) for cycle in call.cycles for row in cycle.rows]
+            # The target's own token needs room, too.
+            assert max(drafted, default=0) == max(min(5, max_new_tokens - 2), 0)
+
+    def test_sliding_target_and_sliding_draft(self, sliding_model):
+        draft = perturbed(sliding_model, 0.05)
+        plain, ours, call = plain_and_ours(sliding_model, draft, prompts(4, length=13))
+        assert torch.equal(ours, plain)
+        assert_own_drafts(draft, prompts(4, length=13), ours, call)
+
+    def test_repetition_penalty_reaches_the_draft(self, model):
+        plain, ours, call = plain_and_ours(model, copy.deepcopy(model), prompts(3), repetition_penalty=1.4)
+        assert torch.equal(ours, plain)
+        assert call.stats.acceptance_rate == 1
+
+    def test_num_return_sequences(self, model):
+        speculator = load_speculator(model, {"method": "draft_model"}, draft_model=perturbed(model))
+        for assistant in (speculator, no_drafts()):
+            output = sample(model, prompts(2), num_return_sequences=3, assistant=assistant)
+            assert output.shape[0] == 6
+            assert len({tuple(row) for row in output.tolist()}) == 6
+
+    def test_one_prompt_token(self, model, drafts):
+        inputs = prompts(1, length=1, padding=False)
+        plain, ours, _ = plain_and_ours(model, drafts["perturbed"], inputs)
+        assert torch.equal(ours, plain)
+
+    def test_embeddings_beside_the_tokens(self, model, drafts):
+        inputs = prompts(1)
+        embeds = model.get_input_embeddings()(inputs["input_ids"])
+        with pytest.raises(SpecConfigError, match="draft_model.*inputs_embeds"):
+            model.generate(inputs_embeds=embeds, **GREEDY, assistant=drafts["perturbed"])
+
+
+class TestCache:
+    def fed_tokens(self, monkeypatch, target, draft, k, max_new_tokens):
+        """Shapes of the draft's forwards behind its prompt."""
+        shapes = []
+        for kind in {SlotModel, *SlotModel.__subclasses__()}:
+            if "forward" in vars(kind):
+
+                def counted(self, tokens, topology, run=kind.forward):
+                    if self.model is draft:
+                        shapes.append(tuple(tokens.shape))
+                    return run(self, tokens, topology)
+
+                monkeypatch.setattr(kind, "forward", counted)
+        options = {"num_speculative_tokens": k}
+        _, _, call = plain_and_ours(target, draft, prompts(1), options, max_new_tokens=max_new_tokens)
+        return shapes, call.stats
+
+    def test_two_tokens_after_full_acceptance(self, model, monkeypatch):
+        shapes, stats = self.fed_tokens(monkeypatch, model, copy.deepcopy(model), k=3, max_new_tokens=13)
+        # The last draft token of a cycle is never fed in it.
+        assert shapes == [(1, 1), (1, 1), (1, 1)] + 2 * [(1, 2), (1, 1), (1, 1)]
+        assert stats.num_accepted_tokens == 9
+
+    def test_one_token_after_a_rejection(self, model, monkeypatch):
+        draft = tiny_llama(seed=3)
+        with torch.no_grad():
+            # Its best token is the target's least likely one.
+            draft.load_state_dict({**model.state_dict(), "lm_head.weight": -model.lm_head.weight})
+        shapes, stats = self.fed_tokens(monkeypatch, model, draft, k=3, max_new_tokens=8)
+        assert stats.num_accepted_tokens == 0
+        # Room for 3, 3, 3, 3, 3, 2, 1 and 0 draft tokens behind the tokens 1, 2, ...
+        assert shapes == [(1, 1)] * (3 * 4 + 2 + 1)
+
+    @pytest.mark.parametrize("noise", [0.05, 0.2])
+    @pytest.mark.parametrize("k", [1, 2, 5])
+    def test_drafts_are_the_drafts_own(self, model, noise, k):
+        draft = perturbed(model, noise)
+        inputs = prompts(4)
+        plain, ours, call = plain_and_ours(model, draft, inputs, {"num_speculative_tokens": k})
+        assert torch.equal(ours, plain)
+        assert_own_drafts(draft, inputs, ours, call)
+        accepted = {row.num_accepted for cycle in call.cycles for row in cycle.rows}
+        assert len(accepted) >= min(k, 3)
+
+    def test_drafts_of_rows_that_leave(self, model):
+        draft, inputs = perturbed(model), prompts(4)
+        text = model.generate(**inputs, **GREEDY)
+        eos = [int(text[0, 12]), int(text[2, 18])]
+        plain, ours, call = plain_and_ours(model, draft, inputs, eos_token_id=eos, pad_token_id=0)
+        assert torch.equal(ours, plain)
+        assert_own_drafts(draft, inputs, ours, call)
+
+    def test_several_calls(self, model):
+        """Nothing of a call is left in the next."""
+        speculator = load_speculator(model, "draft_model", draft_model=perturbed(model))
+        for seed in (1, 2, 1):
+            inputs = prompts(2, seed=seed)
+            assert torch.equal(
+                model.generate(**inputs, **GREEDY, assistant=speculator), model.generate(**inputs, **GREEDY)
+            )
+
+    def test_threads(self, model):
+        speculator = load_speculator(model, "draft_model", draft_model=tiny_gpt2())
+        batches = [prompts(2, seed=seed) for seed in range(6)]
+        with ThreadPoolExecutor(2) as pool:
+            ours = list(pool.map(lambda inputs: model.generate(**inputs, **GREEDY, assistant=speculator), batches))
+        for inputs, output in zip(batches, ours):
+            assert torch.equal(output, model.generate(**inputs, **GREEDY))
+
+    def test_stock_protocol(self, model):
+        """What the draft offers to transformers' own assisted generation."""
+        draft = perturbed(model)
+        speculator = load_speculator(model, {"method": "draft_model", "num_speculative_tokens": 3}, draft_model=draft)
+        generator = speculator.candidate_generator(Session(1, 40, model.device))
+        text = prompts(1)["input_ids"]
+        with torch.no_grad():
+            for num_matches in (3, 0, 2, 1, 3, 3):
+                candidates, logits = generator.get_candidates(text)
+                assert logits is None
+                assert torch.equal(candidates, draft.generate(text, do_sample=False, max_new_tokens=3))
+                kept = candidates[:, : text.shape[1] + num_matches]
+                text = torch.cat([kept, torch.tensor([[9]])], dim=1)
+                generator.update_candidate_strategy(text, None, num_matches)
+
+
+ARCHITECTURES = {
+    "gpt2": tiny_gpt2,
+    "mistral": lambda: tiny_mistral(seed=1, sliding_window=4),
+    "qwen3": lambda: tiny(Qwen3ForCausalLM, Qwen3Config, head_dim=8),
+    "gemma2": lambda: tiny(Gemma2ForCausalLM, Gemma2Config, head_dim=8, sliding_window=4, query_pre_attn_scalar=8),
+    "gemma3": lambda: tiny(
+        Gemma3ForCausalLM, Gemma3TextConfig, head_dim=8, num_hidden_layers=6, sliding_window=4, query_pre_attn_scalar=8
+    ),
+}
+SLOT_COUNTERS = {
+    "bloom": lambda: tiny(BloomForCausalLM, BloomConfig, n_layer=2, n_head=4),
+    "gpt_neo": lambda: tiny(
+        GPTNeoForCausalLM, GPTNeoConfig, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
+        window_size=4,
+    ),
+}  # fmt: skip
+
+
+class TestArchitectures:
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    @pytest.mark.parametrize("name", ARCHITECTURES)
+    def test_any_draft_for_a_llama(self, model, name, batch_size):
+        draft, inputs = ARCHITECTURES[name](), prompts(batch_size)
+        plain, ours, call = plain_and_ours(model, draft, inputs, max_new_tokens=12)
+        assert torch.equal(ours, plain)
+        assert_own_drafts(draft, inputs, ours, call)
+
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    @pytest.mark.parametrize("name", SLOT_COUNTERS)
+    def test_drafts_that_count_slots(self, name, batch_size):
+        target = SLOT_COUNTERS[name]()
+        plain, ours, call = plain_and_ours(target, perturbed(target), prompts(batch_size), pad_token_id=0)
+        assert torch.equal(ours, plain)
+        assert_own_drafts(perturbed(target), prompts(batch_size), ours, call)
+
+    @pytest.mark.parametrize("name", SLOT_COUNTERS)
+    def test_targets_that_count_slots(self, name):
+        """Their rows are held to equal lengths: some commit accepted draft tokens only, and no new one."""
+        target, draft, inputs = SLOT_COUNTERS[name](), tiny_llama(seed=2), prompts(3)
+        plain, ours, call = plain_and_ours(target, draft, inputs, pad_token_id=0)
+        assert torch.equal(ours, plain)
+        assert_own_drafts(draft, inputs, ours, call)
+
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    @pytest.mark.parametrize("name", SLOT_COUNTERS)
+    def test_drafts_that_count_slots_for_a_llama(self, model, name, batch_size):
+        draft, inputs = SLOT_COUNTERS[name](), prompts(batch_size)
+        plain, ours, call = plain_and_ours(model, draft, inputs)
+        assert torch.equal(ours, plain)
+        assert_own_drafts(draft, inputs, ours, call)
+        has_note = any("rows differ in length" in note for note in call.stats.notes)
+        assert has_note == (batch_size > 1)
+
+    def test_recurrent_drafts_are_refused(self, model):
+        draft = MambaForCausalLM(MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=1))
+        with pytest.raises(UnsupportedModelError, match="MambaForCausalLM.*draft model"):
+            model.generate(**prompts(1), **GREEDY, assistant=draft)
+
+    def test_encoder_decoder_drafts_are_refused(self, model):
+        draft = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB_SIZE, d_model=16, d_ff=16, num_layers=1))
+        with pytest.raises(UnsupportedModelError, match="T5ForConditionalGeneration.*draft model"):
+            model.generate(**prompts(1), **GREEDY, assistant=draft)
+
+    @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2, ARCHITECTURES["gemma2"]])
+    def test_the_draft_stays_as_it_was(self, model, make):
+        draft = make()
+        draft.generation_config.update(num_assistant_tokens=7, temperature=0.3, max_length=9, eos_token_id=5)
+
+        def state():
+            weights = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+            hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in draft.modules()]
+            settings = (draft.config.to_dict(), draft.generation_config.to_dict(), draft.config._attn_implementation)
+            return weights, (hooks, settings, draft.training, sorted(vars(draft)))
+
+        weights, rest = state()
+        for settings in ({}, {"do_sample": True}):
+            model.generate(**prompts(2), **{**GREEDY, **settings}, assistant=draft)
+        weights_after, rest_after = state()
+        assert rest_after == rest
+        assert all(torch.equal(weights_after[name], tensor) for name, tensor in weights.items())
+        assert draft.device == model.device
+
+
+# Vocabularies
+
+WIDTHS = [pytest.param(48, id="smaller_draft"), pytest.param(80, id="larger_draft")]
+
+
+class TestPaddedVocabularies:
+    @pytest.mark.parametrize("width", WIDTHS)
+    @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
+    def test_greedy(self, model, make, width):
+        """Prompts and texts hold ids that the smaller draft's embedding lacks."""
+        draft, inputs = make(seed=4, vocab_size=width), prompts(3)
+        plain, ours, call = plain_and_ours(model, draft, inputs, {"same_tokenizer": True})
+        assert torch.equal(ours, plain)
+        assert (inputs["input_ids"] >= 48).any()
+        drafted = [token for cycle in call.cycles for row in cycle.rows for token in row.draft_tokens]
+        assert max(drafted) < min(width, VOCAB_SIZE)
+        if width < VOCAB_SIZE:
+            assert_own_drafts(draft, inputs, ours, call, readable=width)
+
+    @pytest.mark.parametrize("width", WIDTHS)
+    def test_the_same_model_in_another_width(self, model, width):
+        draft = copy.deepcopy(model)
+        draft.resize_token_embeddings(width, mean_resizing=False)
+        if width > VOCAB_SIZE:
+            with torch.no_grad():
+                # Padding rows that the draft would often choose.
+                draft.lm_head.weight[VOCAB_SIZE:] = draft.lm_head.weight[: width - VOCAB_SIZE] * 3
+        plain, ours, call = plain_and_ours(model, draft, prompts(3), {"same_tokenizer": True})
+        assert torch.equal(ours, plain)
+        if width > VOCAB_SIZE:
+            assert call.stats.acceptance_rate == 1
+
+    @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+    @pytest.mark.parametrize("settings", ["top_k", "repetition_penalty_and_top_p"])
+    @pytest.mark.parametrize("width", [4, 9])
+    def test_sampling(self, width, settings, method):
+        draft = small_draft(vocab_size=width)
+        speculator = draft_speculator(draft, draft_sample_method=method, same_tokenizer=True)
+        counts, stats = sampled_counts(SETTINGS[settings], speculator)
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS[settings])) > P_VALUE
+        assert stats.num_accepted_tokens > 0.1 * NUM_ROWS
+
+    def test_penalties_of_tokens_that_the_draft_lacks(self, model):
+        draft = tiny_llama(seed=4, vocab_size=48)
+        plain, ours, _ = plain_and_ours(
+            model, draft, prompts(3), {"same_tokenizer": True}, repetition_penalty=1.3, suppress_tokens=[60, 61]
+        )
+        assert torch.equal(ours, plain)
+
+
+TEXTS = {
+    "code": "def add(left, right): return left + right\nclass Node: def __init__(self, value): self.value = value\n",
+    "prose": "the quick brown fox jumps over the lazy dog while seventeen wizards quietly boil jars of murky liquid ",
+}
+
+
+def trained_tokenizer(name: str, size: int = 60) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=["<unk>", "<s>", "</s>"])
+    tokenizer.train_from_iterator([TEXTS[name]] * 5, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Checkpoints with and without tokenizers, by name."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    made = {
+        "target": (tiny_llama(), "code"),
+        "same": (perturbed(tiny_llama()), "code"),
+        "smaller": (tiny_llama(seed=1, vocab_size=60), "code"),
+        "larger": (tiny_llama(seed=1, vocab_size=70), "code"),
+        "other": (tiny_llama(seed=1), "prose"),
+        "bare_target": (tiny_llama(), None),
+        "bare": (perturbed(tiny_llama()), None),
+        "bare_larger": (tiny_llama(seed=1, vocab_size=70), None),
+        "bare_gpt2": (tiny_gpt2(), None),
+        "gpt2_larger": (tiny_gpt2(vocab_size=70), None),
+    }
+    for name, (network, text) in made.items():
+        network.save_pretrained(root / name)
+        if text:
+            trained_tokenizer(text).save_pretrained(root / name)
+    return {name: str(root / name) for name in made}
+
+
+@pytest.fixture
+def load(folders):
+    """A freshly loaded model by the name of its folder."""
+    return lambda name: transformers.AutoModelForCausalLM.from_pretrained(folders[name])
+
+
+def draft_from(folder, **settings):
+    return {"speculative": {"method": "draft_model", "model": folder, **settings}}
+
+
+class TestTokenizers:
+    @pytest.mark.parametrize("draft", ["same", "smaller", "larger"])
+    def test_same_tokenizer_of_any_width(self, folders, load, draft):
+        target, inputs = load("target"), prompts(2)
+        ours = target.generate(**inputs, **GREEDY, **draft_from(folders[draft]))
+        assert torch.equal(ours, target.generate(**inputs, **GREEDY))
+        # A model that was loaded before knows its tokenizer, too.
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant=load(draft)), ours)
+
+    def test_added_special_tokens_may_differ(self, folders, load, tmp_path):
+        load("same").save_pretrained(tmp_path)
+        tokenizer = trained_tokenizer("code")
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|tool|>"]})
+        tokenizer.save_pretrained(tmp_path)
+        target = load("target")
+        ours = target.generate(**prompts(1), **GREEDY, **draft_from(str(tmp_path)))
+        assert torch.equal(ours, target.generate(**prompts(1), **GREEDY))
+
+    def test_different_tokenizers_of_equal_size_are_refused(self, folders, load):
+        target = load("target")
+        with pytest.raises(CheckpointFormatError, match="different tokenizers") as error:
+            target.generate(**prompts(1), **GREEDY, **draft_from(folders["other"]))
+        text = str(error.value)
+        ids = [trained_tokenizer(name).get_vocab() for name in ("code", "prose")]
+        moved = sorted(token for token in ids[0].keys() & ids[1].keys() if ids[0][token] != ids[1][token])
+        assert moved
+        assert f"{moved[0]!r} is {ids[0][moved[0]]} and {ids[1][moved[0]]}" in text
+        assert folders["target"] in text
+        assert folders["other"] in text
+
+    def test_disjoint_tokenizers(self, folders, load, tmp_path):
+        load("same").save_pretrained(tmp_path)
+        table = {token + "!": index for token, index in trained_tokenizer("code").get_vocab().items()}
+        tokenizer = Tokenizer(models.WordLevel(table, unk_token="<unk>!"))
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+        with pytest.raises(CheckpointFormatError, match="one of them only"):
+            load("target").generate(**prompts(1), **GREEDY, **draft_from(str(tmp_path)))
+
+    def test_the_user_knows_better(self, folders, load):
+        target = load("target")
+        ours = target.generate(**prompts(2), **GREEDY, **draft_from(folders["other"], same_tokenizer=True))
+        assert torch.equal(ours, target.generate(**prompts(2), **GREEDY))
+
+    @pytest.mark.parametrize("draft", ["bare_larger", "gpt2_larger"])
+    def test_different_sizes_without_tokenizers_are_refused(self, folders, load, draft):
+        """transformers makes up a tokenizer of special tokens for some bare models; that compares nothing."""
+        target = load("bare_gpt2" if "gpt2" in draft else "bare_target")
+        with pytest.raises(CheckpointFormatError, match=r"64 and 70 tokens.*same_tokenizer"):
+            target.generate(**prompts(1), **GREEDY, **draft_from(folders[draft]))
+        ours = target.generate(**prompts(1), **GREEDY, **draft_from(folders[draft], same_tokenizer=True))
+        assert torch.equal(ours, target.generate(**prompts(1), **GREEDY))
+
+    def test_equal_sizes_without_tokenizers_are_tried(self, folders, load):
+        target = load("bare_target")
+        ours = target.generate(**prompts(1), **GREEDY, **draft_from(folders["bare"]))
+        assert torch.equal(ours, target.generate(**prompts(1), **GREEDY))
+
+    def test_a_tokenizer_that_comes_later(self, folders, load, tmp_path):
+        """What was found beside a checkpoint is not remembered."""
+        load("larger").save_pretrained(tmp_path)
+        target = load("target")
+        with pytest.raises(CheckpointFormatError, match="no tokenizer was found"):
+            target.generate(**prompts(1), **GREEDY, **draft_from(str(tmp_path)))
+        trained_tokenizer("code").save_pretrained(tmp_path)
+        ours = target.generate(**prompts(1), **GREEDY, **draft_from(str(tmp_path)))
+        assert torch.equal(ours, target.generate(**prompts(1), **GREEDY))
+
+
+# Limits of length
+
+
+class TestLimits:
+    def drafted_lengths(self, call, prompt_lengths):
+        """Length of each row, anchor included, at every draft; and of the text up to the draft's end."""
+        lengths = [length + 1 for length in prompt_lengths]
+        for cycle in call.cycles:
+            for row in cycle.rows:
+                if row.draft_tokens:
+                    yield lengths[row.row], lengths[row.row] + len(row.draft_tokens)
+                lengths[row.row] += len(row.committed_tokens)
+
+    @pytest.mark.parametrize("batch_size", [1, 4])
+    @pytest.mark.parametrize("own_limit", [True, False], ids=["position_table", "max_model_len"])
+    def test_rows_go_on_without_drafts(self, model, own_limit, batch_size):
+        """They cross the limit at different times: their prompts differ in length, and so does what they accept."""
+        draft = tiny_gpt2(positions=32) if own_limit else perturbed(model)
+        options = {} if own_limit else {"max_model_len": 32}
+        inputs = prompts(batch_size, length=15)
+        plain, ours, call = plain_and_ours(model, draft, inputs, options, max_new_tokens=40)
+        assert torch.equal(ours, plain)
+        assert_own_drafts(draft, inputs, ours, call)
+        drafted = list(self.drafted_lengths(call, inputs["attention_mask"].sum(1).tolist()))
+        assert max(end for _, end in drafted) == 32
+        assert max(length for length, _ in drafted) > 25
+        assert len(call.stats.notes) == 1
+        assert "32 tokens" in call.stats.notes[0]
+        assert ("max_position_embeddings" if own_limit else "max_model_len") in call.stats.notes[0]
+
+    @pytest.mark.parametrize("length", [31, 32, 33, 40])
+    def test_prompts_at_and_beyond_the_limit(self, model, length):
+        draft, inputs = tiny_gpt2(positions=32), prompts(1, length=length)
+        plain, ours, call = plain_and_ours(model, draft, inputs)
+        assert torch.equal(ours, plain)
+        assert call.stats.num_drafts == 0
+        assert len(call.stats.notes) == 1
+
+    def test_long_and_short_prompts_in_a_batch(self, model):
+        """Only some rows have drafts from the start, and not the first ones."""
+        draft, inputs = tiny_gpt2(positions=32), prompts(4, length=40, padding=False)
+        for row, length in enumerate((40, 20, 35, 6)):
+            inputs["attention_mask"][row, : 40 - length] = 0
+            inputs["input_ids"][row, : 40 - length] = 0
+        plain, ours, call = plain_and_ours(model, draft, inputs)
+        assert torch.equal(ours, plain)
+        assert_own_drafts(draft, inputs, ours, call)
+        assert {row.row for cycle in call.cycles for row in cycle.rows if row.draft_tokens} == {1, 3}
+
+    def test_the_smaller_limit_counts(self, model):
+        for limit, positions in ((20, 32), (32, 20)):
+            inputs = prompts(2)
+            _, _, call = plain_and_ours(model, tiny_gpt2(positions=positions), inputs, {"max_model_len": limit})
+            ends = [end for _, end in self.drafted_lengths(call, inputs["attention_mask"].sum(1).tolist())]
+            assert max(ends) == 20
+
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    def test_position_table_of_the_target(self, batch_size):
+        """It ends where the text ends; so does the draft's."""
+        target = tiny_gpt2(positions=32)
+        for draft in (target, perturbed(target), tiny_gpt2(positions=64), tiny_llama()):
+            plain, ours, call = plain_and_ours(target, draft, prompts(batch_size), max_new_tokens=None, max_length=32)
+            assert ours.shape[1] == 32
+            assert torch.equal(ours, plain)
+            assert call.stats.num_drafts > 0
+
+
+# Sampling
+
+
+def small_draft(**settings):
+    """About as near to `small_model` as draft models are to their targets."""
+    return tiny_llama(
+        seed=6, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.4, **{"vocab_size": V, **settings},
+    )  # fmt: skip
+
+
+def draft_speculator(draft=None, k=3, **options):
+    options = {"method": "draft_model", "num_speculative_tokens": k, **options}
+    return load_speculator(small_model(), options, draft_model=draft or small_draft())
+
+
+class TestSampling:
+    @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+    @pytest.mark.parametrize("settings", SETTINGS)
+    def test_joint_distribution(self, settings, method):
+        counts, stats = sampled_counts(SETTINGS[settings], draft_speculator(draft_sample_method=method))
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS[settings])) > P_VALUE
+        assert stats.num_accepted_tokens > 0.1 * NUM_ROWS
+        assert stats.acceptance_rate < 0.98
+
+    @pytest.mark.parametrize("threshold", [0.4, 0.7])
+    @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+    def test_joint_distribution_with_early_stops(self, method, threshold):
+        speculator = draft_speculator(draft_sample_method=method, draft_confidence_threshold=threshold)
+        counts, stats = sampled_counts(SETTINGS["top_p"], speculator)
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS["top_p"])) > P_VALUE
+        assert stats.num_draft_tokens < 0.9 * 3 * stats.num_drafts
+
+    def test_the_target_itself_is_always_accepted(self):
+        _, stats = sampled_counts(SETTINGS["repetition_penalty_and_top_p"], draft_speculator(small_model()))
+        # Ratios of probabilities that were computed over other shapes may miss 1 by rounding.
+        assert stats.acceptance_rate > 0.9999
+
+    def test_drawn_drafts_are_accepted_as_often_as_the_laws_overlap(self):
+        """More often than the best token of the same draft."""
+        rates = {
+            method: sampled_counts(SETTINGS["plain"], draft_speculator(draft_sample_method=method))[1].acceptance_rate
+            for method in ("greedy", "probabilistic")
+        }
+        assert rates["probabilistic"] > rates["greedy"] + 0.05
+
+    def test_greedy_drafts_give_the_text_of_the_seed(self, model, drafts):
+        inputs = prompts(3)
+        text = sample(model, inputs, assistant=no_drafts())
+        for draft in drafts.values():
+            for k in (1, 4):
+                options = {"method": "draft_model", "draft_sample_method": "greedy", "num_speculative_tokens": k}
+                speculator = load_speculator(model, options, draft_model=draft)
+                assert torch.equal(sample(model, inputs, assistant=speculator), text)
+        assert torch.equal(sample(model, inputs, spec_method="ngram"), text)
+
+    def test_drawn_drafts_repeat_with_the_seed(self, model, drafts):
+        speculator = load_speculator(model, "draft_model", draft_model=drafts["perturbed"])
+        texts = [sample(model, prompts(3), seed=seed, assistant=speculator) for seed in (0, 0, 1)]
+        assert torch.equal(texts[0], texts[1])
+        assert not torch.equal(texts[0], texts[2])
+
+
+class TestConfidence:
+    @pytest.mark.parametrize("batch_size", [1, 4])
+    def test_doubtful_tokens_end_a_draft(self, model, batch_size):
+        draft, inputs = perturbed(model, 0.2), prompts(batch_size)
+        threshold = 0.6
+        options = {"num_speculative_tokens": 6, "draft_confidence_threshold": threshold}
+        plain, ours, call = plain_and_ours(model, draft, inputs, options, max_new_tokens=40)
+        assert torch.equal(ours, plain)
+        lengths = [7 + 1] * batch_size
+        starts = (inputs["attention_mask"] == 0).sum(1).tolist()
+        sizes = set()
+        for cycle in call.cycles:
+            for row in cycle.rows:
+                drafted, size = row.draft_tokens, len(row.draft_tokens)
+                so_far = ours[row.row, starts[row.row] : lengths[row.row]]
+                text = torch.cat([so_far, torch.tensor(drafted, dtype=torch.long)])
+                lengths[row.row] += len(row.committed_tokens)
+                with torch.no_grad():
+                    laws = draft(text[None]).logits[0, -1 - size : -1].softmax(-1)
+                confidences = laws.gather(1, text[-size:, None])[:, 0].tolist() if size else []
+                assert all(confidence > threshold - 1e-4 for confidence in confidences[:-1])
+                room = ours.shape[1] - starts[row.row] - len(so_far) - 1
+                if size < min(6, room):
+                    assert confidences[-1] < threshold + 1e-4
+                sizes.add(size)
+        assert len(sizes) > 2
+
+    def test_bounds(self, model):
+        draft = perturbed(model, 0.2)
+        drafted = []
+        for threshold in (0.0, 0.5, 1.0):
+            plain, ours, call = plain_and_ours(model, draft, prompts(1), {"draft_confidence_threshold": threshold})
+            assert torch.equal(ours, plain)
+            drafted.append(call.stats.num_draft_tokens / call.stats.num_drafts)
+        assert drafted[0] > drafted[1] > drafted[2]
+        # The doubtful token itself stays.
+        assert drafted[2] == 1
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"draft_confidence_threshold": 1.5},
+            {"draft_confidence_threshold": "0.5"},
+            {"draft_sample_method": "random"},
+            {"same_tokenizer": 1},
+        ],
+    )
+    def test_bad_options(self, model, options):
+        name, value = next(iter(options.items()))
+        with pytest.raises(SpecConfigError, match=f"{name}.*{value!r}"):
+            load_speculator(model, {"method": "draft_model", **options}, draft_model=model)
+
+
+# Loading
+
+
+class TestLoading:
+    def test_loads_once(self, folders, load, monkeypatch):
+        target, loaded = load("target"), []
+        for owner in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer, transformers.AutoConfig):
+            run = owner.from_pretrained
+
+            def counted(*args, run=run, **kwargs):
+                loaded.append(args)
+                return run(*args, **kwargs)
+
+            monkeypatch.setattr(owner, "from_pretrained", counted)
+        first = target.generate(**prompts(1), **GREEDY, **draft_from(folders["same"]))
+        assert loaded
+        loaded.clear()
+        for _ in range(2):
+            again = target.generate(**prompts(1), **GREEDY, spec_method="draft_model", spec_model=folders["same"])
+            assert torch.equal(again, first)
+        assert not loaded
+
+    def test_method_is_read_from_the_checkpoint(self, folders, load):
+        target = load("target")
+        with record() as made:
+            ours = target.generate(**prompts(1), **GREEDY, spec_model=folders["same"])
+        assert made.calls[0].stats.method == "draft_model"
+        assert torch.equal(ours, target.generate(**prompts(1), **GREEDY))
+
+    @pytest.mark.parametrize(
+        ("target_dtype", "setting", "expected"),
+        [
+            (torch.bfloat16, None, torch.bfloat16),
+            (torch.float32, "bfloat16", torch.bfloat16),
+            (torch.bfloat16, torch.float32, torch.float32),
+            (torch.bfloat16, "auto", torch.float32),
+        ],
+    )
+    def test_dtype(self, folders, load, target_dtype, setting, expected):
+        target = load("target").to(target_dtype)
+        speculator = load_speculator(target, draft_from(folders["same"], dtype=setting)["speculative"])
+        assert speculator.resources.model.dtype == expected
+        assert not speculator.resources.model.training
+        output = target.generate(**prompts(2), **GREEDY, assistant=speculator, return_dict_in_generate=True)
+        assert output.speculative.num_accepted_tokens > 0
+        if target_dtype == torch.float32:
+            assert torch.equal(output.sequences, target.generate(**prompts(2), **GREEDY))
+
+    def test_subfolder(self, load, tmp_path):
+        """Model and tokenizer lie in it; those of the repository itself are others."""
+        load("other").save_pretrained(tmp_path)
+        trained_tokenizer("prose").save_pretrained(tmp_path)
+        load("same").save_pretrained(tmp_path / "draft")
+        trained_tokenizer("code").save_pretrained(tmp_path / "draft")
+        target = load("target")
+        settings = draft_from(str(tmp_path), subfolder="draft")
+        output = target.generate(**prompts(2), **GREEDY, **settings, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, target.generate(**prompts(2), **GREEDY))
+        assert output.speculative.acceptance_rate > 0.3
+
+    def broken(self, load, tmp_path, kind):
+        """A folder from which no draft model can be loaded, and what the error says about it."""
+        load("same").save_pretrained(tmp_path)
+        if kind == "nothing":
+            return tmp_path / "missing", "missing"
+        if kind == "no_weights":
+            (tmp_path / "model.safetensors").unlink()
+            return tmp_path, "model.safetensors"
+        if kind == "truncated_weights":
+            (tmp_path / "model.safetensors").write_bytes(b"no weights at all")
+            return tmp_path, "header"
+        if kind == "other_shapes":
+            config = tmp_path / "config.json"
+            config.write_text(config.read_text().replace('"intermediate_size": 64', '"intermediate_size": 48'))
+            return tmp_path, "mismatched"
+        if kind == "no_head":
+            LlamaModel.from_pretrained(tmp_path).save_pretrained(tmp_path)
+            return tmp_path, "lm_head.weight"
+        T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, d_ff=16, num_layers=1)).save_pretrained(
+            tmp_path
+        )
+        return tmp_path, "encoder-decoder"
+
+    @pytest.mark.parametrize(
+        "kind", ["nothing", "no_weights", "truncated_weights", "other_shapes", "no_head", "encoder_decoder"]
+    )
+    def test_broken_checkpoints(self, load, tmp_path, kind):
+        target = load("target")
+        folder, reason = self.broken(load, tmp_path, kind)
+        forwards = []
+        target.register_forward_pre_hook(lambda *args: forwards.append(1))
+        with pytest.raises(CheckpointFormatError, match=f"draft model.*{reason}") as error:
+            target.generate(**prompts(1), **GREEDY, **draft_from(str(folder)))
+        assert str(folder) in str(error.value)
+        assert len(str(error.value)) < 500
+        assert not forwards
+
+    def test_recurrent_checkpoint(self, load, tmp_path):
+        network = MambaForCausalLM(MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=1))
+        network.save_pretrained(tmp_path)
+        with pytest.raises(UnsupportedModelError, match="MambaForCausalLM.*draft model"):
+            load("target").generate(**prompts(1), **GREEDY, **draft_from(str(tmp_path)))
+
+    def test_no_model(self, model):
+        with pytest.raises(SpecConfigError, match="needs a draft model"):
+            model.generate(**prompts(1), **GREEDY, spec_method="draft_model")
+
+    @pytest.mark.parametrize("setting", [{"quantization": "4bit"}, {"dtype": "float32"}, {"model": "a/b"}])
+    def test_a_loaded_model_is_taken_as_it_is(self, model, setting):
+        with pytest.raises(SpecConfigError, match=f"loaded draft model.*{next(iter(setting))}"):
+            load_speculator(model, {"method": "draft_model", **setting}, draft_model=model)
+
+
+def wide_model():
+    return tiny_llama(hidden_size=64, initializer_range=0.3)
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory):
+    """Four-bit layers on CPU come in blocks of 64 inputs."""
+    path = tmp_path_factory.mktemp("wide")
+    wide_model().save_pretrained(path)
+    return str(path)
+
+
+class TestQuantization:
+    @pytest.fixture(autouse=True)
+    def _library(self):
+        pytest.importorskip("bitsandbytes")
+
+    @pytest.mark.parametrize("name", ["bitsandbytes_4bit", "bitsandbytes_fp4", "bitsandbytes_8bit"])
+    def test_greedy(self, wide_folder, name, caplog):
+        target = wide_model()
+        settings = draft_from(wide_folder, quantization=name)
+        with caplog.at_level(logging.WARNING, logger="bitsandbytes"):
+            output = target.generate(**prompts(3), **GREEDY, **settings, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, target.generate(**prompts(3), **GREEDY))
+        assert output.speculative.acceptance_rate > 0.3
+        draft = load_speculator(target, settings["speculative"]).resources.model
+        assert draft.config.quantization_config is not None
+        assert type(draft.model.layers[0].mlp.up_proj).__module__.startswith("bitsandbytes")
+        assert not [record for record in caplog.records if "will be cast" in record.getMessage()]
+
+    def test_loaded_by_the_user(self, wide_folder):
+        config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        draft = transformers.AutoModelForCausalLM.from_pretrained(wide_folder, quantization_config=config)
+        plain, ours, _ = plain_and_ours(wide_model(), draft, prompts(2))
+        assert torch.equal(ours, plain)
+
+    def test_compute_dtype(self, wide_folder):
+        target = wide_model().to(torch.bfloat16)
+        for dtype, expected in ((None, torch.bfloat16), ("auto", torch.bfloat16), ("float32", torch.float32)):
+            settings = draft_from(wide_folder, quantization="4bit", dtype=dtype)["speculative"]
+            draft = load_speculator(target, settings).resources.model
+            assert draft.model.layers[0].mlp.up_proj.compute_dtype == expected
+
+
+def test_quantization_without_bitsandbytes(folders, load, monkeypatch):
+    monkeypatch.setattr(loading, "is_bitsandbytes_available", lambda: False)
+    with pytest.raises(MissingDependencyError, match=r'bitsandbytes_8bit.*pip install "hf-specdec\[quant\]"'):
+        load("target").generate(**prompts(1), **GREEDY, **draft_from(folders["same"], quantization="8bit"))

@@ -297,6 +297,7 @@ class SpeculativeConfig:
     def __init__(self, method: str | None = None, model: str | os.PathLike | None = None, **settings):
         flat = {"method": method, "model": model, **_expand(settings)}
         flat.update(_without_placeholder(flat["method"], flat["model"]))
+        _check_is_named(flat)
         hints = _type_hints(SpeculativeConfig)
         for setting in _common_fields():
             value = _checked(setting, flat.pop(setting.name, None), hints[setting.name])
@@ -479,11 +480,6 @@ class SpeculativeConfig:
                 yield _key(option), getattr(self.options, option.name), _default(option)
 
     def _check_combinations(self) -> None:
-        if self.method is None and self.model is None:
-            raise SpecConfigError(
-                "Speculation needs a method or a model, got neither. Name a `method` such as 'ngram', or a draft "
-                "`model` from whose checkpoint the method is read."
-            )
         if self.draft_tensor_parallel_size != 1:
             raise SpecConfigError(
                 f"`draft_tensor_parallel_size` must be 1, got {self.draft_tensor_parallel_size}: the draft model runs "
@@ -553,6 +549,19 @@ def _read_settings(value: Any) -> dict[str, Any]:
     raise SpecConfigError(
         "Speculation is set by a SpeculativeConfig, a dict, JSON text, the name of a method, a repo id or a path, got "
         f"{type(value).__name__}. A loaded draft model or speculator goes to `assistant=`."
+    )
+
+
+def _check_is_named(flat: Mapping[str, Any]) -> None:
+    if flat["method"] is not None or flat["model"] is not None:
+        return
+    for key in flat.keys() - {"method", "model"}:
+        close = difflib.get_close_matches(key, ("method", "model"), n=1)
+        if close:
+            raise SpecConfigError(f"Unknown setting `{key}`. Did you mean `{close[0]}`?")
+    raise SpecConfigError(
+        "Speculation needs a method or a model, got neither. Name a `method` such as 'ngram', or a draft `model` from "
+        "whose checkpoint the method is read."
     )
 
 

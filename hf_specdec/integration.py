@@ -26,6 +26,7 @@ from .speculator import Speculator, StockSpeculator, load_speculator
 
 _OFF = ("off", "none", False)
 
+
 def generate(
     model: torch.nn.Module,
     *args,
@@ -118,8 +119,11 @@ def _speculator(model, spec_method, spec_model, num_speculative_tokens, speculat
             raise SpecConfigError(
                 f"`assistant` takes a loaded speculator, a draft model or a candidate generator, got "
                 f"{type(assistant).__name__}"
-                + (" together with other speculative arguments. Load the speculator with these settings."
-                   if isinstance(assistant, (Speculator, HfCandidateGenerator)) else ". Use `spec_model` for a name.")
+                + (
+                    " together with other speculative arguments. Load the speculator with these settings."
+                    if isinstance(assistant, (Speculator, HfCandidateGenerator))
+                    else ". Use `spec_model` for a name."
+                )
             )
         if spec_model is not None:
             raise SpecConfigError("`assistant` and `spec_model` both name a draft model. Pass one of them.")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 
 
@@ -60,8 +60,13 @@ class SpecDecodingStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens committed per target forward of a row: 1 + accepted / verifications. 1 without drafts."""
-        return 1.0 + _ratio(self.num_accepted_tokens, self.num_row_cycles)
+        """Tokens committed per verification of a row: accepted ones and one more, cut where a row ends.
+
+        The first token of each row comes from the prefill and is not counted. 1 without drafts.
+        """
+        if self.num_row_cycles == 0:
+            return 1.0
+        return (self.num_committed_tokens - self.batch_size) / self.num_row_cycles
 
     def count(self, num_nodes: int, max_depth: int, num_accepted: int, num_committed: int) -> None:
         """Adds one row's part of a cycle: nodes drafted and their depth, draft tokens accepted, tokens committed."""
@@ -139,12 +144,15 @@ class Record:
     calls: list[CallRecord] = field(default_factory=list)
 
 
-_records: ContextVar[tuple[Record, ...]] = ContextVar("hf_specdec_records", default=())
+_open_records: list[Record] = []
+_lock = threading.Lock()
 
 
 @contextmanager
 def record(trace: bool = False):
-    """Collects the statistics of every speculative `generate()` inside, those of pipelines included.
+    """Collects the statistics of every speculative `generate()` that begins while the block is open.
+
+    Calls made by pipelines and in other threads count too: a streaming application generates in a thread of its own.
 
     Args:
         trace (`bool`): Also keep every cycle: drafts, parents, accepted and committed tokens of each row.
@@ -159,17 +167,22 @@ def record(trace: bool = False):
     ```
     """
     collected = Record(trace)
-    token = _records.set((*_records.get(), collected))
+    with _lock:
+        _open_records.append(collected)
     try:
         yield collected
     finally:
-        _records.reset(token)
+        with _lock:
+            # By identity: two records with the same calls are equal.
+            _open_records[:] = [other for other in _open_records if other is not collected]
 
 
 def begin_call(stats: SpecDecodingStats) -> list[CallRecord]:
     """Adds a call to every open record; returns those entries that want its cycles."""
     tracing = []
-    for open_record in _records.get():
+    with _lock:
+        open_records = list(_open_records)
+    for open_record in open_records:
         entry = CallRecord(stats)
         open_record.calls.append(entry)
         if open_record.trace:

@@ -161,8 +161,24 @@ VARIANTS = {
 
 # Types that count slots, so that no tree can be verified.
 CHAINS_ONLY = {
-    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom", "falcon-alibi", "gpt_neo", "marian", "mbart",
-    "moss_transcribe_diarize", "mpt", "mpt-no_alibi", "mvp", "pegasus", "plbart", "roformer", "trocr", "whisper",
+    "bart",
+    "bigbird_pegasus",
+    "blenderbot",
+    "blenderbot-small",
+    "bloom",
+    "falcon-alibi",
+    "gpt_neo",
+    "marian",
+    "mbart",
+    "moss_transcribe_diarize",
+    "mpt",
+    "mpt-no_alibi",
+    "mvp",
+    "pegasus",
+    "plbart",
+    "roformer",
+    "trocr",
+    "whisper",
 }
 
 _RECURRENT = "cannot be cut back to the accepted tokens"

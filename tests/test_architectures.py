@@ -57,9 +57,7 @@ class Case:
         return self.generate(batch_size, assistant=speculator, return_dict_in_generate=True)
 
     def generate(self, batch_size: int, **arguments):
-        return self.model.generate(
-            **self.prompts(batch_size), max_new_tokens=NEW_TOKENS, do_sample=False, **arguments
-        )
+        return self.model.generate(**self.prompts(batch_size), max_new_tokens=NEW_TOKENS, do_sample=False, **arguments)
 
 
 @pytest.fixture(scope="module", params=supported())

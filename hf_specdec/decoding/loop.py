@@ -8,7 +8,7 @@ from time import perf_counter
 import torch
 
 from ..candidate_generators.base import CandidateGenerator, Commit, DraftStep, Prompt, Session
-from ..drafts import DraftTree
+from ..drafts import DraftTree, chain_topology
 from ..errors import SpecConfigError
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowUniforms, seed_from_torch
@@ -75,7 +75,7 @@ class DecodingLoop:
             hidden_states=wants_dict and bool(config.output_hidden_states),
         )
         stack = ProcessorStack(request.logits_processor)
-        uniforms = RowUniforms(seed_from_torch(), self.device) if config.do_sample else None
+        uniforms = RowUniforms(_shared_seed(self.model), self.device) if config.do_sample else None
         vocab_size = self.model.config.get_text_config(decoder=True).vocab_size
         self.generator: CandidateGenerator = speculator.candidate_generator(
             Session(
@@ -220,8 +220,7 @@ class DecodingLoop:
         self.recorder.add(self.rows, verdict, output.logits, output.all_hidden_states)
         self._count(draft, verdict)
         self._stream()
-        last = verdict.tokens.new_tensor(counts) - 1 if len(counts) > 1 else None
-        self.anchors = verdict.tokens[:, counts[0] - 1] if last is None else verdict.tokens.gather(1, last[:, None])[:, 0]
+        self.anchors = _last_tokens(verdict.tokens, counts)
         began = perf_counter()
         self._observe(verdict, {key: take_nodes(value, verdict.path) for key, value in output.hidden_states.items()})
         self.stats.draft_seconds += perf_counter() - began
@@ -229,9 +228,7 @@ class DecodingLoop:
             self._drop_finished_rows()
 
     def _observe(self, verdict: Verdict, states: dict) -> None:
-        self.generator.observe(
-            Commit(self.rows, verdict.tokens, verdict.token_lists, verdict.num_accepted, states)
-        )
+        self.generator.observe(Commit(self.rows, verdict.tokens, verdict.token_lists, verdict.num_accepted, states))
 
     def _drop_finished_rows(self) -> None:
         """Finished rows leave the batch, so that they cost no more compute."""
@@ -252,16 +249,14 @@ class DecodingLoop:
 
     def _idle_forward(self) -> None:
         """A forward whose result is not used: other ranks still need this one's shards."""
-        self.target.forward(self.anchors[: len(self.rows), None], DraftTree.empty(len(self.rows), self.device).topology)
+        self.target.forward(self.anchors[:, None], chain_topology(0, self.device))
 
     # What others see
 
     def _count(self, draft: DraftTree, verdict: Verdict) -> None:
         drafted = draft.token_lists()
         depths = None if draft.is_chain else draft.topology.depths.expand(len(drafted), -1).tolist()
-        for index, (tokens, accepted, committed) in enumerate(
-            zip(drafted, verdict.num_accepted, verdict.token_lists)
-        ):
+        for index, (tokens, accepted, committed) in enumerate(zip(drafted, verdict.num_accepted, verdict.token_lists)):
             depth = len(tokens) if depths is None else max(depths[index][: len(tokens) + 1])
             self.stats.count(len(tokens), depth, accepted, len(committed))
         if self.traces:
@@ -276,8 +271,10 @@ class DecodingLoop:
         if streamer is None:
             return
         lengths = self.sequences.num_generated
-        ready = max(lengths) if self.stop.all_finished else min(
-            length for length, done in zip(lengths, self.stop.finished) if not done
+        ready = (
+            max(lengths)
+            if self.stop.all_finished
+            else min(length for length, done in zip(lengths, self.stop.finished) if not done)
         )
         for column in self.sequences.new_columns(self.streamed, ready).unbind(1):
             streamer.put(column.clone())
@@ -309,6 +306,23 @@ class DecodingLoop:
             return cache
         user_cache.layers = cache.layers
         return user_cache
+
+
+def _shared_seed(model) -> int:
+    """A seed from torch's generator; ranks that hold parts of one model must draw the same tokens, so rank 0's counts."""
+    seed = seed_from_torch()
+    if (getattr(model, "tp_size", None) or 1) == 1:
+        return seed
+    shared = [seed]
+    torch.distributed.broadcast_object_list(shared)
+    return shared[0]
+
+
+def _last_tokens(tokens: torch.LongTensor, counts: list[int]) -> torch.LongTensor:
+    """Token `counts[b] - 1` of each row of `(B, M)`."""
+    if len(counts) == 1:
+        return tokens[:, counts[0] - 1]
+    return tokens.gather(1, tokens.new_tensor(counts)[:, None] - 1)[:, 0]
 
 
 def _pad_token(config) -> int:

@@ -1,0 +1,87 @@
+"""A drafter for tests that draws its drafts from a law of its own, unlike the target's, and hands that law over.
+
+With it rejection sampling runs inside the loop: over chains, and over trees whose siblings are drawn without
+replacement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from hf_specdec import CandidateGenerator, DraftTree, SpeculativeConfig, Speculator, register_candidate_generator
+from hf_specdec.candidate_generators import available_methods
+from hf_specdec.candidate_generators.base import DraftStep
+from hf_specdec.logits.acceptance import sample_from_probs
+from hf_specdec.logits.randomness import DRAFT
+
+
+@dataclass(frozen=True)
+class SampledOptions:
+    widths: tuple[int, ...] = field(default=(1, 1, 1), metadata={"help": "Children of each node, depth by depth."})
+    seed: int = field(default=0, metadata={"help": "Seed of the laws."})
+    processed: bool = field(default=False, metadata={"help": "Apply the target's processors to the draft's scores."})
+    claim: Literal["true", "uniform"] = field(
+        default="true", metadata={"help": "Law that the drafts say they were drawn from; only the true one is right."}
+    )
+
+
+class SampledCandidateGenerator(CandidateGenerator):
+    """The law of the next draft token follows from the one before it, by a random table."""
+
+    options_class = SampledOptions
+
+    def __init__(self, config, resources, session):
+        super().__init__(config, resources, session)
+        size = session.sampler.vocab_size
+        generator = torch.Generator().manual_seed(self.options.seed)
+        self.table = torch.randn((size, size), generator=generator).to(session.device)
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        depth = min(len(self.options.widths), self.num_speculative_tokens, max(step.max_draft_tokens))
+        level = [(-1, step.anchor_tokens, [])]
+        nodes = []
+        for width in self.options.widths[:depth]:
+            next_level = []
+            for parent, token, path in level:
+                for drawn, law in self._children(step, width, len(nodes), token, path):
+                    next_level.append((len(nodes), drawn, [*path, drawn]))
+                    nodes.append((parent, drawn, law, len(path) + 1))
+            level = next_level
+        if not nodes:
+            return DraftTree.empty(len(step.rows), self.session.device)
+        parents, tokens, laws, depths = zip(*nodes)
+        device = self.session.device
+        counts = torch.tensor([sum(d <= room for d in depths) for room in step.max_draft_tokens], device=device)
+        tokens, laws = torch.stack(tokens, dim=1), torch.stack(laws, dim=1)
+        if set(self.options.widths) == {1}:
+            return DraftTree.chain(tokens, counts, laws)
+        return DraftTree(tokens, torch.tensor(parents, device=device), counts, laws)
+
+    def _children(self, step, width, first_node, token, path):
+        """Draws `width` different tokens behind `token` in every row: tokens `(B,)` and their law `(B, V)` each."""
+        sampler = self.session.sampler
+        scores = self.table[token]
+        if self.options.processed:
+            scores = sampler.scores(scores, step.rows, path)
+        law = scores.softmax(-1)
+        claimed = torch.full_like(law, 1 / law.shape[-1]) if self.options.claim == "uniform" else law
+        remaining = law.clone()
+        for sibling in range(width):
+            uniform = sampler.uniforms.for_nodes(step.rows, step.lengths, 1, DRAFT, first_node + sibling)[:, 0]
+            # With fewer possible tokens than siblings the rest can be any: they are never tried.
+            drawn = sample_from_probs(remaining, uniform).clamp(min=0)
+            remaining = remaining.scatter(1, drawn[:, None], 0.0)
+            yield drawn, claimed
+
+
+def sampled_speculator(num_speculative_tokens: int = 3, **options) -> Speculator:
+    """A speculator for `generate(do_sample=True, assistant=...)`; options are those of [`SampledOptions`]."""
+    config = SpeculativeConfig(method="sampled", num_speculative_tokens=num_speculative_tokens, **options)
+    return Speculator(config, SampledCandidateGenerator, None)
+
+
+if "sampled" not in available_methods():
+    register_candidate_generator("sampled", SampledCandidateGenerator)

@@ -1,0 +1,198 @@
+"""The statistics of a call add up, and the trace of its cycles tells the whole text."""
+
+import json
+import threading
+
+import pytest
+import torch
+
+from hf_specdec import SpecDecodingStats, load_speculator, record
+from tests.models import prompts, scripted_for
+
+
+PROMPT = 7
+SHAPES = [
+    pytest.param(None, id="chain"),
+    pytest.param((-1, -1, 0, 1, 1), id="tree"),
+    pytest.param("random", id="ragged_tree"),
+]
+
+
+def traced(model, inputs, tree=None, k=4, accuracy=0.7, **settings):
+    settings = {"do_sample": False, "max_new_tokens": 25, **settings}
+    text = model.generate(**inputs, do_sample=False, max_new_tokens=40)
+    speculator = scripted_for(text, inputs, k=k, accuracy=accuracy, tree=tree)
+    with record(trace=True) as made:
+        output = model.generate(**inputs, **settings, assistant=speculator)
+    return output, made.calls[0]
+
+
+def depth_of(parents):
+    depths = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("tree", SHAPES)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"eos_token_id": [6, 15]}, {"max_new_tokens": 1}, {"repetition_penalty": 1.4}, {"do_sample": True}],
+    ids=["length", "eos", "one_token", "walk", "sampled"],
+)
+def test_counts_are_those_of_the_trace(model, batch_size, tree, settings):
+    inputs = prompts(batch_size)
+    output, call = traced(model, inputs, tree, **settings)
+    stats, rows = call.stats, [row for cycle in call.cycles for row in cycle.rows]
+    drafted = [row for row in rows if row.draft_tokens]
+    eos = settings.get("eos_token_id", [])
+    generated = [trim(row, eos) for row in output[:, PROMPT:].tolist()]
+
+    assert stats.batch_size == batch_size
+    assert stats.num_committed_tokens == sum(map(len, generated))
+    assert stats.num_row_cycles == len(rows)
+    assert stats.num_target_forwards == len(call.cycles) + 1
+    assert stats.num_drafts == len(drafted)
+    assert stats.num_draft_tokens == sum(len(row.draft_tokens) for row in drafted)
+    assert stats.num_accepted_tokens == sum(row.num_accepted for row in rows)
+    per_position = stats.num_accepted_tokens_per_pos
+    assert sum(per_position) == stats.num_accepted_tokens
+    assert per_position == sorted(per_position, reverse=True)
+    assert len(per_position) == max((max(depth_of(row.parents)) for row in drafted), default=0)
+    assert stats.num_committed_tokens == batch_size + sum(len(row.committed_tokens) for row in rows)
+
+    reached = sum(min(row.num_accepted + 1, max(depth_of(row.parents))) for row in drafted)
+    assert stats.num_reached_tokens == reached
+    assert stats.acceptance_rate == (stats.num_accepted_tokens / reached if reached else 0)
+    assert stats.draft_acceptance_rate == (
+        stats.num_accepted_tokens / stats.num_draft_tokens if stats.num_draft_tokens else 0
+    )
+    committed = sum(len(row.committed_tokens) for row in rows)
+    assert stats.mean_acceptance_length == (committed / len(rows) if rows else 1)
+
+
+def trim(tokens, eos):
+    end = next((index for index, token in enumerate(tokens) if token in eos), len(tokens))
+    return tokens[: end + 1]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("tree", SHAPES)
+def test_trace_tells_the_text(model, batch_size, tree):
+    inputs = prompts(batch_size)
+    output, call = traced(model, inputs, tree, eos_token_id=[6, 15])
+    texts = [[] for _ in range(batch_size)]
+    for cycle in call.cycles:
+        assert len({row.row for row in cycle.rows}) == len(cycle.rows)
+        for row in cycle.rows:
+            assert all(type(x) is int for x in (*row.draft_tokens, *row.parents, *row.committed_tokens))
+            assert row.num_accepted <= len(row.committed_tokens) <= row.num_accepted + 1
+            texts[row.row] += row.committed_tokens
+            node = -1
+            for token in row.committed_tokens[: row.num_accepted]:
+                nodes = enumerate(zip(row.draft_tokens, row.parents))
+                node = next(index for index, drafted in nodes if drafted == (token, node))
+    for text, row in zip(texts, output[:, PROMPT:].tolist()):
+        assert trim(row, [6, 15])[1:] == text
+
+
+def test_all_drafts_right(model):
+    inputs = prompts(2)
+    _, call = traced(model, inputs, accuracy=1.0, max_new_tokens=21)
+    assert call.stats.acceptance_rate == call.stats.draft_acceptance_rate == 1
+    assert call.stats.mean_acceptance_length > 4
+
+
+def test_cut_inside_a_block(model):
+    """Accepted draft tokens behind the end are not counted."""
+    inputs = prompts(1)
+    text = model.generate(**inputs, do_sample=False, max_new_tokens=40)
+    output, call = traced(model, inputs, k=8, accuracy=1.0, eos_token_id=int(text[0, PROMPT + 4]))
+    assert output.shape[1] == PROMPT + 5
+    assert call.stats.num_committed_tokens == 5
+    assert call.stats.num_accepted_tokens == 4
+    assert call.stats.num_draft_tokens in (7, 8)
+
+
+def test_times(model):
+    _, call = traced(model, prompts(2))
+    stats = call.stats
+    parts = (stats.draft_seconds, stats.verify_seconds, stats.prefill_seconds, stats.other_seconds)
+    assert all(part > 0 for part in parts)
+    assert stats.total_seconds == pytest.approx(sum(parts))
+
+
+def test_text_and_json(model):
+    _, call = traced(model, prompts(2))
+    as_dict = call.stats.to_dict()
+    assert json.loads(json.dumps(as_dict)) == as_dict
+    assert as_dict["acceptance_rate"] == call.stats.acceptance_rate
+    assert as_dict["method"] == "scripted"
+    assert f"accepted {call.stats.num_accepted_tokens} of {call.stats.num_draft_tokens}" in str(call.stats)
+    assert str(SpecDecodingStats()).startswith("SpecDecoding")
+
+
+class TestRecord:
+    settings = {"do_sample": False, "max_new_tokens": 6}
+
+    def test_collects_every_call_inside(self, model):
+        with record() as outer:
+            model.generate(**prompts(1), **self.settings, spec_method="ngram")
+            with record(trace=True) as inner:
+                output = model.generate(
+                    **prompts(2), **self.settings, spec_method="ngram", return_dict_in_generate=True
+                )
+            model.generate(**prompts(1), **self.settings)
+        model.generate(**prompts(1), **self.settings, spec_method="ngram")
+        assert [call.stats.batch_size for call in outer.calls] == [1, 2]
+        assert [call.stats.batch_size for call in inner.calls] == [2]
+        assert outer.calls[1].stats is inner.calls[0].stats is output.speculative
+        assert not outer.calls[1].cycles
+        assert inner.calls[0].cycles
+
+    def test_ends_after_an_error(self, model):
+        with pytest.raises(ZeroDivisionError), record() as outer:
+            raise ZeroDivisionError
+        model.generate(**prompts(1), **self.settings, spec_method="ngram")
+        assert not outer.calls
+
+    def test_call_that_fails_is_there_with_what_it_did(self, model):
+        def fail(input_ids, scores):
+            if input_ids.shape[1] > PROMPT + 3:
+                raise ZeroDivisionError
+            return scores
+
+        with record() as made, pytest.raises(ZeroDivisionError):
+            model.generate(**prompts(1), **self.settings, spec_method="ngram", logits_processor=[fail])
+        assert made.calls[0].stats.num_committed_tokens > 0
+
+
+def test_switched_off_by_batch_size(model):
+    speculator = load_speculator(model, "ngram", disable_by_batch_size=2)
+    inputs = prompts(3)
+    inputs["input_ids"][:, 3:] = 5
+    settings = {"do_sample": False, "max_new_tokens": 12, "return_dict_in_generate": True}
+    plain = model.generate(**inputs, **settings)
+    with record(trace=True) as made:
+        ours = model.generate(**inputs, **settings, assistant=speculator)
+    assert torch.equal(ours.sequences, plain.sequences)
+    stats = ours.speculative
+    assert stats.notes == ["no drafts: 3 rows are more than disable_by_batch_size=2"]
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_row_cycles) == (0, 0, 33)
+    assert stats.mean_acceptance_length == 1
+    assert all(not row.draft_tokens for cycle in made.calls[0].cycles for row in cycle.rows)
+    two = {name: value[:2] for name, value in inputs.items()}
+    assert not model.generate(**two, **settings, assistant=speculator).speculative.notes
+
+
+def test_record_sees_calls_of_other_threads(model):
+    """A streaming application reads in one thread and generates in another."""
+    inputs = prompts(1)
+    with record() as collected:
+        thread = threading.Thread(
+            target=model.generate, kwargs={**inputs, "max_new_tokens": 4, "do_sample": False, "spec_method": "ngram"}
+        )
+        thread.start()
+        thread.join()
+    assert [call.stats.num_committed_tokens for call in collected.calls] == [4]

@@ -1,0 +1,143 @@
+"""What `generate(return_dict_in_generate=True)` returns: plain generation's fields, their shapes and their values."""
+
+import pytest
+import torch
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from hf_specdec import SpecDecodingStats
+from tests.models import VOCAB_SIZE, prompts, scripted_for
+
+
+PROMPT = 7
+SETTINGS = {"do_sample": False, "max_new_tokens": 20, "return_dict_in_generate": True}
+ALL = {"output_scores": True, "output_logits": True, "output_hidden_states": True}
+SHAPES = [pytest.param(None, id="chain"), pytest.param("random", id="ragged_tree")]
+
+# One forward over several tokens, or several rows, rounds differently from one over a single token.
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture
+def both(model):
+    def both(batch_size, tree=None, accuracy=0.9, **settings):
+        inputs = prompts(batch_size)
+        text = model.generate(**inputs, do_sample=False, max_new_tokens=30)
+        plain = model.generate(**inputs, **{**SETTINGS, **settings})
+        speculator = scripted_for(text, inputs, accuracy=accuracy, tree=tree)
+        ours = model.generate(**inputs, **{**SETTINGS, **settings}, assistant=speculator)
+        assert torch.equal(ours.sequences, plain.sequences)
+        return plain, ours
+
+    return both
+
+
+def unfinished(plain, eos):
+    """For each step the rows that had not ended before it, as a mask of shape `(steps, B)`."""
+    generated = plain.sequences[:, PROMPT:]
+    ended = torch.isin(generated, torch.tensor(eos)).cumsum(1) > 0
+    before = torch.nn.functional.pad(ended, (1, 0))[:, :-1]
+    return ~before.T
+
+
+def assert_steps_close(ours, plain, going):
+    assert type(ours) is type(plain) is tuple
+    assert len(ours) == len(plain) == len(going)
+    for mine, its, rows in zip(ours, plain, going):
+        assert mine.shape == its.shape
+        assert mine.dtype == its.dtype
+        torch.testing.assert_close(mine[rows], its[rows], **CLOSE)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("tree", SHAPES)
+@pytest.mark.parametrize("eos", [[63], [6, 15]], ids=["all_to_the_end", "rows_end_apart"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"repetition_penalty": 1.4},
+        {"suppress_tokens": [9, 10]},
+        {"logits_processor": [lambda input_ids, scores: scores * 0.5]},
+    ],
+    ids=["unprocessed", "walk", "at_once", "unknown_processor"],
+)
+def test_every_field(both, batch_size, tree, eos, settings):
+    plain, ours = both(batch_size, tree, eos_token_id=eos, **ALL, **settings)
+    assert isinstance(ours, GenerateDecoderOnlyOutput)
+    assert set(ours.keys()) == {*plain.keys(), "speculative"}
+    going = unfinished(plain, eos)
+    assert_steps_close(ours.scores, plain.scores, going)
+    assert_steps_close(ours.logits, plain.logits, going)
+    assert len(ours.hidden_states) == len(plain.hidden_states) == len(going)
+    for step, (mine, its) in enumerate(zip(ours.hidden_states, plain.hidden_states)):
+        assert type(mine) is type(its) is tuple
+        assert len(mine) == len(its)
+        for my_layer, its_layer in zip(mine, its):
+            assert my_layer.shape == its_layer.shape
+            assert my_layer.dtype == its_layer.dtype
+            torch.testing.assert_close(my_layer[going[step]], its_layer[going[step]], **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["output_scores", "output_logits", "output_hidden_states"])
+def test_one_field_alone(both, name):
+    plain, ours = both(2, **{name: True})
+    assert set(ours.keys()) == {*plain.keys(), "speculative"}
+    assert sum(getattr(ours, field) is not None for field in ("scores", "logits", "hidden_states")) == 1
+
+
+def test_without_fields(both):
+    plain, ours = both(2)
+    assert set(ours.keys()) == {*plain.keys(), "speculative"}
+    assert type(ours.speculative) is SpecDecodingStats
+    assert ours.scores is ours.logits is ours.hidden_states is ours.attentions is None
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_fields_without_a_dict_are_ignored_as_in_plain(model, name):
+    inputs = prompts(1)
+    settings = {"do_sample": False, "max_new_tokens": 8, name: True}
+    ours = model.generate(**inputs, **settings, spec_method="ngram")
+    assert torch.is_tensor(ours)
+    assert torch.equal(ours, model.generate(**inputs, **settings))
+
+
+def test_one_token(both):
+    plain, ours = both(2, max_new_tokens=1, **ALL)
+    assert len(ours.scores) == len(ours.logits) == len(ours.hidden_states) == 1
+    torch.testing.assert_close(ours.scores[0], plain.scores[0], **CLOSE)
+
+
+def test_sampled_scores_are_the_laws_that_were_drawn_from(model):
+    inputs = prompts(2)
+    torch.manual_seed(0)
+    output = model.generate(
+        **inputs, do_sample=True, top_k=5, max_new_tokens=20, spec_method="ngram", **ALL, return_dict_in_generate=True
+    )
+    scores = torch.stack(output.scores, dim=1)
+    assert scores.shape == (2, 20, VOCAB_SIZE)
+    assert (scores.isfinite().sum(-1) == 5).all()
+    assert scores.gather(2, output.sequences[:, PROMPT:, None]).isfinite().all()
+    # The scores are those of the text: the model, shown the whole of it, says the same.
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    new = torch.arange(20) + positions[:, -1:] + 1
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 20), value=1)
+    with torch.no_grad():
+        logits = model(output.sequences, attention_mask=mask, position_ids=torch.cat([positions, new], dim=1)).logits
+    torch.testing.assert_close(torch.stack(output.logits, dim=1), logits[:, PROMPT - 1 : -1], **CLOSE)
+
+
+def test_transition_scores(model, both):
+    plain, ours = both(2, output_scores=True)
+    mine, its = (model.compute_transition_scores(o.sequences, o.scores, normalize_logits=True) for o in (ours, plain))
+    torch.testing.assert_close(mine, its, **CLOSE)
+
+
+def test_returned_tensors_are_the_users_own(model):
+    """A later call must not change them."""
+    inputs = prompts(2)
+    call = {**inputs, **SETTINGS, **ALL, "spec_method": "ngram"}
+    first = model.generate(**call)
+    kept = [first.sequences.clone(), first.scores[3].clone(), first.past_key_values.layers[0].keys.clone()]
+    model.generate(**{**call, **prompts(2, seed=4)})
+    now = [first.sequences, first.scores[3], first.past_key_values.layers[0].keys]
+    assert all(torch.equal(a, b) for a, b in zip(kept, now))

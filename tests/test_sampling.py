@@ -1,0 +1,331 @@
+"""Sampling: the text depends on the seed alone, and has the target's exact distribution.
+
+The distribution of the first tokens is enumerated with the target and transformers' own processors, and compared by
+chi-square with the texts of thousands of rows of one prompt. Seeds are fixed, so the p-values are too.
+"""
+
+from functools import lru_cache
+from itertools import product
+
+import pytest
+import torch
+import transformers
+from transformers import LogitsProcessor
+
+from hf_specdec import SpecDecError, SpeculativeConfig, Speculator, load_speculator, record
+from hf_specdec.candidate_generators.base import NoDrafts
+from hf_specdec.logits import verifier
+from tests.models import VOCAB_SIZE, prompts, scripted_for, tiny_llama
+from tests.sampled import sampled_speculator
+from tests.scripted import scripted_speculator
+from tests.statistics import chi_square_pvalue
+
+
+V = 6
+NUM_ROWS = 2000
+PROMPT = [1, 4, 2]
+# An exact sampler falls below it in one of a thousand seeds.
+P_VALUE = 1e-3
+
+SETTINGS = {
+    "plain": {"top_k": 0},
+    "temperature": {"top_k": 0, "temperature": 0.6},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_k": 0, "top_p": 0.75},
+    "repetition_penalty": {"top_k": 0, "repetition_penalty": 1.8},
+    "repetition_penalty_and_top_p": {"repetition_penalty": 1.5, "top_k": 5, "top_p": 0.9, "temperature": 0.8},
+}
+
+
+SAMPLING = {"do_sample": True, "max_new_tokens": 24, "temperature": 0.8, "top_k": 20}
+
+
+def sample(model, inputs, seed=0, **settings):
+    transformers.set_seed(seed)
+    return model.generate(**inputs, **{**SAMPLING, **settings})
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return prompts(3)
+
+
+@pytest.fixture(scope="module")
+def text(model, inputs):
+    """Our own loop without drafts."""
+    return sample(model, inputs, assistant=no_drafts())
+
+
+class TestOneSeedOneText:
+    """The same tokens whatever is drafted, and whoever shares the batch."""
+
+    @pytest.mark.parametrize("k", range(1, 9))
+    def test_every_draft_length(self, model, inputs, text, k):
+        with record() as made:
+            ours = sample(model, inputs, assistant=scripted_for(text, inputs, k=k, accuracy=0.9))
+        assert torch.equal(ours, text)
+        assert made.calls[0].stats.num_accepted_tokens > 10
+
+    @pytest.mark.parametrize("tree", [None, (-1, -1, 0, 0, 1, 3, 3), "random"])
+    @pytest.mark.parametrize("accuracy", [0.0, 0.5, 1.0])
+    def test_every_draft(self, model, inputs, text, tree, accuracy):
+        speculator = scripted_for(text, inputs, accuracy=accuracy, tree=tree, seed=3)
+        assert torch.equal(sample(model, inputs, assistant=speculator), text)
+
+    def test_ngram(self, model, inputs, text):
+        assert torch.equal(sample(model, inputs, spec_method="ngram"), text)
+
+    @pytest.mark.parametrize(
+        "walk", [{"no_repeat_ngram_size": 30}, {"logits_processor": [lambda input_ids, scores: scores]}]
+    )
+    def test_both_ways_of_verification_agree(self, model, inputs, text, walk):
+        """Processors without effect that must be shown every position."""
+        for tree in (None, "random"):
+            speculator = scripted_for(text, inputs, accuracy=0.9, tree=tree)
+            assert torch.equal(sample(model, inputs, assistant=speculator, **walk), text)
+
+    @pytest.mark.parametrize(
+        "warper",
+        [
+            {"min_p": 0.05},
+            {"typical_p": 0.7},
+            {"epsilon_cutoff": 0.02},
+            {"eta_cutoff": 0.05},
+            {"top_h": 0.5},
+            {"suppress_tokens": [3, 9]},
+            {"renormalize_logits": True, "top_p": 0.6},
+        ],
+        ids=lambda warper: next(iter(warper)),
+    )
+    def test_every_warper_both_ways(self, model, inputs, warper):
+        settings = {"top_k": 0, "temperature": 1.0, **warper}
+        alone = sample(model, inputs, assistant=no_drafts(), **settings)
+        speculator = scripted_for(alone, inputs, accuracy=0.9, tree="random")
+        assert torch.equal(sample(model, inputs, assistant=speculator, **settings), alone)
+        walked = sample(model, inputs, assistant=speculator, **settings, no_repeat_ngram_size=30)
+        assert torch.equal(walked, alone)
+
+    @pytest.mark.parametrize("accuracy", [None, 0.8])
+    def test_batch_composition(self, model, inputs, text, accuracy):
+        start = 2
+        alone = {name: value[:1, start:] for name, value in inputs.items()}
+        speculator = no_drafts() if accuracy is None else scripted_for(text[:1, start:], alone, accuracy=accuracy)
+        assert torch.equal(sample(model, alone, assistant=speculator), text[:1, start:])
+        padded = {name: torch.nn.functional.pad(value[:2], (5, 0)) for name, value in inputs.items()}
+        assert torch.equal(sample(model, padded, spec_method="ngram")[:, 5:], text[:2])
+
+    @pytest.mark.parametrize("walk", [{}, {"no_repeat_ngram_size": 30}], ids=["at_once", "walk"])
+    @pytest.mark.parametrize("widths", [(1, 1, 1, 1), (2, 2, 1)])
+    def test_sampled_drafts_repeat_with_the_seed(self, model, inputs, widths, walk):
+        first = sample(model, inputs, assistant=sampled_speculator(4, widths=widths))
+        again = sample(model, inputs, assistant=sampled_speculator(4, widths=widths), **walk)
+        assert torch.equal(first, again)
+
+    def test_rows_that_end_apart(self, model, inputs, text):
+        eos = [int(text[0, 10]), int(text[1, 14]), int(text[2, 12])]
+        alone = sample(model, inputs, eos_token_id=eos, assistant=no_drafts())
+        for tree in (None, "random"):
+            speculator = scripted_for(text, inputs, accuracy=0.9, tree=tree)
+            assert torch.equal(sample(model, inputs, eos_token_id=eos, assistant=speculator), alone)
+        for row in range(3):
+            end = next(i for i, token in enumerate(text[row, 7:].tolist()) if token in eos)
+            assert torch.equal(alone[row, : 7 + end + 1], text[row, : 7 + end + 1])
+
+    def test_seeds_matter(self, model, inputs, text):
+        texts = [sample(model, inputs, seed=seed, spec_method="ngram") for seed in range(5)]
+        assert len({tuple(text.flatten().tolist()) for text in texts}) == 5
+        torch.manual_seed(0)
+        calls = [model.generate(**inputs, **SAMPLING, spec_method="ngram") for _ in range(2)]
+        assert torch.equal(calls[0], text)
+        assert not torch.equal(calls[0], calls[1])
+
+    def test_greedy_leaves_the_generator_alone(self, model, inputs):
+        before = torch.get_rng_state()
+        model.generate(**inputs, do_sample=False, max_new_tokens=4, spec_method="ngram")
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+class Nothing(LogitsProcessor):
+    """Leaves no token possible after a while."""
+
+    def __call__(self, input_ids, scores):
+        return scores if input_ids.shape[1] < 12 else torch.full_like(scores, float("-inf"))
+
+
+def test_no_token_is_left(model, inputs, text):
+    walk = {"logits_processor": [Nothing()]}
+    for speculator in (no_drafts(), scripted_for(text, inputs), sampled_speculator()):
+        with pytest.raises(SpecDecError, match="no token to draw"):
+            sample(model, inputs, assistant=speculator, **walk)
+        with pytest.raises(SpecDecError, match="no token to draw"):
+            sample(model, inputs, assistant=speculator, suppress_tokens=list(range(VOCAB_SIZE)))
+
+
+class Shift(LogitsProcessor):
+    """An unknown processor that depends on the last token."""
+
+    def __call__(self, input_ids, scores):
+        return scores + 0.7 * (torch.arange(V) == (input_ids[:, -1:] + 1) % V)
+
+
+def no_drafts() -> Speculator:
+    return Speculator(SpeculativeConfig(method="ngram"), NoDrafts, None)
+
+
+@lru_cache(maxsize=1)
+def small_model():
+    return tiny_llama(
+        seed=5, vocab_size=V, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.4,
+    )  # fmt: skip
+
+
+def exact_distribution(settings: dict, count: int = 3) -> torch.Tensor:
+    """Probability of every sequence of `count` tokens behind the prompt, shape `(V,) * count`."""
+    model = small_model()
+    prefixes = torch.tensor([PROMPT])
+    probs = torch.ones(1, dtype=torch.float64)
+    for length in range(count):
+        processors = host_processors(settings, prefixes)
+        with torch.no_grad():
+            logits = model(prefixes).logits[:, -1].float()
+        law = processors(prefixes, logits).double().softmax(-1)
+        probs = (probs[:, None] * law).flatten()
+        tails = torch.tensor(list(product(range(V), repeat=length + 1)))
+        prefixes = torch.cat([torch.tensor(PROMPT).expand(len(tails), -1), tails], dim=1)
+    return probs.view((V,) * count)
+
+
+def host_processors(settings: dict, prefixes: torch.Tensor):
+    """The processors that plain generation uses."""
+
+    def catch(model, input_ids, logits_processor, **kwargs):
+        return logits_processor
+
+    mask = torch.ones_like(prefixes)
+    return small_model().generate(
+        prefixes, attention_mask=mask, max_new_tokens=4, do_sample=True, custom_generate=catch, **settings
+    )
+
+
+def sampled_counts(settings: dict, speculator, seed: int = 0, num_rows: int = NUM_ROWS, count: int = 3):
+    """How often each sequence of the first tokens was generated; longer texts, so that drafts are not cut short."""
+    inputs = torch.tensor([PROMPT]).repeat(num_rows, 1)
+    torch.manual_seed(seed)
+    output = small_model().generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=count + 3,
+        do_sample=True,
+        assistant=speculator,
+        return_dict_in_generate=True,
+        **settings,
+    )
+    tokens = output.sequences[:, len(PROMPT) : len(PROMPT) + count]
+    cells = (tokens * torch.tensor([V**power for power in range(count)][::-1])).sum(1)
+    return cells.bincount(minlength=V**count).view((V,) * count), output.speculative
+
+
+def scripted_rows(tree=None, accuracy=0.5):
+    """One-hot drafts around what the target most likely says, different in every row."""
+    inputs = {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    text = small_model().generate(**inputs, max_new_tokens=9, do_sample=False)
+    rows = text.repeat(NUM_ROWS, 1)
+    return scripted_speculator(rows, [0] * NUM_ROWS, V, num_speculative_tokens=3, accuracy=accuracy, tree=tree)
+
+
+def draft_model(**options):
+    draft = tiny_llama(
+        seed=11, vocab_size=V, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.4,
+    )  # fmt: skip
+    return load_speculator(small_model(), draft_model=draft, num_speculative_tokens=3, **options)
+
+
+DRAFTERS = {
+    "no_drafts": no_drafts,
+    "one_hot_chain": scripted_rows,
+    "one_hot_tree": lambda: scripted_rows((-1, -1, 0, 0, 1, 1)),
+    "one_hot_ragged_tree": lambda: scripted_rows("random"),
+    "ngram": lambda: load_speculator(small_model(), "ngram"),
+    "draft_model_greedy": lambda: draft_model(draft_sample_method="greedy"),
+    "draft_model_sampled": lambda: draft_model(draft_sample_method="probabilistic"),
+    "sampled_chain": lambda: sampled_speculator(3),
+    "sampled_chain_processed": lambda: sampled_speculator(3, processed=True),
+    "sampled_tree": lambda: sampled_speculator(3, widths=(3, 2)),
+    "sampled_tree_processed": lambda: sampled_speculator(3, widths=(2, 2, 1), processed=True),
+}
+
+
+class TestExactDistribution:
+    @pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS.keys())
+    @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+    def test_joint_distribution(self, drafter, settings):
+        counts, stats = sampled_counts(settings, drafter())
+        assert chi_square_pvalue(counts, exact_distribution(settings)) > P_VALUE
+        if drafter is not no_drafts:
+            assert stats.num_accepted_tokens > 0.1 * NUM_ROWS
+
+    @pytest.mark.parametrize("name", ["one_hot_tree", "sampled_chain", "sampled_tree"])
+    def test_unknown_processor(self, name):
+        settings = {"top_k": 0, "logits_processor": [Shift()]}
+        counts, _ = sampled_counts(settings, DRAFTERS[name]())
+        assert chi_square_pvalue(counts, exact_distribution(settings)) > P_VALUE
+
+    @pytest.mark.parametrize("name", ["one_hot_chain", "sampled_chain", "sampled_tree", "sampled_tree_processed"])
+    def test_walk_without_effect(self, name):
+        """The path that walks, under settings which the other path handles: the very same texts."""
+        walk = {**SETTINGS["top_k"], "no_repeat_ngram_size": 30}
+        counts, _ = sampled_counts(walk, DRAFTERS[name]())
+        at_once, _ = sampled_counts(SETTINGS["top_k"], DRAFTERS[name]())
+        assert torch.equal(counts, at_once)
+
+    @pytest.mark.parametrize("walk", [{}, {"no_repeat_ngram_size": 30}], ids=["at_once", "walk"])
+    @pytest.mark.parametrize("widths", [(1, 1, 1), (3, 2)], ids=["chain", "tree"])
+    def test_fails_for_drafts_that_lie_about_their_law(self, widths, walk):
+        liar = sampled_speculator(3, widths=widths, claim="uniform")
+        settings = {**SETTINGS["plain"], **walk}
+        counts, _ = sampled_counts(settings, liar)
+        assert chi_square_pvalue(counts, exact_distribution(settings)) < 1e-6
+
+    def test_fails_for_a_wrong_rule(self, monkeypatch):
+        """Drafts that are accepted wherever the target gives them any probability."""
+        right, stats = sampled_counts(SETTINGS["plain"], sampled_speculator(3))
+
+        def accept_all(draft, target_probs, accept_uniforms, target_uniforms):
+            return right_rule(draft, target_probs, torch.zeros_like(accept_uniforms), target_uniforms)
+
+        right_rule = verifier.reject_chain
+        monkeypatch.setattr(verifier, "reject_chain", accept_all)
+        wrong, _ = sampled_counts(SETTINGS["plain"], sampled_speculator(3))
+        exact = exact_distribution(SETTINGS["plain"])
+        assert chi_square_pvalue(right, exact) > P_VALUE
+        assert chi_square_pvalue(wrong, exact) < 1e-6
+
+    def test_acceptance_rate_is_the_overlap_of_the_laws(self):
+        """Leviathan et al. 2023, Corollary 3.6: the chance to accept is sum_x min(p(x), q(x))."""
+        inputs = torch.tensor([PROMPT]).repeat(NUM_ROWS, 1)
+        torch.manual_seed(0)
+        with record(trace=True) as made:
+            small_model().generate(
+                inputs, attention_mask=torch.ones_like(inputs), do_sample=True, top_k=0, max_new_tokens=5,
+                assistant=sampled_speculator(2, widths=(1, 1)),
+            )  # fmt: skip
+        first = made.calls[0].cycles[0]
+        accepted = sum(row.num_accepted >= 1 for row in first.rows)
+        joint = exact_distribution(SETTINGS["plain"], 2)
+        target = joint / joint.sum(1, keepdim=True)
+        generator = torch.Generator().manual_seed(0)
+        draft = torch.randn((V, V), generator=generator).double().softmax(-1)
+        overlap = (joint.sum(1) * torch.minimum(target, draft).sum(1)).sum().item()
+        deviation = (overlap * (1 - overlap) / NUM_ROWS) ** 0.5
+        # Four standard deviations of a binomial count.
+        assert abs(accepted / NUM_ROWS - overlap) < 4 * deviation
+
+
+def test_the_small_model_is_a_fair_test():
+    """Laws that are neither flat nor nearly one-hot, and that differ from the drafts'."""
+    joint = exact_distribution(SETTINGS["plain"], 2)
+    law = joint.sum(1)
+    assert 0.3 < law.max() < 0.8
+    assert law.min() > 0.005

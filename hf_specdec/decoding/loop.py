@@ -309,7 +309,7 @@ class DecodingLoop:
 
 
 def _shared_seed(model) -> int:
-    """A seed from torch's generator; ranks that hold parts of one model must draw the same tokens, so rank 0's counts."""
+    """A seed from torch's generator. Ranks that hold parts of one model draw the same tokens: rank 0's seed counts."""
     seed = seed_from_torch()
     if (getattr(model, "tp_size", None) or 1) == 1:
         return seed

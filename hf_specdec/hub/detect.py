@@ -36,9 +36,7 @@ def detect_method(config: SpeculativeConfig, target_config: Any = None) -> str:
 def read_config(config: SpeculativeConfig) -> dict:
     """`config.json` of `config.model` as a dict."""
     try:
-        path = cached_file(
-            config.model, "config.json", revision=config.revision, subfolder=config.subfolder or ""
-        )
+        path = cached_file(config.model, "config.json", revision=config.revision, subfolder=config.subfolder or "")
         with open(path, encoding="utf-8") as file:
             return json.load(file)
     except (OSError, ValueError) as error:

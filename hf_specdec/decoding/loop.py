@@ -19,7 +19,7 @@ from .cache import SlotCache, compact, dynamic_cache
 from .functional import slot_model
 from .output import OutputRecorder, SpeculativeOutput
 from .sequences import Sequences, StopRules
-from .target import SlotOutput, check_reach, model_profile
+from .target import SlotModel, SlotOutput, check_reach, model_profile
 
 
 @dataclass
@@ -67,37 +67,16 @@ class DecodingLoop:
         self.stop = StopRules(request.stopping_criteria, self.sequences)
         self.stats = SpecDecodingStats(method=speculator.method, batch_size=self.batch_size)
         self.traces = begin_call(self.stats)
-        wants_dict = bool(config.return_dict_in_generate)
-        self.recorder = OutputRecorder(
-            self.batch_size,
-            scores=wants_dict and bool(config.output_scores),
-            logits=wants_dict and bool(config.output_logits),
-            hidden_states=wants_dict and bool(config.output_hidden_states),
-        )
+        self.recorder = OutputRecorder(self.batch_size, config)
+        self.keeps_cache = bool(config.return_dict_in_generate) or request.past_key_values is not None
+        self.finished_states: dict[int, list] = {}
+        self.streamed = 0
+
         stack = ProcessorStack(request.logits_processor)
         uniforms = RowUniforms(_shared_seed(self.model), self.device) if config.do_sample else None
-        vocab_size = self.model.config.get_text_config(decoder=True).vocab_size
-        self.generator: CandidateGenerator = speculator.candidate_generator(
-            Session(
-                batch_size=self.batch_size,
-                max_length=self.stop.max_length,
-                device=self.device,
-                sampler=DraftSampler(stack, self.sequences, uniforms, vocab_size),
-                takes_trees=not model_profile(self.model).counts_slots,
-                notes=self.stats.notes,
-            )
-        )
+        self.generator: CandidateGenerator = speculator.candidate_generator(self._session(stack, uniforms))
         self._check_prompt_tokens()
-        depth = self.generator.num_speculative_tokens
-        prompt_length = max(request.input_ids.shape[1], _embeds_length(request.model_kwargs))
-        # Room for the whole generation, but not for a maximum that is only there as a limit.
-        expected = min(self.stop.max_length - request.input_ids.shape[1], 1024)
-        self.target = slot_model(
-            self.model,
-            SlotCache(prompt_length + expected + depth + 1),
-            states=self.generator.target_hidden_states,
-            forward_kwargs={"output_hidden_states": True} if config.output_hidden_states else None,
-        )
+        self.target = self._slot_target()
         self.verifier = Verifier(
             stack,
             self.stop,
@@ -105,9 +84,35 @@ class DecodingLoop:
             keep_scores=self.recorder.scores is not None,
             equal_lengths=self.target.profile.counts_slots,
         )
-        self.keeps_cache = wants_dict or request.past_key_values is not None
-        self.finished_states: dict[int, list] = {}
-        self.streamed = 0
+
+    def _session(self, stack: ProcessorStack, uniforms: RowUniforms | None) -> Session:
+        vocab_size = self.model.config.get_text_config(decoder=True).vocab_size
+        return Session(
+            batch_size=self.batch_size,
+            max_length=self.stop.max_length,
+            device=self.device,
+            sampler=DraftSampler(stack, self.sequences, uniforms, vocab_size),
+            takes_trees=not model_profile(self.model).counts_slots,
+            notes=self.stats.notes,
+        )
+
+    def _slot_target(self) -> SlotModel:
+        prompt_length = max(self.sequences.prompt_length, _embeds_length(self.request.model_kwargs))
+        # Room for the whole generation, but not for a maximum that is only there as a limit.
+        expected = min(self.stop.max_length - self.sequences.prompt_length, 1024)
+        return slot_model(
+            self.model,
+            SlotCache(prompt_length + expected + self.generator.num_speculative_tokens + 1),
+            states=self.generator.target_hidden_states,
+            forward_kwargs={"output_hidden_states": True} if self.recorder.wants_states else None,
+        )
+
+    def _check_prompt_tokens(self) -> None:
+        if self.generator.needs_prompt_tokens and self.request.input_ids.shape[1] == 0:
+            raise SpecConfigError(
+                f"spec_method='{self.stats.method}' drafts from the prompt's tokens, and got `inputs_embeds` alone. "
+                "Pass `input_ids` beside them, or use spec_method='ngram'."
+            )
 
     def run(self):
         """Generates. Returns token ids `(B, L)`, or a `SpeculativeOutput` if the config asks for a dict."""
@@ -124,13 +129,6 @@ class DecodingLoop:
         self._stream(end=True)
         self.stats.total_seconds = perf_counter() - began
         return self._output()
-
-    def _check_prompt_tokens(self) -> None:
-        if self.generator.needs_prompt_tokens and self.request.input_ids.shape[1] == 0:
-            raise SpecConfigError(
-                f"spec_method='{self.stats.method}' drafts from the prompt's tokens, and got `inputs_embeds` alone. "
-                "Pass `input_ids` beside them, or use spec_method='ngram'."
-            )
 
     # Prefill
 

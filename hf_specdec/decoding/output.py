@@ -54,15 +54,16 @@ class OutputRecorder:
 
     Args:
         batch_size (`int`): B.
-        scores, logits, hidden_states (`bool`): Which fields were asked for.
+        config (`GenerationConfig`): Says which fields are asked for.
     """
 
-    def __init__(self, batch_size: int, scores: bool, logits: bool, hidden_states: bool):
-        self.scores = StepRecorder(batch_size) if scores else None
-        self.logits = StepRecorder(batch_size) if logits else None
+    def __init__(self, batch_size: int, config):
+        wants_dict = config.return_dict_in_generate
+        self.scores = StepRecorder(batch_size) if wants_dict and config.output_scores else None
+        self.logits = StepRecorder(batch_size) if wants_dict and config.output_logits else None
+        self.wants_states = bool(wants_dict and config.output_hidden_states)
         self.prompt_states: tuple | None = None
         self._batch_size = batch_size
-        self._wants_states = hidden_states
         self._states: list[StepRecorder] = []
 
     def add(self, rows, verdict, logits, hidden_states) -> None:
@@ -72,7 +73,7 @@ class OutputRecorder:
             self.scores.add(rows, verdict.scores, counts)
         if self.logits is not None:
             self.logits.add(rows, take_nodes(logits, verdict.path).float(), counts)
-        if self._wants_states:
+        if self.wants_states:
             self._add_states(rows, verdict.path, hidden_states, counts)
 
     def _add_states(self, rows, path, hidden_states, counts) -> None:
@@ -86,7 +87,7 @@ class OutputRecorder:
 
     def hidden_states(self) -> tuple | None:
         """For each generated token a tuple over layers, `(B, P, H)` for the first one and `(B, 1, H)` after it."""
-        if not self._wants_states:
+        if not self.wants_states:
             return None
         layers = [recorder.steps() for recorder in self._states]
         later = [tuple(state[:, None] for state in step) for step in zip(*layers)]

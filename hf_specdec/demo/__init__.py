@@ -1,0 +1,102 @@
+"""The embedded demo: a tiny Llama target trained on Python sources, its draft model, and prompts to try them on.
+
+Both checkpoints are ordinary transformers folders, made by `python -m hf_specdec.training.demo`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hf_specdec.errors import CheckpointFormatError
+
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+
+__all__ = ["DemoPrompt", "draft_path", "load_target", "load_tokenizer", "prompts", "target_path"]
+
+
+@dataclass(frozen=True)
+class DemoPrompt:
+    """
+    A prompt for the demo target.
+
+    Args:
+        name (`str`): Short name, unique among the prompts.
+        kind (`str`): `"edit"`: the answer repeats most of the prompt's code; `"complete"`: the answer is new code.
+        text (`str`): The prompt.
+        max_new_tokens (`int`): How many tokens to generate; prompt and answer together fit the target's context.
+    """
+
+    name: str
+    kind: Literal["edit", "complete"]
+    text: str
+    max_new_tokens: int
+
+
+def target_path() -> str:
+    """Returns the folder of the target model and the tokenizer."""
+    return _checkpoint_folder("target")
+
+
+def draft_path() -> str:
+    """Returns the folder of the draft model, which has the target's tokenizer."""
+    return _checkpoint_folder("draft")
+
+
+def load_target(dtype: torch.dtype | str | None = None) -> PreTrainedModel:
+    """
+    Loads the target model in evaluation mode.
+
+    Args:
+        dtype (`torch.dtype`, *optional*): Type of the weights, `torch.float32` by default.
+
+    Raises:
+        `CheckpointFormatError`: If the weights are missing.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(target_path(), dtype=torch.float32 if dtype is None else dtype).eval()
+
+
+def load_tokenizer() -> PreTrainedTokenizerFast:
+    """Loads the tokenizer of both models."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(target_path())
+
+
+def prompts() -> list[DemoPrompt]:
+    """Returns the demo's prompts, those to edit first, each kind in the order of its names."""
+    files = _folder() / "prompts"
+    found = []
+    for kind, max_new_tokens in (("edit", 448), ("complete", 192)):
+        for path in sorted(files.glob(f"{kind}_*.txt")):
+            text = path.read_text(encoding="utf-8")
+            if kind == "complete":
+                text = text.rstrip(
+                    "\n"
+                )  # a line break and the indentation behind it are one token: the model's to write
+            found.append(DemoPrompt(path.stem.removeprefix(f"{kind}_"), kind, text, max_new_tokens))
+    return found
+
+
+def _folder() -> Path:
+    return Path(str(resources.files(__name__)))
+
+
+def _checkpoint_folder(name: str) -> str:
+    folder = _folder() / name
+    missing = [file for file in ("config.json", "model.safetensors") if not (folder / file).is_file()]
+    if missing:
+        raise CheckpointFormatError(
+            f"The embedded {name} model is incomplete: {', '.join(missing)} not found in {folder}. "
+            "Reinstall hf-specdec, or run `python -m hf_specdec.training.demo --output DIR` and copy the models there."
+        )
+    return str(folder)

@@ -1,0 +1,1 @@
+"""Recipes that train the small networks of speculative decoding for a target model."""

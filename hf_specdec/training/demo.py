@@ -1,0 +1,471 @@
+"""The recipe of the embedded demo: a byte-level BPE tokenizer, a small Llama target and a much smaller draft model.
+
+The target learns next-token prediction on Python sources and editing documents. The draft model learns the same,
+then is distilled: it minimises KL(target || draft) on sources and on the target's own continuations, which is what it
+will have to predict (DistillSpec, Zhou et al. 2023, arXiv:2310.08461).
+
+    python -m hf_specdec.training.demo --output DIR
+
+writes `DIR/target` (with the tokenizer) and `DIR/draft`, ordinary transformers checkpoints in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, set_seed
+
+from hf_specdec.errors import SpecConfigError
+from hf_specdec.training.data import (
+    Corpus,
+    EditDocuments,
+    Encode,
+    Mixture,
+    TokenRows,
+    collect_snippets,
+    python_sources,
+)
+from hf_specdec.training.trainer import TrainingOptions, autocast, distillation_loss, next_token_loss, train
+
+
+END_OF_TEXT = "<|endoftext|>"
+CONTEXT_LENGTH = 2048
+STAGES = ("target", "refine", "draft", "distill", "evaluate")
+# Names keep their underscores and a leading blank or dot; digits come in threes; indentation is one token.
+WORDS = r"[ .]?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True)
+class DemoRecipe:
+    """
+    Sizes and lengths of the recipe of the shipped models.
+
+    Args:
+        vocab_size (`int`): Tokens of the tokenizer, with its one special token.
+        target, draft (`dict`): Arguments of `LlamaConfig`.
+        target_steps, refine_steps, draft_steps, distill_steps (`int`): Training steps of the stages.
+        target_minutes, refine_minutes, draft_minutes, distill_minutes (`float`, *optional*): Their time limits.
+        copying, code, refining ([`Mixture`]): Rows of the first steps, of the later steps, and of the refinement and
+            distillation. Short rows that repeat a passage teach a model in minutes to look up what followed a token
+            before; long rows of code alone would teach it in hours. At the end such rows are left out, because they
+            also teach to repeat without need.
+        target_copying_steps, draft_copying_steps (`int`): Length of the first phase, as part of the stage's steps. The
+            smaller model needs more of them.
+        generated_rows (`int`): Rows that the target continues for the distillation.
+        generated_length (`int`): Length of these rows; the second half is the target's.
+        generated_share (`float`): How often a distillation batch is made of such rows.
+        checkpoint_every (`int`): Steps after which the target is written in between.
+        seed (`int`): Seed of weights and data.
+        bf16 (`bool`): Train in bfloat16 autocast.
+    """
+
+    vocab_size: int = 4096
+    target: dict = field(
+        default_factory=lambda: {
+            "hidden_size": 256,
+            "intermediate_size": 480,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
+    )
+    draft: dict = field(
+        default_factory=lambda: {
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
+    )
+    target_steps: int = 2082
+    refine_steps: int = 1184
+    draft_steps: int = 2300
+    distill_steps: int = 827
+    target_minutes: float | None = None
+    refine_minutes: float | None = None
+    draft_minutes: float | None = None
+    distill_minutes: float | None = None
+    copying: Mixture = Mixture({128: 1.0}, tokens_per_batch=2048, repeat_share=0.75)
+    code: Mixture = Mixture({256: 0.25, 512: 0.5, 1024: 0.17, 2048: 0.08}, edit_share=0.4, repeat_share=0.05)
+    refining: Mixture = Mixture({256: 0.2, 512: 0.5, 1024: 0.22, 2048: 0.08}, edit_share=0.45)
+    target_copying_steps: int = 600
+    draft_copying_steps: int = 1500
+    generated_rows: int = 512
+    generated_length: int = 512
+    generated_share: float = 0.3
+    checkpoint_every: int = 500
+    seed: int = 0
+    bf16: bool = True
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """
+    Trains a byte-level BPE tokenizer that gives every text back exactly.
+
+    Args:
+        texts (`Sequence[str]`): Training texts.
+        vocab_size (`int`): Number of tokens, at least 257: all bytes and `<|endoftext|>`, which has id 0.
+    """
+    if vocab_size < 257:
+        raise SpecConfigError(f"`vocab_size` must be at least 257 (all bytes and {END_OF_TEXT}), got {vocab_size}.")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+        model_max_length=CONTEXT_LENGTH,
+        padding_side="left",
+    )
+
+
+def plain_encode(tokenizer: PreTrainedTokenizerFast) -> Encode:
+    """Returns a function from text to token ids that adds no special tokens and never warns of long texts."""
+    return lambda text: tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def new_model(sizes: dict, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """Returns a freshly initialised Llama model that trains with blockwise attention."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=CONTEXT_LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        attn_implementation="blockwise_causal",
+        **sizes,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def save_checkpoint(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
+    """Writes a bfloat16 copy of `model`, and the tokenizer if given, to `folder`."""
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def load_checkpoint(folder: Path, attention: str = "blockwise_causal") -> LlamaForCausalLM:
+    """Loads a checkpoint in float32, by default with the attention for training."""
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+
+
+class DemoTraining:
+    """
+    The stages of the recipe, each of which reads and writes the folder `output`.
+
+    Args:
+        recipe ([`DemoRecipe`]): Sizes and lengths.
+        output (`Path`): Folder for the checkpoints.
+        corpus ([`Corpus`], *optional*): Texts; the standard library's sources by default.
+        console (`Console`, *optional*): Where progress is told.
+    """
+
+    def __init__(
+        self, recipe: DemoRecipe, output: str | Path, corpus: Corpus | None = None, console: Console | None = None
+    ):
+        self.recipe = recipe
+        self.output = Path(output)
+        self.console = console or Console()
+        self.corpus = corpus or python_sources()
+        self.tokenizer = train_tokenizer(self.corpus.train, recipe.vocab_size)
+        self.encode = plain_encode(self.tokenizer)
+        self.snippets = collect_snippets(self.corpus.train)
+        self.console.print(
+            f"{len(self.corpus.train)} files, {sum(map(len, self.corpus.train)) / 1e6:.1f} M characters, "
+            f"{len(self.snippets)} functions and classes, {len(self.tokenizer)} tokens"
+        )
+
+    def rows(self, stage: int) -> TokenRows:
+        """Returns the rows of a stage; every stage has its own order of data."""
+        seed = 1000 * self.recipe.seed + stage
+        return TokenRows(
+            self.corpus.train,
+            EditDocuments(self.snippets, seed),
+            self.encode,
+            self.tokenizer.eos_token_id,
+            seed,
+        )
+
+    def batches(self, stage: int, copying_steps: int) -> Iterator[torch.Tensor]:
+        """Returns the batches of a stage that starts from scratch: first copying, then code."""
+        rows = self.rows(stage)
+        copying = itertools.islice(rows.batches(self.recipe.copying), copying_steps)
+        return itertools.chain(copying, rows.batches(self.recipe.code))
+
+    def train_target(self) -> LlamaForCausalLM:
+        set_seed(self.recipe.seed)
+        model = new_model(self.recipe.target, self.tokenizer)
+        folder = self.output / "target"
+
+        def checkpoint(step: int) -> None:
+            if step % self.recipe.checkpoint_every == 0:
+                save_checkpoint(model, folder, self.tokenizer)
+
+        options = TrainingOptions(
+            steps=self.recipe.target_steps,
+            learning_rate=3e-3,
+            muon=True,
+            max_minutes=self.recipe.target_minutes,
+            bf16=self.recipe.bf16,
+        )
+        batches = self.batches(1, self.recipe.target_copying_steps)
+        train(model, batches, next_token_loss(model), options, description="target", on_step=checkpoint)
+        save_checkpoint(model, folder, self.tokenizer)
+        return model
+
+    def refine_target(self) -> LlamaForCausalLM:
+        """Trains the target of the output folder on, at a lower learning rate and without repeated passages."""
+        model = load_checkpoint(self.output / "target")
+        options = TrainingOptions(
+            steps=self.recipe.refine_steps,
+            learning_rate=2e-3,
+            muon=True,
+            max_minutes=self.recipe.refine_minutes,
+            bf16=self.recipe.bf16,
+        )
+        batches = self.rows(4).batches(self.recipe.refining)
+        train(model, batches, next_token_loss(model), options, description="refine")
+        save_checkpoint(model, self.output / "target", self.tokenizer)
+        return model
+
+    def train_draft(self) -> LlamaForCausalLM:
+        set_seed(self.recipe.seed + 1)
+        model = new_model(self.recipe.draft, self.tokenizer)
+        options = TrainingOptions(
+            steps=self.recipe.draft_steps,
+            learning_rate=4e-3,
+            final_learning_rate=0.25,
+            muon=True,
+            max_minutes=self.recipe.draft_minutes,
+            bf16=self.recipe.bf16,
+        )
+        batches = self.batches(2, self.recipe.draft_copying_steps)
+        train(model, batches, next_token_loss(model), options, description="draft")
+        save_checkpoint(model, self.output / "draft")
+        return model
+
+    def distill(self) -> LlamaForCausalLM:
+        """Brings the draft model of the output folder closer to the target beside it."""
+        set_seed(self.recipe.seed + 2)
+        target = load_checkpoint(self.output / "target").requires_grad_(False).eval()
+        draft = load_checkpoint(self.output / "draft")
+        rows = self.rows(3)
+        generated = generated_rows(target, rows, self.recipe)
+        options = TrainingOptions(
+            steps=self.recipe.distill_steps,
+            muon=True,
+            max_minutes=self.recipe.distill_minutes,
+            bf16=self.recipe.bf16,
+        )
+        batches = mixed_batches(rows, generated, self.recipe)
+        train(draft, batches, distillation_loss(draft, target), options, description="distill")
+        save_checkpoint(draft, self.output / "draft")
+        return draft
+
+    def evaluate(self, prompts_per_kind: int = 8) -> dict[str, float]:
+        """Returns the figures of both models on the held-out files, and prints them."""
+        figures = {}
+        target, draft = (load_checkpoint(self.output / name, "sdpa").eval() for name in ("target", "draft"))
+        for name, model in (("target", target), ("draft", draft)):
+            loss, bits = validation_loss(model, self.encode, self.corpus.validation, self.tokenizer.eos_token_id)
+            figures |= {f"{name}_loss": loss, f"{name}_bits_per_byte": bits}
+        for kind, prompts in self.held_out_prompts(prompts_per_kind).items():
+            lengths = [acceptance_length(target, draft, prompt) for prompt in track(prompts, f"{kind} prompts")]
+            figures[f"{kind}_acceptance_length"] = sum(lengths) / len(lengths)
+        for name, figure in figures.items():
+            self.console.print(f"{name}: {figure:.3f}")
+        return figures
+
+    def held_out_prompts(self, count: int = 8, max_tokens: int = 400) -> dict[str, list[torch.Tensor]]:
+        """Returns prompts from the validation files: windows to complete, and editing documents without their end."""
+        choose = random.Random(self.recipe.seed)
+        complete, edit = [], []
+        for text in choose.choices(self.corpus.validation, k=count):
+            tokens = self.encode(text)
+            start = choose.randrange(max(1, len(tokens) - max_tokens))
+            complete.append(torch.tensor([tokens[start : start + max_tokens // 2]]))
+        documents = EditDocuments(collect_snippets(self.corpus.validation), self.recipe.seed)
+        while len(edit) < count:
+            tokens = self.encode(edit_prompt(documents.draw(2400)))
+            if len(tokens) <= max_tokens:
+                edit.append(torch.tensor([tokens]))
+        return {"complete": complete, "edit": edit}
+
+
+def edit_prompt(document: str) -> str:
+    """Cuts an editing document behind its last heading, where the edited code is to be written."""
+    headings = ("\n# copy\n", "\n# rename ", "\n# remove the ")
+    start = max(document.rfind(heading) for heading in headings)
+    return document[: document.index("\n", start + 1) + 1]
+
+
+@torch.no_grad()
+def generated_rows(target: LlamaForCausalLM, rows: TokenRows, recipe: DemoRecipe, batch: int = 64) -> torch.Tensor:
+    """
+    Lets the target continue the first half of rows, half of them greedily and half sampled.
+
+    Returns:
+        `torch.LongTensor` of shape `(recipe.generated_rows, recipe.generated_length)`.
+    """
+    length = recipe.generated_length
+    target.set_attn_implementation("sdpa")
+    parts = []
+    starts = range(0, recipe.generated_rows, batch)
+    for index, start in enumerate(track(starts, "target's continuations")):
+        count = min(batch, recipe.generated_rows - start)
+        prompts = torch.stack([rows.row(length, recipe.refining)[: length // 2] for _ in range(count)])
+        with autocast(prompts.device, recipe.bf16):
+            continued = target.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                max_new_tokens=length - length // 2,
+                do_sample=index % 2 == 1,
+                temperature=0.8 if index % 2 == 1 else None,
+                eos_token_id=target.config.vocab_size,  # no token: rows go on behind the end of a document
+                pad_token_id=rows.eos_token_id,
+            )
+        parts.append(continued)
+    target.set_attn_implementation("blockwise_causal")
+    return torch.cat(parts)
+
+
+def mixed_batches(rows: TokenRows, generated: torch.Tensor, recipe: DemoRecipe) -> Iterator[torch.Tensor]:
+    """Yields batches of the sources, and now and then a batch of the target's continuations."""
+    choose = torch.Generator().manual_seed(recipe.seed)
+    count = max(1, recipe.refining.tokens_per_batch // recipe.generated_length)
+    for batch in rows.batches(recipe.refining):
+        if torch.rand((), generator=choose) < recipe.generated_share:
+            batch = generated[torch.randint(len(generated), (count,), generator=choose)]
+        yield batch
+
+
+@torch.no_grad()
+def validation_loss(
+    model: PreTrainedModel, encode: Encode, texts: Sequence[str], eos_token_id: int, length: int = 1024
+) -> tuple[float, float]:
+    """Returns the mean loss per token in nats and the bits per byte of `texts`, read in rows of `length` tokens."""
+    tokens = torch.tensor([token for text in texts for token in [*encode(text), eos_token_id]])
+    total, count = 0.0, 0
+    for row in tokens.split(length):
+        if len(row) > 1:
+            logits = model(row[None, :-1], use_cache=False).logits[0].float()
+            total += F.cross_entropy(logits, row[1:], reduction="sum").item()
+            count += len(row) - 1
+    num_bytes = sum(len(text.encode()) for text in texts)
+    return total / count, total / math.log(2) / num_bytes
+
+
+@torch.no_grad()
+def acceptance_length(
+    target: PreTrainedModel, draft: PreTrainedModel, prompt: torch.Tensor, k: int = 4, max_new_tokens: int = 128
+) -> float:
+    """
+    Mean number of committed tokens per target forward when `draft` drafts `k` tokens greedily.
+
+    Greedy verification commits exactly the target's greedy text, so that text is generated first and the drafts are
+    compared with it.
+
+    Args:
+        prompt (`torch.LongTensor` of shape `(1, T)`): Token ids.
+    """
+    length = prompt.shape[1]
+    mask = torch.ones_like(prompt)
+    text = target.generate(prompt, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)[0].tolist()
+    position, steps = length + 1, 0
+    while position < len(text):
+        context = torch.tensor([text[:position]])
+        drafted = draft.generate(
+            context,
+            attention_mask=torch.ones_like(context),
+            max_new_tokens=k,
+            do_sample=False,
+            eos_token_id=draft.config.vocab_size,
+            pad_token_id=0,
+        )[0, position:].tolist()
+        accepted = next((i for i, (a, b) in enumerate(zip(drafted, text[position:])) if a != b), k)
+        position += accepted + 1
+        steps += 1
+    return (min(position, len(text)) - length - 1) / max(steps, 1)
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
+    """Runs the recipe from command line arguments and returns the figures of the evaluation, if it was run."""
+    options = _parser().parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    recipe = DemoRecipe(
+        **{item.name: getattr(options, item.name) for item in fields(DemoRecipe) if item.name in options}
+    )
+    console = Console()
+    start = time.monotonic()
+    corpus = python_sources(options.sources) if options.sources else None
+    training = DemoTraining(recipe, options.output, corpus, console)
+    stages = {
+        "target": training.train_target,
+        "refine": training.refine_target,
+        "draft": training.train_draft,
+        "distill": training.distill,
+        "evaluate": training.evaluate,
+    }
+    results = {name: stages[name]() for name in STAGES if name in options.stages}
+    console.print(f"finished after {(time.monotonic() - start) / 60:.1f} minutes")
+    return results.get("evaluate", {})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hf_specdec.training.demo",
+        description="Train the embedded demo: tokenizer, target and draft model.",
+    )
+    recipe = DemoRecipe()
+    parser.add_argument("--output", required=True, type=Path, help="folder for the checkpoints target/ and draft/")
+    parser.add_argument("--sources", type=Path, help="folder of .py files (default: the standard library)")
+    parser.add_argument(
+        "--stages",
+        nargs="+",
+        choices=STAGES,
+        default=STAGES,
+        help="which stages to run; later ones read what earlier ones left in the output folder",
+    )
+    for stage in STAGES[:4]:
+        parser.add_argument(f"--{stage}-steps", type=int, default=getattr(recipe, f"{stage}_steps"))
+        parser.add_argument(f"--{stage}-minutes", type=float, help=f"time limit of the {stage} stage")
+    parser.add_argument("--seed", type=int, default=recipe.seed)
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
+    parser.add_argument("--no-bf16", dest="bf16", action="store_false", help="train in float32")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

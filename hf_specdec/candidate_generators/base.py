@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from ..logits.sampling import DraftSampler
 
 
+_LEAST_SHARED_LENGTH = 4
+
+
 @dataclass
 class Session:
     """What stays the same during one `generate()` call.
@@ -143,6 +146,18 @@ class CandidateGenerator(HfCandidateGenerator):
         self.options = config.options
         self.session = session
         self.num_speculative_tokens = config.num_speculative_tokens or self.default_num_speculative_tokens
+
+    def shared_length(self, num_rows: int) -> int:
+        """k for a method whose drafts differ much in length from row to row.
+
+        A verification is as wide as its longest draft, so where the user has named no k the rows share the default:
+        one good match must not make all others pay for its length.
+        """
+        if self.config.num_speculative_tokens is not None:
+            return self.num_speculative_tokens
+        return max(
+            self.num_speculative_tokens // max(num_rows, 1), min(_LEAST_SHARED_LENGTH, self.num_speculative_tokens)
+        )
 
     def prefill(self, prompt: Prompt) -> None:
         """Takes in the prompts."""

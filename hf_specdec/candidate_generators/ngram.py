@@ -118,8 +118,9 @@ class NgramCandidateGenerator(CandidateGenerator):
                 self._indexes[row] = built[key] = NgramIndex(tokens, self.options.max_indexed_tokens)
 
     def propose(self, step: DraftStep) -> DraftTree:
+        longest = self.shared_length(len(step.rows))
         drafts = [
-            self._draft(self._indexes[row], min(self.num_speculative_tokens, room, self._room_in_model(length)))
+            self._draft(self._indexes[row], min(longest, room, self._room_in_model(length)))
             for row, length, room in zip(step.rows, step.lengths, step.max_draft_tokens)
         ]
         return DraftTree.from_lists(drafts, self.session.device)

@@ -370,7 +370,8 @@ class SuffixCandidateGenerator(CandidateGenerator):
 
     def _limits(self, step: DraftStep) -> list[int]:
         """Most draft tokens of each row: k, what the loop allows, and what leaves room for the bonus token."""
-        limits = [min(self.num_speculative_tokens, room) for room in step.max_draft_tokens]
+        longest = self.shared_length(len(step.rows))
+        limits = [min(longest, room) for room in step.max_draft_tokens]
         if self.config.max_model_len is None:
             return limits
         return [min(limit, self.config.max_model_len - length - 1) for limit, length in zip(limits, step.lengths)]

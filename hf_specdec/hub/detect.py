@@ -6,6 +6,7 @@ Nothing but the config is read. Repository names are never looked at: they do no
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers.utils.hub import cached_file
@@ -37,8 +38,9 @@ def read_config(config: SpeculativeConfig) -> dict:
     """`config.json` of `config.model` as a dict."""
     try:
         path = cached_file(config.model, "config.json", revision=config.revision, subfolder=config.subfolder or "")
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
+        if path is None:
+            raise FileNotFoundError(f"There is no config.json in '{config.model}'.")
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointFormatError(
             f"'{config.model}' has no readable config.json: {error} Pass the folder or the repo id of a draft "

@@ -286,13 +286,20 @@ def test_rows_with_one_prompt_sort_it_once(monkeypatch):
     original = ngram_index.sort_prefixes
     monkeypatch.setattr(ngram_index, "sort_prefixes", lambda tokens: builds.append(len(tokens)) or original(tokens))
     text = np.random.default_rng(0).integers(0, 9, 2000).tolist()
-    generator = make_generator(4)
+    generator = make_generator(4, num_speculative_tokens=24)
     generator.prefill(pad_left([text, text, text[:1500], text]))
     assert sorted(size for size in builds if size) == [1500, 2000]
     new = [[1, 2], [3], text[1500:1505], [4, 4, 4]]
     generator.observe(commit([0, 1, 2, 3], new))
     texts = [text + new[0], text + new[1], text[:1505], text + new[3]]
     assert generator.propose(make_step(texts)).token_lists() == [drafts_after([text])[0] for text in texts]
+
+
+@pytest.mark.parametrize(("batch_size", "longest"), [(1, 24), (2, 12), (4, 6), (16, 4)])
+def test_rows_of_a_batch_share_the_default_length(batch_size, longest):
+    text = [*range(40), *range(30)]
+    assert [len(draft) for draft in drafts_after([text] * batch_size)] == [longest] * batch_size
+    assert [len(draft) for draft in drafts_after([text] * batch_size, num_speculative_tokens=8)] == [8] * batch_size
 
 
 def test_max_indexed_tokens_limits_the_search():
@@ -319,7 +326,7 @@ def test_cycles_agree_with_a_fresh_start(seed):
     # What the index has become after many cycles drafts what an index of the whole text drafts.
     random = np.random.default_rng(seed)
     texts = [random.integers(0, 4, size).tolist() for size in (1, 50, 700)]
-    generator = make_generator(3)
+    generator = make_generator(3, num_speculative_tokens=24)
     generator.prefill(pad_left(texts))
     for _ in range(40):
         new = [random.integers(0, 4, random.integers(1, 6)).tolist() for _ in texts]

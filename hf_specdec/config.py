@@ -189,7 +189,7 @@ class SpeculativeConfig:
         trust_remote_code (`bool`, defaults to `False`):
             Whether code from the draft model's repository may run.
         enforce_eager (`bool`, defaults to `False`):
-            Never use CUDA graphs for drafting and verification.
+            Accepted for configurations of serving engines; nothing is captured in CUDA graphs.
         disable_by_batch_size (`int`, *optional*):
             Generate without drafts where the batch has more rows than this.
         disable_padded_drafter_batch (`bool`, defaults to `False`):
@@ -275,7 +275,7 @@ class SpeculativeConfig:
     )
     enforce_eager: bool = _setting(
         False,
-        "Never use CUDA graphs for drafting and verification.",
+        "Accepted for configurations of serving engines. Nothing is captured in CUDA graphs, so it changes nothing.",
     )
     disable_by_batch_size: int | None = _setting(
         None,

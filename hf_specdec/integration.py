@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache
+from transformers.generation import GenerationMixin
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
@@ -58,6 +59,11 @@ def generate(
         SpecConfigError: The request cannot be honoured: what was asked, what was found, what to do.
         UnsupportedModelError: The target's architecture cannot be driven by the loop.
     """
+    if not isinstance(model, GenerationMixin) and hasattr(model, "get_base_model"):
+        raise SpecConfigError(
+            f"{type(model).__name__} is a wrapper. Call its own generate() with the speculative arguments, or pass "
+            "`model.get_base_model()`."
+        )
     original = original_generate(type(model))
     asked = (spec_method, spec_model, num_speculative_tokens, speculative, assistant)
     if all(argument is None for argument in asked):

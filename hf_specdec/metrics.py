@@ -23,7 +23,8 @@ class SpecDecodingStats:
         num_committed_tokens (`int`): Tokens generated, those without a draft included.
         num_row_cycles (`int`): Verifications, counted per row: a forward over 4 active rows counts 4.
         num_target_forwards (`int`): Forwards of the target model, the prefill included.
-        draft_seconds, verify_seconds, prefill_seconds, total_seconds (`float`): Wall-clock time.
+        draft_seconds, verify_seconds, prefill_seconds, total_seconds (`float`): Wall-clock time. Verification is the
+            target's forward, acceptance and stop rules.
         notes (`list[str]`): What was switched off or limited in this call, and why.
     """
 
@@ -45,7 +46,7 @@ class SpecDecodingStats:
 
     @property
     def other_seconds(self) -> float:
-        """Seconds outside of prefill, drafting and verification: acceptance, bookkeeping, streaming."""
+        """Seconds outside of prefill, drafting and verification: bookkeeping and streaming."""
         return self.total_seconds - self.prefill_seconds - self.draft_seconds - self.verify_seconds
 
     @property

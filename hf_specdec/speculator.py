@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -68,7 +69,8 @@ class StockSpeculator:
         return StockCandidateGenerator(self.generator, session)
 
 
-_speculators: WeakKeyDictionary[torch.nn.Module, dict] = WeakKeyDictionary()
+# For each target what has been loaded for it, by method and by the settings that were read in loading.
+_loaded: WeakKeyDictionary[torch.nn.Module, dict] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -79,7 +81,9 @@ def load_speculator(
     draft_model: torch.nn.Module | None = None,
     **settings,
 ) -> Speculator:
-    """Loads what a method needs for a target, once: the same target and settings give the same speculator again.
+    """Loads what a method needs for a target, once: a second call with the same settings shares what was loaded.
+
+    So do calls whose settings differ in what only matters while generating, such as `num_speculative_tokens`.
 
     Args:
         target_model (`PreTrainedModel`): The model whose `generate()` is to be sped up.
@@ -98,15 +102,25 @@ def load_speculator(
         settings["method"] = "draft_model"
     resolved = SpeculativeConfig.resolve(config, target_config=target_model.config, **settings)
     generator_class = resolve_candidate_generator(resolved.method)
-    # Of loaded draft models only the last one is remembered, or an evaluation loop would keep all of its checkpoints.
-    key = (resolved.compute_hash(), draft_model is not None)
     with _lock:
-        loaded = _speculators.setdefault(target_model, {})
-        if key not in loaded or loaded[key][1] is not draft_model:
-            given = {} if draft_model is None else {"draft_model": draft_model}
-            resources = generator_class.load(resolved, target_model, **given)
-            loaded[key] = (Speculator(resolved, generator_class, resources), draft_model)
-        return loaded[key][0]
+        resources = _resources(generator_class, resolved, target_model, draft_model)
+    return Speculator(resolved, generator_class, resources)
+
+
+def _resources(generator_class, config, target_model, draft_model):
+    """What the method loads, shared by all configurations that load the same."""
+    if draft_model is target_model:
+        # Remembering it would keep the target alive for ever.
+        return generator_class.load(config, target_model, draft_model=draft_model)
+    flat = config.to_dict(defaults=True)
+    names = flat if generator_class.loaded_by is None else generator_class.loaded_by
+    key = (config.method, draft_model is not None, json.dumps({name: flat[name] for name in sorted(names)}))
+    loaded = _loaded.setdefault(target_model, {})
+    # Of loaded draft models only the last one is remembered, or an evaluation loop would keep all of its checkpoints.
+    if key not in loaded or loaded[key][1] is not draft_model:
+        given = {} if draft_model is None else {"draft_model": draft_model}
+        loaded[key] = (generator_class.load(config, target_model, **given), draft_model)
+    return loaded[key][0]
 
 
 def _names_method(config: Any) -> bool:
@@ -116,9 +130,9 @@ def _names_method(config: Any) -> bool:
 
 
 def forget_speculators(target_model: torch.nn.Module | None = None) -> None:
-    """Frees the remembered speculators of one target, or of all: draft weights and caches of past responses."""
+    """Frees what was loaded for one target, or for all: draft weights and caches of past responses."""
     with _lock:
         if target_model is None:
-            _speculators.clear()
+            _loaded.clear()
         else:
-            _speculators.pop(target_model, None)
+            _loaded.pop(target_model, None)

@@ -1,11 +1,13 @@
 """The hook: what it takes, what it leaves alone, and that it can be taken back."""
 
 import copy
+import gc
 import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -249,16 +251,28 @@ class TestWaysToAsk:
             with pytest.raises(SpecConfigError, match=match):
                 model.generate(**inputs, **SETTINGS, **speculative)
 
-    def test_speculators_are_remembered(self, inputs, monkeypatch):
+    def test_what_was_loaded_is_remembered(self):
         model, draft = tiny_llama(), tiny_llama(seed=1)
-        first = load_speculator(model, "ngram", num_speculative_tokens=5)
-        assert load_speculator(model, {"method": "ngram", "num_speculative_tokens": 5}) is first
-        assert load_speculator(model, "ngram", num_speculative_tokens=6) is not first
-        of_draft, twin = load_speculator(model, draft_model=draft), copy.deepcopy(draft)
-        assert load_speculator(model, draft_model=draft) is of_draft
-        assert load_speculator(model, draft_model=twin) is not of_draft
+        memory = load_speculator(model, "suffix").resources
+        # Settings that matter only while generating share it; those that loading reads do not.
+        assert load_speculator(model, {"method": "suffix", "num_speculative_tokens": 5}).resources is memory
+        assert load_speculator(model, "suffix", suffix_decoding_max_spec_factor=2.0).resources is memory
+        assert load_speculator(model, "suffix", suffix_decoding_max_tree_depth=32).resources is not memory
+        of_draft, twin = load_speculator(model, draft_model=draft).resources, copy.deepcopy(draft)
+        assert load_speculator(model, draft_model=draft, num_speculative_tokens=3).resources is of_draft
+        assert load_speculator(model, draft_model=twin).resources.model is twin
         forget_speculators(model)
-        assert load_speculator(model, "ngram", num_speculative_tokens=5) is not first
+        assert load_speculator(model, "suffix").resources is not memory
+
+    @pytest.mark.parametrize("drafts_for_itself", [True, False])
+    def test_targets_can_be_freed(self, drafts_for_itself):
+        model = tiny_llama()
+        draft = model if drafts_for_itself else tiny_llama(seed=1)
+        model.generate(torch.tensor([[3, 4]]), max_new_tokens=3, do_sample=False, assistant=draft)
+        freed = weakref.ref(model)
+        del model, draft
+        gc.collect()
+        assert freed() is None
 
 
 class TestUnsupportedTargets:

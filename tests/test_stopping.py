@@ -366,3 +366,19 @@ def test_the_texts_that_stops_were_chosen_for(texts):
     assert all(63 not in row for row in rows)
     assert [row[0] for row in rows] == [55, 10, 20]
     assert len(LETTERS) == VOCAB_SIZE
+
+
+def test_user_length_criterion_below_the_prompt(model):
+    """Plain generation looks at the length behind a token, so it writes one."""
+    inputs = prompts(1)
+    settings = {"do_sample": False, "max_new_tokens": 10, "stopping_criteria": [MaxLengthCriteria(3)]}
+    plain = model.generate(**inputs, **settings)
+    assert torch.equal(model.generate(**inputs, **settings, spec_method="ngram"), plain)
+
+
+def test_max_time_without_an_end_token_ends_all_rows_together(model):
+    inputs = prompts(3)
+    text = model.generate(**inputs, do_sample=False, max_new_tokens=200)
+    speculator = scripted_for(text, inputs, accuracy=0.5)
+    cut = model.generate(**inputs, do_sample=False, max_new_tokens=200, max_time=0.03, assistant=speculator)
+    assert torch.equal(cut, text[:, : cut.shape[1]])

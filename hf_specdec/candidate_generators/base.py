@@ -99,7 +99,7 @@ class Commit:
     Attributes:
         rows (`list[int]` of length B): Which row of the call each active row is.
         tokens (`torch.LongTensor` of shape `(B, M)`): Committed tokens: the accepted draft tokens and one more of
-            the target's. Columns past a row's `num_tokens` are padding.
+            the target's, fewer where the row has ended or waits for others. Shorter rows are padded.
         token_lists (`list[list[int]]`): The same on the host, without padding.
         num_accepted (`list[int]`): Draft tokens among them.
         hidden_states (`dict[int | str, torch.Tensor]`): The states the method asked for, each `(B, M, H)`: entry j is
@@ -122,6 +122,8 @@ class CandidateGenerator(HfCandidateGenerator):
         options_class (`type`): Frozen dataclass of the method's own options.
         target_hidden_states (`tuple`): States of the target the method needs: layer indices, or "last".
         default_num_speculative_tokens (`int`): k when the user names none.
+        loaded_by (`tuple[str, ...]`, *optional*): Flat settings that `load` reads. Configurations that agree in them
+            share what was loaded; `None`: in all of them.
         needs_prompt_tokens (`bool`): Cannot draft for a prompt that is given as embeddings alone.
 
     Args:
@@ -135,6 +137,7 @@ class CandidateGenerator(HfCandidateGenerator):
     default_num_speculative_tokens: ClassVar[int] = 5
 
     needs_prompt_tokens: ClassVar[bool] = False
+    loaded_by: ClassVar[tuple[str, ...] | None] = None
 
     @classmethod
     def load(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> Any:
@@ -237,6 +240,8 @@ class StockCandidateGenerator(CandidateGenerator):
 
     def observe(self, commit: Commit) -> None:
         self.input_ids = torch.cat([self.input_ids, commit.tokens], dim=1)
+        # The scores are not kept; transformers' own generators decide by the number of matches.
+        self.generator.update_candidate_strategy(self.input_ids, None, commit.num_accepted[0])
 
     def propose(self, step: DraftStep) -> DraftTree:
         candidates, _ = self.generator.get_candidates(self.input_ids)

@@ -24,6 +24,7 @@ from ..drafts import DraftTree, chain_topology
 from ..errors import SpecConfigError
 from ..logits.acceptance import best_tokens
 from ..logits.processors import ProcessorStack
+from ..logits.randomness import NODES_PER_ANCHOR
 from ..logits.sampling import DraftSampler
 from ..models.draft_model import Vocabularies, checkpoint_location, load_draft_model, match_vocabularies
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
@@ -108,6 +109,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
     options_class = DraftModelOptions
     default_num_speculative_tokens = 5
     needs_prompt_tokens = True
+    loaded_by = (*_LOADING, "same_tokenizer")
 
     @classmethod
     def load(cls, config, target_model, draft_model: torch.nn.Module | None = None) -> DraftModel:
@@ -135,9 +137,16 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self.longest = limits[name]
         self.limit_note = f"no drafts for rows of {self.longest} tokens and more ({name})"
         self.draws = not self.sampler.is_greedy and self.options.draft_sample_method != "greedy"
+        if self.draws and self.num_speculative_tokens > NODES_PER_ANCHOR:
+            raise SpecConfigError(
+                f"`num_speculative_tokens` must be at most {NODES_PER_ANCHOR} where draft tokens are sampled, got "
+                f"{self.num_speculative_tokens}. Draft fewer, or set draft_sample_method='greedy'."
+            )
         self.model: SlotModel = slot_model(model, SlotCache(0))
         self.model.max_position = self.longest - 1
         self.rows: list[int] = []  # the rows that are drafted for; one leaves when it gets too long
+        self.pending: list[list[int]] = []  # committed tokens of each that have not been fed
+        self.num_fed_drafts: list[int] = []  # draft tokens of the last cycle in the cache
 
     def prefill(self, prompt: Prompt) -> None:
         length = prompt.input_ids.shape[1]
@@ -149,8 +158,8 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self.model.cache.capacity = length + min(self.session.max_length - length, 1024) + 1
         tokens = prompt.input_ids[self.rows] if len(self.rows) < len(fits) else prompt.input_ids
         self.model.prefill(self._readable(tokens), [prompt.starts[row] for row in self.rows])
-        self.pending: list[list[int]] = [[] for _ in self.rows]  # committed tokens that have not been fed
-        self.num_fed_drafts = [0] * len(self.rows)  # draft tokens of the last cycle in the cache
+        self.pending = [[] for _ in self.rows]
+        self.num_fed_drafts = [0] * len(self.rows)
 
     def _is_too_long(self, length: int) -> bool:
         """Whether a row of `length` tokens, the anchor included, leaves no room for drafts; noted once."""
@@ -193,7 +202,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
 
     def _drop_rows_out_of_step(self) -> None:
         """A draft that takes slots for positions would misread rows of different lengths."""
-        if not self.model.profile.counts_slots:
+        if not self.rows or not self.model.profile.counts_slots:
             return
         ends = {length + len(tokens) for length, tokens in zip(self.model.cache.lengths, self.pending)}
         if len(ends) > 1:

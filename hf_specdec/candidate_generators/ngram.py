@@ -100,6 +100,7 @@ class NgramCandidateGenerator(CandidateGenerator):
 
     options_class = NgramOptions
     default_num_speculative_tokens = 24
+    loaded_by = ()
 
     def __init__(self, config: SpeculativeConfig, resources: Any, session: Session):
         super().__init__(config, resources, session)

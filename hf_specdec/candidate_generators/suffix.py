@@ -302,6 +302,11 @@ class SuffixCandidateGenerator(CandidateGenerator):
 
     options_class = SuffixOptions
     default_num_speculative_tokens = SuffixOptions.max_tree_depth
+    loaded_by = (
+        "suffix_decoding_max_tree_depth",
+        "suffix_decoding_max_cached_requests",
+        "suffix_decoding_max_cached_tokens",
+    )
 
     @classmethod
     def load(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> SuffixCache:

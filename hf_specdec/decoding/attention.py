@@ -20,6 +20,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from ..errors import UnsupportedModelError
+
 
 NAME = "hf_specdec"
 
@@ -65,39 +67,48 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
 
 
 class AttentionSwitch:
-    """Puts `slot_attention` in the place of a model's `sdpa` while a verification forward runs.
+    """Puts another attention in the place of a model's own while a verification forward runs.
 
     The implementation's name lives in the model's configs. Entering changes the names, leaving restores them, also
     after an error; several threads may be inside at once, the last one out restores.
+
+    Raises:
+        UnsupportedModelError: The model's implementation cannot take masks of a draft, and is not known well enough
+            to be replaced.
     """
 
     def __init__(self, model: torch.nn.Module):
-        self._configs = _switchable(model)
+        self._changes = _changes(model)
         self._lock = threading.Lock()
         self._inside = 0
 
     @contextmanager
     def __call__(self):
-        if not self._configs:
+        if not self._changes:
             yield
             return
-        with self._lock:
-            self._inside += 1
-            self._set(NAME)
         token = _folded_masks.set({})
+        entered = False
         try:
+            with self._lock:
+                self._inside, entered = self._inside + 1, True
+                for config, _, stand_in in self._changes:
+                    # Not the property: it would also write to sub-configs that have another implementation.
+                    config._attn_implementation_internal = stand_in
             yield
         finally:
             _folded_masks.reset(token)
             with self._lock:
-                self._inside -= 1
+                self._inside -= entered
                 if self._inside == 0:
-                    self._set("sdpa")
+                    for config, own, _ in self._changes:
+                        config._attn_implementation_internal = own
 
-    def _set(self, name: str) -> None:
-        for config in self._configs:
-            # Not the property: it would also write to sub-configs that have another implementation.
-            config._attn_implementation_internal = name
+    def fits(self, model: torch.nn.Module) -> bool:
+        """Whether the model still has the implementations that this switch was made for."""
+        with self._lock:
+            # While a forward runs, the configs hold the names of the stand-ins.
+            return self._inside > 0 or _signature(self._changes) == _signature(_changes(model))
 
 
 _switches: WeakKeyDictionary[torch.nn.Module, AttentionSwitch] = WeakKeyDictionary()
@@ -108,17 +119,45 @@ def attention_switch(model: torch.nn.Module) -> AttentionSwitch:
     """The model's one switch, renewed when the user has chosen another implementation since."""
     with _switches_lock:
         switch = _switches.get(model)
-        if switch is None or (switch._inside == 0 and _implementation_changed(model, switch)):
+        if switch is None or not switch.fits(model):
             switch = _switches[model] = AttentionSwitch(model)
         return switch
 
 
-def _implementation_changed(model: torch.nn.Module, switch: AttentionSwitch) -> bool:
-    return list(map(id, _switchable(model))) != list(map(id, switch._configs))
+def _changes(model: torch.nn.Module) -> list[tuple]:
+    """Every config that must name another implementation: the config, its own name, and the stand-in's."""
+    reads_text = (model.config, model.config.get_text_config(decoder=True))
+    changes = []
+    for owner, config in _configs(model):
+        own = config._attn_implementation
+        if own is None:
+            continue
+        stand_in = _stand_in(owner, config, own)
+        if stand_in is None and any(config is one for one in reads_text):
+            raise UnsupportedModelError(
+                f"The attention implementation '{own}' of {type(owner).__name__} is not known to take the masks of a "
+                "draft. Choose another one with model.set_attn_implementation('sdpa')."
+            )
+        if stand_in not in (None, own):
+            changes.append((config, own, stand_in))
+    return changes
 
 
-def _switchable(model: torch.nn.Module) -> list:
-    return [c for c in _configs(model) if c._attn_implementation == "sdpa" and not _asks_for_the_name(c)]
+def _signature(changes: list[tuple]) -> list[tuple]:
+    return [(id(config), own, stand_in) for config, own, stand_in in changes]
+
+
+def _stand_in(owner: torch.nn.Module, config, own: str) -> str | None:
+    """The implementation that verifies drafts in the place of `own`, `None` where nothing is known of `own`."""
+    if own == "eager" or _asks_for_the_name(config):
+        return own
+    if own == "sdpa":
+        return NAME
+    if "flash" in own or own == "flex_attention":
+        # Those take no additive masks. Soft caps and sinks are features of theirs that sdpa lacks and eager has.
+        beyond = getattr(config, "attn_logit_softcapping", None) or not getattr(owner, "_supports_sdpa", False)
+        return "eager" if beyond else NAME
+    return None
 
 
 def _asks_for_the_name(config) -> bool:
@@ -128,11 +167,11 @@ def _asks_for_the_name(config) -> bool:
     return chooses_keys or bool(getattr(config, "alibi", False))
 
 
-def _configs(model: torch.nn.Module) -> list:
-    """Every distinct config object that a submodule reads."""
+def _configs(model: torch.nn.Module) -> list[tuple]:
+    """Every distinct config object that a submodule reads, with the first model that holds it."""
     found = {}
     for module in model.modules():
         config = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
-            found[id(config)] = config
+            found.setdefault(id(config), (module, config))
     return list(found.values())

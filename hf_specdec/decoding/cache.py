@@ -30,11 +30,11 @@ class WritePlan:
     slots: torch.LongTensor | None
     _flat_indices: dict = field(default_factory=dict)
 
-    def flat_index(self, heads: int, capacity: int) -> torch.LongTensor:
-        """Index of every (row, head, node) in a buffer `(B, H, C, D)` seen as `(B * H * C, D)`."""
-        key = (heads, capacity)
+    def flat_index(self, heads: int, capacity: int, device: torch.device) -> torch.LongTensor:
+        """Index of every (row, head, node) in a buffer `(B, H, C, D)` on `device`, seen as `(B * H * C, D)`."""
+        key = (heads, capacity, device)
         if key not in self._flat_indices:
-            self._flat_indices[key] = flat_slots(self.slots, heads, capacity)
+            self._flat_indices[key] = flat_slots(self.slots.to(device), heads, capacity)
         return self._flat_indices[key]
 
 
@@ -89,7 +89,7 @@ class SlotLayer(CacheLayerMixin):
         if plan.offset is not None:
             buffer[:rows, :, plan.offset : plan.offset + nodes].copy_(states)
         else:
-            index = plan.flat_index(heads, self.capacity)
+            index = plan.flat_index(heads, self.capacity, buffer.device)
             buffer.view(-1, size).index_copy_(0, index, states.reshape(-1, size))
         return buffer[:rows, :, : plan.columns]
 
@@ -108,7 +108,8 @@ class SlotLayer(CacheLayerMixin):
         for buffer in self.buffers:
             _, heads, capacity, size = buffer.shape
             flat = buffer.view(-1, size)
-            flat.index_copy_(0, flat_slots(target, heads, capacity), flat[flat_slots(source, heads, capacity)])
+            read, written = (flat_slots(slots.to(buffer.device), heads, capacity) for slots in (source, target))
+            flat.index_copy_(0, written, flat[read])
 
     def move_row(self, source: int, target: int, columns: int) -> None:
         for buffer in self.buffers:

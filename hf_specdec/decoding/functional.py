@@ -58,6 +58,8 @@ def _is_untouched(module: nn.Module) -> bool:
         return False
     if "forward" in vars(module) or not (_is_published(type(module)) and _is_published(type(module).forward)):
         return False
+    if "weight" in module._buffers:
+        return False  # packed
     weight = module._parameters.get("weight")
     return weight is None or weight.dim() != 2 or type(module) in (nn.Linear, nn.Embedding)
 

@@ -9,12 +9,13 @@ import torch
 
 from ..candidate_generators.base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 from ..drafts import DraftTree, chain_topology
-from ..errors import SpecConfigError
+from ..errors import SpecConfigError, UnsupportedModelError
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowUniforms, seed_from_torch
 from ..logits.sampling import DraftSampler
 from ..logits.verifier import Verdict, Verifier, take_nodes
 from ..metrics import CycleTrace, RowTrace, SpecDecodingStats, begin_call
+from ..models.draft_model import vocabulary_size
 from .cache import SlotCache, compact, dynamic_cache
 from .functional import slot_model
 from .output import OutputRecorder, SpeculativeOutput
@@ -66,7 +67,6 @@ class DecodingLoop:
         self.sequences = Sequences(request.input_ids, _pad_token(config))
         self.stop = StopRules(request.stopping_criteria, self.sequences)
         self.stats = SpecDecodingStats(method=speculator.method, batch_size=self.batch_size)
-        self.traces = begin_call(self.stats)
         self.recorder = OutputRecorder(self.batch_size, config)
         self.keeps_cache = bool(config.return_dict_in_generate) or request.past_key_values is not None
         self.finished_states: dict[int, list] = {}
@@ -75,7 +75,6 @@ class DecodingLoop:
         stack = ProcessorStack(request.logits_processor)
         uniforms = RowUniforms(_shared_seed(self.model), self.device) if config.do_sample else None
         self.generator: CandidateGenerator = speculator.candidate_generator(self._session(stack, uniforms))
-        self._check_prompt_tokens()
         self.target = self._slot_target()
         self.verifier = Verifier(
             stack,
@@ -86,12 +85,11 @@ class DecodingLoop:
         )
 
     def _session(self, stack: ProcessorStack, uniforms: RowUniforms | None) -> Session:
-        vocab_size = self.model.config.get_text_config(decoder=True).vocab_size
         return Session(
             batch_size=self.batch_size,
             max_length=self.stop.max_length,
             device=self.device,
-            sampler=DraftSampler(stack, self.sequences, uniforms, vocab_size),
+            sampler=DraftSampler(stack, self.sequences, uniforms, vocabulary_size(self.model)),
             takes_trees=not model_profile(self.model).counts_slots,
             notes=self.stats.notes,
         )
@@ -118,6 +116,8 @@ class DecodingLoop:
         """Generates. Returns token ids `(B, L)`, or a `SpeculativeOutput` if the config asks for a dict."""
         began = perf_counter()
         try:
+            self._check_prompt_tokens()
+            self.traces = begin_call(self.stats)
             self._prefill()
             while self.model._has_unfinished_sequences(self.stop.all_finished, self.request.synced_gpus, self.device):
                 if self.stop.all_finished:
@@ -188,8 +188,9 @@ class DecodingLoop:
         draft = self.generator.propose(self._step())
         drafted = perf_counter()
         output = self._verify(draft)
-        verified = perf_counter()
+        # On a GPU the forward has only been launched; the verdict waits for it.
         verdict = self.verifier.verify(draft, output.logits, self.rows, self._positions(1))
+        verified = perf_counter()
         self._commit(draft, output, verdict)
         self.stats.draft_seconds += drafted - began
         self.stats.verify_seconds += verified - drafted
@@ -352,8 +353,22 @@ def _row_starts(attention_mask: torch.Tensor | None, batch_size: int) -> list[in
 
 
 def _position_offsets(position_ids: torch.Tensor | None, length: int, starts: list[int]) -> list[int] | None:
-    """What the user's own positions differ by from counting each row's real tokens from 0."""
-    if position_ids is None or position_ids.dim() != 2:
+    """What the given positions differ by from counting each row's real tokens from 0.
+
+    Multimodal rotary embeddings take them as `(3, B, P)`, temporal, height and width, or as `(4, B, P)` with a count
+    of tokens in front. Text has the same in all three, so that plain ids of shape `(B, T)` do for what follows.
+    """
+    if position_ids is None:
         return None
-    last = position_ids[:, -1].expand(len(starts)).tolist()
+    last = position_ids[..., -1]
+    if last.dim() == 2:
+        axes, last = last[-3:], last[-1]
+        if not axes.eq(last).all() or not last.eq(last.round()).all():
+            raise UnsupportedModelError(
+                "Generation continues at the position of the prompt's last token, which has to be one whole number, "
+                f"and is (temporal, height, width) {axes.T.tolist()} in the rows of this call: the prompts end inside "
+                "an image or a video, or the model counts fractions of a second. End the prompts with text, or leave "
+                "the speculative arguments out to use plain generate()."
+            )
+    last = last.expand(len(starts)).long().tolist()
     return [position + 1 - (length - start) for position, start in zip(last, starts)]

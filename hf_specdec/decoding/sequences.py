@@ -113,7 +113,8 @@ class StopRules:
     @property
     def need_equal_lengths(self) -> bool:
         """Whether rows must advance together to end where plain generation ends them."""
-        return len(self.finished) > 1 and (not self.is_known or (bool(self._others) and not self.rows_end_alone))
+        ends_all = bool(self._others or self._times) and not self.rows_end_alone
+        return len(self.finished) > 1 and (not self.is_known or ends_all)
 
     def append(self, rows: list[int], token_lists: list[list[int]], scores: tuple | None = None) -> list[list[int]]:
         """Appends each row's tokens up to and including the first one that ends the row.
@@ -135,7 +136,8 @@ class StopRules:
         return kept
 
     def _up_to_end(self, row: int, tokens: list[int]) -> list[int]:
-        room = self.max_length - self.sequences.lengths[row]
+        # Plain generation looks at the length behind a token, so there is always room for one.
+        room = max(self.max_length - self.sequences.lengths[row], 1)
         if len(tokens) >= room:
             tokens = tokens[:room]
             self.finished[row] = True

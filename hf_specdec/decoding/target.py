@@ -203,6 +203,9 @@ class SlotModel:
         self._states = states
         self._kwargs = forward_kwargs or {}
         self._attention = attention_switch(model)
+        # That of the hidden states; a model's first parameter may belong to a vision tower of another type.
+        embedding = model.get_input_embeddings().weight
+        self._mask_dtype = embedding.dtype if embedding.is_floating_point() else model.dtype
 
     @property
     def rows(self) -> RowState:
@@ -246,8 +249,10 @@ class SlotModel:
     def captured(self):
         """Collects the asked-for hidden states of the forwards inside: yields the dict they are put into."""
         states: dict = {}
-        handles = [tap.register_forward_hook(_store(states, key)) for key, tap in self._taps()]
+        handles = []
         try:
+            for key, tap in self._taps():
+                handles.append(tap.register_forward_hook(_store(states, key)))
             yield states
         finally:
             for handle in handles:
@@ -293,7 +298,7 @@ class SlotModel:
             starts = torch.tensor(self.starts, device=slots.device)[:, None]
             ends = torch.tensor(self.cache.lengths, device=slots.device)[:, None] + topology.depths.shape[-1]
             return ((slots >= starts) & (slots < ends)).long()
-        masks = node_masks(topology, self.rows, columns, self.profile.spans, self.model.dtype)
+        masks = node_masks(topology, self.rows, columns, self.profile.spans, self._mask_dtype)
         if self.profile.layer_types is None:
             return masks[0]
         return dict(zip(self.profile.layer_types, masks))

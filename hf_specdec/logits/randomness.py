@@ -63,7 +63,7 @@ class RowUniforms:
             purpose (`int`): `TARGET`, `ACCEPT` or `DRAFT`.
             rows (`Sequence[int]` of length B): Which row of the call each active row is.
             first_positions (`Sequence[int]` of length B): Absolute position of each row's first number.
-            count (`int`): Positions per row, at most 512.
+            count (`int`): Positions per row.
 
         Returns:
             `torch.FloatTensor` of shape `(B, count)`: Numbers that stay below 1 in float32 too.
@@ -123,12 +123,14 @@ class _Stream:
     def read(self, rows: Sequence[int], first: np.ndarray, count: int) -> np.ndarray:
         """A copy of numbers `first[b]` to `first[b] + count - 1` of each row, shape `(B, count)`."""
         rows = np.asarray(rows, dtype=np.int64)
+        if count > self.width // 2:
+            self._widen(4 * count)
         if rows.size and rows.max() >= len(self.starts):
             self._add_rows(int(rows.max()) + 1)
         offsets = first - self.starts[rows]
         outside = (offsets < 0) | (offsets > self.width - count)
         if outside.any():
-            self._move_windows(rows[outside], first[outside], count)
+            self._move_windows(rows[outside], first[outside])
             offsets = first - self.starts[rows]
         return self.values[rows[:, None], offsets[:, None] + np.arange(count)]
 
@@ -138,10 +140,15 @@ class _Stream:
         # Behind every position, so that the first read of a row fills its window.
         self.starts = np.concatenate([self.starts, np.full(new, np.iinfo(np.int64).max)])
 
-    def _move_windows(self, rows: np.ndarray, first: np.ndarray, count: int) -> None:
+    def _widen(self, width: int) -> None:
+        """Empties the windows and makes them wider; their numbers are those of their positions all the same."""
+        # Windows begin at multiples of their half, which must be whole steps of the counter.
+        self.width = -(-width // 8) * 8
+        self.values = np.empty((len(self.starts), self.width))
+        self.starts[:] = np.iinfo(np.int64).max
+
+    def _move_windows(self, rows: np.ndarray, first: np.ndarray) -> None:
         half = self.width // 2
-        if count > half:
-            raise ValueError(f"At most {half} numbers can be read at once, got {count}.")
         for row, position in zip(rows.tolist(), first.tolist()):
             start = position // half * half
             # A step of the counter gives four numbers.

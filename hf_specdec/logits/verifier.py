@@ -183,7 +183,7 @@ class _Walk:
         reject = reject_chain if star.is_chain else reject_tree
         accepted = reject(star, target, accept_uniforms, target_uniforms)
         counts, tokens = _to_host(accepted)
-        children = accepted.path[:, 1].tolist() if width else []
+        children = accepted.path[:, 1].tolist()
         tokens = [row[0] for row in tokens]
         nodes = [star[child - 1] if count else None for star, count, child in zip(stars, counts, children)]
         return tokens, nodes
@@ -241,6 +241,7 @@ class _Walk:
 
 def take_nodes(values: torch.Tensor, path: torch.LongTensor) -> torch.Tensor:
     """Values `(R, T, ...)` of the nodes `path` `(R, M)`."""
+    path = path.to(values.device)
     return values[torch.arange(path.shape[0], device=path.device)[:, None], path]
 
 

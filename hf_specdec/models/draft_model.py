@@ -142,7 +142,7 @@ def match_vocabularies(
         CheckpointFormatError: The tokenizers differ, or nothing shows that they agree.
     """
     readable = draft_model.get_input_embeddings().weight.shape[0]
-    sizes = Vocabularies(_vocab_size(target_model), _vocab_size(draft_model), readable)
+    sizes = Vocabularies(vocabulary_size(target_model), vocabulary_size(draft_model), readable)
     if assume_same:
         return sizes
     names = [model.config.name_or_path for model in (target_model, draft_model)]
@@ -163,7 +163,8 @@ def match_vocabularies(
     return sizes
 
 
-def _vocab_size(model) -> int:
+def vocabulary_size(model) -> int:
+    """Width of a model's logits."""
     head = model.get_output_embeddings()
     features = getattr(head, "out_features", None)
     return features or model.config.get_text_config(decoder=True).vocab_size

@@ -873,3 +873,29 @@ def test_quantization_without_bitsandbytes(folders, load, monkeypatch):
     monkeypatch.setattr(loading, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(MissingDependencyError, match=r'bitsandbytes_8bit.*pip install "hf-specdec\[quant\]"'):
         load("target").generate(**prompts(1), **GREEDY, **draft_from(folders["same"], quantization="8bit"))
+
+
+def test_slot_counting_draft_that_no_prompt_fits(model):
+    """Rows longer than the draft's context go on without drafts, whatever kind of model it is."""
+    draft = GPTNeoForCausalLM(
+        GPTNeoConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=16,
+            num_layers=2,
+            attention_types=[[["global", "local"], 1]],
+            num_heads=2,
+            max_position_embeddings=5,
+        )
+    ).eval()
+    inputs = prompts(2, length=9)
+    settings = {"do_sample": False, "max_new_tokens": 8}
+    plain = model.generate(**inputs, **settings)
+    assert torch.equal(model.generate(**inputs, **settings, assistant=draft), plain)
+
+
+def test_more_sampled_draft_tokens_than_there_are_numbers(model):
+    inputs = prompts(1)
+    settings = {"max_new_tokens": 4, "assistant": tiny_llama(seed=1), "num_speculative_tokens": 300}
+    with pytest.raises(SpecConfigError, match="at most 256.*got 300.*draft_sample_method='greedy'"):
+        model.generate(**inputs, do_sample=True, **settings)
+    assert model.generate(**inputs, do_sample=False, **settings).shape[1] == 11

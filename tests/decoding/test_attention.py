@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface
 
+from hf_specdec import UnsupportedModelError
 from hf_specdec.decoding.attention import NAME, attention_switch, slot_attention
 
 
@@ -145,3 +147,41 @@ def test_configs_without_attention_are_no_obstacle():
     with attention_switch(model)():
         assert model.config._attn_implementation == NAME
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("own", "during"), [("sdpa", NAME), ("eager", "eager"), ("flash_attention_2", NAME), ("flex_attention", NAME)]
+)
+def test_stand_in_while_drafts_are_verified(own, during):
+    model = tiny_llama()
+    model.config._attn_implementation_internal = own
+    switch = attention_switch(model)
+    with switch():
+        assert model.config._attn_implementation == during
+    assert model.config._attn_implementation == own
+
+
+def test_soft_caps_behind_flash_attention_are_verified_eagerly():
+    model = tiny_llama()
+    model.config._attn_implementation_internal = "flash_attention_2"
+    model.config.attn_logit_softcapping = 30.0
+    with attention_switch(model)():
+        assert model.config._attn_implementation == "eager"
+
+
+def test_unknown_implementation_is_refused_before_the_first_forward():
+    calls = []
+
+    def unknown(module, query, key, value, attention_mask, **kwargs):
+        calls.append(attention_mask)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    AttentionInterface.register("my_attention", unknown)
+    try:
+        model = tiny_llama()
+        model.set_attn_implementation("my_attention")
+        with pytest.raises(UnsupportedModelError, match="'my_attention'.*set_attn_implementation"):
+            model.generate(torch.tensor([[3, 4]]), max_new_tokens=3, spec_method="ngram")
+    finally:
+        AttentionInterface._global_mapping.pop("my_attention")
+    assert not calls

@@ -115,8 +115,15 @@ def test_large_seeds_are_told_apart():
 def test_refuses_more_numbers_than_there_are():
     with pytest.raises(ValueError, match="at most 256 nodes, got 257"):
         RowUniforms(0).for_nodes([0], [0], 257)
-    with pytest.raises(ValueError, match="At most 512"):
-        RowUniforms(0).at(TARGET, [0], [0], 513)
+
+
+def test_long_reads_give_the_numbers_of_their_positions():
+    narrow, wide = RowUniforms(3), RowUniforms(3)
+    expected = torch.cat([narrow.at(TARGET, [0, 2], [start, start + 7], 100) for start in range(5, 1905, 100)], dim=1)
+    wide.at(TARGET, [0, 2], [0, 0], 10)
+    assert torch.equal(wide.at(TARGET, [0, 2], [5, 12], 1900), expected)
+    # What is read after a long read does not change either.
+    assert torch.equal(wide.at(TARGET, [2], [12], 100), narrow.at(TARGET, [2], [12], 100))
 
 
 def test_seed_comes_from_the_default_cpu_generator():

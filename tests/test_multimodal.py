@@ -1,0 +1,249 @@
+"""Prompts with images: models of multimodal rotary positions, and models that count an image's tokens like text."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+from hf_specdec import UnsupportedModelError
+from hf_specdec.decoding.loop import _position_offsets
+from hf_specdec.decoding.target import SlotModel
+from tests.models import VOCAB_SIZE, prompts, scripted_for
+
+
+IMAGE, VIDEO, VISION_START, VISION_END = 60, 61, 62, 63
+SETTINGS = {"do_sample": False, "max_new_tokens": 24}
+TREE = (-1, -1, 0, 0, 1, 2, 5)
+
+_TEXT = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+# Sections of the rotary dimensions for time, height and width. Positions matter more with a small base.
+_MULTIMODAL = {**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 2]}}
+_TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+}
+_PATCHES = {"patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3}
+_CLIP = {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4}
+_SIGLIP = {"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4, "vision_use_head": False}
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "initializer_range": 0.3,
+}
+
+
+def qwen2_vl(**text):
+    vision = {**_PATCHES, "depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}
+    return Qwen2VLForConditionalGeneration(
+        Qwen2VLConfig(text_config={**_MULTIMODAL, **text}, vision_config=vision, **_TOKENS)
+    )
+
+
+def qwen2_vl_sliding():
+    return qwen2_vl(use_sliding_window=True, sliding_window=8, max_window_layers=1)
+
+
+def qwen2_5_vl():
+    vision = {**_PATCHES, "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    vision |= {"out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [0], "tokens_per_second": 2}
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(text_config=_MULTIMODAL, vision_config=vision, **_TOKENS)
+    )
+
+
+def qwen3_vl():
+    # The states of the image come once more behind the text model's first layer.
+    vision = {**_PATCHES, "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    vision |= {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=_MULTIMODAL, vision_config=vision, **_TOKENS))
+
+
+def llava():
+    text = {**_TEXT, "model_type": "llama"}
+    return LlavaForConditionalGeneration(
+        LlavaConfig(text_config=text, vision_config={**_CLIP, **_TOWER}, image_token_index=IMAGE)
+    )
+
+
+def gemma3():
+    text = {**_TEXT, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    tokens = {"image_token_id": IMAGE, "boi_token_id": VISION_START, "eoi_token_id": VISION_END}
+    tokens["tie_word_embeddings"] = False
+    return Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config={**_SIGLIP, **_TOWER}, mm_tokens_per_image=4, **tokens)
+    )
+
+
+MULTIMODAL_ROTARY = [qwen2_vl, qwen2_vl_sliding, qwen2_5_vl, qwen3_vl]
+MODELS = [*MULTIMODAL_ROTARY, llava, gemma3]
+
+
+@lru_cache
+def build(make):
+    torch.manual_seed(0)
+    model = make().eval()
+    # Some vision towers have a range of their own, and would make an image whisper.
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.3, generator=generator)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def image_inputs(make, batch_size: int = 1, merged: tuple[int, int] = (2, 4), before: int = 3, after: int = 5) -> dict:
+    """Prompts of text, an image and text; each row has a token of text less in front than the one after it.
+
+    `merged` is the image's height and width in tokens; models that count like text take a fixed number of them.
+    """
+    generator = torch.Generator().manual_seed(1)
+    is_grid = make in MULTIMODAL_ROTARY
+    height, width = merged if is_grid else (2, 2)
+    rows = []
+    for row in range(batch_size):
+        text = torch.randint(1, IMAGE, (before + after + row,), generator=generator).tolist()
+        image = [VISION_START, *[IMAGE] * (height * width)]
+        rows.append([*text[after:], *image, VISION_END, *text[:after]] if after else [*text, *image])
+    length = max(map(len, rows))
+    input_ids = torch.tensor([[0] * (length - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
+    inputs = {"input_ids": input_ids, "attention_mask": mask}
+    if is_grid:
+        patches = 4 * height * width * batch_size
+        inputs["pixel_values"] = torch.randn(patches, 3 * 2 * 4 * 4, generator=generator)
+        inputs["image_grid_thw"] = torch.tensor([[1, 2 * height, 2 * width]] * batch_size)
+        inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
+        return inputs
+    inputs["pixel_values"] = torch.randn(batch_size, 3, 8, 8, generator=generator)
+    if make is gemma3:
+        inputs["token_type_ids"] = (input_ids == IMAGE).int()
+    return inputs
+
+
+def speculators(plain, inputs):
+    """Settings for `generate()` that draft by guess and partly right, in chains and in trees."""
+    return {
+        "ngram": {"spec_method": "ngram"},
+        "chain": {"assistant": scripted_for(plain, inputs, accuracy=0.8)},
+        "tree": {"assistant": scripted_for(plain, inputs, accuracy=0.9, tree=TREE)},
+        "ragged_tree": {"assistant": scripted_for(plain, inputs, accuracy=0.9, tree="random")},
+    }
+
+
+def check_equals_plain(model, inputs):
+    plain = model.generate(**inputs, **SETTINGS)
+    assert len(set(plain[0, -24:].tolist())) > 4, "the text is too dull to show a wrong position"
+    for name, how in speculators(plain, inputs).items():
+        assert torch.equal(model.generate(**inputs, **SETTINGS, **how), plain), name
+    return plain
+
+
+class TestEqualsPlain:
+    @pytest.mark.parametrize("batch_size", [1, 2])
+    @pytest.mark.parametrize("make", MODELS)
+    def test_image(self, make, batch_size):
+        model, inputs = build(make), image_inputs(make, batch_size)
+        plain = check_equals_plain(model, inputs)
+        inputs["pixel_values"] = -inputs["pixel_values"]
+        assert not torch.equal(model.generate(**inputs, **SETTINGS), plain), "the image makes no difference"
+
+    @pytest.mark.parametrize("make", MODELS)
+    def test_text_only(self, make):
+        inputs = prompts(2)
+        inputs["input_ids"].clamp_(max=IMAGE - 1)
+        check_equals_plain(build(make), inputs)
+
+    def test_two_images_and_text_between(self):
+        model = build(qwen2_vl)
+        first, second = image_inputs(qwen2_vl), image_inputs(qwen2_vl, merged=(3, 2))
+        inputs = {
+            key: torch.cat([first[key], second[key]], dim=0 if key in ("pixel_values", "image_grid_thw") else 1)
+            for key in first
+        }
+        check_equals_plain(model, inputs)
+
+    def test_second_turn(self):
+        """What the model keeps of the first prompt's image goes for the second one, whose positions have one row."""
+        model, inputs = build(qwen2_vl), image_inputs(qwen2_vl)
+        settings = {**SETTINGS, "return_dict_in_generate": True}
+        first = model.generate(**inputs, **settings)
+        turn = torch.tensor([[7, 8, 9]])
+        whole = {"input_ids": torch.cat([first.sequences, turn], dim=1)}
+        whole["attention_mask"] = torch.ones_like(whole["input_ids"])
+        plain = model.generate(**whole, past_key_values=first.past_key_values, **SETTINGS)
+        for tree in (None, TREE):
+            how = scripted_for(first.sequences, inputs, accuracy=0.8, tree=tree)
+            ours = model.generate(**inputs, **settings, assistant=how)
+            assert torch.equal(ours.sequences, first.sequences)
+            how = scripted_for(plain, whole, accuracy=0.8, tree=tree)
+            again = model.generate(**whole, past_key_values=ours.past_key_values, **SETTINGS, assistant=how)
+            assert torch.equal(again, plain)
+
+
+class TestPositionsBehindAnImage:
+    @pytest.mark.parametrize("make", MULTIMODAL_ROTARY)
+    def test_they_are_not_the_number_of_tokens(self, make):
+        """Height and width move the text by less than the image's tokens, and plain generation shows it."""
+        model, inputs = build(make), image_inputs(make)
+        plain = model.generate(**inputs, **SETTINGS)
+        inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
+        assert not torch.equal(model.generate(**inputs, **SETTINGS), plain)
+
+    @pytest.mark.parametrize(("merged", "after", "offset"), [((2, 4), 5, -4), ((3, 2), 1, -3), ((1, 4), 2, 0)])
+    def test_offset(self, merged, after, offset, monkeypatch):
+        seen, start_slots = [], SlotModel.start_slots
+
+        def watched(slots, starts, offsets):
+            seen.append(offsets)
+            start_slots(slots, starts, offsets)
+
+        monkeypatch.setattr(SlotModel, "start_slots", watched)
+        inputs = image_inputs(qwen2_vl, 2, merged, after=after)
+        build(qwen2_vl).generate(**inputs, **SETTINGS, spec_method="ngram")
+        assert seen == [[offset, offset]]
+
+    def test_prompt_that_ends_inside_the_image(self):
+        inputs = image_inputs(qwen2_vl, after=0)
+        model = build(qwen2_vl)
+        assert model.generate(**inputs, **SETTINGS).shape[1] > inputs["input_ids"].shape[1]
+        with pytest.raises(UnsupportedModelError, match=r"\[\[4, 5, 7\]\].*inside an image"):
+            model.generate(**inputs, **SETTINGS, spec_method="ngram")
+
+    def test_counts_in_floating_point(self):
+        """Some models with sound and video count in fractions of a second; whole numbers stay exact."""
+        whole = torch.tensor([2.0, 3.0, 4.0]).expand(3, 2, 3)
+        assert _position_offsets(whole, length=8, starts=[0, 1]) == [-3, -2]
+        with pytest.raises(UnsupportedModelError, match=r"4\.5.*fractions of a second"):
+            _position_offsets(whole + 0.5, length=8, starts=[0, 1])

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.generation import EncoderRepetitionPenaltyLogitsProcessor
 
-from hf_specdec import SpecConfigError, load_speculator
+from hf_specdec import SpecConfigError, UnsupportedModelError, load_speculator
 from hf_specdec.decoding import functional
 from tests.models import VOCAB_SIZE, prompts, scripted_for, tiny_gpt2, tiny_llama
 
@@ -574,3 +574,22 @@ class TestPositions:
         inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0) + 30
         plain, ours = plain_and_ours(model, inputs)
         assert torch.equal(ours, plain)
+
+
+class TestSettingsOfCheckpoints:
+    def test_a_checkpoint_saved_without_cache_is_decoded_with_one(self):
+        model, inputs = tiny_llama(), prompts(1)
+        plain = model.generate(**inputs, do_sample=False, max_new_tokens=12)
+        model.generation_config.use_cache = False
+        assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=12, spec_method="ngram"), plain)
+        with pytest.raises(SpecConfigError, match="`use_cache`=False"):
+            model.generate(**inputs, do_sample=False, max_new_tokens=12, spec_method="ngram", use_cache=False)
+
+    def test_a_change_of_rotary_frequencies_is_not_crossed(self):
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        model, inputs = tiny_llama(max_position_embeddings=16, rope_parameters=rope), prompts(1)
+        settings = {"do_sample": False, "spec_method": "ngram"}
+        plain = model.generate(**inputs, do_sample=False, max_new_tokens=9)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=9, **settings), plain)
+        with pytest.raises(UnsupportedModelError, match="changes at position 16.*max_new_tokens"):
+            model.generate(**inputs, max_new_tokens=40, **settings)

@@ -102,7 +102,29 @@ def generate_speculatively(
         )
         return DecodingLoop(request, speculator).run()
 
-    return original(model, **arguments, custom_generate=decode)
+    home = _move_to_model(model, arguments)
+    output = original(model, **arguments, custom_generate=decode)
+    return output if home is None else _moved_output(output, home)
+
+
+def _move_to_model(model, arguments: dict[str, Any]) -> torch.device | None:
+    """Puts the prompt's tensors on the model's device; the device they were on, `None` where nothing had to move.
+
+    Processors are made for the device of the prompt, and the loop judges drafts where the logits are.
+    """
+    names = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids")
+    given = {name: arguments[name] for name in names if torch.is_tensor(arguments.get(name))}
+    strays = {name: tensor for name, tensor in given.items() if tensor.device != model.device}
+    arguments.update({name: tensor.to(model.device) for name, tensor in strays.items()})
+    return next((tensor.device for tensor in strays.values()), None)
+
+
+def _moved_output(output, device: torch.device):
+    """Token ids where the prompt came from, as plain generation returns them."""
+    if torch.is_tensor(output):
+        return output.to(device)
+    output.sequences = output.sequences.to(device)
+    return output
 
 
 def _bind(original, model, args, kwargs) -> dict[str, Any]:

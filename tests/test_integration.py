@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,15 @@ from transformers import GenerationMixin, TextIteratorStreamer, pipeline
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, PromptLookupCandidateGenerator
 
 import hf_specdec
-from hf_specdec import SpecConfigError, SpeculativeConfig, forget_speculators, hook, load_speculator, record
+from hf_specdec import (
+    SpecConfigError,
+    SpeculativeConfig,
+    forget_speculators,
+    hook,
+    integration,
+    load_speculator,
+    record,
+)
 from hf_specdec.decoding import functional
 from tests.models import prompts, scripted_for, tiny_llama
 
@@ -413,3 +422,12 @@ class TestThreads:
         text = "".join(streamer)
         thread.join()
         assert text == tokenizer.decode(plain[0, 9:])
+
+
+def test_prompts_on_another_device_are_moved_to_the_model():
+    """Where plain generate() moves them before every forward."""
+    arguments = {"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.ones(1, 2, device="meta"), "top_k": 5}
+    elsewhere = SimpleNamespace(device=torch.device("meta"))
+    assert integration._move_to_model(elsewhere, arguments) == torch.device("cpu")
+    assert {arguments[name].device.type for name in ("input_ids", "attention_mask")} == {"meta"}
+    assert integration._move_to_model(elsewhere, arguments) is None

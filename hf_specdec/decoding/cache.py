@@ -47,9 +47,10 @@ class SlotLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, capacity: int):
+    def __init__(self, capacity: int, limit: int | None = None):
         super().__init__()
         self.capacity = capacity
+        self.limit = limit
         self.length = 0
         self.indexer_keys: torch.Tensor | None = None
         self._plan: WritePlan | None = None
@@ -94,8 +95,9 @@ class SlotLayer(CacheLayerMixin):
         return buffer[:rows, :, : plan.columns]
 
     def grow(self, columns: int) -> None:
-        """Makes room for at least `columns` slots, doubling so that copies stay rare."""
-        capacity = max(columns, 2 * self.capacity)
+        """Makes room for at least `columns` slots, doubling up to the limit so that copies stay rare."""
+        doubled = 2 * self.capacity if self.limit is None else min(2 * self.capacity, self.limit)
+        capacity = max(columns, doubled)
         filled, self.capacity = self.capacity, capacity
         for name in ("keys", "values", "indexer_keys"):
             old = getattr(self, name)
@@ -136,11 +138,13 @@ class SlotCache(Cache):
 
     Args:
         capacity (`int`): Slots to allocate at first.
+        limit (`int`, *optional*): Slots that the call can fill at most.
     """
 
-    def __init__(self, capacity: int):
+    def __init__(self, capacity: int, limit: int | None = None):
         super().__init__(layers=[])
         self.capacity = capacity
+        self.limit = limit
         self.lengths: list[int] | None = None
         self.plan: WritePlan | None = None
 
@@ -164,7 +168,7 @@ class SlotCache(Cache):
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         while len(self.layers) <= layer_idx:
-            self.layers.append(SlotLayer(self.capacity))
+            self.layers.append(SlotLayer(self.capacity, self.limit))
         return self.layers[layer_idx].update(key_states, value_states, self.plan)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -96,11 +96,13 @@ class DecodingLoop:
 
     def _slot_target(self) -> SlotModel:
         prompt_length = max(self.sequences.prompt_length, _embeds_length(self.request.model_kwargs))
+        nodes = self.generator.num_speculative_tokens + 1
+        most = self.stop.max_length - self.sequences.prompt_length
         # Room for the whole generation, but not for a maximum that is only there as a limit.
-        expected = min(self.stop.max_length - self.sequences.prompt_length, 1024)
+        cache = SlotCache(prompt_length + min(most, 1024) + nodes, limit=prompt_length + most + nodes)
         return slot_model(
             self.model,
-            SlotCache(prompt_length + expected + self.generator.num_speculative_tokens + 1),
+            cache,
             states=self.generator.target_hidden_states,
             forward_kwargs={"output_hidden_states": True} if self.recorder.wants_states else None,
         )

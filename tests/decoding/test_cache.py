@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DeepseekV32Config, DynamicCache, Gemma2Config, LlamaConfig
 
-from hf_specdec.decoding.cache import SlotCache, compact, dynamic_cache
+from hf_specdec.decoding.cache import SlotCache, SlotLayer, compact, dynamic_cache
 
 
 # Key/value heads of each layer, and its head size.
@@ -173,3 +173,14 @@ def test_shorter_rows_of_a_dynamic_cache_are_followed_by_zeros():
     assert dynamic.get_seq_length() == 5
     assert dynamic.layers[1].keys[0].ne(0).any(dim=(0, 2)).tolist() == [True] * 5
     assert dynamic.layers[1].keys[1].ne(0).any(dim=(0, 2)).tolist() == [True] * 4 + [False]
+
+
+def test_growth_stops_at_the_limit():
+    layer = SlotLayer(8, limit=11)
+    layer.update(torch.ones(1, 1, 8, 2), torch.ones(1, 1, 8, 2))
+    layer.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
+    assert layer.keys.shape[2] == layer.capacity == 11
+    # What does not fit the limit, such as a continued cache, still gets its room.
+    keys, _ = layer.update(torch.ones(1, 1, 9, 2), torch.ones(1, 1, 9, 2))
+    assert keys.shape[2] == 18
+    assert bool((keys == 1).all())

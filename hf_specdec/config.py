@@ -455,7 +455,7 @@ class SpeculativeConfig:
             )
         settings = self.to_dict()
         settings.setdefault(
-            "num_speculative_tokens", resolve_candidate_generator(self.method).default_num_speculative_tokens
+            "num_speculative_tokens", resolve_candidate_generator(self.method).default_length(self.options)
         )
         if self.quantization == "bitsandbytes_4bit":
             settings["quantization"] = "bitsandbytes"

@@ -545,6 +545,11 @@ class TestDocumentation:
         assert not (keys | names) & set(COMMON)
 
 
+def test_to_vllm_names_the_depth_of_a_suffix_tree_as_the_draft_length():
+    config = SpeculativeConfig(method="suffix", suffix_decoding_max_tree_depth=64)
+    assert config.to_vllm()["num_speculative_tokens"] == 64
+
+
 def test_a_misspelt_method_key_is_named():
     with pytest.raises(SpecConfigError, match="`metod`. Did you mean `method`"):
         SpeculativeConfig.resolve({"metod": "ngram"})

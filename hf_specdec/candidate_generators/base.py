@@ -148,7 +148,12 @@ class CandidateGenerator(HfCandidateGenerator):
         self.config = config
         self.options = config.options
         self.session = session
-        self.num_speculative_tokens = config.num_speculative_tokens or self.default_num_speculative_tokens
+        self.num_speculative_tokens = config.num_speculative_tokens or self.default_length(config.options)
+
+    @classmethod
+    def default_length(cls, options: Any) -> int:
+        """k when the user names none, for these options of the method."""
+        return cls.default_num_speculative_tokens
 
     def shared_length(self, num_rows: int) -> int:
         """k for a method whose drafts differ much in length from row to row.

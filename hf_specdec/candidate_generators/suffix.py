@@ -309,6 +309,11 @@ class SuffixCandidateGenerator(CandidateGenerator):
     )
 
     @classmethod
+    def default_length(cls, options: SuffixOptions) -> int:
+        """The tree depth: the length of a draft is the match's business, and only the depth bounds it."""
+        return options.max_tree_depth
+
+    @classmethod
     def load(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> SuffixCache:
         """An empty cache, to be kept between calls: without past responses only the request itself is searched.
 
@@ -323,8 +328,6 @@ class SuffixCandidateGenerator(CandidateGenerator):
 
     def __init__(self, config: SpeculativeConfig, resources: SuffixCache, session: Session):
         super().__init__(config, resources, session)
-        # The length of a draft is the match's business; without a limit of the user's only the depth bounds it.
-        self.num_speculative_tokens = config.num_speculative_tokens or self.options.max_tree_depth
         self.cache = resources
         self._call = next(_CALLS)
         self._requests: list[tuple[int, int]] = []

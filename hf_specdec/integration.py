@@ -80,11 +80,12 @@ def generate_speculatively(
     arguments = _bind(original, model, args, kwargs)
     _use_cache_unless_forbidden(model, arguments)
     _check_request(model, arguments)
+    _prepare_stop_strings(model, arguments)
     model_profile(model)
+    # Last, because it may load weights.
     speculator = _speculator(model, spec_method, spec_model, num_speculative_tokens, speculative, assistant)
     streamer, synced_gpus = arguments.pop("streamer", None), arguments.pop("synced_gpus", None)
     user_cache = arguments.get("past_key_values")
-    _prepare_stop_strings(model, arguments)
 
     # The signature matters: transformers hands over only what it names, and the rest as the model's arguments.
     def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
@@ -138,20 +139,18 @@ def _bind(original, model, args, kwargs) -> dict[str, Any]:
 def _speculator(model, spec_method, spec_model, num_speculative_tokens, speculative, assistant):
     settings = {"method": spec_method, "num_speculative_tokens": num_speculative_tokens}
     if assistant is not None:
-        others = (spec_method, spec_model, num_speculative_tokens, speculative)
-        if isinstance(assistant, (Speculator, StockSpeculator)) and not any(other is not None for other in others):
-            return assistant
-        if isinstance(assistant, HfCandidateGenerator) and not any(other is not None for other in others):
-            return StockSpeculator(assistant)
+        is_loaded = isinstance(assistant, (Speculator, StockSpeculator, HfCandidateGenerator))
+        if is_loaded and all(other is None for other in (spec_model, speculative, *settings.values())):
+            return StockSpeculator(assistant) if isinstance(assistant, HfCandidateGenerator) else assistant
         if not isinstance(assistant, torch.nn.Module):
+            remedy = (
+                " together with other speculative arguments. Load the speculator with these settings."
+                if is_loaded
+                else ". Use `spec_model` for a name."
+            )
             raise SpecConfigError(
-                f"`assistant` takes a loaded speculator, a draft model or a candidate generator, got "
-                f"{type(assistant).__name__}"
-                + (
-                    " together with other speculative arguments. Load the speculator with these settings."
-                    if isinstance(assistant, (Speculator, HfCandidateGenerator))
-                    else ". Use `spec_model` for a name."
-                )
+                "`assistant` takes a loaded speculator, a draft model or a candidate generator, got "
+                f"{type(assistant).__name__}{remedy}"
             )
         if spec_model is not None:
             raise SpecConfigError("`assistant` and `spec_model` both name a draft model. Pass one of them.")

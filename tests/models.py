@@ -24,7 +24,7 @@ VOCAB_SIZE = 64
 LETTERS = string.digits + string.ascii_letters + "_-"
 
 # Weights large enough that the models' choices are clear and their text varies.
-_SETTINGS = {
+TINY = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -41,7 +41,7 @@ _SETTINGS = {
 
 def tiny_llama(seed: int = 0, **settings) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**_SETTINGS, **settings})).eval()
+    model = LlamaForCausalLM(LlamaConfig(**{**TINY, **settings})).eval()
     model.generation_config.pad_token_id = 0
     return model
 
@@ -49,7 +49,7 @@ def tiny_llama(seed: int = 0, **settings) -> LlamaForCausalLM:
 def tiny_mistral(seed: int = 0, sliding_window: int = 8, **settings) -> MistralForCausalLM:
     """The same with sliding-window attention in all layers."""
     torch.manual_seed(seed)
-    config = MistralConfig(**{**_SETTINGS, "sliding_window": sliding_window, **settings})
+    config = MistralConfig(**{**TINY, "sliding_window": sliding_window, **settings})
     model = MistralForCausalLM(config).eval()
     model.generation_config.pad_token_id = 0
     return model
@@ -58,7 +58,7 @@ def tiny_mistral(seed: int = 0, sliding_window: int = 8, **settings) -> MistralF
 def tiny_gpt2(seed: int = 0) -> GPT2LMHeadModel:
     """Learned positions, and a forward that takes token types."""
     torch.manual_seed(seed)
-    settings = {name: _SETTINGS[name] for name in ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")}
+    settings = {name: TINY[name] for name in ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")}
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=128, **settings)).eval()
     model.generation_config.pad_token_id = 0
     return model

@@ -22,27 +22,14 @@ from transformers import (
 from hf_specdec import UnsupportedModelError
 from hf_specdec.decoding.loop import _position_offsets
 from hf_specdec.decoding.target import SlotModel
-from tests.models import VOCAB_SIZE, prompts, scripted_for
+from tests.models import TINY, prompts, scripted_for
 
 
 IMAGE, VIDEO, VISION_START, VISION_END = 60, 61, 62, 63
 SETTINGS = {"do_sample": False, "max_new_tokens": 24}
 TREE = (-1, -1, 0, 0, 1, 2, 5)
 
-_TEXT = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+_TEXT = {**TINY, "head_dim": 8, "initializer_range": 0.3, "pad_token_id": 0}
 # Sections of the rotary dimensions for time, height and width. Positions matter more with a small base.
 _MULTIMODAL = {**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 2]}}
 _TOKENS = {

@@ -120,7 +120,6 @@ class _Walk:
         self.nodes = [0] * len(rows)
         self.token_lists: list[list[int]] = [[] for _ in rows]
         self.paths: list[list[int]] = [[] for _ in rows]
-        self.num_accepted = [0] * len(rows)
         self.scores: list[list[torch.Tensor]] = [[] for _ in rows]
 
     def run(self) -> Verdict:
@@ -205,13 +204,12 @@ class _Walk:
         if self.verifier.stop.all_finished:
             return []
         ended = [self.verifier.stop.has_left(self.rows[i]) for i in active]
-        going = [i for i, node, end in zip(active, next_nodes, ended) if node is not None and not end]
+        going = {i: node for i, node, end in zip(active, next_nodes, ended) if node is not None and not end}
         if self.verifier.equal_lengths and len(going) < len(active) - sum(ended):
             return []
-        for i, node in zip(active, next_nodes):
-            if i in going:
-                self.nodes[i] = node
-        return going
+        for i, node in going.items():
+            self.nodes[i] = node
+        return list(going)
 
     def _record_scores(self, active, scores) -> None:
         for index, row_scores in zip(active, scores):

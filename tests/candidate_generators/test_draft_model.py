@@ -40,7 +40,7 @@ from hf_specdec import (
 from hf_specdec.candidate_generators.base import Session
 from hf_specdec.decoding.target import SlotModel
 from hf_specdec.models import draft_model as loading
-from tests.models import VOCAB_SIZE, prompts, tiny_llama, tiny_mistral
+from tests.models import TINY, VOCAB_SIZE, prompts, tiny_llama, tiny_mistral
 from tests.statistics import chi_square_pvalue
 from tests.test_sampling import (
     NUM_ROWS,
@@ -56,18 +56,7 @@ from tests.test_sampling import (
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 25}
-SHAPE = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.5,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+SHAPE = {name: value for name, value in TINY.items() if name != "max_position_embeddings"}
 
 
 def perturbed(model, noise=0.05, seed=0):

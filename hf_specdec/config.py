@@ -7,7 +7,6 @@ the frozen dataclass that is declared beside the method. From outside both are o
 
 from __future__ import annotations
 
-import ast
 import difflib
 import hashlib
 import json
@@ -31,8 +30,15 @@ logger = logging.get_logger(__name__)
 CONFIG_NAME = "speculation_config.json"
 
 METHODS_WITHOUT_MODEL = ("ngram", "suffix")
-TREE_METHODS = ("medusa", "eagle", "eagle3")
-REJECTION_SAMPLE_METHODS = ("standard",)
+TREE_METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3")
+
+# Settings that only one acceptance rule reads.
+_RULE_OF_SETTING = {
+    "posterior_threshold": "typical",
+    "posterior_alpha": "typical",
+    "synthetic_acceptance_rates": "synthetic",
+    "synthetic_acceptance_length": "synthetic",
+}
 
 # Settings of methods whose generator, and with it the options class, is not part of this version.
 _PLANNED_KEYS = {
@@ -50,7 +56,8 @@ _QUANTIZATION_ALIASES = {
     "int8": "bitsandbytes_8bit",
 }
 
-# Keys of --speculative-config in vLLM 0.33, which refuses all others.
+# Methods of vLLM 0.33 and its keys of --speculative-config; it refuses all others.
+_VLLM_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "dflash")
 _VLLM_KEYS = frozenset(
     {
         "method",
@@ -71,6 +78,8 @@ _VLLM_KEYS = frozenset(
         "suffix_decoding_max_cached_requests",
         "suffix_decoding_max_spec_factor",
         "suffix_decoding_min_token_prob",
+        "synthetic_acceptance_rates",
+        "synthetic_acceptance_length",
     }
 )
 
@@ -94,8 +103,11 @@ class PendingOptions:
     values: tuple[tuple[str, Any], ...] = ()
 
 
-def _setting(default: Any, help: str, *, minimum=None, normalize=None, describes_model: bool = False) -> Any:
-    metadata = {"help": help, "minimum": minimum, "normalize": normalize, "describes_model": describes_model}
+def _setting(
+    default: Any, help: str, *, minimum=None, maximum=None, normalize=None, describes_model: bool = False
+) -> Any:
+    limits = {"minimum": minimum, "maximum": maximum}
+    metadata = {"help": help, "normalize": normalize, "describes_model": describes_model, **limits}
     return field(default=default, metadata=metadata)
 
 
@@ -120,32 +132,26 @@ def _canonical_method(name: Any) -> str | None:
     return METHOD_ALIASES.get(name, name)
 
 
-def _parse_token_tree(value: Any) -> Any:
-    """Paths of a token tree, shortest first, from a list of paths or the text of one (vLLM's spelling)."""
+def _token_tree(value: Any) -> Any:
     if value is None:
         return None
-    found = value
-    if isinstance(value, str):
-        try:
-            value = ast.literal_eval(value)
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            value = None
-    if not isinstance(value, (list, tuple)) or not value or not all(map(_is_tree_path, value)):
-        raise SpecConfigError(
-            "`speculative_token_tree` must be a list of paths of child ranks, such as [(0,), (1,), (0, 0)] for two "
-            f"children of the anchor of which the first has a child, got {found!r}."
-        )
-    paths = sorted({tuple(map(int, path)) for path in value}, key=lambda path: (len(path), path))
-    orphan = next((path for path in paths if path[:-1] and path[:-1] not in paths), None)
-    if orphan:
-        raise SpecConfigError(
-            f"`speculative_token_tree` has the node {orphan} without its parent {orphan[:-1]}. Add the parent."
-        )
-    return tuple(paths)
+    from .token_trees import parse_token_tree
+
+    return parse_token_tree(value)
 
 
-def _is_tree_path(path: Any) -> bool:
-    return isinstance(path, (list, tuple)) and len(path) > 0 and all(_is_int(rank) and rank >= 0 for rank in path)
+def _acceptance_rates(value: Any) -> Any:
+    if value is None:
+        return None
+    is_list = isinstance(value, (list, tuple)) and len(value) > 0
+    if not is_list or not all(isinstance(rate, numbers.Real) and 0 <= rate <= 1 for rate in value):
+        raise SpecConfigError(f"`synthetic_acceptance_rates` must be a list of numbers from 0 to 1, got {value!r}.")
+    if any(later > earlier for earlier, later in zip(value, value[1:])):
+        raise SpecConfigError(
+            f"`synthetic_acceptance_rates` must not increase, got {list(value)}: more draft tokens cannot be accepted "
+            "more often than fewer."
+        )
+    return tuple(float(rate) for rate in value)
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -169,7 +175,8 @@ class SpeculativeConfig:
         num_speculative_tokens (`int`, *optional*):
             Speculation length k: draft tokens of a chain per cycle, at least 1. `None`: the method's default.
         speculative_token_tree (`tuple[tuple[int, ...], ...]`, *optional*):
-            Static draft tree as paths of child ranks, for the methods that draft trees.
+            Static draft tree as paths of child ranks, for the methods that draft trees. All spellings of
+            [`~token_trees.parse_token_tree`] are taken.
         draft_tensor_parallel_size (`int`, defaults to 1):
             Accepted for configurations of serving engines; only 1 is possible.
         quantization (`str`, *optional*):
@@ -195,7 +202,16 @@ class SpeculativeConfig:
         disable_padded_drafter_batch (`bool`, defaults to `False`):
             Accepted for configurations of serving engines; rows are never padded to each other here.
         rejection_sample_method (`str`, defaults to "standard"):
-            Acceptance rule. "standard" keeps the target's distribution exactly.
+            Acceptance rule. "standard" and "block" keep the target's distribution exactly; "typical" changes it, and
+            "synthetic" makes the text meaningless.
+        posterior_threshold (`float`, defaults to 0.09):
+            Epsilon of "typical": a draft token of more probability is always kept. 0 to 1.
+        posterior_alpha (`float`, defaults to 0.3):
+            Delta of "typical": so is one of more probability than this times exp(-entropy). At least 0.
+        synthetic_acceptance_rates (`tuple[float, ...]`, *optional*):
+            For "synthetic": entry i is the chance that the first i + 1 draft tokens are accepted. Never increasing.
+        synthetic_acceptance_length (`float`, *optional*):
+            For "synthetic", instead of the rates: tokens committed per verification, at least 1.
         options (`Any`):
             The method's own options, an instance of its `options_class` ([`PendingOptions`] while `method` is `None`).
 
@@ -220,9 +236,10 @@ class SpeculativeConfig:
     )
     speculative_token_tree: tuple | None = _setting(
         None,
-        "Static draft tree as paths of child ranks, e.g. `[(0,), (1,), (0, 0)]`, as a list or as text. "
-        f"For the methods that draft trees: {', '.join(TREE_METHODS)}.",
-        normalize=_parse_token_tree,
+        "Static draft tree: paths of child ranks `[(0,), (1,), (0, 0)]`, parents `[0, 0, 1]` (0: the anchor), "
+        "SGLang's `{'num_steps': 3, 'topk': 4, 'num_draft_tokens': 16}`, text of one of these, or the name of a "
+        f"published tree. For the methods that draft trees: {', '.join(TREE_METHODS)}.",
+        normalize=_token_tree,
     )
     draft_tensor_parallel_size: int = _setting(
         1,
@@ -289,8 +306,31 @@ class SpeculativeConfig:
     )
     rejection_sample_method: Literal["standard", "block", "typical", "synthetic"] = _setting(
         "standard",
-        "Acceptance rule. `standard` keeps the target's distribution exactly; `block`, `typical` and `synthetic` are "
-        "known names that this version does not have.",
+        "Acceptance rule. `standard` and `block` keep the target's distribution exactly; `block` judges a sampled "
+        "chain as a whole and accepts at least as much. `typical` (Medusa's) changes the distribution; `synthetic` "
+        "accepts at given rates whatever the tokens are, for timing: its text is meaningless.",
+    )
+    posterior_threshold: float = _setting(
+        0.09,
+        "Epsilon of `typical`: a draft token of more probability is always kept. From 0 to 1.",
+        minimum=0,
+        maximum=1,
+    )
+    posterior_alpha: float = _setting(
+        0.3,
+        "Delta of `typical`: so is a draft token of more probability than this times exp(-entropy).",
+        minimum=0,
+    )
+    synthetic_acceptance_rates: tuple | None = _setting(
+        None,
+        "For `synthetic`: the chance that the first 1, 2, ... draft tokens are accepted, e.g. `[0.8, 0.6, 0.5]`. "
+        "Never increasing; 0 behind the last one.",
+        normalize=_acceptance_rates,
+    )
+    synthetic_acceptance_length: float | None = _setting(
+        None,
+        "For `synthetic`, instead of the rates: tokens committed per verification, at least 1.",
+        minimum=1,
     )
     options: Any = field(default=PendingOptions(), metadata={"help": "The options of the method, as an object."})
 
@@ -439,15 +479,17 @@ class SpeculativeConfig:
         Raises:
             SpecConfigError: The method is unknown to vLLM or not yet resolved, or vLLM would not find the draft model.
         """
-        from .candidate_generators import KNOWN_METHODS, resolve_candidate_generator
+        from .candidate_generators import resolve_candidate_generator
 
         if self.method is None:
             raise SpecConfigError(
                 f"The method of `model`={self.model!r} has not been read yet. Name it, or call "
                 "SpeculativeConfig.resolve() first."
             )
-        if self.method not in KNOWN_METHODS:
-            raise SpecConfigError(f"vLLM has no method {self.method!r}. It knows: {', '.join(KNOWN_METHODS)}.")
+        if self.method not in _VLLM_METHODS:
+            raise SpecConfigError(f"vLLM has no method {self.method!r}. It knows: {', '.join(_VLLM_METHODS)}.")
+        if self.rejection_sample_method == "typical":
+            raise SpecConfigError("vLLM has no rejection_sample_method='typical'. Use 'standard' or 'block'.")
         if self.subfolder is not None:
             raise SpecConfigError(
                 f"vLLM cannot load a draft model from `subfolder`={self.subfolder!r} of a repository. "
@@ -485,13 +527,26 @@ class SpeculativeConfig:
                 f"`draft_tensor_parallel_size` must be 1, got {self.draft_tensor_parallel_size}: the draft model runs "
                 "in the target's process. Leave it out, and use `device` to place the draft model."
             )
-        if self.rejection_sample_method not in REJECTION_SAMPLE_METHODS:
-            raise SpecConfigError(
-                f"`rejection_sample_method`={self.rejection_sample_method!r} is not available in this version of "
-                f"hf_specdec. Available are: {', '.join(REJECTION_SAMPLE_METHODS)}."
-            )
+        self._check_acceptance_rule()
         self._check_model_settings()
         self._check_token_tree()
+
+    def _check_acceptance_rule(self) -> None:
+        rule = self.rejection_sample_method
+        for setting in _common_fields():
+            owner = _RULE_OF_SETTING.get(setting.name)
+            value = getattr(self, setting.name)
+            if owner not in (None, rule) and value != setting.default:
+                raise SpecConfigError(
+                    f"`{setting.name}`={value!r} belongs to rejection_sample_method='{owner}', got '{rule}'. Leave it "
+                    "out, or change the rule."
+                )
+        given = [self.synthetic_acceptance_rates is not None, self.synthetic_acceptance_length is not None]
+        if rule == "synthetic" and sum(given) != 1:
+            raise SpecConfigError(
+                "rejection_sample_method='synthetic' needs either `synthetic_acceptance_rates` or "
+                f"`synthetic_acceptance_length`, got {'both' if all(given) else 'neither'}."
+            )
 
     def _check_model_settings(self) -> None:
         if self.method not in METHODS_WITHOUT_MODEL:
@@ -783,6 +838,9 @@ def _checked(item: Field, value: Any, hint: Any) -> Any:
     minimum = item.metadata.get("minimum")
     if minimum is not None and value is not None and value < minimum:
         raise SpecConfigError(f"`{_key(item)}` must be at least {minimum}, got {value}.")
+    maximum = item.metadata.get("maximum")
+    if maximum is not None and value is not None and value > maximum:
+        raise SpecConfigError(f"`{_key(item)}` must be at most {maximum}, got {value}.")
     return value
 
 

@@ -7,10 +7,17 @@ Shapes: B rows of the batch, N draft nodes of a row, T = N + 1 verified nodes (n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
+
+
+if TYPE_CHECKING:
+    from .token_trees import TokenTree
 
 
 @dataclass
@@ -29,6 +36,9 @@ class DraftTree:
             draft was chosen deterministically (a point mass on the drafted token).
         node_lists (`list[list[int]]`, *optional*):
             The valid tokens of each row on the host, where the drafter has them already.
+        is_chain (`bool`): Node i is the child of node i - 1.
+        shape (`TokenTree`, *optional*): The static tree that all rows share; what follows from it is computed once.
+        node_parents (`list[list[int]]`, *optional*): The parents of the valid nodes on the host, like `node_lists`.
     """
 
     tokens: torch.LongTensor
@@ -37,6 +47,8 @@ class DraftTree:
     probs: torch.FloatTensor | None = None
     node_lists: list[list[int]] | None = field(default=None, repr=False)
     is_chain: bool = False
+    shape: TokenTree | None = field(default=None, repr=False)
+    node_parents: list[list[int]] | None = field(default=None, repr=False)
 
     @classmethod
     def chain(
@@ -53,12 +65,29 @@ class DraftTree:
         return cls(tokens, chain_parents(size, tokens.device), num_nodes, probs, node_lists, is_chain=True)
 
     @classmethod
-    def from_lists(cls, drafts: list[list[int]], device: torch.device | str = "cpu") -> DraftTree:
-        """Chains of different lengths from one list of tokens per row."""
+    def from_lists(
+        cls,
+        drafts: list[list[int]],
+        device: torch.device | str = "cpu",
+        parents: list[list[int]] | None = None,
+    ) -> DraftTree:
+        """Chains of different lengths from one list of tokens per row, or with their parents trees of any shapes.
+
+        Args:
+            drafts (`list[list[int]]`): Each row's tokens.
+            device (`torch.device`): Where the tensors go.
+            parents (`list[list[int]]`, *optional*): Each token's parent, -1 for a child of the anchor. Where no row
+                branches, the drafts are chains all the same, which cost less to verify.
+        """
         size = max(map(len, drafts), default=0)
-        padded = [draft + [0] * (size - len(draft)) for draft in drafts]
-        tokens = torch.tensor(padded, dtype=torch.long, device=device).view(len(drafts), size)
-        return cls.chain(tokens, torch.tensor([len(d) for d in drafts], device=device), node_lists=drafts)
+        tokens = torch.tensor(_padded(drafts, size, 0), dtype=torch.long, device=device).view(len(drafts), size)
+        num_nodes = torch.tensor([len(draft) for draft in drafts], device=device)
+        if parents is None or all(row == list(range(-1, len(row) - 1)) for row in parents):
+            return cls.chain(tokens, num_nodes, node_lists=drafts)
+        # Rows that share their parents, as a single one does, share a topology and its masks.
+        shared = all(row == parents[0] for row in parents)
+        padded = parents[0] if shared else _padded(parents, size, -1)
+        return cls(tokens, torch.tensor(padded, device=device), num_nodes, node_lists=drafts, node_parents=parents)
 
     @classmethod
     def empty(cls, batch_size: int, device: torch.device | str = "cpu") -> DraftTree:
@@ -79,8 +108,11 @@ class DraftTree:
         """Depths and ancestors of the verified nodes, the anchor included."""
         if self.is_chain:
             return chain_topology(self.size, self.tokens.device)
+        if self.shape is not None:
+            return self.shape.topology(self.tokens.device)
         if self.parents.dim() == 1:
-            return static_topology(tuple(self.parents.tolist()), self.tokens.device)
+            parents = self.parents.tolist() if self.node_parents is None else self.node_parents[0]
+            return static_topology(tuple(parents), self.tokens.device)
         return TreeTopology.from_parents(self.parents)
 
     def token_lists(self) -> list[list[int]]:
@@ -92,11 +124,23 @@ class DraftTree:
 
     def parent_lists(self) -> list[list[int]]:
         """The parents of each row's valid nodes as lists of ints."""
+        if self.node_parents is not None:
+            return self.node_parents
         counts = [len(tokens) for tokens in self.token_lists()]
-        parents = self.parents.tolist()
+        parents = self.parents.tolist() if self.shape is None else list(self.shape.parents)
         if self.parents.dim() == 1:
             return [parents[:count] for count in counts]
         return [row[:count] for row, count in zip(parents, counts)]
+
+    def max_depths(self) -> list[int]:
+        """How deep each row's draft is."""
+        if self.is_chain:
+            return list(map(len, self.token_lists()))
+        if self.shape is not None:
+            # The deepest nodes come last.
+            depths = (0, *self.shape.depths)
+            return [depths[len(tokens)] for tokens in self.token_lists()]
+        return [max(node_depths(parents), default=0) for parents in self.parent_lists()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,16 +164,27 @@ class TreeTopology:
     @classmethod
     def from_parents(cls, draft_parents: torch.LongTensor) -> TreeTopology:
         """The topology of draft parents of shape `(N,)` or `(B, N)` (-1: the anchor), without a loop over nodes."""
-        anchor = draft_parents.new_zeros((*draft_parents.shape[:-1], 1))
-        parents = torch.cat([anchor, draft_parents + 1], dim=-1)
+        parents = F.pad(draft_parents + 1, (1, 0))
         size = parents.shape[-1]
-        one_step = torch.nn.functional.one_hot(parents, size).float()
-        reach = (one_step + torch.eye(size, device=parents.device)).clamp_(max=1.0)
-        # Squaring doubles the number of generations reached.
-        for _ in range(max(size - 1, 1).bit_length()):
-            reach = (reach @ reach).clamp_(max=1.0)
-        ancestors = reach > 0
-        return cls(parents, ancestors.sum(-1) - 1, ancestors, size - 1)
+        # The dtype is named because the solver has no 16-bit version, and the user's default may be one.
+        itself = torch.eye(size, dtype=torch.float32, device=parents.device)
+        # A node reaches itself and what its parent reaches, and parents come first: a triangular system. The solver
+        # takes the diagonal to be 1, whatever it holds.
+        step = itself.new_zeros((*parents.shape, size)).scatter_(-1, parents[..., None], -1.0)
+        reach = torch.linalg.solve_triangular(step, itself.expand_as(step), upper=False, unitriangular=True)
+        return cls(parents, reach.sum(-1).long() - 1, reach.bool(), size - 1)
+
+
+def node_depths(parents: Sequence[int]) -> list[int]:
+    """Depth of each draft node, from parents that come before their children (-1: the anchor, of depth 0)."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+def _padded(rows: list[list[int]], size: int, filler: int) -> list[list[int]]:
+    return [row + [filler] * (size - len(row)) for row in rows]
 
 
 @lru_cache(maxsize=256)
@@ -148,5 +203,4 @@ def chain_topology(size: int, device: torch.device) -> TreeTopology:
 @lru_cache(maxsize=256)
 def static_topology(parents: tuple[int, ...], device: torch.device) -> TreeTopology:
     topology = TreeTopology.from_parents(torch.tensor(parents, dtype=torch.long, device=device))
-    max_depth = int(topology.depths.max())
-    return TreeTopology(topology.parents, topology.depths, topology.ancestors, max_depth)
+    return replace(topology, max_depth=max(node_depths(parents), default=0))

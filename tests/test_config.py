@@ -33,7 +33,7 @@ from hf_specdec.errors import SpecConfigError
 
 ROOT = Path(__file__).parents[1]
 DOC = ROOT / "docs" / "configuration.md"
-BUILT_IN = ("ngram", "suffix", "draft_model")
+BUILT_IN = ("ngram", "suffix", "draft_model", "medusa", "mlp_speculator")
 COMMON = [item.name for item in fields(SpeculativeConfig) if item.name != "options"]
 
 
@@ -177,11 +177,38 @@ class TestWhatIsAccepted:
         assert (config.dtype, config.device, config.num_speculative_tokens) == ("bfloat16", "cuda:1", 4)
         assert type(config.num_speculative_tokens) is int
 
-    def test_token_tree(self):
-        text = SpeculativeConfig("toy", speculative_token_tree="[(0, 0), (0,), (1,)]")
-        assert text.speculative_token_tree == ((0,), (1,), (0, 0))
-        assert SpeculativeConfig("toy", speculative_token_tree=[[0], [1], [0, 0]]) == text
-        assert SpeculativeConfig("toy", speculative_token_tree=[[0], [1], [0, 0]], num_speculative_tokens=3)
+    @pytest.mark.parametrize(
+        "tree", ["[(0, 0), (0,), (1,)]", [[0], [1], [0, 0]], ((0,), (1,), (0, 0)), [0, 0, 1], "[0, 1, 0]"], ids=str
+    )
+    def test_token_tree(self, tree):
+        config = SpeculativeConfig("toy", speculative_token_tree=tree)
+        assert config.speculative_token_tree == ((0,), (1,), (0, 0))
+        assert SpeculativeConfig.resolve(json.dumps({"method": "toy", "speculative_token_tree": tree})) == config
+        assert config.to_dict() == {"method": "toy", "speculative_token_tree": [[0], [1], [0, 0]]}
+        assert SpeculativeConfig("toy", speculative_token_tree=tree, num_speculative_tokens=3)
+
+    @pytest.mark.parametrize(
+        ("tree", "num_nodes"),
+        [("mc_sim_7b_63", 63), ("eagle_1", 25), ({"num_steps": 3, "topk": 4, "num_draft_tokens": 16}, 15)],
+        ids=str,
+    )
+    def test_token_tree_by_name_and_numbers(self, tree, num_nodes):
+        config = SpeculativeConfig.resolve({"method": "toy", "speculative_token_tree": tree})
+        assert len(config.speculative_token_tree) == num_nodes
+        assert SpeculativeConfig("toy", speculative_token_tree=tree) == config
+        assert SpeculativeConfig.from_dict(config.to_dict()) == config
+
+    def test_acceptance_rules(self):
+        assert SpeculativeConfig("toy").rejection_sample_method == "standard"
+        assert SpeculativeConfig("toy", rejection_sample_method="block").rejection_sample_method == "block"
+        typical = SpeculativeConfig("toy", rejection_sample_method="typical")
+        assert (typical.posterior_threshold, typical.posterior_alpha) == (0.09, 0.3)
+        # The default of a rule's setting may be spelt for every rule.
+        assert SpeculativeConfig("toy", posterior_alpha=0.3) == SpeculativeConfig("toy")
+        rates = SpeculativeConfig("toy", rejection_sample_method="synthetic", synthetic_acceptance_rates=[1, 0.5, 0.5])
+        assert rates.synthetic_acceptance_rates == (1.0, 0.5, 0.5)
+        length = SpeculativeConfig("toy", rejection_sample_method="synthetic", synthetic_acceptance_length=3)
+        assert length.synthetic_acceptance_length == 3.0
 
 
 class TestModelStrings:
@@ -254,9 +281,34 @@ class TestErrors:
             ({"dtype": "bf16"}, ["'float32'", "Did you mean 'bfloat16'?"]),
             ({"quantization": "awq"}, ["'bitsandbytes_4bit'", "'awq'"]),
             ({"draft_tensor_parallel_size": 2}, ["must be 1", "got 2", "`device`"]),
-            ({"rejection_sample_method": "block"}, ["'block'", "not available in this version", "standard"]),
-            ({"rejection_sample_method": "typical"}, ["not available in this version"]),
             ({"rejection_sample_method": "standart"}, ["Did you mean 'standard'?"]),
+            ({"rejection_sample_method": True}, ["'synthetic'", "True (bool)"]),
+            ({"posterior_threshold": 0.2}, ["`posterior_threshold`=0.2", "='typical'", "got 'standard'"]),
+            ({"posterior_alpha": 1, "rejection_sample_method": "block"}, ["`posterior_alpha`=1.0", "got 'block'"]),
+            ({"posterior_threshold": 1.5, "rejection_sample_method": "typical"}, ["at most 1", "got 1.5"]),
+            ({"posterior_threshold": -0.1, "rejection_sample_method": "typical"}, ["at least 0", "got -0.1"]),
+            ({"posterior_alpha": -1, "rejection_sample_method": "typical"}, ["`posterior_alpha`", "at least 0"]),
+            ({"synthetic_acceptance_length": 2}, ["`synthetic_acceptance_length`=2.0", "='synthetic'"]),
+            ({"synthetic_acceptance_rates": [0.5], "rejection_sample_method": "typical"}, ["(0.5,)", "'synthetic'"]),
+            ({"rejection_sample_method": "synthetic"}, ["`synthetic_acceptance_rates`", "neither"]),
+            (
+                {
+                    "rejection_sample_method": "synthetic",
+                    "synthetic_acceptance_rates": [0.5],
+                    "synthetic_acceptance_length": 2,
+                },
+                ["`synthetic_acceptance_length`", "both"],
+            ),
+            ({"synthetic_acceptance_rates": [0.5, 0.6]}, ["must not increase", "[0.5, 0.6]"]),
+            ({"synthetic_acceptance_rates": [1.5]}, ["from 0 to 1", "got [1.5]"]),
+            ({"synthetic_acceptance_rates": []}, ["list of numbers", "got []"]),
+            ({"synthetic_acceptance_rates": 0.5}, ["list of numbers", "got 0.5"]),
+            ({"synthetic_acceptance_rates": ["0.5"]}, ["list of numbers", "'0.5'"]),
+            ({"synthetic_acceptance_rates": [float("nan")]}, ["list of numbers", "nan"]),
+            (
+                {"synthetic_acceptance_length": 0.5, "rejection_sample_method": "synthetic"},
+                ["`synthetic_acceptance_length`", "at least 1", "0.5"],
+            ),
             ({"rate": "0.5"}, ["a number", "without quotes"]),
             ({"rate": float("nan")}, ["a number", "nan"]),
             ({"rate": False}, ["a number", "False (bool)"]),
@@ -272,7 +324,10 @@ class TestErrors:
             ({"options": {3: 1}}, ["must be strings", "got 3"]),
             ({"suffix_decoding_max_tree_depth": 3}, ["belongs to method 'suffix'", "method='toy'"]),
             ({"dflash_block_size": 8}, ["belongs to method 'dflash'", "method='toy'"]),
-            ({"speculative_token_tree": "[(0)]"}, ["list of paths", "[(0)]"]),
+            ({"speculative_token_tree": "[(0), (0, 0)]"}, ["list of paths", "[(0), (0, 0)]"]),
+            ({"speculative_token_tree": "medusa"}, ["mc_sim_7b_63", "got 'medusa'"]),
+            ({"speculative_token_tree": [0, 2]}, ["has 2 for node 2"]),
+            ({"speculative_token_tree": {"num_steps": 3}}, ["topk", "got {'num_steps': 3}"]),
             ({"speculative_token_tree": "(0"}, ["list of paths"]),
             ({"speculative_token_tree": []}, ["list of paths"]),
             ({"speculative_token_tree": [[0], [1, 0]]}, ["(1, 0)", "(1,)", "parent"]),
@@ -303,7 +358,7 @@ class TestErrors:
             ({"method": "ngram", "model": "org/draft"}, ["'org/draft'", "'ngram'", "without"]),
             ({"method": "suffix", "quantization": "4bit"}, ["`quantization`", "'suffix'"]),
             ({"method": "ngram", "suffix_decoding_max_tree_depth": 3}, ["belongs to method 'suffix'", "'ngram'"]),
-            ({"method": "ngram", "speculative_token_tree": "[(0,)]"}, ["eagle3", "method='ngram'"]),
+            ({"method": "ngram", "speculative_token_tree": "[(0,)]"}, ["medusa", "eagle3", "method='ngram'"]),
             ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, ["5", "3"]),
             ({"method": "ngram", "prompt_lookup_min": 0}, ["prompt_lookup_min", "1", "0"]),
             ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, ["suffix_decoding_min_token_prob", "1.5"]),
@@ -384,7 +439,13 @@ COMMON_VALUES = {
     "enforce_eager": st.booleans(),
     "disable_by_batch_size": st.integers(1),
     "disable_padded_drafter_batch": st.booleans(),
-    "rejection_sample_method": st.just("standard"),
+    "rejection_sample_method": st.sampled_from(["standard", "block"]),
+}
+RATES = st.lists(st.floats(0, 1), min_size=1, max_size=5).map(lambda rates: sorted(rates, reverse=True))
+# Settings of one acceptance rule, each of which the rule can do without.
+RULE_VALUES = {
+    "typical": [{"posterior_threshold": st.floats(0, 1)}, {"posterior_alpha": st.floats(0, 9)}, {}],
+    "synthetic": [{"synthetic_acceptance_rates": RATES}, {"synthetic_acceptance_length": st.floats(1, 9)}],
 }
 TOY_VALUES = {
     "toy_width": st.integers(1, 64),
@@ -392,16 +453,26 @@ TOY_VALUES = {
     "mode": st.sampled_from(["wide", "deep"]),
     "layers": st.lists(st.integers(-3, 3)) | st.tuples(st.integers()),
 }
-flat_settings = st.fixed_dictionaries({"method": st.just("toy")}, optional={**COMMON_VALUES, **TOY_VALUES})
+rule_settings = st.one_of(
+    st.fixed_dictionaries({"method": st.just("toy"), "rejection_sample_method": st.just(rule), **values})
+    for rule, choices in RULE_VALUES.items()
+    for values in choices
+)
+flat_settings = (
+    st.fixed_dictionaries({"method": st.just("toy")}, optional={**COMMON_VALUES, **TOY_VALUES}) | rule_settings
+)
 tree_settings = st.fixed_dictionaries(
     {"method": st.just("toy"), "model": WORDS},
-    optional={"speculative_token_tree": st.sampled_from(["[(0,)]", [[0], [1], [1, 0]], ((0,), (0, 0))])},
+    optional={
+        "speculative_token_tree": st.sampled_from(["[(0,)]", [[0], [1], [1, 0]], ((0,), (0, 0)), [0, 0, 2], "eagle_1"])
+    },
 )
 
 
 class TestRoundTrips:
     def test_strategies_cover_every_setting(self):
-        assert {"method", "model", "speculative_token_tree", *COMMON_VALUES} == set(COMMON)
+        of_rules = {key for choices in RULE_VALUES.values() for values in choices for key in values}
+        assert {"method", "model", "speculative_token_tree", *COMMON_VALUES, *of_rules} == set(COMMON)
         assert {item.key for item in describe_settings("toy")} == set(TOY_VALUES)
 
     @settings(max_examples=60, deadline=None)
@@ -511,6 +582,9 @@ class TestVllm:
 
     def test_what_vllm_could_not_run_is_refused(self):
         assert "vLLM has no method 'toy'" in error_of(SpeculativeConfig("toy").to_vllm)
+        assert "vLLM has no method 'medusa'" in error_of(SpeculativeConfig("medusa", model="org/heads").to_vllm)
+        typical = SpeculativeConfig("ngram", rejection_sample_method="typical")
+        assert "no rejection_sample_method='typical'" in error_of(typical.to_vllm)
         assert "has not been read yet" in error_of(SpeculativeConfig(model="org/draft").to_vllm)
         config = SpeculativeConfig("draft_model", model="org/draft", subfolder="draft")
         assert "`subfolder`='draft'" in error_of(config.to_vllm)

@@ -105,12 +105,12 @@ class SlotLayer(CacheLayerMixin):
                 setattr(self, name, self._allocated(old))
                 getattr(self, name)[:, :, :filled].copy_(old)
 
-    def move(self, source: torch.LongTensor, target: torch.LongTensor) -> None:
-        """Copies the slots `source` of shape `(R, M)` to `target`, row by row; the two may overlap."""
+    def move(self, source: WritePlan, target: WritePlan) -> None:
+        """Copies the slots of `source` to those of `target`, row by row; the two may overlap."""
         for buffer in self.buffers:
             _, heads, capacity, size = buffer.shape
             flat = buffer.view(-1, size)
-            read, written = (flat_slots(slots.to(buffer.device), heads, capacity) for slots in (source, target))
+            read, written = (plan.flat_index(heads, capacity, buffer.device) for plan in (source, target))
             flat.index_copy_(0, written, flat[read])
 
     def move_row(self, source: int, target: int, columns: int) -> None:
@@ -201,15 +201,25 @@ class SlotCache(Cache):
         Args:
             counts (`list[int]` of length R): Nodes kept of each row, the anchor included.
             path (`torch.LongTensor` of shape `(R, M)`, *optional*):
-                Kept nodes in order (columns past a row's count are ignored). `None`: the first `counts` nodes,
-                which lie in place already.
+                Kept nodes in order, the anchor first (columns past a row's count are ignored). `None`: the first
+                `counts` nodes, which lie in place already.
         """
-        if path is not None:
-            starts = torch.tensor(self.lengths, device=path.device)[:, None]
-            target = starts + torch.arange(path.shape[1], device=path.device)
-            for layer in self.layers:
-                layer.move(starts + path, target)
+        # The anchor alone lies in place, too.
+        if path is not None and path.shape[1] > 1:
+            self._move_to_front(path)
         self.lengths = [length + count for length, count in zip(self.lengths, counts)]
+
+    def _move_to_front(self, path: torch.LongTensor) -> None:
+        """Copies the nodes of a path to the slots behind each row's length."""
+        steps = torch.arange(path.shape[1], device=path.device)
+        # The first nodes lie in place already. Elsewhere than on the CPU, asking costs more than moving them.
+        if path.device.type == "cpu" and (path <= steps).all():
+            return
+        starts = torch.tensor(self.lengths, device=path.device)[:, None]
+        columns = max(self.lengths) + path.shape[1]
+        source, target = (WritePlan(columns, None, starts + nodes) for nodes in (path, steps))
+        for layer in self.layers:
+            layer.move(source, target)
 
     def keep_rows(self, keep: list[int]) -> None:
         """Keeps the active rows at these positions, in this order; only rows that change places are copied.

@@ -35,9 +35,9 @@ def slot_model(
     model: nn.Module, cache: SlotCache, states: tuple = (), forward_kwargs: dict | None = None
 ) -> SlotModel:
     """The fastest way to drive `model` over slots; the arguments are those of [`SlotModel`]."""
-    if states or forward_kwargs or not is_plain_llama(model):
+    if forward_kwargs or not is_plain_llama(model):
         return SlotModel(model, cache, states, forward_kwargs)
-    return FunctionalSlotModel(model, cache)
+    return FunctionalSlotModel(model, cache, states)
 
 
 def is_plain_llama(model: nn.Module) -> bool:
@@ -76,8 +76,8 @@ def _rope_type(config) -> str:
 class FunctionalSlotModel(SlotModel):
     """Drives a model for which `is_plain_llama` holds. Its prompt goes through the model's own forward."""
 
-    def __init__(self, model, cache: SlotCache):
-        super().__init__(model, cache)
+    def __init__(self, model, cache: SlotCache, states: tuple = ()):
+        super().__init__(model, cache, states)
         decoder = model.get_decoder()
         self._decoder = decoder
         self._embedding = decoder.embed_tokens.weight
@@ -97,9 +97,15 @@ class FunctionalSlotModel(SlotModel):
         masks = self._masks_of_spans(topology, plan.columns)
         stream = F.embedding(tokens, self._embedding)
         rotary = self._rotary_at(topology, stream)
-        for layer, slots, span in zip(self._layers, self.cache.layers, self._span_of_layer):
-            stream = layer(stream, rotary, slots, plan, masks[span])
-        return SlotOutput(F.linear(self._norm(stream), self._head))
+        states = {}
+        for index, (layer, slots) in enumerate(zip(self._layers, self.cache.layers)):
+            stream = layer(stream, rotary, slots, plan, masks[self._span_of_layer[index]])
+            if index in self._states:
+                states[index] = stream
+        last = self._norm(stream)
+        if "last" in self._states:
+            states["last"] = last
+        return SlotOutput(F.linear(last, self._head), states)
 
     def _masks_of_spans(self, topology: TreeTopology, columns: int) -> list[torch.Tensor | None]:
         nodes = topology.depths.shape[-1]

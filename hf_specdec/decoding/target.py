@@ -245,23 +245,9 @@ class SlotModel:
         self.model(**inputs)
         self.start_slots(starts)
 
-    @contextmanager
     def captured(self):
-        """Collects the asked-for hidden states of the forwards inside: yields the dict they are put into."""
-        states: dict = {}
-        handles = []
-        try:
-            for key, tap in self._taps():
-                handles.append(tap.register_forward_hook(_store(states, key)))
-            yield states
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _taps(self):
-        decoder = self.model.get_decoder() if self._states else None
-        for key in self._states:
-            yield key, decoder if key == "last" else decoder.layers[key]
+        """Collects the asked-for hidden states of the model's forwards inside: see [`captured_states`]."""
+        return captured_states(self.model, self._states)
 
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology) -> SlotOutput:
         """Reads nodes behind each row's committed slots.
@@ -307,6 +293,32 @@ class SlotModel:
         self.cache.keep_rows(keep)
         self.starts = [self.starts[row] for row in keep]
         self.offsets = [self.offsets[row] for row in keep]
+
+
+@contextmanager
+def captured_states(model: torch.nn.Module, keys: tuple):
+    """Collects hidden states of the forwards inside: yields the dict that each forward puts them into.
+
+    Args:
+        model (`PreTrainedModel`): A decoder-only model.
+        keys (`tuple`): Which states: i is the output of decoder layer i, "last" is the output of the decoder behind
+            its final norm, which the head reads. Each has the shape `(R, T, H)`.
+    """
+    states: dict = {}
+    handles = []
+    try:
+        for key, tap in _taps(model, keys):
+            handles.append(tap.register_forward_hook(_store(states, key)))
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _taps(model: torch.nn.Module, keys: tuple):
+    decoder = model.get_decoder() if keys else None
+    for key in keys:
+        yield key, decoder if key == "last" else decoder.layers[key]
 
 
 def _store(states: dict, key):

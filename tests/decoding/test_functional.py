@@ -84,11 +84,11 @@ ROW_TREES = [[-1, 0, 1, -1, 3], [-1, -1, -1, 2, 3], [-1, 0, 0, 0, 3]]
 
 
 @torch.no_grad()
-def logits_of(kind, model, starts, offsets=None, capacity=12, forwards=9, max_position=None):
-    """Logits of chains and trees in turn, each followed by the commit of different counts in every row."""
+def outputs_of(kind, model, starts, offsets=None, capacity=12, forwards=9, max_position=None, states=()):
+    """Logits and states of chains and trees in turn, each followed by the commit of other counts in every row."""
     batch_size = len(starts)
     inputs = torch.randint(1, VOCAB_SIZE, (batch_size, 9), generator=torch.Generator().manual_seed(1))
-    driver = kind(model, SlotCache(capacity))
+    driver = kind(model, SlotCache(capacity), states)
     driver.prefill(inputs, starts)
     driver.offsets = offsets or driver.offsets
     driver.max_position = max_position
@@ -98,7 +98,8 @@ def logits_of(kind, model, starts, offsets=None, capacity=12, forwards=9, max_po
         topology = (chain_topology(cycle % 4, CPU), TREE, row_trees)[cycle % 3]
         nodes = topology.depths.shape[-1]
         tokens = torch.randint(VOCAB_SIZE, (batch_size, nodes), generator=torch.Generator().manual_seed(cycle))
-        outputs.append(driver.forward(tokens, topology).logits)
+        output = driver.forward(tokens, topology)
+        outputs += [output.logits, *(output.hidden_states[key] for key in states)]
         counts = [1 + (row + cycle) % min(nodes, 4) for row in range(batch_size)]
         # A path of the first tree; in the others it only has to be the same for both drivers.
         path = torch.tensor([[0, 1, 4, 5]]).expand(batch_size, -1)
@@ -107,9 +108,9 @@ def logits_of(kind, model, starts, offsets=None, capacity=12, forwards=9, max_po
 
 
 def assert_same_bits(model, starts, lean_capacity=12, **how):
-    own = logits_of(SlotModel, model, starts, **how)
-    lean = logits_of(FunctionalSlotModel, model, starts, **{**how, "capacity": lean_capacity})
-    assert all(torch.isfinite(logits).all() for logits in own)
+    own = outputs_of(SlotModel, model, starts, **how)
+    lean = outputs_of(FunctionalSlotModel, model, starts, **{**how, "capacity": lean_capacity})
+    assert all(torch.isfinite(output).all() for output in own)
     assert all(map(torch.equal, lean, own))
 
 
@@ -162,6 +163,12 @@ class TestSameBits:
     def test_last_position(self):
         """Nodes beyond it are moved onto it, as in the model's own way."""
         assert_same_bits(make("llama"), [0, 4], max_position=12)
+
+    @pytest.mark.parametrize("name", ["llama", "qwen3_some_sliding"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+    def test_hidden_states(self, name, dtype):
+        """Of any layer, and those that the head reads."""
+        assert_same_bits(make(name, dtype), [3, 0, 5], states=(2, "last", 0))
 
     def test_under_autocast(self):
         with torch.autocast("cpu", torch.bfloat16):
@@ -306,7 +313,7 @@ class TestRules:
 
     def test_states_and_arguments(self):
         model = tiny_llama()
-        assert type(slot_model(model, SlotCache(4), states=("last",))) is SlotModel
+        assert type(slot_model(model, SlotCache(4), states=("last", 1))) is FunctionalSlotModel
         assert type(slot_model(model, SlotCache(4), forward_kwargs={"output_hidden_states": True})) is SlotModel
 
     def test_removed_hooks(self):

@@ -1,0 +1,332 @@
+"""Static draft trees: which ranks of a drafter's candidates are drafted, decided before anything is generated.
+
+A node is named by its path of child ranks: (1, 0) is the best continuation of the second best first token. The usual
+spellings are read: paths (Medusa's choices, EAGLE-1, vLLM's `speculative_token_tree`), parents, SGLang's three
+numbers, and the names of published trees.
+
+Shapes: B rows of the batch, N draft nodes.
+"""
+
+from __future__ import annotations
+
+import ast
+import heapq
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from .drafts import DraftTree, TreeTopology, chain_topology, static_topology
+from .errors import SpecConfigError
+
+
+Path = tuple[int, ...]
+
+# Leaves of the published trees, one digit a rank. Medusa's were derived from head accuracies on the named models
+# (FasterDecoding/Medusa), EAGLE-1's is the default of its first version.
+_PUBLISHED_LEAVES = {
+    "mc_sim_7b_63": (
+        "0000 0001 001 002 003 004 005 006 007 008 009 010 011 012 020 021 030 040 050 060 070 08 09 100 "
+        "101 11 12 13 14 15 16 200 21 22 30 31 40 50 60 70 80 90"
+    ),
+    "vicuna_7b_stage2": (
+        "0000 0001 0002 0003 0010 0020 003 004 005 006 007 008 0100 011 012 013 020 021 030 040 050 06 07 "
+        "08 09 100 101 102 110 12 13 14 200 21 30 31 40 50 60 70 8 9"
+    ),
+    "vicuna_7b_stage1": (
+        "0000 001 002 003 004 005 006 007 008 010 011 012 020 021 030 040 050 06 07 08 09 100 101 11 12 13 "
+        "14 15 16 200 21 22 23 30 31 32 40 41 50 51 60 70 80 90"
+    ),
+    "vicuna_13b_stage2": (
+        "0000 0001 0002 0003 0010 0011 0020 003 004 005 006 007 008 009 0100 011 012 013 020 021 030 040 "
+        "050 06 07 08 09 1000 101 102 110 12 13 200 21 300 40 50 6 7 8 9"
+    ),
+    "vicuna_33b_stage2": (
+        "0000 0001 0002 0010 002 003 004 005 006 007 008 009 0100 011 012 013 020 021 030 040 050 06 07 08 "
+        "09 100 101 102 110 12 13 14 200 21 22 30 31 40 50 60 70 8 9"
+    ),
+    "zephyr_stage2": (
+        "0000 0001 0010 002 003 004 005 006 007 008 009 010 011 012 013 020 021 030 040 050 06 07 08 09 "
+        "100 101 110 12 13 14 15 200 21 22 23 30 31 40 41 50 60 70 8 9"
+    ),
+    "eagle_1": ("00000 00001 0001 0002 001 002 010 011 020 021 100 11 20 21 30"),
+}
+
+PUBLISHED_TREES = tuple(_PUBLISHED_LEAVES)
+
+_SGLANG_KEYS = ("num_steps", "topk", "num_draft_tokens")
+
+_MAX_NODES = 1024
+
+
+def _prior_accuracies(max_depth: int, max_children: int) -> list[tuple[float, ...]]:
+    """Where nothing has been measured: how often the candidate of each rank may be right, at every depth alike."""
+    return [tuple(0.6 / rank**2 for rank in range(1, max_children + 1))] * max_depth
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """A static tree.
+
+    Args:
+        paths (`tuple[tuple[int, ...], ...]`): Every node's path of child ranks, shorter ones first, equally long ones
+            in the order of their ranks. Every prefix of a path is a path.
+
+    Attributes:
+        parents (`tuple[int, ...]` of length N): Index of each node's parent, -1 for a child of the anchor.
+        depths (`tuple[int, ...]` of length N): Length of each node's path.
+        ranks (`tuple[int, ...]` of length N): Each node's place among the candidates of its parent.
+    """
+
+    paths: tuple[Path, ...]
+
+    @classmethod
+    def from_paths(cls, paths: Iterable[Sequence[int]]) -> TokenTree:
+        """From paths in any order.
+
+        Raises:
+            SpecConfigError: A path lacks its parent.
+        """
+        ordered = tuple(sorted({tuple(map(int, path)) for path in paths}, key=lambda path: (len(path), path)))
+        known = {(), *ordered}
+        orphan = next((path for path in ordered if path[:-1] not in known), None)
+        if orphan:
+            raise SpecConfigError(
+                f"`speculative_token_tree` has the node {orphan} without its parent {orphan[:-1]}. Add the parent."
+            )
+        return cls(ordered)
+
+    @classmethod
+    def from_parents(cls, parents: Sequence[int]) -> TokenTree:
+        """From each node's parent, 0 for the anchor and i for the i-th node, as in `[0, 0, 0, 1, 1]`.
+
+        Raises:
+            SpecConfigError: A node comes before its parent.
+        """
+        paths: list[Path] = [()]
+        num_children = [0]
+        for index, parent in enumerate(parents):
+            if not 0 <= parent <= index:
+                raise SpecConfigError(
+                    f"`speculative_token_tree` as a list of parents has {parent} for node {index + 1}. Give 0 for a "
+                    "child of the anchor, or the number of an earlier node."
+                )
+            paths.append((*paths[parent], num_children[parent]))
+            num_children[parent] += 1
+            num_children.append(0)
+        return cls.from_paths(paths[1:])
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def chain(cls, length: int) -> TokenTree:
+        """The best candidate at each of `length` depths."""
+        return cls(tuple((0,) * depth for depth in range(1, length + 1)))
+
+    @classmethod
+    def published(cls, name: str) -> TokenTree:
+        """A tree of `PUBLISHED_TREES`."""
+        leaves = [tuple(map(int, leaf)) for leaf in _PUBLISHED_LEAVES[name].split()]
+        return cls.from_paths(leaf[:depth] for leaf in leaves for depth in range(1, len(leaf) + 1))
+
+    @classmethod
+    def from_accuracies(
+        cls, accuracies: Sequence[Sequence[float]], num_nodes: int, max_children: int | None = None
+    ) -> TokenTree:
+        """The nodes that are most likely to be right (Cai et al. 2024, arXiv:2401.10774, section 2.3.3).
+
+        A node's chance is the product of the accuracies along its path. From the anchor's best child on, the most
+        likely neighbour (a node's next sibling or first child) is added until the tree is full.
+
+        Args:
+            accuracies (`Sequence[Sequence[float]]`): `[d][r]`: how often the candidate of rank r at depth d is right,
+                given that its parent is.
+            num_nodes (`int`): Nodes wanted; fewer where the accuracies have no more.
+            max_children (`int`, *optional*): Most children of a node.
+        """
+        widths = [min(len(ranks), max_children or len(ranks)) for ranks in accuracies]
+        heap: list[tuple[float, Path]] = []
+
+        def add(path: Path) -> None:
+            if len(path) <= len(widths) and path[-1] < widths[len(path) - 1]:
+                chance = math.prod(ranks[rank] for ranks, rank in zip(accuracies, path))
+                heapq.heappush(heap, (-chance, path))
+
+        add((0,))
+        chosen: list[Path] = []
+        while heap and len(chosen) < num_nodes:
+            _, path = heapq.heappop(heap)
+            chosen.append(path)
+            add((*path[:-1], path[-1] + 1))
+            add((*path, 0))
+        return cls.from_paths(chosen)
+
+    @classmethod
+    def from_sglang(cls, num_steps: int, topk: int, num_draft_tokens: int) -> TokenTree:
+        """The static counterpart of SGLang's dynamic tree: its limits, filled with what is likely in general.
+
+        Args:
+            num_steps (`int`): Most depth.
+            topk (`int`): Most children of a node.
+            num_draft_tokens (`int`): Verified tokens, the anchor included.
+
+        Raises:
+            SpecConfigError: The numbers contradict each other.
+        """
+        most = num_steps if topk == 1 else topk + (num_steps - 1) * topk**2 if num_steps > 0 else 0
+        if num_steps < 1 or topk < 1 or not num_steps < num_draft_tokens <= most + 1:
+            raise SpecConfigError(
+                f"`speculative_token_tree` with num_steps={num_steps}, topk={topk} and num_draft_tokens="
+                f"{num_draft_tokens}: {num_steps} steps of {topk} candidates give {num_steps + 1} to {most + 1} "
+                "tokens, the anchor included."
+            )
+        _check_size(num_draft_tokens - 1)
+        return cls.from_accuracies(_prior_accuracies(num_steps, min(topk, num_draft_tokens)), num_draft_tokens - 1)
+
+    @classmethod
+    def of_size(cls, num_nodes: int, max_depth: int, max_children: int = 10) -> TokenTree:
+        """A tree of `num_nodes` nodes where nothing has been measured yet."""
+        return cls.from_accuracies(_prior_accuracies(max_depth, max_children), num_nodes)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        index = {path: node for node, path in enumerate(self.paths)}
+        return tuple(index.get(path[:-1], -1) for path in self.paths)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        return tuple(map(len, self.paths))
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(path[-1] for path in self.paths)
+
+    @cached_property
+    def max_depth(self) -> int:
+        return max(self.depths, default=0)
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Candidates that each depth asks of the drafter: 1 + the highest rank there."""
+        highest = [0] * self.max_depth
+        for depth, rank in zip(self.depths, self.ranks):
+            highest[depth - 1] = max(highest[depth - 1], rank + 1)
+        return tuple(highest)
+
+    def num_nodes_to(self, depth: int) -> int:
+        """Nodes of at most this depth; they come first."""
+        return sum(node_depth <= depth for node_depth in self.depths)
+
+    def up_to(self, depth: int) -> TokenTree:
+        """The tree without what lies deeper."""
+        return self if depth >= self.max_depth else _prefix(self, max(depth, 0))
+
+    def topology(self, device: torch.device) -> TreeTopology:
+        """Depths and ancestors, computed once per device."""
+        return chain_topology(len(self), device) if self.is_chain else static_topology(self.parents, device)
+
+    def draft(self, tokens: torch.LongTensor, max_depths: Sequence[int] | None = None) -> DraftTree:
+        """Drafts of this shape.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(B, N)`): The nodes' tokens.
+            max_depths (`Sequence[int]` of length B, *optional*): How deep each row may draft. The tree is cut to the
+                deepest row.
+        """
+        tree, counts = self, [len(self)] * tokens.shape[0]
+        if max_depths is not None and min(max_depths) < self.max_depth:
+            tree = self.up_to(max(max_depths))
+            counts = [tree.num_nodes_to(depth) for depth in max_depths]
+            tokens = tokens[:, : len(tree)]
+        return DraftTree(
+            tokens,
+            _parents_tensor(tree.parents, tokens.device),
+            torch.tensor(counts, device=tokens.device),
+            is_chain=tree.is_chain,
+            shape=tree,
+        )
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+
+@lru_cache(maxsize=256)
+def _prefix(tree: TokenTree, depth: int) -> TokenTree:
+    return TokenTree(tree.paths[: tree.num_nodes_to(depth)])
+
+
+@lru_cache(maxsize=256)
+def _parents_tensor(parents: tuple[int, ...], device: torch.device) -> torch.LongTensor:
+    return torch.tensor(parents, dtype=torch.long, device=device)
+
+
+def parse_token_tree(value: Any) -> tuple[Path, ...]:
+    """The paths of a tree in any of its spellings.
+
+    Args:
+        value: A list of paths `[(0,), (0, 0), (1,)]`; a list of parents `[0, 0, 1]` (0 is the anchor); a dict with
+            SGLang's `num_steps`, `topk` and `num_draft_tokens`; text of one of these; or the name of a published tree.
+
+    Raises:
+        SpecConfigError: It is none of them, or not a tree.
+    """
+    if isinstance(value, str) and value in PUBLISHED_TREES:
+        return TokenTree.published(value).paths
+    found = value
+    if isinstance(value, str):
+        try:
+            value = ast.literal_eval(value)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            value = None
+    if isinstance(value, Mapping):
+        tree = _from_numbers(value)
+    elif not isinstance(value, (list, tuple)) or not value:
+        raise _not_a_tree(found)
+    elif all(map(_is_rank, value)):
+        _check_size(len(value))
+        tree = TokenTree.from_parents(value)
+    elif all(map(_is_path, value)):
+        tree = TokenTree.from_paths(value)
+        _check_size(len(tree))
+    else:
+        raise _not_a_tree(found)
+    return tree.paths
+
+
+def _from_numbers(value: Mapping) -> TokenTree:
+    # SGLang's own names of its command line are taken too.
+    short = {str(key).removeprefix("speculative_").removeprefix("eagle_"): number for key, number in value.items()}
+    if set(short) != set(_SGLANG_KEYS) or not all(map(_is_rank, short.values())):
+        raise SpecConfigError(
+            f"`speculative_token_tree` as a dict must have the integers {', '.join(_SGLANG_KEYS)}, got "
+            f"{dict(value)!r}."
+        )
+    return TokenTree.from_sglang(**short)
+
+
+def _check_size(num_nodes: int) -> None:
+    if num_nodes > _MAX_NODES:
+        raise SpecConfigError(f"`speculative_token_tree` has {num_nodes} nodes. Use at most {_MAX_NODES}.")
+
+
+def _not_a_tree(found: Any) -> SpecConfigError:
+    return SpecConfigError(
+        "`speculative_token_tree` must be a list of paths of child ranks, such as [(0,), (1,), (0, 0)] for two "
+        "children of the anchor of which the first has a child; the same as parents, [0, 0, 1]; a dict of num_steps, "
+        f"topk and num_draft_tokens; or the name of a published tree ({', '.join(PUBLISHED_TREES)}), got {found!r}."
+    )
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 0
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 0 and all(map(_is_rank, value))

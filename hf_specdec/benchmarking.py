@@ -323,6 +323,7 @@ def total_stats(calls: Sequence[SpecDecodingStats]) -> SpecDecodingStats:
         padded = [*shorter, *[0] * (len(longer) - len(shorter))]
         total.num_accepted_tokens_per_pos = [one + two for one, two in zip(longer, padded)]
         total.method = call.method
+        total.rejection_sample_method = call.rejection_sample_method
         total.notes.extend(note for note in call.notes if note not in total.notes)
     return total
 

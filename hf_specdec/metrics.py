@@ -7,12 +7,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 
+# Acceptance rules that keep the target's distribution.
+_LOSSLESS = ("standard", "block")
+
+
 @dataclass
 class SpecDecodingStats:
     """What one `generate()` call drafted, accepted and spent.
 
     Attributes:
         method (`str`): Name of the method.
+        rejection_sample_method (`str`): The acceptance rule that was applied; for a greedy target "block" and
+            "typical" are the "standard" one.
         batch_size (`int`): Rows of the call.
         num_drafts (`int`): Non-empty drafts verified, one per row and cycle.
         num_draft_tokens (`int`): Tokens in them.
@@ -25,10 +31,11 @@ class SpecDecodingStats:
         num_target_forwards (`int`): Forwards of the target model, the prefill included.
         draft_seconds, verify_seconds, prefill_seconds, total_seconds (`float`): Wall-clock time. Verification is the
             target's forward, acceptance and stop rules.
-        notes (`list[str]`): What was switched off or limited in this call, and why.
+        notes (`list[str]`): What was switched off or limited in this call, and why; what a rule made of the text.
     """
 
     method: str = ""
+    rejection_sample_method: str = "standard"
     batch_size: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -50,8 +57,16 @@ class SpecDecodingStats:
         return self.total_seconds - self.prefill_seconds - self.draft_seconds - self.verify_seconds
 
     @property
+    def is_lossless(self) -> bool:
+        """Whether the text has the target's distribution."""
+        return self.rejection_sample_method in _LOSSLESS
+
+    @property
     def acceptance_rate(self) -> float:
-        """Accepted draft tokens among those that were reached: an estimate of `sum_x min(p, q)`. 0 without drafts."""
+        """Accepted draft tokens among those that were reached. 0 without drafts.
+
+        An estimate of `sum_x min(p, q)` where tokens are judged one after the other, by the rule "standard".
+        """
         return _ratio(self.num_accepted_tokens, self.num_reached_tokens)
 
     @property
@@ -85,17 +100,20 @@ class SpecDecodingStats:
             per_position[depth] += 1
 
     def to_dict(self) -> dict:
-        """All counts and rates as plain numbers, for JSON."""
+        """All counts and rates as plain values, for JSON."""
         rates = ("acceptance_rate", "draft_acceptance_rate", "mean_acceptance_length", "other_seconds")
-        return {**asdict(self), **{name: getattr(self, name) for name in rates}}
+        return {**asdict(self), **{name: getattr(self, name) for name in ("is_lossless", *rates)}}
 
     def __str__(self) -> str:
+        rule = "" if self.rejection_sample_method == "standard" else f", {self.rejection_sample_method} acceptance"
+        notes = "".join(f"; {note}" for note in self.notes)
         return (
-            f"SpecDecoding [{self.method}]: mean acceptance length {self.mean_acceptance_length:.2f}, "
+            f"SpecDecoding [{self.method}{rule}]: mean acceptance length {self.mean_acceptance_length:.2f}, "
             f"accepted {self.num_accepted_tokens} of {self.num_draft_tokens} draft tokens "
             f"({100 * self.draft_acceptance_rate:.1f} %), {self.num_committed_tokens} tokens in "
             f"{self.num_target_forwards} target forwards, {self.total_seconds:.2f} s "
             f"(draft {self.draft_seconds:.2f}, verify {self.verify_seconds:.2f}, other {self.other_seconds:.2f})"
+            + notes
         )
 
 

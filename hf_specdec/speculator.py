@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,8 @@ from .candidate_generators import resolve_candidate_generator
 from .candidate_generators.base import CandidateGenerator, NoDrafts, Session, StockCandidateGenerator
 from .config import SpeculativeConfig
 from .errors import SpecConfigError
+from .logits.randomness import RowUniforms
+from .logits.rules import StandardRule, acceptance_rule
 
 
 logger = logging.get_logger(__name__)
@@ -42,11 +45,22 @@ class Speculator:
     def candidate_generator(self, session: Session) -> CandidateGenerator:
         """A fresh candidate generator for one `generate()` call."""
         limit = self.config.disable_by_batch_size
-        if limit is not None and session.batch_size > limit:
+        if not self.drafts_for(session.batch_size):
             session.notes.append(f"no drafts: {session.batch_size} rows are more than disable_by_batch_size={limit}")
             logger.info(f"Speculation is off for this call: {session.notes[-1]}.")
             return NoDrafts(self.config, None, session)
         return self.generator_class(self.config, self.resources, session)
+
+    def drafts_for(self, batch_size: int) -> bool:
+        """Whether batches of this size are drafted for at all."""
+        limit = self.config.disable_by_batch_size
+        return limit is None or batch_size <= limit
+
+    def acceptance_rule(
+        self, batch_size: int, uniforms: RowUniforms | None, new_uniforms: Callable[[], RowUniforms]
+    ) -> StandardRule:
+        """The acceptance rule of one `generate()` call: see [`~logits.rules.acceptance_rule`]."""
+        return acceptance_rule(self.config if self.drafts_for(batch_size) else None, uniforms, new_uniforms)
 
     def __repr__(self) -> str:
         return f"Speculator({self.config!r})"
@@ -67,6 +81,9 @@ class StockSpeculator:
                 "`spec_method` instead, or generate row by row."
             )
         return StockCandidateGenerator(self.generator, session)
+
+    def acceptance_rule(self, batch_size: int, uniforms: RowUniforms | None, new_uniforms) -> StandardRule:
+        return StandardRule(uniforms)
 
 
 # For each target what has been loaded for it, by method and by the settings that were read in loading.
@@ -102,6 +119,11 @@ def load_speculator(
         settings["method"] = "draft_model"
     resolved = SpeculativeConfig.resolve(config, target_config=target_model.config, **settings)
     generator_class = resolve_candidate_generator(resolved.method)
+    if draft_model is not None and "draft_model" not in inspect.signature(generator_class.load).parameters:
+        raise SpecConfigError(
+            f"method='{resolved.method}' drafts without a model, and got a {type(draft_model).__name__}. Leave the "
+            "model or the method out."
+        )
     with _lock:
         resources = _resources(generator_class, resolved, target_model, draft_model)
     return Speculator(resolved, generator_class, resources)

@@ -4,17 +4,21 @@ The distribution of the first tokens is enumerated with the target and transform
 chi-square with the texts of thousands of rows of one prompt. Seeds are fixed, so the p-values are too.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from transformers import LogitsProcessor
 
-from hf_specdec import SpecDecError, SpeculativeConfig, Speculator, load_speculator, record
+from hf_specdec import CandidateGenerator, SpecDecError, SpeculativeConfig, Speculator, load_speculator, record
 from hf_specdec.candidate_generators.base import NoDrafts
-from hf_specdec.logits import verifier
+from hf_specdec.logits import rules
+from hf_specdec.logits.acceptance import Acceptance, sample_from_probs
+from hf_specdec.logits.verifier import take_nodes
+from hf_specdec.token_trees import TokenTree
 from tests.models import VOCAB_SIZE, prompts, scripted_for, tiny_llama
 from tests.sampled import sampled_speculator
 from tests.scripted import scripted_speculator
@@ -242,11 +246,43 @@ def draft_model(**options):
     return load_speculator(small_model(), draft_model=draft, num_speculative_tokens=3, **options)
 
 
+class RankedTrees(CandidateGenerator):
+    """A static tree filled as Medusa's heads do it: all nodes of a depth take the candidates of one ranking, by rank.
+
+    Siblings carry different tokens; the rankings depend on the anchor and are the same for all who share it.
+    """
+
+    def __init__(self, config, tree: TokenTree, session):
+        self.tree, self.session = tree, session
+        self.num_speculative_tokens, self.num_draft_nodes = tree.max_depth, len(tree)
+        generator = torch.Generator().manual_seed(0)
+        # [anchor, depth, rank]
+        self.candidates = torch.rand((V, tree.max_depth, V), generator=generator).argsort(-1)
+
+    num_draft_nodes = 0
+
+    def propose(self, step):
+        depths, ranks = torch.tensor(self.tree.depths) - 1, torch.tensor(self.tree.ranks)
+        return self.tree.draft(self.candidates[step.anchor_tokens][:, depths, ranks], step.max_draft_tokens)
+
+
+def ranked_tree(tree: TokenTree) -> Speculator:
+    return Speculator(SpeculativeConfig(method="ngram"), RankedTrees, tree)
+
+
+BINARY = TokenTree.from_parents([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6])
+STAR = TokenTree.from_parents([0, 0, 0, 0, 0, 1, 1, 1, 1])
+MEDUSA = TokenTree.from_accuracies([[0.4, 0.2, 0.1], [0.35, 0.2, 0.1], [0.3, 0.2]], 12)
+
+
 DRAFTERS = {
     "no_drafts": no_drafts,
     "one_hot_chain": scripted_rows,
     "one_hot_tree": lambda: scripted_rows((-1, -1, 0, 0, 1, 1)),
     "one_hot_ragged_tree": lambda: scripted_rows("random"),
+    "static_binary_tree": lambda: ranked_tree(BINARY),
+    "static_star": lambda: ranked_tree(STAR),
+    "static_medusa_tree": lambda: ranked_tree(MEDUSA),
     "ngram": lambda: load_speculator(small_model(), "ngram"),
     "draft_model_greedy": lambda: draft_model(draft_sample_method="greedy"),
     "draft_model_sampled": lambda: draft_model(draft_sample_method="probabilistic"),
@@ -266,13 +302,15 @@ class TestExactDistribution:
         if drafter is not no_drafts:
             assert stats.num_accepted_tokens > 0.1 * NUM_ROWS
 
-    @pytest.mark.parametrize("name", ["one_hot_tree", "sampled_chain", "sampled_tree"])
+    @pytest.mark.parametrize("name", ["one_hot_tree", "static_medusa_tree", "sampled_chain", "sampled_tree"])
     def test_unknown_processor(self, name):
         settings = {"top_k": 0, "logits_processor": [Shift()]}
         counts, _ = sampled_counts(settings, DRAFTERS[name]())
         assert chi_square_pvalue(counts, exact_distribution(settings)) > P_VALUE
 
-    @pytest.mark.parametrize("name", ["one_hot_chain", "sampled_chain", "sampled_tree", "sampled_tree_processed"])
+    @pytest.mark.parametrize(
+        "name", ["one_hot_chain", "static_star", "sampled_chain", "sampled_tree", "sampled_tree_processed"]
+    )
     def test_walk_without_effect(self, name):
         """The path that walks, under settings which the other path handles: the very same texts."""
         walk = {**SETTINGS["top_k"], "no_repeat_ngram_size": 30}
@@ -295,12 +333,43 @@ class TestExactDistribution:
         def accept_all(draft, target_probs, accept_uniforms, target_uniforms):
             return right_rule(draft, target_probs, torch.zeros_like(accept_uniforms), target_uniforms)
 
-        right_rule = verifier.reject_chain
-        monkeypatch.setattr(verifier, "reject_chain", accept_all)
+        right_rule = rules.reject_chain
+        monkeypatch.setattr(rules, "reject_chain", accept_all)
         wrong, _ = sampled_counts(SETTINGS["plain"], sampled_speculator(3))
         exact = exact_distribution(SETTINGS["plain"])
         assert chi_square_pvalue(right, exact) > P_VALUE
         assert chi_square_pvalue(wrong, exact) < 1e-6
+
+    def test_fails_for_siblings_judged_by_one_law(self, monkeypatch):
+        """Siblings drawn without replacement, but verified as if all were drawn from the first one's law."""
+
+        def count():
+            return sampled_counts(SETTINGS["plain"], sampled_speculator(3, widths=(4,)), count=2)[0]
+
+        exact, right = exact_distribution(SETTINGS["plain"], 2), count()
+        monkeypatch.setattr(rules, "reject_tree", plain_reject_tree)
+        assert torch.equal(count(), right)
+        monkeypatch.setattr(rules, "reject_tree", partial(plain_reject_tree, replaces=True))
+        wrong = count()
+        assert chi_square_pvalue(right, exact) > P_VALUE
+        assert chi_square_pvalue(wrong, exact) < 1e-6
+
+    @pytest.mark.parametrize("name", ["one_hot_chain", "one_hot_tree", "static_binary_tree", "static_star"])
+    def test_fails_for_a_new_draw_where_the_path_ends(self, name, monkeypatch):
+        """The token behind the path must be the draw that led out of the tree, not another one."""
+
+        def judge(rule, draft, scores, rows, positions):
+            accepted = right_judge(rule, draft, scores, rows, positions)
+            last = accepted.num_accepted[:, None]
+            probs = take_nodes(scores.softmax(-1), accepted.path.gather(1, last))
+            accepted.tokens.scatter_(1, last, sample_from_probs(probs, torch.rand(last.shape, generator=generator)))
+            return accepted
+
+        right_judge = rules.StandardRule.judge
+        generator = torch.Generator().manual_seed(0)
+        monkeypatch.setattr(rules.StandardRule, "judge", judge)
+        wrong, _ = sampled_counts(SETTINGS["plain"], DRAFTERS[name]())
+        assert chi_square_pvalue(wrong, exact_distribution(SETTINGS["plain"])) < 1e-6
 
     def test_acceptance_rate_is_the_overlap_of_the_laws(self):
         """Leviathan et al. 2023, Corollary 3.6: the chance to accept is sum_x min(p(x), q(x))."""
@@ -321,6 +390,41 @@ class TestExactDistribution:
         deviation = (overlap * (1 - overlap) / NUM_ROWS) ** 0.5
         # Four standard deviations of a binomial count.
         assert abs(accepted / NUM_ROWS - overlap) < 4 * deviation
+
+
+def plain_reject_tree(draft, target_probs, accept_uniforms, target_uniforms, replaces: bool = False) -> Acceptance:
+    """Recursive rejection sampling of one row after the other; `replaces` forgets that drawn siblings are gone."""
+    rows = []
+    numbers = (value.numpy() for value in (draft.probs, target_probs, accept_uniforms))
+    for tokens, parents, laws, targets, uniforms in zip(draft.token_lists(), draft.parent_lists(), *numbers):
+        path, node = [0], 0
+        target = targets[0]
+        while True:
+            law, chosen = None, None
+            for child in (child for child, parent in enumerate(parents) if parent == node - 1):
+                law = laws[child].copy() if law is None else law
+                if uniforms[child] * law[tokens[child]] < target[tokens[child]]:
+                    chosen = child + 1
+                    break
+                target = np.maximum(target - law, 0)
+                target /= target.sum()
+                if not replaces:
+                    law[tokens[child]] = 0
+                    law /= law.sum()
+            if chosen is None:
+                break
+            path, node, target = [*path, chosen], chosen, targets[chosen]
+        rows.append((path, [tokens[n - 1] for n in path[1:]], target))
+    counts = [len(path) - 1 for path, _, _ in rows]
+    ends = torch.tensor([path[-1] for path, _, _ in rows])[:, None]
+    laws = torch.stack([torch.from_numpy(target) for _, _, target in rows])
+    new = sample_from_probs(laws, target_uniforms.gather(1, ends)[:, 0]).tolist()
+    size = draft.size + 1
+    return Acceptance(
+        torch.tensor(counts),
+        torch.tensor([path + [path[-1]] * (size - len(path)) for path, _, _ in rows]),
+        torch.tensor([kept + [last] + [0] * (size - len(kept) - 1) for (_, kept, _), last in zip(rows, new)]),
+    )
 
 
 def test_the_small_model_is_a_fair_test():

@@ -73,16 +73,23 @@ class DecodingLoop:
         self.streamed = 0
 
         stack = ProcessorStack(request.logits_processor)
-        uniforms = RowUniforms(_shared_seed(self.model), self.device) if config.do_sample else None
-        self.generator: CandidateGenerator = speculator.candidate_generator(self._session(stack, uniforms))
-        self.target = self._slot_target()
+        uniforms = self._uniforms() if config.do_sample else None
+        rule = speculator.acceptance_rule(self.batch_size, uniforms, self._uniforms)
+        self.stats.rejection_sample_method = rule.name
+        if rule.note:
+            self.stats.notes.append(rule.note)
         self.verifier = Verifier(
             stack,
             self.stop,
-            uniforms,
+            rule,
             keep_scores=self.recorder.scores is not None,
-            equal_lengths=self.target.profile.counts_slots,
+            equal_lengths=model_profile(self.model).counts_slots,
         )
+        self.generator: CandidateGenerator = speculator.candidate_generator(self._session(stack, uniforms))
+        self.target = self._slot_target()
+
+    def _uniforms(self) -> RowUniforms:
+        return RowUniforms(_shared_seed(self.model), self.device)
 
     def _session(self, stack: ProcessorStack, uniforms: RowUniforms | None) -> Session:
         return Session(
@@ -96,7 +103,7 @@ class DecodingLoop:
 
     def _slot_target(self) -> SlotModel:
         prompt_length = max(self.sequences.prompt_length, _embeds_length(self.request.model_kwargs))
-        nodes = self.generator.num_speculative_tokens + 1
+        nodes = self.generator.num_draft_nodes + 1
         most = self.stop.max_length - self.sequences.prompt_length
         # Room for the whole generation, but not for a maximum that is only there as a limit.
         cache = SlotCache(prompt_length + min(most, 1024) + nodes, limit=prompt_length + most + nodes)
@@ -119,6 +126,7 @@ class DecodingLoop:
         began = perf_counter()
         try:
             self._check_prompt_tokens()
+            self.verifier.rule.check_depth(self.generator.num_speculative_tokens)
             self.traces = begin_call(self.stats)
             self._prefill()
             while self.model._has_unfinished_sequences(self.stop.all_finished, self.request.synced_gpus, self.device):
@@ -256,9 +264,8 @@ class DecodingLoop:
 
     def _count(self, draft: DraftTree, verdict: Verdict) -> None:
         drafted = draft.token_lists()
-        depths = None if draft.is_chain else draft.topology.depths.expand(len(drafted), -1).tolist()
-        for index, (tokens, accepted, committed) in enumerate(zip(drafted, verdict.num_accepted, verdict.token_lists)):
-            depth = len(tokens) if depths is None else max(depths[index][: len(tokens) + 1])
+        counts = zip(drafted, draft.max_depths(), verdict.num_accepted, verdict.token_lists)
+        for tokens, depth, accepted, committed in counts:
             self.stats.count(len(tokens), depth, accepted, len(committed))
         if self.traces:
             rows = zip(self.rows, drafted, draft.parent_lists(), verdict.num_accepted, verdict.token_lists)

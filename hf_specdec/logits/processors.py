@@ -64,6 +64,12 @@ class ProcessorStack:
     def __bool__(self) -> bool:
         return len(self.processors) > 0
 
+    @property
+    def unknown_names(self) -> list[str]:
+        """Types of the processors that this package does not know."""
+        kinds = [type(processor) for processor in self.processors]
+        return [kind.__name__ for kind in kinds if kind not in _POSITION_INDEPENDENT and kind not in _ROW_WISE]
+
     def known_only(self) -> ProcessorStack:
         """Without the unknown ones: what a draft model may apply to its own logits without anyone noticing."""
         known = [p for p in self.processors if type(p) in _POSITION_INDEPENDENT or type(p) in _ROW_WISE]

@@ -2,7 +2,8 @@
 
 Two ways lead to the same tokens. Where no processor and no criterion needs to see a position by itself, all nodes are
 judged at once. Otherwise the path is walked node by node, and every processor and criterion sees what it would have
-seen in plain generation, once per position.
+seen in plain generation, once per position. Rules that judge a draft as a whole cannot be walked; for them processors
+see every node of the draft with the tokens on its own path.
 
 Shapes: R active rows, N draft nodes, T = N + 1 verified nodes, V vocabulary.
 """
@@ -14,10 +15,11 @@ from dataclasses import dataclass, field
 import torch
 
 from ..drafts import DraftTree
-from ..errors import SpecDecError
-from .acceptance import Acceptance, best_tokens, follow, reject_chain, reject_tree, sample_from_probs
+from ..errors import SpecConfigError, SpecDecError
+from .acceptance import Acceptance, best_tokens, reject_chain, reject_tree, sample_from_probs
 from .processors import ProcessorStack
-from .randomness import ACCEPT, TARGET, RowUniforms
+from .randomness import ACCEPT, TARGET
+from .rules import StandardRule
 
 
 @dataclass
@@ -47,22 +49,43 @@ class Verifier:
     Args:
         stack (`ProcessorStack`): Logits processors of the call.
         stop (`StopRules`): Stopping rules of the call; they append the kept tokens to the sequences.
-        uniforms (`RowUniforms`, *optional*): Random numbers of the call; `None` for greedy decoding.
+        rule (`StandardRule`): The acceptance rule, with the random numbers of the call.
         keep_scores (`bool`): Whether the processed scores are wanted.
         equal_lengths (`bool`): All rows must advance by the same number of tokens.
+
+    Raises:
+        SpecConfigError: The rule judges whole drafts, and something must see one position after the other.
     """
 
     stack: ProcessorStack
     stop: object
-    uniforms: RowUniforms | None
+    rule: StandardRule
     keep_scores: bool = False
     equal_lengths: bool = False
     score_steps: list = field(default_factory=list)
 
     def __post_init__(self):
         batch = len(self.stop.finished)
+        if self.rule.judges_whole_drafts:
+            self._check_whole_drafts(batch)
         self.equal_lengths |= self.stop.need_equal_lengths or (batch > 1 and not self.stack.knows_all)
-        self._walks = self.equal_lengths or self.stack.reads_tokens or not self.stop.is_known
+        needs_walk = self.equal_lengths or self.stack.reads_tokens or not self.stop.is_known
+        self._walks = needs_walk and not self.rule.judges_whole_drafts
+
+    def _check_whole_drafts(self, batch: int) -> None:
+        problem = None
+        if not self.stack.knows_all:
+            names = ", ".join(self.stack.unknown_names)
+            problem = f"logits processors that this package does not know ({names}) must see one after the other"
+        elif batch > 1 and self.stop.need_equal_lengths:
+            problem = f"stopping criteria that watch all {batch} rows must see them grow together"
+        elif batch > 1 and self.equal_lengths:
+            problem = f"the target model needs all {batch} rows to grow together"
+        if problem:
+            raise SpecConfigError(
+                f"rejection_sample_method='{self.rule.name}' judges the positions of a draft together, but {problem}. "
+                "Use rejection_sample_method='standard'."
+            )
 
     def verify(self, draft: DraftTree, logits: torch.Tensor, rows: list[int], positions: list[int]) -> Verdict:
         """Commits what the target accepts of a draft, and one more token.
@@ -78,12 +101,15 @@ class Verifier:
         return self._verify_at_once(draft, logits, rows, positions)
 
     def _verify_at_once(self, draft, logits, rows, positions) -> Verdict:
-        plain_greedy = self.uniforms is None and not self.stack and not self.keep_scores
-        scores = logits if plain_greedy else self.stack.all_nodes(logits)
-        acceptance = self._accept(draft, scores, rows, positions)
+        plain_greedy = self.rule.uniforms is None and not self.stack and not self.keep_scores
+        scores = logits if plain_greedy else self._node_scores(draft, logits, rows)
+        acceptance = self.rule.judge(draft, scores, rows, positions)
         counts, tokens = _to_host(acceptance)
         token_lists = [row[: count + 1] for row, count in zip(tokens, counts)]
-        kept = self.stop.append(rows, token_lists)
+        if self.stop.is_known:
+            kept = self.stop.append(rows, token_lists)
+        else:
+            kept = [self._append_one_by_one(token_lists[0], scores[0, acceptance.path[0]])]
         width = max(map(len, kept))
         path = acceptance.path[:, :width]
         return Verdict(
@@ -94,18 +120,30 @@ class Verifier:
             take_nodes(scores, path) if self.keep_scores else None,
         )
 
-    def _accept(self, draft, scores, rows, positions) -> Acceptance:
-        if self.uniforms is None:
-            return follow(draft, best_tokens(scores))
-        probs = scores.softmax(-1)
-        depths = draft.topology.depths
-        drawn = self.uniforms.at(TARGET, rows, positions, draft.topology.max_depth + 1)
-        at_node = drawn.gather(1, depths.expand(len(rows), -1))
-        if draft.probs is None:
-            return follow(draft, sample_from_probs(probs, at_node))
-        if draft.is_chain:
-            return reject_chain(draft, probs, self.uniforms.at(ACCEPT, rows, positions, draft.size), at_node)
-        return reject_tree(draft, probs, self.uniforms.for_nodes(rows, positions, draft.size), at_node)
+    def _node_scores(self, draft, logits, rows) -> torch.Tensor:
+        """Scores of all nodes; processors that read tokens see each node behind the tokens on its own path."""
+        if not self.stack.reads_tokens:
+            return self.stack.all_nodes(logits)
+        committed = [self.stop.sequences.row(row) for row in rows]
+        sequences = [
+            torch.cat([tokens, tokens.new_tensor(path)])
+            for tokens, paths in zip(committed, _node_paths(draft))
+            for path in paths
+        ]
+        rows_of_nodes = [row for row in rows for _ in range(logits.shape[1])]
+        return self.stack.rows(sequences, logits.flatten(0, 1), rows_of_nodes).view(logits.shape)
+
+    def _append_one_by_one(self, tokens: list[int], scores: torch.Tensor) -> list[int]:
+        """Appends the tokens of the only row; its criteria see every position, with the scores `(M, V)` up to it."""
+        kept = []
+        for token, step in zip(tokens, scores):
+            if self.keep_scores:
+                self.score_steps.append(step[None])
+            self.stop.append([0], [[token]], tuple(self.score_steps) if self.keep_scores else None)
+            kept.append(token)
+            if self.stop.all_finished:
+                break
+        return kept
 
 
 class _Walk:
@@ -148,7 +186,7 @@ class _Walk:
     def _choose(self, active, scores) -> tuple[list[int], list[int | None]]:
         """A token for each active row, and the draft node that carries it (`None`: no node does)."""
         verifier = self.verifier
-        if verifier.uniforms is None:
+        if verifier.rule.uniforms is None:
             tokens = best_tokens(scores).tolist()
         elif self.draft.probs is None:
             tokens = self._draw(active, scores.softmax(-1))
@@ -191,11 +229,11 @@ class _Walk:
         rows, positions = [self.rows[i] for i in active], [self.positions[i] for i in active]
         if self.draft.is_chain:
             return self._uniforms(ACCEPT, active)[:, None]
-        return self.verifier.uniforms.for_nodes(rows, positions, self.draft.size).gather(1, picks)
+        return self.verifier.rule.uniforms.for_nodes(rows, positions, self.draft.size).gather(1, picks)
 
     def _uniforms(self, purpose, active) -> torch.Tensor:
         rows = [self.rows[i] for i in active]
-        return self.verifier.uniforms.at(
+        return self.verifier.rule.uniforms.at(
             purpose, rows, [self.positions[i] + len(self.token_lists[i]) for i in active], 1
         )[:, 0]
 
@@ -249,6 +287,17 @@ def _children(tokens: list[int], parents: list[int]) -> list[dict[int, int]]:
     for index, (token, parent) in enumerate(zip(tokens, parents)):
         children[parent + 1].setdefault(token, index + 1)
     return children
+
+
+def _node_paths(draft: DraftTree) -> list[list[list[int]]]:
+    """For each row and verified node the draft tokens from the anchor down to it; none for padding."""
+    all_paths = []
+    for tokens, parents in zip(draft.token_lists(), draft.parent_lists()):
+        paths: list[list[int]] = [[]]
+        for token, parent in zip(tokens, parents):
+            paths.append([*paths[parent + 1], token])
+        all_paths.append(paths + [[]] * (draft.size - len(tokens)))
+    return all_paths
 
 
 def _to_host(acceptance: Acceptance) -> tuple[list[int], list[list[int]]]:

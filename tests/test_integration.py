@@ -248,6 +248,7 @@ class TestWaysToAsk:
         speculator = load_speculator(model, "ngram")
         draft = tiny_llama(seed=1)
         for speculative, match in (
+            ({"assistant": tiny_llama(), "spec_method": "ngram"}, "drafts without a model, and got a Llama"),
             ({"assistant": speculator, "num_speculative_tokens": 3}, "together with other speculative arguments"),
             ({"assistant": speculator, "spec_method": "ngram"}, "together with other speculative arguments"),
             ({"assistant": draft, "spec_model": draft}, "both name a draft model"),

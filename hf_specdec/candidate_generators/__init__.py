@@ -12,10 +12,12 @@ _GENERATORS: dict[str, str | type] = {
     "ngram": "hf_specdec.candidate_generators.ngram:NgramCandidateGenerator",
     "suffix": "hf_specdec.candidate_generators.suffix:SuffixCandidateGenerator",
     "draft_model": "hf_specdec.candidate_generators.draft_model:DraftModelCandidateGenerator",
+    "medusa": "hf_specdec.candidate_generators.medusa:MedusaCandidateGenerator",
+    "mlp_speculator": "hf_specdec.candidate_generators.mlp_speculator:MLPSpeculatorCandidateGenerator",
 }
 
 # Names that users know from checkpoints and serving engines; this version has no generator for them.
-_PLANNED_METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3", "mtp", "dflash")
+_PLANNED_METHODS = ("eagle", "eagle3", "mtp", "dflash")
 
 KNOWN_METHODS = (*_GENERATORS, *_PLANNED_METHODS)
 

@@ -112,6 +112,14 @@ class Commit:
     num_accepted: list[int]
     hidden_states: dict = field(default_factory=dict)
 
+    def anchor_states(self, key: int | str) -> torch.Tensor:
+        """The state from which each row's last committed token, the next anchor, was predicted: `(B, H)`."""
+        states, counts = self.hidden_states[key], list(map(len, self.token_lists))
+        if min(counts) == max(counts):
+            return states[:, counts[0] - 1]
+        last = torch.tensor(counts, device=states.device) - 1
+        return states[torch.arange(len(counts), device=states.device), last]
+
 
 class CandidateGenerator(HfCandidateGenerator):
     """Base class of the methods.
@@ -150,6 +158,11 @@ class CandidateGenerator(HfCandidateGenerator):
         self.session = session
         self.num_speculative_tokens = config.num_speculative_tokens or self.default_length(config.options)
 
+    @property
+    def num_draft_nodes(self) -> int:
+        """Most nodes of a row's draft; more than `num_speculative_tokens`, its depth, for a tree."""
+        return self.num_speculative_tokens
+
     @classmethod
     def default_length(cls, options: Any) -> int:
         """k when the user names none, for these options of the method."""
@@ -166,6 +179,14 @@ class CandidateGenerator(HfCandidateGenerator):
         return max(
             self.num_speculative_tokens // max(num_rows, 1), min(_LEAST_SHARED_LENGTH, self.num_speculative_tokens)
         )
+
+    def draft_depths(self, step: DraftStep) -> list[int]:
+        """How deep each row may draft: at most k, in what the loop and `max_model_len` leave beside the bonus token."""
+        depths = [min(most, self.num_speculative_tokens) for most in step.max_draft_tokens]
+        if self.config.max_model_len is None:
+            return depths
+        free = [max(self.config.max_model_len - length - 1, 0) for length in step.lengths]
+        return list(map(min, depths, free))
 
     def prefill(self, prompt: Prompt) -> None:
         """Takes in the prompts."""
@@ -185,9 +206,28 @@ class CandidateGenerator(HfCandidateGenerator):
 
     # The stock protocol of transformers' assisted decoding, for batch size 1 and drafts without branches.
 
-    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, None]:
+    _seen_length = 0
+    _num_matches = 0
+
+    @property
+    def requires_model_outputs(self) -> bool:
+        """Whether the host must hand over the target's hidden states."""
+        return bool(self.target_hidden_states)
+
+    @property
+    def model_kwargs_overrides(self) -> dict[str, Any]:
+        """Arguments of the host's next forward."""
+        return {"output_hidden_states": True}
+
+    def get_candidates(
+        self, input_ids: torch.LongTensor, *, model_outputs: Any = None, is_first_iteration: bool = False, **kwargs
+    ) -> tuple[torch.LongTensor, None]:
         """Prompt plus draft of shape `(1, L + N)`; no logits, so the host verifies the drafts as point masses."""
-        self._catch_up(input_ids)
+        if self.requires_model_outputs and is_first_iteration:
+            # The target has not read the prompt.
+            return input_ids, None
+        states = self._states_of(model_outputs) if self.requires_model_outputs else {}
+        self._catch_up(input_ids, states)
         length = input_ids.shape[1]
         room = max(self.session.max_length - length - 1, 0)
         step = DraftStep([0], input_ids[:, -1], [length], [min(room, self.num_speculative_tokens)])
@@ -197,17 +237,21 @@ class CandidateGenerator(HfCandidateGenerator):
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         self._num_matches = num_matches
 
-    _seen_length = 0
-    _num_matches = 0
+    def _states_of(self, model_outputs: Any) -> dict:
+        """The states asked for, from transformers' tuple: embeddings, every layer's output, the last one normed."""
+        states = model_outputs.hidden_states
+        return {key: states[-1] if key == "last" else states[key + 1] for key in self.target_hidden_states}
 
-    def _catch_up(self, input_ids: torch.LongTensor) -> None:
+    def _catch_up(self, input_ids: torch.LongTensor, states: dict) -> None:
         """Feeds what has been committed since the last call; the host only ever shows the whole sequence."""
         if self._seen_length == 0:
-            self.prefill(Prompt(input_ids[:, :-1], [0]))
+            self.prefill(Prompt(input_ids[:, :-1], [0], states))
             self._seen_length = input_ids.shape[1] - 1
+            states = {key: value[:, -1:] for key, value in states.items()}
         new = input_ids[:, self._seen_length :]
         if new.shape[1]:
-            self.observe(Commit([0], new, new.tolist(), [min(self._num_matches, new.shape[1] - 1)]))
+            states = {key: value[:, : new.shape[1]] for key, value in states.items()}
+            self.observe(Commit([0], new, new.tolist(), [min(self._num_matches, new.shape[1] - 1)], states))
         self._seen_length = input_ids.shape[1]
 
 

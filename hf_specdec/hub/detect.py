@@ -54,7 +54,7 @@ def _architecture(checkpoint: dict) -> str:
 
 # In this order: what marks a format, and its method. Draft heads come first, they may call themselves causal LMs.
 _FORMATS = (
-    (lambda c: "medusa_num_heads" in c, "medusa"),
+    (lambda c: "medusa_num_heads" in c or c.get("model_type") == "medusa", "medusa"),
     (lambda c: c.get("model_type") == "mlp_speculator", "mlp_speculator"),
     (lambda c: "dflash" in str(c.get("speculators_model_type", "")) or "DFlash" in _architecture(c), "dflash"),
     (lambda c: c.get("speculators_model_type") == "eagle3" or "Eagle3" in _architecture(c), "eagle3"),

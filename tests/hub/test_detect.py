@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig
+from hf_specdec.candidate_generators import available_methods
 from tests.models import prompts, tiny_llama
 
 
@@ -20,6 +21,7 @@ def folder_with(tmp_path, config):
         ({"architectures": ["Qwen3ForCausalLM"]}, "draft_model"),
         ({"architectures": ["GPT2LMHeadModel"]}, "draft_model"),
         ({"architectures": ["LlamaForCausalLM"], "medusa_num_heads": 4}, "medusa"),
+        ({"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": 3}, "medusa"),
         ({"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"]}, "mlp_speculator"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
         ({"architectures": ["EagleLlamaForCausalLM"]}, "eagle"),
@@ -29,7 +31,7 @@ def folder_with(tmp_path, config):
 )
 def test_method_of_a_config(tmp_path, config, method):
     folder = folder_with(tmp_path, config)
-    if method == "draft_model":
+    if method in available_methods():
         assert SpeculativeConfig.resolve(str(folder)).method == method
     else:
         with pytest.raises(SpecConfigError, match=f"'{method}' is not available in this version"):

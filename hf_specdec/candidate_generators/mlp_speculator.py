@@ -1,0 +1,416 @@
+"""MLP speculator: a small network walks on from the target's last hidden state, one stage a drafted token.
+
+Wertheimer et al. 2024 (arXiv:2404.19124). Unlike Medusa's heads, every stage is told the token chosen before it, so
+branches know what they branch from, and drafts can be drawn from the network's distribution. Drafts are chains, static
+trees, the best nodes of a tree that is grown level by level, or the published "candidates": the best whole sequences
+of such a tree. The network keeps no cache: it starts anew from the target's state behind the final norm. Checkpoint:
+[`~models.mlp_speculator`].
+
+Shapes: B active rows, N draft nodes, S nodes that were looked at, R nodes of a level that are read, W candidates of a
+node, H hidden size of the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+
+from ..drafts import DraftTree
+from ..errors import SpecConfigError
+from ..logits.acceptance import best_tokens
+from ..models.mlp_speculator import MLPSpeculator, MLPStage, fitting_speculator, load_mlp_speculator
+from ..token_trees import TokenTree
+from .base import CandidateGenerator, Commit, DraftStep, Session
+
+
+# Draft tokens of the default chain, if there are as many stages.
+_CHAIN_LENGTH = 3
+
+# Nodes of a tree where none are named. A forward of many nodes costs a GPU about what one token does; a CPU pays for
+# each node, so that chains are the default there.
+_NUM_NODES = {"cpu": 8}
+_NUM_NODES_ELSEWHERE = 32
+
+# Options that say how a tree is grown, and their flat names.
+_GROWTH_OPTIONS = {
+    "top_k_tokens_per_head": "top_k_tokens_per_head",
+    "num_candidates": "num_candidates",
+    "num_nodes": "mlp_speculator_num_nodes",
+}
+
+
+@dataclass(frozen=True)
+class MLPSpeculatorOptions:
+    """Options of `spec_method="mlp_speculator"`.
+
+    Raises:
+        SpecConfigError: A value is out of range.
+    """
+
+    top_k_tokens_per_head: tuple[int, ...] | None = field(
+        default=None,
+        metadata={"help": "Continuations that each depth of a tree gives every node. Left out, the checkpoint's."},
+    )
+    num_candidates: int | None = field(
+        default=None,
+        metadata={
+            "help": "Draft the tree of this many best sequences, as the published code does (there: `n_candidates`), "
+            "instead of the tree of the best nodes."
+        },
+    )
+    num_nodes: int | None = field(
+        default=None,
+        metadata={
+            "help": "Draft the tree of about this many most probable nodes. Without any setting of the draft's shape "
+            f"that is the default, with {_NUM_NODES_ELSEWHERE} nodes, except on a CPU: there it is a chain of at most "
+            f"{_CHAIN_LENGTH} tokens.",
+            "key": _GROWTH_OPTIONS["num_nodes"],
+        },
+    )
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = field(
+        default=None,
+        metadata={
+            "help": "How draft tokens are chosen when the target samples: `greedy` takes the best ones, "
+            "`probabilistic` draws a chain from the speculator's distribution. Left out, `greedy`. A greedy target "
+            "gets the best tokens always."
+        },
+    )
+
+    def __post_init__(self):
+        widths = self.top_k_tokens_per_head
+        if widths is not None and not (widths and all(map(_is_positive, widths))):
+            raise SpecConfigError(
+                f"`top_k_tokens_per_head` must be a list of integers of at least 1, got {list(widths)!r}."
+            )
+        for name in ("num_candidates", "num_nodes"):
+            value = getattr(self, name)
+            if value is not None and not _is_positive(value):
+                raise SpecConfigError(f"`{name}` must be an integer of at least 1, got {value!r}.")
+        if self.num_candidates is not None and self.num_nodes is not None:
+            raise SpecConfigError(
+                f"`num_candidates`={self.num_candidates} and `num_nodes`={self.num_nodes} are two ways to choose the "
+                "nodes of a tree. Keep one."
+            )
+
+
+def _is_positive(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+@dataclass
+class LoadedSpeculator:
+    """What outlives a call."""
+
+    speculator: MLPSpeculator
+    stages: list[MLPStage]
+
+
+class MLPSpeculatorCandidateGenerator(CandidateGenerator):
+    """Drafts chains and trees."""
+
+    options_class = MLPSpeculatorOptions
+    target_hidden_states = ("last",)
+    default_num_speculative_tokens = _CHAIN_LENGTH
+    loaded_by = ("model", "revision", "subfolder", "dtype", "device", "quantization")
+
+    @classmethod
+    def load(cls, config, target_model, draft_model: MLPSpeculator | None = None) -> LoadedSpeculator:
+        if draft_model is None:
+            speculator = load_mlp_speculator(config, target_model)
+        else:
+            speculator = fitting_speculator(draft_model, target_model)
+        return LoadedSpeculator(speculator, [speculator.stage(i) for i in range(speculator.config.n_predict)])
+
+    @classmethod
+    def default_length(cls, options: MLPSpeculatorOptions) -> int:
+        return len(options.top_k_tokens_per_head or ()) or cls.default_num_speculative_tokens
+
+    def __init__(self, config, resources: LoadedSpeculator, session: Session):
+        super().__init__(config, resources, session)
+        self.speculator, self.stages = resources.speculator, resources.stages
+        self.sampler = session.sampler
+        weight = self.stages[0].projection
+        self.device, self.dtype = weight.device, weight.dtype
+        samples = self.sampler is not None and not self.sampler.is_greedy
+        self.draws = samples and self.options.draft_sample_method == "probabilistic"
+        self.plan = _plan(config, resources.speculator.config, session, self.draws)
+        self.num_speculative_tokens = self.plan.max_depth
+        self.states: torch.Tensor | None = None  # (B, H): of each row, what its anchor was predicted from
+
+    @property
+    def num_draft_nodes(self) -> int:
+        return len(self.plan)
+
+    def observe(self, commit: Commit) -> None:
+        self.states = commit.anchor_states("last")
+
+    def keep_rows(self, keep: list[int]) -> None:
+        self.states = self.states[keep]
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        limits = self.draft_depths(step)
+        depth = max(limits)
+        if depth <= 0:
+            return DraftTree.empty(len(step.rows), self.session.device)
+        state = self.speculator.start(self.states.to(self.device, self.dtype))
+        anchors = step.anchor_tokens.to(self.device)
+        if isinstance(self.plan, GrowthPlan):
+            return self._grow(state, anchors, depth).draft(self.plan, limits)
+        if self.plan.is_chain:
+            return self._draft_chain(state, anchors, step, limits)
+        return self._draft_static(state, anchors, limits)
+
+    def _draft_chain(self, state: torch.Tensor, tokens: torch.LongTensor, step: DraftStep, limits) -> DraftTree:
+        """One token a stage: the best, or one drawn from the stage's distribution."""
+        drafted, laws = [], []
+        positions = [length - 1 for length in step.lengths]
+        for depth in range(max(limits)):
+            state, logits = self.stages[depth](state, tokens)
+            logits = logits.to(self.session.device)
+            scores = logits if self.sampler is None else self.sampler.scores(logits, step.rows, drafted)
+            if self.draws:
+                tokens, law = self.sampler.draw(scores, step.rows, positions, depth)
+                laws.append(law)
+            else:
+                tokens = best_tokens(scores)
+            drafted.append(tokens)
+            tokens = tokens.to(self.device)
+        counts = torch.tensor(limits, device=self.session.device)
+        return DraftTree.chain(torch.stack(drafted, dim=1), counts, torch.stack(laws, dim=1) if laws else None)
+
+    def _draft_static(self, state: torch.Tensor, anchors: torch.LongTensor, limits: list[int]) -> DraftTree:
+        """The candidates of the given ranks; only nodes that have children are read."""
+        state, tokens, drafted = state[:, None], anchors[:, None], []
+        for depth, level in enumerate(_levels(self.plan.up_to(max(limits)), self.device)):
+            state, logits = self.stages[depth](state, tokens)
+            candidates = logits.topk(level.width).indices.flatten(1)
+            drafted.append(candidates[:, level.picks])
+            tokens, state = candidates[:, level.read_picks], state[:, level.read_parents]
+        return self.plan.up_to(max(limits)).draft(torch.cat(drafted, dim=1).to(self.session.device), limits)
+
+    def _grow(self, state: torch.Tensor, anchors: torch.LongTensor, depth: int) -> GrownTree:
+        """Level by level the best continuations of the nodes that are read."""
+        state, tokens = state[:, None], anchors[:, None]
+        nodes = torch.full_like(tokens, -1)
+        scores = torch.zeros_like(tokens, dtype=torch.float32)
+        levels, num_nodes = [], 0
+        for stage, width, num_reads in zip(self.stages, self.plan.widths[:depth], self.plan.num_reads):
+            state, logits = stage(state, tokens)
+            best = logits.float().log_softmax(-1).topk(width)
+            tokens, scores = best.indices.flatten(1), (scores[..., None] + best.values).flatten(1)
+            levels.append((tokens, nodes.repeat_interleave(width, dim=1), scores))
+            if len(levels) == depth:
+                break
+            if num_reads < tokens.shape[1]:
+                scores, read = scores.topk(num_reads)
+                tokens = tokens.gather(1, read)
+            else:
+                read = torch.arange(num_reads, device=tokens.device).expand_as(tokens)
+            nodes, num_nodes = read + num_nodes, num_nodes + levels[-1][0].shape[1]
+            state = state.gather(1, (read // width)[..., None].expand(-1, -1, state.shape[-1]))
+        sizes = [level[0].shape[1] for level in levels]
+        return GrownTree(*(torch.cat(parts, dim=1).to(self.session.device) for parts in zip(*levels)), sizes)
+
+
+@dataclass(frozen=True)
+class GrowthPlan:
+    """How a tree that differs from row to row is grown, and which of its nodes are drafted.
+
+    Args:
+        widths (`tuple[int, ...]`): Continuations of each node, by depth.
+        num_nodes (`int`): Draft this many most probable nodes.
+        num_candidates (`int`, *optional*): Instead, draft the nodes of this many most probable sequences.
+    """
+
+    widths: tuple[int, ...]
+    num_nodes: int
+    num_candidates: int | None = None
+
+    is_chain = False
+
+    @property
+    def max_depth(self) -> int:
+        return len(self.widths)
+
+    @cached_property
+    def num_reads(self) -> tuple[int, ...]:
+        """Nodes of each level that are continued."""
+        counts, size = [], 1
+        for depth, width in enumerate(self.widths, start=1):
+            size *= width
+            if self.num_candidates is None:
+                # More nodes than these rarely have children among the chosen: reading all that could gains no tokens.
+                size = min(size, -(-self.num_nodes // (2 * depth + 1)))
+            counts.append(size)
+        return tuple(counts)
+
+    def __len__(self) -> int:
+        """Most nodes that are drafted."""
+        sizes = [reads * width for reads, width in zip((1, *self.num_reads), self.widths)]
+        if self.num_candidates is None:
+            return min(self.num_nodes, sum(sizes))
+        return sum(min(size, self.num_candidates) for size in sizes)
+
+
+@dataclass
+class GrownTree:
+    """All nodes that were looked at, level by level.
+
+    Attributes:
+        tokens (`torch.LongTensor` of shape `(B, S)`): Their tokens.
+        parents (`torch.LongTensor` of shape `(B, S)`): Index of each node's parent, -1 for a child of the anchor.
+        scores (`torch.FloatTensor` of shape `(B, S)`): Log-probability of the path to each node.
+        level_sizes (`list[int]`): Nodes of each level.
+    """
+
+    tokens: torch.LongTensor
+    parents: torch.LongTensor
+    scores: torch.FloatTensor
+    level_sizes: list[int]
+
+    def draft(self, plan: GrowthPlan, limits: list[int]) -> DraftTree:
+        """The nodes that the plan chooses, without those that are deeper than a row's limit."""
+        nodes, counts = self._best_nodes(plan) if plan.num_candidates is None else self._best_sequences(plan)
+        if min(limits) < len(self.level_sizes):
+            counts = self._num_nodes_within(nodes, counts, limits)
+        tokens, parents = self.tokens.gather(1, nodes), self.parents.gather(1, nodes)
+        # Where each node has gone; entry 0 is the anchor.
+        places = parents.new_full((parents.shape[0], self.tokens.shape[1] + 1), -1)
+        places.scatter_(1, nodes + 1, torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes))
+        return DraftTree(tokens, places.gather(1, parents + 1), counts)
+
+    def _best_nodes(self, plan: GrowthPlan) -> tuple[torch.LongTensor, torch.LongTensor]:
+        """The nodes `(B, N)` in the order of levels, and how many are valid `(B,)`."""
+        # Stable: of equally probable nodes the parent comes before the child.
+        best = self.scores.sort(dim=1, descending=True, stable=True).indices[:, : plan.num_nodes]
+        return best.sort(dim=1).values, best.new_full((best.shape[0],), best.shape[1])
+
+    def _best_sequences(self, plan: GrowthPlan) -> tuple[torch.LongTensor, torch.LongTensor]:
+        leaves = self.scores[:, -self.level_sizes[-1] :]
+        best = leaves.topk(min(plan.num_candidates, leaves.shape[1])).indices
+        chosen = torch.zeros_like(leaves, dtype=torch.bool).scatter_(1, best, True)
+        levels = [chosen]
+        for size in reversed(self.level_sizes[:-1]):
+            chosen = chosen.unflatten(1, (size, -1)).any(-1)
+            levels.insert(0, chosen)
+        chosen = torch.cat(levels, dim=1)
+        counts = chosen.sum(1)
+        # Waits for the device: how many prefixes the sequences share is not known before.
+        widest = int(counts.max())
+        return chosen.byte().sort(dim=1, descending=True, stable=True).indices[:, :widest], counts
+
+    def _num_nodes_within(self, nodes: torch.LongTensor, counts: torch.LongTensor, limits: list[int]):
+        """How many of the valid nodes are not deeper than their row's limit; they come first."""
+        depths = torch.arange(len(self.level_sizes), device=nodes.device) + 1
+        depths = depths.repeat_interleave(torch.tensor(self.level_sizes, device=nodes.device))
+        fits = depths[nodes] <= torch.tensor(limits, device=nodes.device)[:, None]
+        is_valid = torch.arange(nodes.shape[1], device=nodes.device) < counts[:, None]
+        return (fits & is_valid).sum(1)
+
+
+def _plan(config, sizes, session: Session, draws: bool) -> TokenTree | GrowthPlan:
+    """What is drafted in a call: a static tree, chains among them, or one that is grown.
+
+    Args:
+        config (`SpeculativeConfig`): The settings.
+        sizes (`MLPSpeculatorConfig`): Those of the checkpoint.
+        session (`Session`): The call.
+        draws (`bool`): Draft tokens are drawn.
+
+    Raises:
+        SpecConfigError: Settings contradict each other, or ask for more stages than there are.
+    """
+    only_chains = None
+    if draws:
+        only_chains = "draft_sample_method='probabilistic' draws chains"
+    elif not session.takes_trees:
+        only_chains = "the target tells positions from the order of its cache"
+    growth = [key for name, key in _GROWTH_OPTIONS.items() if getattr(config.options, name) is not None]
+    if config.speculative_token_tree is not None:
+        if growth:
+            raise SpecConfigError(
+                f"`speculative_token_tree` is a whole tree, and `{growth[0]}` is about growing one. Leave one out."
+            )
+        plan = _static_tree(config, sizes)
+    else:
+        config.check_against_target(num_heads=sizes.n_predict)
+        grows = config.num_speculative_tokens is None and session.device.type != "cpu" and not only_chains
+        if growth or grows:
+            plan = _growth_plan(config, sizes, session.device)
+        else:
+            plan = TokenTree.chain(config.num_speculative_tokens or min(_CHAIN_LENGTH, sizes.n_predict))
+    if not only_chains or plan.is_chain:
+        return plan
+    session.notes.append(f"chains instead of trees: {only_chains}")
+    return TokenTree.chain(plan.max_depth)
+
+
+def _static_tree(config, sizes) -> TokenTree:
+    tree = TokenTree(config.speculative_token_tree)
+    if tree.max_depth > sizes.n_predict:
+        raise SpecConfigError(
+            f"`speculative_token_tree` is {tree.max_depth} tokens deep, and the checkpoint has {sizes.n_predict} "
+            "stages, one for each token. Pass a shallower tree."
+        )
+    if max(tree.widths) > sizes.vocab_size:
+        raise SpecConfigError(
+            f"`speculative_token_tree` has the rank {max(tree.widths) - 1}, and the checkpoint has a vocabulary of "
+            f"{sizes.vocab_size} tokens. Pass a narrower tree."
+        )
+    return tree
+
+
+def _growth_plan(config, sizes, device: torch.device) -> TokenTree | GrowthPlan:
+    options = config.options
+    widths = options.top_k_tokens_per_head or sizes.top_k_tokens_per_head
+    if len(widths) > sizes.n_predict:
+        raise SpecConfigError(
+            f"`top_k_tokens_per_head`={list(widths)} has {len(widths)} entries, and the checkpoint has "
+            f"{sizes.n_predict} stages, one for each. Use at most {sizes.n_predict}."
+        )
+    depth = config.num_speculative_tokens or len(widths)
+    if depth > len(widths):
+        raise SpecConfigError(
+            f"`num_speculative_tokens`={depth} needs as many entries of `top_k_tokens_per_head`, got {len(widths)}."
+        )
+    num_nodes = options.num_nodes or _NUM_NODES.get(device.type, _NUM_NODES_ELSEWHERE)
+    widths = tuple(min(width, sizes.vocab_size) for width in widths[:depth])
+    return GrowthPlan(widths, num_nodes, options.num_candidates) if max(widths) > 1 else TokenTree.chain(depth)
+
+
+class _Level(NamedTuple):
+    """One depth of a static tree.
+
+    Attributes:
+        width (`int`): W, candidates that are asked of every node that is read, R of them.
+        picks (`torch.LongTensor`): Which of the R * W candidates the nodes of this depth are.
+        read_picks (`torch.LongTensor`): Those of them that have children, so that the next stage reads them.
+        read_parents (`torch.LongTensor`): Which of the R states each of these continues.
+    """
+
+    width: int
+    picks: torch.LongTensor
+    read_picks: torch.LongTensor
+    read_parents: torch.LongTensor
+
+
+@lru_cache(maxsize=256)
+def _levels(tree: TokenTree, device: torch.device) -> tuple[_Level, ...]:
+    """The levels of a static tree, computed once per device."""
+    with_children = {path[:-1] for path in tree.paths}
+    read: list[tuple[int, ...]] = [()]
+    levels = []
+    for depth, width in enumerate(tree.widths):
+        place = {path: index for index, path in enumerate(read)}
+        nodes = [path for path in tree.paths if len(path) == depth + 1]
+        read = [path for path in nodes if path in with_children]
+        indices = (
+            [place[path[:-1]] * width + path[-1] for path in nodes],
+            [place[path[:-1]] * width + path[-1] for path in read],
+            [place[path[:-1]] for path in read],
+        )
+        levels.append(_Level(width, *(torch.tensor(index, dtype=torch.long, device=device) for index in indices)))
+    return tuple(levels)

@@ -1,0 +1,604 @@
+"""Medusa: the recorded trees and candidates are reproduced, and drafts change no output."""
+
+import json
+import math
+import shutil
+import threading
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig, load_speculator, record
+from hf_specdec.candidate_generators import medusa
+from hf_specdec.candidate_generators.base import Commit, DraftStep, Session
+from hf_specdec.candidate_generators.medusa import MedusaOptions, RankCounts, default_tree
+from hf_specdec.decoding.cache import SlotCache
+from hf_specdec.decoding.functional import slot_model
+from hf_specdec.drafts import DraftTree
+from hf_specdec.logits.acceptance import accept_typical, best_tokens, follow
+from hf_specdec.models.medusa import MedusaHeads
+from hf_specdec.speculator import Speculator
+from hf_specdec.token_trees import PUBLISHED_TREES, TokenTree
+from tests.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama, tiny_mistral
+
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "medusa"
+FORMATS = [path.parent.name for path in sorted(FIXTURES.glob("*/config.json")) if path.parent.name != "target"]
+CHOICES = json.loads((FIXTURES / "tree_buffers" / "choices.json").read_text())
+GREEDY = {"max_new_tokens": 24, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def target():
+    model = AutoModelForCausalLM.from_pretrained(FIXTURES / "target").eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@pytest.fixture(scope="module")
+def sliding_target():
+    return tiny_mistral()
+
+
+def fit_heads(model, inputs, text, folder, num_heads=3, **saved) -> str:
+    """Saves heads that know some of `text`, an output of `generate(**inputs)`, by ridge regression on its states."""
+    length = inputs["input_ids"].shape[1]
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, text.shape[1] - length), value=1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    heads = MedusaHeads(model.config.get_text_config().hidden_size, VOCAB_SIZE, num_heads)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        hidden = model.get_decoder()(text, attention_mask=mask, position_ids=positions).last_hidden_state
+        for weight in heads.weights:
+            weight.normal_(0, 0.5, generator=generator)
+        for head, states in enumerate(heads.states(hidden)):
+            seen = states[:, length - 1 : -2 - head].flatten(0, 1)
+            right = torch.nn.functional.one_hot(text[:, length + 1 + head :].flatten(), VOCAB_SIZE).float()
+            gram = seen.T @ seen + 1e-3 * torch.eye(seen.shape[1])
+            heads.lm_heads[head] = torch.linalg.solve(gram, seen.T @ right).T
+    heads.save(folder, **saved)
+    return str(folder)
+
+
+def plain_and_ours(model, inputs, folder, settings=None, **kwargs):
+    """The same call without and with drafts of heads that are fitted to its text, and the record of the second."""
+    kwargs = {**GREEDY, **kwargs}
+    plain = model.generate(**inputs, **kwargs)
+    text = plain if torch.is_tensor(plain) else plain.sequences
+    copies = {name: value.repeat_interleave(len(text) // len(value), 0) for name, value in inputs.items()}
+    model_folder = fit_heads(model, copies, text, folder)
+    with record() as made:
+        ours = model.generate(
+            **inputs, **kwargs, speculative={"method": "medusa", "model": model_folder, **(settings or {})}
+        )
+    return plain, ours, made.calls[0].stats
+
+
+TREES = {
+    "default": {},
+    "chain": {"num_speculative_tokens": 3},
+    "published": {
+        "speculative_token_tree": str([list(p) for p in TokenTree.published("zephyr_stage2").up_to(3).paths])
+    },
+    "measured": {"medusa_tree": "measured"},
+}
+
+
+class TestGreedyEqualsPlain:
+    @pytest.mark.parametrize("batch_size", [1, 3, 8])
+    @pytest.mark.parametrize("tree", TREES)
+    @pytest.mark.parametrize("name", ["model", "sliding_target"])
+    def test_left_padded_batches(self, request, name, tree, batch_size, tmp_path):
+        model = request.getfixturevalue(name)
+        plain, ours, stats = plain_and_ours(model, prompts(batch_size, length=11), tmp_path, TREES[tree])
+        assert torch.equal(ours, plain)
+        assert stats.num_accepted_tokens > 4
+
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_the_method_is_read_from_the_checkpoint(self, target, name):
+        model = target
+        if name == "merged_v1":
+            model = AutoModelForCausalLM.from_pretrained(FIXTURES / name).eval()
+        inputs = {"input_ids": recorded("v01_heads_pt")["input_ids"]}
+        plain = model.generate(**inputs, **GREEDY)
+        ours = model.generate(**inputs, **GREEDY, spec_model=str(FIXTURES / name), return_dict_in_generate=True)
+        assert torch.equal(ours.sequences, plain)
+        assert ours.speculative.method == "medusa"
+        if name == "v01_heads_pt":
+            # Heads that were fitted to the first tokens of this text.
+            assert ours.speculative.num_accepted_tokens >= 4
+
+    def test_eos(self, model, tmp_path):
+        inputs = prompts(5)
+        text = model.generate(**inputs, **GREEDY)
+        eos = [int(text[0, 12]), int(text[2, 16]), int(text[4, 20])]
+        plain, ours, _ = plain_and_ours(model, inputs, tmp_path, eos_token_id=eos)
+        assert torch.equal(ours, plain)
+
+    def test_stop_strings(self, model, tokenizer, tmp_path):
+        inputs = prompts(3)
+        tokens = model.generate(**inputs, **GREEDY)[:, 7:]
+        text = tokenizer.batch_decode(tokens)
+        unused = next(token for token in range(1, VOCAB_SIZE) if token not in tokens)
+        stops = {"stop_strings": [text[0][9:11], text[1][13:15]], "tokenizer": tokenizer, "eos_token_id": unused}
+        plain, ours, _ = plain_and_ours(model, inputs, tmp_path, **stops)
+        assert torch.equal(ours, plain)
+        assert ours.shape[1] < 7 + 24 or (ours[:2, -1] == 0).all()
+
+    @pytest.mark.parametrize(
+        "settings", [{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}, {"min_length": 20}]
+    )
+    def test_processors(self, model, tmp_path, settings):
+        plain, ours, stats = plain_and_ours(model, prompts(3), tmp_path, **settings)
+        assert torch.equal(ours, plain)
+        assert stats.num_accepted_tokens > 4
+
+    def test_scores_and_states(self, model, tmp_path):
+        wanted = {name: True for name in ("return_dict_in_generate", "output_scores", "output_hidden_states")}
+        plain, ours, _ = plain_and_ours(model, prompts(2), tmp_path, **wanted)
+        assert torch.equal(ours.sequences, plain.sequences)
+        for own, reference in zip(ours.scores, plain.scores, strict=True):
+            assert torch.allclose(own, reference, atol=1e-4)
+        assert len(ours.hidden_states) == len(plain.hidden_states)
+
+    def test_streamer(self, model, tmp_path):
+        class Collector(BaseStreamer):
+            def __init__(self):
+                self.seen, self.ended = [], False
+
+            def put(self, value):
+                self.seen.extend(value.flatten().tolist())
+
+            def end(self):
+                self.ended = True
+
+        inputs = prompts(1)
+        plain = model.generate(**inputs, **GREEDY)
+        streamer = Collector()
+        ours = model.generate(
+            **inputs, **GREEDY, spec_model=fit_heads(model, inputs, plain, tmp_path), streamer=streamer
+        )
+        assert torch.equal(ours, plain)
+        assert (streamer.seen, streamer.ended) == (plain[0].tolist(), True)
+
+    def test_few_new_tokens_and_max_model_len(self, model, tmp_path):
+        inputs = prompts(3, length=9)
+        for limit in ({"max_new_tokens": 1}, {"max_new_tokens": 2}, {"max_new_tokens": 3}):
+            plain, ours, _ = plain_and_ours(model, inputs, tmp_path, {"model": str(tmp_path)}, max_new_tokens=12)
+            plain = model.generate(**inputs, do_sample=False, **limit)
+            assert torch.equal(model.generate(**inputs, do_sample=False, **limit, spec_model=str(tmp_path)), plain)
+        plain, ours, stats = plain_and_ours(model, inputs, tmp_path, {"max_model_len": 16})
+        assert torch.equal(ours, plain)
+        _, _, unlimited = plain_and_ours(model, inputs, tmp_path)
+        assert 0 < stats.num_draft_tokens < unlimited.num_draft_tokens
+
+    def test_prompt_of_embeddings(self, model, tmp_path):
+        inputs = prompts(1)
+        text = model.generate(**inputs, **GREEDY)
+        folder = fit_heads(model, inputs, text, tmp_path)
+        embeds = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])}
+        with record() as made:
+            ours = model.generate(**embeds, **GREEDY, spec_model=folder)
+        assert torch.equal(ours, model.generate(**embeds, **GREEDY))
+        assert made.calls[0].stats.num_accepted_tokens > 4
+
+    def test_target_that_verifies_chains_only(self, tmp_path):
+        torch.manual_seed(0)
+        sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.5}
+        model = BloomForCausalLM(BloomConfig(**sizes, pad_token_id=0, eos_token_id=None, bos_token_id=None)).eval()
+        inputs = prompts(1)
+        plain = model.generate(**inputs, **GREEDY)
+        heads = MedusaHeads(32, VOCAB_SIZE, 3, own_lm_heads=False)
+        heads.save(tmp_path)
+        ours = model.generate(**inputs, **GREEDY, spec_model=str(tmp_path), return_dict_in_generate=True)
+        assert torch.equal(ours.sequences, plain)
+        assert ours.speculative.notes == ["medusa drafts chains: the target cannot verify trees."]
+
+    @pytest.mark.parametrize("make", [tiny_gpt2, lambda: tiny_llama(tie_word_embeddings=True)], ids=["gpt2", "tied"])
+    def test_the_targets_lm_head(self, make, tmp_path):
+        """Version 2: the heads' states go through the target's own module."""
+        model, inputs = make(), prompts(3)
+        heads = MedusaHeads(32, VOCAB_SIZE, 4, own_lm_heads=False)
+        heads.save(tmp_path)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        plain = model.generate(**inputs, **GREEDY)
+        assert torch.equal(model.generate(**inputs, **GREEDY, spec_model=str(tmp_path)), plain)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+class TestSampling:
+    """Drafts are verified as point masses, so the text depends on the seed alone."""
+
+    SAMPLING = {"do_sample": True, "max_new_tokens": 24, "temperature": 0.7, "top_k": 20}
+
+    def sample(self, model, inputs, **settings):
+        transformers.set_seed(0)
+        return model.generate(**inputs, **{**self.SAMPLING, **settings})
+
+    @pytest.mark.parametrize("tree", TREES)
+    @pytest.mark.parametrize("walk", [{}, {"no_repeat_ngram_size": 30}], ids=["at_once", "walk"])
+    def test_one_seed_one_text(self, model, tmp_path, tree, walk):
+        inputs = prompts(3)
+        # Another method's drafts, so that a fault of both would have to be the same.
+        text = self.sample(model, inputs, spec_method="ngram", **walk)
+        folder = fit_heads(model, inputs, text, tmp_path)
+        with record() as made:
+            ours = self.sample(model, inputs, speculative={"method": "medusa", "model": folder, **TREES[tree]}, **walk)
+        assert torch.equal(ours, text)
+        assert made.calls[0].stats.num_accepted_tokens > 4
+
+    def test_num_return_sequences(self, model, tmp_path):
+        inputs = prompts(2)
+        text = self.sample(model, inputs, spec_method="ngram", num_return_sequences=3)
+        copies = {name: value.repeat_interleave(3, 0) for name, value in inputs.items()}
+        folder = fit_heads(model, copies, text, tmp_path)
+        assert torch.equal(self.sample(model, inputs, num_return_sequences=3, spec_model=folder), text)
+
+
+@pytest.mark.parametrize("tree", ["default", "chain", "published"])
+def test_stock_assisted_decoding_gives_plain_text(model, tmp_path, monkeypatch, tree):
+    """transformers' own loop drives the heads, with the hidden states that it hands over."""
+    inputs = prompts(1)
+    plain = model.generate(**inputs, **GREEDY)
+    folder = fit_heads(model, inputs, plain, tmp_path)
+    speculator = load_speculator(model, {"method": "medusa", "model": folder, **TREES[tree]})
+    generator = speculator.candidate_generator(Session(1, plain.shape[1], model.device))
+    matches, update = [], generator.update_candidate_strategy
+    monkeypatch.setattr(
+        generator, "update_candidate_strategy", lambda ids, scores, n: matches.append(int(n)) or update(ids, scores, n)
+    )
+    monkeypatch.setattr(model, "_get_candidate_generator", lambda *args, **kwargs: generator)
+    assisted = model.generate(**inputs, **GREEDY, prompt_lookup_num_tokens=2)
+    assert torch.equal(assisted, plain)
+    assert sum(matches) > 4
+
+
+def recorded(name):
+    return load_file(FIXTURES / name / "expected.safetensors")
+
+
+def leaf_paths(tree: TokenTree) -> torch.LongTensor:
+    """The original's `retrieve_indices`: verified nodes of every leaf's path, deepest leaves last to first, padded."""
+    rows, covered = [], set()
+    for path in reversed(tree.paths):
+        if path not in covered:
+            covered |= {path[:depth] for depth in range(1, len(path) + 1)}
+            nodes = [0, *(1 + tree.paths.index(path[:depth]) for depth in range(1, len(path) + 1))]
+            rows.append(nodes + [-1] * (tree.max_depth + 1 - len(nodes)))
+    return torch.tensor(rows)
+
+
+def check_buffers(tree: TokenTree, buffers: dict, prefix: str):
+    """A static tree says all that the original's buffers say."""
+    topology = tree.topology(torch.device("cpu"))
+    assert torch.equal(topology.ancestors.float()[None, None], buffers[f"{prefix}.medusa_attn_mask"])
+    assert torch.equal(topology.depths, buffers[f"{prefix}.medusa_position_ids"])
+    # Theirs counts the root, with ten candidates a head.
+    index = 1 + medusa._candidate_of_node(tree, 10, torch.device("cpu"))
+    assert torch.equal(torch.cat([torch.zeros(1, dtype=torch.long), index]), buffers[f"{prefix}.tree_indices"])
+    assert torch.equal(leaf_paths(tree), buffers[f"{prefix}.retrieve_indices"])
+
+
+class TestRecordedTrees:
+    @pytest.mark.parametrize("name", CHOICES)
+    def test_buffers(self, name):
+        tree = TokenTree.from_paths(CHOICES[name])
+        check_buffers(tree, recorded("tree_buffers"), name)
+        if name in PUBLISHED_TREES:
+            assert TokenTree.published(name) == tree
+
+    @pytest.mark.parametrize("name", ["v01_heads_pt", "v2_shared_lm_head_safetensors"])
+    def test_candidates_logits_and_acceptance(self, target, name):
+        tensors = recorded(name)
+        trees = {"small": TokenTree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [2]])}
+        if name == "v01_heads_pt":
+            trees["mc_sim_7b_63"] = TokenTree.published("mc_sim_7b_63")
+        for label, tree in trees.items():
+            check_buffers(tree, tensors, f"{label}.buf")
+            root, draft = self.draft(target, name, tree, tensors)
+            tokens = torch.cat([root[:, None], draft.tokens], dim=1)
+            assert torch.equal(tokens, tensors[f"{label}.tree_candidates"])
+            paths = leaf_paths(tree)
+            assert torch.equal(tokens[0][paths].masked_fill(paths < 0, 0), tensors[f"{label}.cart_candidates"])
+            logits = self.tree_logits(target, tensors["input_ids"], tokens, draft)
+            assert torch.allclose(logits, tensors[f"{label}.tree_logits"], rtol=0, atol=1e-4)
+            self.check(follow(draft, best_tokens(logits)), root, tensors, f"{label}.greedy")
+            for temperature in (0.7, 1.0):
+                typical = accept_typical(draft, logits / temperature, threshold=0.09, alpha=0.3)
+                self.check(typical, root, tensors, f"{label}.typical_t{temperature}")
+
+    def draft(self, target, name, tree, tensors):
+        """The anchor after the recorded prompt, and what the generator drafts behind it."""
+        settings = {"method": "medusa", "model": str(FIXTURES / name), "speculative_token_tree": tree.paths}
+        speculator = load_speculator(target, settings)
+        generator = speculator.candidate_generator(Session(1, 100, target.device))
+        root = tensors["base_logits"][:, -1].argmax(-1)
+        length = tensors["input_ids"].shape[1] + 1
+        with torch.no_grad():
+            states = {"last": tensors["hidden_states"][:, -1:]}
+            generator.observe(Commit([0], root[:, None], [root.tolist()], [0], states))
+            return root, generator.propose(DraftStep([0], root, [length], [tree.max_depth]))
+
+    def tree_logits(self, target, input_ids, tokens, draft):
+        with torch.no_grad():
+            slots = slot_model(target, SlotCache(64 + tokens.shape[1]))
+            slots.prefill(input_ids, [0])
+            return slots.forward(tokens, draft.topology).logits
+
+    def check(self, acceptance, root, tensors, prefix):
+        count = int(acceptance.num_accepted)
+        assert count == int(tensors[f"{prefix}.accept_length"])
+        # The recorded list begins with the root and ends before the target's new token.
+        accepted = [int(root), *acceptance.tokens[0, :count].tolist()]
+        assert accepted == tensors[f"{prefix}.accepted_tokens"].tolist()
+
+
+@lru_cache
+def plain_heads(num_heads=4, vocab_size=VOCAB_SIZE) -> MedusaHeads:
+    return MedusaHeads(4, vocab_size, num_heads, own_lm_heads=False)
+
+
+def generator_for(heads, session=None, **settings):
+    config = SpeculativeConfig(method="medusa", model="unused", **settings)
+    counts = RankCounts(heads.accuracies, heads.num_heads)
+    resources = medusa.MedusaResources(heads, torch.nn.Linear(heads.hidden_size, heads.vocab_size, bias=False), counts)
+    speculator = Speculator(config, medusa.MedusaCandidateGenerator, resources)
+    return speculator.candidate_generator(session or Session(1, 100, torch.device("cpu")))
+
+
+class TestTrees:
+    def test_given(self):
+        generator = generator_for(plain_heads(), speculative_token_tree="[(0,), (1,), (1, 2)]")
+        assert generator.tree.paths == ((0,), (1,), (1, 2))
+        assert (generator.num_speculative_tokens, generator.num_draft_nodes) == (2, 3)
+
+    def test_chain_of_k(self):
+        generator = generator_for(plain_heads(), num_speculative_tokens=3)
+        assert generator.tree == TokenTree.chain(3)
+        assert (generator.num_speculative_tokens, generator.num_draft_nodes) == (3, 3)
+
+    @pytest.mark.parametrize(
+        ("base_model", "name"),
+        [
+            ("lmsys/vicuna-7b-v1.3", "vicuna_7b_stage2"),
+            ("lmsys/vicuna-13b-v1.3", "vicuna_13b_stage2"),
+            ("lmsys/Vicuna-33B-v1.3", "vicuna_33b_stage2"),
+            ("HuggingFaceH4/zephyr-7b-beta", "zephyr_stage2"),
+            ("some/other-7b", "mc_sim_7b_63"),
+            (None, "mc_sim_7b_63"),
+        ],
+    )
+    def test_published_tree_of_the_base_model(self, base_model, name):
+        heads = MedusaHeads(4, VOCAB_SIZE, 5, own_lm_heads=False)
+        heads.base_model = base_model
+        assert default_tree(heads) == TokenTree.published(name)
+        heads.num_heads = 2
+        assert default_tree(heads) == TokenTree.published(name).up_to(2)
+
+    @given(st.sampled_from(PUBLISHED_TREES), st.integers(1, 70), st.integers(1, 5), st.integers(2, 30))
+    def test_default_tree_without_accuracies(self, name, num_nodes, num_heads, vocab_size):
+        heads = plain_heads(num_heads, vocab_size)
+        tree = default_tree(heads, None, num_nodes)
+        assert 1 <= len(tree) <= num_nodes
+        assert tree.max_depth <= num_heads
+        assert max(tree.ranks) < vocab_size
+        # Of siblings the better ones are kept, and every node has its parent.
+        assert all((*path[:-1], path[-1] - 1) in tree.paths for path in tree.paths if path[-1])
+        assert all(path[:-1] in ((), *tree.paths) for path in tree.paths)
+
+    def test_measured_accuracies_make_the_tree(self):
+        accuracies = [[0.5, 0.3, 0.01], [0.9, 0.05, 0.01], [0.2, 0.1, 0.1]]
+        tree = default_tree(plain_heads(3), accuracies, 4)
+        assert set(tree.paths) == {(0,), (0, 0), (1,), (1, 0)}
+        assert default_tree(plain_heads(1), accuracies, 4).paths == ((0,), (1,), (2,))
+        assert max(default_tree(plain_heads(3, 2), accuracies, 9).ranks) == 1
+
+    @pytest.mark.parametrize("accuracies", [None, [[0.5, 0.2, 0.1]] * 4, [[0.05] * 10] * 4, [[0.9, 0.02]] * 4])
+    @pytest.mark.parametrize("cost", [0.01, 0.04, 0.2, 1.0])
+    def test_as_many_nodes_as_pay(self, accuracies, cost):
+        """No other number of the likeliest nodes brings more expected tokens per time."""
+        heads = plain_heads()
+        whole = default_tree(heads, accuracies)
+        shares = accuracies or [medusa._PRIOR] * 4
+        chances = sorted((math.prod(shares[d][r] for d, r in enumerate(path)) for path in whole.paths), reverse=True)
+        speeds = [(1 + sum(chances[:n])) / (1 + cost * n) for n in range(1, len(chances) + 1)]
+        chosen = default_tree(heads, accuracies, node_cost=cost)
+        assert speeds[len(chosen) - 1] == pytest.approx(max(speeds))
+
+    def test_of_the_checkpoint(self, model, tmp_path):
+        heads = MedusaHeads(32, VOCAB_SIZE, 3, own_lm_heads=False)
+        heads.save(tmp_path, accuracies=[[0.6, 0.1]] * 3)
+        speculator = load_speculator(model, {"method": "medusa", "model": str(tmp_path), "medusa_num_nodes": 4})
+        generator = speculator.candidate_generator(Session(1, 100, model.device))
+        assert generator.tree.paths == ((0,), (1,), (0, 0), (0, 0, 0))
+        assert generator.num_draft_nodes == 4
+
+    def test_budget(self):
+        rows = {size: Session(size, 100, torch.device("cpu")) for size in (1, 8, 64)}
+        sizes = [generator_for(plain_heads(), session).num_draft_nodes for session in rows.values()]
+        assert 63 > sizes[0] > sizes[1] > sizes[2] >= 1
+        assert generator_for(plain_heads(), Session(8, 100, torch.device("meta"))).num_draft_nodes == 63
+        # What the user asks for is not priced.
+        assert generator_for(plain_heads(), rows[8], medusa_num_nodes=40).num_draft_nodes == 40
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"num_speculative_tokens": 5}, "=5 is more than the 4 heads"),
+            ({"speculative_token_tree": [[0] * n for n in range(1, 6)]}, "is 5 deep, and the Medusa checkpoint has 4"),
+            ({"speculative_token_tree": [[64]]}, "65 candidates.*64"),
+            (
+                {"num_speculative_tokens": 2, "medusa_tree": "measured"},
+                "`num_speculative_tokens` fixes the draft tree",
+            ),
+            ({"speculative_token_tree": [[0]], "medusa_tree": "measured"}, "`speculative_token_tree` fixes"),
+            ({"medusa_num_nodes": 0}, "`medusa_num_nodes` must be"),
+            ({"medusa_tree": "dynamic"}, "`medusa_tree` must be 'static' or 'measured'"),
+        ],
+    )
+    def test_wrong_settings(self, settings, message):
+        with pytest.raises(SpecConfigError, match=message):
+            generator_for(plain_heads(), **settings)
+
+    def test_wrong_options(self):
+        for options in ({"num_nodes": True}, {"num_nodes": 2.5}, {"tree": 3}):
+            with pytest.raises(SpecConfigError):
+                MedusaOptions(**options)
+
+
+class TestPropose:
+    """What the generator makes of the heads' candidates."""
+
+    @given(st.integers(1, 4), st.integers(1, 20), st.data())
+    def test_every_node_has_its_heads_candidate(self, batch_size, num_nodes, data):
+        rooms = data.draw(st.lists(st.integers(0, 4), min_size=batch_size, max_size=batch_size))
+        lengths = data.draw(st.lists(st.integers(1, 3), min_size=batch_size, max_size=batch_size))
+        generator = generator_for(plain_heads(), medusa_num_nodes=num_nodes)
+        states = torch.randn(batch_size, 3, 4)
+        rows = list(range(batch_size))
+        tokens = torch.zeros(batch_size, max(lengths), dtype=torch.long)
+        with torch.no_grad():
+            generator.observe(Commit(rows, tokens, [[0] * n for n in lengths], [0] * batch_size, {"last": states}))
+            draft = generator.propose(DraftStep(rows, tokens[:, 0], [9] * batch_size, rooms))
+            for row in rows:
+                logits = plain_heads()(states[row, lengths[row] - 1], generator.lm_head)
+                ranked = logits.argsort(-1, descending=True)
+                paths = [path for path in generator.tree.paths if len(path) <= rooms[row]]
+                expected = [int(ranked[len(path) - 1, path[-1]]) for path in paths]
+                assert draft.token_lists()[row] == expected
+        topology = draft.topology
+        assert topology.depths.tolist()[1:] == list(map(len, generator.tree.up_to(max(rooms)).paths))
+
+    def test_rows_leave(self):
+        generator = generator_for(plain_heads())
+        states = torch.randn(4, 1, 4)
+        tokens = torch.zeros(4, 1, dtype=torch.long)
+        with torch.no_grad():
+            generator.observe(Commit([0, 1, 2, 3], tokens, [[0]] * 4, [0] * 4, {"last": states}))
+            before = generator.propose(DraftStep([0, 1, 2, 3], tokens[:, 0], [9] * 4, [4] * 4)).tokens
+            generator.keep_rows([0, 3])
+            after = generator.propose(DraftStep([0, 3], tokens[:2, 0], [9] * 2, [4] * 2)).tokens
+        assert torch.equal(after, before[[0, 3]])
+
+    def test_no_room(self):
+        generator = generator_for(plain_heads())
+        draft = generator.propose(DraftStep([0], torch.zeros(1, dtype=torch.long), [9], [0]))
+        assert isinstance(draft, DraftTree)
+        assert draft.size == 0
+
+
+class TestMeasuredTree:
+    def add(self, counts, ranks, times, committed=None):
+        """`times` drafts in which head d's right token had the rank `ranks[d]`; `committed` tokens were committed."""
+        candidates = torch.arange(10).expand(len(ranks), 1, 10)
+        tokens = torch.tensor([ranks])
+        for _ in range(times):
+            counts.add(candidates, tokens, [committed or len(ranks)])
+
+    def test_counts_become_accuracies(self):
+        counts = RankCounts([[0.5, 0.25], [0.5, 0.25]], 2)
+        self.add(counts, [1, 0], 63)
+        assert counts.accuracies == [[0.5, 0.25], [0.5, 0.25]]
+        self.add(counts, [3, 0], 1)
+        weight = 64 + medusa._PRIOR_WEIGHT
+        prior = [0.5 * medusa._PRIOR_WEIGHT, 0.25 * medusa._PRIOR_WEIGHT]
+        assert counts.accuracies[0][:4] == pytest.approx([prior[0] / weight, (63 + prior[1]) / weight, 0, 1 / weight])
+        assert counts.accuracies[1][:2] == pytest.approx([(64 + prior[0]) / weight, prior[1] / weight])
+
+    def test_heads_behind_the_first_wrong_one_do_not_count(self):
+        counts = RankCounts(None, 3)
+        self.add(counts, [0, 0, 0], 64, committed=2)
+        assert counts.accuracies[1][0] > 0.8
+        assert counts.accuracies[2][0] == pytest.approx(medusa._PRIOR[0])
+
+    def test_the_tree_follows(self):
+        generator = generator_for(plain_heads(), medusa_tree="measured", medusa_num_nodes=4)
+        assert generator.tree == default_tree(plain_heads(), None, 4)
+        assert generator.num_draft_nodes == 4
+        assert generator.num_speculative_tokens == 4
+        step = DraftStep([0], torch.zeros(1, dtype=torch.long), [9], [4])
+        with torch.no_grad():
+            commit = Commit([0], torch.zeros(1, 1, dtype=torch.long), [[0]], [0], {"last": torch.randn(1, 1, 4)})
+            generator.observe(commit)
+            for _ in range(medusa._FIRST_REVIEW):
+                generator.propose(step)
+                right = generator.candidates[:, 0, 2][None]
+                states = {"last": torch.randn(1, 4, 4)}
+                generator.observe(Commit([0], right, right.tolist(), [3], states))
+        assert set(generator.tree.paths) >= {(0,), (1,), (2,)}
+        assert len(generator.tree) == 4
+
+    def test_inside_and_outside_of_inference_mode(self):
+        counts = RankCounts(None, 3)
+        for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.no_grad):
+            with mode():
+                self.add(counts, [1, 1], 16)
+        assert counts.accuracies[0][1] > 0.5
+
+    def test_calls_share_the_counts(self, model, tmp_path):
+        heads = MedusaHeads(32, VOCAB_SIZE, 3, own_lm_heads=False)
+        heads.save(tmp_path)
+        speculator = load_speculator(model, {"method": "medusa", "model": str(tmp_path), "medusa_tree": "measured"})
+        session = Session(1, 100, model.device)
+        first = speculator.candidate_generator(session).tree
+        threads = [
+            threading.Thread(target=lambda: model.generate(**prompts(3), **GREEDY, assistant=speculator))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert speculator.resources.counts.accuracies is not None
+        assert speculator.candidate_generator(session).tree != first
+
+
+class TestLoading:
+    def test_once(self, model, tmp_path, monkeypatch):
+        MedusaHeads(32, VOCAB_SIZE, 3, own_lm_heads=False).save(tmp_path)
+        loaded = []
+        original = medusa.load_medusa
+        monkeypatch.setattr(medusa, "load_medusa", lambda *args: loaded.append(args) or original(*args))
+        settings = {"method": "medusa", "model": str(tmp_path)}
+        first = load_speculator(model, settings)
+        for more in ({}, {"num_speculative_tokens": 2}, {"medusa_num_nodes": 5}, {"medusa_tree": "measured"}):
+            assert load_speculator(model, {**settings, **more}).resources is first.resources
+        assert len(loaded) == 1
+        assert load_speculator(model, {**settings, "dtype": "bfloat16"}).resources is not first.resources
+
+    def test_nothing_of_the_target_is_copied(self, model, tmp_path):
+        MedusaHeads(32, VOCAB_SIZE, 3, own_lm_heads=False).save(tmp_path)
+        resources = load_speculator(model, {"method": "medusa", "model": str(tmp_path)}).resources
+        assert resources.lm_head is model.get_output_embeddings()
+
+    @pytest.mark.parametrize(
+        "make", [lambda: tiny_llama(hidden_size=64, intermediate_size=8), tiny_llama], ids=["vocabulary", "width"]
+    )
+    def test_a_wrong_checkpoint_is_refused_before_any_forward(self, make):
+        model = make()
+        model.model.register_forward_pre_hook(lambda *args: pytest.fail("the target has run"))
+        with pytest.raises(CheckpointFormatError, match="the target has"):
+            model.generate(**prompts(1), **GREEDY, spec_model=str(FIXTURES / "v01_heads_pt"))
+
+    def test_heads_as_an_object(self, model):
+        inputs, heads = prompts(3), MedusaHeads(32, VOCAB_SIZE, 3, own_lm_heads=False)
+        ours = model.generate(**inputs, **GREEDY, spec_method="medusa", assistant=heads)
+        assert torch.equal(ours, model.generate(**inputs, **GREEDY))
+        with pytest.raises(SpecConfigError, match="hidden_size=16 and 64 tokens, the target has 32 and 64"):
+            load_speculator(model, "medusa", draft_model=MedusaHeads(16, VOCAB_SIZE, 3))
+        with pytest.raises(SpecConfigError, match="MedusaHeads, got a LlamaForCausalLM"):
+            load_speculator(model, "medusa", draft_model=tiny_llama(1))
+
+    def test_subfolder(self, model, tmp_path):
+        shutil.copytree(FIXTURES / "target", tmp_path / "heads", dirs_exist_ok=True)
+        MedusaHeads(32, VOCAB_SIZE, 3, own_lm_heads=False).save(tmp_path / "heads")
+        settings = {"model": str(tmp_path), "subfolder": "heads"}
+        assert load_speculator(model, settings).resources.heads.num_heads == 3

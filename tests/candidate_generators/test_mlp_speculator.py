@@ -1,0 +1,564 @@
+"""The MLP speculator: the target's text whatever it drafts, and the published drafts."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdec import SpecConfigError, SpeculativeConfig, load_speculator, record
+from hf_specdec.candidate_generators import mlp_speculator as module
+from hf_specdec.candidate_generators.base import Commit, DraftStep, Session
+from hf_specdec.candidate_generators.mlp_speculator import GrowthPlan, MLPSpeculatorCandidateGenerator
+from hf_specdec.models.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from hf_specdec.token_trees import TokenTree
+from tests.models import VOCAB_SIZE, prompts, tiny_llama
+from tests.statistics import chi_square_pvalue
+from tests.test_sampling import (
+    P_VALUE,
+    SETTINGS,
+    V,
+    exact_distribution,
+    no_drafts,
+    sample,
+    sampled_counts,
+    small_model,
+)
+
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "mlp_speculator"
+NAMES = ("untied_plain", "untied_scaled", "tied_plain", "tied_scaled")
+
+GREEDY = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": None}
+
+# Every way to draft.
+SHAPES = {
+    "default": {},
+    "chain": {"num_speculative_tokens": 2},
+    "grown_tree": {"mlp_speculator_num_nodes": 9},
+    "candidates": {"num_candidates": 4},
+    "wider_tree": {"top_k_tokens_per_head": [6, 3, 2]},
+    "static_tree": {"speculative_token_tree": [(0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 1)]},
+}
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+
+
+# By batch size. No row is padding alone.
+LENGTHS = {1: 7, 3: 7, 8: 12}
+
+
+def fitted(folder, target, num_steps=100, seed=0, **changes):
+    """The folder of a speculator that has seen the target's greedy text behind the prompts of `LENGTHS`."""
+    torch.manual_seed(seed)
+    sizes = {"n_predict": 3, "top_k_tokens_per_head": (4, 3, 2), "inner_dim": 24, "tie_weights": True, **changes}
+    hidden_size, vocab_size = target.config.hidden_size, target.config.vocab_size
+    speculator = MLPSpeculator(MLPSpeculatorConfig(emb_dim=hidden_size, vocab_size=vocab_size, **sizes))
+    n = speculator.config.n_predict
+    states, windows = [], []
+    for batch_size, length in LENGTHS.items():
+        inputs = prompts(batch_size, length)
+        for row, mask in zip(inputs["input_ids"], inputs["attention_mask"].bool()):
+            text = target.generate(row[mask][None], **GREEDY)
+            new = int(mask.sum())
+            with torch.no_grad():
+                states.append(target.get_decoder()(text).last_hidden_state[0, new - 1 : -n - 1])
+            windows.append(text[0, new:].unfold(0, n + 1, 1))
+    states, windows = torch.cat(states), torch.cat(windows)
+    optimizer = torch.optim.Adam(speculator.parameters(), lr=1e-2)
+    for _ in range(num_steps):
+        logits = speculator(states, windows[:, :n])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].T.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    speculator.save(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def published_target():
+    model = LlamaForCausalLM.from_pretrained(FIXTURES / "target").eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    return fitted(tmp_path_factory.mktemp("speculator"), model)
+
+
+@pytest.fixture(scope="module")
+def sliding_folder(sliding_model, tmp_path_factory):
+    return fitted(tmp_path_factory.mktemp("sliding_speculator"), sliding_model, scale_input=True, tie_weights=False)
+
+
+@pytest.fixture
+def targets(published_target, model, folder, sliding_model, sliding_folder):
+    return {
+        "published": (published_target, str(FIXTURES / "tied_plain")),
+        "tiny": (model, folder),
+        "sliding": (sliding_model, sliding_folder),
+    }
+
+
+def published_prompts(batch_size):
+    """The fixtures' prompts, in turn, with padding as `prompts` has it."""
+    rows = load_file(FIXTURES / NAMES[0] / "expected.safetensors")["input_ids"]
+    inputs = prompts(batch_size, length=rows.shape[1])
+    inputs["input_ids"] = rows[torch.arange(batch_size) % len(rows)] * inputs["attention_mask"]
+    return inputs
+
+
+def plain_and_ours(target, folder, inputs, shape=None, **arguments):
+    """The same call without and with the speculator, and the statistics of the latter."""
+    arguments = {**GREEDY, **arguments}
+    plain = target.generate(**inputs, **arguments)
+    speculative = {"method": "mlp_speculator", "model": folder, **(shape or {})}
+    with record(trace=True) as made:
+        ours = target.generate(**inputs, **arguments, speculative=speculative)
+    return plain, ours, made.calls[0]
+
+
+def generator_for(target, folder, batch_size, takes_trees=True, **shape) -> MLPSpeculatorCandidateGenerator:
+    speculator = load_speculator(target, "mlp_speculator", model=str(folder), **shape)
+    session = Session(batch_size, 1000, torch.device("cpu"), takes_trees=takes_trees)
+    return speculator.candidate_generator(session)
+
+
+def drafted(generator, hidden, tokens, limits=None):
+    """The draft behind the states `(B, H)` and the tokens `(B,)` chosen from them."""
+    rows = list(range(len(tokens)))
+    generator.observe(Commit(rows, tokens[:, None], [[t] for t in tokens.tolist()], [0] * len(rows), {"last": hidden}))
+    limits = limits or [generator.num_speculative_tokens] * len(rows)
+    return generator.propose(DraftStep(rows, tokens, [20] * len(rows), limits))
+
+
+def paths_of(draft):
+    """Each row's nodes as paths of tokens."""
+    found = []
+    for tokens, parents in zip(draft.token_lists(), draft.parent_lists()):
+        paths = []
+        for token, parent in zip(tokens, parents):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        found.append(paths)
+    return found
+
+
+class TestPublishedDrafts:
+    def draft(self, target, name, **shape):
+        expected = load_file(FIXTURES / name / "expected.safetensors")
+        generator = generator_for(target, FIXTURES / name, 3, **shape)
+        return drafted(generator, expected["state"], expected["ind"][:, 0]), expected
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_chain(self, published_target, name):
+        draft, expected = self.draft(published_target, name, num_speculative_tokens=3)
+        assert draft.is_chain
+        assert torch.equal(draft.tokens, expected["greedy_chain"])
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_candidates(self, published_target, name):
+        """The merged candidates, the anchor not counted: as many nodes, the same paths."""
+        draft, expected = self.draft(published_target, name, num_candidates=5)
+        size = 0
+        for row, paths in enumerate(paths_of(draft)):
+            sequences = [expected["flat_tokens"][nodes].tolist()[1:] for nodes in expected["unflat_map"][row]]
+            assert sequences == expected["suffixes"][row].tolist()
+            assert len(set(paths)) == len(paths)
+            assert set(paths) == {tuple(sequence[:depth]) for sequence in sequences for depth in (1, 2, 3)}
+            size += 1 + len(paths)
+        assert size == len(expected["flat_tokens"])
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_order_of_all_sequences(self, published_target, name):
+        """Growing everything: leaves by their score are the published sequences in their order."""
+        expected = load_file(FIXTURES / name / "expected.safetensors")
+        generator = generator_for(published_target, FIXTURES / name, 3, num_candidates=24)
+        start = generator.speculator.start(expected["state"][:, 0])
+        tree = generator._grow(start, expected["ind"][:, 0], 3)
+        draft = tree.draft(generator.plan, [3, 3, 3])
+        for row, paths in enumerate(paths_of(draft)):
+            leaves = [path for path in paths if len(path) == 3]
+            order = tree.scores[row, -24:].argsort(descending=True)
+            assert [list(leaves[leaf]) for leaf in order] == expected["suffixes_all"][row].tolist()
+
+
+class TestGreedyEqualsPlain:
+    @every_shape
+    @pytest.mark.parametrize("batch_size", [1, 3, 8])
+    @pytest.mark.parametrize("target", ["published", "tiny", "sliding"])
+    def test_text(self, targets, target, batch_size, shape):
+        inputs = published_prompts(batch_size) if target == "published" else prompts(batch_size, LENGTHS[batch_size])
+        plain, ours, call = plain_and_ours(*targets[target], inputs, shape)
+        assert torch.equal(ours, plain)
+        assert call.stats.num_accepted_tokens >= (1 if target == "published" else 5) * batch_size
+
+    @every_shape
+    def test_rows_that_end_apart(self, model, folder, shape):
+        inputs = prompts(4)
+        text = model.generate(**inputs, **GREEDY)
+        eos = sorted({int(text[row, 12 + 5 * row]) for row in range(3)})
+        plain, ours, call = plain_and_ours(model, folder, inputs, shape, eos_token_id=eos, pad_token_id=0)
+        assert torch.equal(ours, plain)
+        assert len({len(cycle.rows) for cycle in call.cycles}) > 1
+
+    @every_shape
+    @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 4, 5])
+    def test_max_new_tokens(self, model, folder, shape, max_new_tokens):
+        plain, ours, call = plain_and_ours(model, folder, prompts(3), shape, max_new_tokens=max_new_tokens)
+        assert torch.equal(ours, plain)
+        depths = [len(path) for cycle in call.cycles for row in cycle.rows for path in row_paths(row)]
+        # The target's own token needs room, too.
+        assert max(depths, default=0) == min(3, max(max_new_tokens - 2, 0), shape.get("num_speculative_tokens", 3))
+
+    @every_shape
+    def test_processors_that_read_tokens(self, model, folder, shape):
+        plain, ours, call = plain_and_ours(
+            model, folder, prompts(3), shape, repetition_penalty=1.3, no_repeat_ngram_size=4
+        )
+        assert torch.equal(ours, plain)
+        assert call.stats.num_accepted_tokens > 0
+
+    @every_shape
+    def test_streamer(self, model, folder, shape):
+        class Collect(BaseStreamer):
+            def __init__(self):
+                self.seen = []
+
+            def put(self, value):
+                self.seen.extend(value.flatten().tolist())
+
+            def end(self):
+                self.seen.append(None)
+
+        streamers = [Collect(), Collect()]
+        inputs = prompts(1)
+        model.generate(**inputs, **GREEDY, streamer=streamers[0])
+        model.generate(**inputs, **GREEDY, streamer=streamers[1], speculative={"model": folder, **shape})
+        assert streamers[0].seen == streamers[1].seen
+
+    def test_scores_and_hidden_states(self, model, folder):
+        wanted = {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True}
+        plain, ours, _ = plain_and_ours(model, folder, prompts(2), SHAPES["grown_tree"], **wanted)
+        assert torch.equal(ours.sequences, plain.sequences)
+        for mine, theirs in zip(ours.scores, plain.scores):
+            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+    def test_several_returned_sequences(self, model, folder):
+        arguments = {"num_return_sequences": 3, "do_sample": True, "max_new_tokens": 12}
+        torch.manual_seed(0)
+        output = model.generate(**prompts(2), **arguments, speculative={"model": folder})
+        assert output.shape[0] == 6
+        assert len({tuple(row) for row in output.tolist()}) == 6
+
+    def test_target_that_takes_no_trees(self, tmp_path):
+        torch.manual_seed(0)
+        config = BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.5)
+        bloom = BloomForCausalLM(config).eval()
+        bloom.generation_config.pad_token_id = 0
+        path = fitted(tmp_path, bloom, num_steps=20)
+        plain, ours, call = plain_and_ours(bloom, path, prompts(2), SHAPES["static_tree"])
+        assert torch.equal(ours, plain)
+        assert any("chains instead of trees" in note for note in call.stats.notes)
+
+    def test_half_precision(self, folder):
+        target = tiny_llama().to(torch.bfloat16)
+        for shape in ({"dtype": "float32"}, {"mlp_speculator_num_nodes": 6}):
+            speculator = load_speculator(target, model=folder, **shape)
+            with record() as made:
+                target.generate(**prompts(2), **GREEDY, assistant=speculator)
+            assert made.calls[0].stats.num_accepted_tokens > 0
+
+    def test_max_model_len(self, model, folder):
+        plain, ours, call = plain_and_ours(model, folder, prompts(2), {"max_model_len": 20, **SHAPES["grown_tree"]})
+        assert torch.equal(ours, plain)
+        rows = [row for cycle in call.cycles for row in cycle.rows]
+        assert any(row.draft_tokens for row in rows)
+        assert any(not row.draft_tokens for row in rows)
+
+
+def row_paths(row):
+    paths = []
+    for token, parent in zip(row.draft_tokens, row.parents):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
+class TestTrees:
+    def random_speculator(self, seed, vocab_size=7, depth=3):
+        torch.manual_seed(seed)
+        sizes = MLPSpeculatorConfig(5, 6, vocab_size, depth, (2,) * depth)
+        return MLPSpeculator(sizes).requires_grad_(False)
+
+    def generator(self, speculator, plan):
+        """Without a checkpoint and a target."""
+        generator = object.__new__(MLPSpeculatorCandidateGenerator)
+        generator.speculator, generator.plan, generator.session = speculator, plan, Session(2, 99, torch.device("cpu"))
+        generator.stages = [speculator.stage(index) for index in range(speculator.config.n_predict)]
+        generator.device = torch.device("cpu")
+        return generator
+
+    def every_path(self, speculator, hidden, token, widths):
+        """All paths of the widths with their log-probabilities, one by one."""
+        found, front = {}, [((), speculator.start(hidden), token, 0.0)]
+        for index, width in enumerate(widths):
+            grown = []
+            for path, state, last, score in front:
+                new_state, logits = speculator.step(index, state, last)
+                for value, child in zip(*logits.log_softmax(-1).topk(width)):
+                    grown.append(((*path, int(child)), new_state, child, score + float(value)))
+            found |= {path: score for path, _, _, score in grown}
+            front = grown
+        return found
+
+    @settings(max_examples=25, deadline=None)
+    @given(st.integers(0, 10_000), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 12))
+    def test_candidates_are_the_best_sequences(self, seed, widths, count):
+        speculator = self.random_speculator(seed)
+        hidden, tokens = torch.randn(2, 5), torch.tensor([3, 4])
+        plan = GrowthPlan(tuple(widths), 8, count)
+        tree = self.generator(speculator, plan)._grow(hidden, tokens, len(widths))
+        draft = tree.draft(plan, [len(widths)] * 2)
+        for row, paths in enumerate(paths_of(draft)):
+            scores = self.every_path(speculator, hidden[row], tokens[row], widths)
+            leaves = sorted((p for p in scores if len(p) == len(widths)), key=scores.get, reverse=True)
+            wanted = {path[:depth] for path in leaves[:count] for depth in range(1, len(path) + 1)}
+            assert set(paths) == wanted
+            assert len(paths) == len(wanted) <= len(plan)
+            assert draft.parent_lists()[row] == [paths.index(path[:-1]) if path[:-1] else -1 for path in paths]
+
+    @settings(max_examples=25, deadline=None)
+    @given(st.integers(0, 10_000), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 20))
+    def test_grown_trees_hold_the_best_of_what_was_read(self, seed, widths, num_nodes):
+        speculator = self.random_speculator(seed)
+        hidden, tokens = torch.randn(2, 5), torch.tensor([3, 4])
+        plan = GrowthPlan(tuple(widths), num_nodes)
+        tree = self.generator(speculator, plan)._grow(hidden, tokens, len(widths))
+        draft = tree.draft(plan, [len(widths)] * 2)
+        assert draft.size == len(plan)
+        for row, paths in enumerate(paths_of(draft)):
+            scores = self.every_path(speculator, hidden[row], tokens[row], widths)
+            front, read = [()], []
+            for depth, reads in enumerate(plan.num_reads, start=1):
+                level = [path for path in scores if len(path) == depth and path[:-1] in front]
+                front = sorted(level, key=scores.get, reverse=True)[:reads]
+                read += level
+            assert set(paths) == set(sorted(read, key=scores.get, reverse=True)[:num_nodes])
+            assert draft.parent_lists()[row] == [paths.index(path[:-1]) if path[:-1] else -1 for path in paths]
+
+    def test_equal_probabilities_keep_parents(self):
+        """A stage that is sure gives its child the probability of the parent."""
+        speculator = self.random_speculator(0)
+        for head in speculator.head:
+            head.weight.mul_(1e4)
+        plan = GrowthPlan((2, 2, 2), 3)
+        tree = self.generator(speculator, plan)._grow(torch.randn(2, 5), torch.tensor([3, 4]), 3)
+        assert tree.draft(plan, [3, 3]).parents.tolist() == [[-1, 0, 1]] * 2
+
+    def test_limits_of_the_rows(self, model, folder):
+        hidden, tokens = torch.randn(4, 1, 32), torch.tensor([1, 2, 3, 4])
+        for shape in SHAPES.values():
+            generator = generator_for(model, folder, 4, **shape)
+            whole = paths_of(drafted(generator, hidden, tokens))
+            draft = drafted(generator, hidden, tokens, [0, 1, 2, 3])
+            for row, (paths, full) in enumerate(zip(paths_of(draft), whole)):
+                deepest = max(map(len, full))
+                assert max(map(len, paths), default=0) == min(row, deepest)
+                if "num_candidates" not in shape:
+                    assert set(paths) <= set(full)
+            assert drafted(generator, hidden, tokens, [0] * 4).size == 0
+
+    def test_static_tree_has_the_ranks_asked_for(self, model, folder):
+        hidden, tokens = torch.randn(2, 1, 32), torch.tensor([5, 6])
+        tree = SHAPES["static_tree"]["speculative_token_tree"]
+        generator = generator_for(model, folder, 2, speculative_token_tree=tree)
+        draft = drafted(generator, hidden, tokens)
+        speculator = generator.speculator
+        for row, paths in enumerate(paths_of(draft)):
+            wanted = []
+            for ranks in generator.plan.paths:
+                state, token, path = speculator.start(hidden[row, 0]), tokens[row], []
+                for index, rank in enumerate(ranks):
+                    state, logits = speculator.step(index, state, token)
+                    token = logits.topk(rank + 1).indices[-1]
+                    path.append(int(token))
+                wanted.append(tuple(path))
+            assert paths == wanted
+
+    def test_rows_do_not_depend_on_each_other(self, model, folder):
+        hidden, tokens = torch.randn(3, 1, 32), torch.tensor([1, 2, 3])
+        for shape in SHAPES.values():
+            together = paths_of(drafted(generator_for(model, folder, 3, **shape), hidden, tokens))
+            for row in range(3):
+                alone = drafted(generator_for(model, folder, 1, **shape), hidden[[row]], tokens[[row]])
+                assert paths_of(alone)[0] == together[row]
+
+
+class TestSampling:
+    @every_shape
+    def test_text_depends_on_the_seed_alone(self, model, folder, shape):
+        inputs = prompts(3)
+        ours = sample(model, inputs, speculative={"model": folder, **shape})
+        assert torch.equal(ours, sample(model, inputs, assistant=no_drafts()))
+
+    @pytest.mark.parametrize(
+        ("law", "rule"),
+        [("plain", "standard"), ("repetition_penalty_and_top_p", "standard"), ("plain", "block"), ("top_k", "block")],
+    )
+    def test_drawn_chains_keep_the_distribution(self, tmp_path, law, rule):
+        path = random_small(tmp_path)
+        speculator = load_speculator(
+            small_model(), model=path, draft_sample_method="probabilistic", rejection_sample_method=rule
+        )
+        counts, stats = sampled_counts(SETTINGS[law], speculator)
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS[law])) > P_VALUE
+        assert stats.num_accepted_tokens > 1000
+
+    def test_fails_for_drafts_that_lie_about_their_law(self, tmp_path, monkeypatch):
+        speculator = load_speculator(small_model(), model=random_small(tmp_path), draft_sample_method="probabilistic")
+        propose = MLPSpeculatorCandidateGenerator.propose
+
+        def lying(self, step):
+            draft = propose(self, step)
+            if draft.probs is not None:
+                draft.probs = torch.full_like(draft.probs, 1 / V)
+            return draft
+
+        monkeypatch.setattr(MLPSpeculatorCandidateGenerator, "propose", lying)
+        counts, _ = sampled_counts(SETTINGS["plain"], speculator)
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS["plain"])) < 1e-6
+
+    def test_drawn_drafts_are_chains(self, model, folder):
+        options = {"model": folder, "draft_sample_method": "probabilistic", **SHAPES["static_tree"]}
+        with record(trace=True) as made:
+            sample(model, prompts(2), speculative=options)
+        assert any("draws chains" in note for note in made.calls[0].stats.notes)
+        for cycle in made.calls[0].cycles:
+            for row in cycle.rows:
+                assert row.parents == list(range(-1, len(row.draft_tokens) - 1))
+        with record() as made:
+            model.generate(**prompts(2), **GREEDY, speculative=options)
+        assert made.calls[0].stats.notes == []
+
+
+def random_small(folder):
+    torch.manual_seed(3)
+    hidden_size = small_model().config.hidden_size
+    MLPSpeculator(MLPSpeculatorConfig(hidden_size, 8, V, 3, (3, 2, 2), scale_input=True)).save(folder)
+    return str(folder)
+
+
+class TestSettings:
+    def test_method_is_read_from_the_checkpoint(self, model, folder):
+        output = model.generate(**prompts(1), **GREEDY, spec_model=folder, return_dict_in_generate=True)
+        assert output.speculative.method == "mlp_speculator"
+
+    def test_network_as_an_object(self, model):
+        torch.manual_seed(0)
+        network = MLPSpeculator(MLPSpeculatorConfig(model.config.hidden_size, 8, VOCAB_SIZE))
+        speculator = load_speculator(model, "mlp_speculator", draft_model=network)
+        inputs = prompts(2)
+        ours = model.generate(**inputs, **GREEDY, assistant=speculator)
+        assert torch.equal(ours, model.generate(**inputs, **GREEDY))
+        assert speculator.resources.speculator is network
+        with pytest.raises(SpecConfigError, match="drafts with an MLPSpeculator, got a Linear"):
+            load_speculator(model, "mlp_speculator", draft_model=torch.nn.Linear(2, 2))
+        other = MLPSpeculator(MLPSpeculatorConfig(48, 8, VOCAB_SIZE))
+        with pytest.raises(SpecConfigError, match="emb_dim=48 and 64 tokens, the target has hidden size 32 and 64"):
+            load_speculator(model, "mlp_speculator", draft_model=other)
+
+    def test_shapes_by_default(self, model, folder):
+        """A short chain on a CPU, elsewhere a tree, but never unasked where trees are of no use."""
+        resources = load_speculator(model, model=folder).resources
+
+        def default(device, **changes):
+            session = Session(1, 100, torch.device(device), **changes)
+            config = SpeculativeConfig("mlp_speculator", folder)
+            return MLPSpeculatorCandidateGenerator(config, resources, session).plan, session.notes
+
+        assert default("cpu") == (TokenTree.chain(3), [])
+        assert default("cuda") == (GrowthPlan((4, 3, 2), 32), [])
+        assert default("cuda", takes_trees=False) == (TokenTree.chain(3), [])
+
+    def test_loads_once(self, model, folder, monkeypatch):
+        loaded = []
+
+        def counted(config, target_model, load=module.load_mlp_speculator):
+            loaded.append(config.model)
+            return load(config, target_model)
+
+        monkeypatch.setattr(module, "load_mlp_speculator", counted)
+        target = tiny_llama(seed=9)
+        for shape in SHAPES.values():
+            target.generate(**prompts(1), max_new_tokens=3, do_sample=False, speculative={"model": folder, **shape})
+        assert loaded == [folder]
+
+    @pytest.mark.parametrize(
+        ("shape", "match"),
+        [
+            ({"num_speculative_tokens": 4}, "`num_speculative_tokens`=4 is more than the 3 heads"),
+            ({"num_speculative_tokens": 4, "num_candidates": 2}, "`num_speculative_tokens`=4 is more than the 3"),
+            ({"top_k_tokens_per_head": [2, 2, 2, 2]}, "has 4 entries, and the checkpoint has 3 stages"),
+            ({"top_k_tokens_per_head": [2], "num_speculative_tokens": 2}, "=2 needs as many entries.*got 1"),
+            ({"speculative_token_tree": [0, 1, 2, 3]}, "is 4 tokens deep, and the checkpoint has 3 stages"),
+            ({"speculative_token_tree": [(0,), (0, 64)]}, "has the rank 64.*vocabulary of 64 tokens"),
+            (
+                {"speculative_token_tree": [0, 0], "mlp_speculator_num_nodes": 4},
+                "is a whole tree, and `mlp_speculator_num_nodes` is about growing one",
+            ),
+        ],
+    )
+    def test_settings_that_do_not_fit(self, model, folder, shape, match):
+        forwards = []
+        handle = model.register_forward_pre_hook(lambda *args: forwards.append(1))
+        try:
+            with pytest.raises(SpecConfigError, match=match):
+                model.generate(**prompts(1), **GREEDY, speculative={"model": folder, **shape})
+        finally:
+            handle.remove()
+        assert not forwards
+
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({"top_k_tokens_per_head": []}, "`top_k_tokens_per_head` must be a list of integers of at least 1"),
+            ({"top_k_tokens_per_head": [2, 0]}, r"at least 1, got \[2, 0\]"),
+            ({"num_candidates": 0}, "`num_candidates` must be an integer of at least 1, got 0"),
+            ({"mlp_speculator_num_nodes": -1}, "`mlp_speculator_num_nodes` must be an integer of at least 1"),
+            ({"num_candidates": 2, "mlp_speculator_num_nodes": 3}, "two ways to choose the nodes"),
+            ({"draft_sample_method": "best"}, "`draft_sample_method` must be 'greedy'"),
+        ],
+    )
+    def test_options_out_of_range(self, model, folder, options, match):
+        with pytest.raises(SpecConfigError, match=match):
+            load_speculator(model, "mlp_speculator", model=folder, **options)
+
+    @pytest.mark.parametrize("widths", list(product([1, 2], repeat=3)))
+    def test_width_of_one_everywhere_is_a_chain(self, model, folder, widths):
+        generator = generator_for(model, folder, 1, top_k_tokens_per_head=list(widths))
+        assert generator.plan.is_chain == (max(widths) == 1)
+        assert generator.num_speculative_tokens == 3
+
+
+@every_shape
+def test_stock_assisted_decoding_gives_plain_text(model, folder, monkeypatch, shape):
+    inputs = prompts(1)
+    plain = model.generate(**inputs, **GREEDY)
+    generator = generator_for(model, folder, 1, **shape)
+    generator.session.max_length = plain.shape[1]
+    accepted = []
+
+    def update(input_ids, scores, num_matches):
+        accepted.append(num_matches)
+        MLPSpeculatorCandidateGenerator.update_candidate_strategy(generator, input_ids, scores, num_matches)
+
+    monkeypatch.setattr(generator, "update_candidate_strategy", update)
+    monkeypatch.setattr(model, "_get_candidate_generator", lambda *args, **kwargs: generator)
+    assisted = model.generate(**inputs, **GREEDY, prompt_lookup_num_tokens=2)
+    assert torch.equal(assisted, plain)
+    assert sum(accepted) > 5

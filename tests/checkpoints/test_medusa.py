@@ -1,0 +1,334 @@
+"""Medusa heads: every published format gives the recorded logits, and a wrong checkpoint says what is wrong."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig
+from hf_specdec.models.checkpoint import Checkpoint
+from hf_specdec.models.medusa import MedusaHeads, load_medusa
+from tests.models import VOCAB_SIZE, tiny_llama
+
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "medusa"
+
+# Heads, layers, whether the target's lm_head is used.
+FORMATS = {
+    "v01_heads_pt": (5, 1, False),
+    "v01_two_layers_pt": (2, 2, False),
+    "v2_shared_lm_head_safetensors": (3, 1, True),
+    "merged_v1": (2, 1, False),
+    "vllm_converted": (3, 1, False),
+    "vllm_original_lm_head": (3, 1, False),
+    "vllm_truncated_vocab": (3, 2, False),
+}
+WITHOUT_MAP = [name for name in FORMATS if name != "vllm_truncated_vocab"]
+ORIGINAL = "medusa_lm_head.safetensors"
+CONVERTED = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def target():
+    return AutoModelForCausalLM.from_pretrained(FIXTURES / "target").eval()
+
+
+def settings(folder, **changes) -> SpeculativeConfig:
+    return SpeculativeConfig(method="medusa", model=str(folder), **changes)
+
+
+def expected(name):
+    return load_file(FIXTURES / name / "expected.safetensors")
+
+
+def close(logits, reference):
+    """Equal to 1e-4, and -inf in the same places."""
+    return torch.allclose(logits, reference, rtol=0, atol=1e-4)
+
+
+class TestFormats:
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_recorded_logits(self, target, name):
+        heads, recorded = load_medusa(settings(FIXTURES / name), target), expected(name)
+        assert (heads.num_heads, heads.num_layers, heads.lm_heads is None) == FORMATS[name]
+        states = recorded["hidden_states"]
+        with torch.no_grad():
+            for lm_head in (target.lm_head, target.lm_head.weight):
+                assert close(heads(states, lm_head), recorded["medusa_logits"])
+            assert close(heads(states[:, -1], target.lm_head, num_heads=2), recorded["medusa_logits"][:2, :, -1])
+            assert close(heads(states[0, -1], target.lm_head), recorded["medusa_logits"][:, 0, -1])
+            best = heads.top_tokens(states, 10, target.lm_head)
+        assert torch.equal(best, recorded["medusa_logits"].topk(10, dim=-1).indices)
+        if "top1" in recorded:
+            assert torch.equal(best[:, 0, -1, 0], recorded["top1"])
+
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_hidden_states_and_logits_of_the_target(self, target, name):
+        """The heads read what the target's own head reads, behind the final norm."""
+        recorded = expected(name)
+        folder = FIXTURES / name if name == "merged_v1" else FIXTURES / "target"
+        model = AutoModelForCausalLM.from_pretrained(folder) if name == "merged_v1" else target
+        with torch.no_grad():
+            states = model.get_decoder()(recorded["input_ids"]).last_hidden_state
+            assert close(states, recorded["hidden_states"])
+            assert close(model.lm_head(states), recorded["base_logits"])
+
+    def test_safetensors_are_preferred(self, target, tmp_path):
+        shutil.copytree(FIXTURES / "v01_heads_pt", tmp_path, dirs_exist_ok=True)
+        load_medusa(settings(FIXTURES / "v2_shared_lm_head_safetensors"), target).save(tmp_path)
+        assert load_medusa(settings(tmp_path), target).num_heads == 3
+
+    @pytest.mark.parametrize("name", WITHOUT_MAP)
+    def test_saved_heads_are_the_same(self, target, tmp_path, name):
+        heads, recorded = load_medusa(settings(FIXTURES / name), target), expected(name)
+        accuracies = [[0.5, 0.25]] * heads.num_heads
+        heads.save(tmp_path / "deeper", base_model="some/target", accuracies=accuracies)
+        again = load_medusa(settings(tmp_path / "deeper"), target)
+        with torch.no_grad():
+            found = again(recorded["hidden_states"], target.lm_head)
+            assert torch.equal(found, heads(recorded["hidden_states"], target.lm_head))
+        assert (again.base_model, again.accuracies) == ("some/target", accuracies)
+
+    @pytest.mark.parametrize(("own", "num_layers"), [(True, 1), (True, 2), (False, 1)])
+    def test_published_layout(self, tmp_path, own, num_layers):
+        heads = MedusaHeads(8, 20, num_heads=2, num_layers=num_layers, own_lm_heads=own, bias=False)
+        heads.save(tmp_path, base_model="some/target")
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (2, num_layers)
+        assert config["base_model_name_or_path"] == "some/target"
+        assert config.get("version") == (None if own else "2")
+        tensors = load_file(tmp_path / ORIGINAL)
+        # Other readers count on the biases.
+        blocks = {f"{i}.{j}.linear.{part}" for i in range(2) for j in range(num_layers) for part in ("weight", "bias")}
+        assert tensors.keys() == (blocks | {f"{i}.{num_layers}.weight" for i in range(2)} if own else blocks)
+
+    def test_cut_vocabulary_cannot_be_saved(self, target, tmp_path):
+        heads = load_medusa(settings(FIXTURES / "vllm_truncated_vocab"), target)
+        with pytest.raises(SpecConfigError, match="token_map"):
+            heads.save(tmp_path)
+
+    def test_logit_scale(self, target, tmp_path):
+        folder = changed("vllm_converted", tmp_path, config={"logit_scale": 0.5})
+        heads, recorded = load_medusa(settings(folder), target), expected("vllm_converted")
+        with torch.no_grad():
+            assert close(heads(recorded["hidden_states"]), 0.5 * recorded["medusa_logits"])
+            # The published layout has no scale.
+            heads.save(tmp_path / "saved")
+            again = load_medusa(settings(tmp_path / "saved"), target)
+            assert close(again(recorded["hidden_states"]), 0.5 * recorded["medusa_logits"])
+
+    def test_only_the_heads_of_a_merged_checkpoint_are_read(self, target, monkeypatch):
+        read, original = [], Checkpoint.read
+        monkeypatch.setattr(
+            Checkpoint, "read", lambda self, names, *a: read.extend(names) or original(self, names, *a)
+        )
+        load_medusa(settings(FIXTURES / "merged_v1"), target)
+        assert len(read) == 6
+        assert all(name.startswith("medusa_head.") for name in read)
+
+    def test_dtype_and_device(self, target):
+        assert (
+            load_medusa(settings(FIXTURES / "merged_v1", dtype="bfloat16"), target).weights[0].dtype == torch.bfloat16
+        )
+        heads = load_medusa(settings(FIXTURES / "merged_v1", device="meta"), target)
+        assert heads.lm_heads.device.type == "meta"
+
+    def test_heads_of_another_dtype_draft_for_the_target(self, target):
+        recorded = expected("v2_shared_lm_head_safetensors")
+        config = settings(FIXTURES / "v2_shared_lm_head_safetensors", dtype="bfloat16")
+        with torch.no_grad():
+            logits = load_medusa(config, target)(recorded["hidden_states"], target.lm_head)
+        assert logits.dtype == torch.float32
+        assert (logits - recorded["medusa_logits"]).abs().max() < 0.5
+
+
+class TestUntrained:
+    def test_blocks_are_the_identity(self):
+        heads, states = MedusaHeads(8, 20, num_heads=3, own_lm_heads=False), torch.randn(2, 5, 8)
+        lm_head = torch.nn.Linear(8, 20, bias=False)
+        assert torch.equal(heads(states, lm_head), lm_head(states).expand(3, -1, -1, -1))
+
+    def test_own_lm_heads_start_from_the_targets(self):
+        heads, states = MedusaHeads(8, 20, num_heads=3, num_layers=2), torch.randn(4, 8)
+        lm_head = torch.randn(20, 8)
+        heads.start_from(lm_head)
+        assert torch.allclose(heads(states), (states @ lm_head.T).expand(3, -1, -1), atol=1e-5)
+
+    @pytest.mark.parametrize("options", [{}, {"num_layers": 3}, {"own_lm_heads": False}, {"one_lm_head": True}])
+    def test_every_weight_has_a_gradient(self, options):
+        heads = MedusaHeads(8, 20, num_heads=2, **options)
+        with torch.no_grad():
+            for parameter in heads.parameters():
+                parameter.normal_()
+        heads(torch.randn(3, 4, 8), torch.randn(20, 8)).square().sum().backward()
+        assert all(parameter.grad.abs().sum() > 0 for parameter in heads.parameters())
+
+    @pytest.mark.parametrize("options", [{}, {"num_layers": 2}, {"own_lm_heads": False}, {"one_lm_head": True}])
+    def test_stacked_heads_are_the_equation(self, options):
+        heads = MedusaHeads(6, 9, num_heads=3, **options)
+        with torch.no_grad():
+            for parameter in heads.parameters():
+                parameter.normal_()
+            states, lm_head = torch.randn(4, 6), torch.randn(9, 6)
+            logits = heads(states, lm_head)
+            for head in range(3):
+                stream = states
+                for weight, bias in zip(heads.weights, heads.biases):
+                    stream = stream + torch.nn.functional.silu(stream @ weight[head].T + bias[head])
+                rows = lm_head if heads.lm_heads is None else heads.lm_heads[min(head, len(heads.lm_heads) - 1)]
+                assert torch.allclose(logits[head], stream @ rows.T, atol=1e-4, rtol=1e-4)
+
+
+def changed(name, folder, file=CONVERTED, drop=(), put=None, config=None):
+    """A copy of a fixture with other tensors or settings."""
+    shutil.copytree(FIXTURES / name, folder, dirs_exist_ok=True)
+    tensors = load_file(folder / file)
+    for key in drop:
+        del tensors[key]
+    save_file({**tensors, **(put or {})}, folder / file)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **(config or {})}))
+    return folder
+
+
+V2 = {"name": "v2_shared_lm_head_safetensors", "file": ORIGINAL}
+CUT = "vllm_truncated_vocab"
+WRONG = {
+    "gap_in_the_numbering": (
+        {**V2, "drop": ["1.0.linear.weight", "1.0.linear.bias"]},
+        r"lacks 2 tensors.*1\.0\.linear",
+    ),
+    "head_without_bias": ({**V2, "drop": ["2.0.linear.bias"]}, r"lacks 1 tensors.*2\.0\.linear\.bias"),
+    "head_without_lm_head": (
+        {"name": "vllm_converted", "drop": ["lm_heads.1.weight"]},
+        r"lacks 1.*lm_heads\.1\.weight",
+    ),
+    "lm_head_without_block": ({"name": "vllm_converted", "drop": ["blocks.2.layers.0.weight"]}, r"lacks 1.*blocks\.2"),
+    "merged_without_block": (
+        {"name": "merged_v1", "drop": ["medusa_head.0.0.linear.weight"]},
+        r"lacks 1 tensors.*medusa_head\.0\.0\.linear\.weight",
+    ),
+    "no_token_map": ({"name": CUT, "drop": ["medusa_heads.token_map"]}, "lacks 1 tensors of a cut vocabulary"),
+    "block_of_another_shape": (
+        {**V2, "put": {"1.0.linear.weight": torch.zeros(64, 32)}},
+        r"1\.0\.linear\.weight has the shape \(64, 32\).*\(64, 64\)",
+    ),
+    "bias_of_another_shape": ({**V2, "put": {"0.0.linear.bias": torch.zeros(63)}}, r"\(63,\).*\(64,\)"),
+    "lm_heads_of_different_sizes": (
+        {"name": "vllm_converted", "put": {"lm_heads.2.weight": torch.zeros(250, 64)}},
+        r"lm_heads\.2\.weight has the shape \(250, 64\).*\(256, 64\)",
+    ),
+    "lm_head_of_another_width": (
+        {"name": "vllm_converted", "put": {"lm_heads.0.weight": torch.zeros(256, 32)}},
+        r"\(256, 32\).*\(256, 64\)",
+    ),
+    "token_map_of_another_size": (
+        {"name": CUT, "put": {"medusa_heads.token_map": torch.arange(60)}},
+        r"token_map has the shape \(60,\).*\(64,\)",
+    ),
+    "lm_head_smaller_than_its_map": (
+        {"name": CUT, "put": {"medusa_heads.lm_heads.1.weight": torch.zeros(63, 64)}},
+        r"lm_heads\.1\.weight has the shape \(63, 64\).*\(64, 64\)",
+    ),
+    "token_map_beyond_the_vocabulary": (
+        {
+            "name": CUT,
+            "put": {
+                "medusa_heads.token_map": torch.arange(200, 264),
+                "medusa_heads.lm_heads.0.weight": torch.zeros(64, 64),
+            },
+        },
+        "vocabulary of 256 tokens, the target has 256",
+    ),
+    "cut_vocabulary_of_another_target": (
+        {"name": CUT, "config": {"vocab_size": 32000}},
+        "vocabulary of 32000 tokens, the target has 256",
+    ),
+    "accuracies_above_one": ({**V2, "config": {"medusa_accuracies": [[1.5]] * 3}}, "medusa_accuracies.*1.5"),
+    "accuracies_of_other_heads": ({**V2, "config": {"medusa_accuracies": [[0.5]] * 2}}, "each of the 3 heads"),
+}
+
+
+class Malice:
+    """What a malicious pickle does when it is loaded."""
+
+    def __reduce__(self):
+        return (open, ("should_not_exist", "w"))
+
+
+class TestErrors:
+    @pytest.mark.parametrize("name", WRONG)
+    def test_wrong_checkpoint(self, target, tmp_path, name):
+        change, message = WRONG[name]
+        with pytest.raises(CheckpointFormatError, match=message):
+            load_medusa(settings(changed(folder=tmp_path, **change)), target)
+
+    @pytest.mark.parametrize("name", WITHOUT_MAP)
+    def test_another_width(self, name):
+        with pytest.raises(CheckpointFormatError, match="hidden_size=64, the target has 32"):
+            load_medusa(settings(FIXTURES / name), tiny_llama())
+
+    @pytest.mark.parametrize("name", ["v01_heads_pt", "vllm_original_lm_head", "merged_v1"])
+    @pytest.mark.parametrize("size", [100, 241, 272, 1000])
+    def test_another_vocabulary(self, name, size):
+        model = tiny_llama(hidden_size=64, vocab_size=size)
+        with pytest.raises(CheckpointFormatError, match=f"vocabulary of 256 tokens, the target has {size}"):
+            load_medusa(settings(FIXTURES / name), model)
+
+    def test_the_message_names_the_base_model(self):
+        with pytest.raises(CheckpointFormatError, match="trained for 'target'"):
+            load_medusa(settings(FIXTURES / "v01_heads_pt"), tiny_llama())
+
+    def test_a_checkpoint_of_something_else(self, target):
+        with pytest.raises(CheckpointFormatError, match="holds no Medusa heads.*model.safetensors"):
+            load_medusa(settings(FIXTURES / "target"), target)
+
+    def test_no_weights(self, target, tmp_path):
+        (tmp_path / "config.json").write_text('{"medusa_num_heads": 3}')
+        with pytest.raises(CheckpointFormatError, match="none of the weight files.*medusa_lm_head.safetensors"):
+            load_medusa(settings(tmp_path), target)
+
+    def test_pickled_code_is_not_run(self, target, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "config.json").write_text('{"medusa_num_heads": 1}')
+        torch.save({"0.0.linear.weight": Malice()}, tmp_path / "medusa_lm_head.pt")
+        with pytest.raises(CheckpointFormatError, match="could run code"):
+            load_medusa(settings(tmp_path), target)
+        assert not (tmp_path / "should_not_exist").exists()
+
+    def test_no_model(self, target):
+        with pytest.raises(SpecConfigError, match="spec_model"):
+            load_medusa(SpeculativeConfig(method="medusa"), target)
+
+    def test_quantization(self, target):
+        with pytest.raises(SpecConfigError, match="quantization"):
+            load_medusa(settings(FIXTURES / "merged_v1", quantization="4bit"), target)
+
+
+class TestPaddedVocabulary:
+    """Rows of padding and added tokens: the same tokenizer, another number of rows."""
+
+    @pytest.mark.parametrize("size", [250, 260])
+    @pytest.mark.parametrize("name", ["v01_heads_pt", "vllm_original_lm_head", "merged_v1"])
+    def test_cut_or_padded(self, name, size):
+        model = tiny_llama(hidden_size=64, vocab_size=size)
+        heads, recorded = load_medusa(settings(FIXTURES / name), model), expected(name)
+        with torch.no_grad():
+            logits = heads(recorded["hidden_states"])
+            best = heads.top_tokens(recorded["hidden_states"], 10)
+        assert logits.shape[-1] == size
+        common = min(size, 256)
+        assert close(logits[..., :common], recorded["medusa_logits"][..., :common])
+        assert (logits[..., common:] == -torch.inf).all()
+        assert best.max() < common
+        assert torch.equal(best, logits.topk(10).indices)
+
+    def test_any_vocabulary_without_own_lm_heads(self, tmp_path):
+        MedusaHeads(32, 10, num_heads=2, own_lm_heads=False).save(tmp_path)
+        model = tiny_llama()
+        logits = load_medusa(settings(tmp_path), model)(torch.randn(1, 32), model.lm_head)
+        assert logits.shape == (2, 1, VOCAB_SIZE)

@@ -44,6 +44,8 @@ CACHE_FILLER = torch.ones(8 * 2**20)
 
 RULES = {
     "default": {},
+    "default, 1 match": {"prompt_lookup_num_matches": 1},
+    "default, 8 matches": {"prompt_lookup_num_matches": 8},
     "default, first occurrence": {"prompt_lookup_match": "first"},
     "default, k = 10": {"num_speculative_tokens": 10},
     "default, k = 64": {"num_speculative_tokens": 64},
@@ -189,10 +191,11 @@ def count_steps(prompt: list[int], answer: list[int], settings: dict) -> tuple[i
         length = len(prompt) + done
         # The draft alone, without the tensors around it, which do not change the count.
         step = DraftStep([0], torch.empty(0), [length], [len(answer) - done])
-        draft = generator.propose(step).token_lists()[0]
-        accepted = 0
-        while accepted < len(draft) and draft[accepted] == answer[done + accepted]:
-            accepted += 1
+        tree = generator.propose(step)
+        draft, node, accepted = tree.token_lists()[0], -1, 0
+        for index, parent in enumerate(tree.parent_lists()[0]):
+            if parent == node and draft[index] == answer[done + accepted]:
+                node, accepted = index, accepted + 1
         new = answer[done : done + accepted + 1]
         generator.observe(Commit([0], torch.empty(0), [new], [accepted]))
         done, steps, drafted = done + len(new), steps + 1, drafted + len(draft)

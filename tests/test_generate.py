@@ -173,7 +173,8 @@ class TestWhatStockAssistedDecodingCannot:
         inputs = prompts(2)
         inputs["input_ids"][:, 1:] = torch.tensor([3, 4, 3, 4, 3, 4])
         settings = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
-        stats = model.generate(**inputs, **settings, spec_method="ngram", num_speculative_tokens=3).speculative
+        chains = {"method": "ngram", "prompt_lookup_num_matches": 1, "num_speculative_tokens": 3}
+        stats = model.generate(**inputs, **settings, speculative=chains).speculative
         assert 0 < stats.num_draft_tokens <= 3 * stats.num_drafts
         assert len(stats.num_accepted_tokens_per_pos) == 3
 

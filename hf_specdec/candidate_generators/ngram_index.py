@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -108,6 +108,46 @@ class NgramIndex:
         self._last_match = (length, match, end, first) if is_whole else None
         return match, end
 
+    def matches(self, count: int, limit: int | None = None, first: bool = False) -> list[tuple[int, int]]:
+        """The best of the places where the end of the text occurred before, each with the longest match it allows.
+
+        Args:
+            count (`int`): Most places to return.
+            limit (`int`, *optional*): Longest match to look for, at least 1; longer ones count as this long.
+            first (`bool`): Of equally long matches the first are the best, not the last.
+
+        Returns:
+            `list[tuple[int, int]]`: Length of the match and position of the token that followed it, the best first.
+        """
+        found: list[tuple[int, int]] = []
+        if len(self._text) < 2:
+            return found
+        for match, positions in self._ties(len(self._text), limit):
+            found += [(match, position + 1) for position in _outermost(positions, count - len(found), first)]
+            if len(found) == count:
+                break
+        return found
+
+    def _ties(self, length: int, limit: int | None) -> Iterator[tuple[int, array]]:
+        """Lengths of match in falling order and the positions that match so long and no longer.
+
+        They are neighbours of the end of the text in the order, the longer the match the closer.
+        """
+        bucket, here = self._newest or self._find_newest()
+        begin, end = here, here + 1
+        while match := self._match_around(bucket, begin, end, length, limit):
+            outer_begin = self._last_tie(bucket, begin, match, -1)
+            outer_end = self._last_tie(bucket, end - 1, match, 1) + 1
+            yield match, bucket[outer_begin:begin] + bucket[end:outer_end]
+            begin, end = outer_begin, outer_end
+
+    def _match_around(self, bucket: array, begin: int, end: int, length: int, limit: int | None) -> int:
+        """The longest match of the end of the text with what stands next to `bucket[begin:end]`, 0 without one."""
+        before = self._common_suffix(bucket[begin - 1] + 1, length) if begin else 0
+        after = self._common_suffix(bucket[end] + 1, length) if end < len(bucket) else 0
+        match = max(before, after)
+        return match if limit is None else min(match, limit)
+
     def _continued_match(self, limit: int | None, first: bool) -> tuple[int, int]:
         """The last match prolonged by all tokens added since, if they followed there too; else `(0, 0)`.
 
@@ -126,15 +166,11 @@ class NgramIndex:
 
     def _search(self, length: int, limit: int | None, first: bool) -> tuple[int, int]:
         bucket, here = self._newest or self._find_newest()
-        before = self._common_suffix(bucket[here - 1] + 1, length) if here else 0
-        after = self._common_suffix(bucket[here + 1] + 1, length) if here + 1 < len(bucket) else 0
-        match = max(before, after)
-        if limit is not None and match > limit:
-            match = limit
+        match = self._match_around(bucket, here, here + 1, length, limit)
         if not match:
             return 0, 0
-        begin = self._last_tie(bucket, here, match, -1) if before >= match else here
-        end = self._last_tie(bucket, here, match, 1) + 1 if after >= match else here + 1
+        begin = self._last_tie(bucket, here, match, -1)
+        end = self._last_tie(bucket, here, match, 1) + 1
         return match, self._pick(bucket, begin, here, end, first) + 1
 
     def _find_newest(self) -> tuple[array, int]:
@@ -261,6 +297,16 @@ class NgramIndex:
         # The end of the text is the largest position, so the last occurrence is the second largest.
         newest = here - begin
         return int(max(positions[:newest].max(initial=-1), positions[newest + 1 :].max(initial=-1)))
+
+
+def _outermost(positions: array, count: int, first: bool) -> list[int]:
+    """The smallest `count` positions in rising order, or the largest in falling order."""
+    if len(positions) > 64 and count < len(positions):
+        # A common token has thousands of occurrences; only few of them need sorting.
+        kth = count - 1 if first else len(positions) - count
+        parted = np.partition(np.frombuffer(positions, dtype=np.int32), kth)
+        positions = (parted[:count] if first else parted[-count:]).tolist()
+    return sorted(positions, reverse=not first)[:count]
 
 
 def _equal(text: array, end: int, other_end: int, size: int) -> bool:

@@ -1,8 +1,8 @@
 """Suffix decoding: drafts what followed the longest known suffix of the text, in this request or past responses.
 
 Oliaro et al., "SuffixDecoding" (arXiv 2411.04975): a suffix tree per request over prompt and response, one global tree
-over past responses, and drafts as long as the match and the counts in the tree justify. The trees are those of the
-package arctic-inference.
+over past responses, and drafts, chains or trees, as long as the match and the counts in the suffix tree justify. The
+suffix trees are those of the package arctic-inference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from packaging.version import Version
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from ..drafts import DraftTree
+from ..drafts import DraftTree, node_depths
 from ..errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 
@@ -85,6 +85,13 @@ class SuffixOptions:
             "key": "suffix_decoding_min_token_prob",
         },
     )
+    use_tree_spec: bool = field(
+        default=False,
+        metadata={
+            "help": "Draft a tree of the likeliest continuations, of as many tokens as the chain may have.",
+            "key": "suffix_decoding_use_tree_spec",
+        },
+    )
     max_cached_tokens: int = field(
         default=2_000_000,
         metadata={
@@ -100,6 +107,8 @@ class SuffixOptions:
         _check_range("max_spec_factor", self.max_spec_factor, Real, 0)
         _check_range("min_token_prob", self.min_token_prob, Real, 0, 1)
         _check_range("max_cached_tokens", self.max_cached_tokens, Integral, 0)
+        if not isinstance(self.use_tree_spec, bool):
+            raise SpecConfigError(f"`use_tree_spec` must be True or False, got {self.use_tree_spec!r}.")
 
 
 class SuffixCache:
@@ -294,7 +303,7 @@ class SuffixCache:
 
 
 class SuffixCandidateGenerator(CandidateGenerator):
-    """Drafts the likeliest continuation of the longest known suffix. See `SuffixOptions` and docs/suffix.md.
+    """Drafts the likeliest continuations of the longest known suffix. See `SuffixOptions` and docs/suffix.md.
 
     Each row is a request of the shared `SuffixCache`; what it generates can be drafted by other rows, calls and
     threads at once.
@@ -335,6 +344,9 @@ class SuffixCandidateGenerator(CandidateGenerator):
         # Hosts of the stock protocol never call close(); then the garbage collector must not leave trees behind.
         self._stop_all = weakref.finalize(self, resources.stop_requests, self._requests)
         self._stop_all.atexit = False
+        self._drafts_trees = config.options.use_tree_spec and session.takes_trees
+        if config.options.use_tree_spec and not session.takes_trees:
+            session.notes.append("suffix drafts chains: the target cannot verify trees.")
 
     def prefill(self, prompt: Prompt) -> None:
         for row, tokens in enumerate(prompt.token_lists):
@@ -345,8 +357,13 @@ class SuffixCandidateGenerator(CandidateGenerator):
             self.cache.start_request(request, tokens)
 
     def propose(self, step: DraftStep) -> DraftTree:
-        drafts = [self._draft(*row) for row in zip(self._requests, self._contexts, self._limits(step))]
-        return DraftTree.from_lists(drafts, self.session.device)
+        most_nodes = self.shared_length(len(step.rows))
+        drafts, parents = [], []
+        for request, context, room in zip(self._requests, self._contexts, self.draft_depths(step)):
+            draft_tokens, draft_parents = self._draft(request, context, room, most_nodes)
+            drafts.append(draft_tokens)
+            parents.append(draft_parents)
+        return DraftTree.from_lists(drafts, self.session.device, parents)
 
     def observe(self, commit: Commit) -> None:
         for position, (request, tokens) in enumerate(zip(self._requests, commit.token_lists)):
@@ -362,10 +379,14 @@ class SuffixCandidateGenerator(CandidateGenerator):
     def close(self) -> None:
         self._stop_all()
 
-    def _draft(self, request: tuple[int, int], context: list[int], limit: int) -> list[int]:
-        if limit <= 0:
-            return []
+    def _draft(
+        self, request: tuple[int, int], context: list[int], room: int, most_nodes: int
+    ) -> tuple[list[int], list[int]]:
+        """A row's tokens and their parents, at most `most_nodes` and none deeper than `room`."""
+        if room <= 0:
+            return [], []
         options = self.options
+        limit = most_nodes if self._drafts_trees else min(most_nodes, room)
         draft = self.cache.speculate(
             request,
             context,
@@ -373,19 +394,21 @@ class SuffixCandidateGenerator(CandidateGenerator):
             # A match has at least one token: a larger factor changes nothing, until it overflows the library's int.
             max_spec_factor=min(options.max_spec_factor, limit),
             min_token_prob=options.min_token_prob,
+            use_tree_spec=self._drafts_trees,
         )
-        return draft.token_ids
-
-    def _limits(self, step: DraftStep) -> list[int]:
-        """Most draft tokens of each row: k, what the loop allows, and what leaves room for the bonus token."""
-        longest = self.shared_length(len(step.rows))
-        limits = [min(longest, room) for room in step.max_draft_tokens]
-        if self.config.max_model_len is None:
-            return limits
-        return [min(limit, self.config.max_model_len - length - 1) for limit, length in zip(limits, step.lengths)]
+        if len(draft.token_ids) > room:
+            return _cut(draft.token_ids, draft.parents, room)
+        return draft.token_ids, draft.parents
 
     def _tail(self, tokens: list[int]) -> list[int]:
         return tokens[-self.options.max_tree_depth :]
+
+
+def _cut(tokens: list[int], parents: list[int], depth: int) -> tuple[list[int], list[int]]:
+    """The tree without what lies deeper."""
+    kept = [node for node, node_depth in enumerate(node_depths(parents)) if node_depth <= depth]
+    place = {node: index for index, node in enumerate(kept)}
+    return [tokens[node] for node in kept], [place.get(parents[node], -1) for node in kept]
 
 
 def _import_library() -> type[SuffixDecodingCache]:

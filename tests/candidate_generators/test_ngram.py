@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from hf_specdec.candidate_generators import ngram_index, resolve_candidate_generator
 from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
-from hf_specdec.candidate_generators.ngram import NgramCandidateGenerator, NgramOptions
+from hf_specdec.candidate_generators.ngram import NgramCandidateGenerator, NgramOptions, merge
 from hf_specdec.candidate_generators.ngram_index import MAX_TOKEN_ID, NgramIndex, sort_prefixes
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.errors import SpecConfigError
@@ -23,14 +23,16 @@ from hf_specdec.errors import SpecConfigError
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "ngram" / "vllm_cpu" / "expected.safetensors"
 
 
+def all_matches(text: list[int], limit: int | None = None, first: bool = False) -> list[tuple[int, int]]:
+    """Every earlier end with its match, the longest first, and the first or the last of equally long ones."""
+    matches = [(min(common_suffix(text[:end], text), limit or end), end) for end in range(1, len(text))]
+    return sorted(
+        ((m, end) for m, end in matches if m), key=lambda found: (-found[0], found[1] if first else -found[1])
+    )
+
+
 def longest_match(text: list[int], limit: int | None = None, first: bool = False) -> tuple[int, int]:
-    """The definition: of all earlier ends, the first or last of those that share the most tokens."""
-    matches = [min(common_suffix(text[:end], text), limit or end) for end in range(1, len(text))]
-    best = max(matches, default=0)
-    if best == 0:
-        return 0, 0
-    ends = [end for end, match in enumerate(matches, start=1) if match == best]
-    return best, ends[0] if first else ends[-1]
+    return (all_matches(text, limit, first) or [(0, 0)])[0]
 
 
 def common_suffix(text: list[int], other: list[int]) -> int:
@@ -58,7 +60,8 @@ def make_step(texts: list[list[int]], rows: list[int] | None = None, room: int |
 
 
 def make_generator(batch_size: int = 1, max_length: int = 10_000, **options) -> NgramCandidateGenerator:
-    config = SpeculativeConfig(method="ngram", **options)
+    """One that drafts chains, unless the options say otherwise."""
+    config = SpeculativeConfig(method="ngram", **{"prompt_lookup_num_matches": 1, **options})
     return NgramCandidateGenerator(config, None, Session(batch_size, max_length, torch.device("cpu")))
 
 
@@ -131,8 +134,20 @@ def test_index_follows_the_definition(pieces, sorted_pieces, limit, first, max_t
         if len(text) > max_tokens:
             text = text[-(max_tokens - max_tokens // 4) :]
         assert len(index) == len(text)
-        assert index.longest_match(limit, first) == longest_match(text, limit, first)
+        expected = all_matches(text, limit, first)
+        assert index.longest_match(limit, first) == (expected or [(0, 0)])[0]
+        for count in (1, 2, 5, 100):
+            assert index.matches(count, limit, first) == expected[:count]
         assert index.longest_match() == longest_match(text)
+
+
+def test_few_of_many_matches():
+    text = [7, 1] * 300 + [8, 1] * 300 + [1]
+    index = NgramIndex(text)
+    assert index.matches(3) == [(1, 1200), (1, 1198), (1, 1196)]
+    assert index.matches(2, first=True) == [(1, 2), (1, 4)]
+    index.extend([7, 1])
+    assert index.matches(200) == all_matches([*text, 7, 1])[:200]
 
 
 @settings(max_examples=200, deadline=None)
@@ -335,23 +350,133 @@ def test_cycles_agree_with_a_fresh_start(seed):
         assert generator.propose(make_step(texts)).token_lists() == [drafts_after([text])[0] for text in texts]
 
 
+# ---------------------------------------------------------------------------------------------------------- the trees
+
+
+def paths_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
+    """The tokens from the anchor to each node."""
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tokens, parents):
+        paths.append((*paths[parent], token) if parent >= 0 else (token,))
+    return paths
+
+
+def trees_after(texts: list[list[int]], room: int | list[int] = 1000, **options) -> list[list[tuple[int, ...]]]:
+    generator = make_generator(len(texts), **options)
+    generator.prefill(pad_left(texts))
+    draft = generator.propose(make_step(texts, room=room))
+    assert max(draft.num_nodes.tolist()) <= generator.num_draft_nodes
+    return [paths_of(*row) for row in zip(draft.token_lists(), draft.parent_lists())]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), max_size=10), max_size=6), st.integers(10, 30))
+def test_merged_chains_are_a_trie(chains, most):
+    tokens, parents = merge(chains, 1000)
+    assert merge(chains, most) == (tokens[:most], parents[:most])
+    paths = paths_of(tokens, parents)
+    assert all(parent < node for node, parent in enumerate(parents))
+    assert len(set(paths)) == len(paths)
+    assert set(paths) == {tuple(chain[:size]) for chain in chains for size in range(1, len(chain) + 1)}
+    if chains:
+        assert tokens[: len(chains[0])] == chains[0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(pieces, st.integers(2, 6), st.integers(1, 30), st.sampled_from([{}, {"prompt_lookup_max": 2}]))
+def test_every_path_follows_a_match(pieces, num_matches, room, options):
+    text = sum(pieces, [0])
+    (paths,) = trees_after([text], room, prompt_lookup_num_matches=num_matches, **options)
+    found = all_matches(text, options.get("prompt_lookup_max"), first=bool(options))[:num_matches]
+    shortest = options.get("prompt_lookup_max", 1)
+    chains = [
+        tuple(text[end:][: min(room, 24) if options else min(room, 24, 2 * match)])
+        for match, end in found
+        if match >= shortest
+    ]
+    whole = [chain[:size] for chain in chains for size in range(1, len(chain) + 1)]
+    assert paths == list(dict.fromkeys(whole))[: num_matches * 24 if options else 24]
+
+
+def test_best_matches_are_branches_of_one_tree():
+    text = [1, 2, 3, 4, 9, 2, 3, 5, 9, 3, 6, 1, 2, 3]
+    # After (1, 2, 3) came 4, after (2, 3) came 5, after (3) came 6.
+    assert trees_after([text], prompt_lookup_num_matches=1) == [
+        [(4,), (4, 9), (4, 9, 2), (4, 9, 2, 3), (4, 9, 2, 3, 5), (4, 9, 2, 3, 5, 9)]
+    ]
+    (paths,) = trees_after([text], room=2, prompt_lookup_num_matches=3)
+    assert paths == [(4,), (4, 9), (5,), (5, 9), (6,), (6, 1)]
+    (paths,) = trees_after([text], room=2, prompt_lookup_num_matches=2, prompt_lookup_min=2, prompt_lookup_max=2)
+    assert paths == [(4,), (4, 9), (5,), (5, 9)]
+
+
+def test_matches_with_one_continuation_make_a_chain():
+    text = [1, 2, 3, 1, 2, 3, 1, 2]
+    generator = make_generator(prompt_lookup_num_matches=3)
+    generator.prefill(pad_left([text]))
+    draft = generator.propose(make_step([text], room=3))
+    assert draft.is_chain
+    assert draft.token_lists() == [[3, 1, 2]]
+
+
+def test_rows_have_trees_of_their_own():
+    branching, plain, nothing = [1, 2, 1, 3, 1], [4, 5, 4], [6]
+    paths = trees_after([branching, plain, nothing], prompt_lookup_num_matches=2)
+    assert paths == [[(3,), (3, 1), (2,), (2, 1)], [(5,), (5, 4)], []]
+
+
+@pytest.mark.parametrize("asked", [{}, {"prompt_lookup_num_matches": 1}, {"prompt_lookup_num_matches": 4}])
+def test_targets_that_take_no_trees_get_chains(asked):
+    session = Session(1, 100, torch.device("cpu"), takes_trees=False)
+    config = SpeculativeConfig(method="ngram", **asked)
+    generator = NgramCandidateGenerator(config, None, session)
+    text = [1, 2, 1, 3, 1]
+    generator.prefill(pad_left([text]))
+    draft = generator.propose(make_step([text]))
+    assert draft.is_chain
+    assert draft.token_lists() == [[3, 1]]
+    note = "ngram drafts from one match: the target cannot verify trees."
+    assert session.notes == ([note] if asked.get("prompt_lookup_num_matches") == 4 else [])
+
+
+def test_trees_have_as_many_tokens_as_chains_may_have():
+    text = [*range(10, 40), 1, *range(50, 80), 1, *range(90, 120), 1]
+    generator = make_generator(prompt_lookup_num_matches=4, num_speculative_tokens=3)
+    assert generator.num_draft_nodes == 3
+    generator.prefill(pad_left([text]))
+    assert generator.propose(make_step([text])).token_lists() == [[90, 91, 50]]
+    # Without a length tied to the match, every match drafts as much as it can.
+    generator = make_generator(prompt_lookup_num_matches=4, num_speculative_tokens=3, prompt_lookup_max=1)
+    assert generator.num_draft_nodes == 12
+    generator.prefill(pad_left([text]))
+    assert generator.propose(make_step([text])).token_lists() == [[50, 51, 52, 90, 91, 92]]
+
+
+def test_stock_protocol_gets_the_best_match():
+    text = torch.tensor([[1, 2, 1, 3, 1]])
+    candidates, _ = make_generator(prompt_lookup_num_matches=4).get_candidates(text)
+    assert candidates.tolist() == [[1, 2, 1, 3, 1, 3, 1]]
+
+
 # --------------------------------------------------------------------------------------------------------- the options
 
 
 @pytest.mark.parametrize(
-    ("given_options", "shortest", "longest", "takes_first"),
+    ("given_options", "shortest", "longest", "takes_first", "matches"),
     [
-        ({}, 1, None, False),
-        ({"match": "first"}, 1, None, True),
-        ({"prompt_lookup_max": 4}, 4, 4, True),
-        ({"prompt_lookup_min": 3}, 3, 3, True),
-        ({"prompt_lookup_min": 2, "prompt_lookup_max": 6}, 2, 6, True),
-        ({"prompt_lookup_max": 4, "match": "last"}, 4, 4, False),
+        ({}, 1, None, False, 4),
+        ({"match": "first"}, 1, None, True, 4),
+        ({"num_matches": 2}, 1, None, False, 2),
+        ({"prompt_lookup_max": 4}, 4, 4, True, 1),
+        ({"prompt_lookup_min": 3}, 3, 3, True, 1),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 6}, 2, 6, True, 1),
+        ({"prompt_lookup_max": 4, "match": "last", "num_matches": 3}, 4, 4, False, 3),
     ],
 )
-def test_what_is_left_out(given_options, shortest, longest, takes_first):
+def test_what_is_left_out(given_options, shortest, longest, takes_first, matches):
     options = NgramOptions(**given_options)
-    assert (options.min_match, options.max_match, options.takes_first) == (shortest, longest, takes_first)
+    found = (options.min_match, options.max_match, options.takes_first, options.most_matches)
+    assert found == (shortest, longest, takes_first, matches)
 
 
 @pytest.mark.parametrize(
@@ -362,6 +487,8 @@ def test_what_is_left_out(given_options, shortest, longest, takes_first):
         ({"prompt_lookup_max": True}, "`prompt_lookup_max` must be an integer, at least 1, got True"),
         ({"prompt_lookup_min": 2.0}, "`prompt_lookup_min` must be an integer, at least 1, got 2.0"),
         ({"prompt_lookup_min": 5, "prompt_lookup_max": 2}, "got prompt_lookup_min=5 and prompt_lookup_max=2"),
+        ({"num_matches": 0}, "`num_matches` must be an integer, between 1 and 64, got 0"),
+        ({"num_matches": 65}, "`num_matches` must be an integer, between 1 and 64, got 65"),
         ({"match": "middle"}, "`match` must be 'last' or 'first', got 'middle'"),
         ({"max_indexed_tokens": 63}, "`max_indexed_tokens` must be an integer, between 64 and 2000000, got 63"),
         ({"max_indexed_tokens": 10**7}, "`max_indexed_tokens` must be .* between 64 and 2000000, got 10000000"),

@@ -68,9 +68,25 @@ def observe(generator, *token_lists, rows=None):
 
 
 def propose(generator, *lengths, room=100):
+    return propose_trees(generator, *lengths, room=room).token_lists()
+
+
+def propose_trees(generator, *lengths, room=100):
     rooms = [room] * len(lengths) if isinstance(room, int) else room
     anchors = torch.zeros(len(lengths), dtype=torch.long)
-    return generator.propose(DraftStep(list(range(len(lengths))), anchors, list(lengths), rooms)).token_lists()
+    return generator.propose(DraftStep(list(range(len(lengths))), anchors, list(lengths), rooms))
+
+
+def paths_of(tokens, parents):
+    """The tokens from the anchor to each node."""
+    paths = []
+    for token, parent in zip(tokens, parents):
+        paths.append((*paths[parent], token) if parent >= 0 else (token,))
+    return paths
+
+
+def occurs(piece, text):
+    return any(tuple(text[start : start + len(piece)]) == piece for start in range(len(text) - len(piece) + 1))
 
 
 # The library's answers
@@ -125,9 +141,10 @@ def test_scripted_calls(name, piece, monkeypatch):
 
 
 @needs_library
-def test_generator_gives_the_scripted_drafts():
+@pytest.mark.parametrize("use_tree_spec", [False, True])
+def test_generator_gives_the_scripted_drafts(use_tree_spec):
     script, expected = read_fixture("vllm_pattern")
-    config = make_config(max_tree_depth=24)
+    config = make_config(max_tree_depth=24, use_tree_spec=use_tree_spec)
     cache, generators, lengths, num_compared = make_cache(config), {}, {}, 0
     for op, answer in zip(script["ops"], expected):
         name = op["id"]
@@ -139,8 +156,10 @@ def test_generator_gives_the_scripted_drafts():
             observe(generators[name], op["tokens"])
         elif op["op"] == "stop":
             generators[name].close()
-        elif not op["use_tree_spec"]:
-            assert propose(generators[name], lengths[name]) == [answer["token_ids"]]
+        elif op["use_tree_spec"] == use_tree_spec:
+            draft = propose_trees(generators[name], lengths[name])
+            assert draft.token_lists() == [answer["token_ids"]]
+            assert draft.parent_lists() == [answer["parents"]]
             num_compared += 1
         assert len(cache.active_requests) == len(answer["active"])
     assert num_compared > 50
@@ -495,6 +514,52 @@ def test_drafts_are_tensors_of_the_session():
 
 
 @needs_library
+def test_trees_have_branches_where_continuations_differ():
+    prompt = [1, 2, 3, 4, 7, 1, 2, 5, 6, 8, 1, 2, 3, 9, 1, 2]
+    config = make_config(max_cached_requests=0, use_tree_spec=True)
+    generator = make_generator(make_cache(config), config)
+    prefill(generator, prompt)
+    draft = propose_trees(generator, len(prompt))
+    assert not draft.is_chain
+    assert paths_of(draft.token_lists()[0], draft.parent_lists()[0]) == [(3,), (5,)]
+    generator.close()
+
+
+WIDE = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 7, 8, 1, 2, 3, 4]
+
+
+@needs_library
+@pytest.mark.parametrize("room", [1, 2, 3, 4])
+def test_what_is_deeper_than_the_room_is_cut(room):
+    config = make_config(max_cached_requests=0, max_spec_factor=2.0, use_tree_spec=True)
+    generator = make_generator(make_cache(config), config)
+    prefill(generator, WIDE)
+    whole, cut = (propose_trees(generator, len(WIDE), room=depth) for depth in (100, room))
+    whole, cut = (paths_of(draft.token_lists()[0], draft.parent_lists()[0]) for draft in (whole, cut))
+    assert len(whole) == 8
+    assert cut == [path for path in whole if len(path) <= room]
+    assert len({path[0] for path in cut}) == 2
+
+
+@needs_library
+def test_targets_that_take_no_trees_get_chains():
+    config = make_config(use_tree_spec=True)
+    session = Session(1, 100, torch.device("cpu"), takes_trees=False)
+    generator = SuffixCandidateGenerator(config, make_cache(config), session)
+    prefill(generator, WIDE)
+    assert propose_trees(generator, len(WIDE)).is_chain
+    assert session.notes == ["suffix drafts chains: the target cannot verify trees."]
+
+
+@needs_library
+def test_stock_protocol_takes_the_first_path():
+    config = make_config(max_spec_factor=2.0, use_tree_spec=True)
+    generator = make_generator(make_cache(config), config)
+    (drafted,) = generator.get_candidates(torch.tensor([WIDE]))[0].tolist()
+    assert tuple(drafted[len(WIDE) :]) in [(5, 6, 1, 2), (7, 8, 1, 2)]
+
+
+@needs_library
 def test_huge_factor_does_not_overflow():
     generator = make_generator(make_cache(make_config()), make_config(max_spec_factor=1e300))
     prefill(generator, [1, 2, 3, 4, 5, 6, 7, 8, 1])
@@ -513,22 +578,33 @@ def test_huge_factor_does_not_overflow():
     depth=st.integers(2, 30),
     factor=st.floats(0, 100),
     min_token_prob=st.floats(0, 1),
+    use_tree_spec=st.booleans(),
 )
-def test_drafts_never_exceed_the_caps(rows, responses, k, max_model_len, depth, factor, min_token_prob):
-    config = make_config(k, max_model_len, max_tree_depth=depth, max_spec_factor=factor, min_token_prob=min_token_prob)
+def test_drafts_never_exceed_the_caps(rows, responses, k, max_model_len, depth, factor, min_token_prob, use_tree_spec):
+    options = {"max_spec_factor": factor, "min_token_prob": min_token_prob, "use_tree_spec": use_tree_spec}
+    config = make_config(k, max_model_len, max_tree_depth=depth, **options)
     cache = make_cache(config)
     cache.start_request("past", [])
     cache.add_active_response("past", responses)
     generator = make_generator(cache, config, batch_size=len(rows))
     prefill(generator, *[prompt for prompt, _ in rows])
     lengths = [len(prompt) for prompt, _ in rows]
-    for row, draft in enumerate(propose(generator, *lengths, room=[room for _, room in rows])):
-        caps = [depth - 1, rows[row][1], factor * (depth - 1)]
-        if k is not None:
-            caps.append(k)
+    draft = propose_trees(generator, *lengths, room=[room for _, room in rows])
+    for row, (tokens, parents) in enumerate(zip(draft.token_lists(), draft.parent_lists())):
+        paths = paths_of(tokens, parents)
+        room = rows[row][1]
         if max_model_len is not None:
-            caps.append(max(max_model_len - lengths[row] - 1, 0))
-        assert len(draft) <= min(caps)
+            room = min(room, max(max_model_len - lengths[row] - 1, 0))
+        budget = factor * (depth - 1)
+        assert len(tokens) <= min(budget, generator.num_draft_nodes)
+        assert max(map(len, paths), default=0) <= min(depth - 1, room, generator.num_speculative_tokens)
+        assert all(parent < node for node, parent in enumerate(parents))
+        assert len(set(paths)) == len(paths)
+        assert use_tree_spec or parents == list(range(-1, len(tokens) - 1))
+        # What is drafted behind the last token has stood behind it, here or in the past response.
+        anchor = rows[row][0][-1]
+        for path in paths:
+            assert any(occurs((anchor, *path), text) for text in (rows[row][0], responses))
     generator.close()
     assert cache.active_requests == {"past"}
 
@@ -646,6 +722,8 @@ def test_stock_assisted_decoding_gives_plain_text(monkeypatch):
         ("min_token_prob", 1.5, "a finite number from 0 to 1"),
         ("min_token_prob", float("nan"), "a finite number from 0 to 1"),
         ("min_token_prob", None, "a finite number from 0 to 1"),
+        ("use_tree_spec", 1, "True or False"),
+        ("use_tree_spec", "yes", "True or False"),
         ("max_cached_tokens", -1, "an integer at least 0"),
         ("max_cached_tokens", 0.5, "an integer at least 0"),
     ],
@@ -661,13 +739,14 @@ def test_options_at_the_edges():
     SuffixOptions(max_spec_factor=np.float32(2), min_token_prob=1, max_cached_tokens=np.int64(2**40))
 
 
-def test_flat_keys_are_those_of_serving_engines():
+def test_flat_keys():
     keys = {field.metadata["key"]: field.default for field in SuffixOptions.__dataclass_fields__.values()}
     assert keys == {
         "suffix_decoding_max_tree_depth": 24,
         "suffix_decoding_max_cached_requests": 10_000,
         "suffix_decoding_max_spec_factor": 1.0,
         "suffix_decoding_min_token_prob": 0.1,
+        "suffix_decoding_use_tree_spec": False,
         "suffix_decoding_max_cached_tokens": 2_000_000,
     }
     assert all(field.metadata["help"] for field in SuffixOptions.__dataclass_fields__.values())

@@ -1,4 +1,4 @@
-"""The command line `hf-specdec`: try the methods on the embedded model, or generate text with any model.
+"""The command line `hf-specdec`: try the methods on the embedded model, generate text with any model, train drafts.
 
 Results go to standard output, everything else (progress, statistics, errors) to standard error. Commands import torch
 when they run, so that help and usage errors appear at once.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,6 +99,8 @@ def demo_methods() -> dict[str, dict[str, Any]]:
         "ngram": {"method": "ngram"},
         "suffix": {"method": "suffix"},
         "draft_model": {"method": "draft_model", "model": demo.draft_path(), "same_tokenizer": True},
+        "medusa": {"method": "medusa", "model": demo.medusa_path()},
+        "mlp_speculator": {"method": "mlp_speculator", "model": demo.mlp_speculator_path()},
     }
 
 
@@ -452,8 +455,8 @@ def _load_speculator(
     if method is None and spec_model is None and config is None:
         method = "draft_model" if embedded else "ngram"
     settings = {"method": method, "model": spec_model, "num_speculative_tokens": num_speculative_tokens}
-    if embedded and method == "draft_model" and spec_model is None and config is None:
-        settings |= demo_methods()["draft_model"]
+    if embedded and spec_model is None and config is None:
+        settings |= demo_methods().get(method, {})
     return load_speculator(target, config, **settings)
 
 
@@ -510,6 +513,248 @@ def _print_statistics(stats: dict[str, Any]) -> None:
         )
     parts += stats.get("notes", [])
     Console(stderr=True).print(Text("; ".join(parts), style="dim"), soft_wrap=True)
+
+
+# -------------------------------------------------------------------------------------------------------------- train
+
+
+_data_option = partial(typer.Option, rich_help_panel="Data")
+_training_option = partial(typer.Option, rich_help_panel="Training")
+
+
+def _method_option(*methods: str, flag: str | None = None, **settings) -> Any:
+    names = (flag,) if flag else ()
+    panel = f"Options of {' and '.join(methods)}"
+    return typer.Option(*names, show_default=False, rich_help_panel=panel, **settings)
+
+
+_MEDUSA, _MLP, _DRAFT = "medusa", "mlp_speculator", "draft_model"
+
+
+@app.command("train")
+def train_command(
+    method: Annotated[str, typer.Argument(help="medusa, mlp_speculator or draft_model.", show_default=False)],
+    target: Annotated[
+        str, typer.Option("--target", "-t", help="Target model: a repo id or a folder; 'demo' is the embedded one.")
+    ],
+    data: Annotated[
+        list[str],
+        typer.Option(
+            "--data",
+            "-d",
+            help="Text: a file or folder (.txt, .md, .py, .jsonl, .parquet) or the id of a data set. May be repeated.",
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the draft.")],
+    column: Annotated[str | None, _data_option(help="Column of the records that holds text or messages.")] = None,
+    max_tokens: Annotated[int | None, _data_option(min=1, help="Read no more tokens of the data.")] = None,
+    self_generate: Annotated[
+        int,
+        _data_option(
+            min=0,
+            help="Prompts from the data that the target continues; training is then on what the target wrote.",
+        ),
+    ] = 0,
+    max_new_tokens: Annotated[
+        int | None, _data_option(min=1, help="Most tokens of a continuation. Left out: it fills its row.")
+    ] = None,
+    keep_text: Annotated[
+        bool, _data_option("--keep-text", help="With --self-generate: train on the data too.")
+    ] = False,
+    temperature: Annotated[float, _data_option(min=0.0, help="Of the sampled half of --self-generate.")] = 0.8,
+    seq_length: Annotated[int, _data_option(min=8, help="Tokens of a row.")] = 1024,
+    batch_size: Annotated[int, _training_option(min=1, help="Rows of a step, those of all processes together.")] = 8,
+    steps: Annotated[
+        int | None,
+        _training_option(min=1, help="Training steps. Left out: what --epochs take."),
+    ] = None,
+    epochs: Annotated[float, _training_option(help="Passes over the rows.")] = 1.0,
+    max_minutes: Annotated[float | None, _training_option(help="Time limit; the schedule ends with it.")] = None,
+    held_out: Annotated[float, _data_option(help="Share of the rows that acceptance is measured on.")] = 0.05,
+    learning_rate: Annotated[
+        float, _training_option("--learning-rate", "--lr", help="Peak of the cosine schedule.")
+    ] = 1e-3,
+    warmup_steps: Annotated[
+        int | None,
+        _training_option(min=0, help="Left out: a twentieth of the steps, at most 100."),
+    ] = None,
+    weight_decay: Annotated[
+        float | None, _training_option(min=0.0, help="Left out: 0.1 for draft models, else 0.")
+    ] = None,
+    muon: Annotated[
+        bool | None,
+        _training_option(
+            "--muon/--no-muon",
+            help="Muon for hidden matrices. Left out: for draft models.",
+            show_default=False,
+        ),
+    ] = None,
+    keep_states: Annotated[
+        bool,
+        _training_option(
+            "--keep-states",
+            help="Read the rows with the target once and keep its states in memory.",
+        ),
+    ] = False,
+    kl_weight: Annotated[
+        float | None,
+        _training_option(
+            min=0.0,
+            max=1.0,
+            help="Share of KL(target || draft) in the loss, the rest is cross-entropy. Left out: 1 for draft models, "
+            "else 0.",
+        ),
+    ] = None,
+    num_heads: Annotated[int | None, _method_option(_MEDUSA, help="Number of heads (4).", min=1)] = None,
+    num_layers: Annotated[int | None, _method_option(_MEDUSA, help="Blocks of a head (1).", min=1)] = None,
+    share_lm_head: Annotated[
+        bool | None,
+        _method_option(
+            _MEDUSA,
+            flag="--share-lm-head/--own-lm-heads",
+            help="The heads use the target's lm_head (so left out), or each trains its own.",
+        ),
+    ] = None,
+    n_predict: Annotated[int | None, _method_option(_MLP, help="Number of stages (3).", min=1)] = None,
+    inner_dim: Annotated[int | None, _method_option(_MLP, help="Width (0: the target's).", min=0)] = None,
+    tie_weights: Annotated[
+        bool | None,
+        _method_option(
+            _MLP, flag="--tie-weights/--no-tie-weights", help="The stages share their weights (so left out)."
+        ),
+    ] = None,
+    scale_input: Annotated[
+        bool | None,
+        _method_option(
+            _MLP, flag="--scale-input/--no-scale-input", help="The target's state is normalised (so left out)."
+        ),
+    ] = None,
+    head_decay: Annotated[
+        float | None,
+        _method_option(_MEDUSA, _MLP, help="Weight of a head's loss relative to the one before (0.8; stages: 0.9)."),
+    ] = None,
+    max_positions: Annotated[
+        int | None,
+        _method_option(
+            _MEDUSA,
+            _MLP,
+            help="Positions of a batch that are drawn for the loss: with many rows and --keep-states.",
+            min=1,
+        ),
+    ] = None,
+    draft_model: Annotated[str | None, _method_option(_DRAFT, help="Checkpoint to train on.")] = None,
+    from_scratch: Annotated[
+        str | None,
+        _method_option(
+            _DRAFT,
+            help="Train a new Llama model of these sizes: hidden_size=256,num_hidden_layers=4,... or JSON.",
+        ),
+    ] = None,
+    seed: Annotated[int, _training_option(help="Seed of weights, data order and sampling.")] = 0,
+    resume: Annotated[bool, _training_option("--resume", help="Take up the run in the output folder.")] = False,
+    save_every: Annotated[int, _training_option(min=1, help="Steps between two states to resume from.")] = 500,
+    dtype: Annotated[
+        Dtype,
+        typer.Option(help="Data type of the target. auto: the checkpoint's."),
+    ] = Dtype.auto,
+    bf16: Annotated[
+        bool,
+        _training_option(
+            "--bf16/--no-bf16",
+            help="Train in bfloat16 autocast and save bfloat16, or float32.",
+        ),
+    ] = True,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU although there is a GPU.")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Left out: torch's choice.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Allow code from the target's repository to run.")
+    ] = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Train a draft for a target model.
+
+    Ends with the acceptance measured on held-out rows, and the line that uses the draft. For several GPUs or machines
+    start it with `accelerate launch -m hf_specdec train ...` or torchrun.
+    """
+    options = locals()
+    with _reported_errors(debug):
+        report, is_main = _run_training(options)
+        if is_main and as_json:
+            typer.echo(json.dumps(report, indent=2))
+        elif is_main:
+            _print_training(report)
+
+
+_RECIPE_OPTIONS = (
+    "kl_weight",
+    "num_heads",
+    "num_layers",
+    "share_lm_head",
+    "n_predict",
+    "inner_dim",
+    "tie_weights",
+    "scale_input",
+    "head_decay",
+    "max_positions",
+    "draft_model",
+    "from_scratch",
+)
+
+
+def _run_training(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Trains as the command's options say; what it returns first is what `--json` prints."""
+    given = {name: options[name] for name in _RECIPE_OPTIONS if options[name] is not None}
+    if "from_scratch" in given:
+        given["from_scratch"] = _sizes(given["from_scratch"])
+    from dataclasses import fields
+
+    from . import benchmarking
+    from .training.run import RunOptions, TrainingRun, make_recipe
+
+    # All that can be checked without the target is checked before it is loaded.
+    recipe = make_recipe(options["method"], given)
+    common = RunOptions(**{item.name: options[item.name] for item in fields(RunOptions)})
+    run = TrainingRun(recipe, common, options["output"], cpu=options["cpu"])
+    with benchmarking.num_threads(options["threads"]):
+        name = options["target"]
+        target, tokenizer = _load_target(
+            name, options["dtype"], str(run.accelerator.device), options["trust_remote_code"]
+        )
+        result = run.run(target, tokenizer, name)
+    return result.to_dict() | {"use": _usage(result.method, result.folder, name)}, run.accelerator.is_main_process
+
+
+def _sizes(text: str) -> dict[str, Any]:
+    """Sizes of a model from JSON, or from `name=number,...`."""
+    try:
+        if text.lstrip().startswith("{"):
+            return json.loads(text)
+        pairs = (part.partition("=") for part in text.split(","))
+        return {name.strip(): json.loads(value) for name, _, value in pairs}
+    except ValueError as error:
+        raise SpecConfigError(
+            f"--from-scratch must be sizes such as hidden_size=256,num_hidden_layers=4 or JSON, got '{text}'."
+        ) from error
+
+
+def _usage(method: str, folder: str, target: str) -> str:
+    return f"hf-specdec generate --model {target} --method {method} --spec-model {folder}"
+
+
+def _print_training(report: dict[str, Any]) -> None:
+    shares = ", ".join(f"{100 * share:.1f} %" for share in report["accuracies"])
+    console = Console()
+    for line in (
+        f"{report['method']}: {report['parameters'] / 1e6:.2f} M parameters, {_counted(report['steps'], 'step')}, "
+        f"loss {report['loss']:.3f}.",
+        f"Held-out text, teacher-forced: {report['tokens_per_cycle']:.2f} tokens per cycle (untrained "
+        f"{report['untrained_tokens_per_cycle']:.2f}); drafts right at depth 1, 2, ...: {shares}.",
+        f"Saved in {report['folder']}. To use it:",
+        f"  {report['use']}",
+        f'  model.generate(**inputs, spec_method="{report["method"]}", spec_model="{report["folder"]}")',
+    ):
+        console.print(Text(line), soft_wrap=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- shared

@@ -1,6 +1,7 @@
-"""The embedded demo: a tiny Llama target trained on Python sources, its draft model, and prompts to try them on.
+"""The embedded demo: a tiny Llama target trained on Python sources, its drafts, and prompts to try them on.
 
-Both checkpoints are ordinary transformers folders, made by `python -m hf_specdec.training.demo`.
+Target and draft model are ordinary transformers folders, Medusa heads and MLP speculator have the layouts in which
+such heads are published. All are made by `python -m hf_specdec.training.demo`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
-__all__ = ["DemoPrompt", "draft_path", "load_target", "load_tokenizer", "prompts", "target_path"]
+__all__ = [
+    "DemoPrompt",
+    "draft_path",
+    "load_target",
+    "load_tokenizer",
+    "medusa_path",
+    "mlp_speculator_path",
+    "prompts",
+    "target_path",
+]
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,16 @@ def target_path() -> str:
 def draft_path() -> str:
     """Returns the folder of the draft model, which has the target's tokenizer."""
     return _checkpoint_folder("draft")
+
+
+def medusa_path() -> str:
+    """Returns the folder of the target's Medusa heads."""
+    return _checkpoint_folder("medusa", "medusa_lm_head.safetensors")
+
+
+def mlp_speculator_path() -> str:
+    """Returns the folder of the target's MLP speculator."""
+    return _checkpoint_folder("mlp_speculator")
 
 
 def load_target(dtype: torch.dtype | str | None = None) -> PreTrainedModel:
@@ -91,9 +111,9 @@ def _folder() -> Path:
     return Path(str(resources.files(__name__)))
 
 
-def _checkpoint_folder(name: str) -> str:
+def _checkpoint_folder(name: str, weights: str = "model.safetensors") -> str:
     folder = _folder() / name
-    missing = [file for file in ("config.json", "model.safetensors") if not (folder / file).is_file()]
+    missing = [file for file in ("config.json", weights) if not (folder / file).is_file()]
     if missing:
         raise CheckpointFormatError(
             f"The embedded {name} model is incomplete: {', '.join(missing)} not found in {folder}. "

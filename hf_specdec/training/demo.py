@@ -1,12 +1,12 @@
-"""The recipe of the embedded demo: a byte-level BPE tokenizer, a small Llama target and a much smaller draft model.
+"""The recipe of the embedded demo: a byte-level BPE tokenizer, a small Llama target, and its drafts.
 
-The target learns next-token prediction on Python sources and editing documents. The draft model learns the same,
-then is distilled: it minimises KL(target || draft) on sources and on the target's own continuations, which is what it
-will have to predict (DistillSpec, Zhou et al. 2023, arXiv:2310.08461).
+The target learns next-token prediction on Python sources and editing documents. The draft model learns the same, then
+is distilled on sources and on the target's own continuations, which is what it will have to predict. Medusa heads and
+the MLP speculator learn from these continuations alone. All use the frame and the recipes of `hf-specdec train`.
 
     python -m hf_specdec.training.demo --output DIR
 
-writes `DIR/target` (with the tokenizer) and `DIR/draft`, ordinary transformers checkpoints in bfloat16.
+writes `DIR/target` (with the tokenizer), `DIR/draft`, `DIR/medusa` and `DIR/mlp_speculator`, in bfloat16.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, track
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from hf_specdec.errors import SpecConfigError
+from hf_specdec.training import attention as _attention  # noqa: F401 - registers blockwise_causal
 from hf_specdec.training.data import (
     Corpus,
     EditDocuments,
@@ -38,12 +39,18 @@ from hf_specdec.training.data import (
     collect_snippets,
     python_sources,
 )
-from hf_specdec.training.trainer import TrainingOptions, autocast, distillation_loss, next_token_loss, train
+from hf_specdec.training.draft_model import DraftModelRecipe
+from hf_specdec.training.heads import HeadsRecipe, MedusaRecipe, MLPSpeculatorRecipe
+from hf_specdec.training.recipe import Acceptance, Batch, TargetReader
+from hf_specdec.training.text import Rows, continue_prompts
+from hf_specdec.training.trainer import TrainingOptions, train
 
 
 END_OF_TEXT = "<|endoftext|>"
 CONTEXT_LENGTH = 2048
-STAGES = ("target", "refine", "draft", "distill", "evaluate")
+CONTINUATIONS = "continuations.pt"
+STAGES = ("target", "refine", "draft", "continue", "distill", "medusa", "mlp_speculator", "evaluate")
+TRAINED = ("target", "refine", "draft", "distill", "medusa", "mlp_speculator")
 # Names keep their underscores and a leading blank or dot; digits come in threes; indentation is one token.
 WORDS = r"[ .]?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s+(?!\S)|\s+"
 
@@ -56,17 +63,24 @@ class DemoRecipe:
     Args:
         vocab_size (`int`): Tokens of the tokenizer, with its one special token.
         target, draft (`dict`): Arguments of `LlamaConfig`.
-        target_steps, refine_steps, draft_steps, distill_steps (`int`): Training steps of the stages.
-        target_minutes, refine_minutes, draft_minutes, distill_minutes (`float`, *optional*): Their time limits.
+        medusa ([`MedusaRecipe`]), mlp_speculator ([`MLPSpeculatorRecipe`]): Sizes and losses of the heads.
+        target_steps, refine_steps, draft_steps, distill_steps, medusa_steps, mlp_speculator_steps (`int`): Training
+            steps of the stages.
+        target_minutes, refine_minutes, draft_minutes, distill_minutes, medusa_minutes, mlp_speculator_minutes
+            (`float`, *optional*): Their time limits.
         copying, code, refining ([`Mixture`]): Rows of the first steps, of the later steps, and of the refinement and
             distillation. Short rows that repeat a passage teach a model in minutes to look up what followed a token
             before; long rows of code alone would teach it in hours. At the end such rows are left out, because they
             also teach to repeat without need.
         target_copying_steps, draft_copying_steps (`int`): Length of the first phase, as part of the stage's steps. The
             smaller model needs more of them.
-        generated_rows (`int`): Rows that the target continues for the distillation.
-        generated_length (`int`): Length of these rows; the second half is the target's.
+        generated_rows (`int`): Prompts that the target continues, for its drafts to learn from.
+        generated_length (`int`): Most tokens of a prompt and its continuation.
+        generated_tokens (`int`): Most tokens of a continuation.
         generated_share (`float`): How often a distillation batch is made of such rows.
+        heads_rows (`int`): Rows of a batch of the heads.
+        mlp_speculator_text_rows (`int`): Rows of sources and editing documents that the MLP speculator learns from
+            besides the continuations. Medusa heads are too small to profit from them.
         checkpoint_every (`int`): Steps after which the target is written in between.
         seed (`int`): Seed of weights and data.
         bf16 (`bool`): Train in bfloat16 autocast.
@@ -91,22 +105,31 @@ class DemoRecipe:
             "num_key_value_heads": 2,
         }
     )
+    medusa: MedusaRecipe = MedusaRecipe(num_heads=4, max_positions=1024)
+    mlp_speculator: MLPSpeculatorRecipe = MLPSpeculatorRecipe(n_predict=4, inner_dim=64, max_positions=1024)
     target_steps: int = 2082
     refine_steps: int = 1184
     draft_steps: int = 2300
     distill_steps: int = 827
+    medusa_steps: int = 1903
+    mlp_speculator_steps: int = 5426
     target_minutes: float | None = None
     refine_minutes: float | None = None
     draft_minutes: float | None = None
     distill_minutes: float | None = None
+    medusa_minutes: float | None = None
+    mlp_speculator_minutes: float | None = None
     copying: Mixture = Mixture({128: 1.0}, tokens_per_batch=2048, repeat_share=0.75)
     code: Mixture = Mixture({256: 0.25, 512: 0.5, 1024: 0.17, 2048: 0.08}, edit_share=0.4, repeat_share=0.05)
     refining: Mixture = Mixture({256: 0.2, 512: 0.5, 1024: 0.22, 2048: 0.08}, edit_share=0.45)
     target_copying_steps: int = 600
     draft_copying_steps: int = 1500
-    generated_rows: int = 512
-    generated_length: int = 512
+    generated_rows: int = 16384
+    generated_length: int = 576
+    generated_tokens: int = 128
     generated_share: float = 0.3
+    heads_rows: int = 64
+    mlp_speculator_text_rows: int = 4000
     checkpoint_every: int = 500
     seed: int = 0
     bf16: bool = True
@@ -176,9 +199,16 @@ def save_checkpoint(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedT
         tokenizer.save_pretrained(folder)
 
 
-def load_checkpoint(folder: Path, attention: str = "blockwise_causal") -> LlamaForCausalLM:
-    """Loads a checkpoint in float32, by default with the attention for training."""
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+def load_checkpoint(
+    folder: Path, attention: str = "blockwise_causal", dtype: torch.dtype = torch.float32
+) -> LlamaForCausalLM:
+    """Loads a checkpoint, by default with the attention for training."""
+    return LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+
+
+def next_token_objective(model: LlamaForCausalLM):
+    """Plain language-model training, as a recipe: the loss of a batch."""
+    return DraftModelRecipe(from_scratch={}, kl_weight=0.0).objective(model, TargetReader(None, ()))
 
 
 class DemoTraining:
@@ -241,7 +271,7 @@ class DemoTraining:
             bf16=self.recipe.bf16,
         )
         batches = self.batches(1, self.recipe.target_copying_steps)
-        train(model, batches, next_token_loss(model), options, description="target", on_step=checkpoint)
+        train(model, batches, next_token_objective(model), options, description="target", on_step=checkpoint)
         save_checkpoint(model, folder, self.tokenizer)
         return model
 
@@ -256,7 +286,7 @@ class DemoTraining:
             bf16=self.recipe.bf16,
         )
         batches = self.rows(4).batches(self.recipe.refining)
-        train(model, batches, next_token_loss(model), options, description="refine")
+        train(model, batches, next_token_objective(model), options, description="refine")
         save_checkpoint(model, self.output / "target", self.tokenizer)
         return model
 
@@ -272,27 +302,149 @@ class DemoTraining:
             bf16=self.recipe.bf16,
         )
         batches = self.batches(2, self.recipe.draft_copying_steps)
-        train(model, batches, next_token_loss(model), options, description="draft")
+        train(model, batches, next_token_objective(model), options, description="draft")
         save_checkpoint(model, self.output / "draft")
         return model
+
+    def frozen_target(self, attention: str = "blockwise_causal") -> LlamaForCausalLM:
+        """The target of the output folder as its drafts learn from it."""
+        dtype = torch.bfloat16 if self.recipe.bf16 else torch.float32
+        return load_checkpoint(self.output / "target", attention, dtype).requires_grad_(False).eval()
+
+    def continue_text(self) -> Rows:
+        """Lets the target write what its drafts learn from, and keeps it beside the checkpoints."""
+        recipe = self.recipe
+        set_seed(recipe.seed + 3)
+        prompts = self.prompts(recipe.generated_rows, recipe.generated_length)
+        with Progress(console=self.console) as bar:
+            task = bar.add_task("target's continuations", total=len(prompts))
+            rows = continue_prompts(
+                self.frozen_target("sdpa"),
+                prompts,
+                recipe.generated_length,
+                sampled_share=1 / 4,
+                max_new_tokens=recipe.generated_tokens,
+                batch_size=64,
+                on_step=lambda done: bar.update(task, completed=done),
+            )
+        torch.save((rows.tokens, rows.counted), self.output / CONTINUATIONS)
+        return rows
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        """
+        Draws prompts like those of the demo: half of them edits to be made, the others windows of the sources and
+        beginnings of files and definitions, all of at most 60 % of `length` tokens.
+        """
+        rows = self.rows(5)
+        choose = random.Random(self.recipe.seed)
+        longest = int(0.6 * length)
+        found: list[list[int]] = []
+        while len(found) < count:
+            kind = choose.random()
+            if kind < 0.5:
+                size = int(choose.uniform(0.5, 2.0) * longest * rows.chars_per_token)
+                prompt = self.encode(edit_prompt(rows.edits.draw(size)))
+                if len(prompt) > longest:
+                    continue
+            else:
+                size = choose.randint(min(24, longest // 2), longest)
+                if kind < 0.8:
+                    prompt = rows.source_row(size).tolist()
+                else:
+                    texts = self.corpus.train if kind < 0.9 else [choose.choice(self.snippets).text]
+                    prompt = self.encode(choose.choice(texts)[: 8 * size])[:size]
+            found.append(prompt)
+        return found
+
+    def continuations(self) -> tuple[Rows, Rows]:
+        """What [`continue_text`] wrote: rows to train on, and rows to measure acceptance on."""
+        path = self.output / CONTINUATIONS
+        rows = Rows(*torch.load(path, weights_only=True)) if path.is_file() else self.continue_text()
+        return rows.split(0.04, self.recipe.seed)
+
+    def text_rows(self, count: int, length: int) -> Rows:
+        """Returns rows of sources and editing documents: much of an edit is what the target would write too."""
+        rows = self.rows(8)
+        tokens = torch.stack([rows.row(length, self.recipe.refining) for _ in range(count)])
+        return Rows(tokens, torch.ones_like(tokens, dtype=torch.bool))
 
     def distill(self) -> LlamaForCausalLM:
         """Brings the draft model of the output folder closer to the target beside it."""
         set_seed(self.recipe.seed + 2)
-        target = load_checkpoint(self.output / "target").requires_grad_(False).eval()
         draft = load_checkpoint(self.output / "draft")
-        rows = self.rows(3)
-        generated = generated_rows(target, rows, self.recipe)
+        recipe = DraftModelRecipe(draft_model=str(self.output / "draft"))
+        reader = TargetReader(self.frozen_target(), recipe.target_hidden_states)
         options = TrainingOptions(
             steps=self.recipe.distill_steps,
             muon=True,
             max_minutes=self.recipe.distill_minutes,
             bf16=self.recipe.bf16,
         )
-        batches = mixed_batches(rows, generated, self.recipe)
-        train(draft, batches, distillation_loss(draft, target), options, description="distill")
+        rows, _ = self.continuations()
+        batches = mixed_batches(self.rows(3), rows, self.recipe)
+        train(draft, batches, recipe.objective(draft, reader), options, description="distill")
         save_checkpoint(draft, self.output / "draft")
         return draft
+
+    def train_medusa(self) -> Acceptance:
+        """Trains Medusa heads for the target of the output folder."""
+        recipe = self.recipe
+        return self._train_heads(recipe.medusa, 6, recipe.medusa_steps, recipe.medusa_minutes, learning_rate=6e-3)
+
+    def train_mlp_speculator(self) -> Acceptance:
+        """Trains an MLP speculator for the target of the output folder."""
+        recipe = self.recipe
+        return self._train_heads(
+            recipe.mlp_speculator,
+            7,
+            recipe.mlp_speculator_steps,
+            recipe.mlp_speculator_minutes,
+            learning_rate=1e-2,
+            text_rows=recipe.mlp_speculator_text_rows,
+        )
+
+    def _train_heads(
+        self,
+        heads: HeadsRecipe,
+        stage: int,
+        steps: int,
+        minutes: float | None,
+        learning_rate: float,
+        text_rows: int = 0,
+    ) -> Acceptance:
+        set_seed(self.recipe.seed + stage)
+        target = self.frozen_target()
+        network = heads.build(target)
+        reader = TargetReader(target, heads.target_hidden_states)
+        options = TrainingOptions(
+            steps=steps,
+            learning_rate=learning_rate,
+            warmup_steps=50,
+            weight_decay=heads.weight_decay,
+            max_minutes=minutes,
+            bf16=self.recipe.bf16,
+        )
+        rows, held_out = self.continuations()
+        if text_rows:
+            rows += self.text_rows(text_rows, self.recipe.generated_length)
+        reader.keep(rows.once(8))
+        train(
+            network,
+            rows.batches(self.recipe.heads_rows, self.recipe.seed + stage),
+            heads.objective(network, reader),
+            options,
+            description=heads.method,
+            measure=lambda: heads.measure(network, reader, held_out[:32].once(8)).tokens_per_cycle,
+        )
+        # As it will draft: from rounded weights.
+        network.to(target.dtype)
+        acceptance = heads.measure(network, reader, held_out.once(8))
+        heads.save(network, self.output / heads.method, target_name="hf_specdec/demo/target", acceptance=acceptance)
+        self.console.print(
+            f"{heads.method}: {acceptance.tokens_per_cycle:.3f} tokens per cycle on held-out continuations; drafts "
+            f"right at depth 1, 2, ...: {', '.join(f'{share:.3f}' for share in acceptance.accuracies)}"
+        )
+        return acceptance
 
     def evaluate(self, prompts_per_kind: int = 8) -> dict[str, float]:
         """Returns the figures of both models on the held-out files, and prints them."""
@@ -331,44 +483,13 @@ def edit_prompt(document: str) -> str:
     return document[: document.index("\n", start + 1) + 1]
 
 
-@torch.no_grad()
-def generated_rows(target: LlamaForCausalLM, rows: TokenRows, recipe: DemoRecipe, batch: int = 64) -> torch.Tensor:
-    """
-    Lets the target continue the first half of rows, half of them greedily and half sampled.
-
-    Returns:
-        `torch.LongTensor` of shape `(recipe.generated_rows, recipe.generated_length)`.
-    """
-    length = recipe.generated_length
-    target.set_attn_implementation("sdpa")
-    parts = []
-    starts = range(0, recipe.generated_rows, batch)
-    for index, start in enumerate(track(starts, "target's continuations")):
-        count = min(batch, recipe.generated_rows - start)
-        prompts = torch.stack([rows.row(length, recipe.refining)[: length // 2] for _ in range(count)])
-        with autocast(prompts.device, recipe.bf16):
-            continued = target.generate(
-                prompts,
-                attention_mask=torch.ones_like(prompts),
-                max_new_tokens=length - length // 2,
-                do_sample=index % 2 == 1,
-                temperature=0.8 if index % 2 == 1 else None,
-                eos_token_id=target.config.vocab_size,  # no token: rows go on behind the end of a document
-                pad_token_id=rows.eos_token_id,
-            )
-        parts.append(continued)
-    target.set_attn_implementation("blockwise_causal")
-    return torch.cat(parts)
-
-
-def mixed_batches(rows: TokenRows, generated: torch.Tensor, recipe: DemoRecipe) -> Iterator[torch.Tensor]:
+def mixed_batches(rows: TokenRows, generated: Rows, recipe: DemoRecipe) -> Iterator[torch.Tensor | Batch]:
     """Yields batches of the sources, and now and then a batch of the target's continuations."""
     choose = torch.Generator().manual_seed(recipe.seed)
     count = max(1, recipe.refining.tokens_per_batch // recipe.generated_length)
+    continued = generated.batches(count, recipe.seed)
     for batch in rows.batches(recipe.refining):
-        if torch.rand((), generator=choose) < recipe.generated_share:
-            batch = generated[torch.randint(len(generated), (count,), generator=choose)]
-        yield batch
+        yield next(continued) if torch.rand((), generator=choose) < recipe.generated_share else batch
 
 
 @torch.no_grad()
@@ -435,7 +556,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         "target": training.train_target,
         "refine": training.refine_target,
         "draft": training.train_draft,
+        "continue": training.continue_text,
         "distill": training.distill,
+        "medusa": training.train_medusa,
+        "mlp_speculator": training.train_mlp_speculator,
         "evaluate": training.evaluate,
     }
     results = {name: stages[name]() for name in STAGES if name in options.stages}
@@ -446,10 +570,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hf_specdec.training.demo",
-        description="Train the embedded demo: tokenizer, target and draft model.",
+        description="Train the embedded demo: tokenizer, target, draft model, Medusa heads and MLP speculator.",
     )
     recipe = DemoRecipe()
-    parser.add_argument("--output", required=True, type=Path, help="folder for the checkpoints target/ and draft/")
+    parser.add_argument("--output", required=True, type=Path, help="folder for the checkpoints")
     parser.add_argument("--sources", type=Path, help="folder of .py files (default: the standard library)")
     parser.add_argument(
         "--stages",
@@ -458,9 +582,10 @@ def _parser() -> argparse.ArgumentParser:
         default=STAGES,
         help="which stages to run; later ones read what earlier ones left in the output folder",
     )
-    for stage in STAGES[:4]:
-        parser.add_argument(f"--{stage}-steps", type=int, default=getattr(recipe, f"{stage}_steps"))
-        parser.add_argument(f"--{stage}-minutes", type=float, help=f"time limit of the {stage} stage")
+    for stage in TRAINED:
+        name = stage.replace("_", "-")
+        parser.add_argument(f"--{name}-steps", type=int, default=getattr(recipe, f"{stage}_steps"))
+        parser.add_argument(f"--{name}-minutes", type=float, help=f"time limit of the {stage} stage")
     parser.add_argument("--seed", type=int, default=recipe.seed)
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     parser.add_argument("--no-bf16", dest="bf16", action="store_false", help="train in float32")

@@ -7,8 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import hf_specdec  # noqa: F401 - teaches generate() the speculative arguments
 from hf_specdec.training import demo
 from hf_specdec.training.data import Corpus, Mixture
+from hf_specdec.training.heads import MedusaRecipe, MLPSpeculatorRecipe
+from hf_specdec.training.recipe import Batch
+from hf_specdec.training.text import Rows
 
 
 SOURCE = '''
@@ -42,14 +46,21 @@ def trained(tmp_path_factory):
         refine_steps=2,
         draft_steps=3,
         distill_steps=3,
+        medusa=MedusaRecipe(num_heads=2),
+        mlp_speculator=MLPSpeculatorRecipe(n_predict=2, inner_dim=8),
+        medusa_steps=2,
+        mlp_speculator_steps=2,
         copying=Mixture({16: 1.0}, tokens_per_batch=32, repeat_share=1.0),
         code=Mixture({32: 1.0}, tokens_per_batch=64, edit_share=0.4),
         refining=Mixture({32: 1.0}, tokens_per_batch=64),
         target_copying_steps=2,
         draft_copying_steps=1,
-        generated_rows=4,
-        generated_length=32,
+        generated_rows=8,
+        generated_length=120,
+        generated_tokens=24,
+        mlp_speculator_text_rows=3,
         generated_share=0.5,
+        heads_rows=4,
         checkpoint_every=2,
     )
     training = demo.DemoTraining(recipe, tmp_path_factory.mktemp("demo"), CORPUS)
@@ -57,6 +68,8 @@ def trained(tmp_path_factory):
     training.refine_target()
     training.train_draft()
     training.distill()
+    training.train_medusa()
+    training.train_mlp_speculator()
     return training
 
 
@@ -112,20 +125,36 @@ def test_training_is_repeatable(trained, tmp_path):
         assert torch.equal(parameter, other)
 
 
-def test_generated_rows_keep_their_prompts(trained):
-    target = demo.load_checkpoint(trained.output / "target").eval()
-    rows, prompts = trained.rows(3), trained.rows(3)
-    generated = demo.generated_rows(target, rows, trained.recipe, batch=4)
-    assert generated.shape == (4, 32)
-    expected = torch.stack([prompts.row(32, trained.recipe.refining)[:16] for _ in range(4)])
-    assert torch.equal(generated[:, :16], expected)
+def test_the_target_continues_prompts_of_every_kind(trained):
+    prompts = trained.prompts(40, 120)
+    assert all(0 < len(prompt) <= 72 for prompt in prompts)
+    texts = [trained.tokenizer.decode(prompt) for prompt in prompts]
+    assert 0 < sum(text.startswith("# original\n") for text in texts) < 40
+    rows = Rows(*torch.load(trained.output / "continuations.pt"))
+    assert rows.tokens.shape == (8, 120)
+    for prompt, tokens, counted in zip(sorted(trained.prompts(8, 120), key=len), rows.tokens, rows.counted):
+        assert tokens[: len(prompt)].tolist() == prompt
+        assert not counted[: len(prompt)].any()
+        assert counted[len(prompt)]
+        assert counted.sum() <= 24
 
 
 def test_batches_mix_sources_and_continuations(trained):
-    generated = torch.full((2, 32), 399)
+    generated = Rows(torch.full((2, 32), 399), torch.ones(2, 32, dtype=torch.bool))
     batches = demo.mixed_batches(trained.rows(3), generated, trained.recipe)
-    continued = [bool((next(batches) == 399).all()) for _ in range(40)]
-    assert 8 < sum(continued) < 32
+    tokens = [Batch.of(next(batches)).tokens for _ in range(40)]
+    assert 8 < sum(bool((batch == 399).all()) for batch in tokens) < 32
+
+
+@pytest.mark.parametrize("method", ["medusa", "mlp_speculator"])
+def test_the_heads_draft_for_the_target(trained, method):
+    target = AutoModelForCausalLM.from_pretrained(trained.output / "target").eval()
+    inputs = trained.tokenizer("def total(", return_tensors="pt").input_ids
+    plain = target.generate(inputs, do_sample=False, max_new_tokens=20)
+    drafted = target.generate(
+        inputs, do_sample=False, max_new_tokens=20, spec_method=method, spec_model=str(trained.output / method)
+    )
+    assert torch.equal(plain, drafted)
 
 
 def test_acceptance_length_of_extreme_drafts():

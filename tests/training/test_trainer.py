@@ -8,15 +8,19 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdec.errors import MissingDependencyError, SpecDecError
-from hf_specdec.training.trainer import (
-    TrainingOptions,
-    _optimizers,
-    blockwise_causal,
-    distillation_loss,
-    mean_over_chunks,
-    next_token_loss,
-    train,
-)
+from hf_specdec.training.attention import blockwise_causal
+from hf_specdec.training.draft_model import DraftModelRecipe
+from hf_specdec.training.recipe import TargetReader, sum_over_chunks
+from hf_specdec.training.trainer import TrainingOptions, _optimizers, train
+
+
+def next_token_loss(model):
+    return DraftModelRecipe(from_scratch={}, kl_weight=0.0).objective(model, TargetReader(None, ()))
+
+
+def distillation_loss(student, teacher):
+    recipe = DraftModelRecipe(from_scratch={})
+    return recipe.objective(student, TargetReader(teacher, recipe.target_hidden_states))
 
 
 @pytest.fixture
@@ -73,7 +77,8 @@ def test_distillation_loss_is_the_mean_kl(make_model):
     student, teacher = make_model(0), make_model(1)
     tokens = torch.randint(50, (2, 300), generator=torch.Generator().manual_seed(1))
     loss = distillation_loss(student, teacher)(tokens)
-    p, q = (model(tokens).logits.log_softmax(-1) for model in (teacher, student))
+    # The last position has no token to draft.
+    p, q = (model(tokens).logits[:, :-1].log_softmax(-1) for model in (teacher, student))
     torch.testing.assert_close(loss, (p.exp() * (p - q)).sum(-1).mean())
     loss.backward()
     assert all(parameter.grad is None for parameter in teacher.parameters())
@@ -83,7 +88,10 @@ def test_distillation_loss_is_the_mean_kl(make_model):
 
 def test_chunks_cover_every_position_once():
     values = torch.arange(10.0)
-    assert mean_over_chunks(lambda rows: values[rows].sum(), 10, chunk=4) == values.mean()
+    assert sum_over_chunks(lambda rows: values[rows].sum(), 10, logits_per_position=10**9) == values.sum()
+    seen = []
+    sum_over_chunks(lambda rows: seen.append(rows) or torch.zeros(()), 40, logits_per_position=10**9)
+    assert seen == [slice(0, 16), slice(16, 32), slice(32, 48)]
 
 
 def test_schedule_warms_up_and_decays():

@@ -1,0 +1,374 @@
+"""From data to a saved draft: the whole run of `hf-specdec train`, for every method.
+
+    recipe = MedusaRecipe(num_heads=4)
+    result = TrainingRun(recipe, RunOptions(data=("notes/",), self_generate=500), "heads").run(target, tokenizer)
+
+A method is a row in `RECIPES`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from rich.console import Console
+from rich.progress import Progress
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from hf_specdec.errors import SpecConfigError
+
+from .draft_model import DraftModelRecipe
+from .heads import MedusaRecipe, MLPSpeculatorRecipe
+from .recipe import Acceptance, Batch, Recipe, TargetReader, check_at_least
+from .text import Document, Rows, check_data, continue_prompts, draw_prompts, load_documents, pack
+from .trainer import STATE_FOLDER, Checkpoints, TrainingOptions, check_identity, train
+
+
+RECIPES: dict[str, type[Recipe]] = {
+    recipe.method: recipe for recipe in (DraftModelRecipe, MedusaRecipe, MLPSpeculatorRecipe)
+}
+
+RESULT_FILE = "training.json"
+CONTINUATIONS_FILE = "continuations.pt"
+
+
+def make_recipe(method: str, options: Mapping[str, Any]) -> Recipe:
+    """
+    The recipe of a method with some of its options.
+
+    Raises:
+        SpecConfigError: There is no such recipe, or the options do not belong to it or contradict each other.
+    """
+    if method not in RECIPES:
+        raise SpecConfigError(f"There is no training recipe for '{method}'. There is one for: {', '.join(RECIPES)}.")
+    recipe = RECIPES[method]
+    known = {item.name for item in fields(recipe)}
+    for name in options:
+        if name not in known:
+            owners = [other for other, of in RECIPES.items() if name in {item.name for item in fields(of)}]
+            of = f" It is for {' and '.join(owners)}." if owners else ""
+            raise SpecConfigError(f"`{name}` is no option of the recipe for {method}.{of}")
+    return recipe(**options)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """
+    What the recipes have in common.
+
+    Args:
+        data (`Sequence[str]`): Sources of text, see [`load_documents`].
+        column (`str`, *optional*): Column of records.
+        seq_length (`int`): Tokens of a row.
+        batch_size (`int`): Rows of a step, those of all processes together.
+        steps (`int`, *optional*): Optimiser steps; by default as many as `epochs` take.
+        epochs (`float`): Passes over the rows.
+        max_tokens (`int`, *optional*): Read no more tokens of the data.
+        max_minutes (`float`, *optional*): Time limit of the training.
+        held_out (`float`): Share of the rows that acceptance is measured on.
+        self_generate (`int`): Prompts from the data that the target continues. Training then is on what it wrote: the
+            rows of text are left out unless `keep_text`.
+        keep_text (`bool`): Train on the rows of text too.
+        max_new_tokens (`int`, *optional*): Most tokens of a continuation; by default it fills its row.
+        temperature (`float`): Of the sampled half of these continuations.
+        learning_rate (`float`): Peak learning rate.
+        warmup_steps (`int`, *optional*): By default a twentieth of the steps, at most 100.
+        weight_decay (`float`, *optional*): By default what suits the method.
+        muon (`bool`, *optional*): By default where whole networks are trained and torch has it.
+        bf16 (`bool`): Compute in bfloat16 autocast.
+        seed (`int`): Seed of weights, data order and sampling.
+        keep_states (`bool`): Read the rows with the target once and keep its states in memory: for several epochs.
+        save_every (`int`): Steps between two training states.
+        resume (`bool`): Take up the state in the output folder.
+
+    Raises:
+        SpecConfigError: A value is out of range.
+    """
+
+    data: Sequence[str]
+    column: str | None = None
+    seq_length: int = 1024
+    batch_size: int = 8
+    steps: int | None = None
+    epochs: float = 1.0
+    max_tokens: int | None = None
+    max_minutes: float | None = None
+    held_out: float = 0.05
+    self_generate: int = 0
+    keep_text: bool = False
+    max_new_tokens: int | None = None
+    temperature: float = 0.8
+    learning_rate: float = 1e-3
+    warmup_steps: int | None = None
+    weight_decay: float | None = None
+    muon: bool | None = None
+    bf16: bool = True
+    seed: int = 0
+    keep_states: bool = False
+    save_every: int = 500
+    resume: bool = False
+
+    def __post_init__(self):
+        for name, least in (("seq_length", 8), ("batch_size", 1), ("self_generate", 0), ("save_every", 1)):
+            check_at_least(name, getattr(self, name), least)
+        for name in ("steps", "max_tokens", "max_new_tokens"):
+            if getattr(self, name) is not None:
+                check_at_least(name, getattr(self, name))
+        if self.epochs <= 0:
+            raise SpecConfigError(f"`epochs` must be above 0, got {self.epochs}.")
+        if not 0 < self.held_out < 1:
+            raise SpecConfigError(f"`held_out` must be between 0 and 1, got {self.held_out}.")
+        if self.temperature <= 0:
+            raise SpecConfigError(f"`temperature` must be above 0, got {self.temperature}.")
+        if self.self_generate == 1:
+            raise SpecConfigError("`self_generate` must be at least 2: one continuation is held out.")
+        if self.keep_text and not self.self_generate:
+            raise SpecConfigError(
+                "`keep_text` adds text to the target's continuations, and `self_generate` asks for none."
+            )
+
+    def training(self, num_rows: int, recipe: Recipe) -> TrainingOptions:
+        """Length, schedule and precision for so many rows."""
+        steps = self.steps or max(1, round(self.epochs * num_rows / self.batch_size))
+        muon = recipe.muon and hasattr(torch.optim, "Muon") if self.muon is None else self.muon
+        return TrainingOptions(
+            steps=steps,
+            learning_rate=self.learning_rate,
+            warmup_steps=min(100, steps // 20) if self.warmup_steps is None else self.warmup_steps,
+            weight_decay=recipe.weight_decay if self.weight_decay is None else self.weight_decay,
+            max_minutes=self.max_minutes,
+            muon=muon,
+            bf16=self.bf16,
+        )
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """
+    Attributes:
+        folder (`str`): Where the draft is.
+        method (`str`): Its method.
+        before, after ([`Acceptance`]): Measured on the held-out rows before and after training.
+        losses (`list[float]`): The loss of every step.
+        num_tokens (`int`): Tokens of the training rows that counted.
+        num_parameters (`int`): Parameters that were trained.
+    """
+
+    folder: str
+    method: str
+    before: Acceptance
+    after: Acceptance
+    losses: list[float]
+    num_tokens: int
+    num_parameters: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "folder": self.folder,
+            "method": self.method,
+            "tokens_per_cycle": self.after.tokens_per_cycle,
+            "accuracies": list(self.after.accuracies),
+            "untrained_tokens_per_cycle": self.before.tokens_per_cycle,
+            "held_out_positions": self.after.num_positions,
+            "steps": len(self.losses),
+            "loss": sum(self.losses[-50:]) / max(1, len(self.losses[-50:])),
+            "training_tokens": self.num_tokens,
+            "parameters": self.num_parameters,
+        }
+
+
+class TrainingRun:
+    """
+    One run of a recipe.
+
+    Args:
+        recipe ([`Recipe`]): The method and its options.
+        options ([`RunOptions`]): The rest.
+        folder (`str` or `Path`): Where the draft and the training state go.
+        cpu (`bool`): Train on the CPU although there is a GPU.
+        console (`Console`, *optional*): Where progress is told.
+
+    Raises:
+        SpecDecError: The data are not there, or the folder holds something that is not to be written over.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        options: RunOptions,
+        folder: str | Path,
+        cpu: bool = False,
+        console: Console | None = None,
+    ):
+        self.recipe, self.options, self.folder = recipe, options, Path(folder)
+        self.console = console or Console(stderr=True)
+        check_data(options.data)
+        self._check_folder()
+        self.accelerator = Accelerator(cpu=cpu)
+        if options.batch_size % self.accelerator.num_processes:
+            raise SpecConfigError(
+                f"`batch_size`={options.batch_size} cannot be divided among {self.accelerator.num_processes} "
+                "processes. Choose a multiple of their number."
+            )
+
+    def _check_folder(self) -> None:
+        if self.folder.is_file():
+            raise SpecConfigError(f"The output '{self.folder}' is a file. Name a folder.")
+        has_state = (self.folder / STATE_FOLDER).is_dir() or (self.folder / CONTINUATIONS_FILE).is_file()
+        if self.options.resume and not has_state:
+            raise SpecConfigError(f"There is no run to resume in '{self.folder}'. Leave out `resume` to begin one.")
+        if not self.options.resume and self.folder.is_dir() and any(self.folder.iterdir()):
+            raise SpecConfigError(
+                f"The output folder '{self.folder}' is not empty. Name another one"
+                + (", or resume the run in it." if has_state else ".")
+            )
+
+    def run(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target_name: str = "") -> RunResult:
+        """
+        Trains, measures and saves.
+
+        Args:
+            target (`PreTrainedModel`): The target; frozen and left in evaluation mode.
+            tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
+            target_name (`str`): Its name, for the checkpoint.
+
+        Raises:
+            SpecDecError: The recipe does not suit the target, or the data have too little text.
+        """
+        target = target.requires_grad_(False).eval()
+        self.recipe.check(target)
+        set_seed(self.options.seed)
+        network = self.recipe.build(target)
+        if getattr(target, "hf_device_map", None) is None:
+            target.to(self.accelerator.device)
+        rows, held_out = self._rows(target, tokenizer).split(self.options.held_out, self.options.seed)
+        return self.train(network, rows, held_out, target, tokenizer, target_name)
+
+    def _rows(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Rows:
+        options = self.options
+        documents = []
+        seen = 0
+        for document in load_documents(options.data, tokenizer, options.column):
+            documents.append(document)
+            seen += len(document.tokens)
+            if options.max_tokens is not None and seen >= options.max_tokens:
+                break
+        if not options.self_generate:
+            return pack(documents, options.seq_length, tokenizer.eos_token_id, options.max_tokens)
+        if not documents:
+            raise SpecConfigError("The data have no text to make prompts of.")
+        rows = self._own_text(target, documents)
+        if options.keep_text:
+            rows += pack(documents, options.seq_length, tokenizer.eos_token_id, options.max_tokens)
+        return rows
+
+    def _own_text(self, target: PreTrainedModel, documents: Sequence[Document]) -> Rows:
+        """The target's continuations, every process its share of them; kept for a resumed run."""
+        options, accelerator = self.options, self.accelerator
+        kept = self.folder / CONTINUATIONS_FILE
+        settings = {name: getattr(options, name) for name in ("self_generate", "seq_length", "temperature", "seed")}
+        settings |= {
+            "data": list(options.data),
+            "max_tokens": options.max_tokens,
+            "max_new_tokens": options.max_new_tokens,
+        }
+        if options.resume and kept.is_file():
+            found = torch.load(kept, weights_only=True)
+            check_identity(settings, found["settings"])
+            return Rows(found["tokens"], found["counted"])
+        prompts = draw_prompts(documents, options.self_generate, options.seq_length, options.seed)
+        share = prompts[accelerator.process_index :: accelerator.num_processes]
+        set_seed(options.seed + accelerator.process_index)
+        with Progress(console=self.console, disable=not accelerator.is_main_process) as bar:
+            task = bar.add_task("target's continuations", total=len(share))
+            rows = continue_prompts(
+                target,
+                share,
+                options.seq_length,
+                temperature=options.temperature,
+                max_new_tokens=options.max_new_tokens,
+                on_step=lambda done: bar.update(task, completed=done),
+            )
+        if accelerator.num_processes > 1:
+            parts = gather_object([(rows.tokens, rows.counted)])
+            rows = Rows(*(torch.cat(tensors) for tensors in zip(*parts)))
+        if accelerator.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            torch.save({"tokens": rows.tokens, "counted": rows.counted, "settings": settings}, kept)
+        # Generation has drawn another number of random numbers in every process.
+        set_seed(options.seed)
+        return rows
+
+    def train(
+        self,
+        network: nn.Module,
+        rows: Rows,
+        held_out: Rows,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        target_name: str = "",
+    ) -> RunResult:
+        """Trains a network on rows, measures it on others and saves it."""
+        options, recipe, accelerator = self.options, self.recipe, self.accelerator
+        reader = TargetReader(target, recipe.target_hidden_states)
+        network.to(accelerator.device)
+        training = options.training(len(rows), recipe)
+        if options.keep_states:
+            reader.keep(rows.once(options.batch_size))
+        before = self._measure(network, reader, held_out)
+        losses = train(
+            network,
+            rows.batches(options.batch_size, options.seed),
+            recipe.objective(network, reader),
+            training,
+            description=recipe.method,
+            measure=lambda: self._measure(network, reader, held_out[:32]).tokens_per_cycle,
+            checkpoints=Checkpoints(
+                self.folder / STATE_FOLDER, options.save_every, options.resume, self._identity(training, rows)
+            ),
+            accelerator=accelerator,
+        )
+        after = self._measure(network, reader, held_out)
+        trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+        result = RunResult(str(self.folder), recipe.method, before, after, losses, int(rows.counted.sum()), trained)
+        if accelerator.is_main_process:
+            self._save(network, result, tokenizer, target_name)
+        accelerator.wait_for_everyone()
+        return result
+
+    def _measure(self, network: nn.Module, reader: TargetReader, rows: Rows) -> Acceptance:
+        """Every process measures all held-out rows, so that all know the figure."""
+        network.eval()
+        device = self.accelerator.device
+        batches: list[Batch] = [batch.to(device) for batch in rows.once(self.options.batch_size)]
+        return self.recipe.measure(network, reader, batches)
+
+    def _identity(self, training: TrainingOptions, rows: Rows) -> dict[str, Any]:
+        """What a resumed run must have in common with the one that it continues."""
+        return {
+            "method": self.recipe.method,
+            **{name: value for name, value in asdict(self.recipe).items()},
+            **asdict(training),
+            "batch_size": self.options.batch_size,
+            "seed": self.options.seed,
+            "rows": [len(rows), int(rows.tokens.sum())],
+        }
+
+    def _save(self, network, result: RunResult, tokenizer, target_name: str) -> None:
+        self.recipe.save(
+            network,
+            self.folder,
+            target_name=target_name,
+            tokenizer=tokenizer,
+            acceptance=result.after,
+            dtype=torch.bfloat16 if self.options.bf16 else torch.float32,
+        )
+        path = self.folder / RESULT_FILE
+        path.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,116 @@
+"""`hf-specdec train` from end to end, on a tiny saved target and a text file."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_specdec import cli
+from tests.models import VOCAB_SIZE, letter_tokenizer, prompts, tiny_llama
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli.app, ["train", *map(str, arguments)], prog_name="hf-specdec")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    tiny_llama().save_pretrained(folder)
+    letter_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    tokens = torch.randint(1, VOCAB_SIZE, (800,), generator=torch.Generator().manual_seed(0))
+    path = tmp_path_factory.mktemp("data") / "letters.txt"
+    path.write_text(letter_tokenizer().decode(tokens))
+    return path
+
+
+@pytest.fixture
+def common(target, data, tmp_path):
+    sizes = ["--seq-length", 32, "--batch-size", 4, "--steps", 3, "--held-out", 0.2, "--threads", 1, "--cpu"]
+    return ["--target", target, "--data", data, "--output", tmp_path / "out", *sizes]
+
+
+METHODS = {
+    "medusa": ["--num-heads", 2, "--own-lm-heads", "--kl-weight", 0.5],
+    "mlp_speculator": ["--n-predict", 2, "--inner-dim", 8, "--no-tie-weights"],
+    "draft_model": [
+        "--from-scratch",
+        "hidden_size=16,intermediate_size=16,num_hidden_layers=1,num_attention_heads=2",
+    ],
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_trains_a_draft_that_can_be_used(method, common, tmp_path):
+    result = invoke(method, *common, *METHODS[method], "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["method"] == method
+    assert report["steps"] == 3
+    assert len(report["accuracies"]) == {"medusa": 2, "mlp_speculator": 2, "draft_model": 4}[method]
+    model, inputs = tiny_llama(), prompts(2)
+    plain = model.generate(**inputs, do_sample=False, max_new_tokens=12)
+    drafted = model.generate(
+        **inputs, do_sample=False, max_new_tokens=12, spec_method=method, spec_model=str(tmp_path / "out")
+    )
+    assert torch.equal(plain, drafted)
+
+
+def test_prints_the_acceptance_and_the_line_that_uses_the_draft(common, target, tmp_path):
+    result = invoke("medusa", *common)
+    assert result.exit_code == 0, result.stderr
+    assert "tokens per cycle (untrained" in result.stdout
+    usage = next(line.strip() for line in result.stdout.splitlines() if line.startswith("  hf-specdec"))
+    assert usage == f"hf-specdec generate --model {target} --method medusa --spec-model {tmp_path / 'out'}"
+    generated = CliRunner().invoke(cli.app, [*usage.split()[1:], "--no-stats", "-n", "5", "abc"])
+    assert generated.exit_code == 0, generated.stderr
+    assert len(generated.stdout.strip()) == 5
+
+
+def test_resumes(common, tmp_path):
+    assert invoke("medusa", *common, "--self-generate", 8).exit_code == 0
+    first = (tmp_path / "out" / "training.json").read_text()
+    again = invoke("medusa", *common, "--self-generate", 8, "--resume")
+    assert again.exit_code == 0, again.stderr
+    assert (tmp_path / "out" / "training.json").read_text() == first
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "message"),
+    [
+        ("eagle9", [], "There is no training recipe for 'eagle9'"),
+        ("medusa", ["--n-predict", 3], "`n_predict` is no option of the recipe for medusa"),
+        ("draft_model", [], "needs either `draft_model`"),
+        ("draft_model", ["--from-scratch", "small"], "--from-scratch must be sizes"),
+        ("medusa", ["--held-out", 2], "`held_out` must be between 0 and 1"),
+        ("medusa", ["--data", "missing.txt"], "There is no file or folder 'missing.txt'"),
+    ],
+)
+def test_errors_come_before_the_target_is_loaded(method, arguments, message, data, tmp_path):
+    common = ["--target", tmp_path / "nowhere", "--data", data, "--output", tmp_path / "out"]
+    result = invoke(method, *common, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_little_text(common, tmp_path):
+    (tmp_path / "short.txt").write_text("abc")
+    common[common.index("--data") + 1] = tmp_path / "short.txt"
+    result = invoke("medusa", *common)
+    assert result.exit_code == 2
+    assert "The data have 3 tokens, fewer than one row of 32" in result.stderr
+
+
+def test_help_names_every_option_of_a_method():
+    result = invoke("--help")
+    assert result.exit_code == 0
+    for option in ("--self-generate", "--num-heads", "--n-predict", "--from-scratch", "--kl-weight", "--resume"):
+        assert option in result.stdout

@@ -32,6 +32,8 @@ CONFIG_NAME = "speculation_config.json"
 METHODS_WITHOUT_MODEL = ("ngram", "suffix")
 TREE_METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3")
 
+_MOST_SYNTHETIC_TOKENS = 1025
+
 # Settings that only one acceptance rule reads.
 _RULE_OF_SETTING = {
     "posterior_threshold": "typical",
@@ -144,7 +146,7 @@ def _acceptance_rates(value: Any) -> Any:
     if value is None:
         return None
     is_list = isinstance(value, (list, tuple)) and len(value) > 0
-    if not is_list or not all(isinstance(rate, numbers.Real) and 0 <= rate <= 1 for rate in value):
+    if not is_list or not all(_is_number(rate) and 0 <= rate <= 1 for rate in value):
         raise SpecConfigError(f"`synthetic_acceptance_rates` must be a list of numbers from 0 to 1, got {value!r}.")
     if any(later > earlier for earlier, later in zip(value, value[1:])):
         raise SpecConfigError(
@@ -331,6 +333,7 @@ class SpeculativeConfig:
         None,
         "For `synthetic`, instead of the rates: tokens committed per verification, at least 1.",
         minimum=1,
+        maximum=_MOST_SYNTHETIC_TOKENS,
     )
     options: Any = field(default=PendingOptions(), metadata={"help": "The options of the method, as an object."})
 
@@ -378,12 +381,18 @@ class SpeculativeConfig:
         return config
 
     def replace(self, **changes) -> SpeculativeConfig:
-        """A copy with some settings changed. Options of the old method are left behind when the method changes."""
+        """A copy with some settings changed.
+
+        When the method changes, the options of the old one are left behind, and so are the settings of the old
+        acceptance rule when that changes.
+        """
         base = self.to_dict()
         new_method = _canonical_method(changes.get("method", self.method))
         if self.method is not None and new_method != self.method:
             common = {setting.name for setting in _common_fields()}
             base = {key: value for key, value in base.items() if key in common}
+        new_rule = changes.get("rejection_sample_method", self.rejection_sample_method)
+        base = {key: value for key, value in base.items() if _RULE_OF_SETTING.get(key, new_rule) == new_rule}
         return type(self)(**_merged(base, changes))
 
     def check_against_target(self, max_position_embeddings: int | None = None, num_heads: int | None = None) -> None:
@@ -868,7 +877,7 @@ def _as_one_of(kinds: tuple, name: str, value: Any) -> Any:
             if _is_int(value):
                 return int(value)
         elif kind is float:
-            if isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value):
+            if _is_number(value) and not math.isnan(value):
                 return float(value) + 0.0  # -0.0 equals 0.0 and must not be another configuration in a hash
         elif kind is tuple or get_origin(kind) is tuple:
             if isinstance(value, (list, tuple)):
@@ -894,6 +903,10 @@ def _wrong_type(kinds: tuple, name: str, value: Any) -> str:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _is_json_number(text: str) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 
 # Acceptance rules that keep the target's distribution.
-_LOSSLESS = ("standard", "block")
+LOSSLESS_RULES = ("standard", "block")
 
 
 @dataclass
@@ -59,7 +59,7 @@ class SpecDecodingStats:
     @property
     def is_lossless(self) -> bool:
         """Whether the text has the target's distribution."""
-        return self.rejection_sample_method in _LOSSLESS
+        return self.rejection_sample_method in LOSSLESS_RULES
 
     @property
     def acceptance_rate(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,8 +17,6 @@ from .candidate_generators import resolve_candidate_generator
 from .candidate_generators.base import CandidateGenerator, NoDrafts, Session, StockCandidateGenerator
 from .config import SpeculativeConfig
 from .errors import SpecConfigError
-from .logits.randomness import RowUniforms
-from .logits.rules import StandardRule, acceptance_rule
 
 
 logger = logging.get_logger(__name__)
@@ -45,22 +43,11 @@ class Speculator:
     def candidate_generator(self, session: Session) -> CandidateGenerator:
         """A fresh candidate generator for one `generate()` call."""
         limit = self.config.disable_by_batch_size
-        if not self.drafts_for(session.batch_size):
+        if limit is not None and session.batch_size > limit:
             session.notes.append(f"no drafts: {session.batch_size} rows are more than disable_by_batch_size={limit}")
             logger.info(f"Speculation is off for this call: {session.notes[-1]}.")
             return NoDrafts(self.config, None, session)
         return self.generator_class(self.config, self.resources, session)
-
-    def drafts_for(self, batch_size: int) -> bool:
-        """Whether batches of this size are drafted for at all."""
-        limit = self.config.disable_by_batch_size
-        return limit is None or batch_size <= limit
-
-    def acceptance_rule(
-        self, batch_size: int, uniforms: RowUniforms | None, new_uniforms: Callable[[], RowUniforms]
-    ) -> StandardRule:
-        """The acceptance rule of one `generate()` call: see [`~logits.rules.acceptance_rule`]."""
-        return acceptance_rule(self.config if self.drafts_for(batch_size) else None, uniforms, new_uniforms)
 
     def __repr__(self) -> str:
         return f"Speculator({self.config!r})"
@@ -81,9 +68,6 @@ class StockSpeculator:
                 "`spec_method` instead, or generate row by row."
             )
         return StockCandidateGenerator(self.generator, session)
-
-    def acceptance_rule(self, batch_size: int, uniforms: RowUniforms | None, new_uniforms) -> StandardRule:
-        return StandardRule(uniforms)
 
 
 # For each target what has been loaded for it, by method and by the settings that were read in loading.
@@ -116,14 +100,11 @@ def load_speculator(
         CheckpointFormatError: The draft checkpoint does not fit the target.
     """
     if draft_model is not None and not settings.get("method") and not _names_method(config):
-        settings["method"] = "draft_model"
+        settings["method"] = _method_of(draft_model)
     resolved = SpeculativeConfig.resolve(config, target_config=target_model.config, **settings)
     generator_class = resolve_candidate_generator(resolved.method)
-    if draft_model is not None and "draft_model" not in inspect.signature(generator_class.load).parameters:
-        raise SpecConfigError(
-            f"method='{resolved.method}' drafts without a model, and got a {type(draft_model).__name__}. Leave the "
-            "model or the method out."
-        )
+    if draft_model is not None:
+        _check_takes(generator_class, resolved.method, draft_model)
     with _lock:
         resources = _resources(generator_class, resolved, target_model, draft_model)
     return Speculator(resolved, generator_class, resources)
@@ -143,6 +124,24 @@ def _resources(generator_class, config, target_model, draft_model):
         given = {} if draft_model is None else {"draft_model": draft_model}
         loaded[key] = (generator_class.load(config, target_model, **given), draft_model)
     return loaded[key][0]
+
+
+def _method_of(draft_model: torch.nn.Module) -> str:
+    """The method of a loaded network: this package's own say it, any other is a draft model."""
+    return getattr(draft_model, "spec_method", "draft_model")
+
+
+def _check_takes(generator_class: type[CandidateGenerator], method: str, draft_model: torch.nn.Module) -> None:
+    kind, own = type(draft_model).__name__, _method_of(draft_model)
+    if "draft_model" not in inspect.signature(generator_class.load).parameters:
+        raise SpecConfigError(
+            f"method='{method}' drafts without a model, and got a {kind}. Leave the model or the method out."
+        )
+    # Each method's own loader looks closer.
+    if own not in ("draft_model", method):
+        raise SpecConfigError(f"method='{method}' cannot draft with a {kind}, which is for method='{own}'.")
+    if method == "draft_model" and not hasattr(draft_model, "config"):
+        raise SpecConfigError(f"A {kind} is no draft model. Pass a causal language model, or name the method.")
 
 
 def _names_method(config: Any) -> bool:

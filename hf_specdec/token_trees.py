@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,12 +60,28 @@ PUBLISHED_TREES = tuple(_PUBLISHED_LEAVES)
 
 _SGLANG_KEYS = ("num_steps", "topk", "num_draft_tokens")
 
-_MAX_NODES = 1024
+MAX_NODES = 1024
 
 
-def _prior_accuracies(max_depth: int, max_children: int) -> list[tuple[float, ...]]:
+def prior_accuracies(max_depth: int, max_children: int) -> list[tuple[float, ...]]:
     """Where nothing has been measured: how often the candidate of each rank may be right, at every depth alike."""
     return [tuple(0.6 / rank**2 for rank in range(1, max_children + 1))] * max_depth
+
+
+class Level(NamedTuple):
+    """One depth of a static tree.
+
+    Attributes:
+        width (`int`): W, candidates that are asked of every node that is read, R of them (at first the anchor).
+        picks (`torch.LongTensor`): Which of the R * W candidates the nodes of this depth are.
+        read_picks (`torch.LongTensor`): Those of them that have children, so that they are read next.
+        read_parents (`torch.LongTensor`): Which of the R nodes that were read each of these continues.
+    """
+
+    width: int
+    picks: torch.LongTensor
+    read_picks: torch.LongTensor
+    read_parents: torch.LongTensor
 
 
 @dataclass(frozen=True)
@@ -184,15 +200,23 @@ class TokenTree:
                 "tokens, the anchor included."
             )
         _check_size(num_draft_tokens - 1)
-        return cls.from_accuracies(_prior_accuracies(num_steps, min(topk, num_draft_tokens)), num_draft_tokens - 1)
+        return cls.from_accuracies(prior_accuracies(num_steps, min(topk, num_draft_tokens)), num_draft_tokens - 1)
 
     @classmethod
     def of_size(cls, num_nodes: int, max_depth: int, max_children: int = 10) -> TokenTree:
         """A tree of `num_nodes` nodes where nothing has been measured yet."""
-        return cls.from_accuracies(_prior_accuracies(max_depth, max_children), num_nodes)
+        return cls.from_accuracies(prior_accuracies(max_depth, max_children), num_nodes)
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Once: a tree is looked up several times a cycle.
+        return hash(self.paths)
 
     @cached_property
     def parents(self) -> tuple[int, ...]:
@@ -231,6 +255,10 @@ class TokenTree:
         """Depths and ancestors, computed once per device."""
         return chain_topology(len(self), device) if self.is_chain else static_topology(self.parents, device)
 
+    def levels(self, device: torch.device) -> tuple[Level, ...]:
+        """The tree depth by depth, for drafters that read nodes to find their children; computed once per device."""
+        return _levels(self, device)
+
     def draft(self, tokens: torch.LongTensor, max_depths: Sequence[int] | None = None) -> DraftTree:
         """Drafts of this shape.
 
@@ -267,16 +295,37 @@ def _parents_tensor(parents: tuple[int, ...], device: torch.device) -> torch.Lon
     return torch.tensor(parents, dtype=torch.long, device=device)
 
 
+@lru_cache(maxsize=256)
+def _levels(tree: TokenTree, device: torch.device) -> tuple[Level, ...]:
+    with_children = {path[:-1] for path in tree.paths}
+    read: list[tuple[int, ...]] = [()]
+    levels = []
+    for depth, width in enumerate(tree.widths):
+        place = {path: index for index, path in enumerate(read)}
+        nodes = [path for path in tree.paths if len(path) == depth + 1]
+        read = [path for path in nodes if path in with_children]
+        indices = (
+            [place[path[:-1]] * width + path[-1] for path in nodes],
+            [place[path[:-1]] * width + path[-1] for path in read],
+            [place[path[:-1]] for path in read],
+        )
+        levels.append(Level(width, *(torch.tensor(index, dtype=torch.long, device=device) for index in indices)))
+    return tuple(levels)
+
+
 def parse_token_tree(value: Any) -> tuple[Path, ...]:
     """The paths of a tree in any of its spellings.
 
     Args:
-        value: A list of paths `[(0,), (0, 0), (1,)]`; a list of parents `[0, 0, 1]` (0 is the anchor); a dict with
-            SGLang's `num_steps`, `topk` and `num_draft_tokens`; text of one of these; or the name of a published tree.
+        value: A `TokenTree`; a list of paths `[(0,), (0, 0), (1,)]`; a list of parents `[0, 0, 1]` (0: the anchor); a
+            dict with SGLang's `num_steps`, `topk` and `num_draft_tokens`; text of one of these; or the name of a
+            published tree.
 
     Raises:
         SpecConfigError: It is none of them, or not a tree.
     """
+    if isinstance(value, TokenTree):
+        return value.paths
     if isinstance(value, str) and value in PUBLISHED_TREES:
         return TokenTree.published(value).paths
     found = value
@@ -312,8 +361,8 @@ def _from_numbers(value: Mapping) -> TokenTree:
 
 
 def _check_size(num_nodes: int) -> None:
-    if num_nodes > _MAX_NODES:
-        raise SpecConfigError(f"`speculative_token_tree` has {num_nodes} nodes. Use at most {_MAX_NODES}.")
+    if num_nodes > MAX_NODES:
+        raise SpecConfigError(f"`speculative_token_tree` has {num_nodes} nodes. Use at most {MAX_NODES}.")
 
 
 def _not_a_tree(found: Any) -> SpecConfigError:

@@ -33,7 +33,7 @@ from hf_specdec.errors import SpecConfigError
 
 ROOT = Path(__file__).parents[1]
 DOC = ROOT / "docs" / "configuration.md"
-BUILT_IN = ("ngram", "suffix", "draft_model", "medusa", "mlp_speculator")
+BUILT_IN = ("ngram", "suffix", "draft_model", "medusa", "mlp_speculator", "eagle", "eagle3")
 COMMON = [item.name for item in fields(SpeculativeConfig) if item.name != "options"]
 
 
@@ -353,7 +353,7 @@ class TestErrors:
             ({"method": 3}, ["`method`", "3 (int)"]),
             ({3: "toy"}, ["must be strings", "3"]),
             ({"method": "ngrm"}, ["'ngrm'", "Did you mean 'ngram'?"]),
-            ({"method": "eagle3", "model": "org/eagle"}, ["'eagle3'", "not available in this version"]),
+            ({"method": "mtp", "model": "org/mtp"}, ["'mtp'", "not available in this version"]),
             ({"method": "dflash", "dflash_block_size": 8}, ["'dflash'", "not available in this version"]),
             ({"method": "ngram", "model": "org/draft"}, ["'org/draft'", "'ngram'", "without"]),
             ({"method": "suffix", "quantization": "4bit"}, ["`quantization`", "'suffix'"]),

@@ -27,6 +27,7 @@ from hf_specdec import (
     record,
 )
 from hf_specdec.decoding import functional
+from hf_specdec.models.medusa import MedusaHeads
 from tests.models import prompts, scripted_for, tiny_llama
 
 
@@ -247,8 +248,11 @@ class TestWaysToAsk:
     def test_contradictions(self, model, inputs):
         speculator = load_speculator(model, "ngram")
         draft = tiny_llama(seed=1)
+        heads = MedusaHeads(32, 64, 2, own_lm_heads=False)
         for speculative, match in (
-            ({"assistant": tiny_llama(), "spec_method": "ngram"}, "drafts without a model, and got a Llama"),
+            ({"assistant": torch.nn.Linear(2, 2)}, "A Linear is no draft model"),
+            ({"assistant": heads, "spec_method": "draft_model"}, "MedusaHeads, which is for method='medusa'"),
+            ({"assistant": draft, "spec_method": "ngram"}, "drafts without a model, and got a Llama"),
             ({"assistant": speculator, "num_speculative_tokens": 3}, "together with other speculative arguments"),
             ({"assistant": speculator, "spec_method": "ngram"}, "together with other speculative arguments"),
             ({"assistant": draft, "spec_model": draft}, "both name a draft model"),

@@ -462,13 +462,23 @@ class TestStatistics:
     @pytest.mark.parametrize("name", ["standard", *RULES])
     def test_every_name_has_its_rule(self, name):
         config = SpeculativeConfig(method="ngram", **RULES.get(name, {}))
-        rule = acceptance_rule(config, RowUniforms(0), None)
+        rule = acceptance_rule(config, True, RowUniforms(0), None)
         assert rule.name == name
         assert rule.judges_whole_drafts == (name != "standard")
+
+    def test_block_is_the_standard_rule_where_nothing_is_drawn(self, model, inputs):
+        """So it can be combined with processors that must see one position after the other."""
+        config = {"method": "ngram", **BLOCK}
+        call = {**inputs, **SAMPLING, "logits_processor": [lambda input_ids, scores: scores]}
+        output = model.generate(**call, speculative=config, return_dict_in_generate=True)
+        assert output.speculative.rejection_sample_method == "standard"
 
     @pytest.mark.parametrize(
         "settings",
         [
+            {**synthetic(), "synthetic_acceptance_length": math.inf},
+            {**synthetic(), "synthetic_acceptance_length": 1e9},
+            {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [True, 0.5]},
             {**BLOCK, "posterior_alpha": 0.5},
             {"synthetic_acceptance_length": 2.0},
             {**TYPICAL, "synthetic_acceptance_rates": [0.5]},

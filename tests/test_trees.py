@@ -210,7 +210,7 @@ class RecordedScript(Script):
 class RecordingGenerator(TreeGenerator):
     """Keeps what it is handed."""
 
-    target_hidden_states = ("last", 0, 1)
+    target_hidden_states = ("last", 0, 1, 2)
 
     def prefill(self, prompt: Prompt) -> None:
         self.script.prompts.append(prompt)
@@ -223,7 +223,8 @@ class RecordingGenerator(TreeGenerator):
 def states_of_plain_forward(model, tokens: list[int]) -> dict:
     """States `(L, H)` of a forward over one whole text without cache, read by hooks of this test's own."""
     decoder, found = model.get_decoder(), {}
-    taps = {"last": decoder.norm, 0: decoder.layers[0], 1: decoder.layers[1]}
+    # What leaves one of them enters the next.
+    taps = {"last": decoder.norm, 0: decoder.embed_tokens, 1: decoder.layers[0], 2: decoder.layers[1]}
     handles = [
         tap.register_forward_hook(
             lambda module, args, output, key=key: found.update({key: output if torch.is_tensor(output) else output[0]})
@@ -243,13 +244,21 @@ class TestHiddenStates:
     @pytest.mark.parametrize("lean", [True, False], ids=["lean_forward", "own_forward"])
     @pytest.mark.parametrize("make", [tiny_llama, tiny_mistral], ids=["llama", "window"])
     def test_are_those_that_predicted_the_committed_tokens(self, make, lean, walks, tree, batch_size, monkeypatch):
+        self.run(make, lean, walks, tree, batch_size, monkeypatch)
+
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    @pytest.mark.parametrize("chunk_size", [1, 4, 8, 9, 20])
+    def test_of_prompts_that_are_read_in_chunks(self, chunk_size, batch_size, monkeypatch):
+        self.run(tiny_llama, True, False, "chain", batch_size, monkeypatch, prefill_chunk_size=chunk_size)
+
+    def run(self, make, lean, walks, tree, batch_size, monkeypatch, **more):
         if not lean:
             monkeypatch.setattr(functional, "is_plain_llama", lambda model: False)
         # Weights of the usual size: large ones would make the last digits of a sum matter.
         model = make(initializer_range=0.1)
         inputs = prompts(batch_size, length=9)
         text = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
-        settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": int(text[0, 22])}
+        settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": int(text[0, 22]), **more}
         if walks:
             settings["no_repeat_ngram_size"] = NEW_TOKENS
         speculator = speculator_for(
@@ -295,4 +304,4 @@ class TestHiddenStates:
         text = model.generate(**inputs, max_new_tokens=8, do_sample=False)
         speculator = speculator_for(text, inputs, TREES["7_nodes"], RecordingGenerator, resources=RecordedScript)
         model.generate(**inputs, max_new_tokens=8, do_sample=False, assistant=speculator)
-        assert not any(module._forward_hooks for module in model.modules())
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -14,10 +14,12 @@ _GENERATORS: dict[str, str | type] = {
     "draft_model": "hf_specdec.candidate_generators.draft_model:DraftModelCandidateGenerator",
     "medusa": "hf_specdec.candidate_generators.medusa:MedusaCandidateGenerator",
     "mlp_speculator": "hf_specdec.candidate_generators.mlp_speculator:MLPSpeculatorCandidateGenerator",
+    "eagle": "hf_specdec.candidate_generators.eagle:EagleCandidateGenerator",
+    "eagle3": "hf_specdec.candidate_generators.eagle:EagleCandidateGenerator",
 }
 
 # Names that users know from checkpoints and serving engines; this version has no generator for them.
-_PLANNED_METHODS = ("eagle", "eagle3", "mtp", "dflash")
+_PLANNED_METHODS = ("mtp", "dflash")
 
 KNOWN_METHODS = (*_GENERATORS, *_PLANNED_METHODS)
 

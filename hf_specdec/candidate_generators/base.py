@@ -24,6 +24,7 @@ import torch
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
 
 from ..drafts import DraftTree
+from ..errors import UnsupportedModelError
 
 
 if TYPE_CHECKING:
@@ -128,11 +129,13 @@ class CandidateGenerator(HfCandidateGenerator):
 
     Attributes:
         options_class (`type`): Frozen dataclass of the method's own options.
-        target_hidden_states (`tuple`): States of the target the method needs: layer indices, or "last".
+        target_hidden_states (`tuple`): States of the target the method needs: "last", the one behind the final norm,
+            or boundaries: i is what enters decoder layer i.
         default_num_speculative_tokens (`int`): k when the user names none.
         loaded_by (`tuple[str, ...]`, *optional*): Flat settings that `load` reads. Configurations that agree in them
             share what was loaded; `None`: in all of them.
         needs_prompt_tokens (`bool`): Cannot draft for a prompt that is given as embeddings alone.
+        draws (`bool`, *optional*): Draft tokens are drawn, and their distributions handed over. `None`: not known.
 
     Args:
         config (`SpeculativeConfig`): The settings of the call.
@@ -145,6 +148,9 @@ class CandidateGenerator(HfCandidateGenerator):
     default_num_speculative_tokens: ClassVar[int] = 5
 
     needs_prompt_tokens: ClassVar[bool] = False
+    draws: bool | None = None
+    # Generators without settings have the standard acceptance rule.
+    config: SpeculativeConfig | None = None
     loaded_by: ClassVar[tuple[str, ...] | None] = None
 
     @classmethod
@@ -181,7 +187,7 @@ class CandidateGenerator(HfCandidateGenerator):
         )
 
     def draft_depths(self, step: DraftStep) -> list[int]:
-        """How deep each row may draft: at most k, in what the loop and `max_model_len` leave beside the bonus token."""
+        """How deep each row may draft: at most k, in what the loop and `max_model_len` leave beside the bonus one."""
         depths = [min(most, self.num_speculative_tokens) for most in step.max_draft_tokens]
         if self.config.max_model_len is None:
             return depths
@@ -238,9 +244,14 @@ class CandidateGenerator(HfCandidateGenerator):
         self._num_matches = num_matches
 
     def _states_of(self, model_outputs: Any) -> dict:
-        """The states asked for, from transformers' tuple: embeddings, every layer's output, the last one normed."""
+        """The states asked for, from transformers' tuple: what enters each layer, and what the head reads."""
         states = model_outputs.hidden_states
-        return {key: states[-1] if key == "last" else states[key + 1] for key in self.target_hidden_states}
+        if len(states) - 1 in self.target_hidden_states:
+            raise UnsupportedModelError(
+                "The drafter reads what enters the target's final norm, and transformers' assisted decoding hands "
+                "over what leaves it. Use generate(..., spec_method=...), which captures the state."
+            )
+        return {key: states[-1] if key == "last" else states[key] for key in self.target_hidden_states}
 
     def _catch_up(self, input_ids: torch.LongTensor, states: dict) -> None:
         """Feeds what has been committed since the last call; the host only ever shows the whole sequence."""

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
+from ..metrics import LOSSLESS_RULES
 from ..models.medusa import NUM_RANKS, MedusaHeads, fitting_heads, load_medusa
-from ..token_trees import TokenTree
+from ..token_trees import MAX_NODES, TokenTree, prior_accuracies
 from .base import CandidateGenerator, Commit, DraftStep, Session
 
 
@@ -46,7 +47,6 @@ _TREE_OF_BASE_MODEL = (
 _FIRST_REVIEW = 64
 # What is assumed before anything was measured weighs as much as this many drafts.
 _PRIOR_WEIGHT = 32.0
-_PRIOR = tuple(0.6 / rank**2 for rank in range(1, NUM_RANKS + 1))
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,9 @@ class MedusaOptions:
 
     def __post_init__(self):
         nodes = self.num_nodes
-        if nodes is not None and (isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1):
-            raise SpecConfigError(f"`medusa_num_nodes` must be an integer of at least 1, got {nodes!r}.")
+        is_int = isinstance(nodes, int) and not isinstance(nodes, bool)
+        if nodes is not None and not (is_int and 1 <= nodes <= MAX_NODES):
+            raise SpecConfigError(f"`medusa_num_nodes` must be an integer from 1 to {MAX_NODES}, got {nodes!r}.")
         if self.tree not in ("static", "measured"):
             raise SpecConfigError(f"`medusa_tree` must be 'static' or 'measured', got {self.tree!r}.")
 
@@ -96,7 +97,8 @@ class RankCounts:
 
     def __init__(self, expected: Sequence[Sequence[float]] | None, num_heads: int):
         self.accuracies = expected
-        self._prior = [[*ranks, *[0.0] * NUM_RANKS][:NUM_RANKS] for ranks in expected or [_PRIOR] * num_heads]
+        prior = expected or prior_accuracies(num_heads, NUM_RANKS)
+        self._prior = [[*ranks, *[0.0] * NUM_RANKS][:NUM_RANKS] for ranks in prior]
         self._num_drafts = 0
         self._next_review = _FIRST_REVIEW
         self._counts: torch.Tensor | None = None  # (K, 1 + C): drafts in which the head counts, hits by rank
@@ -150,6 +152,7 @@ class MedusaCandidateGenerator(CandidateGenerator):
 
     options_class = MedusaOptions
     target_hidden_states = ("last",)
+    draws = False
     loaded_by = ("model", "revision", "subfolder", "dtype", "device", "quantization")
 
     @classmethod
@@ -164,12 +167,21 @@ class MedusaCandidateGenerator(CandidateGenerator):
         self.num_nodes = self.options.num_nodes or _NUM_NODES
         self.node_cost = node_cost(session) if self.options.num_nodes is None else 0.0
         tree = chosen_tree(config, self.heads)
-        self.counts = resources.counts if tree is None and self.options.tree == "measured" else None
+        self.counts = resources.counts if tree is None and self._measures() else None
         self._accuracies = self.counts.accuracies if self.counts else self.heads.accuracies
         self.tree = self._fitting(tree or self._default_tree())
         self.num_speculative_tokens = self.heads.num_heads if self.counts else self.tree.max_depth
         self.hidden: torch.Tensor | None = None  # (B, H), from which each row's anchor was predicted
         self.candidates: torch.LongTensor | None = None  # (D, B, C), of the last draft
+
+    def _measures(self) -> bool:
+        """Whether the tree follows what is counted. Rules that accept wrong tokens would be counted as right ones."""
+        if self.options.tree != "measured":
+            return False
+        rule = self.config.rejection_sample_method
+        if rule not in LOSSLESS_RULES:
+            self.session.notes.append(f"medusa counts nothing for its tree under rejection_sample_method='{rule}'.")
+        return self.session.takes_trees and rule in LOSSLESS_RULES
 
     def _default_tree(self) -> TokenTree:
         return default_tree(self.heads, self._accuracies, self.num_nodes, self.node_cost)
@@ -178,7 +190,6 @@ class MedusaCandidateGenerator(CandidateGenerator):
         """The tree, or its best path where the target cannot verify branches."""
         if self.session.takes_trees or tree.is_chain:
             return tree
-        self.counts = None
         self.session.notes.append("medusa drafts chains: the target cannot verify trees.")
         return TokenTree.chain(tree.max_depth)
 
@@ -272,7 +283,7 @@ def default_tree(
     name = next(name for parts, name in _TREE_OF_BASE_MODEL if all(part in base for part in parts))
     paths = TokenTree.published(name).up_to(heads.num_heads).paths
     possible = TokenTree.from_paths(path for path in paths if max(path) < heads.lm_head_size)
-    return _paying(possible, [_PRIOR] * heads.num_heads, num_nodes, node_cost)
+    return _paying(possible, prior_accuracies(heads.num_heads, NUM_RANKS), num_nodes, node_cost)
 
 
 def _paying(tree: TokenTree, accuracies: Sequence[Sequence[float]], num_nodes: int, node_cost: float) -> TokenTree:

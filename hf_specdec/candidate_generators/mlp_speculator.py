@@ -13,14 +13,15 @@ node, H hidden size of the target.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from functools import cached_property
+from typing import Literal
 
 import torch
 
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
 from ..logits.acceptance import best_tokens
+from ..models.draft_model import vocabulary_size
 from ..models.mlp_speculator import MLPSpeculator, MLPStage, fitting_speculator, load_mlp_speculator
 from ..token_trees import TokenTree
 from .base import CandidateGenerator, Commit, DraftStep, Session
@@ -102,10 +103,22 @@ def _is_positive(value) -> bool:
 
 @dataclass
 class LoadedSpeculator:
-    """What outlives a call."""
+    """What outlives a call.
+
+    Attributes:
+        speculator (`MLPSpeculator`): As stored.
+        stages (`list[MLPStage]`): Those that draft, with no logits of tokens that the target lacks.
+        unknown_tokens (`bool`): The target has tokens that the speculator lacks.
+    """
 
     speculator: MLPSpeculator
     stages: list[MLPStage]
+    unknown_tokens: bool
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that can be drafted."""
+        return self.stages[0].head.shape[0]
 
 
 class MLPSpeculatorCandidateGenerator(CandidateGenerator):
@@ -122,7 +135,9 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
             speculator = load_mlp_speculator(config, target_model)
         else:
             speculator = fitting_speculator(draft_model, target_model)
-        return LoadedSpeculator(speculator, [speculator.stage(i) for i in range(speculator.config.n_predict)])
+        sizes, vocab_size = speculator.config, vocabulary_size(target_model)
+        stages = [speculator.stage(index, vocab_size) for index in range(sizes.n_predict)]
+        return LoadedSpeculator(speculator, stages, unknown_tokens=sizes.vocab_size < vocab_size)
 
     @classmethod
     def default_length(cls, options: MLPSpeculatorOptions) -> int:
@@ -131,12 +146,13 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
     def __init__(self, config, resources: LoadedSpeculator, session: Session):
         super().__init__(config, resources, session)
         self.speculator, self.stages = resources.speculator, resources.stages
+        self.last_token = resources.vocab_size - 1 if resources.unknown_tokens else None
         self.sampler = session.sampler
         weight = self.stages[0].projection
         self.device, self.dtype = weight.device, weight.dtype
         samples = self.sampler is not None and not self.sampler.is_greedy
         self.draws = samples and self.options.draft_sample_method == "probabilistic"
-        self.plan = _plan(config, resources.speculator.config, session, self.draws)
+        self.plan = _plan(config, resources, session, self.draws)
         self.num_speculative_tokens = self.plan.max_depth
         self.states: torch.Tensor | None = None  # (B, H): of each row, what its anchor was predicted from
 
@@ -156,12 +172,17 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         if depth <= 0:
             return DraftTree.empty(len(step.rows), self.session.device)
         state = self.speculator.start(self.states.to(self.device, self.dtype))
-        anchors = step.anchor_tokens.to(self.device)
+        anchors = self._readable(step.anchor_tokens)
         if isinstance(self.plan, GrowthPlan):
             return self._grow(state, anchors, depth).draft(self.plan, limits)
         if self.plan.is_chain:
             return self._draft_chain(state, anchors, step, limits)
         return self._draft_static(state, anchors, limits)
+
+    def _readable(self, tokens: torch.LongTensor) -> torch.LongTensor:
+        """Tokens for a stage; those that the speculator lacks, such as padding, are read as its last one."""
+        tokens = tokens.to(self.device)
+        return tokens if self.last_token is None else tokens.clamp(max=self.last_token)
 
     def _draft_chain(self, state: torch.Tensor, tokens: torch.LongTensor, step: DraftStep, limits) -> DraftTree:
         """One token a stage: the best, or one drawn from the stage's distribution."""
@@ -177,14 +198,14 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
             else:
                 tokens = best_tokens(scores)
             drafted.append(tokens)
-            tokens = tokens.to(self.device)
+            tokens = self._readable(tokens)
         counts = torch.tensor(limits, device=self.session.device)
         return DraftTree.chain(torch.stack(drafted, dim=1), counts, torch.stack(laws, dim=1) if laws else None)
 
     def _draft_static(self, state: torch.Tensor, anchors: torch.LongTensor, limits: list[int]) -> DraftTree:
         """The candidates of the given ranks; only nodes that have children are read."""
         state, tokens, drafted = state[:, None], anchors[:, None], []
-        for depth, level in enumerate(_levels(self.plan.up_to(max(limits)), self.device)):
+        for depth, level in enumerate(self.plan.up_to(max(limits)).levels(self.device)):
             state, logits = self.stages[depth](state, tokens)
             candidates = logits.topk(level.width).indices.flatten(1)
             drafted.append(candidates[:, level.picks])
@@ -311,12 +332,12 @@ class GrownTree:
         return (fits & is_valid).sum(1)
 
 
-def _plan(config, sizes, session: Session, draws: bool) -> TokenTree | GrowthPlan:
+def _plan(config, loaded: LoadedSpeculator, session: Session, draws: bool) -> TokenTree | GrowthPlan:
     """What is drafted in a call: a static tree, chains among them, or one that is grown.
 
     Args:
         config (`SpeculativeConfig`): The settings.
-        sizes (`MLPSpeculatorConfig`): Those of the checkpoint.
+        loaded (`LoadedSpeculator`): What drafts.
         session (`Session`): The call.
         draws (`bool`): Draft tokens are drawn.
 
@@ -334,12 +355,13 @@ def _plan(config, sizes, session: Session, draws: bool) -> TokenTree | GrowthPla
             raise SpecConfigError(
                 f"`speculative_token_tree` is a whole tree, and `{growth[0]}` is about growing one. Leave one out."
             )
-        plan = _static_tree(config, sizes)
+        plan = _static_tree(config, loaded)
     else:
+        sizes = loaded.speculator.config
         config.check_against_target(num_heads=sizes.n_predict)
         grows = config.num_speculative_tokens is None and session.device.type != "cpu" and not only_chains
         if growth or grows:
-            plan = _growth_plan(config, sizes, session.device)
+            plan = _growth_plan(config, loaded, session.device)
         else:
             plan = TokenTree.chain(config.num_speculative_tokens or min(_CHAIN_LENGTH, sizes.n_predict))
     if not only_chains or plan.is_chain:
@@ -348,23 +370,23 @@ def _plan(config, sizes, session: Session, draws: bool) -> TokenTree | GrowthPla
     return TokenTree.chain(plan.max_depth)
 
 
-def _static_tree(config, sizes) -> TokenTree:
-    tree = TokenTree(config.speculative_token_tree)
+def _static_tree(config, loaded: LoadedSpeculator) -> TokenTree:
+    tree, sizes = TokenTree(config.speculative_token_tree), loaded.speculator.config
     if tree.max_depth > sizes.n_predict:
         raise SpecConfigError(
             f"`speculative_token_tree` is {tree.max_depth} tokens deep, and the checkpoint has {sizes.n_predict} "
             "stages, one for each token. Pass a shallower tree."
         )
-    if max(tree.widths) > sizes.vocab_size:
+    if max(tree.widths) > loaded.vocab_size:
         raise SpecConfigError(
-            f"`speculative_token_tree` has the rank {max(tree.widths) - 1}, and the checkpoint has a vocabulary of "
-            f"{sizes.vocab_size} tokens. Pass a narrower tree."
+            f"`speculative_token_tree` has the rank {max(tree.widths) - 1}, and speculator and target share a "
+            f"vocabulary of {loaded.vocab_size} tokens. Pass a narrower tree."
         )
     return tree
 
 
-def _growth_plan(config, sizes, device: torch.device) -> TokenTree | GrowthPlan:
-    options = config.options
+def _growth_plan(config, loaded: LoadedSpeculator, device: torch.device) -> TokenTree | GrowthPlan:
+    options, sizes = config.options, loaded.speculator.config
     widths = options.top_k_tokens_per_head or sizes.top_k_tokens_per_head
     if len(widths) > sizes.n_predict:
         raise SpecConfigError(
@@ -377,40 +399,5 @@ def _growth_plan(config, sizes, device: torch.device) -> TokenTree | GrowthPlan:
             f"`num_speculative_tokens`={depth} needs as many entries of `top_k_tokens_per_head`, got {len(widths)}."
         )
     num_nodes = options.num_nodes or _NUM_NODES.get(device.type, _NUM_NODES_ELSEWHERE)
-    widths = tuple(min(width, sizes.vocab_size) for width in widths[:depth])
+    widths = tuple(min(width, loaded.vocab_size) for width in widths[:depth])
     return GrowthPlan(widths, num_nodes, options.num_candidates) if max(widths) > 1 else TokenTree.chain(depth)
-
-
-class _Level(NamedTuple):
-    """One depth of a static tree.
-
-    Attributes:
-        width (`int`): W, candidates that are asked of every node that is read, R of them.
-        picks (`torch.LongTensor`): Which of the R * W candidates the nodes of this depth are.
-        read_picks (`torch.LongTensor`): Those of them that have children, so that the next stage reads them.
-        read_parents (`torch.LongTensor`): Which of the R states each of these continues.
-    """
-
-    width: int
-    picks: torch.LongTensor
-    read_picks: torch.LongTensor
-    read_parents: torch.LongTensor
-
-
-@lru_cache(maxsize=256)
-def _levels(tree: TokenTree, device: torch.device) -> tuple[_Level, ...]:
-    """The levels of a static tree, computed once per device."""
-    with_children = {path[:-1] for path in tree.paths}
-    read: list[tuple[int, ...]] = [()]
-    levels = []
-    for depth, width in enumerate(tree.widths):
-        place = {path: index for index, path in enumerate(read)}
-        nodes = [path for path in tree.paths if len(path) == depth + 1]
-        read = [path for path in nodes if path in with_children]
-        indices = (
-            [place[path[:-1]] * width + path[-1] for path in nodes],
-            [place[path[:-1]] * width + path[-1] for path in read],
-            [place[path[:-1]] for path in read],
-        )
-        levels.append(_Level(width, *(torch.tensor(index, dtype=torch.long, device=device) for index in indices)))
-    return tuple(levels)

@@ -119,6 +119,7 @@ class NgramCandidateGenerator(CandidateGenerator):
 
     options_class = NgramOptions
     default_num_speculative_tokens = 24
+    draws = False
     loaded_by = ()
 
     def __init__(self, config: SpeculativeConfig, resources: Any, session: Session):
@@ -169,6 +170,7 @@ class NgramCandidateGenerator(CandidateGenerator):
         self._rows, self._indexes = [], {}
 
     def _room_in_model(self, length: int) -> int:
+        """As in vLLM, the draft may fill the model's length and leave no room for the bonus token."""
         limit = self.config.max_model_len
         return self.num_speculative_tokens if limit is None else limit - length
 

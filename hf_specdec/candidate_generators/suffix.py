@@ -311,6 +311,7 @@ class SuffixCandidateGenerator(CandidateGenerator):
 
     options_class = SuffixOptions
     default_num_speculative_tokens = SuffixOptions.max_tree_depth
+    draws = False
     loaded_by = (
         "suffix_decoding_max_tree_depth",
         "suffix_decoding_max_cached_requests",

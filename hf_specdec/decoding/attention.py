@@ -62,6 +62,16 @@ def _fold(mask: torch.Tensor, groups: int, folded: dict) -> torch.Tensor:
     return folded[key][1]
 
 
+@contextmanager
+def folding_masks():
+    """Inside, `slot_attention` folds query heads into positions, and each mask once for all layers."""
+    token = _folded_masks.set({})
+    try:
+        yield
+    finally:
+        _folded_masks.reset(token)
+
+
 AttentionInterface.register(NAME, slot_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
 
@@ -87,7 +97,6 @@ class AttentionSwitch:
         if not self._changes:
             yield
             return
-        token = _folded_masks.set({})
         entered = False
         try:
             with self._lock:
@@ -95,9 +104,9 @@ class AttentionSwitch:
                 for config, _, stand_in in self._changes:
                     # Not the property: it would also write to sub-configs that have another implementation.
                     config._attn_implementation_internal = stand_in
-            yield
+            with folding_masks():
+                yield
         finally:
-            _folded_masks.reset(token)
             with self._lock:
                 self._inside -= entered
                 if self._inside == 0:

@@ -183,14 +183,23 @@ class SlotCache(Cache):
         """Ends the prefill: from now on rows have their own lengths, which are all equal at first."""
         self.lengths = [self.get_seq_length()] * batch_size
 
-    def plan_write(self, nodes: int, device: torch.device) -> WritePlan:
-        """Decides where the next forward of `nodes` tokens a row goes; it stays in force until the next plan."""
+    def plan_write(self, nodes: int, device: torch.device, ahead: int = 0) -> WritePlan:
+        """Decides where the next forward of `nodes` tokens a row goes; it stays in force until the next plan.
+
+        Args:
+            nodes (`int`): T.
+            device (`torch.device`): Of the tokens.
+            ahead (`int`): Slots between each row's length and the first node: those of nodes that earlier forwards of
+                the same tree have written.
+        """
         longest = max(self.lengths)
+        columns = longest + ahead + nodes
         if min(self.lengths) == longest:
-            self.plan = WritePlan(longest + nodes, longest, None)
+            self.plan = WritePlan(columns, longest + ahead, None)
         else:
-            starts = torch.tensor(self.lengths, device=device)
-            self.plan = WritePlan(longest + nodes, None, starts[:, None] + torch.arange(nodes, device=device))
+            # Not made on the device, which would wait for what runs there.
+            starts = torch.tensor(self.lengths).to(device, non_blocking=True)[:, None]
+            self.plan = WritePlan(columns, None, starts + torch.arange(ahead, ahead + nodes, device=device))
         for layer in self.layers:
             layer.length = longest
         return self.plan

@@ -99,9 +99,11 @@ class FunctionalSlotModel(SlotModel):
         rotary = self._rotary_at(topology, stream)
         states = {}
         for index, (layer, slots) in enumerate(zip(self._layers, self.cache.layers)):
-            stream = layer(stream, rotary, slots, plan, masks[self._span_of_layer[index]])
             if index in self._states:
                 states[index] = stream
+            stream = layer(stream, rotary, slots, plan, masks[self._span_of_layer[index]])
+        if len(self._layers) in self._states:
+            states[len(self._layers)] = stream
         last = self._norm(stream)
         if "last" in self._states:
             states["last"] = last

@@ -12,6 +12,7 @@ from ..drafts import DraftTree, chain_topology
 from ..errors import SpecConfigError, UnsupportedModelError
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowUniforms, seed_from_torch
+from ..logits.rules import acceptance_rule
 from ..logits.sampling import DraftSampler
 from ..logits.verifier import Verdict, Verifier, take_nodes
 from ..metrics import CycleTrace, RowTrace, SpecDecodingStats, begin_call
@@ -74,7 +75,8 @@ class DecodingLoop:
 
         stack = ProcessorStack(request.logits_processor)
         uniforms = self._uniforms() if config.do_sample else None
-        rule = speculator.acceptance_rule(self.batch_size, uniforms, self._uniforms)
+        self.generator: CandidateGenerator = speculator.candidate_generator(self._session(stack, uniforms))
+        rule = acceptance_rule(self.generator.config, self.generator.draws, uniforms, self._uniforms)
         self.stats.rejection_sample_method = rule.name
         if rule.note:
             self.stats.notes.append(rule.note)
@@ -85,7 +87,6 @@ class DecodingLoop:
             keep_scores=self.recorder.scores is not None,
             equal_lengths=model_profile(self.model).counts_slots,
         )
-        self.generator: CandidateGenerator = speculator.candidate_generator(self._session(stack, uniforms))
         self.target = self._slot_target()
 
     def _uniforms(self) -> RowUniforms:
@@ -171,7 +172,8 @@ class DecodingLoop:
         length = _prompt_slots(request, target.cache.get_seq_length())
         check_reach(self.model, [length - start for start in starts], room)
         kwargs["past_key_values"] = target.cache
-        with target.captured() as states:
+        # The prompts may be read in chunks.
+        with target.captured(joined=True) as states:
             output = self.model._prefill(request.input_ids, request.generation_config, kwargs)
         self.stats.num_target_forwards += 1
         offsets = _position_offsets(kwargs.get("position_ids"), target.cache.get_seq_length(), starts)

@@ -178,29 +178,33 @@ class SyntheticRule(StandardRule):
 
 
 def acceptance_rule(
-    config: SpeculativeConfig | None, uniforms: RowUniforms | None, new_uniforms: Callable[[], RowUniforms]
+    config: SpeculativeConfig | None,
+    draws: bool | None,
+    uniforms: RowUniforms | None,
+    new_uniforms: Callable[[], RowUniforms],
 ) -> StandardRule:
     """The rule of one call. For a greedy target `block` and `typical` are the standard rule.
 
     Args:
         config (`SpeculativeConfig`, *optional*): The settings; `None` for the standard rule.
+        draws (`bool`, *optional*): Drafts are drawn; where they are not, `block` is the standard rule.
         uniforms (`RowUniforms`, *optional*): Random numbers of the call; `None` for a greedy target.
         new_uniforms (`Callable`): Makes random numbers where a greedy call needs some.
     """
-    rule = _make_rule(config, uniforms, new_uniforms)
+    rule = _make_rule(config, draws, uniforms, new_uniforms)
     if rule.note:
         logger.warning_once(f"rejection_sample_method='{rule.name}': {rule.note}.")
     return rule
 
 
-def _make_rule(config, uniforms, new_uniforms) -> StandardRule:
+def _make_rule(config, draws, uniforms, new_uniforms) -> StandardRule:
     name = "standard" if config is None else config.rejection_sample_method
     if name == "synthetic":
         return SyntheticRule.from_config(config, uniforms, new_uniforms)
     if name == "standard" or uniforms is None:
         return StandardRule(uniforms)
     if name == "block":
-        return BlockRule(uniforms)
+        return StandardRule(uniforms) if draws is False else BlockRule(uniforms)
     return TypicalRule(uniforms, config.posterior_threshold, config.posterior_alpha)
 
 

@@ -17,6 +17,9 @@ from ..errors import CheckpointFormatError, MissingDependencyError, SpecConfigEr
 
 logger = logging.get_logger(__name__)
 
+# Vocabularies of one tokenizer differ by rows of padding and added tokens, at most by this share.
+MAX_VOCABULARY_GAP = 0.05
+
 _QUANTIZATION = {
     "bitsandbytes_4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "bitsandbytes_fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
@@ -44,7 +47,7 @@ def load_draft_model(config: Any, target_model: torch.nn.Module) -> torch.nn.Mod
         )
     model = _from_pretrained(config.model, checkpoint_location(config), _loading_arguments(config, target_model))
     if not config.quantization:
-        model = model.to(_device(config, target_model))
+        model = model.to(draft_device(config, target_model))
     return model.eval()
 
 
@@ -60,12 +63,41 @@ def _loading_arguments(config: Any, target_model) -> dict[str, Any]:
     if config.quantization:
         compute_dtype = target_model.dtype if config.dtype in (None, "auto") else config.dtype
         arguments["quantization_config"] = _quantization_config(config.quantization, compute_dtype)
-        arguments["device_map"] = {"": _device(config, target_model)}
+        arguments["device_map"] = {"": draft_device(config, target_model)}
     return arguments
 
 
-def _device(config: Any, target_model) -> torch.device:
-    return torch.device(target_model.device if config.device is None else config.device)
+def draft_device(config: Any, target_model, part: torch.nn.Module | None = None) -> torch.device:
+    """The device that was asked for, or the one where the target, or the part that a draft works with, computes.
+
+    Raises:
+        SpecConfigError: There is no such device.
+    """
+    if config.device is not None:
+        return _usable_device(config.device)
+    part = target_model if part is None else part
+    parameter = next(part.parameters(), None)
+    # Between its forwards an offloaded module has its weights nowhere; its hook knows where they go.
+    hook = getattr(part, "_hf_hook", None)
+    computes_on = getattr(hook, "execution_device", None)
+    candidates = (computes_on, None if parameter is None else parameter.device, target_model.device)
+    devices = (torch.device(device) for device in candidates if device is not None)
+    return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
+
+
+def _usable_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError, ValueError, TypeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise SpecConfigError(
+            f"`device`='{name}' cannot be used here: {reason}. Name a device that this machine has, such as 'cpu', or "
+            "leave it out for the target's."
+        ) from error
+    if device.type == "meta":
+        raise SpecConfigError("`device`='meta' holds no data to compute with. Leave it out for the target's device.")
+    return device
 
 
 def _from_pretrained(name: str, location: dict[str, Any], arguments: dict[str, Any]) -> torch.nn.Module:
@@ -191,7 +223,7 @@ def _compare_tables(target: dict[str, int], draft: dict[str, int], names: list[s
     moved = sorted(token for token in common if target[token] != draft[token])
     # Tokens that one of them lacks may be special tokens added later; a different vocabulary lacks most.
     missing = max(len(target), len(draft)) - len(common)
-    if not moved and missing <= 0.05 * len(target):
+    if not moved and missing <= MAX_VOCABULARY_GAP * len(target):
         return
     examples = [f"{token!r} is {target[token]} and {draft[token]}" for token in moved[:3]]
     if not examples:

@@ -17,6 +17,7 @@ Shapes: K heads, L layers, H hidden size, V vocabulary of the target, U rows of 
 
 from __future__ import annotations
 
+import copy
 import json
 import numbers
 import os
@@ -33,7 +34,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..errors import CheckpointFormatError, SpecConfigError
-from .checkpoint import WEIGHT_FILES, Checkpoint, head_placement, hidden_size
+from .checkpoint import WEIGHT_FILES, Checkpoint, check_target, head_placement
 from .draft_model import vocabulary_size
 
 
@@ -47,8 +48,7 @@ MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", *WEIGHT_FILES
 # Ranks of a head's candidates whose accuracy a checkpoint may tell; no published tree asks for more.
 NUM_RANKS = 10
 
-# Vocabularies of one tokenizer differ by rows of padding and added tokens, at most by this share.
-_MAX_VOCABULARY_GAP = 0.05
+_INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 class MedusaHeads(nn.Module):
@@ -74,6 +74,8 @@ class MedusaHeads(nn.Module):
         accuracies (`list[list[float]]`, *optional*): `[i][r]`: how often head i's candidate of rank r was right.
         base_model (`str`, *optional*): The model that the heads were trained for.
     """
+
+    spec_method = "medusa"
 
     def __init__(
         self,
@@ -167,6 +169,21 @@ class MedusaHeads(nn.Module):
         logits = _linear(states.reshape(len(states), -1, self.hidden_size), self.lm_heads[: len(states)])
         return logits.reshape(*states.shape[:-1], self.lm_head_size)
 
+    def for_vocabulary(self, vocab_size: int) -> MedusaHeads:
+        """Heads with these weights that draft tokens below `vocab_size` only."""
+        if vocab_size == self.vocab_size:
+            return self
+        heads = copy.copy(self)
+        heads.vocab_size = vocab_size
+        if self.lm_heads is None:
+            heads.lm_head_size = vocab_size
+        elif self.token_map is None and vocab_size < self.lm_head_size:
+            heads.lm_head_size = vocab_size
+            rows = nn.Parameter(self.lm_heads.detach()[:, :vocab_size], requires_grad=False)
+            # A copied module shares this table with the original.
+            heads._parameters = {**self._parameters, "lm_heads": rows}
+        return heads
+
     def save(
         self,
         folder: str | os.PathLike,
@@ -254,7 +271,7 @@ def load_medusa(config: SpeculativeConfig, target_model: nn.Module) -> MedusaHea
     checkpoint = Checkpoint(config, MEDUSA_FILES)
     plan = _Plan(checkpoint)
     plan.check_shapes()
-    plan.check_target(hidden_size(target_model), vocabulary_size(target_model))
+    plan.check_target(target_model)
     return plan.heads(vocabulary_size(target_model), dtype, device)
 
 
@@ -262,21 +279,27 @@ def fitting_heads(heads: nn.Module, target_model: nn.Module) -> MedusaHeads:
     """Heads that were not loaded here, such as those in training, checked against the target.
 
     Raises:
-        SpecConfigError: They are no Medusa heads, or of another size than the target.
+        SpecConfigError: They are no Medusa heads, or for a target of another width or vocabulary.
     """
     if not isinstance(heads, MedusaHeads):
         raise SpecConfigError(
             f"spec_method='medusa' drafts with MedusaHeads, got a {type(heads).__name__}. Pass heads, or the folder "
             "or repo id of their checkpoint as `spec_model`."
         )
-    found = (heads.hidden_size, heads.vocab_size)
-    expected = (hidden_size(target_model), vocabulary_size(target_model))
-    if found != expected:
-        raise SpecConfigError(
-            f"The Medusa heads have hidden_size={found[0]} and {found[1]} tokens, the target has {expected[0]} and "
-            f"{expected[1]}. Pass heads for this target."
+    own_size = None if heads.lm_heads is None else heads.vocab_size
+    check_target("The Medusa heads", heads.hidden_size, own_size, target_model, SpecConfigError)
+    _check_tokens("The Medusa heads", heads.token_map, target_model, SpecConfigError)
+    return heads.for_vocabulary(vocabulary_size(target_model))
+
+
+def _check_tokens(heads: str, token_map: torch.LongTensor | None, target_model: nn.Module, error: type) -> None:
+    """A token map must not lead out of the target's vocabulary."""
+    last, vocab_size = 0 if token_map is None else int(token_map.max()), vocabulary_size(target_model)
+    if last >= vocab_size:
+        raise error(
+            f"{heads} draft the token {last} (`token_map`), the target has {vocab_size} tokens. Pass those that were "
+            "trained for this target."
         )
-    return heads
 
 
 @dataclass(frozen=True)
@@ -299,7 +322,7 @@ class _Names:
     def heads_and_layers(self, template: str, names: Sequence[str]) -> list[tuple[int, int]]:
         """Head and layer of every name that a template of this format gives."""
         parts = map(re.escape, re.split(r"\{\w+\}", self.prefix + template))
-        pattern = re.compile(r"(\d+)".join(parts))
+        pattern = re.compile("([0-9]{1,9})".join(parts))
         found = [match.groups() for match in map(pattern.fullmatch, names) if match]
         return [(int(indices[0]), int(indices[-1])) for indices in found]
 
@@ -332,34 +355,57 @@ class _Plan:
         self.num_heads = 1 + max(head for head, _ in [*blocks, *own])
         self.num_layers = 1 + max(layer for _, layer in blocks)
         self.has_bias = bool(self.names.heads_and_layers(self.names.block + ".bias", names))
-        self.num_lm_heads = 0 if not own else 1 if self.config.get("original_lm_head") else self.num_heads
-        self.token_map = self._token_map()
+        one_lm_head = checkpoint.setting("original_lm_head", lambda value: isinstance(value, bool), "true or false")
+        self.num_lm_heads = 0 if not own else 1 if one_lm_head else self.num_heads
         self._require_all()
+        self.hidden_size = checkpoint.matrix(self.names.weight(0, 0))[1]
+        self.token_map = self._token_map()
+        self._read_settings()
 
     def _token_map(self) -> torch.LongTensor | None:
         """The tokens of a cut vocabulary."""
-        size, whole = self.config.get("truncated_vocab_size"), self.config.get("vocab_size")
+        size, whole = (
+            self.checkpoint.setting(key, _is_size, "a positive integer")
+            for key in ("truncated_vocab_size", "vocab_size")
+        )
         if size is None or whole is None or size >= whole:
             return None
         name = self.names.prefix + "token_map"
         self.checkpoint.require([name], "a cut vocabulary")
-        return self.checkpoint.read([name])[name].long()
+        self._check_shape(name, (size,))
+        tokens = self.checkpoint.read([name])[name]
+        if tokens.dtype not in _INTEGERS or tokens.min() < 0 or len(tokens.unique()) < size:
+            found = f"{len(tokens.unique())}, from {tokens.min()} on" if tokens.dtype in _INTEGERS else tokens.dtype
+            raise CheckpointFormatError(
+                f"'{self.checkpoint.name}': {name} must hold the ids of {size} different tokens, got {found}. Pass an "
+                "intact checkpoint."
+            )
+        return tokens.long()
+
+    def _read_settings(self) -> None:
+        setting = self.checkpoint.setting
+        self.base_model = setting("base_model_name_or_path", lambda value: isinstance(value, str), "a name or a path")
+        scale = setting("logit_scale", lambda value: _is_number(value) and 0 < value < 1e38, "a positive number")
+        self.logit_scale = 1.0 if scale is None else float(scale)
+        self.accuracies = setting(
+            "medusa_accuracies",
+            lambda value: _is_table(value, self.num_heads),
+            f"a list of numbers from 0 to 1 for each of the {self.num_heads} heads",
+        )
 
     def _require_all(self) -> None:
+        what = f"{self.num_heads} Medusa heads with {self.num_layers} layers"
+        self.checkpoint.check_count(self.num_heads * self.num_layers, what)
         heads, layers = range(self.num_heads), range(self.num_layers)
         wanted = [self.names.weight(head, layer) for head in heads for layer in layers]
         if self.has_bias:
             wanted += [self.names.bias(head, layer) for head in heads for layer in layers]
         wanted += self.lm_head_names
-        self.checkpoint.require(wanted, f"{self.num_heads} Medusa heads with {self.num_layers} layers")
+        self.checkpoint.require(wanted, what)
 
     @property
     def lm_head_names(self) -> list[str]:
         return [self.names.lm_head_weight(head, self.num_layers) for head in range(self.num_lm_heads)]
-
-    @property
-    def hidden_size(self) -> int:
-        return self.checkpoint.shapes[self.names.weight(0, 0)][-1]
 
     def check_shapes(self) -> None:
         """All heads must be of one size."""
@@ -369,8 +415,6 @@ class _Plan:
                 self._check_shape(self.names.weight(head, layer), (width, width))
                 if self.has_bias:
                     self._check_shape(self.names.bias(head, layer), (width,))
-        if self.token_map is not None:
-            self._check_shape(self.names.prefix + "token_map", (self.config["truncated_vocab_size"],))
         for name in self.lm_head_names:
             self._check_shape(name, (self._expected_rows(self._rows(name)), width))
 
@@ -382,7 +426,7 @@ class _Plan:
         return rows if rows > int(self.token_map.max()) else len(self.token_map)
 
     def _rows(self, name: str) -> int:
-        return self.checkpoint.shapes[name][0]
+        return self.checkpoint.matrix(name)[0]
 
     def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
         found = self.checkpoint.shapes[name]
@@ -392,26 +436,14 @@ class _Plan:
                 f"{expected}. Pass an intact checkpoint."
             )
 
-    def check_target(self, width: int, vocab_size: int) -> None:
+    def check_target(self, target_model: nn.Module) -> None:
         """The heads must read the target's states and speak its tokens."""
-        if self.hidden_size != width:
-            raise CheckpointFormatError(
-                f"'{self.checkpoint.name}' holds Medusa heads for a target with hidden_size={self.hidden_size}, the "
-                f"target has {width}.{self._trained_for()} Pass the heads of this target."
-            )
-        if not self.num_lm_heads:
-            return
-        size = self._rows(self.lm_head_names[0]) if self.token_map is None else self.config["vocab_size"]
-        unknown = self.token_map is not None and int(self.token_map.max()) >= vocab_size
-        if unknown or abs(size - vocab_size) > _MAX_VOCABULARY_GAP * vocab_size:
-            raise CheckpointFormatError(
-                f"'{self.checkpoint.name}' holds Medusa heads for a vocabulary of {size} tokens, the target has "
-                f"{vocab_size}.{self._trained_for()} Pass the heads of this target."
-            )
-
-    def _trained_for(self) -> str:
-        base = self.config.get("base_model_name_or_path")
-        return f" They were trained for '{base}'." if base else ""
+        base = f" (trained for '{self.base_model}')" if self.base_model else ""
+        heads, size = f"'{self.checkpoint.name}': the Medusa heads{base}", None
+        if self.num_lm_heads:
+            size = self._rows(self.lm_head_names[0]) if self.token_map is None else self.config["vocab_size"]
+            _check_tokens(heads, self.token_map, target_model, CheckpointFormatError)
+        check_target(heads, self.hidden_size, size, target_model)
 
     def heads(self, vocab_size: int, dtype: torch.dtype | None, device: torch.device) -> MedusaHeads:
         rows = None
@@ -429,11 +461,10 @@ class _Plan:
                 one_lm_head=self.num_lm_heads == 1,
                 lm_head_size=rows,
                 has_token_map=rows is not None and self.token_map is not None,
-                logit_scale=float(self.config.get("logit_scale") or 1.0),
+                logit_scale=self.logit_scale,
             )
         self._fill(heads, dtype, device)
-        heads.accuracies = _accuracies(self.config, self.num_heads, self.checkpoint.name)
-        heads.base_model = self.config.get("base_model_name_or_path")
+        heads.accuracies, heads.base_model = self.accuracies, self.base_model
         return heads.requires_grad_(False).eval()
 
     def _fill(self, heads: MedusaHeads, dtype: torch.dtype | None, device: torch.device) -> None:
@@ -443,7 +474,7 @@ class _Plan:
             # One at a time: the lm_heads of large targets are gigabytes.
             whole = None
             for index, name in enumerate(names):
-                tensor = cut(self.checkpoint.read([name], dtype, device)[name])
+                tensor = cut(self.checkpoint.read_weights([name], dtype, device)[name])
                 whole = tensor.new_empty((len(names), *tensor.shape)) if whole is None else whole
                 whole[index] = tensor
             return nn.Parameter(whole, requires_grad=False)
@@ -464,23 +495,15 @@ class _Plan:
         return rows[:size]
 
 
-def _accuracies(config: dict, num_heads: int, name: str) -> list[list[float]] | None:
-    """The measured accuracies of the heads, if the checkpoint has them.
-
-    Raises:
-        CheckpointFormatError: They are not one list of numbers from 0 to 1 a head.
-    """
-    found = config.get("medusa_accuracies")
-    if found is None:
-        return None
-    is_table = isinstance(found, list) and all(isinstance(ranks, list) and ranks for ranks in found)
-    if not is_table or len(found) != num_heads or not all(_is_share(share) for ranks in found for share in ranks):
-        raise CheckpointFormatError(
-            f"'{name}': `medusa_accuracies` in config.json must be a list of numbers from 0 to 1 for each of the "
-            f"{num_heads} heads, got {found!r}. Correct it or leave it out."
-        )
-    return found
+def _is_table(value: Any, num_rows: int) -> bool:
+    """Whether it is a list of accuracies for each head."""
+    rows = value if isinstance(value, list) and len(value) == num_rows else [None]
+    return all(isinstance(row, list) and row and all(_is_number(x) and 0 <= x <= 1 for x in row) for row in rows)
 
 
-def _is_share(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= value <= 1
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

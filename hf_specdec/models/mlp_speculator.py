@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -28,8 +29,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..errors import CheckpointFormatError, SpecConfigError
-from .checkpoint import Checkpoint, head_placement, hidden_size
-from .draft_model import vocabulary_size
+from .checkpoint import Checkpoint, check_target, head_placement
 
 
 if TYPE_CHECKING:
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 
 _PREFIX = "speculator."
 _EPSILON = 1e-6
-
-# Vocabularies of one tokenizer may be padded to different sizes, but not by more than this share.
-_MOST_PADDING = 0.05
 
 
 @dataclass(frozen=True)
@@ -125,6 +122,8 @@ class MLPSpeculator(nn.Module):
         config (`MLPSpeculatorConfig`): Sizes. The weights are drawn for training.
     """
 
+    spec_method = "mlp_speculator"
+
     def __init__(self, config: MLPSpeculatorConfig):
         super().__init__()
         self.config = config
@@ -148,13 +147,14 @@ class MLPSpeculator(nn.Module):
         """The state that stage 0 takes, from the target's hidden states `(..., H)`."""
         return _normed(hidden) / math.sqrt(2) if self.config.scale_input else hidden
 
-    def stage(self, index: int) -> MLPStage:
-        """Stage `index`, from 0."""
+    def stage(self, index: int, vocab_size: int | None = None) -> MLPStage:
+        """Stage `index`, from 0; for a target of fewer tokens than V with the logits of those below `vocab_size`."""
         # Tied stages use the last weights there are.
         emb, proj, head, ln = (
             modules[min(index, len(modules) - 1)] for modules in (self.emb, self.proj, self.head, self.ln)
         )
-        return MLPStage(emb.weight, proj.weight, ln.weight, ln.bias, head.weight, self._token_weight)
+        rows = head.weight[:vocab_size]
+        return MLPStage(emb.weight, proj.weight, ln.weight, ln.bias, rows, self._token_weight)
 
     def step(self, index: int, state: torch.Tensor, tokens: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One stage.
@@ -185,16 +185,6 @@ class MLPSpeculator(nn.Module):
             state, of_stage = self.step(index, state, tokens[..., index])
             logits.append(of_stage)
         return torch.stack(logits)
-
-    def fit_vocabulary(self, vocab_size: int) -> None:
-        """Lets it read all ids below `vocab_size` and draft no other: rows are cut or, for embeddings, added."""
-        missing = vocab_size - self.config.vocab_size
-        for embedding, head in zip(self.emb, self.head):
-            if missing > 0:
-                padded = F.pad(embedding.weight.data, (0, 0, 0, missing))
-                embedding.weight = nn.Parameter(padded, requires_grad=embedding.weight.requires_grad)
-            elif missing < 0:
-                head.weight = nn.Parameter(head.weight.data[:vocab_size], requires_grad=head.weight.requires_grad)
 
     def save(self, folder: str | Path) -> None:
         """Writes `config.json` and `model.safetensors` in the published layout; the folder is made if needed."""
@@ -245,6 +235,8 @@ def _normed(values: torch.Tensor) -> torch.Tensor:
 def load_mlp_speculator(config: SpeculativeConfig, target_model: nn.Module) -> MLPSpeculator:
     """Loads `config.model` in the target's dtype and on its device, unless the settings say otherwise.
 
+    The weights stay as they are stored, also where the target's vocabulary is padded otherwise.
+
     Args:
         config (`SpeculativeConfig`): `model`, `revision`, `subfolder`, `dtype`, `device`.
         target_model (`PreTrainedModel`): The target.
@@ -263,14 +255,17 @@ def load_mlp_speculator(config: SpeculativeConfig, target_model: nn.Module) -> M
         sizes = MLPSpeculatorConfig.from_dict(checkpoint.config)
     except CheckpointFormatError as error:
         raise CheckpointFormatError(f"'{checkpoint.name}': config.json is not usable. {error}") from error
-    _check_target(checkpoint.name, sizes, target_model)
+    check_target(f"'{checkpoint.name}': the stages", sizes.emb_dim, sizes.vocab_size, target_model)
+    prefix = _PREFIX if any(name.startswith(_PREFIX) for name in checkpoint.shapes) else ""
+    _check_stages(checkpoint, prefix, sizes)
     with torch.device("meta"):
         speculator = MLPSpeculator(sizes)
-    stored = _stored_names(checkpoint, sizes, speculator)
-    _check_shapes(checkpoint, stored, speculator)
-    tensors = checkpoint.read(stored.values(), dtype, device)
+    stored = {name: prefix + name for name in speculator.state_dict()}
+    checkpoint.require(stored.values(), "the MLP speculator")
+    for name, tensor in speculator.state_dict().items():
+        _check_shape(checkpoint, stored[name], tuple(tensor.shape))
+    tensors = checkpoint.read_weights(stored.values(), dtype, device)
     speculator.load_state_dict({name: tensors[key] for name, key in stored.items()}, assign=True)
-    speculator.fit_vocabulary(vocabulary_size(target_model))
     return speculator.eval().requires_grad_(False)
 
 
@@ -278,52 +273,23 @@ def fitting_speculator(speculator: nn.Module, target_model: nn.Module) -> MLPSpe
     """A speculator that was not loaded here, such as one in training, checked against the target.
 
     Raises:
-        SpecConfigError: It is no MLP speculator, or of another size than the target.
+        SpecConfigError: It is no MLP speculator, or for a target of another width or vocabulary.
     """
     if not isinstance(speculator, MLPSpeculator):
         raise SpecConfigError(
             f"spec_method='mlp_speculator' drafts with an MLPSpeculator, got a {type(speculator).__name__}. Pass one, "
             "or the folder or repo id of its checkpoint as `spec_model`."
         )
-    found = (speculator.config.emb_dim, speculator.config.vocab_size)
-    expected = (hidden_size(target_model), vocabulary_size(target_model))
-    if found != expected:
-        raise SpecConfigError(
-            f"The MLP speculator has emb_dim={found[0]} and {found[1]} tokens, the target has hidden size "
-            f"{expected[0]} and {expected[1]} tokens. Pass a speculator for this target."
-        )
+    sizes = speculator.config
+    check_target("The stages of the MLP speculator", sizes.emb_dim, sizes.vocab_size, target_model, SpecConfigError)
     return speculator
 
 
-def _check_target(name: str, sizes: MLPSpeculatorConfig, target_model: nn.Module) -> None:
-    hidden, vocab_size = hidden_size(target_model), vocabulary_size(target_model)
-    if sizes.emb_dim != hidden:
-        raise CheckpointFormatError(
-            f"'{name}' was made for a target with hidden size {sizes.emb_dim} (`emb_dim`), and the target has "
-            f"{hidden}. Pass the speculator that was trained for this target."
-        )
-    if abs(sizes.vocab_size - vocab_size) > _MOST_PADDING * vocab_size:
-        raise CheckpointFormatError(
-            f"'{name}' has a vocabulary of {sizes.vocab_size} tokens, and the target has {vocab_size}: these are "
-            "different tokenizers. Pass the speculator that was trained for this target."
-        )
-
-
-def _stored_names(checkpoint: Checkpoint, sizes: MLPSpeculatorConfig, speculator: MLPSpeculator) -> dict[str, str]:
-    """Where each tensor of the module is in the checkpoint."""
-    prefix = _PREFIX if any(name.startswith(_PREFIX) for name in checkpoint.shapes) else ""
-    _check_stages(checkpoint, prefix, sizes)
-    stored = {name: prefix + name for name in speculator.state_dict()}
-    checkpoint.require(stored.values(), "the MLP speculator")
-    return stored
-
-
 def _check_stages(checkpoint: Checkpoint, prefix: str, sizes: MLPSpeculatorConfig) -> None:
-    """The stages that the weights have, against those of the config."""
+    """Number and width of the stages that the weights have, against the config: no network is made for wrong ones."""
     for part in ("emb", "head"):
-        start = f"{prefix}{part}."
-        found = {name.removeprefix(start).partition(".")[0] for name in checkpoint.shapes if name.startswith(start)}
-        stages = 1 + max((int(stage) for stage in found if stage.isdigit()), default=-1)
+        found = re.compile(re.escape(f"{prefix}{part}.") + r"([0-9]{1,9})\.")
+        stages = 1 + max((int(match[1]) for match in map(found.match, checkpoint.shapes) if match), default=-1)
         allowed = {1, sizes.n_predict} if sizes.tie_weights else {sizes.n_predict}
         if stages and stages not in allowed:
             tied = "true" if sizes.tie_weights else "false"
@@ -332,16 +298,20 @@ def _check_stages(checkpoint: Checkpoint, prefix: str, sizes: MLPSpeculatorConfi
                 f"says n_predict={sizes.n_predict} with tie_weights={tied}. Pass a checkpoint whose config fits its "
                 "weights."
             )
+    first = f"{prefix}emb.0.weight"
+    checkpoint.require([first], "the MLP speculator")
+    _check_shape(checkpoint, first, (sizes.vocab_size, sizes.width))
+    if not sizes.tie_weights:
+        checkpoint.check_count(sizes.n_predict, f"{sizes.n_predict} stages")
 
 
-def _check_shapes(checkpoint: Checkpoint, stored: dict[str, str], speculator: MLPSpeculator) -> None:
-    for name, tensor in speculator.state_dict().items():
-        found = checkpoint.shapes[stored[name]]
-        if found != tuple(tensor.shape):
-            raise CheckpointFormatError(
-                f"'{checkpoint.name}': {stored[name]} has the shape {list(found)}, and by config.json it would be "
-                f"{list(tensor.shape)}. Pass a checkpoint whose config fits its weights."
-            )
+def _check_shape(checkpoint: Checkpoint, name: str, expected: tuple[int, ...]) -> None:
+    found = checkpoint.shapes[name]
+    if found != expected:
+        raise CheckpointFormatError(
+            f"'{checkpoint.name}': {name} has the shape {list(found)}, and by config.json it would be "
+            f"{list(expected)}. Pass a checkpoint whose config fits its weights."
+        )
 
 
 def _is_int(value: Any) -> bool:

@@ -26,7 +26,7 @@ from hf_specdec.drafts import DraftTree
 from hf_specdec.logits.acceptance import accept_typical, best_tokens, follow
 from hf_specdec.models.medusa import MedusaHeads
 from hf_specdec.speculator import Speculator
-from hf_specdec.token_trees import PUBLISHED_TREES, TokenTree
+from hf_specdec.token_trees import PUBLISHED_TREES, TokenTree, prior_accuracies
 from tests.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama, tiny_mistral
 
 
@@ -191,9 +191,7 @@ class TestGreedyEqualsPlain:
         assert made.calls[0].stats.num_accepted_tokens > 4
 
     def test_target_that_verifies_chains_only(self, tmp_path):
-        torch.manual_seed(0)
-        sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.5}
-        model = BloomForCausalLM(BloomConfig(**sizes, pad_token_id=0, eos_token_id=None, bos_token_id=None)).eval()
+        model = tiny_bloom()
         inputs = prompts(1)
         plain = model.generate(**inputs, **GREEDY)
         heads = MedusaHeads(32, VOCAB_SIZE, 3, own_lm_heads=False)
@@ -342,6 +340,13 @@ class TestRecordedTrees:
 
 
 @lru_cache
+def tiny_bloom() -> BloomForCausalLM:
+    """A target that verifies chains only."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.5}
+    return BloomForCausalLM(BloomConfig(**sizes, pad_token_id=0, eos_token_id=None, bos_token_id=None)).eval()
+
+
 def plain_heads(num_heads=4, vocab_size=VOCAB_SIZE) -> MedusaHeads:
     return MedusaHeads(4, vocab_size, num_heads, own_lm_heads=False)
 
@@ -407,7 +412,7 @@ class TestTrees:
         """No other number of the likeliest nodes brings more expected tokens per time."""
         heads = plain_heads()
         whole = default_tree(heads, accuracies)
-        shares = accuracies or [medusa._PRIOR] * 4
+        shares = accuracies or prior_accuracies(4, 10)
         chances = sorted((math.prod(shares[d][r] for d, r in enumerate(path)) for path in whole.paths), reverse=True)
         speeds = [(1 + sum(chances[:n])) / (1 + cost * n) for n in range(1, len(chances) + 1)]
         chosen = default_tree(heads, accuracies, node_cost=cost)
@@ -517,7 +522,7 @@ class TestMeasuredTree:
         counts = RankCounts(None, 3)
         self.add(counts, [0, 0, 0], 64, committed=2)
         assert counts.accuracies[1][0] > 0.8
-        assert counts.accuracies[2][0] == pytest.approx(medusa._PRIOR[0])
+        assert counts.accuracies[2][0] == pytest.approx(prior_accuracies(1, 1)[0][0])
 
     def test_the_tree_follows(self):
         generator = generator_for(plain_heads(), medusa_tree="measured", medusa_num_nodes=4)
@@ -561,6 +566,31 @@ class TestMeasuredTree:
         assert speculator.candidate_generator(session).tree != first
 
 
+class TestMeasuredTreeIsOff:
+    """Where counting would mislead, or where its trees could not be verified."""
+
+    def test_chains_only(self):
+        heads = MedusaHeads(32, VOCAB_SIZE, 4, own_lm_heads=False)
+        # At first the best tree is a chain, and what is counted would make it branch.
+        heads.accuracies = [[0.02, 0.0]] * 4
+        model = tiny_bloom()
+        settings = {"medusa_tree": "measured", "medusa_num_nodes": 2}
+        speculator = load_speculator(model, {"method": "medusa", **settings}, draft_model=heads)
+        inputs = prompts(1, padding=False)
+        call = {"do_sample": False, "max_new_tokens": 150}
+        assert torch.equal(model.generate(**inputs, **call, assistant=speculator), model.generate(**inputs, **call))
+        assert speculator.resources.counts._num_drafts == 0
+
+    def test_rules_that_accept_what_is_wrong(self, model):
+        heads = MedusaHeads(32, VOCAB_SIZE, 4, own_lm_heads=False)
+        rule = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [1.0, 1.0, 1.0]}
+        settings = {"method": "medusa", "medusa_tree": "measured", **rule}
+        speculator = load_speculator(model, settings, draft_model=heads)
+        output = model.generate(**prompts(1), max_new_tokens=40, assistant=speculator, return_dict_in_generate=True)
+        assert speculator.resources.counts._num_drafts == 0
+        assert any("counts nothing" in note for note in output.speculative.notes)
+
+
 class TestLoading:
     def test_once(self, model, tmp_path, monkeypatch):
         MedusaHeads(32, VOCAB_SIZE, 3, own_lm_heads=False).save(tmp_path)
@@ -592,7 +622,7 @@ class TestLoading:
         inputs, heads = prompts(3), MedusaHeads(32, VOCAB_SIZE, 3, own_lm_heads=False)
         ours = model.generate(**inputs, **GREEDY, spec_method="medusa", assistant=heads)
         assert torch.equal(ours, model.generate(**inputs, **GREEDY))
-        with pytest.raises(SpecConfigError, match="hidden_size=16 and 64 tokens, the target has 32 and 64"):
+        with pytest.raises(SpecConfigError, match="hidden_size=16, the target has 32"):
             load_speculator(model, "medusa", draft_model=MedusaHeads(16, VOCAB_SIZE, 3))
         with pytest.raises(SpecConfigError, match="MedusaHeads, got a LlamaForCausalLM"):
             load_speculator(model, "medusa", draft_model=tiny_llama(1))

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import random
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import save_file
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig
 from hf_specdec.models.checkpoint import Checkpoint, head_placement, hidden_size
+from hf_specdec.models.draft_model import load_draft_model
 from tests.models import tiny_llama
 
 
@@ -96,11 +98,53 @@ def test_code_in_a_pickle_does_not_run(folder, monkeypatch):
     assert not (folder / "should_not_exist").exists()
 
 
-@pytest.mark.parametrize("content", [[1, 2], {"a": 3}, torch.zeros(2)])
+@pytest.mark.parametrize(
+    "content",
+    [
+        [1, 2],
+        {"a": 3},
+        torch.zeros(2),
+        {"state_dict": {"a": torch.zeros(2)}},
+        {0: torch.zeros(2)},
+        {("a",): torch.zeros(2)},
+        {"a": torch.eye(3).to_sparse()},
+        {"a": torch.zeros(2, device="meta")},
+        {"a": torch.zeros(1).expand(10**6, 10**6)},
+    ],
+    ids=["list", "number", "tensor", "nested", "int_key", "tuple_key", "sparse", "meta", "expanded"],
+)
 def test_a_pickle_without_a_state_dict(folder, content):
     torch.save(content, folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointFormatError, match="not a state dict"):
+    with pytest.raises(CheckpointFormatError, match="not a state dict, a dict of dense tensors"):
         Checkpoint(settings(folder))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"hello world", b"version https://git-lfs.github.com/spec/v1\nsize 12\n", b"\x80\x02}q\x00."],
+    ids=["empty", "text", "pointer", "plain_pickle"],
+)
+def test_no_file_of_torch_save(folder, content):
+    (folder / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(CheckpointFormatError, match=r"pytorch_model\.bin is (damaged|a pickle)"):
+        Checkpoint(settings(folder))
+
+
+@pytest.mark.parametrize("new_format", [True, False])
+@pytest.mark.parametrize("seed", range(60))
+def test_damaged_bytes_in_a_pickle(folder, seed, new_format):
+    """Wherever they are, there is an error of this package or tensors that can be read."""
+    torch.save(TENSORS, folder / "pytorch_model.bin", _use_new_zipfile_serialization=new_format)
+    content, chance = bytearray((folder / "pytorch_model.bin").read_bytes()), random.Random(seed)
+    for _ in range(chance.randrange(1, 8)):
+        content[chance.randrange(len(content))] = chance.randrange(256)
+    (folder / "pytorch_model.bin").write_bytes(content)
+    try:
+        checkpoint = Checkpoint(settings(folder))
+        found = checkpoint.read(checkpoint.shapes)
+    except CheckpointFormatError:
+        return
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == checkpoint.shapes
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
@@ -119,11 +163,53 @@ def test_a_missing_shard(folder):
         Checkpoint(settings(folder))
 
 
-@pytest.mark.parametrize("index", ["[]", "{}", "{", '{"weight_map": 3}'])
+@pytest.mark.parametrize(
+    "index", ["[]", "{}", "{", '{"weight_map": 3}', '{"weight_map": {"a": 5}}', '{"weight_map": {"a": ["x"]}}', "\xff"]
+)
 def test_a_damaged_index(folder, index):
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointFormatError, match="damaged index"):
         Checkpoint(settings(folder))
+
+
+@pytest.mark.parametrize("content", ["[1]", '"medusa"', "null", "3"])
+def test_a_config_that_is_no_object(folder, content):
+    WRITERS["safetensors"](folder)
+    (folder / "config.json").write_text(content)
+    with pytest.raises(CheckpointFormatError, match="no readable config.json: It must hold an object"):
+        Checkpoint(settings(folder))
+
+
+def test_settings_are_checked(folder):
+    WRITERS["safetensors"](folder)
+    checkpoint = Checkpoint(settings(folder))
+    assert checkpoint.setting("hidden_size", lambda value: value == 4, "4") == 4
+    assert checkpoint.setting("absent", lambda value: False, "there") is None
+    with pytest.raises(CheckpointFormatError, match="`hidden_size` in config.json must be a name, got 4. Correct it"):
+        checkpoint.setting("hidden_size", lambda value: isinstance(value, str), "a name")
+
+
+def test_only_real_numbers_are_weights(folder):
+    others = {"int8": torch.zeros(2, 2).to(torch.int8), "bool": torch.zeros(2) > 0, "complex": torch.zeros(2) + 0j}
+    save_file({**TENSORS, **others}, folder / "model.safetensors")
+    checkpoint = Checkpoint(settings(folder))
+    assert {tensor.dtype for tensor in checkpoint.read_weights(["a.weight", "b.weight"], torch.float64).values()} == {
+        torch.float64
+    }
+    for name in ("int8", "bool", "complex", "ids"):
+        with pytest.raises(CheckpointFormatError, match=f"{name} is stored as .*float16, bfloat16"):
+            checkpoint.read_weights(["a.weight", name], torch.float32)
+
+
+def test_matrices_and_counts(folder):
+    WRITERS["safetensors"](folder)
+    checkpoint = Checkpoint(settings(folder))
+    assert checkpoint.matrix("a.weight") == (3, 4)
+    with pytest.raises(CheckpointFormatError, match=r"b\.weight must be a matrix, and has the shape \(5,\)"):
+        checkpoint.matrix("b.weight")
+    checkpoint.check_count(3, "three heads")
+    with pytest.raises(CheckpointFormatError, match="has 3 tensors in model.safetensors, and 9 heads need at least 9"):
+        checkpoint.check_count(9, "9 heads")
 
 
 def test_missing_tensors_are_named(folder):
@@ -138,7 +224,35 @@ def test_placement_follows_the_target_unless_it_is_said():
     target = tiny_llama().to(torch.bfloat16)
     assert head_placement(settings("x"), target) == (torch.bfloat16, torch.device("cpu"))
     assert head_placement(settings("x", dtype="float32"), target)[0] == torch.float32
-    assert head_placement(settings("x", dtype="auto", device="meta"), target) == (None, torch.device("meta"))
+    assert head_placement(settings("x", dtype="auto", device="cpu"), target) == (None, torch.device("cpu"))
     with pytest.raises(SpecConfigError, match="quantization.*for draft models"):
         head_placement(settings("x", quantization="bitsandbytes_4bit"), target)
     assert hidden_size(target) == 32
+
+
+class Hook:
+    def __init__(self, execution_device):
+        self.execution_device = execution_device
+
+
+@pytest.mark.parametrize("execution_device", ["cpu", torch.device("cpu")])
+def test_an_offloaded_head_has_no_device_of_its_own(execution_device):
+    target = tiny_llama()
+    target.lm_head.to("meta")
+    assert head_placement(settings("x"), target)[1] == torch.device("cpu")
+    target.to("meta")
+    assert head_placement(settings("x"), target)[1] == torch.device("cpu")
+    target.lm_head._hf_hook = Hook("cuda:1")
+    assert head_placement(settings("x"), target)[1] == torch.device("cuda:1")
+    target.lm_head._hf_hook = Hook(execution_device)
+    assert head_placement(settings("x"), target)[1] == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", ["foo", "meta", "cuda:77"])
+def test_a_device_that_is_not_there(device, tmp_path):
+    target = tiny_llama()
+    with pytest.raises(SpecConfigError, match=f"`device`='{device}'.*leave it out|Leave it out"):
+        head_placement(settings("x", device=device), target)
+    target.save_pretrained(tmp_path)
+    with pytest.raises(SpecConfigError, match=f"`device`='{device}'"):
+        load_draft_model(settings(tmp_path, device=device), target)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig
 from hf_specdec.models.checkpoint import Checkpoint
-from hf_specdec.models.medusa import MedusaHeads, load_medusa
+from hf_specdec.models.medusa import MedusaHeads, fitting_heads, load_medusa
 from tests.models import VOCAB_SIZE, tiny_llama
 
 
@@ -134,8 +134,8 @@ class TestFormats:
         assert (
             load_medusa(settings(FIXTURES / "merged_v1", dtype="bfloat16"), target).weights[0].dtype == torch.bfloat16
         )
-        heads = load_medusa(settings(FIXTURES / "merged_v1", device="meta"), target)
-        assert heads.lm_heads.device.type == "meta"
+        heads = load_medusa(settings(FIXTURES / "merged_v1", device="cpu"), target)
+        assert heads.lm_heads.device.type == "cpu"
 
     def test_heads_of_another_dtype_draft_for_the_target(self, target):
         recorded = expected("v2_shared_lm_head_safetensors")
@@ -242,12 +242,87 @@ WRONG = {
                 "medusa_heads.lm_heads.0.weight": torch.zeros(64, 64),
             },
         },
-        "vocabulary of 256 tokens, the target has 256",
+        r"draft the token 263 \(`token_map`\), the target has 256",
     ),
     "cut_vocabulary_of_another_target": (
         {"name": CUT, "config": {"vocab_size": 32000}},
         "vocabulary of 32000 tokens, the target has 256",
     ),
+    "int8_block": (
+        {**V2, "put": {"1.0.linear.weight": torch.zeros(64, 64, dtype=torch.int8)}},
+        r"1\.0\.linear\.weight is stored as int8",
+    ),
+    "bool_bias": ({**V2, "put": {"1.0.linear.bias": torch.zeros(64) > 0}}, r"1\.0\.linear\.bias is stored as bool"),
+    "complex_lm_head": (
+        {"name": "vllm_converted", "put": {"lm_heads.1.weight": torch.zeros(256, 64) + 0j}},
+        r"lm_heads\.1\.weight is stored as complex64",
+    ),
+    "scalar_block": (
+        {**V2, "put": {"0.0.linear.weight": torch.tensor(1.0)}},
+        r"0\.0\.linear\.weight must be a matrix, and has the shape \(\)",
+    ),
+    "scalar_second_block": (
+        {**V2, "put": {"1.0.linear.weight": torch.tensor(1.0)}},
+        r"has the shape \(\).*\(64, 64\)",
+    ),
+    "scalar_lm_head": (
+        {"name": "vllm_converted", "put": {"lm_heads.0.weight": torch.tensor(1.0)}},
+        r"lm_heads\.0\.weight must be a matrix",
+    ),
+    "block_of_a_far_head": (
+        {**V2, "put": {"99999999.0.linear.weight": torch.zeros(64, 64)}},
+        "has 7 tensors.*100000000 Medusa heads with 1 layers need at least 100000000",
+    ),
+    "block_of_a_far_layer": (
+        {**V2, "put": {"0.99999999.linear.weight": torch.zeros(64, 64)}},
+        "has 7 tensors.*3 Medusa heads with 100000000 layers need at least 300000000",
+    ),
+    "lm_head_of_a_far_head": (
+        {"name": "vllm_converted", "put": {"lm_heads.99999999.weight": torch.zeros(256, 64)}},
+        "100000000 Medusa heads with 1 layers need",
+    ),
+    "repeated_tokens": (
+        {"name": CUT, "put": {"medusa_heads.token_map": torch.zeros(64, dtype=torch.long)}},
+        "token_map must hold the ids of 64 different tokens, got 1, from 0 on",
+    ),
+    "negative_tokens": (
+        {"name": CUT, "put": {"medusa_heads.token_map": torch.arange(-4, 60)}},
+        "token_map must hold the ids of 64 different tokens, got 64, from -4 on",
+    ),
+    "fractional_tokens": (
+        {"name": CUT, "put": {"medusa_heads.token_map": torch.arange(64.0)}},
+        "token_map must hold the ids of 64 different tokens, got torch.float32",
+    ),
+    "complex_tokens": (
+        {"name": CUT, "put": {"medusa_heads.token_map": torch.arange(64) + 0j}},
+        "token_map must hold the ids of 64 different tokens, got torch.complex64",
+    ),
+    "scalar_token_map": (
+        {"name": CUT, "put": {"medusa_heads.token_map": torch.tensor(3)}},
+        r"token_map has the shape \(\).*\(64,\)",
+    ),
+    "base_model_that_is_no_name": (
+        {**V2, "config": {"base_model_name_or_path": 5}},
+        "`base_model_name_or_path` in config.json must be a name or a path, got 5",
+    ),
+    "logit_scale_that_is_no_number": (
+        {**V2, "config": {"logit_scale": "abc"}},
+        "`logit_scale` in config.json must be a positive number, got 'abc'",
+    ),
+    "logit_scale_of_zero": ({**V2, "config": {"logit_scale": 0}}, "`logit_scale`.*positive number, got 0"),
+    "logit_scale_of_nan": ({**V2, "config": {"logit_scale": float("nan")}}, "`logit_scale`.*positive number, got nan"),
+    "logit_scale_beyond_floats": ({**V2, "config": {"logit_scale": 10**400}}, "`logit_scale`.*positive number"),
+    "cut_vocabulary_that_is_no_size": (
+        {"name": CUT, "config": {"truncated_vocab_size": "5"}},
+        "`truncated_vocab_size` in config.json must be a positive integer, got '5'",
+    ),
+    "negative_cut_vocabulary": ({"name": CUT, "config": {"truncated_vocab_size": -5}}, "positive integer, got -5"),
+    "vocabulary_that_is_no_size": ({"name": CUT, "config": {"vocab_size": [256]}}, "`vocab_size`.*positive integer"),
+    "shared_lm_head_that_is_no_flag": (
+        {"name": "vllm_original_lm_head", "config": {"original_lm_head": "yes"}},
+        "`original_lm_head` in config.json must be true or false, got 'yes'",
+    ),
+    "accuracies_that_are_no_table": ({**V2, "config": {"medusa_accuracies": 3}}, "medusa_accuracies.* got 3"),
     "accuracies_above_one": ({**V2, "config": {"medusa_accuracies": [[1.5]] * 3}}, "medusa_accuracies.*1.5"),
     "accuracies_of_other_heads": ({**V2, "config": {"medusa_accuracies": [[0.5]] * 2}}, "each of the 3 heads"),
 }
@@ -326,6 +401,37 @@ class TestPaddedVocabulary:
         assert (logits[..., common:] == -torch.inf).all()
         assert best.max() < common
         assert torch.equal(best, logits.topk(10).indices)
+
+    @pytest.mark.parametrize("size", [250, 256, 260])
+    @pytest.mark.parametrize("name", ["v01_heads_pt", "vllm_original_lm_head", "vllm_truncated_vocab"])
+    def test_heads_that_are_passed_fit_as_loaded_ones(self, target, name, size):
+        """What was loaded for one vocabulary is used with another, and keeps its own."""
+        model = tiny_llama(hidden_size=64, vocab_size=size)
+        stored, recorded = load_medusa(settings(FIXTURES / name), target), expected(name)["hidden_states"]
+        before = {key: value.shape for key, value in stored.state_dict().items()}
+        if stored.token_map is not None and stored.token_map.max() >= size:
+            with pytest.raises(SpecConfigError, match=r"draft the token 25\d \(`token_map`\), the target has 250"):
+                fitting_heads(stored, model)
+            return
+        fitted = fitting_heads(stored, model)
+        assert (fitted is stored) == (size == 256)
+        assert torch.equal(fitted(recorded), load_medusa(settings(FIXTURES / name), model)(recorded))
+        assert fitted.top_tokens(recorded, 10).max() < size
+        assert fitted.weights is stored.weights
+        assert {key: value.shape for key, value in stored.state_dict().items()} == before
+        assert stored(recorded).shape[-1] == stored.vocab_size == 256
+
+    def test_heads_of_another_vocabulary_are_not_passed(self):
+        with pytest.raises(SpecConfigError, match="vocabulary of 68 tokens, the target has 64"):
+            fitting_heads(MedusaHeads(32, 68, 2), tiny_llama())
+        heads = fitting_heads(MedusaHeads(32, 1000, 2, own_lm_heads=False), tiny_llama())
+        assert (heads.vocab_size, heads.lm_head_size) == (64, 64)
+
+    def test_fitted_heads_can_be_saved(self, tmp_path):
+        model = tiny_llama(vocab_size=62)
+        heads = fitting_heads(MedusaHeads(32, VOCAB_SIZE, 2), model)
+        heads.save(tmp_path)
+        assert load_medusa(settings(tmp_path), model).lm_heads.shape == (2, 62, 32)
 
     def test_any_vocabulary_without_own_lm_heads(self, tmp_path):
         MedusaHeads(32, 10, num_heads=2, own_lm_heads=False).save(tmp_path)

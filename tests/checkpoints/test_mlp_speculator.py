@@ -9,9 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig
-from hf_specdec.models.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig, load_mlp_speculator
-from tests.models import TINY, VOCAB_SIZE, tiny_llama
+from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig, load_speculator
+from hf_specdec.models.mlp_speculator import (
+    MLPSpeculator,
+    MLPSpeculatorConfig,
+    fitting_speculator,
+    load_mlp_speculator,
+)
+from tests.models import TINY, VOCAB_SIZE, prompts, tiny_llama
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "mlp_speculator"
@@ -190,17 +195,78 @@ class TestPlacement:
         with pytest.raises(SpecConfigError, match="quantization.*floating-point"):
             load(tmp_path, model, quantization="8bit")
 
+
+class TestPaddedVocabularies:
+    """The same tokenizer, another number of rows: the weights stay as they are, and drafts fit the target."""
+
+    SHAPES = (
+        {},
+        {"mlp_speculator_num_nodes": 6},
+        {"top_k_tokens_per_head": [VOCAB_SIZE, 2, 2], "num_candidates": 3},
+        {"speculative_token_tree": [(0,), (61,), (0, 1)]},
+    )
+
     @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE - 2, VOCAB_SIZE + 2])
-    def test_padded_vocabularies(self, model, tmp_path, vocab_size):
-        """All ids of the target can be read, and no others are drafted."""
-        speculator = saved(tmp_path, vocab_size=vocab_size)
-        loaded = load(tmp_path, model)
-        hidden, common = torch.randn(4, SIZES["emb_dim"]), min(vocab_size, VOCAB_SIZE)
-        tokens = torch.randint(common, (4, 3))
-        logits = loaded(hidden, tokens)
-        assert logits.shape[-1] == common
-        assert torch.equal(logits, speculator(hidden, tokens)[..., :common])
-        assert loaded(hidden, torch.full((4, 3), VOCAB_SIZE - 1)).isfinite().all()
+    @pytest.mark.parametrize("shape", SHAPES, ids=["chain", "nodes", "candidates", "static"])
+    def test_text(self, model, tmp_path, vocab_size, shape):
+        saved(tmp_path, vocab_size=vocab_size)
+        inputs = prompts(3)
+        # Also the ids that a smaller speculator lacks are read.
+        inputs["input_ids"][:, -1] = torch.tensor([VOCAB_SIZE - 1, VOCAB_SIZE - 2, 5])
+        for arguments in ({"do_sample": False}, {"do_sample": False, "forced_eos_token_id": VOCAB_SIZE - 1}):
+            plain = model.generate(**inputs, max_new_tokens=12, **arguments)
+            ours = model.generate(
+                **inputs, max_new_tokens=12, **arguments, speculative={"model": str(tmp_path), **shape}
+            )
+            assert torch.equal(ours, plain)
+
+    def test_processors_that_choose_what_the_speculator_lacks(self, model, tmp_path):
+        """Such a draft is read on like any other."""
+        saved(tmp_path, vocab_size=VOCAB_SIZE - 2)
+        output = model.generate(
+            **prompts(3),
+            max_new_tokens=9,
+            do_sample=False,
+            sequence_bias={(VOCAB_SIZE - 1,): float("inf")},
+            speculative={"model": str(tmp_path)},
+            return_dict_in_generate=True,
+        )
+        assert (output.sequences[:, -9:] == VOCAB_SIZE - 1).all()
+        assert output.speculative.draft_acceptance_rate == 1
+
+    @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE - 2, VOCAB_SIZE + 2])
+    def test_save_and_pass_on(self, model, tmp_path, vocab_size):
+        original = saved(tmp_path, vocab_size=vocab_size)
+        loaded = load_speculator(model, {"method": "mlp_speculator", "model": str(tmp_path)}).resources
+        assert loaded.vocab_size == min(vocab_size, VOCAB_SIZE)
+        loaded.speculator.save(tmp_path / "again")
+        again = load(tmp_path / "again", model).state_dict()
+        assert all(torch.equal(again[name], tensor) for name, tensor in original.state_dict().items())
+        passed = load_speculator(model, "mlp_speculator", draft_model=loaded.speculator)
+        assert passed.resources.speculator is loaded.speculator
+        inputs = prompts(2)
+        plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False, assistant=passed), plain)
+
+    def test_no_more_than_five_percent(self, model):
+        with pytest.raises(SpecConfigError, match="vocabulary of 68 tokens, the target has 64"):
+            fitting_speculator(MLPSpeculator(MLPSpeculatorConfig(**{**SIZES, "vocab_size": 68})), model)
+
+    def test_candidates_beyond_the_common_vocabulary(self, tmp_path):
+        """More than the target has tokens are not asked for, though the speculator has them."""
+        saved(tmp_path)
+        target = tiny_llama(vocab_size=62)
+        target.model.register_forward_pre_hook(lambda *args: pytest.fail("the target has run"))
+        options = {"model": str(tmp_path), "speculative_token_tree": [(0,), (62,)]}
+        with pytest.raises(SpecConfigError, match="the rank 62, and speculator and target share .* of 62 tokens"):
+            target.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=5, speculative=options)
+
+    def test_growth_within_the_common_vocabulary(self, tmp_path):
+        saved(tmp_path)
+        target, ids = tiny_llama(vocab_size=62), torch.tensor([[3, 4, 5]])
+        options = {"model": str(tmp_path), "top_k_tokens_per_head": [64, 2, 2]}
+        ours = target.generate(ids, max_new_tokens=8, do_sample=False, speculative=options)
+        assert torch.equal(ours, target.generate(ids, max_new_tokens=8, do_sample=False))
 
 
 class TestWrongCheckpoints:
@@ -210,7 +276,7 @@ class TestWrongCheckpoints:
 
     def test_other_hidden_size(self, model, tmp_path):
         saved(tmp_path, emb_dim=48)
-        self.expect(tmp_path, model, "hidden size 48 .*target has 32")
+        self.expect(tmp_path, model, "hidden_size=48, the target has 32")
 
     def test_other_vocabulary(self, model, tmp_path):
         saved(tmp_path, vocab_size=200)
@@ -225,7 +291,44 @@ class TestWrongCheckpoints:
     def test_no_tensors_of_it(self, model, tmp_path):
         saved(tmp_path)
         change_tensors(tmp_path, lambda tensors: {"something.else": tensors["speculator.head.0.weight"]})
-        self.expect(tmp_path, model, "lacks 15 tensors of the MLP speculator: emb.0.weight")
+        self.expect(tmp_path, model, "lacks 1 tensors of the MLP speculator: emb.0.weight")
+
+    @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
+    def test_weights_that_are_no_real_numbers(self, model, tmp_path, dtype):
+        saved(tmp_path)
+        key = "speculator.proj.1.weight"
+        change_tensors(tmp_path, lambda tensors: {**tensors, key: tensors[key].to(dtype)})
+        self.expect(tmp_path, model, f"proj.1.weight is stored as {str(dtype)[6:]}")
+
+    @pytest.mark.parametrize("name", ["emb.0.weight", "head.1.weight"])
+    def test_scalars(self, model, tmp_path, name):
+        saved(tmp_path)
+        change_tensors(tmp_path, lambda tensors: {**tensors, f"speculator.{name}": torch.tensor(1.0)})
+        self.expect(tmp_path, model, rf"{name} has the shape \[\], and by config.json")
+
+    @pytest.mark.parametrize("inner_dim", [17, 10**15, 10**19, 10**400])
+    def test_no_network_is_made_for_another_width(self, model, tmp_path, inner_dim):
+        saved(tmp_path)
+        change_config(tmp_path, inner_dim=inner_dim)
+        self.expect(tmp_path, model, rf"emb.0.weight has the shape \[64, 16\].*by config.json.*\[64, {inner_dim}\]")
+
+    def test_no_network_is_made_for_stages_that_are_not_there(self, model, tmp_path):
+        saved(tmp_path)
+        many = 10**6
+        change_config(tmp_path, n_predict=many, top_k_tokens_per_head=[1] * many)
+        self.expect(tmp_path, model, f"has 3 stages.*n_predict={many}")
+        # A far stage does not help.
+        far = {f"speculator.{name}.{many - 1}.weight": torch.zeros(64, 16) for name in ("emb", "head")}
+        change_tensors(tmp_path, lambda tensors: {**tensors, **far})
+        self.expect(tmp_path, model, f"has 17 tensors in model.safetensors, and {many} stages need at least {many}")
+        change_config(tmp_path, n_predict=3, top_k_tokens_per_head=[1] * 3)
+        self.expect(tmp_path, model, f"has {many} stages.*n_predict=3")
+
+    @pytest.mark.parametrize("stage", ["99999999999999999999", "\u00b2", "x"])
+    def test_stages_that_are_no_numbers_are_others_tensors(self, model, tmp_path, stage):
+        speculator = saved(tmp_path)
+        change_tensors(tmp_path, lambda tensors: {**tensors, f"speculator.emb.{stage}.weight": torch.zeros(64, 16)})
+        assert load(tmp_path, model).state_dict().keys() == speculator.state_dict().keys()
 
     @pytest.mark.parametrize("name", ["emb.0.weight", "proj.1.weight", "head.2.weight", "ln.0.bias"])
     def test_wrong_shapes(self, model, tmp_path, name):

@@ -69,9 +69,12 @@ def test_any_course_of_a_generation(data, batch_size, prompt_length, capacity, i
     for _ in range(data.draw(st.integers(1, 4))):
         nodes = data.draw(st.integers(1, 5))
         drafted = fresh(len(rows), nodes)
-        plan = cache.plan_write(nodes, torch.device("cpu"))
-        seen = write(cache, drafted, indexed)
-        assert plan.columns == max(map(len, rows)) + nodes
+        # All nodes at once, or the levels of a tree one after the other.
+        cuts = sorted(data.draw(st.sets(st.integers(1, nodes)) if data.draw(st.booleans()) else st.just(set())))
+        for begin, end in zip([0, *cuts], [*cuts, nodes]):
+            plan = cache.plan_write(end - begin, torch.device("cpu"), ahead=begin)
+            seen = write(cache, drafted[:, begin:end], indexed)
+            assert plan.columns == max(map(len, rows)) + end
         for row, tokens in enumerate(rows):
             text = torch.tensor([tokens + drafted[row].tolist()])
             assert torch.equal(seen[0][0][row, :, : text.shape[1]], states_of(text, *LAYERS[0])[0])

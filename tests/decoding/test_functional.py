@@ -167,8 +167,9 @@ class TestSameBits:
     @pytest.mark.parametrize("name", ["llama", "qwen3_some_sliding"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
     def test_hidden_states(self, name, dtype):
-        """Of any layer, and those that the head reads."""
-        assert_same_bits(make(name, dtype), [3, 0, 5], states=(2, "last", 0))
+        """At any boundary between layers, before the final norm, and those that the head reads."""
+        model = make(name, dtype)
+        assert_same_bits(model, [3, 0, 5], states=(2, "last", 0, model.config.num_hidden_layers))
 
     def test_under_autocast(self):
         with torch.autocast("cpu", torch.bfloat16):

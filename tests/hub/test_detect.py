@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig
 from hf_specdec.candidate_generators import available_methods
@@ -26,6 +27,12 @@ def folder_with(tmp_path, config):
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
         ({"architectures": ["EagleLlamaForCausalLM"]}, "eagle"),
         ({"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}, "eagle3"),
+        ({"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle"}, "eagle3"),
+        ({"architectures": ["EagleSpeculator"], "speculators_model_type": "eagle"}, "eagle"),
+        ({"model_type": "eagle", "model": {"architectures": ["LlamaForCausalLM"]}}, "eagle"),
+        ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000}, "eagle3"),
+        # Without weights beside it, nothing tells a head from a model.
+        ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "bias": False}, "draft_model"),
         ({"architectures": ["DFlashDraftModel"]}, "dflash"),
     ],
 )
@@ -36,6 +43,38 @@ def test_method_of_a_config(tmp_path, config, method):
     else:
         with pytest.raises(SpecConfigError, match=f"'{method}' is not available in this version"):
             SpeculativeConfig.resolve(str(folder))
+
+
+HEADS = {
+    "eagle": ["fc.weight", "layers.0.self_attn.q_proj.weight"],
+    "eagle3": ["fc.weight", "midlayer.hidden_norm.weight", "midlayer.self_attn.q_proj.weight"],
+    "draft_model": ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"],
+}
+
+
+@pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "bin"])
+@pytest.mark.parametrize("method", HEADS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1},
+        {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 36, "bias": True},
+    ],
+)
+def test_names_of_tensors_tell_heads_that_call_themselves_models(tmp_path, config, method, pickled):
+    folder = folder_with(tmp_path, config)
+    tensors = {name: torch.zeros(1) for name in HEADS[method]}
+    if pickled:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors")
+    assert SpeculativeConfig.resolve(str(folder)).method == method
+
+
+def test_weights_of_deep_models_are_not_looked_at(tmp_path):
+    folder = folder_with(tmp_path, {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32})
+    (folder / "pytorch_model.bin").mkdir()
+    assert SpeculativeConfig.resolve(str(folder)).method == "draft_model"
 
 
 def test_unknown_config_says_what_was_seen(tmp_path):

@@ -1,0 +1,579 @@
+"""EAGLE: a decoder layer walks on in the target's hidden states and drafts chains and trees from them.
+
+EAGLE-1 (Li et al. 2024, arXiv:2401.15077) has static trees, EAGLE-2 (arXiv:2406.16858, section 4) grows a tree from
+the draft's own confidence, EAGLE-3 (arXiv:2503.01840) has another network. The checkpoint decides the network
+([`~models.eagle`]); every network drafts every shape.
+
+The draft reads entries, each a token and the state that the token before it left. Entries with states of the target
+are kept; those of drafted nodes, which have the draft's own states, are forgotten at the end of the cycle. The last
+kept entry is the anchor's, and its logits propose the first drafted tokens.
+
+Shapes: R active rows, T entries, F nodes of a level that are read, W candidates of each, C candidates of a whole tree,
+S slots of the draft's cache, h hidden size of the draft, U its vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from ..decoding.cache import SlotCache
+from ..decoding.masks import FULL
+from ..drafts import DraftTree
+from ..errors import SpecConfigError
+from ..logits.acceptance import best_tokens
+from ..logits.randomness import NODES_PER_ANCHOR
+from ..models.eagle import EagleNetwork, fitting_network, load_eagle
+from ..token_trees import TokenTree
+from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+
+
+# Draft tokens of the default chain.
+_CHAIN_LENGTH = 4
+
+# Most rows whose default is a tree, here and by device type: with more, nodes do not ride along with the weights.
+_TREE_BATCH_SIZE = 4
+_TREE_BATCH_SIZES = {"cpu": 1}
+
+# Positions of the prompt that one forward reads.
+_CHUNK_SIZE = 1024
+
+# Options that say how a dynamic tree is grown, with the smallest value of each.
+_GROWTH_OPTIONS = {"depth": 0, "top_k": 1, "total_tokens": 2}
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """How EAGLE-2 grows a tree, and how much of it is drafted.
+
+    Args:
+        depth (`int`): How often the best nodes of a level are continued.
+        top_k (`int`): Continuations of each node, and nodes of a level that are continued.
+        total_tokens (`int`): Verified tokens, the anchor included.
+    """
+
+    depth: int
+    top_k: int
+    total_tokens: int
+
+    is_chain = False
+
+    @property
+    def max_depth(self) -> int:
+        # A deeper node would need more nodes above it than there are.
+        return min(self.depth + 1, self.total_tokens - 1)
+
+    def __len__(self) -> int:
+        """Most nodes that are drafted."""
+        return self.num_nodes(self.max_depth)
+
+    @property
+    def num_reads(self) -> int:
+        """Nodes that are continued; most of them need not be drafted."""
+        return (self.max_depth - 1) * self.top_k
+
+    def num_candidates(self, levels: int) -> int:
+        """Nodes that are looked at in the first levels of the tree."""
+        return self.top_k + (levels - 1) * self.top_k**2 if levels > 0 else 0
+
+    def num_nodes(self, levels: int) -> int:
+        """Nodes of a draft that is this deep."""
+        return min(self.total_tokens - 1, self.num_candidates(levels))
+
+
+# Where the settings name nothing, by device type: the published tree needs a device where nodes cost little.
+_TREE = DynamicTree(depth=7, top_k=10, total_tokens=60)
+_TREES = {"cpu": DynamicTree(depth=4, top_k=4, total_tokens=12)}
+
+
+@dataclass(frozen=True)
+class EagleOptions:
+    """Options of `spec_method="eagle"` and `spec_method="eagle3"`.
+
+    Raises:
+        SpecConfigError: A value is out of range.
+    """
+
+    depth: int | None = field(
+        default=None,
+        metadata={
+            "help": "For the dynamic tree: how often its best nodes are continued; it is one token deeper. Left out, "
+            f"{_TREE.depth}, on a CPU {_TREES['cpu'].depth}."
+        },
+    )
+    top_k: int | None = field(
+        default=None,
+        metadata={
+            "help": "For the dynamic tree: continuations of each node, and nodes of a level that are continued. Left "
+            f"out, {_TREE.top_k}, on a CPU {_TREES['cpu'].top_k}."
+        },
+    )
+    total_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "For the dynamic tree: verified tokens, the anchor included, so one more than are drafted. Left "
+            f"out, {_TREE.total_tokens}, on a CPU {_TREES['cpu'].total_tokens}."
+        },
+    )
+    adaptive_threshold: float = field(
+        default=0.0,
+        metadata={
+            "help": "A row's draft is not continued behind nodes whose probability, along the whole path, is at most "
+            "this. 0 always drafts the full depth."
+        },
+    )
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = field(
+        default=None,
+        metadata={
+            "help": "How draft tokens are chosen when the target samples: `greedy` takes the best ones, "
+            "`probabilistic` draws a chain from the draft's distribution. Left out, `greedy`. A greedy target gets "
+            "the best tokens always."
+        },
+    )
+    aux_layer_ids: tuple[int, ...] | None = field(
+        default=None,
+        metadata={
+            "help": "Which states of the target an EAGLE-3 head reads: k is what enters its decoder layer k, the "
+            "number of its layers what leaves the last one. Left out, what the checkpoint says."
+        },
+    )
+
+    def __post_init__(self):
+        for name, least in _GROWTH_OPTIONS.items():
+            value = getattr(self, name)
+            if value is not None and not (_is_int(value) and value >= least):
+                raise SpecConfigError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
+        threshold = self.adaptive_threshold
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold < 1:
+            raise SpecConfigError(f"`adaptive_threshold` must be a number from 0 to below 1, got {threshold!r}.")
+        if self.draft_sample_method not in (None, "greedy", "probabilistic"):
+            raise SpecConfigError(
+                f"`draft_sample_method` must be 'greedy' or 'probabilistic', got {self.draft_sample_method!r}."
+            )
+        layers = self.aux_layer_ids
+        if layers is not None and not (layers and all(_is_int(layer) and layer >= 0 for layer in layers)):
+            raise SpecConfigError(f"`aux_layer_ids` must be a list of integers of at least 0, got {layers!r}.")
+
+
+def _is_int(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class EagleCandidateGenerator(CandidateGenerator):
+    """Drafts chains, static trees and dynamic trees."""
+
+    options_class = EagleOptions
+    default_num_speculative_tokens = _CHAIN_LENGTH
+    loaded_by = ("model", "revision", "subfolder", "dtype", "device", "quantization", "aux_layer_ids")
+
+    @classmethod
+    def load(cls, config, target_model, draft_model: EagleNetwork | None = None) -> EagleNetwork:
+        if draft_model is None:
+            return load_eagle(config, target_model)
+        return fitting_network(draft_model, config, target_model)
+
+    def __init__(self, config, resources: EagleNetwork, session: Session):
+        super().__init__(config, resources, session)
+        self.network = resources
+        self.device = resources.device
+        self.target_hidden_states = resources.target_hidden_states
+        samples = session.sampler is not None and not session.sampler.is_greedy
+        self.draws = samples and self.options.draft_sample_method == "probabilistic"
+        self.plan = _plan(config, resources.config.draft_vocab_size, session, self.draws)
+        self.num_speculative_tokens = self.plan.max_depth
+        self.num_reads = self.plan.num_reads if isinstance(self.plan, DynamicTree) else len(self.plan)
+        if self.draws and self.num_speculative_tokens > NODES_PER_ANCHOR:
+            raise SpecConfigError(
+                f"`num_speculative_tokens` must be at most {NODES_PER_ANCHOR} where draft tokens are sampled, got "
+                f"{self.num_speculative_tokens}. Draft fewer, or set draft_sample_method='greedy'."
+            )
+        self.entries: DraftEntries | None = None
+        self.pending: _NewEntries | None = None  # committed, and not yet read
+        self.hidden: torch.Tensor | None = None  # (R, h): what the last entry of each row hands on
+        self.logits: torch.Tensor | None = None  # (R, U): behind it
+
+    @property
+    def num_draft_nodes(self) -> int:
+        return len(self.plan)
+
+    # What the target has read
+
+    def prefill(self, prompt: Prompt) -> None:
+        """Reads the entries of the prompt but the last one, whose token is still to come.
+
+        There is an entry where the state of a token and the next token are known. A continued cache or embeddings may
+        have left the first ones unknown; drafts are weaker then.
+        """
+        num_tokens, num_states = prompt.input_ids.shape[1], _width(prompt.hidden_states)
+        count = min(num_states - 1, num_tokens)
+        first = max(num_tokens - 1 - count, 0)
+        room = self.session.max_length - num_tokens
+        self.entries = DraftEntries(
+            self.network,
+            starts=[max(start - first, 0) for start in prompt.starts],
+            offsets=[max(first - start, 0) for start in prompt.starts],
+            capacity=count + min(room, 1024) + self.num_reads + 1,
+        )
+        for begin in range(0, count, _CHUNK_SIZE):
+            end = min(begin + _CHUNK_SIZE, count)
+            shift = num_states - 1 - count
+            states = {key: value[:, shift + begin : shift + end] for key, value in prompt.hidden_states.items()}
+            tokens = prompt.input_ids[:, num_tokens - count + begin : num_tokens - count + end]
+            self.entries.read(tokens, self.network.fuse(states), [end - begin] * len(prompt.starts))
+
+    def observe(self, commit: Commit) -> None:
+        """Keeps what was committed; the next draft reads it, so that a call that ends here pays nothing."""
+        self._read_pending()
+        self.pending = _NewEntries(commit.tokens, commit.hidden_states, list(map(len, commit.token_lists)))
+
+    def _read_pending(self) -> None:
+        new, self.pending = self.pending, None
+        if new is None:
+            return
+        hidden, output = self.entries.read(new.tokens, self.network.fuse(new.states), new.counts)
+        self.hidden = _last_of_each(hidden, new.counts)
+        self.logits = self.network.logits(_last_of_each(output, new.counts))
+
+    def keep_rows(self, keep: list[int]) -> None:
+        self.entries.keep_rows(keep)
+        if self.pending is not None:
+            self.pending = self.pending.of_rows(keep)
+        if self.hidden is not None:
+            self.hidden, self.logits = self.hidden[keep], self.logits[keep]
+
+    def close(self) -> None:
+        self.entries = self.pending = self.hidden = self.logits = None
+
+    # Drafting
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        limits = self.draft_depths(step)
+        if max(limits) <= 0:
+            # There will never be room again.
+            self.pending = None
+            return DraftTree.empty(len(step.rows), self.session.device)
+        self._read_pending()
+        self.entries.begin_draft(self.num_reads)
+        if self.draws:
+            return self._draw_chain(step, limits)
+        return self._draft_dynamic(limits) if isinstance(self.plan, DynamicTree) else self._draft_static(limits)
+
+    def _draw_chain(self, step: DraftStep, limits: list[int]) -> DraftTree:
+        """Tokens drawn from the draft's law, processed as the target's is."""
+        sampler, device = self.session.sampler, self.session.device
+        hidden, logits = self.hidden[:, None], self.logits
+        chances = hidden.new_zeros((len(limits), 1), dtype=torch.float32)
+        positions = [length - 1 for length in step.lengths]
+        parent = torch.zeros(1, dtype=torch.long, device=self.device)
+        drafted, laws = [], []
+        while True:
+            scores = sampler.scores(self.network.target_logits(logits).to(device), step.rows, drafted)
+            tokens, law = sampler.draw(scores, step.rows, positions, len(drafted))
+            drafted.append(tokens)
+            laws.append(law)
+            chances = chances + law.gather(1, tokens[:, None]).log().to(self.device)
+            limits = self._without_doubtful(limits, chances, len(drafted))
+            if len(drafted) == max(limits):
+                break
+            hidden, output = self.entries.read_nodes(tokens[:, None], hidden, parent)
+            logits = self.network.logits(output)[:, 0]
+        counts = _upload(limits, device)
+        return DraftTree.chain(torch.stack(drafted, dim=1), counts, torch.stack(laws, dim=1))
+
+    def _draft_static(self, limits: list[int]) -> DraftTree:
+        """The candidates of the given ranks; only nodes that have children are read."""
+        hidden, logits = self.hidden[:, None], self.logits[:, None]
+        chances = hidden.new_zeros(hidden.shape[:2], dtype=torch.float32) if self.options.adaptive_threshold else None
+        drafted = []
+        for depth, level in enumerate(self.plan.up_to(max(limits)).levels(self.device), start=1):
+            tokens, chances = self._candidates(logits, level.width, chances)
+            drafted.append(tokens[:, level.picks])
+            if depth < max(limits) and chances is not None:
+                chances = chances[:, level.read_picks]
+                limits = self._without_doubtful(limits, chances, depth)
+            if depth == max(limits):
+                break
+            parents = level.read_parents
+            hidden, output = self.entries.read_nodes(tokens[:, level.read_picks], _of(hidden, parents), parents)
+            logits = self.network.logits(output)
+        return self.plan.up_to(max(limits)).draft(torch.cat(drafted, dim=1).to(self.session.device), limits)
+
+    def _draft_dynamic(self, limits: list[int]) -> DraftTree:
+        """Level by level the best nodes are continued, and the best of all that were looked at are drafted."""
+        width = self.plan.top_k
+        hidden, logits = self.hidden[:, None], self.logits[:, None]
+        chances = hidden.new_zeros(hidden.shape[:2], dtype=torch.float32)
+        nodes = torch.full_like(chances, -1, dtype=torch.long)
+        grown: list[tuple[torch.Tensor, ...]] = []
+        while True:
+            tokens, chances = self._candidates(logits, width, chances)
+            grown.append((tokens, nodes.repeat_interleave(width, dim=1), chances))
+            # Stable: of equally probable nodes the first one counts, so that a parent comes before its child.
+            chances, order = chances.sort(dim=1, descending=True, stable=True)
+            best, chances = order[:, :width], chances[:, :width]
+            parents = best // width
+            if len(grown) < max(limits):
+                limits = self._without_doubtful(limits, chances, len(grown))
+            if len(grown) == max(limits):
+                break
+            nodes = best + self.plan.num_candidates(len(grown) - 1)
+            hidden, output = self.entries.read_nodes(tokens.gather(1, best), _of(hidden, parents), parents)
+            logits = self.network.logits(output)
+        return self._best_nodes(*(torch.cat(parts, dim=1).to(self.session.device) for parts in zip(*grown)), limits)
+
+    def _best_nodes(self, tokens, parents, chances, limits: list[int]) -> DraftTree:
+        """Drafts the most probable candidates that a row has room for.
+
+        Args:
+            tokens, parents (`torch.LongTensor` of shape `(R, C)`): The candidates, level by level.
+            chances (`torch.FloatTensor` of shape `(R, C)`): Log-probability of the path to each.
+            limits (`list[int]`): How deep each row may draft.
+        """
+        device = tokens.device
+        if min(limits) < max(limits):
+            sizes = _upload([self.plan.num_candidates(limit) for limit in limits], device)
+            chances = chances.masked_fill(torch.arange(tokens.shape[1], device=device) >= sizes[:, None], -math.inf)
+        counts = [self.plan.num_nodes(limit) for limit in limits]
+        order = chances.sort(dim=1, descending=True, stable=True).indices
+        chosen = order[:, : max(counts)].sort(dim=1).values
+        # Where each candidate has gone; entry 0 is the anchor.
+        places = parents.new_full((len(limits), tokens.shape[1] + 1), -1)
+        places.scatter_(1, chosen + 1, torch.arange(max(counts), device=device).expand_as(chosen))
+        parents = places.gather(1, parents.gather(1, chosen) + 1)
+        return DraftTree(tokens.gather(1, chosen), parents, _upload(counts, device))
+
+    def _candidates(self, logits: torch.Tensor, width: int, chances: torch.Tensor | None):
+        """The best continuations of each node.
+
+        Args:
+            logits (`torch.Tensor` of shape `(R, F, U)`): Behind the nodes.
+            width (`int`): W.
+            chances (`torch.FloatTensor` of shape `(R, F)`, *optional*): Log-probability of the path to each node.
+
+        Returns:
+            `tuple`: The target's ids `(R, F * W)`, and the log-probability of the path to each, if wanted.
+        """
+        if width == 1 and chances is None:
+            return self.network.target_ids(best_tokens(logits)), None
+        best = logits.topk(width)
+        tokens = self.network.target_ids(best.indices).flatten(1)
+        if chances is None:
+            return tokens, None
+        steps = best.values.float() - logits.float().logsumexp(-1, keepdim=True)
+        return tokens, (chances[..., None] + steps).flatten(1)
+
+    def _without_doubtful(self, limits: list[int], chances: torch.FloatTensor, depth: int) -> list[int]:
+        """The limits of the rows, cut to `depth` where no node that would be continued is likely enough.
+
+        Args:
+            chances (`torch.FloatTensor` of shape `(R, F)`): Log-probability of the path to each of these nodes.
+        """
+        if not self.options.adaptive_threshold:
+            return limits
+        # Waits for the device: what is not continued need not be launched.
+        likely = (chances.amax(1) > math.log(self.options.adaptive_threshold)).tolist()
+        return [limit if is_likely else min(limit, depth) for limit, is_likely in zip(limits, likely)]
+
+
+@dataclass
+class _NewEntries:
+    """Committed tokens `(R, T)` with the target's states `(R, T, th)`, the first `counts[r]` of which are entries."""
+
+    tokens: torch.LongTensor
+    states: dict[Any, torch.Tensor]
+    counts: list[int]
+
+    def of_rows(self, keep: list[int]) -> _NewEntries:
+        states = {key: value[keep] for key, value in self.states.items()}
+        return _NewEntries(self.tokens[keep], states, [self.counts[row] for row in keep])
+
+
+class DraftEntries:
+    """The draft's keys and values: kept entries of each row, and behind them the nodes of the current draft.
+
+    Args:
+        network (`EagleNetwork`): The draft.
+        starts (`list[int]`): Slot of each row's first entry; what lies before is padding.
+        offsets (`list[int]`): Position of that entry.
+        capacity (`int`): Slots to allocate at first.
+    """
+
+    def __init__(self, network: EagleNetwork, starts: list[int], offsets: list[int], capacity: int):
+        self.network = network
+        self.device = network.device
+        self.cache = SlotCache(capacity)
+        self.cache.start_slots(len(starts))
+        self.starts, self.offsets = list(starts), list(offsets)
+
+    def read(self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: list[int]):
+        """Reads entries behind those of each row and keeps the first `counts[r]` of them.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(R, T)`): Tokens, padded on the right.
+            hidden (`torch.Tensor` of shape `(R, T, h)`): States.
+
+        Returns:
+            Both outputs of the network, of shape `(R, T, h)`.
+        """
+        steps = torch.arange(tokens.shape[1], device=self.device)
+        plan = self.cache.plan_write(tokens.shape[1], self.device)
+        own = self._column(self.cache.lengths) + steps
+        mask = self._additive(self._visible(own, plan.columns))
+        positions = self._next_positions() + steps
+        outputs = self.network(tokens.to(self.device), hidden, positions, mask, self.cache)
+        self.cache.commit(counts)
+        return outputs
+
+    def begin_draft(self, num_nodes: int) -> None:
+        """Prepares for a draft of which at most `num_nodes` nodes are read."""
+        ends = self._column(self.cache.lengths)
+        columns = max(self.cache.lengths) + num_nodes
+        # A node sees what its parent sees, and itself. At first, that is what the last entry of each row sees.
+        self._mask = self._additive(self._visible(ends - 1, columns))[:, 0]
+        self._slots = ends + torch.arange(num_nodes, device=self.device)
+        self._keys = torch.arange(columns, device=self.device).expand(len(ends), -1)
+        self._ends, self._positions = ends, self._next_positions()
+        self._depth = self._num_read = 0
+
+    def read_nodes(self, tokens: torch.LongTensor, hidden: torch.Tensor, parents: torch.LongTensor):
+        """Reads the next level of the draft.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(R, F)`): The nodes' tokens.
+            hidden (`torch.Tensor` of shape `(R, F, h)`): What their parents handed on.
+            parents (`torch.LongTensor` of shape `(F,)` or `(R, F)`): Which nodes of the level before these are; of
+                the first level, the anchor.
+
+        Returns:
+            Both outputs of the network, of shape `(R, F, h)`.
+        """
+        first, self._num_read = self._num_read, self._num_read + tokens.shape[1]
+        plan = self.cache.plan_write(tokens.shape[1], self.device, ahead=first)
+        self._mask = _of(self._mask, parents)
+        slots = self._slots[:, first : self._num_read]
+        self._mask.scatter_(2, slots[..., None].expand(len(self._mask), -1, 1), 0.0)
+        if self.network.span != FULL:
+            self._hide_distant(slots)
+        positions, self._depth = self._positions + self._depth, self._depth + 1
+        mask = self._mask[:, None, :, : plan.columns]
+        return self.network(tokens.to(self.device), hidden, positions.expand(-1, tokens.shape[1]), mask, self.cache)
+
+    def _hide_distant(self, slots: torch.LongTensor) -> None:
+        """Takes what lies outside of the draft's window from the nodes in these slots; they have equal positions."""
+        query = self._ends + self._depth
+        self._keys = self._keys.scatter(1, slots, query.expand_as(slots))
+        hidden = self.network.span.hidden(query, self._keys)
+        self._mask.masked_fill_(hidden[:, None], torch.finfo(self._mask.dtype).min)
+
+    def _visible(self, own: torch.LongTensor, columns: int) -> torch.BoolTensor:
+        """Which slots the entries in the slots `own` `(R | 1, T)` see: `(R | 1, T, S)`."""
+        slots, own = torch.arange(columns, device=self.device), own[..., None]
+        # Padding sees itself: something without any weight would be no number.
+        visible = (slots <= own) & ((slots >= self._column(self.starts)[..., None]) | (slots == own))
+        hidden = self.network.span.hidden(own, slots)
+        return visible if hidden is None else visible & ~hidden
+
+    def _additive(self, visible: torch.BoolTensor) -> torch.Tensor:
+        dtype = self.network.dtype
+        mask = torch.zeros(visible.shape, dtype=dtype, device=self.device)
+        return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+
+    def _next_positions(self) -> torch.LongTensor:
+        rows = zip(self.cache.lengths, self.starts, self.offsets)
+        return self._column([length - start + offset for length, start, offset in rows])
+
+    def _column(self, values: Sequence[int]) -> torch.LongTensor:
+        """One number a row, `(R, 1)`, or `(1, 1)` where they are equal."""
+        values = values[:1] if len(set(values)) == 1 else values
+        return _upload(values, self.device)[:, None]
+
+    def keep_rows(self, keep: list[int]) -> None:
+        self.cache.keep_rows(keep)
+        self.starts = [self.starts[row] for row in keep]
+        self.offsets = [self.offsets[row] for row in keep]
+
+
+def _of(values: torch.Tensor, nodes: torch.LongTensor) -> torch.Tensor:
+    """Of each row's values `(R | 1, F', X)` those of the nodes `(F,)` or `(R, F)`, as a new tensor `(R | 1, F, X)`."""
+    if nodes.dim() == 1:
+        return values.index_select(1, nodes)
+    values = values.expand(len(nodes), -1, -1)
+    return values.gather(1, nodes[..., None].expand(-1, -1, values.shape[-1]))
+
+
+def _upload(values: Sequence[int], device: torch.device) -> torch.LongTensor:
+    """Numbers as a tensor on `device`; unlike `torch.tensor` on a GPU it does not wait for what runs there."""
+    return torch.tensor(values).to(device, non_blocking=True)
+
+
+def _last_of_each(values: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Entry `counts[r] - 1` of each row of `(R, T, h)`."""
+    if min(counts) == max(counts):
+        return values[:, counts[0] - 1]
+    last = _upload(counts, values.device) - 1
+    return values[torch.arange(len(counts), device=values.device), last]
+
+
+def _width(states: dict[Any, torch.Tensor]) -> int:
+    return next(iter(states.values())).shape[1]
+
+
+def _plan(config, vocab_size: int, session: Session, draws: bool) -> TokenTree | DynamicTree:
+    """What is drafted in a call: a static tree, chains among them, or a dynamic one.
+
+    Args:
+        config (`SpeculativeConfig`): The settings.
+        vocab_size (`int`): Tokens that the draft knows.
+        session (`Session`): The call.
+        draws (`bool`): Draft tokens are drawn.
+
+    Raises:
+        SpecConfigError: Settings contradict each other, or ask for more candidates than there are tokens.
+    """
+    only_chains = None
+    if draws:
+        only_chains = "draft_sample_method='probabilistic' draws chains"
+    elif not session.takes_trees:
+        only_chains = "the target tells positions from the order of its cache"
+    paths, length = config.speculative_token_tree, config.num_speculative_tokens
+    growth = next((name for name in _GROWTH_OPTIONS if getattr(config.options, name) is not None), None)
+    if growth and (paths or length):
+        name, shape = ("speculative_token_tree", "a static tree") if paths else ("num_speculative_tokens", "a chain")
+        raise SpecConfigError(f"`{name}` asks for {shape}, and `{growth}` is about a dynamic one. Leave one out.")
+    if paths:
+        plan = _static_tree(paths, vocab_size)
+    elif length or not (growth or _is_small(session)):
+        return TokenTree.chain(length or _CHAIN_LENGTH)
+    else:
+        plan = _dynamic_tree(config.options, vocab_size, session.device)
+    if not only_chains or plan.is_chain:
+        return plan
+    session.notes.append(f"chains instead of trees: {only_chains}")
+    return TokenTree.chain(plan.max_depth if paths or growth else _CHAIN_LENGTH)
+
+
+def _is_small(session: Session) -> bool:
+    """Whether there are so few rows that trees are the default."""
+    return session.batch_size <= _TREE_BATCH_SIZES.get(session.device.type, _TREE_BATCH_SIZE)
+
+
+def _static_tree(paths: tuple[tuple[int, ...], ...], vocab_size: int) -> TokenTree:
+    tree = TokenTree(paths)
+    if max(tree.widths) > vocab_size:
+        raise SpecConfigError(
+            f"`speculative_token_tree` has the rank {max(tree.widths) - 1}, and the draft knows {vocab_size} tokens. "
+            "Pass a narrower tree."
+        )
+    return tree
+
+
+def _dynamic_tree(options: EagleOptions, vocab_size: int, device: torch.device) -> TokenTree | DynamicTree:
+    default = _TREES.get(device.type, _TREE)
+    given = {name: getattr(options, name) for name in _GROWTH_OPTIONS}
+    depth, top_k, total_tokens = (getattr(default, name) if value is None else value for name, value in given.items())
+    tree = DynamicTree(depth, min(top_k, vocab_size), total_tokens)
+    return TokenTree.chain(tree.max_depth) if tree.top_k == 1 else tree

@@ -1,0 +1,963 @@
+"""EAGLE: the official drafts and runs, the target's text whatever is drafted, and drafts against recomputation."""
+
+import copy
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdec import SpecConfigError, SpeculativeConfig, Speculator, load_speculator, record
+from hf_specdec.candidate_generators import eagle as module
+from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
+from hf_specdec.candidate_generators.eagle import DynamicTree, EagleCandidateGenerator
+from hf_specdec.decoding.target import captured_states
+from hf_specdec.drafts import DraftTree
+from hf_specdec.models.eagle import Eagle1Network, Eagle3Network
+from hf_specdec.models.eagle_formats import EagleConfig
+from hf_specdec.token_trees import TokenTree
+from tests.architectures import tiny_model
+from tests.models import VOCAB_SIZE, prompts, tiny_llama
+from tests.statistics import chi_square_pvalue
+from tests.test_sampling import (
+    P_VALUE,
+    SETTINGS,
+    V,
+    exact_distribution,
+    no_drafts,
+    sample,
+    sampled_counts,
+    small_model,
+)
+
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "eagle"
+NAMES = ("eagle1_llama", "eagle3_llama", "eagle3_qwen3", "eagle3_speculators", "eagle3_specforge")
+every_case = pytest.mark.parametrize("name", NAMES)
+
+GREEDY = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": None}
+
+# That of the official runs.
+OFFICIAL = {"depth": 4, "top_k": 4, "total_tokens": 12}
+
+STATIC = [(0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 1), (0, 2, 1, 0)]
+
+# Every way to draft.
+SHAPES = {
+    "default": {},
+    "chain": {"num_speculative_tokens": 3},
+    "dynamic_tree": OFFICIAL,
+    "wide_tree": {"depth": 2, "top_k": 6, "total_tokens": 20},
+    "static_tree": {"speculative_token_tree": STATIC},
+    "adaptive_tree": {**OFFICIAL, "adaptive_threshold": 0.3},
+    "adaptive_chain": {"num_speculative_tokens": 4, "adaptive_threshold": 0.3},
+}
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+KINDS = ("chain", "dynamic_tree", "static_tree")
+every_kind = pytest.mark.parametrize("shape", [SHAPES[name] for name in KINDS], ids=KINDS)
+
+
+@cache
+def published(name):
+    """Target, folder of the head and expected tensors of a published case."""
+    target = AutoModelForCausalLM.from_pretrained(FIXTURES / name / "target").eval()
+    target.generation_config.pad_token_id = 0
+    return target, str(FIXTURES / name), load_file(FIXTURES / name / "expected.safetensors")
+
+
+def method_of(name):
+    return "eagle" if name.startswith("eagle1") else "eagle3"
+
+
+def head(method, hidden_size, vocab_size, aux_layer_ids=(), known=None, **settings):
+    """A head of random weights; `known` lists the target's tokens that it knows."""
+    norms = ["layers.0.post_attention_layernorm"]
+    if method == "eagle3":
+        norms += ["layers.0.hidden_norm", "layers.0.input_layernorm", "norm"]
+    config = EagleConfig(
+        method=method,
+        hidden_size=hidden_size,
+        target_hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        draft_vocab_size=vocab_size if known is None else len(known),
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=2 * hidden_size,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        aux_layer_ids=aux_layer_ids,
+        norms=tuple(norms),
+        own_head=method == "eagle3",
+        has_token_ids=known is not None,
+        **settings,
+    )
+    network = (Eagle3Network if method == "eagle3" else Eagle1Network)(config).eval()
+    if known is not None:
+        network.token_ids = torch.tensor(known)
+    return network
+
+
+# By batch size. No row is padding alone.
+LENGTHS = {1: 7, 3: 7, 8: 12}
+
+
+def fitted(target, method, num_steps=120, seed=0, lengths=LENGTHS, **settings):
+    """A head that has seen the target's greedy text behind the prompts of these batch sizes and lengths."""
+    torch.manual_seed(seed)
+    layers = target.config.num_hidden_layers
+    settings.setdefault("aux_layer_ids", (0, layers - 1) if method == "eagle3" else ())
+    network = head(method, target.config.hidden_size, target.config.vocab_size, **settings).attach(target)
+    batches = []
+    for batch_size, length in lengths.items():
+        inputs = prompts(batch_size, length)
+        for row, mask in zip(inputs["input_ids"], inputs["attention_mask"].bool()):
+            text = target.generate(row[mask][None], **GREEDY)
+            with torch.no_grad(), captured_states(target, network.target_hidden_states) as states:
+                target(text)
+            batches.append((text, states))
+    optimizer = torch.optim.Adam(network.parameters(), lr=5e-3)
+    for step in range(num_steps):
+        text, states = batches[step % len(batches)]
+        states = {key: value[:, :-1] for key, value in states.items()}
+        positions = torch.arange(text.shape[1] - 1)[None]
+        hidden, loss = network.fuse(states), 0.0
+        # What the head reads once it drafts are its own states.
+        for _ in range(2):
+            fed_back, output = network(text[:, 1:], hidden, positions, None)
+            logits = network.target_logits(network.logits(output))[0, :-1]
+            wanted = text[0, 2:]
+            known = logits.gather(1, wanted[:, None])[:, 0].isfinite()
+            loss = loss + torch.nn.functional.cross_entropy(logits[known], wanted[known])
+            hidden = torch.cat([hidden[:, :1], fed_back[:, :-1]], dim=1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return network.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def heads(model, sliding_model):
+    """Targets and heads."""
+    return {
+        "llama": (model, fitted(model, "eagle3", known=list(range(8, VOCAB_SIZE)))),
+        "sliding": (sliding_model, fitted(sliding_model, "eagle", sliding_window=9)),
+    }
+
+
+def speculator_for(network, **settings) -> Speculator:
+    config = SpeculativeConfig(network.config.method, "loaded", **settings)
+    return Speculator(config, EagleCandidateGenerator, network)
+
+
+def plain_and_ours(target, speculator, inputs, **arguments):
+    """The same call without and with drafts, and the record of the latter."""
+    arguments = {**GREEDY, **arguments}
+    plain = target.generate(**inputs, **arguments)
+    with record(trace=True) as made:
+        ours = target.generate(**inputs, **arguments, assistant=speculator)
+    return plain, ours, made.calls[0]
+
+
+def rows_of(call, row=0):
+    """A row's drafts, cycle by cycle."""
+    return [trace for cycle in call.cycles for trace in cycle.rows if trace.row == row]
+
+
+def topology(trace):
+    draft = DraftTree.from_lists([trace.draft_tokens], parents=[trace.parents])
+    return draft.topology
+
+
+def retrieve_rows(parents):
+    """One row for each leaf: verified nodes from the anchor on, padded with -1."""
+    paths = []
+    for node in range(len(parents)):
+        if node not in parents:
+            path = [node]
+            while parents[path[-1]] >= 0:
+                path.append(parents[path[-1]])
+            paths.append([0] + [step + 1 for step in reversed(path)])
+    width = max(map(len, paths))
+    return [path + [-1] * (width - len(path)) for path in paths]
+
+
+class TestOfficialRuns:
+    def run(self, name, **shape):
+        target, folder, expected = published(name)
+        prompt = expected["prompt_ids"]
+        # Some tokens more, so that the room left does not limit the last drafts.
+        length = len(expected["gen_tokens"]) + 10
+        with record(trace=True) as made:
+            output = target.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                **{**GREEDY, "max_new_tokens": length},
+                speculative={"method": method_of(name), "model": folder, **shape},
+            )
+        return expected, output[0, prompt.shape[1] :], rows_of(made.calls[0])
+
+    @every_case
+    def test_chain(self, name):
+        expected, tokens, traces = self.run(name, num_speculative_tokens=5)
+        assert traces[0].draft_tokens == expected["chain_tokens"].tolist()
+        assert traces[0].parents == [-1, 0, 1, 2, 3]
+        count = len(expected["baseline_tokens"])
+        assert torch.equal(tokens[:count], expected["baseline_tokens"])
+
+    @every_case
+    def test_first_tree(self, name):
+        expected, _, traces = self.run(name, **OFFICIAL)
+        assert traces[0].draft_tokens == expected["tree_draft_tokens"][0, 1:].tolist()
+        ours = topology(traces[0])
+        assert torch.equal(ours.ancestors.float(), expected["tree_mask"][0, 0])
+        assert torch.equal(ours.depths, expected["tree_position_ids"])
+        rows = retrieve_rows(traces[0].parents)
+        assert rows == expected["tree_retrieve_indices"].tolist()
+        order = sorted(rows, key=lambda row: [node if node >= 0 else len(ours.depths) + 5 for node in row])
+        assert order == expected["tree_retrieve_indices_sorted"].tolist()
+
+    @every_case
+    def test_whole_run(self, name):
+        expected, tokens, traces = self.run(name, **OFFICIAL)
+        assert torch.equal(tokens[: len(expected["gen_tokens"])], expected["gen_tokens"])
+        count = len(expected["gen_accept_lengths"])
+        assert [trace.num_accepted for trace in traces[:count]] == expected["gen_accept_lengths"].tolist()
+        for trace, drafted, mask, depths in zip(
+            traces,
+            expected["gen_cycle_draft_tokens"],
+            expected["gen_cycle_tree_mask"],
+            expected["gen_cycle_position_ids"],
+        ):
+            assert trace.draft_tokens == drafted[1:].tolist()
+            assert torch.equal(topology(trace).ancestors, mask.bool())
+            assert torch.equal(topology(trace).depths, depths)
+
+    def test_static_tree_of_the_first_version(self):
+        expected, tokens, traces = self.run("eagle1_llama", speculative_token_tree="eagle_1")
+        assert torch.equal(tokens[: len(expected["v1_gen_tokens"])], expected["v1_gen_tokens"])
+        count = len(expected["v1_gen_accept_lengths"])
+        assert [trace.num_accepted for trace in traces[:count]] == expected["v1_gen_accept_lengths"].tolist()
+        drafts = [trace.draft_tokens for trace in traces[:count]]
+        assert drafts == expected["v1_gen_cycle_draft_tokens"][:, 1:].tolist()
+        assert torch.equal(topology(traces[0]).ancestors, expected["v1_tree_attn_mask"].bool())
+        assert torch.equal(topology(traces[0]).depths, expected["v1_tree_position_ids"])
+
+
+def random_rows(network, lengths, seed):
+    """Texts of these lengths, and states of the target for all but the last token of each."""
+    generator = torch.Generator().manual_seed(seed)
+    size = network.config.target_hidden_size
+    texts = [torch.randint(1, network.config.vocab_size, (n,), generator=generator) for n in lengths]
+    states = [
+        {key: torch.randn((n - 1, size), generator=generator) for key in network.target_hidden_states} for n in lengths
+    ]
+    return texts, states
+
+
+def padded(rows, left):
+    """Rows of different length as one tensor."""
+    size = max(map(len, rows))
+    pads = [(size - len(row), 0) if left else (0, size - len(row)) for row in rows]
+    return torch.stack([torch.nn.functional.pad(r, (0, 0) * (r.dim() - 1) + pad) for r, pad in zip(rows, pads)])
+
+
+def feed(generator, texts, states, prompt_lengths, parts=1):
+    """Shows the texts to a generator: left-padded prompts, the token behind each, and the rest in `parts` commits."""
+
+    def part_of_states(ranges, left):
+        keys = generator.target_hidden_states
+        return {key: padded([s[key][begin:end] for s, (begin, end) in zip(states, ranges)], left) for key in keys}
+
+    starts = [max(prompt_lengths) - n for n in prompt_lengths]
+    tokens = padded([text[:n] for text, n in zip(texts, prompt_lengths)], left=True)
+    generator.prefill(Prompt(tokens, starts, part_of_states([(0, n) for n in prompt_lengths], left=True)))
+    # Entry t has the state of token t and token t + 1.
+    begins = [n - 1 for n in prompt_lengths]
+    for part in range(parts + 1):
+        ends = [n + (len(text) - 1 - n) * part // parts for n, text in zip(prompt_lengths, texts)]
+        ranges = list(zip(begins, ends))
+        new = [text[begin + 1 : end + 1] for text, (begin, end) in zip(texts, ranges)]
+        lists, begins = [row.tolist() for row in new], ends
+        rows = list(range(len(texts)))
+        generator.observe(Commit(rows, padded(new, False), lists, [0] * len(rows), part_of_states(ranges, False)))
+
+
+def drafts_of(generator, texts, limits=None):
+    """Each row's draft as paths of tokens, in the order of its nodes."""
+    limits = limits or [generator.num_speculative_tokens] * len(texts)
+    anchors = torch.stack([text[-1] for text in texts])
+    draft = generator.propose(DraftStep(list(range(len(texts))), anchors, [len(text) for text in texts], limits))
+    assert draft.size <= generator.num_draft_nodes
+    found = []
+    for tokens, parents in zip(draft.token_lists(), draft.parent_lists()):
+        paths = []
+        for token, parent in zip(tokens, parents):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        found.append(paths)
+    return found
+
+
+class Recomputed:
+    """One row's drafts by definition: every node reads the whole text and its path again, without a cache."""
+
+    def __init__(self, network, text, states):
+        self.network, self.tokens = network, text[1:]
+        self.hidden = network.fuse({key: value[None] for key, value in states.items()})[0]
+
+    def log_probs(self, path):
+        """Of the target's tokens that may follow a path of tokens: best first, with their log-probabilities."""
+        hidden = self.hidden
+        for count in range(len(path) + 1):
+            tokens = torch.cat([self.tokens, torch.tensor(path[:count], dtype=torch.long)])
+            steps = torch.arange(len(tokens))
+            distance = steps[:, None] - steps
+            visible = (distance >= 0) & (distance < (self.network.config.sliding_window or len(tokens)))
+            mask = torch.zeros(visible.shape).masked_fill_(~visible, torch.finfo(torch.float32).min)
+            fed_back, output = self.network(tokens[None], hidden[None], steps[None], mask[None, None])
+            hidden = torch.cat([hidden, fed_back[0, -1:]])
+        logits = self.network.logits(output[0, -1])
+        values, ids = logits.log_softmax(-1).sort(descending=True)
+        return list(zip(self.network.target_ids(ids).tolist(), values.tolist()))
+
+    def static(self, paths):
+        found = []
+        for ranks in paths:
+            path = ()
+            for rank in ranks:
+                path = (*path, self.log_probs(path)[rank][0])
+            found.append(path)
+        return found
+
+    def dynamic(self, plan, limit):
+        """The equations of EAGLE-2 over lists: `(score, path)` of all candidates, level by level."""
+        if limit == 0:
+            return []
+        candidates, front = [], [(0.0, ())]
+        for _ in range(min(limit, plan.max_depth)):
+            level = [
+                (score + value, (*path, token))
+                for score, path in front
+                for token, value in self.log_probs(path)[: plan.top_k]
+            ]
+            candidates += level
+            front = sorted(level, key=lambda node: -node[0])[: plan.top_k]
+        chosen = sorted(range(len(candidates)), key=lambda i: -candidates[i][0])[: plan.total_tokens - 1]
+        return [candidates[i][1] for i in sorted(chosen)]
+
+
+NETWORKS = {
+    "eagle1": {"method": "eagle"},
+    "eagle3": {"method": "eagle3", "aux_layer_ids": (0, 2, 3), "known": list(range(1, 40, 3))},
+    "window": {"method": "eagle3", "aux_layer_ids": (1,), "sliding_window": 3},
+}
+
+
+@torch.no_grad()
+def random_network(seed=0, **settings):
+    torch.manual_seed(seed)
+    network = head(hidden_size=32, vocab_size=40, own_embedding=True, **settings)
+    if network.lm_head is None:
+        network.attach(tiny_llama(vocab_size=40).requires_grad_(False))
+    for weight in network.parameters():
+        if weight.dim() == 2:
+            # Clear choices.
+            weight.mul_(2.0)
+    return network.requires_grad_(False)
+
+
+class TestAgainstRecomputation:
+    LENGTHS = (9, 6, 12)
+    PROMPTS = (5, 1, 4)
+
+    def generator(self, network, num_rows=3, **shape):
+        session = Session(num_rows, 1000, torch.device("cpu"))
+        return speculator_for(network, **shape).candidate_generator(session)
+
+    @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS.keys())
+    @pytest.mark.parametrize(("parts", "chunk_size"), [(1, 1024), (2, 2), (3, 3)])
+    def test_dynamic_tree(self, network, parts, chunk_size, monkeypatch):
+        monkeypatch.setattr(module, "_CHUNK_SIZE", chunk_size)
+        network, shape = random_network(**network), {"depth": 3, "top_k": 3, "total_tokens": 10}
+        generator = self.generator(network, **shape)
+        texts, states = random_rows(network, self.LENGTHS, seed=parts)
+        feed(generator, texts, states, self.PROMPTS, parts)
+        for row, paths in enumerate(drafts_of(generator, texts)):
+            assert paths == Recomputed(network, texts[row], states[row]).dynamic(DynamicTree(**shape), 4)
+
+    @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS.keys())
+    @pytest.mark.parametrize("paths", [STATIC, [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]], ids=["tree", "chain"])
+    def test_static_tree(self, network, paths):
+        network = random_network(**network)
+        generator = self.generator(network, speculative_token_tree=paths)
+        texts, states = random_rows(network, self.LENGTHS, seed=4)
+        feed(generator, texts, states, self.PROMPTS, parts=2)
+        for row, found in enumerate(drafts_of(generator, texts)):
+            assert found == Recomputed(network, texts[row], states[row]).static(generator.plan.paths)
+
+    @pytest.mark.parametrize("shape", [{"depth": 3, "top_k": 3, "total_tokens": 10}, {"num_speculative_tokens": 4}])
+    def test_limits_of_the_rows(self, shape):
+        network = random_network(**NETWORKS["eagle3"])
+        texts, states = random_rows(network, (6, 7, 8, 9), seed=7)
+        limits = [0, 1, 2, 4]
+        generator = self.generator(network, 4, **shape)
+        feed(generator, texts, states, [4] * 4)
+        for row, paths in enumerate(drafts_of(generator, texts, limits)):
+            recomputed = Recomputed(network, texts[row], states[row])
+            if "depth" in shape:
+                assert paths == recomputed.dynamic(DynamicTree(**shape), limits[row])
+            else:
+                assert paths == recomputed.static(TokenTree.chain(limits[row]).paths)
+        assert drafts_of(generator, texts, [0] * 4) == [[]] * 4
+
+    @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "default"])
+    def test_rows_do_not_depend_on_each_other(self, shape):
+        shape = SHAPES[shape]
+        network = random_network(**NETWORKS["eagle3"])
+        texts, states = random_rows(network, (9, 6, 12, 8), seed=3)
+        together = self.generator(network, 4, **shape)
+        feed(together, texts, states, (5, 2, 4, 6))
+        drafts = drafts_of(together, texts)
+        for row in range(4):
+            alone = self.generator(network, 1, **shape)
+            feed(alone, texts[row : row + 1], states[row : row + 1], [3])
+            assert drafts_of(alone, texts[row : row + 1])[0] == drafts[row]
+
+    def test_adaptive_drafts_end_behind_unlikely_nodes(self):
+        network = random_network(**NETWORKS["eagle1"])
+        texts, states = random_rows(network, (9, 6, 12, 8), seed=3)
+        depths = {}
+        for threshold in (0.0, 0.05, 0.2, 0.99):
+            shape = {"depth": 3, "top_k": 3, "total_tokens": 40, "adaptive_threshold": threshold}
+            generator = self.generator(network, 4, **shape)
+            feed(generator, texts, states, (5, 2, 4, 6))
+            for row, paths in enumerate(drafts_of(generator, texts)):
+                recomputed = Recomputed(network, texts[row], states[row])
+                depth = 1
+                while depth < 4:
+                    level = [path for path in recomputed.dynamic(DynamicTree(3, 3, 40), depth) if len(path) == depth]
+                    chances = [sum(dict(recomputed.log_probs(p[:i]))[p[i]] for i in range(depth)) for p in level]
+                    if threshold and max(chances) <= torch.tensor(threshold).log():
+                        break
+                    depth += 1
+                assert paths == recomputed.dynamic(DynamicTree(3, 3, 40), depth)
+                depths.setdefault(threshold, []).append(depth)
+        assert depths[0.0] == [4] * 4
+        assert depths[0.99] == [1] * 4
+        assert 4 < sum(depths[0.2]) <= sum(depths[0.05])
+
+    def test_equal_probabilities_keep_parents(self):
+        """A head that is sure gives the child the probability of its parent."""
+        network = random_network(**NETWORKS["eagle3"])
+        network.lm_head.weight.mul_(1e4)
+        generator = self.generator(network, depth=3, top_k=2, total_tokens=4)
+        texts, states = random_rows(network, self.LENGTHS, seed=1)
+        feed(generator, texts, states, self.PROMPTS)
+        assert [list(map(len, paths)) for paths in drafts_of(generator, texts)] == [[1, 2, 3]] * 3
+
+    def test_rows_that_leave(self):
+        network = random_network(**NETWORKS["eagle3"])
+        texts, states = random_rows(network, (9, 6, 12, 8), seed=5)
+        for read_before in (False, True):
+            generator = self.generator(network, 4, **OFFICIAL)
+            feed(generator, texts, states, (5, 2, 4, 6))
+            whole = drafts_of(generator, texts) if read_before else None
+            generator.keep_rows([3, 1])
+            kept = drafts_of(generator, [texts[3], texts[1]])
+            assert kept == (whole and [whole[3], whole[1]] or [
+                Recomputed(network, texts[row], states[row]).dynamic(DynamicTree(**OFFICIAL), 5) for row in (3, 1)
+            ])  # fmt: skip
+
+    @pytest.mark.parametrize(("num_tokens", "num_states"), [(8, 3), (3, 3), (0, 8), (8, 1)])
+    def test_prompts_of_which_a_part_is_unknown(self, num_tokens, num_states):
+        """What is left is read at its own position, and drafted from."""
+        network = random_network(**NETWORKS["eagle3"])
+        (text,), (states,) = random_rows(network, [9], seed=6)
+        generator = self.generator(network, 1, **OFFICIAL)
+        known = {key: value[None, 8 - num_states :] for key, value in states.items()}
+        generator.prefill(Prompt(text[None, 8 - num_tokens : 8], [0], known))
+        last = {key: value[:, -1:] for key, value in known.items()}
+        generator.observe(Commit([0], text[None, -1:], [text[-1:].tolist()], [0], last))
+        count = min(num_states, num_tokens + 1)
+        assert generator.entries.offsets == [max(num_tokens - count, 0)]
+        known = {key: value[8 - count :] for key, value in states.items()}
+        recomputed = Recomputed(network, text[8 - count :], known)
+        assert drafts_of(generator, [text])[0] == recomputed.dynamic(DynamicTree(**OFFICIAL), 5)
+
+
+class TestNothingIsReadBack:
+    """On the meta device there are no numbers: whoever asks for one fails, as a GPU would have to wait."""
+
+    def propose(self, **shape):
+        network = random_network(**NETWORKS["eagle3"]).to("meta")
+        generator = speculator_for(network, **shape).candidate_generator(Session(3, 100, torch.device("meta")))
+        rows, size = [0, 1, 2], network.config.target_hidden_size
+
+        def tensors(width):
+            states = {key: torch.zeros((3, width, size), device="meta") for key in network.target_hidden_states}
+            return torch.zeros((3, width), dtype=torch.long, device="meta"), states
+
+        tokens, states = tensors(5)
+        generator.prefill(Prompt(tokens, [0, 1, 2], states))
+        tokens, states = tensors(3)
+        generator.observe(Commit(rows, tokens, [[1], [1, 2], [1, 2, 3]], [0] * 3, states))
+        limits = [generator.num_speculative_tokens] * 3
+        return generator.propose(DraftStep(rows, tokens[:, 0], [6, 6, 6], [*limits[:2], limits[2] - 1]))
+
+    @every_shape
+    def test_drafting(self, shape):
+        if "adaptive_threshold" in shape:
+            with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+                self.propose(**shape)
+        else:
+            assert self.propose(**shape).batch_size == 3
+
+
+class TestDraftCache:
+    @every_case
+    def test_equals_a_rebuild(self, name, monkeypatch):
+        """After every cycle the keys and values are those of the text so far, read at once."""
+        target, folder, expected = published(name)
+        kept = []
+        begin_draft = module.DraftEntries.begin_draft
+
+        def watched(entries, num_nodes):
+            kept.append((entries.cache.lengths[0], entries.cache.row_states(0)))
+            begin_draft(entries, num_nodes)
+
+        monkeypatch.setattr(module.DraftEntries, "begin_draft", watched)
+        speculator = load_speculator(target, method_of(name), model=folder, **OFFICIAL)
+        prompt = expected["prompt_ids"]
+        text = target.generate(prompt, attention_mask=torch.ones_like(prompt), **GREEDY, assistant=speculator)
+        lengths = [length for length, _ in kept]
+        assert lengths == sorted(set(lengths))
+        assert max(b - a for a, b in zip(lengths, lengths[1:])) > 2
+        cycles = kept.copy()
+        network = speculator.resources
+        with torch.no_grad(), captured_states(target, network.target_hidden_states) as states:
+            target(text)
+        rebuilt = speculator.candidate_generator(Session(1, 1000, torch.device("cpu")))
+        rebuilt.prefill(Prompt(text, [0], states))
+        for length, layers in cycles:
+            for ours, whole in zip(layers, rebuilt.entries.cache.row_states(0)):
+                for mine, all_of_them in zip(ours, whole):
+                    torch.testing.assert_close(mine, all_of_them[:, :length], atol=1e-4, rtol=1e-4)
+
+
+class TestGreedyEqualsPlain:
+    @every_shape
+    @pytest.mark.parametrize("batch_size", [1, 3, 8])
+    @pytest.mark.parametrize("target", ["llama", "sliding"])
+    def test_text(self, heads, target, batch_size, shape):
+        target, network = heads[target]
+        inputs = prompts(batch_size, LENGTHS[batch_size])
+        plain, ours, call = plain_and_ours(target, speculator_for(network, **shape), inputs)
+        assert torch.equal(ours, plain)
+        assert call.stats.num_accepted_tokens >= 4 * batch_size
+
+    @every_case
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    def test_published_heads(self, name, batch_size):
+        target, folder, expected = published(name)
+        text = torch.cat([expected["prompt_ids"][0], expected["gen_tokens"]])
+        inputs = prompts(batch_size, length=20)
+        inputs["input_ids"] = text.unfold(0, 20, 7)[:batch_size] * inputs["attention_mask"]
+        speculator = load_speculator(target, method_of(name), model=folder, **OFFICIAL)
+        plain, ours, call = plain_and_ours(target, speculator, inputs)
+        assert torch.equal(ours, plain)
+        assert call.stats.mean_acceptance_length > 1.5
+        for row in range(batch_size):
+            real = inputs["attention_mask"][row].bool()
+            alone = {key: value[row, real][None] for key, value in inputs.items()}
+            _, _, single = plain_and_ours(target, speculator, alone)
+            ours, theirs = rows_of(call, row), rows_of(single)
+            assert [(trace.draft_tokens, trace.parents) for trace in ours] == [
+                (trace.draft_tokens, trace.parents) for trace in theirs
+            ]
+
+    @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "gemma3_text", "mixtral", "gpt_oss"])
+    def test_architectures(self, name):
+        """States from between any layers; sliding windows, experts and sinks in the target."""
+        target = tiny_model(name)
+        for method, layers in (("eagle", ()), ("eagle3", (0, 2, 3))):
+            network = fitted(target, method, num_steps=30, lengths={1: 9, 4: 9}, aux_layer_ids=layers)
+            for batch_size in (1, 4):
+                inputs = prompts(batch_size, length=9)
+                plain, ours, call = plain_and_ours(target, speculator_for(network, **OFFICIAL), inputs)
+                assert torch.equal(ours, plain)
+                assert call.stats.num_accepted_tokens > batch_size
+
+    @every_kind
+    def test_rows_that_end_apart(self, heads, shape):
+        target, network = heads["llama"]
+        inputs = prompts(3)
+        text = target.generate(**inputs, **GREEDY)
+        eos = sorted({int(text[row, 10 + 5 * row]) for row in range(3)})
+        plain, ours, call = plain_and_ours(
+            target, speculator_for(network, **shape), inputs, eos_token_id=eos, pad_token_id=0
+        )
+        assert torch.equal(ours, plain)
+        assert len({len(cycle.rows) for cycle in call.cycles}) > 1
+
+    @every_kind
+    @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 5])
+    def test_max_new_tokens(self, heads, shape, max_new_tokens):
+        target, network = heads["llama"]
+        plain, ours, call = plain_and_ours(
+            target, speculator_for(network, **shape), prompts(3), max_new_tokens=max_new_tokens
+        )
+        assert torch.equal(ours, plain)
+        # The target's own token needs room, too.
+        for cycle in call.cycles:
+            for trace in cycle.rows:
+                assert topology(trace).depths.max() <= max(max_new_tokens - 2, 0)
+
+    @every_kind
+    def test_processors_that_read_tokens(self, heads, shape):
+        target, network = heads["llama"]
+        plain, ours, call = plain_and_ours(
+            target, speculator_for(network, **shape), prompts(3), repetition_penalty=1.2, no_repeat_ngram_size=4
+        )
+        assert torch.equal(ours, plain)
+        assert call.stats.num_accepted_tokens > 0
+
+    def test_unknown_processors_hold_rows_together(self, heads):
+        target, network = heads["llama"]
+        processors = {"logits_processor": [lambda input_ids, scores: scores]}
+        plain, ours, call = plain_and_ours(target, speculator_for(network), prompts(3), **processors)
+        assert torch.equal(ours, plain)
+        assert call.stats.num_accepted_tokens > 0
+
+    @every_kind
+    def test_streamer(self, heads, shape):
+        class Collect(BaseStreamer):
+            def __init__(self):
+                self.seen = []
+
+            def put(self, value):
+                self.seen.extend(value.flatten().tolist())
+
+            def end(self):
+                self.seen.append(None)
+
+        target, network = heads["llama"]
+        streamers = [Collect(), Collect()]
+        target.generate(**prompts(1), **GREEDY, streamer=streamers[0])
+        target.generate(**prompts(1), **GREEDY, streamer=streamers[1], assistant=speculator_for(network, **shape))
+        assert streamers[0].seen == streamers[1].seen
+
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    def test_prefill_in_chunks(self, heads, batch_size):
+        """The states of all chunks reach the head: the drafts are the same."""
+        for target, network in heads.values():
+            speculator = speculator_for(network, **OFFICIAL)
+            inputs = prompts(batch_size, length=12)
+            plain, ours, call = plain_and_ours(target, speculator, inputs)
+            _, chunked, other = plain_and_ours(target, speculator, inputs, prefill_chunk_size=5)
+            assert torch.equal(ours, plain)
+            assert torch.equal(chunked, plain)
+            assert other.cycles == call.cycles
+
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    def test_continued_cache(self, heads, batch_size):
+        target, network = heads["llama"]
+        speculator = speculator_for(network, **OFFICIAL)
+        inputs = prompts(batch_size, length=12)
+        cache = DynamicCache()
+        with torch.no_grad():
+            first = {key: value[:, :8] for key, value in inputs.items()}
+            positions = (first["attention_mask"].cumsum(1) - 1).clamp(min=0)
+            target(**first, position_ids=positions, past_key_values=cache)
+        plain = target.generate(**inputs, **GREEDY, past_key_values=copy.deepcopy(cache))
+        with record() as made:
+            ours = target.generate(**inputs, **GREEDY, past_key_values=cache, assistant=speculator)
+        assert torch.equal(ours, plain)
+        assert made.calls[0].stats.num_accepted_tokens > 0
+
+    def test_prompts_as_embeddings(self, heads):
+        target, network = heads["llama"]
+        inputs = prompts(2)
+        embeds = target.get_input_embeddings()(inputs["input_ids"]).detach()
+        call = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}
+        for ids in ({}, {"input_ids": inputs["input_ids"]}):
+            plain, ours, made = plain_and_ours(target, speculator_for(network), {**call, **ids})
+            assert torch.equal(ours, plain)
+            assert made.stats.num_accepted_tokens > 0
+
+    @pytest.mark.parametrize("length", [1, 2])
+    def test_short_prompts(self, heads, length):
+        target, network = heads["llama"]
+        for batch_size in (1, 3):
+            inputs = prompts(batch_size, length, padding=False)
+            plain, ours, _ = plain_and_ours(target, speculator_for(network), inputs)
+            assert torch.equal(ours, plain)
+
+    def test_scores_and_hidden_states(self, heads):
+        target, network = heads["llama"]
+        wanted = {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True}
+        plain, ours, _ = plain_and_ours(target, speculator_for(network), prompts(2), **wanted)
+        assert torch.equal(ours.sequences, plain.sequences)
+        for mine, theirs in zip(ours.scores, plain.scores):
+            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+    def test_target_that_takes_no_trees(self):
+        torch.manual_seed(0)
+        config = BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.5)
+        bloom = BloomForCausalLM(config).eval()
+        bloom.generation_config.pad_token_id = 0
+        network = fitted(bloom, "eagle", num_steps=20)
+        for shape in SHAPES.values():
+            plain, ours, call = plain_and_ours(bloom, speculator_for(network, **shape), prompts(1))
+            assert torch.equal(ours, plain)
+            is_chain = "num_speculative_tokens" in shape
+            assert any("chains instead of trees" in note for note in call.stats.notes) != is_chain
+
+    def test_half_precision(self, heads):
+        target = copy.deepcopy(heads["llama"][0]).to(torch.bfloat16)
+        network = copy.deepcopy(heads["llama"][1])
+        for dtype in (torch.bfloat16, torch.float32):
+            network = network.to(dtype).attach(target)
+            with record() as made:
+                target.generate(**prompts(3), **GREEDY, assistant=speculator_for(network, **OFFICIAL))
+            assert made.calls[0].stats.num_accepted_tokens > 0
+
+    def test_max_model_len(self, heads):
+        target, network = heads["llama"]
+        speculator = speculator_for(network, max_model_len=20, **OFFICIAL)
+        plain, ours, call = plain_and_ours(target, speculator, prompts(2))
+        assert torch.equal(ours, plain)
+        rows = [row for cycle in call.cycles for row in cycle.rows]
+        assert any(row.draft_tokens for row in rows)
+        assert any(not row.draft_tokens for row in rows)
+
+
+def small_head():
+    """A head that knows some of the tokens of the target whose distribution is enumerated."""
+    target = small_model()
+    torch.manual_seed(2)
+    network = head("eagle3", target.config.hidden_size, V, aux_layer_ids=(0, 1), known=[0, 1, 2, 4])
+    with torch.no_grad():
+        network.lm_head.weight.mul_(4.0)
+    return network.attach(target).requires_grad_(False)
+
+
+class TestSampling:
+    @every_shape
+    def test_text_depends_on_the_seed_alone(self, heads, shape):
+        target, network = heads["llama"]
+        inputs = prompts(3)
+        ours = sample(target, inputs, assistant=speculator_for(network, **shape))
+        assert torch.equal(ours, sample(target, inputs, assistant=no_drafts()))
+
+    @pytest.mark.parametrize("law", ["plain", "repetition_penalty_and_top_p"])
+    def test_trees_keep_the_distribution(self, law):
+        speculator = speculator_for(small_head(), depth=2, top_k=2, total_tokens=6)
+        counts, stats = sampled_counts(SETTINGS[law], speculator)
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS[law])) > P_VALUE
+        assert stats.num_accepted_tokens > 500
+
+    @pytest.mark.parametrize(
+        ("law", "rule"),
+        [("plain", "standard"), ("repetition_penalty_and_top_p", "standard"), ("plain", "block"), ("top_k", "block")],
+    )
+    def test_drawn_chains_keep_the_distribution(self, law, rule):
+        speculator = speculator_for(
+            small_head(), draft_sample_method="probabilistic", rejection_sample_method=rule, num_speculative_tokens=3
+        )
+        counts, stats = sampled_counts(SETTINGS[law], speculator)
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS[law])) > P_VALUE
+        assert stats.num_accepted_tokens > 500
+
+    def test_fails_for_drafts_that_lie_about_their_law(self, monkeypatch):
+        propose = EagleCandidateGenerator.propose
+
+        def lying(self, step):
+            draft = propose(self, step)
+            if draft.probs is not None:
+                draft.probs = torch.full_like(draft.probs, 1 / V)
+            return draft
+
+        monkeypatch.setattr(EagleCandidateGenerator, "propose", lying)
+        speculator = speculator_for(small_head(), draft_sample_method="probabilistic", num_speculative_tokens=3)
+        counts, _ = sampled_counts(SETTINGS["plain"], speculator)
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS["plain"])) < 1e-6
+
+    def test_drawn_drafts_are_chains(self, heads):
+        target, network = heads["llama"]
+        for shape in (SHAPES["static_tree"], OFFICIAL, SHAPES["adaptive_tree"]):
+            speculator = speculator_for(network, draft_sample_method="probabilistic", **shape)
+            with record(trace=True) as made:
+                sample(target, prompts(2), assistant=speculator)
+            assert any("draws chains" in note for note in made.calls[0].stats.notes)
+            drafts = [row.draft_tokens for cycle in made.calls[0].cycles for row in cycle.rows]
+            for cycle in made.calls[0].cycles:
+                for row in cycle.rows:
+                    assert row.parents == list(range(-1, len(row.draft_tokens) - 1))
+            if "adaptive_threshold" in shape:
+                assert len(set(map(len, drafts))) > 1
+            with record() as made:
+                target.generate(**prompts(2), **GREEDY, assistant=speculator)
+            assert made.calls[0].stats.notes == []
+
+
+class TestSettings:
+    def test_what_loading_takes(self):
+        target, folder, _ = published("eagle3_llama")
+        with record() as made:
+            target.generate(**prompts(1), **GREEDY, speculative={"model": folder, "method": "eagle3"})
+        assert made.calls[0].stats.method == "eagle3"
+        other = load_speculator(target, "eagle3", model=folder, aux_layer_ids=[1, 3, 6])
+        assert other.resources.target_hidden_states == (1, 3, 6)
+        generator = other.candidate_generator(Session(1, 100, torch.device("cpu")))
+        assert generator.target_hidden_states == (1, 3, 6)
+        assert load_speculator(target, "eagle3", model=folder).resources.target_hidden_states == (2, 4, 5)
+
+    def test_network_as_an_object(self, heads):
+        target, network = heads["llama"]
+        inputs = prompts(2)
+        with record() as made:
+            ours = target.generate(**inputs, **GREEDY, spec_method="eagle3", spec_model=network)
+        assert torch.equal(ours, target.generate(**inputs, **GREEDY))
+        assert made.calls[0].stats.num_accepted_tokens > 0
+        for options, draft, match in (
+            ({"method": "eagle"}, network, "is for spec_method='eagle3', got 'eagle'"),
+            ({"method": "eagle3"}, torch.nn.Linear(2, 2), "drafts with an EagleNetwork, got a Linear"),
+            ({"method": "eagle3", "aux_layer_ids": [2]}, network, r"\[2\] is about loading a head.*states \[0, 1\]"),
+            ({"method": "eagle3"}, head("eagle3", 48, VOCAB_SIZE), "hidden_size=48, 64 tokens.*has 32, 64 and 2"),
+            ({"method": "eagle3"}, head("eagle3", 32, 80), "hidden_size=32, 80 tokens.*has 32, 64 and 2"),
+            (
+                {"method": "eagle3"},
+                head("eagle3", 32, VOCAB_SIZE, (1, 5)),
+                "at least 5 layers.* 64 and 2. Pass",
+            ),
+        ):
+            with pytest.raises(SpecConfigError, match=match):
+                load_speculator(target, draft_model=draft, **options)
+
+    def test_method_is_read_from_the_checkpoint(self):
+        for name in NAMES:
+            target, folder, _ = published(name)
+            speculator = load_speculator(target, {"model": folder, "depth": 2, "total_tokens": 5})
+            assert (speculator.method, speculator.config.options.depth) == (method_of(name), 2)
+
+    def test_no_checkpoint(self, model):
+        with pytest.raises(SpecConfigError, match="spec_method='eagle3' needs a head"):
+            model.generate(**prompts(1), **GREEDY, spec_method="eagle3")
+
+    @every_case
+    def test_the_other_method(self, name):
+        target, folder, _ = published(name)
+        right = method_of(name)
+        wrong = "eagle" if right == "eagle3" else "eagle3"
+        with pytest.raises(SpecConfigError, match=f"'{right}'"):
+            target.generate(**prompts(1), **GREEDY, speculative={"model": folder, "method": wrong})
+
+    def test_loads_once(self, monkeypatch):
+        loaded = []
+
+        def counted(config, target_model, load=module.load_eagle):
+            loaded.append(config.model)
+            return load(config, target_model)
+
+        monkeypatch.setattr(module, "load_eagle", counted)
+        _, folder, _ = published("eagle3_llama")
+        target = AutoModelForCausalLM.from_pretrained(FIXTURES / "eagle3_llama" / "target").eval()
+        for shape in SHAPES.values():
+            speculative = {"method": "eagle3", "model": folder, **shape}
+            target.generate(**prompts(1), max_new_tokens=3, do_sample=False, speculative=speculative)
+        assert loaded == [folder]
+
+    def test_shapes_by_default(self):
+        """A tree for few rows, the published one where nodes cost little; otherwise a chain."""
+        network = random_network(**NETWORKS["eagle1"])
+
+        def default(device, batch_size=1, settings=None, **changes):
+            session = Session(batch_size, 100, torch.device(device), **changes)
+            config = SpeculativeConfig("eagle", "loaded", **(settings or {}))
+            return EagleCandidateGenerator(config, network, session).plan, session.notes
+
+        assert default("cuda") == (DynamicTree(7, 10, 60), [])
+        assert default("cuda", 4)[0] == DynamicTree(7, 10, 60)
+        assert default("cuda", 5) == (TokenTree.chain(4), [])
+        assert default("cuda", 5, {"depth": 5}) == (DynamicTree(5, 10, 60), [])
+        assert default("cpu")[0].total_tokens < 60
+        assert default("cpu", 2)[0] == TokenTree.chain(4)
+        assert default("cuda", settings={"num_speculative_tokens": 6}) == (TokenTree.chain(6), [])
+        assert default("cuda", settings={"top_k": 1, "depth": 3}) == (TokenTree.chain(4), [])
+        assert default("cuda", settings={"top_k": 1, "depth": 3, "total_tokens": 3}) == (TokenTree.chain(2), [])
+        plan, notes = default("cuda", takes_trees=False)
+        assert plan == TokenTree.chain(4)
+        assert len(notes) == 1
+        assert default("cuda", settings={"depth": 6}, takes_trees=False)[0] == TokenTree.chain(7)
+
+    @pytest.mark.parametrize(
+        ("tree", "max_depth", "size", "reads"),
+        [
+            (DynamicTree(7, 10, 60), 8, 59, 70),
+            (DynamicTree(4, 4, 12), 5, 11, 16),
+            (DynamicTree(0, 5, 60), 1, 5, 0),
+            (DynamicTree(2, 2, 60), 3, 10, 4),
+            (DynamicTree(9, 4, 3), 2, 2, 4),
+        ],
+    )
+    def test_sizes_of_dynamic_trees(self, tree, max_depth, size, reads):
+        assert (tree.max_depth, len(tree), tree.num_reads) == (max_depth, size, reads)
+
+    @pytest.mark.parametrize(
+        ("shape", "match"),
+        [
+            ({"num_speculative_tokens": 4, "depth": 2}, "`num_speculative_tokens` asks for a chain, and `depth` is"),
+            ({"speculative_token_tree": [0, 0], "total_tokens": 9}, "asks for a static tree, and `total_tokens` is"),
+            ({"speculative_token_tree": [(0,), (0, 40)]}, "has the rank 40, and the draft knows 40 tokens"),
+        ],
+    )
+    def test_settings_that_do_not_fit(self, shape, match):
+        speculator = speculator_for(random_network(**NETWORKS["eagle1"]), **shape)
+        with pytest.raises(SpecConfigError, match=match):
+            speculator.candidate_generator(Session(1, 100, torch.device("cpu")))
+
+    def test_too_many_drawn_tokens(self, heads):
+        target, network = heads["llama"]
+        speculator = speculator_for(network, num_speculative_tokens=300, draft_sample_method="probabilistic")
+        with pytest.raises(SpecConfigError, match="at most 256 where draft tokens are sampled, got 300"):
+            sample(target, prompts(1), assistant=speculator)
+
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({"depth": -1}, "`depth` must be an integer of at least 0, got -1"),
+            ({"top_k": 0}, "`top_k` must be an integer of at least 1, got 0"),
+            ({"total_tokens": 1}, "`total_tokens` must be an integer of at least 2, got 1"),
+            ({"adaptive_threshold": 1.0}, "`adaptive_threshold` must be a number from 0 to below 1, got 1.0"),
+            ({"draft_sample_method": "best"}, "`draft_sample_method` must be 'greedy'"),
+            ({"aux_layer_ids": []}, "`aux_layer_ids` must be a list of integers"),
+            ({"aux_layer_ids": [2, -3]}, r"`aux_layer_ids` must be a list of integers of at least 0, got \(2, -3\)"),
+        ],
+    )
+    def test_options_out_of_range(self, options, match):
+        for method in ("eagle", "eagle3"):
+            with pytest.raises(SpecConfigError, match=match):
+                SpeculativeConfig(method, "folder", **options)
+
+
+@every_kind
+@pytest.mark.parametrize("target", ["llama", "sliding"])
+def test_stock_assisted_decoding_gives_plain_text(heads, target, monkeypatch, shape):
+    target, network = heads[target]
+    inputs = prompts(1)
+    plain = target.generate(**inputs, **GREEDY)
+    generator = speculator_for(network, **shape).candidate_generator(Session(1, plain.shape[1], torch.device("cpu")))
+    accepted = []
+
+    def update(input_ids, scores, num_matches):
+        accepted.append(num_matches)
+        EagleCandidateGenerator.update_candidate_strategy(generator, input_ids, scores, num_matches)
+
+    monkeypatch.setattr(generator, "update_candidate_strategy", update)
+    monkeypatch.setattr(target, "_get_candidate_generator", lambda *args, **kwargs: generator)
+    assisted = target.generate(**inputs, **GREEDY, prompt_lookup_num_tokens=2)
+    assert torch.equal(assisted, plain)
+    assert sum(accepted) > 3

@@ -1,0 +1,188 @@
+"""Hidden states between the layers of every architecture, and in front of and behind its final norm."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from hf_specdec import CandidateGenerator, UnsupportedModelError
+from hf_specdec.decoding.target import captured_states, decoder_layers
+from tests.architectures import supported, tiny_model
+from tests.models import VOCAB_SIZE, prompts, tiny_llama
+from tests.test_multimodal import MODELS, build, image_inputs
+
+
+# Architectures that have no single stream of one vector a token, and what the error says.
+WITHOUT = {
+    "gemma3n_text": r"states of the shape \[4, 2, 9, 64\]",
+    "hrm_text": "decoder layers of HrmTextForCausalLM cannot be found",
+    "hy_v4": r"states of the shape \[2, 9, 4, 64\]",
+}
+
+TOKENS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def outputs_and_states(model, keys, **inputs):
+    with captured_states(model, keys) as states:
+        output = model(**inputs, output_hidden_states=True, use_cache=False)
+    return output, states
+
+
+def assert_boundaries(model, **inputs):
+    """Against transformers' own record of what enters the layers."""
+    layers = decoder_layers(model)
+    last_layer = []
+    handle = layers[-1].register_forward_hook(
+        lambda module, args, output: last_layer.append(output if torch.is_tensor(output) else output[0])
+    )
+    keys = tuple(range(len(layers) + 1))
+    output, states = outputs_and_states(model, keys, **inputs)
+    handle.remove()
+    assert set(states) == set(keys)
+    for index in range(len(layers)):
+        assert torch.equal(states[index], output.hidden_states[index])
+    assert torch.equal(states[len(layers)], last_layer[-1])
+
+
+# Architectures whose head does more with the last state than multiply it.
+WITHOUT_LAST = set(
+    "bert bert-generation bert-two_way_prompt big_bird camembert data2vec-text electra ernie megatron-bert "
+    "modernbert-decoder rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod".split()
+)
+# It divides the state in front of the head, which leaves the order of the logits.
+SCALED = ("minicpm3",)
+
+
+@pytest.mark.parametrize("name", sorted(set(supported()) - WITHOUT_LAST - set(WITHOUT)))
+def test_the_last_state_is_what_the_head_reads(name):
+    model, read = tiny_model(name), []
+    handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: read.append(args[0]))
+    _, states = outputs_and_states(model, ("last",), input_ids=TOKENS)
+    handle.remove()
+    scale = read[-1].norm() / states["last"].norm()
+    assert name in SCALED or scale == 1
+    torch.testing.assert_close(read[-1], scale * states["last"])
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_LAST & set(supported())))
+def test_heads_that_transform_the_last_state(name):
+    with pytest.raises(UnsupportedModelError, match="transforms its last hidden state"):
+        outputs_and_states(tiny_model(name), ("last",), input_ids=TOKENS)
+
+
+@pytest.mark.parametrize("name", supported())
+def test_every_architecture(name):
+    model = tiny_model(name)
+    if name not in WITHOUT:
+        assert_boundaries(model, input_ids=TOKENS)
+        return
+    with pytest.raises(UnsupportedModelError, match=WITHOUT[name]):
+        outputs_and_states(model, (1,), input_ids=TOKENS)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_text_part_of_multimodal_models(make):
+    model = build(make)
+    assert_boundaries(model, input_ids=TOKENS.clamp(max=59))
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_images(make):
+    """What is added to the stream between two layers is part of what enters the next."""
+    model, inputs = build(make), image_inputs(make)
+    entered = []
+    handle = decoder_layers(model)[1].register_forward_pre_hook(
+        lambda module, args, kwargs: entered.append((*args, *kwargs.values())[0]), with_kwargs=True
+    )
+    _, states = outputs_and_states(model, (1,), **inputs)
+    handle.remove()
+    assert torch.equal(states[1], entered[0])
+    assert states[1].shape[1] == inputs["input_ids"].shape[1]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError])
+def test_hooks_are_gone(error):
+    model = tiny_llama()
+    try:
+        with captured_states(model, (0, 1, 2, "last"), joined=True):
+            if error:
+                raise error
+    except RuntimeError:
+        pass
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_only_what_was_asked_for_is_kept(model):
+    _, states = outputs_and_states(model, (1,), **prompts(2))
+    assert list(states) == [1]
+    _, states = outputs_and_states(model, (), **prompts(2))
+    assert states == {}
+
+
+def test_each_forward_replaces_the_states_unless_they_are_joined(model):
+    tokens = prompts(2, length=7, padding=False)["input_ids"]
+    keys = (0, 2, "last")
+    for joined in (False, True):
+        with captured_states(model, keys, joined) as states, torch.no_grad():
+            model(tokens[:, :4])
+            first = dict(states)
+            model(tokens[:, 4:])
+            second = dict(states)
+        for key in keys:
+            assert first[key].shape[1] == 4
+            assert second[key].shape[1] == 3
+            expected = torch.cat([first[key], second[key]], dim=1) if joined else second[key]
+            assert torch.equal(states[key], expected)
+
+
+def test_layers_that_run_twice_count_once_in_each_chunk():
+    """Of a model that goes through its layers again, the states are those of the last time."""
+
+    class Twice(LlamaForCausalLM):
+        def forward(self, input_ids, **kwargs):
+            super().forward(input_ids + 1, use_cache=False)
+            return super().forward(input_ids, **kwargs)
+
+    model = Twice(tiny_llama().config).eval()
+    tokens = prompts(1, length=8, padding=False)["input_ids"].clamp(max=VOCAB_SIZE - 2)
+    with captured_states(model, (0,), joined=True) as states, torch.no_grad():
+        model(tokens[:, :5])
+        model(tokens[:, 5:])
+    assert torch.equal(states[0], model.get_input_embeddings()(tokens))
+
+
+def test_forwards_of_other_threads_are_not_seen(model):
+    tokens = prompts(1, padding=False)["input_ids"]
+    with captured_states(model, (1, "last"), joined=True) as states:
+        other = threading.Thread(target=model, args=(tokens,))
+        other.start()
+        other.join()
+        assert states == {}
+
+
+def test_the_stock_protocol_hands_over_the_same_states(model):
+    """From transformers' tuple, which lacks what enters the final norm."""
+
+    class Reader(CandidateGenerator):
+        target_hidden_states = (0, 1, "last")
+
+    reader = Reader.__new__(Reader)
+    output, states = outputs_and_states(model, Reader.target_hidden_states, **prompts(1))
+    ours = reader._states_of(output)
+    assert ours.keys() == states.keys()
+    assert all(torch.equal(ours[key], states[key]) for key in states)
+    reader.target_hidden_states = (1, 2)
+    with pytest.raises(UnsupportedModelError, match="what enters the target's final norm"):
+        reader._states_of(output)
+
+
+def test_a_layer_list_that_cannot_be_found(monkeypatch):
+    model = tiny_llama()
+    model.config.num_hidden_layers = 5
+    monkeypatch.setattr(type(model), "get_decoder", lambda self: self.lm_head)
+    with pytest.raises(UnsupportedModelError, match="The 5 decoder layers of LlamaForCausalLM cannot be found"):
+        decoder_layers(model)

@@ -528,12 +528,14 @@ def _method_option(*methods: str, flag: str | None = None, **settings) -> Any:
     return typer.Option(*names, show_default=False, rich_help_panel=panel, **settings)
 
 
-_MEDUSA, _MLP, _DRAFT = "medusa", "mlp_speculator", "draft_model"
+_MEDUSA, _MLP, _DRAFT, _EAGLE, _EAGLE3 = "medusa", "mlp_speculator", "draft_model", "eagle", "eagle3"
 
 
 @app.command("train")
 def train_command(
-    method: Annotated[str, typer.Argument(help="medusa, mlp_speculator or draft_model.", show_default=False)],
+    method: Annotated[
+        str, typer.Argument(help="medusa, mlp_speculator, eagle, eagle3 or draft_model.", show_default=False)
+    ],
     target: Annotated[
         str, typer.Option("--target", "-t", help="Target model: a repo id or a folder; 'demo' is the embedded one.")
     ],
@@ -601,12 +603,14 @@ def train_command(
         _training_option(
             min=0.0,
             max=1.0,
-            help="Share of KL(target || draft) in the loss, the rest is cross-entropy. Left out: 1 for draft models, "
-            "else 0.",
+            help="Share of KL(target || draft) in the loss, the rest is cross-entropy. Left out: 0 for medusa and "
+            "mlp_speculator, else 1.",
         ),
     ] = None,
     num_heads: Annotated[int | None, _method_option(_MEDUSA, help="Number of heads (4).", min=1)] = None,
-    num_layers: Annotated[int | None, _method_option(_MEDUSA, help="Blocks of a head (1).", min=1)] = None,
+    num_layers: Annotated[
+        int | None, _method_option(_MEDUSA, _EAGLE, _EAGLE3, help="Blocks of a head, or decoder layers (1).", min=1)
+    ] = None,
     share_lm_head: Annotated[
         bool | None,
         _method_option(
@@ -631,7 +635,13 @@ def train_command(
     ] = None,
     head_decay: Annotated[
         float | None,
-        _method_option(_MEDUSA, _MLP, help="Weight of a head's loss relative to the one before (0.8; stages: 0.9)."),
+        _method_option(
+            _MEDUSA,
+            _MLP,
+            _EAGLE,
+            _EAGLE3,
+            help="Weight of a draft's loss relative to the one before (0.8; mlp_speculator: 0.9).",
+        ),
     ] = None,
     max_positions: Annotated[
         int | None,
@@ -640,6 +650,42 @@ def train_command(
             _MLP,
             help="Positions of a batch that are drawn for the loss: with many rows and --keep-states.",
             min=1,
+        ),
+    ] = None,
+    ttt_steps: Annotated[
+        int | None,
+        _method_option(
+            _EAGLE,
+            _EAGLE3,
+            help="Steps in the head's own states that it is trained on (6; eagle: 1, with more it is HASS).",
+            min=1,
+        ),
+    ] = None,
+    intermediate_size: Annotated[
+        int | None, _method_option(_EAGLE, _EAGLE3, help="Width of the MLPs (0: the target's).", min=0)
+    ] = None,
+    token_weight: Annotated[
+        float | None,
+        _method_option(_EAGLE, help="Weight of the tokens' loss beside that of the states (0.1).", min=0.0),
+    ] = None,
+    noise: Annotated[
+        float | None,
+        _method_option(_EAGLE, help="Width of the range of noise on the target's states (0.2).", min=0.0),
+    ] = None,
+    hidden_size: Annotated[
+        int | None, _method_option(_EAGLE3, help="Hidden size of the head (0: the target's).", min=0)
+    ] = None,
+    draft_vocab_size: Annotated[
+        int | None,
+        _method_option(
+            _EAGLE3, help="Tokens that the draft knows, the most frequent of the training rows (0: all).", min=0
+        ),
+    ] = None,
+    aux_layer_ids: Annotated[
+        str | None,
+        _method_option(
+            _EAGLE3,
+            help="Target layers whose inputs the head reads, separated by commas (2, N // 2, N - 3 of N layers).",
         ),
     ] = None,
     draft_model: Annotated[str | None, _method_option(_DRAFT, help="Checkpoint to train on.")] = None,
@@ -697,6 +743,13 @@ _RECIPE_OPTIONS = (
     "scale_input",
     "head_decay",
     "max_positions",
+    "ttt_steps",
+    "intermediate_size",
+    "token_weight",
+    "noise",
+    "hidden_size",
+    "draft_vocab_size",
+    "aux_layer_ids",
     "draft_model",
     "from_scratch",
 )
@@ -707,6 +760,8 @@ def _run_training(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     given = {name: options[name] for name in _RECIPE_OPTIONS if options[name] is not None}
     if "from_scratch" in given:
         given["from_scratch"] = _sizes(given["from_scratch"])
+    if "aux_layer_ids" in given:
+        given["aux_layer_ids"] = _layer_numbers(given["aux_layer_ids"])
     from dataclasses import fields
 
     from . import benchmarking
@@ -735,6 +790,15 @@ def _sizes(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise SpecConfigError(
             f"--from-scratch must be sizes such as hidden_size=256,num_hidden_layers=4 or JSON, got '{text}'."
+        ) from error
+
+
+def _layer_numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise SpecConfigError(
+            f"--aux-layer-ids must be numbers separated by commas such as 2,8,13, got '{text}'."
         ) from error
 
 

@@ -214,6 +214,10 @@ class Recipe(ABC):
     def target_hidden_states(self) -> tuple:
         """Which hidden states of the target the loss needs; none, and the target reads nothing."""
 
+    def states_for(self, network: nn.Module) -> tuple:
+        """Those, and what else the network reads."""
+        return self.target_hidden_states
+
     @property
     @abstractmethod
     def num_drafts(self) -> int:
@@ -226,6 +230,9 @@ class Recipe(ABC):
     @abstractmethod
     def build(self, target: PreTrainedModel) -> nn.Module:
         """A new network for the target, in float32."""
+
+    def prepare(self, network: nn.Module, target: PreTrainedModel, tokens: torch.LongTensor) -> None:  # noqa: B027
+        """Lets a new network take what it needs from the tokens that it is trained on, `(N,)`; by default nothing."""
 
     @abstractmethod
     def loss(self, network: nn.Module, reading: Reading) -> torch.Tensor:

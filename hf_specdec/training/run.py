@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from hf_specdec.errors import SpecConfigError
 
 from .draft_model import DraftModelRecipe
+from .eagle import Eagle1Recipe, Eagle3Recipe
 from .heads import MedusaRecipe, MLPSpeculatorRecipe
 from .recipe import Acceptance, Batch, Recipe, TargetReader, check_at_least
 from .text import Document, Rows, check_data, continue_prompts, draw_prompts, load_documents, pack
@@ -32,7 +33,8 @@ from .trainer import STATE_FOLDER, Checkpoints, TrainingOptions, check_identity,
 
 
 RECIPES: dict[str, type[Recipe]] = {
-    recipe.method: recipe for recipe in (DraftModelRecipe, MedusaRecipe, MLPSpeculatorRecipe)
+    recipe.method: recipe
+    for recipe in (DraftModelRecipe, MedusaRecipe, MLPSpeculatorRecipe, Eagle1Recipe, Eagle3Recipe)
 }
 
 RESULT_FILE = "training.json"
@@ -317,7 +319,8 @@ class TrainingRun:
     ) -> RunResult:
         """Trains a network on rows, measures it on others and saves it."""
         options, recipe, accelerator = self.options, self.recipe, self.accelerator
-        reader = TargetReader(target, recipe.target_hidden_states)
+        recipe.prepare(network, target, rows.tokens[rows.counted])
+        reader = TargetReader(target, recipe.states_for(network))
         network.to(accelerator.device)
         training = options.training(len(rows), recipe)
         if options.keep_states:

@@ -1,0 +1,306 @@
+"""Recipes of EAGLE heads: what a step of the training sees is what drafting sees, and training helps."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from hf_specdec import cli, load_speculator, record
+from hf_specdec.candidate_generators.eagle import DraftEntries
+from hf_specdec.errors import SpecConfigError
+from hf_specdec.training.draft_model import DraftModelRecipe
+from hf_specdec.training.eagle import Eagle1Recipe, Eagle3Recipe, walk_cycles
+from hf_specdec.training.recipe import Batch, TargetReader
+from hf_specdec.training.run import RunOptions, TrainingRun, make_recipe
+from hf_specdec.training.text import load_documents, pack
+from hf_specdec.training.trainer import TrainingOptions, train
+from tests.models import VOCAB_SIZE, letter_tokenizer, prompts, tiny_llama
+
+
+RECIPES = {
+    "eagle": Eagle1Recipe(token_weight=1.0),
+    "eagle, two layers and steps": Eagle1Recipe(ttt_steps=2, num_layers=2, intermediate_size=24, kl_weight=0.5),
+    "eagle3": Eagle3Recipe(ttt_steps=4),
+    "eagle3, few tokens": Eagle3Recipe(ttt_steps=3, draft_vocab_size=48, aux_layer_ids=(0, 2), kl_weight=0.5),
+    "eagle3, narrow": Eagle3Recipe(ttt_steps=3, hidden_size=24, num_layers=2, intermediate_size=40),
+}
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+LENGTH = 48
+GREEDY = {"do_sample": False, "max_new_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Pieces of text in which each token has one successor."""
+    successors = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = []
+    for token in torch.randint(VOCAB_SIZE, (60,), generator=torch.Generator().manual_seed(1)).tolist():
+        for _ in range(40):
+            tokens.append(token)
+            token = successors[token]
+    path = tmp_path_factory.mktemp("data") / "letters.txt"
+    path.write_text(letter_tokenizer().decode(tokens))
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(data):
+    """A tiny model that has learned most of it."""
+    model = tiny_llama(3, initializer_range=0.1)
+    recipe = DraftModelRecipe(from_scratch={}, kl_weight=0.0)
+    rows = pack(load_documents([str(data)], letter_tokenizer()), LENGTH, None)
+    settings = TrainingOptions(steps=60, learning_rate=1e-2, warmup_steps=5, bf16=False)
+    train(model, rows.batches(8, 0), recipe.objective(model, TargetReader(None, ())), settings)
+    return model.requires_grad_(False)
+
+
+def options(data, **changed):
+    settings = {
+        "data": (str(data),),
+        "seq_length": LENGTH,
+        "batch_size": 8,
+        "steps": 60,
+        "self_generate": 48,
+        "learning_rate": 5e-3,
+        "held_out": 0.2,
+        "bf16": False,
+    }
+    return RunOptions(**settings | changed)
+
+
+def built(recipe, target, seed=0):
+    """A network with random weights large enough to tell wrong states from right ones."""
+    torch.manual_seed(seed)
+    network = recipe.build(target)
+    for name, parameter in network.named_parameters():
+        if parameter.dim() > 1 and "embed" not in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return network
+
+
+class TestCycles:
+    @every_recipe
+    def test_a_step_sees_what_drafting_sees(self, recipe, target):
+        network, steps = built(recipe, target).double(), 4
+        tokens = torch.randint(1, VOCAB_SIZE, (2, 14), generator=torch.Generator().manual_seed(5))
+        reading = TargetReader(target, recipe.states_for(network)).read(tokens)
+        states = network.fuse(reading.states)
+        walked = list(walk_cycles(network, tokens, states, steps))
+        assert [hidden.shape[1] for hidden, _ in walked] == [13, 12, 11, 10]
+        for anchor in range(10):
+            # What the cached forward of a cycle does that begins here, one token at a time.
+            entries = DraftEntries(network, starts=[0, 0], offsets=[0, 0], capacity=32)
+            count = anchor + 1
+            outputs = entries.read(tokens[:, 1 : count + 1], states[:, :count], [count, count])
+            hidden, output = (part[:, -1:] for part in outputs)
+            entries.begin_draft(steps)
+            for step in range(steps):
+                if step:
+                    node = tokens[:, anchor + 1 + step, None]
+                    hidden, output = entries.read_nodes(node, hidden, torch.zeros(1, dtype=torch.long))
+                for found, expected in zip(walked[step], (hidden, output)):
+                    torch.testing.assert_close(found[:, anchor], expected[:, 0], atol=1e-5, rtol=1e-5)
+
+    def test_steps_differ_from_those_on_states_of_the_target(self, target):
+        network = built(RECIPES["eagle3"], target)
+        tokens = torch.randint(1, VOCAB_SIZE, (1, 14))
+        reading = TargetReader(target, RECIPES["eagle3"].states_for(network)).read(tokens)
+        (first, _), (second, _) = walk_cycles(network, tokens, network.fuse(reading.states), 2)
+        assert not torch.allclose(first[:, 1:], second, atol=1e-2)
+
+    def test_short_rows_have_fewer_steps(self, target):
+        network = built(RECIPES["eagle"], target)
+        reading = TargetReader(target, ("last",)).read(torch.tensor([[3, 4, 5]]))
+        walked = list(walk_cycles(network, reading.tokens, network.fuse(reading.states), 4))
+        assert [hidden.shape[1] for hidden, _ in walked] == [2, 1]
+
+
+class TestLosses:
+    @pytest.mark.parametrize("name", ["eagle", "eagle3", "eagle3, few tokens"])
+    def test_is_the_weighted_mean_of_the_steps(self, name, target):
+        recipe = replace(RECIPES[name], ttt_steps=2, head_decay=0.5, **({"noise": 0.0} if name == "eagle" else {}))
+        network = built(recipe, target)
+        tokens = torch.randint(1, VOCAB_SIZE, (2, 16), generator=torch.Generator().manual_seed(6))
+        counted = torch.ones_like(tokens, dtype=torch.bool)
+        counted[0, :7] = False
+        known = list(range(VOCAB_SIZE)) if network.token_ids is None else network.token_ids.tolist()
+        reading = TargetReader(target, recipe.states_for(network)).read(Batch(tokens, counted))
+        target_logits = target(tokens).logits
+        means = []
+        for step, (fed, output) in enumerate(walk_cycles(network, tokens, network.fuse(reading.states), 2)):
+            losses = []
+            for row in range(2):
+                for anchor in range(16 - 2 - step):
+                    label = int(tokens[row, anchor + 2 + step])
+                    if not counted[row, anchor + 2 + step] or label not in known:
+                        continue
+                    law = target_logits[row, anchor + 1 + step, known].softmax(-1)
+                    logits = network.logits(output[row, anchor])
+                    kl = (law * (law.log() - logits.log_softmax(-1))).sum()
+                    loss = recipe.kl_weight * kl
+                    loss = loss - (1 - recipe.kl_weight) * logits.log_softmax(-1)[known.index(label)]
+                    if recipe.method == "eagle":
+                        state = reading.states["last"][row, anchor + 1 + step]
+                        loss = recipe.token_weight * loss + F.smooth_l1_loss(fed[row, anchor], state)
+                    losses.append(loss)
+            means.append(torch.stack(losses).mean())
+        expected = (means[0] + 0.5 * means[1]) / 1.5
+        torch.testing.assert_close(recipe.loss(network, reading), expected, atol=1e-4, rtol=1e-4)
+
+    @every_recipe
+    def test_every_parameter_learns_and_the_target_does_not(self, recipe, target):
+        network = recipe.build(target)
+        tokens = torch.randint(1, VOCAB_SIZE, (2, 16))
+        reader = TargetReader(target, recipe.states_for(network))
+        recipe.loss(network, reader.read(tokens)).backward()
+        without = [name for name, parameter in network.named_parameters() if not parameter.grad.abs().sum() > 0]
+        assert not without
+        assert all(parameter.grad is None for parameter in target.parameters())
+
+    @every_recipe
+    def test_nothing_counts(self, recipe, target):
+        network = recipe.build(target)
+        tokens = torch.randint(1, VOCAB_SIZE, (2, 16))
+        reader = TargetReader(target, recipe.states_for(network))
+        loss = recipe.loss(network, reader.read(Batch(tokens, torch.zeros_like(tokens, dtype=torch.bool))))
+        assert loss == 0
+        loss.backward()
+
+    def test_noise_is_of_the_training_alone(self, target):
+        recipe = RECIPES["eagle"]
+        network = built(recipe, target)
+        reading = TargetReader(target, ("last",)).read(torch.randint(1, VOCAB_SIZE, (2, 16)))
+        assert recipe.loss(network, reading) != recipe.loss(network, reading)
+        assert torch.equal(recipe.hits(network, reading)[0], recipe.hits(network, reading)[0])
+        quiet = replace(recipe, noise=0.0)
+        assert quiet.loss(network, reading) == quiet.loss(network, reading)
+
+
+class TestBuilding:
+    def test_sizes_are_the_targets_where_none_are_given(self, target):
+        config = Eagle3Recipe().build(target).config
+        assert (config.hidden_size, config.intermediate_size, config.head_dim) == (32, 64, 8)
+        assert (config.draft_vocab_size, config.has_token_ids, config.own_embedding) == (VOCAB_SIZE, False, False)
+        # Of 2, N // 2 and N - 3 with two layers.
+        assert config.aux_layer_ids == (0, 1, 2)
+        assert Eagle3Recipe().build(tiny_llama(num_hidden_layers=8)).config.aux_layer_ids == (2, 4, 5)
+
+    def test_the_draft_knows_the_most_frequent_tokens(self, target):
+        recipe = Eagle3Recipe(draft_vocab_size=3)
+        network = recipe.build(target)
+        recipe.prepare(network, target, torch.tensor([9, 5, 9, 40, 40, 7, 9, 5]))
+        assert network.token_ids.tolist() == [5, 9, 40]
+        assert torch.equal(network.lm_head.weight, target.lm_head.weight[[5, 9, 40]])
+
+    @pytest.mark.parametrize(
+        ("method", "given", "message"),
+        [
+            ("eagle", {"ttt_steps": 0}, "`ttt_steps` must be at least 1, got 0"),
+            ("eagle", {"noise": -1.0}, "`noise` must be at least 0"),
+            ("eagle", {"draft_vocab_size": 8}, "no option of the recipe for eagle. It is for eagle3"),
+            ("eagle3", {"head_decay": 2.0}, "`head_decay` must be from 0 to 1"),
+            ("eagle3", {"aux_layer_ids": ()}, "at least one state"),
+            ("eagle3", {"aux_layer_ids": (1, 3)}, "from 0 to 2, the number of layers of LlamaForCausalLM, got 3"),
+            ("eagle3", {"draft_vocab_size": 65}, "`draft_vocab_size` must be at most 64, the target's, got 65"),
+        ],
+    )
+    def test_errors(self, method, given, message, target):
+        with pytest.raises(SpecConfigError, match=message):
+            make_recipe(method, given).check(target)
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def trained(request, target, data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("out") / "draft"
+    result = TrainingRun(RECIPES[request.param], options(data), folder).run(target, letter_tokenizer(), "tiny")
+    return folder, result
+
+
+class TestTraining:
+    def test_lowers_the_loss_and_raises_the_acceptance(self, trained):
+        _, result = trained
+        assert sum(result.losses[-10:]) < 0.8 * sum(result.losses[:10])
+        assert result.after.tokens_per_cycle > result.before.tokens_per_cycle + 0.2
+        assert result.after.accuracies[0] > result.before.accuracies[0]
+
+    def test_generation_with_the_result_equals_plain_greedy(self, trained, target):
+        folder, _ = trained
+        inputs = prompts(3)
+        plain = target.generate(**inputs, **GREEDY)
+        assert torch.equal(target.generate(**inputs, **GREEDY, spec_model=str(folder)), plain)
+
+    def test_what_is_shared_is_not_saved(self, trained):
+        folder, result = trained
+        names = load_file(folder / "model.safetensors").keys()
+        config = json.loads((folder / "config.json").read_text())
+        assert ("embed_tokens.weight" in names) == (config["hidden_size"] != 32)
+        assert ("lm_head.weight" in names) == ("midlayer.hidden_norm.weight" in names) == (result.method == "eagle3")
+        assert ("d2t" in names) == (config.get("draft_vocab_size", VOCAB_SIZE) != VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3, few tokens"])
+def test_the_measure_is_the_acceptance_length_of_chains(name, target, data, tmp_path):
+    recipe = RECIPES[name]
+    TrainingRun(recipe, options(data, steps=30), tmp_path / "out").run(target, letter_tokenizer())
+    inputs = prompts(1, padding=False)
+    arguments = {"do_sample": False, "max_new_tokens": 120}
+    drafts = {"spec_model": str(tmp_path / "out"), "num_speculative_tokens": recipe.num_drafts}
+    with record() as made:
+        text = target.generate(**inputs, **arguments, **drafts)
+    network = load_speculator(target, recipe.method, model=str(tmp_path / "out")).resources
+    counted = torch.zeros_like(text, dtype=torch.bool)
+    counted[:, inputs["input_ids"].shape[1] + 1 :] = True
+    reader = TargetReader(target, recipe.states_for(network))
+    measured = recipe.measure(network, reader, [Batch(text, counted)])
+    assert measured.tokens_per_cycle == pytest.approx(made.calls[0].stats.mean_acceptance_length, abs=0.1)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3, few tokens"])
+def test_a_resumed_run_gives_the_weights_of_an_uninterrupted_one(name, target, data, tmp_path, monkeypatch):
+    recipe, settings = RECIPES[name], options(data, steps=8, save_every=3)
+    whole = TrainingRun(recipe, settings, tmp_path / "whole").run(target, letter_tokenizer())
+
+    class InterruptedError(Exception):
+        pass
+
+    def interrupt(step_options, step, progress, original=TrainingOptions.learning_rate_at):
+        if step == 5:
+            raise InterruptedError
+        return original(step_options, step, progress)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingOptions, "learning_rate_at", interrupt)
+        with pytest.raises(InterruptedError):
+            TrainingRun(recipe, settings, tmp_path / "parts").run(target, letter_tokenizer())
+    torch.rand(7)
+    again = options(data, steps=8, save_every=3, resume=True)
+    resumed = TrainingRun(recipe, again, tmp_path / "parts").run(target, letter_tokenizer())
+    assert resumed.losses == whole.losses
+    whole, parts = (load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
+
+
+def test_the_command_trains_a_head(target, data, tmp_path):
+    target.save_pretrained(tmp_path / "target")
+    letter_tokenizer().save_pretrained(tmp_path / "target")
+    common = ["train", "eagle3", "--target", tmp_path / "target", "--data", data, "--output", tmp_path / "out"]
+    common += ["--seq-length", 32, "--batch-size", 4, "--steps", 3, "--held-out", 0.2, "--threads", 1, "--cpu"]
+    sizes = ["--aux-layer-ids", "0,2", "--draft-vocab-size", 40, "--ttt-steps", 2, "--intermediate-size", 16]
+    refused = CliRunner().invoke(cli.app, [*map(str, common), "--aux-layer-ids", "low"])
+    assert refused.exit_code == 2
+    assert "--aux-layer-ids must be numbers" in refused.stderr
+    result = CliRunner().invoke(cli.app, [*map(str, common), *map(str, sizes), "--json"])
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert (report["method"], report["steps"], len(report["accuracies"])) == ("eagle3", 3, 4)
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (saved["aux_layer_ids"], saved["draft_vocab_size"], saved["intermediate_size"]) == ([0, 2], 40, 16)
+    assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+    inputs = prompts(2)
+    drafted = target.generate(**inputs, **GREEDY, spec_model=str(tmp_path / "out"))
+    assert torch.equal(drafted, target.generate(**inputs, **GREEDY))

@@ -17,8 +17,8 @@ class SpecDecodingStats:
 
     Attributes:
         method (`str`): Name of the method.
-        rejection_sample_method (`str`): The acceptance rule that was applied; for a greedy target "block" and
-            "typical" are the "standard" one.
+        rejection_sample_method (`str`): The acceptance rule that was applied: "standard" also where "block" or
+            "typical" was asked for and the target is greedy, or "block" and the method draws nothing.
         batch_size (`int`): Rows of the call.
         num_drafts (`int`): Non-empty drafts verified, one per row and cycle.
         num_draft_tokens (`int`): Tokens in them.

@@ -24,7 +24,8 @@ import torch
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
 
 from ..drafts import DraftTree
-from ..errors import UnsupportedModelError
+from ..errors import SpecConfigError, UnsupportedModelError
+from ..logits.randomness import NODES_PER_ANCHOR
 
 
 if TYPE_CHECKING:
@@ -193,6 +194,14 @@ class CandidateGenerator(HfCandidateGenerator):
             return depths
         free = [max(self.config.max_model_len - length - 1, 0) for length in step.lengths]
         return list(map(min, depths, free))
+
+    def check_drawn_length(self) -> None:
+        """Refuses more draft tokens than a cycle has random numbers to draw with."""
+        if self.draws and self.num_speculative_tokens > NODES_PER_ANCHOR:
+            raise SpecConfigError(
+                f"`num_speculative_tokens` must be at most {NODES_PER_ANCHOR} where draft tokens are sampled, got "
+                f"{self.num_speculative_tokens}. Draft fewer, or set draft_sample_method='greedy'."
+            )
 
     def prefill(self, prompt: Prompt) -> None:
         """Takes in the prompts."""

@@ -24,7 +24,6 @@ from ..drafts import DraftTree, chain_topology
 from ..errors import SpecConfigError
 from ..logits.acceptance import best_tokens
 from ..logits.processors import ProcessorStack
-from ..logits.randomness import NODES_PER_ANCHOR
 from ..logits.sampling import DraftSampler
 from ..models.draft_model import Vocabularies, checkpoint_location, load_draft_model, match_vocabularies
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
@@ -137,11 +136,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self.longest = limits[name]
         self.limit_note = f"no drafts for rows of {self.longest} tokens and more ({name})"
         self.draws = not self.sampler.is_greedy and self.options.draft_sample_method != "greedy"
-        if self.draws and self.num_speculative_tokens > NODES_PER_ANCHOR:
-            raise SpecConfigError(
-                f"`num_speculative_tokens` must be at most {NODES_PER_ANCHOR} where draft tokens are sampled, got "
-                f"{self.num_speculative_tokens}. Draft fewer, or set draft_sample_method='greedy'."
-            )
+        self.check_drawn_length()
         self.model: SlotModel = slot_model(model, SlotCache(0))
         self.model.max_position = self.longest - 1
         self.rows: list[int] = []  # the rows that are drafted for; one leaves when it gets too long

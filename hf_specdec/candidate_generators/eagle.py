@@ -26,7 +26,6 @@ from ..decoding.masks import FULL
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
 from ..logits.acceptance import best_tokens
-from ..logits.randomness import NODES_PER_ANCHOR
 from ..models.eagle import EagleNetwork, fitting_network, load_eagle
 from ..token_trees import TokenTree
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
@@ -186,11 +185,7 @@ class EagleCandidateGenerator(CandidateGenerator):
         self.plan = _plan(config, resources.config.draft_vocab_size, session, self.draws)
         self.num_speculative_tokens = self.plan.max_depth
         self.num_reads = self.plan.num_reads if isinstance(self.plan, DynamicTree) else len(self.plan)
-        if self.draws and self.num_speculative_tokens > NODES_PER_ANCHOR:
-            raise SpecConfigError(
-                f"`num_speculative_tokens` must be at most {NODES_PER_ANCHOR} where draft tokens are sampled, got "
-                f"{self.num_speculative_tokens}. Draft fewer, or set draft_sample_method='greedy'."
-            )
+        self.check_drawn_length()
         self.entries: DraftEntries | None = None
         self.pending: _NewEntries | None = None  # committed, and not yet read
         self.hidden: torch.Tensor | None = None  # (R, h): what the last entry of each row hands on

@@ -6,7 +6,6 @@ Distillation minimises KL(target || draft), best on the target's own text, which
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ from hf_specdec.models.draft_model import vocabulary_size
 
 from .recipe import (
     IGNORED,
-    Acceptance,
     Reading,
     Recipe,
     check_plain_head,
@@ -150,16 +148,7 @@ class DraftModelRecipe(Recipe):
             hits.append(drafted == labels)
         return torch.stack(hits)[:, None], torch.stack(known)
 
-    def save(
-        self,
-        network: PreTrainedModel,
-        folder: Path,
-        *,
-        target_name: str = "",
-        tokenizer: Any = None,
-        acceptance: Acceptance | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
-        copy.deepcopy(network).to(dtype).save_pretrained(folder)
+    def write(self, network: PreTrainedModel, folder: Path, *, target_name, tokenizer, acceptance) -> None:
+        network.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)

@@ -15,7 +15,6 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from hf_specdec.models.eagle_formats import EagleConfig
 
 from .recipe import (
     IGNORED,
-    Acceptance,
     Reading,
     Recipe,
     check_at_least,
@@ -128,20 +126,11 @@ class EagleRecipe(Recipe):
             hits[draft, :, : best.shape[1]] = best == labels[draft, :, : best.shape[1]]
         return hits[:, None], labels != IGNORED
 
-    def save(
-        self,
-        network: EagleNetwork,
-        folder: Path,
-        *,
-        target_name: str = "",
-        tokenizer: Any = None,
-        acceptance: Acceptance | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
+    def copied(self, network: EagleNetwork) -> EagleNetwork:
         # Not by deepcopy, which would copy the target's embedding and lm_head too.
         copied = type(network)(network.config)
         copied.load_state_dict(network.state_dict())
-        copied.to(dtype).save(folder)
+        return copied
 
 
 def walk_cycles(

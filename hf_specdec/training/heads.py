@@ -7,11 +7,9 @@ section 2.2.1). Shapes as in `recipe.py`.
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +23,6 @@ from hf_specdec.models.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 
 from .recipe import (
     IGNORED,
-    Acceptance,
     Reading,
     Recipe,
     check_at_least,
@@ -160,18 +157,9 @@ class MedusaRecipe(HeadsRecipe):
     def draft_logits(self, network: MedusaHeads, reading: Reading, positions: torch.LongTensor) -> torch.Tensor:
         return network(reading.flat_states()[positions], reading.head)
 
-    def save(
-        self,
-        network: MedusaHeads,
-        folder: Path,
-        *,
-        target_name: str,
-        tokenizer: Any = None,
-        acceptance: Acceptance | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
+    def write(self, network: MedusaHeads, folder: Path, *, target_name, tokenizer, acceptance) -> None:
         accuracies = None if acceptance is None else acceptance.rank_accuracies
-        copy.deepcopy(network).to(dtype).save(folder, base_model=target_name, accuracies=accuracies)
+        network.save(folder, base_model=target_name, accuracies=accuracies)
 
 
 @torch.no_grad()
@@ -258,15 +246,3 @@ class MLPSpeculatorRecipe(HeadsRecipe):
     def draft_logits(self, network: MLPSpeculator, reading: Reading, positions: torch.LongTensor) -> torch.Tensor:
         known = reading.tokens.flatten()[self._drafted_from(positions, reading)]
         return network(reading.flat_states()[positions].to(network.proj[0].weight.dtype), known.T)
-
-    def save(
-        self,
-        network: MLPSpeculator,
-        folder: Path,
-        *,
-        target_name: str = "",
-        tokenizer: Any = None,
-        acceptance: Acceptance | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
-        copy.deepcopy(network).to(dtype).save(folder)

@@ -10,6 +10,7 @@ Shapes: B rows, T tokens of a row, H hidden size, V vocabulary, K drafts of a cy
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -249,18 +250,27 @@ class Recipe(ABC):
             `torch.BoolTensor` of shape `(K, B, T)`: whether that token is there and counts.
         """
 
-    @abstractmethod
     def save(
         self,
         network: nn.Module,
         folder: Path,
         *,
-        target_name: str,
-        tokenizer: PreTrainedTokenizerBase | None,
-        acceptance: Acceptance | None,
-        dtype: torch.dtype,
+        target_name: str = "",
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        acceptance: Acceptance | None = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """Writes the network in its method's public format."""
+        """Writes the network in its method's public format, in `dtype`; the network itself stays as it is."""
+        copied = self.copied(network).to(dtype)
+        self.write(copied, folder, target_name=target_name, tokenizer=tokenizer, acceptance=acceptance)
+
+    def copied(self, network: nn.Module) -> nn.Module:
+        """A network with the same weights."""
+        return copy.deepcopy(network)
+
+    def write(self, network: Any, folder: Path, *, target_name: str, tokenizer: Any, acceptance: Any) -> None:
+        """What `save` does with the copy in the right type; the arguments are those of `save`."""
+        network.save(folder)
 
     def objective(self, network: nn.Module, reader: TargetReader) -> Callable[[Any], torch.Tensor]:
         """The loss as a function of a batch, as [`train`] takes it."""

@@ -55,6 +55,21 @@ COMMON = {
     "index_n_heads": 40,
     "index_head_dim": 16,
     "index_topk": 12,
+    # Recurrent states, in chunks shorter than the text
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 128,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
 }
 
 # Rounding errors grow on the way through these models, or decide which experts or keys are taken.
@@ -88,10 +103,14 @@ _SHARED_CACHE = {
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 4]}
 
+_CONV = {"layer_types": ["conv", "full_attention", "conv"]}
+
 # What a model type needs besides or in place of the common values.
 SPECIAL = {
     "axk1": _LATENT,
     "axk2": _INDEXED,
+    "bailing_hybrid": _LATENT,
+    "bamba": {"attn_layer_indices": [1]},
     "big_bird": {"attention_type": "original_full"},
     "blenderbot": _CALM,
     "codegen": {"rotary_dim": 8},
@@ -122,9 +141,14 @@ SPECIAL = {
     "glm_moe_dsa": _INDEXED,
     "gpt_neo": {"num_layers": 3, "attention_types": [[["local", "global", "local"], 1]], "window_size": 8},
     "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "hrm_text": _SENSITIVE,
     "hy_v4": _SENSITIVE,
+    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_dt_rank": 4},
+    "kimi_linear": _LATENT,
     "laguna": _SLIDING,
+    "lfm2": _CONV,
+    "lfm2_moe": {**_CONV, "num_dense_layers": 1},
     "longcat_flash": {
         **_LATENT,
         "num_layers": 2,
@@ -137,6 +161,7 @@ SPECIAL = {
     "minicpm3": _LATENT,
     "minimax_m3_vl_text": _CALM,
     "modernbert-decoder": {"local_attention": 16},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "moe"]},
     "opt": _CALM,
     "qwen2": _SLIDING,
     "qwen2_moe": _SLIDING,
@@ -144,6 +169,9 @@ SPECIAL = {
     "qwen3_moe": {"use_sliding_window": True},
     "smollm3": _SLIDING,
     "whisper": _CALM,
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "attention_head_dim": 32},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_key_value_heads": 4},
+    "zaya": {"num_experts_per_tok": 1},
     "xmod": {"default_language": "en_XX"},
     "youtu": _LATENT,
 }
@@ -159,8 +187,34 @@ VARIANTS = {
     "qwen2-full": ("qwen2", {"layer_types": None, "use_sliding_window": False}),
 }
 
-# Types that count slots, so that no tree can be verified.
+# Types with a recurrent state beside attention.
+RECURRENT = {
+    "bailing_hybrid",
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "inkling2_text",
+    "inkling_text",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "zamba",
+    "zamba2",
+    "zaya",
+}
+
+# Types that count slots or have a recurrent state, so that no tree can be verified.
 CHAINS_ONLY = {
+    *RECURRENT,
     "bart",
     "bigbird_pegasus",
     "blenderbot",
@@ -193,45 +247,24 @@ _NO_CACHE = "keeps no key/value cache"
 
 # Types that cannot be used: what the error says, and the config values that the type is known for.
 UNSUPPORTED = {
-    "bailing_hybrid": (_RECURRENT, {}),
-    "bamba": (_RECURRENT, {}),
     "blt": ("groups bytes into patches", {}),
     "cpmant": ("reads the whole text again", {}),
     "deepseek_v4": (_RECURRENT, {}),
-    "falcon_h1": (_RECURRENT, {}),
-    "falcon_mamba": (_RECURRENT, {}),
+    "falcon_mamba": (_NO_CACHE, {}),
     "git": ("image slots in front of the padding", {}),
-    "granitemoehybrid": (_RECURRENT, {}),
-    "inkling2_text": (_RECURRENT, {}),
-    "inkling_text": (_RECURRENT, {}),
-    "jamba": (_RECURRENT, {}),
-    "kimi_linear": (_RECURRENT, {}),
-    "lfm2": (_RECURRENT, {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}),
-    "lfm2_moe": (_RECURRENT, {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}),
-    "lfm3": (_RECURRENT, {}),
-    "mamba": (_RECURRENT, {}),
-    "mamba2": (_RECURRENT, {}),
+    "mamba": (_NO_CACHE, {}),
+    "mamba2": (_NO_CACHE, {}),
     "minimax": (_RECURRENT, {}),
-    "nemotron_h": (_RECURRENT, {}),
-    "olmo_hybrid": (_RECURRENT, {}),
     "openai-gpt": (_NO_CACHE, {}),
     "prophetnet": ("one token at a time", {}),
-    "qwen3_5": (_RECURRENT, {}),
-    "qwen3_5_moe": (_RECURRENT, {}),
-    "qwen3_5_moe_text": (_RECURRENT, {}),
-    "qwen3_5_text": (_RECURRENT, {}),
-    "qwen3_next": (_RECURRENT, {}),
-    "qwen4_exp": (_RECURRENT, {"text_config": _BLOCK_INDEX}),
-    "qwen4_exp_text": (_RECURRENT, _BLOCK_INDEX),
+    "qwen4_exp": ("remembers the last tokens", {"text_config": _BLOCK_INDEX}),
+    "qwen4_exp_text": ("remembers the last tokens", _BLOCK_INDEX),
     "recurrent_gemma": (_RECURRENT, {}),
     "reformer": (_NO_CACHE, {"is_decoder": True}),
     "rwkv": (_RECURRENT, {}),
     "xlm": (_NO_CACHE, {}),
     "xlnet": (_NO_CACHE, {}),
     "xlstm": (_RECURRENT, {}),
-    "zamba": (_RECURRENT, {}),
-    "zamba2": (_RECURRENT, {}),
-    "zaya": (_RECURRENT, {}),
 }
 
 # Types that cannot be tried here.
@@ -275,12 +308,18 @@ def empty_model(name: str) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(config)
 
 
+def _fixed(config_class: type) -> list[str]:
+    """Attributes that follow from others."""
+    return [name for name, value in vars(config_class).items() if isinstance(value, property) and value.fset is None]
+
+
 def _build(config_class: type, special: dict) -> PreTrainedConfig:
     default = config_class()
     known = {*config_class.__dataclass_fields__, *config_class.attribute_map}
     values = {name: value for name, value in COMMON.items() if name in known}
     kinds = sorted(set(getattr(default, "layer_types", None) or ()), reverse=True)
-    if "layer_types" in known and kinds:
+    given = {*special, *_fixed(config_class)}
+    if "layer_types" in known and kinds and given.isdisjoint({"layer_types", "layers_block_type"}):
         # Every kind of layer that the architecture has.
         values["layer_types"] = [kinds[layer % len(kinds)] for layer in range(values["num_hidden_layers"])]
     for name in config_class.sub_configs:

@@ -22,7 +22,10 @@ NEW_TOKENS = 24
 TREE = (-1, -1, 0, 0, 1, 2)
 
 # Both ways through the attention interface, for every kind of mask, bias and head grouping.
-EAGER = ["falcon", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "llama", "mistral", "mpt", "phi3", "qwen3"]
+EAGER = ["falcon", "falcon_h1", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "llama", "mistral", "mpt", "phi3", "qwen3"]
+
+# Layers of every kind.
+CONTINUED = ["llama", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v32", "qwen3_next", "falcon_h1", "lfm3"]
 
 
 @dataclass

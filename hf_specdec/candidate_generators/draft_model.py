@@ -142,6 +142,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self.rows: list[int] = []  # the rows that are drafted for; one leaves when it gets too long
         self.pending: list[list[int]] = []  # committed tokens of each that have not been fed
         self.num_fed_drafts: list[int] = []  # draft tokens of the last cycle in the cache
+        self.mark: tuple | None = None  # where a recurrent draft model stood before them
 
     def prefill(self, prompt: Prompt) -> None:
         length = prompt.input_ids.shape[1]
@@ -169,7 +170,10 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             logger.info(f"{text}.")
 
     def observe(self, commit: Commit) -> None:
-        """Keeps the keys and values of accepted draft tokens and remembers which tokens are still to be fed."""
+        """Keeps the keys and values of accepted draft tokens and remembers which tokens are still to be fed.
+
+        A recurrent draft model goes back behind the anchor, and is fed the accepted tokens again with the next one.
+        """
         where = {row: index for index, row in enumerate(commit.rows)}
         lengths = self.model.cache.lengths
         for index, row in enumerate(self.rows):
@@ -178,9 +182,14 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             # The last token is the next anchor. It is fed in any case, for its logits; where rows are held to equal
             # lengths, it may be an accepted draft token.
             kept = min(commit.num_accepted[position], self.num_fed_drafts[index], len(committed) - 1)
+            if self.mark is not None:
+                kept = 0
             lengths[index] -= self.num_fed_drafts[index] - kept
             self.num_fed_drafts[index] = 0
             self.pending[index].extend(committed[kept:])
+        if self.mark is not None:
+            self.model.recurrent.return_to(self.mark)
+            self.mark = None
 
     def propose(self, step: DraftStep) -> DraftTree:
         where = {row: index for index, row in enumerate(step.rows)}
@@ -246,7 +255,9 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         # Shorter rows are padded on the right: those slots lie behind the row and are written again.
         tokens = torch.tensor([row + row[-1:] * (width - len(row)) for row in self.pending], device=self.device)
         output = self.model.forward(self._readable(tokens), chain_topology(width - 1, self.device))
-        self.model.cache.commit(counts)
+        self.model.commit(counts)
+        if self.model.recurrent is not None:
+            self.mark = self.model.recurrent.mark()
         self.pending = [[] for _ in self.rows]
         if min(counts) == width:
             return output.logits[:, -1]
@@ -256,7 +267,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
     def _feed(self, tokens: torch.LongTensor) -> torch.Tensor:
         """Feeds one token a row; logits `(R, W)` behind it."""
         output = self.model.forward(tokens, chain_topology(0, self.device))
-        self.model.cache.commit([1] * len(self.rows))
+        self.model.commit([1] * len(self.rows))
         return output.logits[:, -1]
 
     def _readable(self, tokens: torch.LongTensor) -> torch.LongTensor:

@@ -35,18 +35,20 @@ _BEYOND_PLAIN = ("softcap", "s_aux", "position_bias", "cache")
 def slot_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
     """Attention of `query` `(R, H, T, D)` over `key`, `value` `(R, K, S, D)` with an additive mask `(R | 1, 1, T, S)`.
 
-    Returns the output of shape `(R, T, H, D)` and no weights, as the attention interface wants it. Outside of a
-    verification forward (another thread runs plain `generate` on the same model) it is transformers' own function.
+    No mask stands for everything where the module is not causal. Returns the output of shape `(R, T, H, D)` and no
+    weights, as the attention interface wants it. Outside of a verification forward (another thread runs plain
+    `generate` on the same model) it is transformers' own function.
     """
     folded = _folded_masks.get()
-    is_plain = attention_mask is not None and attention_mask.shape[1] == 1
+    sees_all = attention_mask is None and not getattr(module, "is_causal", True)
+    is_plain = sees_all or (attention_mask is not None and attention_mask.shape[1] == 1)
     if folded is None or not is_plain or any(kwargs.get(name) is not None for name in _BEYOND_PLAIN):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     rows, heads, nodes, size = query.shape
     groups = heads // key.shape[1]
     if groups > 1:
         query = query.reshape(rows, key.shape[1], groups * nodes, size)
-        if nodes > 1:
+        if nodes > 1 and attention_mask is not None:
             attention_mask = _fold(attention_mask, groups, folded)
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from ..errors import UnsupportedModelError
+from .recurrent import RecurrentState, load_state
+
 
 @dataclass
 class WritePlan:
@@ -42,7 +45,8 @@ class SlotLayer(CacheLayerMixin):
     """One layer's buffers `keys` and `values` of shape `(B, H, C, D)`.
 
     Sliding-window layers keep all slots as well; their masks limit what is seen, by position. Layers that choose
-    their keys by an index have a third buffer, `indexer_keys`, of shape `(B, 1, C, D)`.
+    their keys by an index have a third buffer, `indexer_keys`, of shape `(B, 1, C, D)`. Recurrent layers have a state
+    in the place of slots, or beside them.
     """
 
     is_sliding = False
@@ -53,11 +57,24 @@ class SlotLayer(CacheLayerMixin):
         self.limit = limit
         self.length = 0
         self.indexer_keys: torch.Tensor | None = None
+        self.recurrent = RecurrentState()
         self._plan: WritePlan | None = None
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        return [self.keys, self.values] + ([] if self.indexer_keys is None else [self.indexer_keys])
+        return [buffer for buffer in (self.keys, self.values, self.indexer_keys) if buffer is not None]
+
+    # What the mixers of transformers before 5.18 ask the layer for.
+
+    record_past = False
+
+    @property
+    def conv_states(self) -> dict[int, torch.Tensor]:
+        return self.recurrent.conv_states
+
+    @property
+    def recurrent_states(self) -> dict[int, torch.Tensor]:
+        return self.recurrent.recurrent_states
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         # Zeros, not empty: a masked slot has weight 0, and 0 * NaN would still be NaN.
@@ -147,6 +164,7 @@ class SlotCache(Cache):
         self.limit = limit
         self.lengths: list[int] | None = None
         self.plan: WritePlan | None = None
+        self.last_recurrent_layer = -1
 
     # An empty cache would count as compileable, and get ready-made masks for the prefill.
     is_compileable = False
@@ -157,7 +175,9 @@ class SlotCache(Cache):
         Its sliding-window layers hold the last tokens only; the slots before them stay empty and are never seen.
         """
         for index, layer in enumerate(cache.layers):
-            if layer.is_initialized and layer.keys is not None and layer.keys.numel():
+            if getattr(layer, "conv_states", None):
+                self._layer(index).recurrent = load_state(layer)
+            if getattr(layer, "keys", None) is not None and layer.keys.numel():
                 offset = layer.get_seq_length() - layer.keys.shape[2]
                 self.plan = WritePlan(layer.get_seq_length(), offset, None)
                 self.update(layer.keys, layer.values, index)
@@ -166,18 +186,56 @@ class SlotCache(Cache):
                 self.layers[index].length = layer.get_seq_length()
         self.plan = None
 
-    def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
+    def _layer(self, layer_idx: int) -> SlotLayer:
         while len(self.layers) <= layer_idx:
             self.layers.append(SlotLayer(self.capacity, self.limit))
-        return self.layers[layer_idx].update(key_states, value_states, self.plan)
+        return self.layers[layer_idx]
+
+    def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
+        return self._layer(layer_idx).update(key_states, value_states, self.plan)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.layers[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
+        if layer_idx == 0:
+            # Asked about the cache as a whole; its first layers may have a recurrent state and no slots.
+            return next((layer.length for layer in self.layers if layer.is_initialized), 0)
+        return self.layers[layer_idx].length if layer_idx < len(self.layers) else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        if layer_idx >= len(self.layers):
-            return query_length, 0
-        return self.layers[layer_idx].get_mask_sizes(query_length)
+        return self.get_seq_length(layer_idx) + query_length, 0
+
+    # Recurrent layers. Their mixers come here during the prefill, and to `RecurrentLayers` later.
+
+    def recurrent_states(self) -> dict[int, RecurrentState]:
+        """The states of all recurrent layers, by the number of the layer."""
+        return {index: layer.recurrent for index, layer in enumerate(self.layers) if layer.recurrent}
+
+    def _prefilled_state(self, layer_idx: int) -> RecurrentState:
+        if self.lengths is not None:
+            raise UnsupportedModelError(
+                f"Layer {layer_idx} updates a recurrent state in an unknown place, so it cannot be kept while drafts "
+                "are verified. Leave the speculative arguments out to use plain generate()."
+            )
+        return self._layer(layer_idx).recurrent
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        # Asked about the cache as a whole, which its first layers may ask when only they have read something.
+        index = self.last_recurrent_layer if layer_idx is None else layer_idx
+        return 0 <= index < len(self.layers) and bool(self.layers[index].recurrent)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._prefilled_state(layer_idx).get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._prefilled_state(layer_idx).get_recurrent_state(layer_idx, state_idx)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs):
+        return self._prefilled_state(layer_idx).update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs):
+        return self._prefilled_state(layer_idx).update_recurrent_state(recurrent_states, layer_idx, state_idx)
 
     def start_slots(self, batch_size: int) -> None:
         """Ends the prefill: from now on rows have their own lengths, which are all equal at first."""
@@ -257,6 +315,8 @@ def dynamic_cache(rows: list[list[tuple[torch.Tensor, ...]]], config) -> Dynamic
     """
     cache = DynamicCache(config=config)
     for index, layers in enumerate(zip(*rows)):
+        if not layers[0]:
+            continue  # no slots
         # Padded along the slots, which must come first for that.
         keys, values, *indexer_keys = (
             torch.nn.utils.rnn.pad_sequence([s.transpose(0, 1) for s in states], batch_first=True).transpose(1, 2)

@@ -11,12 +11,14 @@ Shapes: R rows, T nodes, H hidden size, Q query heads, K key/value heads, D head
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..drafts import TreeTopology
-from .cache import SlotCache
+from .cache import SlotCache, SlotLayer, WritePlan
 from .masks import FULL, node_masks
 from .target import SlotModel, SlotOutput
 
@@ -45,14 +47,14 @@ def is_plain_llama(model: nn.Module) -> bool:
     config = model.config
     if type(model).__name__ not in _FAMILY or not _is_published(type(model)):
         return False
-    if config.hidden_size > _MAX_HIDDEN_SIZE or _rope_type(config) not in _STATIC_ROPE:
+    if config.hidden_size > _MAX_HIDDEN_SIZE or not _has_static_rope(getattr(config, "rope_parameters", None)):
         return False
     if config._attn_implementation != "sdpa":
         return False
-    return all(_is_untouched(module) for module in model.modules())
+    return all(is_untouched(module) for module in model.modules())
 
 
-def _is_untouched(module: nn.Module) -> bool:
+def is_untouched(module: nn.Module) -> bool:
     """Whether calling the module runs the forward that its class was published with, on plain weights."""
     if module.training or module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl:
         return False
@@ -65,12 +67,12 @@ def _is_untouched(module: nn.Module) -> bool:
 
 
 def _is_published(definition) -> bool:
-    return definition.__module__.partition(".")[0] in ("torch", "transformers")
+    return definition.__module__.partition(".")[0] in ("torch", "transformers", "hf_specdec")
 
 
-def _rope_type(config) -> str:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return parameters.get("rope_type", "default")
+def _has_static_rope(parameters: Mapping | None) -> bool:
+    """Whether the frequencies of these `rope_parameters` do not depend on the length of the text."""
+    return (parameters or {}).get("rope_type", "default") in _STATIC_ROPE
 
 
 class FunctionalSlotModel(SlotModel):
@@ -79,15 +81,14 @@ class FunctionalSlotModel(SlotModel):
     def __init__(self, model, cache: SlotCache, states: tuple = ()):
         super().__init__(model, cache, states)
         decoder = model.get_decoder()
-        self._decoder = decoder
         self._embedding = decoder.embed_tokens.weight
         self._head = model.get_output_embeddings().weight
-        self._norm = _Norm(decoder.norm)
+        self._norm = LeanNorm(decoder.norm)
         self._layers = [_Layer(layer) for layer in decoder.layers]
         self._has_full_span = all(span == FULL for span in self.profile.spans)
         types = self.profile.layer_types
         self._span_of_layer = [types.index(kind) if types else 0 for kind in self._layer_kinds(model.config)]
-        self._rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._rotary = RotaryTable(decoder.rotary_emb)
 
     def _layer_kinds(self, config) -> list[str]:
         return getattr(config, "layer_types", None) or [""] * len(self._layers)
@@ -115,19 +116,12 @@ class FunctionalSlotModel(SlotModel):
         if nodes == 1 and self._has_full_span and self.rows.is_uniform:
             return [None] * len(self.profile.spans)
         # The query heads of a group become further positions of their key/value head.
-        repeats = self._layers[0].groups if nodes > 1 else 1
+        repeats = self._layers[0].attention.groups if nodes > 1 else 1
         return node_masks(topology, self.rows, columns, self.profile.spans, self._head.dtype, repeats)
 
     def _rotary_at(self, topology: TreeTopology, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine `(R | 1, T, 1, D / 2)` of each node's position, from a table that grows with the text."""
-        longest = self.cache.plan.columns + max(self.offsets)
-        if self._rotary is None or longest > self._rotary[0].shape[0]:
-            every = torch.arange(2 * longest, device=like.device)
-            cosine, sine = self._decoder.rotary_emb(like, every[None])
-            # Both halves of a head turn by the same angles.
-            half = cosine.shape[-1] // 2
-            self._rotary = (cosine[0, :, None, :half].contiguous(), sine[0, :, None, :half].contiguous())
-        cosine, sine = self._rotary
+        """Cosine and sine `(R | 1, T, 1, D / 2)` of each node's position."""
+        cosine, sine = self._rotary.up_to(self.cache.plan.columns + max(self.offsets), like)
         first, nodes = self.cache.lengths[0] + self.offsets[0], topology.depths.shape[-1]
         inside = self.max_position is None or first + nodes <= self.max_position + 1
         if topology.is_chain and inside and self.rows.is_uniform and len(set(self.offsets)) == 1:
@@ -136,30 +130,90 @@ class FunctionalSlotModel(SlotModel):
         return cosine[positions], sine[positions]
 
 
+class RotaryTable:
+    """Angles of a rotary embedding with static frequencies, for all positions of a text that grows.
+
+    Args:
+        embedding (`nn.Module`): transformers' rotary embedding.
+    """
+
+    def __init__(self, embedding: nn.Module):
+        self.embedding = embedding
+        self._angles: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def up_to(self, count: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of at least the first `count` positions, each `(positions, 1, D / 2)`.
+
+        Args:
+            like (`torch.Tensor`): Says in which dtype and where.
+        """
+        if self._angles is None or count > len(self._angles[0]):
+            every = torch.arange(2 * count, device=like.device)
+            self._angles = half_angles(*(angles[0] for angles in self.embedding(like, every[None])))
+        return self._angles
+
+
+def rotary_table(embedding: nn.Module, parameters: Mapping) -> RotaryTable | None:
+    """The table of a rotary embedding with these `rope_parameters`; `None` where angles change with the text."""
+    return RotaryTable(embedding) if _has_static_rope(parameters) else None
+
+
+def half_angles(cosine: torch.Tensor, sine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """transformers' angles `(..., T, D)` as `(..., T, 1, D / 2)`: both halves of a head turn by the same ones."""
+    half = cosine.shape[-1] // 2
+    return cosine[..., None, :half].contiguous(), sine[..., None, :half].contiguous()
+
+
 class _Layer:
     """One decoder layer as a function of the stream; the weights are those of the model's modules."""
 
     def __init__(self, layer: nn.Module):
-        attention, mlp = layer.self_attn, layer.mlp
+        self.attention, self.mlp = LeanAttention(layer.self_attn), LeanMLP(layer.mlp)
+        self.attention_norm, self.mlp_norm = LeanNorm(layer.input_layernorm), LeanNorm(layer.post_attention_layernorm)
+
+    def __call__(self, stream, rotary, slots, plan, mask):
+        stream = stream + self.attention(self.attention_norm(stream), rotary, slots, plan, mask)
+        return stream + self.mlp(self.mlp_norm(stream))
+
+
+class LeanAttention:
+    """Rotary attention over slots, of transformers' Llama, Mistral, Qwen2 or Qwen3 attention module.
+
+    Args:
+        attention (`nn.Module`): The module.
+
+    Attributes:
+        groups (`int`): Query heads of a key/value head, which become further positions of it.
+    """
+
+    def __init__(self, attention: nn.Module):
         self.query, self.key, self.value, self.output = (
             _linear(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")
         )
-        self.gate, self.up, self.down = (_linear(getattr(mlp, name)) for name in ("gate_proj", "up_proj", "down_proj"))
-        self.attention_norm, self.mlp_norm = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
         has_head_norms = hasattr(attention, "q_norm")
-        self.head_norms = (_Norm(attention.q_norm), _Norm(attention.k_norm)) if has_head_norms else None
+        self.head_norms = (LeanNorm(attention.q_norm), LeanNorm(attention.k_norm)) if has_head_norms else None
         self.head_size = attention.head_dim
         self.groups = attention.num_key_value_groups
         self.scale = attention.scaling
-        self.activation = mlp.act_fn
 
-    def __call__(self, stream, rotary, slots, plan, mask):
-        stream = stream + self._attend(self.attention_norm(stream), rotary, slots, plan, mask)
-        hidden = self.mlp_norm(stream)
-        hidden = self.activation(F.linear(hidden, *self.gate)) * F.linear(hidden, *self.up)
-        return stream + F.linear(hidden, *self.down)
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        slots: SlotLayer,
+        plan: WritePlan,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """
+        Args:
+            hidden (`torch.Tensor` of shape `(R, T, X)`): What queries, keys and values are made of.
+            rotary (`tuple`): Cosine and sine, each of a shape that broadcasts to `(R, T, 1, D / 2)`.
+            slots (`SlotLayer`), plan (`WritePlan`): Where keys and values go.
+            mask (`torch.Tensor`, *optional*): Additive, `(R | 1, 1, groups * T, S)`, or `(R | 1, 1, 1, S)`.
 
-    def _attend(self, hidden, rotary, slots, plan, mask):
+        Returns:
+            `torch.Tensor` of shape `(R, T, H)`.
+        """
         rows, nodes, _ = hidden.shape
         query, key, value = (
             F.linear(hidden, *weights).view(rows, nodes, -1, self.head_size)
@@ -176,7 +230,19 @@ class _Layer:
         return F.linear(output, *self.output)
 
 
-class _Norm:
+class LeanMLP:
+    """Gated MLP."""
+
+    def __init__(self, mlp: nn.Module):
+        self.gate, self.up, self.down = (_linear(getattr(mlp, name)) for name in ("gate_proj", "up_proj", "down_proj"))
+        self.activation = mlp.act_fn
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.activation(F.linear(hidden, *self.gate)) * F.linear(hidden, *self.up)
+        return F.linear(hidden, *self.down)
+
+
+class LeanNorm:
     """Root mean square norm over the last dimension, rounded where the models round."""
 
     def __init__(self, norm: nn.Module):

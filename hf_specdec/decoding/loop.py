@@ -20,6 +20,7 @@ from ..models.draft_model import vocabulary_size
 from .cache import SlotCache, compact, dynamic_cache
 from .functional import slot_model
 from .output import OutputRecorder, SpeculativeOutput
+from .recurrent import store_states
 from .sequences import Sequences, StopRules
 from .target import SlotModel, SlotOutput, check_reach, model_profile
 
@@ -98,7 +99,7 @@ class DecodingLoop:
             max_length=self.stop.max_length,
             device=self.device,
             sampler=DraftSampler(stack, self.sequences, uniforms, vocabulary_size(self.model)),
-            takes_trees=not model_profile(self.model).counts_slots,
+            takes_trees=model_profile(self.model).takes_trees,
             notes=self.stats.notes,
         )
 
@@ -227,7 +228,7 @@ class DecodingLoop:
     def _commit(self, draft: DraftTree, output: SlotOutput, verdict: Verdict) -> None:
         """Makes the accepted path part of the text, of the target's cache and of the drafter's state."""
         counts = list(map(len, verdict.token_lists))
-        self.target.cache.commit(counts, None if draft.is_chain else verdict.path)
+        self.target.commit(counts, None if draft.is_chain else verdict.path)
         self.recorder.add(self.rows, verdict, output.logits, output.all_hidden_states)
         self._count(draft, verdict)
         self._stream()
@@ -256,7 +257,7 @@ class DecodingLoop:
 
     def _store_states(self, indices: list[int]) -> None:
         for index in indices:
-            self.finished_states[self.rows[index]] = self.target.cache.row_states(index)
+            self.finished_states[self.rows[index]] = self.target.row_states(index)
 
     def _idle_forward(self) -> None:
         """A forward whose result is not used: other ranks still need this one's shards."""
@@ -310,7 +311,9 @@ class DecodingLoop:
         """Keys and values of all tokens but the last, in the user's cache object if there is one."""
         self._store_states(range(len(self.rows)))
         states = [self.finished_states[row] for row in range(self.batch_size)]
-        cache = dynamic_cache(states, self.model.config.get_text_config(decoder=True))
+        slots, recurrent = zip(*states)
+        cache = dynamic_cache(list(slots), self.model.config.get_text_config(decoder=True))
+        store_states(cache, list(recurrent))
         user_cache = self.request.past_key_values
         if user_cache is None:
             return cache

@@ -9,7 +9,7 @@ Shapes: R active rows, T nodes (anchor included), P prompt length, H hidden size
 from __future__ import annotations
 
 import inspect
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
@@ -22,6 +22,7 @@ from ..errors import UnsupportedModelError
 from .attention import attention_switch
 from .cache import SlotCache
 from .masks import FULL, RowState, Span, node_masks, node_positions
+from .recurrent import RecurrentLayers, RecurrentState, mixers
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class ModelProfile:
         takes_flat_mask (`bool`): Builds its position bias from a 2-D mask, and has no use for a ready 4-D one.
         takes_position_ids (`bool`): Its forward has the argument `position_ids`.
         takes_logits_to_keep (`bool`): Its forward has the argument `logits_to_keep`.
+        is_recurrent (`bool`): Some of its layers have a recurrent state, which cannot branch.
     """
 
     spans: tuple[Span, ...]
@@ -45,11 +47,19 @@ class ModelProfile:
     takes_flat_mask: bool
     takes_position_ids: bool
     takes_logits_to_keep: bool
+    is_recurrent: bool = False
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether branches can be verified, and not chains only."""
+        return not (self.counts_slots or self.is_recurrent)
 
 
 # Models with `position_ids` that count slots all the same; those without always do.
 _COUNT_SLOTS = {
     "gpt_neo": "its local layers cut their window by slot",
+    "inkling2_text": "its position bias counts slots",
+    "inkling_text": "its position bias counts slots",
 }
 
 # Models that no cache of keys and values is enough for.
@@ -57,6 +67,7 @@ _UNSUPPORTED = {
     "blt": "groups bytes into patches by what one forward reads, so its logits depend on how the text is cut",
     "cpmant": "reads the whole text again in every forward and places a learned prompt in front of it",
     "git": "keeps image slots in front of the padding, which its mask does not cover",
+    "qwen4_exp_text": "remembers the last tokens for its n-grams beside its recurrent state",
     "prophetnet": "continues from its cache by one token at a time",
 }
 
@@ -67,7 +78,18 @@ _SPAN_OF_LAYER_TYPE = {
     # They choose among what the mask lets them see; the keys they choose by are kept like all others.
     "indexed_attention": "full",
     "deepseek_sparse_attention": "full",
+    # Attention beside a recurrent state.
+    "hybrid": "full",
+    "hybrid_sliding": "sliding",
 }
+
+# What the mask is called where it is not called by the type of the layers.
+_MASK_OF_LAYER_TYPE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+
+# Layers that attend to nothing: those with a recurrent state alone, and those that work on each token by itself.
+_WITHOUT_ATTENTION = ("linear_attention", "conv", "mlp", "moe")
+
+_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 
 _profiles: WeakKeyDictionary[torch.nn.Module, ModelProfile] = WeakKeyDictionary()
 
@@ -98,13 +120,15 @@ def _read_profile(model, role) -> ModelProfile:
             "arguments out to use plain generate()."
         )
     layer_types = getattr(text_config, "layer_types", None)
-    others = sorted(set(layer_types or ()) - set(_SPAN_OF_LAYER_TYPE))
-    if getattr(model, "_is_stateful", False) or others:
+    is_recurrent = bool(mixers(model))
+    known = set(_SPAN_OF_LAYER_TYPE) | set(_WITHOUT_ATTENTION)
+    others = sorted(set(layer_types or ()) - (known if is_recurrent else known - _RECURRENT))
+    if others or (getattr(model, "_is_stateful", False) and not is_recurrent):
         what = f"layers of type {', '.join(others)}" if others else "a recurrent state"
         raise UnsupportedModelError(
-            f"{name} has {what} that cannot be cut back to the accepted tokens; as {role} only models that keep "
-            "keys and values of every token in all layers can be used. Leave the speculative arguments out to use "
-            "plain generate()."
+            f"{name} has {what} that cannot be cut back to the accepted tokens; as {role} only models can be used "
+            "that keep keys and values of every token, or a recurrent state where transformers' caches keep it. Leave "
+            "the speculative arguments out to use plain generate()."
         )
     parameters = inspect.signature(model.forward).parameters
     if "past_key_values" not in parameters:
@@ -112,7 +136,7 @@ def _read_profile(model, role) -> ModelProfile:
             f"{name} keeps no key/value cache (its forward has no `past_key_values`), which speculation needs of the "
             f"{role}. Leave the speculative arguments out to use plain generate()."
         )
-    spans, keys = _read_spans(text_config, layer_types)
+    spans, keys = _read_spans(text_config, layer_types, is_recurrent)
     takes_flat_mask = text_config.model_type == "bloom" or bool(getattr(text_config, "alibi", False))
     return ModelProfile(
         spans=spans,
@@ -121,17 +145,22 @@ def _read_profile(model, role) -> ModelProfile:
         takes_flat_mask=takes_flat_mask,
         takes_position_ids="position_ids" in parameters,
         takes_logits_to_keep="logits_to_keep" in parameters,
+        is_recurrent=is_recurrent,
     )
 
 
-def _read_spans(config, layer_types):
+def _read_spans(config, layer_types, is_recurrent):
     window = getattr(config, "sliding_window", None)
     if not layer_types:
         return (Span("sliding", window) if window else FULL,), None
     sizes = {"sliding": window, "chunked": getattr(config, "attention_chunk_size", None), "full": 0}
-    keys = tuple(sorted(set(layer_types)))
+    keys = tuple(sorted(set(layer_types) - set(_WITHOUT_ATTENTION)))
     kinds = [_SPAN_OF_LAYER_TYPE[key] for key in keys]
-    return tuple(Span(kind, sizes[kind]) if sizes[kind] else FULL for kind in kinds), keys
+    spans = tuple(Span(kind, sizes[kind]) if sizes[kind] else FULL for kind in kinds)
+    if is_recurrent and len(set(spans)) <= 1:
+        # One mask is understood to be for the attention; not all of these models call it by the types of their layers.
+        return spans[:1] or (FULL,), None
+    return spans, tuple(_MASK_OF_LAYER_TYPE.get(key, key) for key in keys)
 
 
 def check_reach(model: torch.nn.Module, prompt_lengths: list[int], max_new_tokens: int) -> None:
@@ -201,6 +230,9 @@ class SlotModel:
         self.starts: list[int] = []
         self.offsets: list[int] = []
         self.max_position: int | None = None
+        self.recurrent: RecurrentLayers | None = None
+        if self.profile.is_recurrent:
+            cache.last_recurrent_layer = max(module.layer_idx for module in mixers(model))
         self._states = states
         self._taps = StateTaps(model, states)
         self._kwargs = forward_kwargs or {}
@@ -231,6 +263,8 @@ class SlotModel:
         self.starts = list(starts)
         self.offsets = list(offsets) if offsets else [0] * len(starts)
         self.cache.start_slots(len(starts))
+        if self.profile.is_recurrent:
+            self.recurrent = RecurrentLayers(self.model, self.cache, len(starts))
 
     def prefill(self, input_ids: torch.LongTensor, starts: list[int]) -> None:
         """Reads left-padded prompts of shape `(R, P)` into empty slots; their logits are not kept."""
@@ -259,21 +293,38 @@ class SlotModel:
             topology (`TreeTopology`): Who sees whom among them.
 
         Raises:
-            UnsupportedModelError: A tree for a model that tells positions from slots.
+            UnsupportedModelError: A tree for a model that can verify chains only.
         """
-        if self.profile.counts_slots and not topology.is_chain:
+        if not (self.profile.takes_trees or topology.is_chain):
+            why = (
+                "has a recurrent state" if self.profile.is_recurrent else "tells positions from the order of its cache"
+            )
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} tells positions from the order of its cache, so it can verify chains, "
-                "and got a draft tree. Draft without branches."
+                f"{type(self.model).__name__} {why}, so it can verify chains, and got a draft tree. Draft without "
+                "branches."
             )
         plan = self.cache.plan_write(tokens.shape[1], tokens.device)
         inputs = {"input_ids": tokens, "past_key_values": self.cache, "use_cache": True, "return_dict": True}
         inputs["attention_mask"] = self._masks(topology, plan.columns)
         if self.profile.takes_position_ids:
             inputs["position_ids"] = self.positions(topology)
-        with self.captured() as states, self._attention():
+        with self.captured() as states, self._attention(), self._states_kept(tokens.shape[1]):
             output = self.model(**inputs, **self._kwargs)
         return SlotOutput(output.logits, states, output.get("hidden_states"))
+
+    def _states_kept(self, nodes: int):
+        return nullcontext() if self.recurrent is None else self.recurrent.reading(nodes)
+
+    def commit(self, counts: list[int], path: torch.LongTensor | None = None) -> None:
+        """Keeps what was accepted of the last forward; the arguments are those of [`SlotCache.commit`]."""
+        self.cache.commit(counts, path)
+        if self.recurrent is not None:
+            self.recurrent.commit(counts)
+
+    def row_states(self, row: int) -> tuple[list[tuple[torch.Tensor, ...]], dict[int, RecurrentState]]:
+        """Copies of what an active row has in the cache: its slots, and its recurrent states by layer."""
+        recurrent = {} if self.recurrent is None else self.recurrent.row_states(row)
+        return self.cache.row_states(row), recurrent
 
     def positions(self, topology: TreeTopology) -> torch.LongTensor:
         """Position ids of the nodes, `(R, T)`."""
@@ -289,10 +340,13 @@ class SlotModel:
         masks = node_masks(topology, self.rows, columns, self.profile.spans, self._mask_dtype)
         if self.profile.layer_types is None:
             return masks[0]
-        return dict(zip(self.profile.layer_types, masks))
+        masks = dict(zip(self.profile.layer_types, masks))
+        return {**masks, **dict.fromkeys(_WITHOUT_ATTENTION)} if self.profile.is_recurrent else masks
 
     def keep_rows(self, keep: list[int]) -> None:
         self.cache.keep_rows(keep)
+        if self.recurrent is not None:
+            self.recurrent.keep_rows(keep)
         self.starts = [self.starts[row] for row in keep]
         self.offsets = [self.offsets[row] for row in keep]
 

@@ -1,0 +1,344 @@
+"""Recurrent layers: their states stay at the committed tokens, however drafts are accepted."""
+
+from __future__ import annotations
+
+import random
+from threading import Thread
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hf_specdec
+from hf_specdec import UnsupportedModelError, load_speculator
+from hf_specdec.decoding import recurrent
+from hf_specdec.decoding.cache import SlotCache
+from hf_specdec.decoding.recurrent import mixers
+from hf_specdec.decoding.target import SlotModel, model_profile
+from hf_specdec.drafts import chain_topology
+from tests.architectures import tiny_model
+from tests.scripted import scripted_speculator
+
+
+# Every way in which a state is kept: replayed (gated delta rule, Mamba-2 beside attention in one layer, a mixer that
+# makes queries, keys and values), chosen among the last inputs, chosen among the steps of a mixer.
+WAYS = ["qwen3_next", "falcon_h1", "zaya", "lfm2", "jamba", "nemotron_h"]
+REPLAYING = ["qwen3_next", "falcon_h1", "zaya"]
+GENERATING = ["qwen3_next", "qwen3_5", "lfm2", "falcon_h1", "bamba", "nemotron_h", "jamba"]
+
+PROMPTS = [9, 4, 7]
+STARTS = [max(PROMPTS) - length for length in PROMPTS]
+VOCAB_SIZE = 99
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Tiny models by architecture, each built once."""
+    made: dict[str, torch.nn.Module] = {}
+
+    def model(name: str) -> torch.nn.Module:
+        return made.setdefault(name, tiny_model(name, initializer_range=0.2))
+
+    return model
+
+
+@pytest.fixture(params=[0, 5, recurrent.MAX_REPLAY])
+def max_replay(request, monkeypatch) -> int:
+    monkeypatch.setattr(recurrent, "MAX_REPLAY", request.param)
+    return request.param
+
+
+def left_padded(rows: list[list[int]]) -> torch.LongTensor:
+    width = max(map(len, rows))
+    return torch.tensor([[0] * (width - len(row)) + row for row in rows])
+
+
+def random_tokens(count: int, draw: random.Random) -> list[int]:
+    return [draw.randrange(3, VOCAB_SIZE) for _ in range(count)]
+
+
+class Plain:
+    """One row as plain generation reads it: the prompt at once, then one token at a time."""
+
+    def __init__(self, model, prompt: list[int]):
+        self.model, self.cache, self.length = model, DynamicCache(config=model.config), 0
+        self.read(prompt)
+
+    def read(self, tokens: list[int]) -> torch.Tensor:
+        """Logits behind each of the tokens."""
+        positions = torch.arange(self.length, self.length + len(tokens))[None]
+        self.length += len(tokens)
+        output = self.model(torch.tensor([tokens]), past_key_values=self.cache, position_ids=positions, use_cache=True)
+        return output.logits[0]
+
+    def step(self, tokens: list[int]) -> torch.Tensor:
+        return torch.cat([self.read([token]) for token in tokens])
+
+    def assert_same_states(self, driver: SlotModel, row: int) -> None:
+        _, states = driver.row_states(row)
+        assert states
+        for layer_idx, state in states.items():
+            theirs = self.cache.layers[layer_idx]
+            for key, own in state.conv_states.items():
+                torch.testing.assert_close(own, theirs.conv_states[key], rtol=1e-3, atol=1e-3)
+            for key, own in state.recurrent_states.items():
+                torch.testing.assert_close(own, theirs.recurrent_states[key], rtol=1e-3, atol=1e-3)
+
+
+def prefilled(model, rows: list[list[int]], states: tuple = ()) -> SlotModel:
+    driver = SlotModel(model, SlotCache(64), states)
+    driver.prefill(left_padded(rows), [max(map(len, rows)) - len(row) for row in rows])
+    return driver
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", WAYS)
+def test_any_course_of_a_generation(models, name, max_replay):
+    """Rows that accept different numbers of tokens, drafts of different lengths, rows that leave."""
+    model, draw = models(name), random.Random(max_replay)
+    prompts = [random_tokens(length, draw) for length in PROMPTS]
+    driver, rows = prefilled(model, prompts), [Plain(model, prompt) for prompt in prompts]
+    for nodes in (1, 4, 1, 5, 3, 6, 1, 2):
+        read = [random_tokens(nodes, draw) for _ in rows]
+        output = driver.forward(torch.tensor(read), chain_topology(nodes - 1, torch.device("cpu")))
+        assert max(driver.recurrent.plan.replayed) <= max_replay
+        counts = [draw.randint(1, nodes) for _ in rows]
+        driver.commit(counts)
+        for row, (plain_row, new, count) in enumerate(zip(rows, read, counts)):
+            logits = plain_row.step(new[:count])
+            torch.testing.assert_close(output.logits[row, :count], logits, rtol=1e-3, atol=1e-3)
+        if nodes == 3:
+            keep = [2, 1]
+            driver.keep_rows(keep)
+            rows = [rows[row] for row in keep]
+    for row, plain_row in enumerate(rows):
+        plain_row.assert_same_states(driver, row)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", WAYS)
+def test_going_back_to_a_mark(models, name):
+    model, draw = models(name), random.Random(1)
+    prompts = [random_tokens(length, draw) for length in PROMPTS]
+    driver, rows = prefilled(model, prompts), [Plain(model, prompt) for prompt in prompts]
+    read = [random_tokens(3, draw) for _ in rows]
+    driver.forward(torch.tensor(read), chain_topology(2, torch.device("cpu")))
+    driver.commit([3, 1, 2])
+    for plain_row, new, count in zip(rows, read, (3, 1, 2)):
+        plain_row.step(new[:count])
+    mark = driver.recurrent.mark()
+    for _ in range(3):
+        driver.forward(torch.tensor([random_tokens(1, draw) for _ in rows]), chain_topology(0, torch.device("cpu")))
+        driver.commit([1, 1, 1])
+    driver.recurrent.return_to(mark)
+    for row, plain_row in enumerate(rows):
+        plain_row.assert_same_states(driver, row)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", REPLAYING)
+def test_a_cycle_is_one_forward_and_a_layer_moves_its_state_now_and_then(models, name):
+    model = models(name)
+    driver = prefilled(model, [random_tokens(9, random.Random(2))])
+    calls = {"model": 0, "mixer": 0}
+    mixer = mixers(model)[0]
+    forwards = {"model": (model, model.forward), "mixer": (mixer, mixer.forward)}
+
+    def counting(what):
+        def forward(*args, **kwargs):
+            calls[what] += 1
+            return forwards[what][1](*args, **kwargs)
+
+        return forward
+
+    try:
+        for what, (module, _) in forwards.items():
+            module.forward = counting(what)
+        for _ in range(24):
+            driver.forward(torch.tensor([random_tokens(4, random.Random(3))]), chain_topology(3, torch.device("cpu")))
+            driver.commit([2])
+    finally:
+        for module, _ in forwards.values():
+            del module.forward
+    # Two tokens a cycle: after nine cycles 18 are replayed, and the state moves.
+    assert calls == {"model": 24, "mixer": 24 + 2}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
+def test_captured_states_are_those_of_the_new_tokens(models, name):
+    model, draw = models(name), random.Random(4)
+    rows = [random_tokens(length, draw) for length in PROMPTS]
+    driver = prefilled(model, rows, states=(1, "last"))
+    for counts in ([1, 3, 2], [2, 1, 4]):
+        read = [random_tokens(4, draw) for _ in rows]
+        output = driver.forward(torch.tensor(read), chain_topology(3, torch.device("cpu")))
+        for row, (text, new) in enumerate(zip(rows, read)):
+            whole = model(torch.tensor([text + new]), output_hidden_states=True)
+            for key, index in ((1, 1), ("last", -1)):
+                expected = whole.hidden_states[index][0, -4:]
+                torch.testing.assert_close(output.hidden_states[key][row], expected, rtol=1e-3, atol=1e-3)
+        driver.commit(counts)
+        for text, new, count in zip(rows, read, counts):
+            text += new[:count]
+
+
+# Through generate()
+
+
+def inputs(batch_size: int) -> dict[str, torch.Tensor]:
+    """Left-padded prompts whose texts repeat themselves, for drafts that look up."""
+    draw = random.Random(5)
+    rows = [(random_tokens(4, draw) * 3)[-length:] for length in PROMPTS[:batch_size]]
+    input_ids = left_padded(rows)
+    mask = torch.tensor([[0] * (input_ids.shape[1] - len(row)) + [1] * len(row) for row in rows])
+    return {"input_ids": input_ids, "attention_mask": mask}
+
+
+def plain(model, batch_size: int, **arguments) -> torch.LongTensor:
+    return model.generate(**inputs(batch_size), max_new_tokens=20, do_sample=False, **arguments)
+
+
+def scripted(model, batch_size: int, **script):
+    return scripted_speculator(plain(model, batch_size), STARTS[:batch_size], VOCAB_SIZE, **script)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("name", GENERATING)
+def test_methods_equal_plain_generate(models, name, batch_size):
+    model, expected = models(name), plain(models(name), batch_size)
+    settings = {"return_dict_in_generate": True, "max_new_tokens": 20, "do_sample": False}
+    for method in ({"spec_method": "ngram"}, {"assistant": tiny_model("llama"), "num_speculative_tokens": 3}):
+        output = hf_specdec.generate(model, **inputs(batch_size), **settings, **method)
+        assert output.sequences.tolist() == expected.tolist()
+        assert output.speculative.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "jamba"])
+def test_rows_that_end_early(models, name):
+    model = models(name)
+    text = plain(model, 3)
+    # The token that one row writes first and the others later or never.
+    end = int(text[1, max(PROMPTS) + 4])
+    expected = plain(model, 3, eos_token_id=end)
+    speculator = scripted(model, 3, num_speculative_tokens=4)
+    output = model.generate(
+        **inputs(3), max_new_tokens=20, do_sample=False, eos_token_id=end, assistant=speculator, pad_token_id=0
+    )
+    assert output.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2", "nemotron_h"])
+def test_sampled_text_depends_on_the_seed_alone(models, name):
+    model, texts = models(name), []
+    for method, settings in (
+        ("ngram", {}),
+        ("ngram", {"num_speculative_tokens": 2}),
+        ("suffix", {}),
+    ):
+        torch.manual_seed(7)
+        sampled = {"do_sample": True, "temperature": 0.8, "max_new_tokens": 20}
+        texts.append(hf_specdec.generate(model, **inputs(3), spec_method=method, **settings, **sampled).tolist())
+    assert texts[0] == texts[1] == texts[2]
+    torch.manual_seed(8)
+    assert hf_specdec.generate(model, **inputs(3), spec_method="ngram", **sampled).tolist() != texts[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2"])
+def test_chunked_prefill(models, name):
+    model = models(name)
+    expected = plain(model, 1, prefill_chunk_size=4)
+    speculator = scripted(model, 1)
+    output = plain(model, 1, prefill_chunk_size=4, assistant=speculator, return_dict_in_generate=True)
+    assert output.sequences.tolist() == expected.tolist()
+    assert output.speculative.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "nemotron_h", "lfm2"])
+def test_the_cache_of_a_batch_holds_the_states_of_every_row(models, name):
+    """Rows end at different cycles, some with tokens still to be replayed."""
+    model = models(name)
+    arguments = {"return_dict_in_generate": True, "max_new_tokens": 17, "do_sample": False}
+    theirs = model.generate(**inputs(3), **arguments).past_key_values
+    ours = model.generate(**inputs(3), **arguments, assistant=scripted(model, 3, accuracy=0.8)).past_key_values
+    for own, other in zip(ours.layers, theirs.layers):
+        assert type(own) is type(other)
+        for part in ("conv_states", "recurrent_states"):
+            for key, state in getattr(other, part, {}).items():
+                if state is not None:
+                    torch.testing.assert_close(getattr(own, part)[key], state, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "jamba", "falcon_h1"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_recurrent_draft_models(models, name, batch_size):
+    """A model that drafts for itself is always right, if its own states are."""
+    model = models(name)
+    output = plain(model, batch_size, assistant=model, num_speculative_tokens=4, return_dict_in_generate=True)
+    assert output.sequences.tolist() == plain(model, batch_size).tolist()
+    assert output.speculative.num_accepted_tokens == output.speculative.num_draft_tokens
+    # Now and then it is wrong, and goes back.
+    other = tiny_model("llama")
+    output = plain(other, batch_size, assistant=model, num_speculative_tokens=4, return_dict_in_generate=True)
+    assert output.sequences.tolist() == plain(other, batch_size).tolist()
+    assert output.speculative.num_accepted_tokens < output.speculative.num_draft_tokens
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_an_error_leaves_the_model_as_it_was(models, name):
+    model = models(name)
+    expected = plain(model, 1)
+    broken = mixers(model)[-1]
+    before = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    forward, calls = broken.forward, []
+
+    def fail(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    broken.forward = fail
+    with pytest.raises(KeyboardInterrupt):
+        plain(model, 1, assistant=scripted_speculator(expected, [0], VOCAB_SIZE))
+    del broken.forward
+    # transformers leaves hooks of its own.
+    assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == before
+    assert plain(model, 1).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba"])
+def test_two_threads_on_one_model(models, name):
+    model, results = models(name), {}
+    expected, speculator = plain(model, 3), scripted(model, 3)
+    calls = {"plain": {}, "speculative": {"assistant": speculator}}
+    threads = [
+        Thread(target=lambda key=key, call=call: results.update({key: [plain(model, 3, **call) for _ in range(3)]}))
+        for key, call in calls.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [text.tolist() for key in calls for text in results[key]] == [expected.tolist()] * 6
+
+
+def test_trees_are_not_drafted_and_not_verified(models):
+    model = models("qwen3_next")
+    profile = model_profile(model)
+    assert profile.is_recurrent
+    assert not profile.takes_trees
+    with pytest.raises(UnsupportedModelError, match="has a recurrent state.*Draft without branches"):
+        plain(model, 1, assistant=scripted(model, 1, tree=(-1, -1, 0)))
+    # Those that draft trees by default draft chains for it.
+    output = hf_specdec.generate(
+        model, **inputs(1), assistant=load_speculator(model, method="suffix", use_tree_spec=True), max_new_tokens=20
+    )
+    assert output.tolist() == plain(model, 1).tolist()
+
+
+def test_states_that_are_updated_elsewhere_are_refused(models):
+    model = models("qwen3_next")
+    driver = prefilled(model, [random_tokens(5, random.Random(0))])
+    with pytest.raises(UnsupportedModelError, match="Layer 0 updates a recurrent state in an unknown place"):
+        driver.cache.update_conv_state(torch.zeros(1, 128, 1), 0)

@@ -122,7 +122,7 @@ SHAPES: dict[str, Callable[..., DraftTree]] = {
 
 
 def _tokens(size: int, draws: random.Random, vocab_size: int) -> list[int]:
-    # Different ones, and never the last id: see `_choices`.
+    # Different ones, and never the last id: see `accepting_choices`.
     return draws.sample(range(vocab_size - 1), size)
 
 
@@ -137,7 +137,7 @@ def _random_parents(size: int, draws: random.Random) -> list[int]:
     return parents
 
 
-def _choices(draft: DraftTree, vocab_size: int) -> torch.LongTensor:
+def accepting_choices(draft: DraftTree, vocab_size: int) -> torch.LongTensor:
     """Choices of a target `(B, T)` that lead along first children, `ACCEPTED` nodes deep, and out of the draft."""
     rows = []
     for tokens, parents in zip(draft.token_lists(), draft.parent_lists()):
@@ -177,7 +177,7 @@ class OurTarget:
         """The cost of one cycle over `nodes` verified nodes."""
         draft = SHAPES[shape](nodes - 1, self.batch_size, self.draws, self.vocab_size)
         anchors = torch.zeros((self.batch_size, 1), dtype=torch.long)
-        choices, cost, cache = _choices(draft, self.vocab_size), Cost(), self.slots.cache
+        choices, cost, cache = accepting_choices(draft, self.vocab_size), Cost(), self.slots.cache
         cache.lengths = list(self.lengths)
         clock = Clock()
         topology = draft.topology
@@ -250,23 +250,23 @@ def measure(
             costs[side].append(ours.cycle(*side))
     one = costs[sides[0]]
     rows = [_row(shape, nodes, found, one, plain_ms) for (shape, nodes), found in costs.items()]
-    return [{"shape": "plain forward", "nodes": 1, "cycle_ms": _spread(plain_ms)}, *rows]
+    return [{"shape": "plain forward", "nodes": 1, "cycle_ms": spread(plain_ms)}, *rows]
 
 
 def _row(shape: str, nodes: int, costs: list[Cost], one: list[Cost], plain_ms: list[float]) -> dict:
-    parts = {f"{part}_ms": _spread([getattr(cost, part) for cost in costs]) for part in (*PARTS, "masks")}
+    parts = {f"{part}_ms": spread([getattr(cost, part) for cost in costs]) for part in (*PARTS, "masks")}
     return {
         "shape": shape if nodes > 1 else "no draft",
         "nodes": nodes,
         **parts,
-        "cycle_ms": _spread([cost.cycle for cost in costs]),
-        "forward_ratio": _spread([cost.forward / base.forward for cost, base in zip(costs, one)]),
-        "cycle_ratio": _spread([cost.cycle / base.cycle for cost, base in zip(costs, one)]),
-        "ratio_to_plain": _spread([cost.cycle / base for cost, base in zip(costs, plain_ms)]),
+        "cycle_ms": spread([cost.cycle for cost in costs]),
+        "forward_ratio": spread([cost.forward / base.forward for cost, base in zip(costs, one)]),
+        "cycle_ratio": spread([cost.cycle / base.cycle for cost, base in zip(costs, one)]),
+        "ratio_to_plain": spread([cost.cycle / base for cost, base in zip(costs, plain_ms)]),
     }
 
 
-def _spread(values: list[float]) -> list[float]:
+def spread(values: list[float]) -> list[float]:
     """Median, least and greatest."""
     return [round(value, 4) for value in (statistics.median(values), min(values), max(values))]
 

@@ -20,13 +20,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 
-from ..decoding.cache import SlotCache
+from ..decoding.cache import SlotCache, SlotLayer
 from ..decoding.masks import FULL
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
 from ..logits.acceptance import best_tokens
 from ..models.eagle import EagleNetwork, fitting_network, load_eagle
+from ..models.eagle_functional import lean_forward
 from ..token_trees import TokenTree
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 
@@ -34,9 +36,12 @@ from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 # Draft tokens of the default chain.
 _CHAIN_LENGTH = 4
 
-# Most rows whose default is a tree, here and by device type: with more, nodes do not ride along with the weights.
+# Most rows whose default is a tree, here and by device type: nodes must ride along with the weights.
 _TREE_BATCH_SIZE = 4
-_TREE_BATCH_SIZES = {"cpu": 1}
+_TREE_BATCH_SIZES = {"cpu": 0}
+
+# Where the settings name no shape, by device type, drafts end behind nodes as doubtful as this.
+_DOUBTS = {"cpu": 0.2}
 
 # Positions of the prompt that one forward reads.
 _CHUNK_SIZE = 1024
@@ -68,20 +73,12 @@ class DynamicTree:
 
     def __len__(self) -> int:
         """Most nodes that are drafted."""
-        return self.num_nodes(self.max_depth)
+        return min(self.total_tokens - 1, self.top_k + (self.max_depth - 1) * self.top_k**2)
 
     @property
     def num_reads(self) -> int:
-        """Nodes that are continued; most of them need not be drafted."""
+        """Most nodes that are continued; many of them need not be drafted."""
         return (self.max_depth - 1) * self.top_k
-
-    def num_candidates(self, levels: int) -> int:
-        """Nodes that are looked at in the first levels of the tree."""
-        return self.top_k + (levels - 1) * self.top_k**2 if levels > 0 else 0
-
-    def num_nodes(self, levels: int) -> int:
-        """Nodes of a draft that is this deep."""
-        return min(self.total_tokens - 1, self.num_candidates(levels))
 
 
 # Where the settings name nothing, by device type: the published tree needs a device where nodes cost little.
@@ -90,8 +87,8 @@ _TREES = {"cpu": DynamicTree(depth=4, top_k=4, total_tokens=12)}
 
 
 @dataclass(frozen=True)
-class EagleOptions:
-    """Options of `spec_method="eagle"` and `spec_method="eagle3"`.
+class ExtrapolationOptions:
+    """How drafts are grown by networks that read the states of entries and hand on their own.
 
     Raises:
         SpecConfigError: A value is out of range.
@@ -118,11 +115,12 @@ class EagleOptions:
             f"out, {_TREE.total_tokens}, on a CPU {_TREES['cpu'].total_tokens}."
         },
     )
-    adaptive_threshold: float = field(
-        default=0.0,
+    adaptive_threshold: float | None = field(
+        default=None,
         metadata={
             "help": "A row's draft is not continued behind nodes whose probability, along the whole path, is at most "
-            "this. 0 always drafts the full depth."
+            "this. 0 always drafts the full depth. Left out, 0; on a CPU, where no shape is asked for, "
+            f"{_DOUBTS['cpu']}."
         },
     )
     draft_sample_method: Literal["greedy", "probabilistic"] | None = field(
@@ -133,6 +131,29 @@ class EagleOptions:
             "the best tokens always."
         },
     )
+
+    def __post_init__(self):
+        for name, least in _GROWTH_OPTIONS.items():
+            value = getattr(self, name)
+            if value is not None and not (_is_int(value) and value >= least):
+                raise SpecConfigError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
+        threshold = 0.0 if self.adaptive_threshold is None else self.adaptive_threshold
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold < 1:
+            raise SpecConfigError(f"`adaptive_threshold` must be a number from 0 to below 1, got {threshold!r}.")
+        if self.draft_sample_method not in (None, "greedy", "probabilistic"):
+            raise SpecConfigError(
+                f"`draft_sample_method` must be 'greedy' or 'probabilistic', got {self.draft_sample_method!r}."
+            )
+
+
+@dataclass(frozen=True)
+class EagleOptions(ExtrapolationOptions):
+    """Options of `spec_method="eagle"` and `spec_method="eagle3"`.
+
+    Raises:
+        SpecConfigError: A value is out of range.
+    """
+
     aux_layer_ids: tuple[int, ...] | None = field(
         default=None,
         metadata={
@@ -142,17 +163,7 @@ class EagleOptions:
     )
 
     def __post_init__(self):
-        for name, least in _GROWTH_OPTIONS.items():
-            value = getattr(self, name)
-            if value is not None and not (_is_int(value) and value >= least):
-                raise SpecConfigError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
-        threshold = self.adaptive_threshold
-        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold < 1:
-            raise SpecConfigError(f"`adaptive_threshold` must be a number from 0 to below 1, got {threshold!r}.")
-        if self.draft_sample_method not in (None, "greedy", "probabilistic"):
-            raise SpecConfigError(
-                f"`draft_sample_method` must be 'greedy' or 'probabilistic', got {self.draft_sample_method!r}."
-            )
+        super().__post_init__()
         layers = self.aux_layer_ids
         if layers is not None and not (layers and all(_is_int(layer) and layer >= 0 for layer in layers)):
             raise SpecConfigError(f"`aux_layer_ids` must be a list of integers of at least 0, got {layers!r}.")
@@ -163,10 +174,15 @@ def _is_int(value) -> bool:
 
 
 class EagleCandidateGenerator(CandidateGenerator):
-    """Drafts chains, static trees and dynamic trees."""
+    """Drafts chains, static trees and dynamic trees.
+
+    Attributes:
+        prefers_trees (`bool`): Small batches get a dynamic tree where the settings name nothing.
+    """
 
     options_class = EagleOptions
     default_num_speculative_tokens = _CHAIN_LENGTH
+    prefers_trees = True
     loaded_by = ("model", "revision", "subfolder", "dtype", "device", "quantization", "aux_layer_ids")
 
     @classmethod
@@ -182,7 +198,10 @@ class EagleCandidateGenerator(CandidateGenerator):
         self.target_hidden_states = resources.target_hidden_states
         samples = session.sampler is not None and not session.sampler.is_greedy
         self.draws = samples and self.options.draft_sample_method == "probabilistic"
-        self.plan = _plan(config, resources.config.draft_vocab_size, session, self.draws)
+        self.plan = self.make_plan()
+        self.threshold = self.options.adaptive_threshold
+        if self.threshold is None:
+            self.threshold = 0.0 if _names_shape(config) else _DOUBTS.get(session.device.type, 0.0)
         self.num_speculative_tokens = self.plan.max_depth
         self.num_reads = self.plan.num_reads if isinstance(self.plan, DynamicTree) else len(self.plan)
         self.check_drawn_length()
@@ -194,6 +213,20 @@ class EagleCandidateGenerator(CandidateGenerator):
     @property
     def num_draft_nodes(self) -> int:
         return len(self.plan)
+
+    def make_plan(self) -> TokenTree | DynamicTree:
+        """What is drafted in the call."""
+        length = self.default_num_speculative_tokens
+        return _plan(self.config, self.draft_vocab_size, self.session, self.draws, length, self.prefers_trees)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Tokens that the draft knows."""
+        return self.network.config.draft_vocab_size
+
+    def make_entries(self, **slots) -> DraftEntries:
+        """Room for what the draft reads; the arguments are those of [`DraftEntries`]."""
+        return DraftEntries(self.network, **slots)
 
     # What the target has read
 
@@ -207,8 +240,7 @@ class EagleCandidateGenerator(CandidateGenerator):
         count = min(num_states - 1, num_tokens)
         first = max(num_tokens - 1 - count, 0)
         room = self.session.max_length - num_tokens
-        self.entries = DraftEntries(
-            self.network,
+        self.entries = self.make_entries(
             starts=[max(start - first, 0) for start in prompt.starts],
             offsets=[max(first - start, 0) for start in prompt.starts],
             capacity=count + min(room, 1024) + self.num_reads + 1,
@@ -282,7 +314,7 @@ class EagleCandidateGenerator(CandidateGenerator):
     def _draft_static(self, limits: list[int]) -> DraftTree:
         """The candidates of the given ranks; only nodes that have children are read."""
         hidden, logits = self.hidden[:, None], self.logits[:, None]
-        chances = hidden.new_zeros(hidden.shape[:2], dtype=torch.float32) if self.options.adaptive_threshold else None
+        chances = hidden.new_zeros(hidden.shape[:2], dtype=torch.float32) if self.threshold else None
         drafted = []
         for depth, level in enumerate(self.plan.up_to(max(limits)).levels(self.device), start=1):
             tokens, chances = self._candidates(logits, level.width, chances)
@@ -302,43 +334,68 @@ class EagleCandidateGenerator(CandidateGenerator):
         width = self.plan.top_k
         hidden, logits = self.hidden[:, None], self.logits[:, None]
         chances = hidden.new_zeros(hidden.shape[:2], dtype=torch.float32)
-        nodes = torch.full_like(chances, -1, dtype=torch.long)
-        grown: list[tuple[torch.Tensor, ...]] = []
+        # The anchor, and the nodes that were read, each with its place among the candidates.
+        read = [torch.full_like(chances, -1, dtype=torch.long)]
+        grown: list[tuple[torch.Tensor, torch.Tensor]] = []
+        sizes = [0]  # candidates of the first levels together
         while True:
             tokens, chances = self._candidates(logits, width, chances)
-            grown.append((tokens, nodes.repeat_interleave(width, dim=1), chances))
+            grown.append((tokens, chances))
+            sizes.append(sizes[-1] + tokens.shape[1])
             # Stable: of equally probable nodes the first one counts, so that a parent comes before its child.
             chances, order = chances.sort(dim=1, descending=True, stable=True)
-            best, chances = order[:, :width], chances[:, :width]
-            parents = best // width
             if len(grown) < max(limits):
                 limits = self._without_doubtful(limits, chances, len(grown))
-            if len(grown) == max(limits):
+            count = self._num_fruitful(grown, chances[:, :width]) if len(grown) < max(limits) else 0
+            if not count:
                 break
-            nodes = best + self.plan.num_candidates(len(grown) - 1)
+            best, chances = order[:, :count], chances[:, :count]
+            parents = best // width
+            read.append(best + sizes[-2])
             hidden, output = self.entries.read_nodes(tokens.gather(1, best), _of(hidden, parents), parents)
             logits = self.network.logits(output)
-        return self._best_nodes(*(torch.cat(parts, dim=1).to(self.session.device) for parts in zip(*grown)), limits)
+        found = (torch.cat(parts, dim=1).to(self.session.device) for parts in (*zip(*grown), read))
+        return self._best_nodes(*found, [sizes[min(limit, len(grown))] for limit in limits])
 
-    def _best_nodes(self, tokens, parents, chances, limits: list[int]) -> DraftTree:
-        """Drafts the most probable candidates that a row has room for.
+    def _num_fruitful(self, grown: list[tuple[torch.Tensor, torch.Tensor]], chances: torch.Tensor) -> int:
+        """How many of the nodes that could be continued next are; what is drafted does not depend on it.
+
+        A child is never more probable than its parent. So it can be drafted only if its parent is among the most
+        probable of all candidates so far, one place of the draft being the child's own.
 
         Args:
-            tokens, parents (`torch.LongTensor` of shape `(R, C)`): The candidates, level by level.
+            grown (`list[tuple]`): Tokens and log-probabilities of the candidates of each level.
+            chances (`torch.FloatTensor` of shape `(R, W)`): Log-probabilities of the nodes, in decreasing order.
+        """
+        places = self.plan.total_tokens - 2
+        found = torch.cat([values for _, values in grown], dim=1)
+        # Elsewhere asking costs more than reading the nodes.
+        if self.device.type != "cpu" or found.shape[1] <= places:
+            return chances.shape[1]
+        least = found.topk(places, dim=1).values[:, -1:]
+        return int((chances >= least).sum(1).max())
+
+    def _best_nodes(self, tokens, chances, read, sizes: list[int]) -> DraftTree:
+        """Drafts the most probable candidates of each row.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(R, C)`): The candidates, level by level.
             chances (`torch.FloatTensor` of shape `(R, C)`): Log-probability of the path to each.
-            limits (`list[int]`): How deep each row may draft.
+            read (`torch.LongTensor` of shape `(R, C / W)`): What they continue, W candidates after the other: places
+                among the candidates, -1 for the anchor.
+            sizes (`list[int]`): How many of the candidates each row has room for.
         """
         device = tokens.device
-        if min(limits) < max(limits):
-            sizes = _upload([self.plan.num_candidates(limit) for limit in limits], device)
-            chances = chances.masked_fill(torch.arange(tokens.shape[1], device=device) >= sizes[:, None], -math.inf)
-        counts = [self.plan.num_nodes(limit) for limit in limits]
+        if min(sizes) < max(sizes):
+            outside = torch.arange(tokens.shape[1], device=device) >= _upload(sizes, device)[:, None]
+            chances = chances.masked_fill(outside, -math.inf)
+        counts = [min(size, self.plan.total_tokens - 1) for size in sizes]
         order = chances.sort(dim=1, descending=True, stable=True).indices
         chosen = order[:, : max(counts)].sort(dim=1).values
         # Where each candidate has gone; entry 0 is the anchor.
-        places = parents.new_full((len(limits), tokens.shape[1] + 1), -1)
+        places = tokens.new_full((len(sizes), tokens.shape[1] + 1), -1)
         places.scatter_(1, chosen + 1, torch.arange(max(counts), device=device).expand_as(chosen))
-        parents = places.gather(1, parents.gather(1, chosen) + 1)
+        parents = places.gather(1, read.gather(1, chosen // self.plan.top_k) + 1)
         return DraftTree(tokens.gather(1, chosen), parents, _upload(counts, device))
 
     def _candidates(self, logits: torch.Tensor, width: int, chances: torch.Tensor | None):
@@ -354,12 +411,11 @@ class EagleCandidateGenerator(CandidateGenerator):
         """
         if width == 1 and chances is None:
             return self.network.target_ids(best_tokens(logits)), None
+        if chances is not None:
+            logits = F.log_softmax(logits, -1, dtype=torch.float32)
         best = logits.topk(width)
         tokens = self.network.target_ids(best.indices).flatten(1)
-        if chances is None:
-            return tokens, None
-        steps = best.values.float() - logits.float().logsumexp(-1, keepdim=True)
-        return tokens, (chances[..., None] + steps).flatten(1)
+        return tokens, None if chances is None else (chances[..., None] + best.values).flatten(1)
 
     def _without_doubtful(self, limits: list[int], chances: torch.FloatTensor, depth: int) -> list[int]:
         """The limits of the rows, cut to `depth` where no node that would be continued is likely enough.
@@ -367,10 +423,10 @@ class EagleCandidateGenerator(CandidateGenerator):
         Args:
             chances (`torch.FloatTensor` of shape `(R, F)`): Log-probability of the path to each of these nodes.
         """
-        if not self.options.adaptive_threshold:
+        if not self.threshold:
             return limits
         # Waits for the device: what is not continued need not be launched.
-        likely = (chances.amax(1) > math.log(self.options.adaptive_threshold)).tolist()
+        likely = (chances.amax(1) > math.log(self.threshold)).tolist()
         return [limit if is_likely else min(limit, depth) for limit, is_likely in zip(limits, likely)]
 
 
@@ -395,14 +451,20 @@ class DraftEntries:
         starts (`list[int]`): Slot of each row's first entry; what lies before is padding.
         offsets (`list[int]`): Position of that entry.
         capacity (`int`): Slots to allocate at first.
+
+    Attributes:
+        num_read (`int`): Nodes of the current draft that have been read.
     """
 
+    num_read = 0
+
     def __init__(self, network: EagleNetwork, starts: list[int], offsets: list[int], capacity: int):
-        self.network = network
-        self.device = network.device
+        self.device, self.dtype, self.span = network.device, network.dtype, network.span
         self.cache = SlotCache(capacity)
+        self.cache.layers = [SlotLayer(capacity) for _ in network.layers]
         self.cache.start_slots(len(starts))
         self.starts, self.offsets = list(starts), list(offsets)
+        self._forward = lean_forward(network, max(offsets))
 
     def read(self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: list[int]):
         """Reads entries behind those of each row and keeps the first `counts[r]` of them.
@@ -414,12 +476,11 @@ class DraftEntries:
         Returns:
             Both outputs of the network, of shape `(R, T, h)`.
         """
-        steps = torch.arange(tokens.shape[1], device=self.device)
-        plan = self.cache.plan_write(tokens.shape[1], self.device)
-        own = self._column(self.cache.lengths) + steps
-        mask = self._additive(self._visible(own, plan.columns))
-        positions = self._next_positions() + steps
-        outputs = self.network(tokens.to(self.device), hidden, positions, mask, self.cache)
+        count = tokens.shape[1]
+        plan = self.cache.plan_write(count, self.device)
+        mask = self._mask_behind(self.cache.lengths, count, plan.columns)
+        positions = self._next_positions() + torch.arange(count, device=self.device)
+        outputs = self._forward(tokens.to(self.device), hidden, positions, mask, self.cache)
         self.cache.commit(counts)
         return outputs
 
@@ -428,11 +489,11 @@ class DraftEntries:
         ends = self._column(self.cache.lengths)
         columns = max(self.cache.lengths) + num_nodes
         # A node sees what its parent sees, and itself. At first, that is what the last entry of each row sees.
-        self._mask = self._additive(self._visible(ends - 1, columns))[:, 0]
+        self._mask = self._mask_behind([length - 1 for length in self.cache.lengths], 1, columns)[:, 0]
         self._slots = ends + torch.arange(num_nodes, device=self.device)
         self._keys = torch.arange(columns, device=self.device).expand(len(ends), -1)
         self._ends, self._positions = ends, self._next_positions()
-        self._depth = self._num_read = 0
+        self._depth = self.num_read = 0
 
     def read_nodes(self, tokens: torch.LongTensor, hidden: torch.Tensor, parents: torch.LongTensor):
         """Reads the next level of the draft.
@@ -446,36 +507,38 @@ class DraftEntries:
         Returns:
             Both outputs of the network, of shape `(R, F, h)`.
         """
-        first, self._num_read = self._num_read, self._num_read + tokens.shape[1]
+        first, self.num_read = self.num_read, self.num_read + tokens.shape[1]
         plan = self.cache.plan_write(tokens.shape[1], self.device, ahead=first)
         self._mask = _of(self._mask, parents)
-        slots = self._slots[:, first : self._num_read]
+        slots = self._slots[:, first : self.num_read]
         self._mask.scatter_(2, slots[..., None].expand(len(self._mask), -1, 1), 0.0)
-        if self.network.span != FULL:
+        if self.span != FULL:
             self._hide_distant(slots)
         positions, self._depth = self._positions + self._depth, self._depth + 1
         mask = self._mask[:, None, :, : plan.columns]
-        return self.network(tokens.to(self.device), hidden, positions.expand(-1, tokens.shape[1]), mask, self.cache)
+        return self._forward(tokens.to(self.device), hidden, positions, mask, self.cache)
 
     def _hide_distant(self, slots: torch.LongTensor) -> None:
         """Takes what lies outside of the draft's window from the nodes in these slots; they have equal positions."""
         query = self._ends + self._depth
         self._keys = self._keys.scatter(1, slots, query.expand_as(slots))
-        hidden = self.network.span.hidden(query, self._keys)
+        hidden = self.span.hidden(query, self._keys)
         self._mask.masked_fill_(hidden[:, None], torch.finfo(self._mask.dtype).min)
 
-    def _visible(self, own: torch.LongTensor, columns: int) -> torch.BoolTensor:
-        """Which slots the entries in the slots `own` `(R | 1, T)` see: `(R | 1, T, S)`."""
-        slots, own = torch.arange(columns, device=self.device), own[..., None]
+    def _mask_behind(self, lengths: list[int], count: int, columns: int) -> torch.Tensor:
+        """Additive mask `(R | 1, 1, count, columns)` of the entries in the next `count` slots behind these lengths."""
+        lowest = torch.finfo(self.dtype).min
+        mask = torch.zeros((1, 1, count, columns), dtype=self.dtype, device=self.device)
+        first = lengths[0]
+        if self.span == FULL and not any(self.starts) and lengths.count(first) == len(lengths):
+            mask[..., first:] = torch.full_like(mask[..., first:], lowest).triu_(1)
+            return mask
+        own = self._column(lengths)[..., None] + torch.arange(count, device=self.device)[:, None]
+        slots = torch.arange(columns, device=self.device)
         # Padding sees itself: something without any weight would be no number.
-        visible = (slots <= own) & ((slots >= self._column(self.starts)[..., None]) | (slots == own))
-        hidden = self.network.span.hidden(own, slots)
-        return visible if hidden is None else visible & ~hidden
-
-    def _additive(self, visible: torch.BoolTensor) -> torch.Tensor:
-        dtype = self.network.dtype
-        mask = torch.zeros(visible.shape, dtype=dtype, device=self.device)
-        return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+        hidden = (slots > own) | ((slots < self._column(self.starts)[..., None]) & (slots != own))
+        distant = self.span.hidden(own, slots)
+        return torch.where(hidden if distant is None else hidden | distant, lowest, mask[0])[:, None]
 
     def _next_positions(self) -> torch.LongTensor:
         rows = zip(self.cache.lengths, self.starts, self.offsets)
@@ -517,7 +580,9 @@ def _width(states: dict[Any, torch.Tensor]) -> int:
     return next(iter(states.values())).shape[1]
 
 
-def _plan(config, vocab_size: int, session: Session, draws: bool) -> TokenTree | DynamicTree:
+def _plan(
+    config, vocab_size: int, session: Session, draws: bool, chain_length: int, prefers_trees: bool
+) -> TokenTree | DynamicTree:
     """What is drafted in a call: a static tree, chains among them, or a dynamic one.
 
     Args:
@@ -525,6 +590,8 @@ def _plan(config, vocab_size: int, session: Session, draws: bool) -> TokenTree |
         vocab_size (`int`): Tokens that the draft knows.
         session (`Session`): The call.
         draws (`bool`): Draft tokens are drawn.
+        chain_length (`int`): Of the chain that is drafted where the settings name nothing.
+        prefers_trees (`bool`): A small batch gets a tree then.
 
     Raises:
         SpecConfigError: Settings contradict each other, or ask for more candidates than there are tokens.
@@ -541,14 +608,20 @@ def _plan(config, vocab_size: int, session: Session, draws: bool) -> TokenTree |
         raise SpecConfigError(f"`{name}` asks for {shape}, and `{growth}` is about a dynamic one. Leave one out.")
     if paths:
         plan = _static_tree(paths, vocab_size)
-    elif length or not (growth or _is_small(session)):
-        return TokenTree.chain(length or _CHAIN_LENGTH)
+    elif length or not (growth or (prefers_trees and _is_small(session))):
+        return TokenTree.chain(length or chain_length)
     else:
         plan = _dynamic_tree(config.options, vocab_size, session.device)
     if not only_chains or plan.is_chain:
         return plan
     session.notes.append(f"chains instead of trees: {only_chains}")
-    return TokenTree.chain(plan.max_depth if paths or growth else _CHAIN_LENGTH)
+    return TokenTree.chain(plan.max_depth if paths or growth else chain_length)
+
+
+def _names_shape(config) -> bool:
+    """Whether the settings say what is drafted."""
+    growth = any(getattr(config.options, name) is not None for name in _GROWTH_OPTIONS)
+    return bool(growth or config.speculative_token_tree or config.num_speculative_tokens)
 
 
 def _is_small(session: Session) -> bool:
@@ -566,7 +639,7 @@ def _static_tree(paths: tuple[tuple[int, ...], ...], vocab_size: int) -> TokenTr
     return tree
 
 
-def _dynamic_tree(options: EagleOptions, vocab_size: int, device: torch.device) -> TokenTree | DynamicTree:
+def _dynamic_tree(options: ExtrapolationOptions, vocab_size: int, device: torch.device) -> TokenTree | DynamicTree:
     default = _TREES.get(device.type, _TREE)
     given = {name: getattr(options, name) for name in _GROWTH_OPTIONS}
     depth, top_k, total_tokens = (getattr(default, name) if value is None else value for name, value in given.items())

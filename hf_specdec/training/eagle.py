@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ class EagleRecipe(Recipe):
     kl_weight: float
     noise: float = 0.0
 
+    muon = True
     target_hidden_states = ("last",)
     num_drafts = 4
 
@@ -84,22 +85,25 @@ class EagleRecipe(Recipe):
         """
 
     def loss(self, network: EagleNetwork, reading: Reading) -> torch.Tensor:
-        states = network.fuse(reading.states)
-        states = states + self.noise * (torch.rand_like(states) - 0.5) if self.noise else states
         # Every process must take part in the step, also with rows in which nothing counts.
         total = sum(parameter.sum() for parameter in network.parameters() if parameter.requires_grad) * 0.0
+        anchors = cycle_anchors(reading)
+        if not anchors.numel():
+            return total
+        states = _fused(network, reading, anchors)
+        states = states + self.noise * (torch.rand_like(states) - 0.5) if self.noise else states
         weights = self.head_decay ** torch.arange(self.ttt_steps, dtype=torch.float32)
         weights = (weights / weights.sum()).tolist()
-        for step, (fed, output) in enumerate(walk_cycles(network, reading.tokens, states, self.ttt_steps)):
-            labels = _draft_ids(network, reading.next_tokens(2 + step)[:, : output.shape[1]])
-            rows, anchors = (labels != IGNORED).nonzero(as_tuple=True)
+        for step, (fed, output) in enumerate(walk_cycles(network, reading.tokens, states, anchors, self.ttt_steps)):
+            labels = _draft_ids(network, _labels(reading, anchors, step))
+            rows, cycles = (labels != IGNORED).nonzero(as_tuple=True)
             if len(rows):
                 # Where the target has the state that the step stands for.
-                places = rows * reading.tokens.shape[1] + anchors + step + 1
-                counting = output[rows, anchors], labels[rows, anchors], places
+                places = rows * reading.tokens.shape[1] + anchors[rows, cycles] + step + 1
+                counting = output[rows, cycles], labels[rows, cycles], places
                 token_loss = self._token_loss(network, reading, *counting)
                 last = reading.flat_states()[places]
-                total = total + weights[step] * self.step_loss(network, fed[rows, anchors], token_loss, last)
+                total = total + weights[step] * self.step_loss(network, fed[rows, cycles], token_loss, last)
         return total
 
     def _token_loss(self, network, reading, output, labels, places) -> torch.Tensor:
@@ -116,15 +120,21 @@ class EagleRecipe(Recipe):
         return sum_over_chunks(chunk_loss, len(labels), network.config.draft_vocab_size) / len(labels)
 
     def hits(self, network: EagleNetwork, reading: Reading) -> tuple[torch.BoolTensor, torch.BoolTensor]:
-        labels = torch.stack([reading.next_tokens(2 + draft) for draft in range(self.num_drafts)])
-        hits = torch.zeros_like(labels, dtype=torch.bool)
+        anchors = cycle_anchors(reading)
+        shape = (self.num_drafts, *reading.tokens.shape)
+        hits, known = reading.tokens.new_zeros((2, *shape), dtype=torch.bool)
+        if not anchors.numel():
+            return hits[:, None], known
         # A draft counts only behind right ones, so that the tokens drafted before it are those of the text.
-        cycles = walk_cycles(network, reading.tokens, network.fuse(reading.states), self.num_drafts)
+        states = _fused(network, reading, anchors)
+        cycles = walk_cycles(network, reading.tokens, states, anchors, self.num_drafts)
         for draft, (_, output) in enumerate(cycles):
+            labels = _labels(reading, anchors, draft)
             best = [network.logits(part).argmax(-1) for part in output.flatten(0, 1).split(512)]
-            best = network.target_ids(torch.cat(best)).view(output.shape[:2])
-            hits[draft, :, : best.shape[1]] = best == labels[draft, :, : best.shape[1]]
-        return hits[:, None], labels != IGNORED
+            best = network.target_ids(torch.cat(best)).view(labels.shape)
+            known[draft].scatter_(1, anchors, labels != IGNORED)
+            hits[draft].scatter_(1, anchors, best == labels)
+        return hits[:, None], known
 
     def copied(self, network: EagleNetwork) -> EagleNetwork:
         # Not by deepcopy, which would copy the target's embedding and lm_head too.
@@ -133,47 +143,72 @@ class EagleRecipe(Recipe):
         return copied
 
 
+def cycle_anchors(reading: Reading) -> torch.LongTensor:
+    """
+    Where cycles begin in each row, `(B, C)`: where the first token that a cycle drafts counts. Rows with fewer are
+    filled up with other places.
+    """
+    begins = reading.next_tokens(2) != IGNORED
+    most = int(begins.sum(1).max()) if begins.numel() else 0
+    return begins.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
+
+
+def _fused(network: EagleNetwork, reading: Reading, anchors: torch.LongTensor) -> torch.Tensor:
+    """What the network's `fuse` makes of the target's states up to the last anchor."""
+    last = int(anchors.max())
+    return network.fuse({key: state[:, : last + 1] for key, state in reading.states.items()})
+
+
+def _labels(reading: Reading, anchors: torch.LongTensor, step: int) -> torch.LongTensor:
+    """The tokens that a step is to predict, `(B, C)`; -100 where there is none, or no cycle."""
+    labels = reading.next_tokens(2 + step).gather(1, anchors)
+    return labels.masked_fill(reading.next_tokens(2).gather(1, anchors) == IGNORED, IGNORED)
+
+
 def walk_cycles(
-    network: EagleNetwork, tokens: torch.LongTensor, states: torch.Tensor, num_steps: int
+    network: EagleNetwork, tokens: torch.LongTensor, states: torch.Tensor, anchors: torch.LongTensor, num_steps: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """
-    The steps of the cycles that begin at every token of unpadded rows.
+    The steps of the cycles that begin at the anchors of unpadded rows.
 
     Args:
         tokens (`torch.LongTensor` of shape `(B, T)`): Token ids.
         states (`torch.Tensor` of shape `(B, T, h)`): What the network's `fuse` made of the target's states.
-        num_steps (`int`): Steps; fewer are taken in rows too short for them.
+        anchors (`torch.LongTensor` of shape `(B, C)`): Places before the last one, at least one.
+        num_steps (`int`): Steps. Those that lead out of a row mean nothing.
 
     Yields:
-        For each step both outputs of the network, of shape `(B, C, h)`.
+        For each step both outputs of the network at every anchor, of shape `(B, C, h)`.
     """
-    cache, last = _StepCache(), tokens.shape[1] - 1
-    hidden = states
-    for step in range(min(num_steps, last)):
-        positions = torch.arange(step, last, device=tokens.device)[None]
-        mask = _step_mask(step, last - step, tokens.device)
-        hidden, output = network(tokens[:, step + 1 :], hidden[:, : last - step], positions, mask, cache)
+    # Later entries are seen by no anchor.
+    width = int(anchors.max()) + 1
+    cache, seen = _StepCache(), torch.arange(width, device=tokens.device)
+    read = network(tokens[:, 1 : width + 1], states[:, :width], seen[None], None, cache)
+    hidden, output = (_at(part, anchors) for part in read)
+    yield hidden, output
+    earlier = seen <= anchors[..., None]
+    own = torch.eye(anchors.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+    for step in range(1, num_steps):
+        next_tokens = tokens.gather(1, (anchors + step + 1).clamp(max=tokens.shape[1] - 1))
+        mask = torch.cat((earlier, *[own] * step), dim=2)[:, None]
+        hidden, output = network(next_tokens, hidden, anchors + step, mask, cache)
         yield hidden, output
 
 
-def _step_mask(step: int, count: int, device: torch.device) -> torch.BoolTensor | None:
-    """What `count` anchors see in step `step` of the keys in a [`_StepCache`]; `None`: causal."""
-    if not step:
-        return None
-    own = torch.eye(count, dtype=torch.bool, device=device)
-    return torch.cat((torch.ones_like(own).tril(), *[own] * step), dim=1)[None, None]
+def _at(states: torch.Tensor, anchors: torch.LongTensor) -> torch.Tensor:
+    """The states `(B, T, h)` at the anchors, `(B, C, h)`."""
+    return states.gather(1, anchors[..., None].expand(-1, -1, states.shape[-1]))
 
 
 class _StepCache:
-    """Keys and values of all steps so far, one after the other, each cut to the anchors that the current step has."""
+    """Keys and values of all steps so far, one after the other."""
 
     def __init__(self):
         self._steps: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *args, **kwargs):
         self._steps[layer].append((key, value))
-        keys, values = zip(*self._steps[layer])
-        return tuple(torch.cat([part[:, :, : key.shape[2]] for part in parts], dim=2) for parts in (keys, values))
+        return tuple(torch.cat(parts, dim=2) for parts in zip(*self._steps[layer]))
 
 
 def _draft_ids(network: EagleNetwork, labels: torch.LongTensor) -> torch.LongTensor:
@@ -189,7 +224,7 @@ def _draft_ids(network: EagleNetwork, labels: torch.LongTensor) -> torch.LongTen
 class Eagle1Recipe(EagleRecipe):
     """
     An EAGLE-1 head, which EAGLE-2 drafts with too: regression of the target's next state, and through the target's
-    lm_head the next token (Li et al. 2024, arXiv:2401.15077, section 4.2).
+    lm_head the next token (Li et al. 2024, arXiv:2401.15077, section 4.2). Its layer begins as the target's last one.
 
     Args:
         ttt_steps (`int`): Steps of a cycle; 1 is EAGLE-1, more are HASS.
@@ -221,11 +256,15 @@ class Eagle1Recipe(EagleRecipe):
         vocab_size = vocabulary_size(target)
         config = EagleConfig(
             method="eagle",
-            **_sizes(target, hidden_size(target), self.intermediate_size, self.num_layers),
+            **layer_sizes(target, hidden_size(target), self.intermediate_size, self.num_layers),
             draft_vocab_size=vocab_size,
             norms=_layer_norms(self.num_layers),
         )
-        return Eagle1Network(config).attach(target)
+        network = Eagle1Network(config).attach(target)
+        # It reads about what the target's last layer reads: the embedding, and a share of the state.
+        begin_as(network.layers[0], decoder_layers(target)[-1])
+        begin_near(network.fc, (1.0, 0.3))
+        return network
 
     def step_loss(self, network, fed, token_loss, states) -> torch.Tensor:
         return F.smooth_l1_loss(fed.float(), states.to(fed.device).float()) + self.token_weight * token_loss
@@ -236,8 +275,8 @@ class Eagle3Recipe(EagleRecipe):
     """
     An EAGLE-3 head, on states from between the target's layers and with an lm_head of its own.
 
-    It shares the target's embedding, which is frozen, and its lm_head begins as a copy of the target's rows; a head of
-    another hidden size begins with the main directions of both, and trains its own embedding.
+    It shares the target's embedding, which is frozen, and its lm_head begins as a copy of the target's rows, or is the
+    target's; a head of another hidden size begins with the main directions of both, and trains its own embedding.
 
     Args:
         ttt_steps (`int`): Steps of a cycle.
@@ -246,6 +285,8 @@ class Eagle3Recipe(EagleRecipe):
         intermediate_size (`int`): Of the layers' MLPs; 0 for the target's.
         draft_vocab_size (`int`): U: the draft knows the tokens that are most frequent in the rows it is trained on. 0
             for all tokens.
+        own_head (`bool`): Train an lm_head; otherwise the target's is shared, which needs its hidden size and all
+            tokens.
         aux_layer_ids (`tuple[int, ...]`, *optional*): Which states it reads: k is what enters the target's decoder
             layer k, the number of its layers N what leaves the last one. By default 2, N // 2 and N - 3.
         head_decay (`float`): Weight of a step's loss relative to the one before it.
@@ -258,6 +299,7 @@ class Eagle3Recipe(EagleRecipe):
     hidden_size: int = 0
     intermediate_size: int = 0
     draft_vocab_size: int = 0
+    own_head: bool = True
     aux_layer_ids: tuple[int, ...] | None = None
     head_decay: float = 0.8
     kl_weight: float = 1.0
@@ -270,6 +312,11 @@ class Eagle3Recipe(EagleRecipe):
         check_at_least("draft_vocab_size", self.draft_vocab_size, 0)
         if self.aux_layer_ids is not None and not self.aux_layer_ids:
             raise SpecConfigError("`aux_layer_ids` must name at least one state of the target, got none.")
+        if not self.own_head and (self.hidden_size or self.draft_vocab_size):
+            raise SpecConfigError(
+                "`own_head=False` shares the target's lm_head, so that `hidden_size` and `draft_vocab_size` must be "
+                f"left out, got {self.hidden_size} and {self.draft_vocab_size}."
+            )
 
     def check(self, target: PreTrainedModel) -> None:
         super().check(target)
@@ -292,18 +339,19 @@ class Eagle3Recipe(EagleRecipe):
         layers = self.aux_layer_ids or (min(2, num_layers), num_layers // 2, max(num_layers - 3, 0))
         config = EagleConfig(
             method="eagle3",
-            **_sizes(target, size, self.intermediate_size, self.num_layers),
+            **layer_sizes(target, size, self.intermediate_size, self.num_layers),
             draft_vocab_size=draft_size,
             aux_layer_ids=tuple(sorted(set(layers))),
             norms=("layers.0.input_layernorm", "layers.0.hidden_norm", *_layer_norms(self.num_layers), "norm"),
             own_embedding=size != hidden_size(target),
-            own_head=True,
+            own_head=self.own_head,
             has_token_ids=draft_size != vocab_size,
         )
         network = Eagle3Network(config).attach(target)
         if network.embed_tokens is not None:
             _copy_rows(network.embed_tokens, target.get_input_embeddings())
-        _copy_rows(network.lm_head, target.get_output_embeddings(), network.token_ids)
+        if network.lm_head is not None:
+            _copy_rows(network.lm_head, target.get_output_embeddings(), network.token_ids)
         return network
 
     def prepare(self, network: EagleNetwork, target: PreTrainedModel, tokens: torch.LongTensor) -> None:
@@ -324,7 +372,7 @@ def _layer_norms(num_layers: int) -> tuple[str, ...]:
     return (*names, *[f"layers.{index}.input_layernorm" for index in range(1, num_layers)])
 
 
-def _sizes(target: PreTrainedModel, size: int, intermediate_size: int, num_layers: int) -> dict[str, Any]:
+def layer_sizes(target: PreTrainedModel, size: int, intermediate_size: int, num_layers: int) -> dict[str, Any]:
     """The target's sizes, as far as none are given."""
     text = target.config.get_text_config(decoder=True)
     heads = text.num_attention_heads
@@ -343,6 +391,28 @@ def _sizes(target: PreTrainedModel, size: int, intermediate_size: int, num_layer
         "max_position_embeddings": getattr(text, "max_position_embeddings", 2048),
         "rope_parameters": {"rope_type": "default", "rope_theta": float(rope.get("rope_theta") or 10000.0)},
     }
+
+
+@torch.no_grad()
+def begin_as(own_layer: nn.Module, layer: nn.Module) -> None:
+    """
+    Lets a layer of a draft begin as one of the target's, as far as names and shapes agree; of a wider MLP it takes the
+    first part.
+    """
+    own = dict(own_layer.named_parameters())
+    for name, weight in layer.named_parameters():
+        if name in own and weight.is_floating_point() and weight.dim() == own[name].dim():
+            part = tuple(slice(size) for size in own[name].shape)
+            if weight[part].shape == own[name].shape:
+                own[name].copy_(weight[part])
+
+
+@torch.no_grad()
+def begin_near(fusion: nn.Linear, shares: Sequence[float]) -> None:
+    """Lets a projection of joined vectors of its own size begin as the sum of these shares of them, and some noise."""
+    identity = torch.eye(fusion.out_features)
+    fusion.weight.mul_(0.3)
+    fusion.weight += torch.cat([share * identity for share in shares], dim=1)
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from hf_specdec.errors import SpecConfigError, UnsupportedModelError
 
 
 # Logits of one chunk of positions: small enough for the allocator to reuse their memory.
-CHUNK_LOGITS = 2**23
+CHUNK_LOGITS = 2**21
 
 # More logits than that are not kept for the backward pass, but computed again.
 KEPT_LOGITS = 2**28

@@ -458,6 +458,30 @@ class TestAgainstRecomputation:
         feed(generator, texts, states, self.PROMPTS)
         assert [list(map(len, paths)) for paths in drafts_of(generator, texts)] == [[1, 2, 3]] * 3
 
+    def test_nodes_whose_children_cannot_be_drafted_are_not_read(self, monkeypatch):
+        network = random_network(**NETWORKS["eagle1"])
+        shapes = [{"depth": 4, "top_k": 4, "total_tokens": total} for total in (3, 4, 7, 12)]
+        texts, states = random_rows(network, self.LENGTHS, seed=2)
+        read_nodes = module.DraftEntries.read_nodes
+
+        def outcomes(shape):
+            read = []
+
+            def counting(entries, tokens, *arguments):
+                read.append(tokens.shape[1])
+                return read_nodes(entries, tokens, *arguments)
+
+            monkeypatch.setattr(module.DraftEntries, "read_nodes", counting)
+            generator = self.generator(network, **shape)
+            feed(generator, texts, states, self.PROMPTS)
+            return drafts_of(generator, texts), sum(read)
+
+        found = [outcomes(shape) for shape in shapes]
+        monkeypatch.setattr(EagleCandidateGenerator, "_num_fruitful", lambda self, grown, chances: chances.shape[1])
+        expected = [outcomes(shape) for shape in shapes]
+        assert [drafts for drafts, _ in found] == [drafts for drafts, _ in expected]
+        assert all(few < many for (_, few), (_, many) in zip(found, expected))
+
     def test_rows_that_leave(self):
         network = random_network(**NETWORKS["eagle3"])
         texts, states = random_rows(network, (9, 6, 12, 8), seed=5)
@@ -712,7 +736,7 @@ class TestGreedyEqualsPlain:
         for shape in SHAPES.values():
             plain, ours, call = plain_and_ours(bloom, speculator_for(network, **shape), prompts(1))
             assert torch.equal(ours, plain)
-            is_chain = "num_speculative_tokens" in shape
+            is_chain = not shape or "num_speculative_tokens" in shape
             assert any("chains instead of trees" in note for note in call.stats.notes) != is_chain
 
     def test_half_precision(self, heads):
@@ -883,8 +907,8 @@ class TestSettings:
         assert default("cuda", 4)[0] == DynamicTree(7, 10, 60)
         assert default("cuda", 5) == (TokenTree.chain(4), [])
         assert default("cuda", 5, {"depth": 5}) == (DynamicTree(5, 10, 60), [])
-        assert default("cpu")[0].total_tokens < 60
-        assert default("cpu", 2)[0] == TokenTree.chain(4)
+        assert default("cpu")[0] == default("cpu", 2)[0] == TokenTree.chain(4)
+        assert default("cpu", settings={"total_tokens": 20})[0] == DynamicTree(4, 4, 20)
         assert default("cuda", settings={"num_speculative_tokens": 6}) == (TokenTree.chain(6), [])
         assert default("cuda", settings={"top_k": 1, "depth": 3}) == (TokenTree.chain(4), [])
         assert default("cuda", settings={"top_k": 1, "depth": 3, "total_tokens": 3}) == (TokenTree.chain(2), [])
@@ -892,6 +916,25 @@ class TestSettings:
         assert plan == TokenTree.chain(4)
         assert len(notes) == 1
         assert default("cuda", settings={"depth": 6}, takes_trees=False)[0] == TokenTree.chain(7)
+
+    @pytest.mark.parametrize(
+        ("device", "settings", "threshold"),
+        [
+            ("cpu", {}, 0.2),
+            ("cuda", {}, 0.0),
+            ("cpu", {"num_speculative_tokens": 4}, 0.0),
+            ("cpu", {"top_k": 4}, 0.0),
+            ("cpu", {"adaptive_threshold": 0.0}, 0.0),
+            ("cuda", {"adaptive_threshold": 0.4}, 0.4),
+            ("cpu", {"adaptive_threshold": 0.4, "depth": 2}, 0.4),
+        ],
+    )
+    def test_threshold_by_default(self, device, settings, threshold):
+        """Doubtful drafts end where waiting is cheap, and no shape was asked for."""
+        session = Session(1, 100, torch.device(device))
+        config = SpeculativeConfig("eagle", "loaded", **settings)
+        generator = EagleCandidateGenerator(config, random_network(**NETWORKS["eagle1"]), session)
+        assert generator.threshold == threshold
 
     @pytest.mark.parametrize(
         ("tree", "max_depth", "size", "reads"),

@@ -83,15 +83,32 @@ def built(recipe, target, seed=0):
 
 
 class TestCycles:
+    def test_begin_where_their_first_draft_counts(self, target):
+        recipe = Eagle1Recipe()
+        tokens = torch.randint(1, VOCAB_SIZE, (3, 12))
+        counted = torch.zeros_like(tokens, dtype=torch.bool)
+        counted[0, 4:7] = counted[1, 6:] = True
+        network = built(recipe, target)
+        reading = TargetReader(target, recipe.states_for(network)).read(Batch(tokens, counted))
+        _, known = recipe.hits(network, reading)
+        assert [known[:, row].int().tolist() for row in range(3)] == [
+            [[0, 0, *[1] * 3, *[0] * 7], [0, 0, 1, 1, *[0] * 8], [0, 0, 1, *[0] * 9], [0] * 12],
+            [[*[0] * 4, *[1] * (6 - draft), *[0] * (2 + draft)] for draft in range(4)],
+            [[0] * 12] * 4,
+        ]
+        nothing = Batch(tokens, torch.zeros_like(counted))
+        assert recipe.loss(network, TargetReader(target, ("last",)).read(nothing)) == 0
+
     @every_recipe
     def test_a_step_sees_what_drafting_sees(self, recipe, target):
         network, steps = built(recipe, target).double(), 4
         tokens = torch.randint(1, VOCAB_SIZE, (2, 14), generator=torch.Generator().manual_seed(5))
         reading = TargetReader(target, recipe.states_for(network)).read(tokens)
         states = network.fuse(reading.states)
-        walked = list(walk_cycles(network, tokens, states, steps))
-        assert [hidden.shape[1] for hidden, _ in walked] == [13, 12, 11, 10]
+        anchors = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 4, 3, 2, 1, 0, 5, 6, 8, 7]])
+        walked = list(walk_cycles(network, tokens, states, anchors, steps))
         for anchor in range(10):
+            places = (anchors == anchor).nonzero(as_tuple=True)
             # What the cached forward of a cycle does that begins here, one token at a time.
             entries = DraftEntries(network, starts=[0, 0], offsets=[0, 0], capacity=32)
             count = anchor + 1
@@ -103,20 +120,15 @@ class TestCycles:
                     node = tokens[:, anchor + 1 + step, None]
                     hidden, output = entries.read_nodes(node, hidden, torch.zeros(1, dtype=torch.long))
                 for found, expected in zip(walked[step], (hidden, output)):
-                    torch.testing.assert_close(found[:, anchor], expected[:, 0], atol=1e-5, rtol=1e-5)
+                    torch.testing.assert_close(found[places], expected[:, 0], atol=1e-5, rtol=1e-5)
 
     def test_steps_differ_from_those_on_states_of_the_target(self, target):
         network = built(RECIPES["eagle3"], target)
         tokens = torch.randint(1, VOCAB_SIZE, (1, 14))
         reading = TargetReader(target, RECIPES["eagle3"].states_for(network)).read(tokens)
-        (first, _), (second, _) = walk_cycles(network, tokens, network.fuse(reading.states), 2)
-        assert not torch.allclose(first[:, 1:], second, atol=1e-2)
-
-    def test_short_rows_have_fewer_steps(self, target):
-        network = built(RECIPES["eagle"], target)
-        reading = TargetReader(target, ("last",)).read(torch.tensor([[3, 4, 5]]))
-        walked = list(walk_cycles(network, reading.tokens, network.fuse(reading.states), 4))
-        assert [hidden.shape[1] for hidden, _ in walked] == [2, 1]
+        anchors = torch.arange(12)[None]
+        (first, _), (second, _) = walk_cycles(network, tokens, network.fuse(reading.states), anchors, 2)
+        assert not torch.allclose(first[:, 1:], second[:, :-1], atol=1e-2)
 
 
 class TestLosses:
@@ -131,12 +143,14 @@ class TestLosses:
         reading = TargetReader(target, recipe.states_for(network)).read(Batch(tokens, counted))
         target_logits = target(tokens).logits
         means = []
-        for step, (fed, output) in enumerate(walk_cycles(network, tokens, network.fuse(reading.states), 2)):
+        anchors = torch.arange(15).expand(2, -1)
+        for step, (fed, output) in enumerate(walk_cycles(network, tokens, network.fuse(reading.states), anchors, 2)):
             losses = []
             for row in range(2):
                 for anchor in range(16 - 2 - step):
                     label = int(tokens[row, anchor + 2 + step])
-                    if not counted[row, anchor + 2 + step] or label not in known:
+                    # Cycles begin where their first draft counts.
+                    if not counted[row, anchor + 2] or label not in known:
                         continue
                     law = target_logits[row, anchor + 1 + step, known].softmax(-1)
                     logits = network.logits(output[row, anchor])

@@ -1,7 +1,7 @@
 """The embedded demo: a tiny Llama target trained on Python sources, its drafts, and prompts to try them on.
 
-Target and draft model are ordinary transformers folders, Medusa heads and MLP speculator have the layouts in which
-such heads are published. All are made by `python -m hf_specdec.training.demo`.
+Target and draft model are ordinary transformers folders, heads have the layouts in which such heads are published. All
+are made by `python -m hf_specdec.training.demo`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DemoPrompt",
+    "dflash_path",
     "draft_path",
+    "eagle3_path",
+    "eagle_path",
     "load_target",
     "load_tokenizer",
     "medusa_path",
@@ -67,6 +70,21 @@ def medusa_path() -> str:
 def mlp_speculator_path() -> str:
     """Returns the folder of the target's MLP speculator."""
     return _checkpoint_folder("mlp_speculator")
+
+
+def eagle_path() -> str:
+    """Returns the folder of the target's EAGLE-1 head."""
+    return _checkpoint_folder("eagle")
+
+
+def eagle3_path() -> str:
+    """Returns the folder of the target's EAGLE-3 head."""
+    return _checkpoint_folder("eagle3")
+
+
+def dflash_path() -> str:
+    """Returns the folder of the target's DFlash draft."""
+    return _checkpoint_folder("dflash")
 
 
 def load_target(dtype: torch.dtype | str | None = None) -> PreTrainedModel:

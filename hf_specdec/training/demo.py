@@ -1,12 +1,12 @@
 """The recipe of the embedded demo: a byte-level BPE tokenizer, a small Llama target, and its drafts.
 
 The target learns next-token prediction on Python sources and editing documents. The draft model learns the same, then
-is distilled on sources and on the target's own continuations, which is what it will have to predict. Medusa heads and
-the MLP speculator learn from these continuations alone. All use the frame and the recipes of `hf-specdec train`.
+is distilled on sources and on the target's own continuations, which is what it will have to predict. Heads (Medusa,
+MLP speculator, EAGLE, DFlash) learn from these continuations. All use the frame and the recipes of `hf-specdec train`.
 
     python -m hf_specdec.training.demo --output DIR
 
-writes `DIR/target` (with the tokenizer), `DIR/draft`, `DIR/medusa` and `DIR/mlp_speculator`, in bfloat16.
+writes `DIR/target` (with the tokenizer), `DIR/draft` and a folder for each kind of heads, in bfloat16.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ from hf_specdec.training.data import (
     collect_snippets,
     python_sources,
 )
+from hf_specdec.training.dflash import DFlashRecipe
 from hf_specdec.training.draft_model import DraftModelRecipe
-from hf_specdec.training.heads import HeadsRecipe, MedusaRecipe, MLPSpeculatorRecipe
-from hf_specdec.training.recipe import Acceptance, Batch, TargetReader
+from hf_specdec.training.eagle import Eagle1Recipe, Eagle3Recipe
+from hf_specdec.training.heads import MedusaRecipe, MLPSpeculatorRecipe
+from hf_specdec.training.recipe import Acceptance, Batch, Recipe, TargetReader
 from hf_specdec.training.text import Rows, continue_prompts
 from hf_specdec.training.trainer import TrainingOptions, train
 
@@ -49,8 +51,9 @@ from hf_specdec.training.trainer import TrainingOptions, train
 END_OF_TEXT = "<|endoftext|>"
 CONTEXT_LENGTH = 2048
 CONTINUATIONS = "continuations.pt"
-STAGES = ("target", "refine", "draft", "continue", "distill", "medusa", "mlp_speculator", "evaluate")
-TRAINED = ("target", "refine", "draft", "distill", "medusa", "mlp_speculator")
+HEADS = ("medusa", "mlp_speculator", "eagle", "eagle3", "dflash")
+STAGES = ("target", "refine", "draft", "continue", "distill", *HEADS, "evaluate")
+TRAINED = ("target", "refine", "draft", "distill", *HEADS)
 # Names keep their underscores and a leading blank or dot; digits come in threes; indentation is one token.
 WORDS = r"[ .]?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s+(?!\S)|\s+"
 
@@ -63,11 +66,12 @@ class DemoRecipe:
     Args:
         vocab_size (`int`): Tokens of the tokenizer, with its one special token.
         target, draft (`dict`): Arguments of `LlamaConfig`.
-        medusa ([`MedusaRecipe`]), mlp_speculator ([`MLPSpeculatorRecipe`]): Sizes and losses of the heads.
-        target_steps, refine_steps, draft_steps, distill_steps, medusa_steps, mlp_speculator_steps (`int`): Training
-            steps of the stages.
-        target_minutes, refine_minutes, draft_minutes, distill_minutes, medusa_minutes, mlp_speculator_minutes
-            (`float`, *optional*): Their time limits.
+        medusa ([`MedusaRecipe`]), mlp_speculator ([`MLPSpeculatorRecipe`]), eagle ([`Eagle1Recipe`]), eagle3
+            ([`Eagle3Recipe`]), dflash ([`DFlashRecipe`]): Sizes and losses of the heads.
+        target_steps, refine_steps, draft_steps, distill_steps, medusa_steps, mlp_speculator_steps, eagle_steps,
+            eagle3_steps, dflash_steps (`int`): Training steps of the stages.
+        target_minutes, refine_minutes, draft_minutes, distill_minutes, medusa_minutes, mlp_speculator_minutes,
+            eagle_minutes, eagle3_minutes, dflash_minutes (`float`, *optional*): Their time limits.
         copying, code, refining ([`Mixture`]): Rows of the first steps, of the later steps, and of the refinement and
             distillation. Short rows that repeat a passage teach a model in minutes to look up what followed a token
             before; long rows of code alone would teach it in hours. At the end such rows are left out, because they
@@ -78,7 +82,8 @@ class DemoRecipe:
         generated_length (`int`): Most tokens of a prompt and its continuation.
         generated_tokens (`int`): Most tokens of a continuation.
         generated_share (`float`): How often a distillation batch is made of such rows.
-        heads_rows (`int`): Rows of a batch of the heads.
+        heads_rows (`int`): Rows of a batch of Medusa heads and of the MLP speculator.
+        eagle_rows (`int`): Rows of a batch of EAGLE heads and of the DFlash draft.
         mlp_speculator_text_rows (`int`): Rows of sources and editing documents that the MLP speculator learns from
             besides the continuations. Medusa heads are too small to profit from them.
         checkpoint_every (`int`): Steps after which the target is written in between.
@@ -107,18 +112,34 @@ class DemoRecipe:
     )
     medusa: MedusaRecipe = MedusaRecipe(num_heads=4, max_positions=1024)
     mlp_speculator: MLPSpeculatorRecipe = MLPSpeculatorRecipe(n_predict=4, inner_dim=64, max_positions=1024)
+    eagle: Eagle1Recipe = Eagle1Recipe(ttt_steps=3, intermediate_size=160, noise=0.0, token_weight=1.0)
+    eagle3: Eagle3Recipe = Eagle3Recipe(ttt_steps=4, intermediate_size=128, own_head=False, aux_layer_ids=(1, 3, 5))
+    dflash: DFlashRecipe = DFlashRecipe(
+        block_size=8,
+        num_layers=2,
+        intermediate_size=80,
+        target_layer_ids=(0, 2, 4),
+        head_decay=0.8,
+        num_anchors=32,
+    )
     target_steps: int = 2082
     refine_steps: int = 1184
     draft_steps: int = 2300
     distill_steps: int = 827
     medusa_steps: int = 1903
     mlp_speculator_steps: int = 5426
+    eagle_steps: int = 2244
+    eagle3_steps: int = 2280
+    dflash_steps: int = 4823
     target_minutes: float | None = None
     refine_minutes: float | None = None
     draft_minutes: float | None = None
     distill_minutes: float | None = None
     medusa_minutes: float | None = None
     mlp_speculator_minutes: float | None = None
+    eagle_minutes: float | None = None
+    eagle3_minutes: float | None = None
+    dflash_minutes: float | None = None
     copying: Mixture = Mixture({128: 1.0}, tokens_per_batch=2048, repeat_share=0.75)
     code: Mixture = Mixture({256: 0.25, 512: 0.5, 1024: 0.17, 2048: 0.08}, edit_share=0.4, repeat_share=0.05)
     refining: Mixture = Mixture({256: 0.2, 512: 0.5, 1024: 0.22, 2048: 0.08}, edit_share=0.45)
@@ -129,6 +150,7 @@ class DemoRecipe:
     generated_tokens: int = 128
     generated_share: float = 0.3
     heads_rows: int = 64
+    eagle_rows: int = 8
     mlp_speculator_text_rows: int = 4000
     checkpoint_every: int = 500
     seed: int = 0
@@ -388,49 +410,59 @@ class DemoTraining:
 
     def train_medusa(self) -> Acceptance:
         """Trains Medusa heads for the target of the output folder."""
-        recipe = self.recipe
-        return self._train_heads(recipe.medusa, 6, recipe.medusa_steps, recipe.medusa_minutes, learning_rate=6e-3)
+        rows, held_out = self.continuations()
+        return self._train_heads(self.recipe.medusa, 6, rows, held_out, self.recipe.heads_rows, learning_rate=6e-3)
 
     def train_mlp_speculator(self) -> Acceptance:
         """Trains an MLP speculator for the target of the output folder."""
         recipe = self.recipe
+        rows, held_out = self.continuations()
+        rows += self.text_rows(recipe.mlp_speculator_text_rows, recipe.generated_length)
+        return self._train_heads(recipe.mlp_speculator, 7, rows, held_out, recipe.heads_rows, learning_rate=1e-2)
+
+    def train_eagle(self) -> Acceptance:
+        """Trains an EAGLE-1 head for the target of the output folder."""
+        rows, held_out = self.continuations()
         return self._train_heads(
-            recipe.mlp_speculator,
-            7,
-            recipe.mlp_speculator_steps,
-            recipe.mlp_speculator_minutes,
-            learning_rate=1e-2,
-            text_rows=recipe.mlp_speculator_text_rows,
+            self.recipe.eagle, 9, rows, held_out, self.recipe.eagle_rows, learning_rate=8e-3, muon=True
+        )
+
+    def train_eagle3(self) -> Acceptance:
+        """Trains an EAGLE-3 head for the target of the output folder."""
+        rows, held_out = self.continuations()
+        return self._train_heads(
+            self.recipe.eagle3, 10, rows, held_out, self.recipe.eagle_rows, learning_rate=1.5e-2, muon=True
+        )
+
+    def train_dflash(self) -> Acceptance:
+        """Trains a DFlash draft for the target of the output folder."""
+        rows, held_out = self.continuations()
+        return self._train_heads(
+            self.recipe.dflash, 11, rows, held_out, self.recipe.eagle_rows, learning_rate=1.5e-2, muon=True
         )
 
     def _train_heads(
-        self,
-        heads: HeadsRecipe,
-        stage: int,
-        steps: int,
-        minutes: float | None,
-        learning_rate: float,
-        text_rows: int = 0,
+        self, heads: Recipe, stage: int, rows: Rows, held_out: Rows, batch_size: int, **options
     ) -> Acceptance:
         set_seed(self.recipe.seed + stage)
         target = self.frozen_target()
         network = heads.build(target)
-        reader = TargetReader(target, heads.target_hidden_states)
+        heads.prepare(network, target, rows.tokens[rows.counted])
+        reader = TargetReader(target, heads.states_for(network))
         options = TrainingOptions(
-            steps=steps,
-            learning_rate=learning_rate,
+            steps=getattr(self.recipe, f"{heads.method}_steps"),
+            max_minutes=getattr(self.recipe, f"{heads.method}_minutes"),
             warmup_steps=50,
             weight_decay=heads.weight_decay,
-            max_minutes=minutes,
             bf16=self.recipe.bf16,
+            **options,
         )
-        rows, held_out = self.continuations()
-        if text_rows:
-            rows += self.text_rows(text_rows, self.recipe.generated_length)
-        reader.keep(rows.once(8))
+        if len(reader.states) == 1:
+            # Several states of every token would fill the memory.
+            reader.keep(rows.once(8))
         train(
             network,
-            rows.batches(self.recipe.heads_rows, self.recipe.seed + stage),
+            rows.batches(batch_size, self.recipe.seed + stage),
             heads.objective(network, reader),
             options,
             description=heads.method,
@@ -560,6 +592,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         "distill": training.distill,
         "medusa": training.train_medusa,
         "mlp_speculator": training.train_mlp_speculator,
+        "eagle": training.train_eagle,
+        "eagle3": training.train_eagle3,
+        "dflash": training.train_dflash,
         "evaluate": training.evaluate,
     }
     results = {name: stages[name]() for name in STAGES if name in options.stages}
@@ -570,7 +605,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hf_specdec.training.demo",
-        description="Train the embedded demo: tokenizer, target, draft model, Medusa heads and MLP speculator.",
+        description="Train the embedded demo: tokenizer, target, draft model, and heads of every kind.",
     )
     recipe = DemoRecipe()
     parser.add_argument("--output", required=True, type=Path, help="folder for the checkpoints")

@@ -1,4 +1,4 @@
-"""The Medusa heads and the MLP speculator that come with the demo target."""
+"""The heads that come with the demo target."""
 
 from pathlib import Path
 
@@ -8,11 +8,18 @@ from safetensors.torch import load_file
 
 from hf_specdec import demo, record
 from hf_specdec.config import SpeculativeConfig
+from hf_specdec.models.eagle import load_eagle
 from hf_specdec.models.medusa import load_medusa
 from hf_specdec.models.mlp_speculator import load_mlp_speculator
 
 
-PATHS = {"medusa": demo.medusa_path, "mlp_speculator": demo.mlp_speculator_path}
+PATHS = {
+    "medusa": demo.medusa_path,
+    "mlp_speculator": demo.mlp_speculator_path,
+    "eagle": demo.eagle_path,
+    "eagle3": demo.eagle3_path,
+    "dflash": demo.dflash_path,
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +44,15 @@ def test_the_medusa_heads_share_the_lm_head_and_know_their_accuracies(target):
         assert ranks[0] > 0.08
         assert sum(ranks) < 1
         assert ranks[0] > 1.5 * ranks[1]
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_the_eagle_heads_share_embedding_and_lm_head(method, target):
+    head = load_eagle(SpeculativeConfig(method=method, model=PATHS[method]()), target)
+    assert head.embed_tokens is None
+    assert head.lm_head is None
+    assert head.token_ids is None
+    assert len(head.layers) == 1
 
 
 def test_the_stages_of_the_speculator_share_their_weights(target):
@@ -89,3 +105,17 @@ def test_a_tree_of_medusas_candidates_beats_their_chain(target):
     of_chain, of_default, of_tree = lengths
     assert of_chain < of_tree
     assert of_default > 1.2
+
+
+def test_a_tree_of_eagle3_beats_its_chain_clearly(target):
+    inputs = padded(demo.prompts())
+    inputs.pop("token_type_ids", None)
+    lengths = []
+    for shape in ({"num_speculative_tokens": 4}, {"depth": 3, "top_k": 8, "total_tokens": 40}):
+        settings = {"method": "eagle3", "model": demo.eagle3_path(), **shape}
+        output = target.generate(
+            **inputs, do_sample=False, max_new_tokens=64, speculative=settings, return_dict_in_generate=True
+        )
+        lengths.append(output.speculative.mean_acceptance_length)
+    # Both are four tokens deep.
+    assert lengths[1] > 1.1 * lengths[0]

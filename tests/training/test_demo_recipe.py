@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import hf_specdec  # noqa: F401 - teaches generate() the speculative arguments
 from hf_specdec.training import demo
 from hf_specdec.training.data import Corpus, Mixture
+from hf_specdec.training.dflash import DFlashRecipe
+from hf_specdec.training.eagle import Eagle1Recipe, Eagle3Recipe
 from hf_specdec.training.heads import MedusaRecipe, MLPSpeculatorRecipe
 from hf_specdec.training.recipe import Batch
 from hf_specdec.training.text import Rows
@@ -48,8 +50,14 @@ def trained(tmp_path_factory):
         distill_steps=3,
         medusa=MedusaRecipe(num_heads=2),
         mlp_speculator=MLPSpeculatorRecipe(n_predict=2, inner_dim=8),
+        eagle=Eagle1Recipe(ttt_steps=2, intermediate_size=8),
+        eagle3=Eagle3Recipe(ttt_steps=2, own_head=False, aux_layer_ids=(1, 2)),
         medusa_steps=2,
         mlp_speculator_steps=2,
+        eagle_steps=2,
+        eagle3_steps=2,
+        dflash=DFlashRecipe(block_size=4, num_layers=1, target_layer_ids=(0,)),
+        dflash_steps=2,
         copying=Mixture({16: 1.0}, tokens_per_batch=32, repeat_share=1.0),
         code=Mixture({32: 1.0}, tokens_per_batch=64, edit_share=0.4),
         refining=Mixture({32: 1.0}, tokens_per_batch=64),
@@ -61,6 +69,7 @@ def trained(tmp_path_factory):
         mlp_speculator_text_rows=3,
         generated_share=0.5,
         heads_rows=4,
+        eagle_rows=4,
         checkpoint_every=2,
     )
     training = demo.DemoTraining(recipe, tmp_path_factory.mktemp("demo"), CORPUS)
@@ -70,6 +79,9 @@ def trained(tmp_path_factory):
     training.distill()
     training.train_medusa()
     training.train_mlp_speculator()
+    training.train_eagle()
+    training.train_eagle3()
+    training.train_dflash()
     return training
 
 
@@ -146,7 +158,7 @@ def test_batches_mix_sources_and_continuations(trained):
     assert 8 < sum(bool((batch == 399).all()) for batch in tokens) < 32
 
 
-@pytest.mark.parametrize("method", ["medusa", "mlp_speculator"])
+@pytest.mark.parametrize("method", demo.HEADS)
 def test_the_heads_draft_for_the_target(trained, method):
     target = AutoModelForCausalLM.from_pretrained(trained.output / "target").eval()
     inputs = trained.tokenizer("def total(", return_tensors="pt").input_ids

@@ -1,0 +1,443 @@
+"""DFlash: a whole block of draft tokens from one forward of a small network (arXiv:2602.06036).
+
+The draft reads the text through the target's hidden states alone: its keys and values for a token are made once, when
+the token is committed, and kept. A cycle puts the block behind them, the anchor and masks, and forgets it again. The
+tokens of the block are drafted as a chain, or the most probable prefixes as a tree (DDTree, arXiv:2604.12989). With
+several denoising steps the surest tokens are put in the place of their masks and the rest is predicted again.
+
+Shapes: R active rows, C new tokens of the text, K drafted positions, S slots of the draft's cache, U its vocabulary,
+V that of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from transformers.utils import logging
+
+from ..decoding.cache import SlotCache, SlotLayer
+from ..drafts import DraftTree
+from ..errors import SpecConfigError
+from ..logits.acceptance import best_tokens
+from ..models.dflash import DFlashNetwork, check_mask_token, fitting_network, load_dflash
+from ..models.dflash_formats import BlockView
+from ..models.dflash_functional import lean_network
+from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from .denoising import Denoising, keep_counts
+from .lattice import best_candidates, best_prefixes
+
+
+logger = logging.get_logger(__name__)
+
+# Positions of the prompt whose keys and values are made at once.
+_CHUNK_SIZE = 1024
+
+# Options that are integers, with the smallest value of each.
+_LEAST_VALUES = {
+    "dflash_block_size": 1,
+    "dflash_num_denoising_steps": 1,
+    "dflash_mask_token_id": 0,
+    "dflash_tree_budget": 0,
+}
+
+
+@dataclass(frozen=True)
+class DFlashOptions:
+    """Options of `spec_method="dflash"`.
+
+    Raises:
+        SpecConfigError: A value is out of range, or two of them exclude each other.
+    """
+
+    dflash_block_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens of a block, the last committed one included; at most what the draft was trained with. "
+            "Left out, one more than `num_speculative_tokens`, or the trained size."
+        },
+    )
+    dflash_num_denoising_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "Forwards of the draft for a block; between them the surest tokens are kept and the others are "
+            "masked again. Left out, what the checkpoint declares, otherwise 1."
+        },
+    )
+    dflash_mask_token_id: int | None = field(
+        default=None,
+        metadata={
+            "help": "The token at positions that are to be filled. Left out, what the checkpoint says, or the "
+            "tokenizer's mask token."
+        },
+    )
+    dflash_tree_budget: int = field(
+        default=0,
+        metadata={
+            "help": "Draft tokens of the tree of the most probable prefixes of a block. 0 drafts the block as a chain."
+        },
+    )
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = field(
+        default=None,
+        metadata={
+            "help": "How draft tokens are chosen when the target samples: `greedy` takes the best ones, "
+            "`probabilistic` draws each from the draft's distribution. Left out, `greedy`. A greedy target gets the "
+            "best tokens always."
+        },
+    )
+
+    def __post_init__(self):
+        for name, least in _LEAST_VALUES.items():
+            value = getattr(self, name)
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (is_int and value >= least):
+                raise SpecConfigError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
+        if self.draft_sample_method not in (None, "greedy", "probabilistic"):
+            raise SpecConfigError(
+                f"`draft_sample_method` must be 'greedy' or 'probabilistic', got {self.draft_sample_method!r}."
+            )
+        if self.dflash_tree_budget and (self.dflash_num_denoising_steps or 1) > 1:
+            raise SpecConfigError(
+                f"`dflash_tree_budget`={self.dflash_tree_budget} makes a tree out of the probabilities of one "
+                f"forward, and `dflash_num_denoising_steps`={self.dflash_num_denoising_steps} asks for several. Leave "
+                "one out."
+            )
+
+
+class DFlashCandidateGenerator(CandidateGenerator):
+    """Drafts the blocks of a `DFlashNetwork` as chains or as trees."""
+
+    options_class = DFlashOptions
+    # What most published blocks yield; in a call it is what the draft's own block does.
+    default_num_speculative_tokens = 15
+    loaded_by = ("model", "revision", "subfolder", "dtype", "device", "quantization", "dflash_mask_token_id")
+
+    @classmethod
+    def load(cls, config, target_model, draft_model: DFlashNetwork | None = None) -> DFlashNetwork:
+        if draft_model is None:
+            return load_dflash(config, target_model)
+        return fitting_network(draft_model, config, target_model)
+
+    @classmethod
+    def default_length(cls, options: DFlashOptions) -> int:
+        size = options.dflash_block_size
+        return cls.default_num_speculative_tokens if size is None else max(size - 1, 1)
+
+    def __init__(self, config, resources: DFlashNetwork, session: Session):
+        super().__init__(config, resources, session)
+        self.network = network = resources
+        self.device = network.device
+        self.target_hidden_states = network.target_hidden_states
+        self.mask_token_id = _mask_token_id(self.options, network)
+        self.block_size, self.num_speculative_tokens = _sizes(config, network)
+        self.num_steps = _num_steps(self.options, network)
+        self.tree_budget = self.options.dflash_tree_budget
+        samples = session.sampler is not None and not session.sampler.is_greedy
+        self.draws = samples and self.options.draft_sample_method == "probabilistic"
+        self._settle_contradictions()
+        self.check_drawn_length()
+        self.text: DraftText | None = None
+        self.pending: _NewStates | None = None  # committed, and not yet read
+
+    def _settle_contradictions(self) -> None:
+        """Gives up what the call or the draft has no room for, and says so."""
+        notes = self.session.notes
+        if self.draws and self.num_steps > 1:
+            self.draws = False
+            notes.append("draft tokens are chosen, not drawn: several denoising steps have no distribution")
+        if not self.tree_budget:
+            return
+        reason = None
+        if self.draws:
+            reason = "draft_sample_method='probabilistic' draws chains"
+        elif not self.session.takes_trees:
+            reason = "the target tells positions from the order of its cache"
+        elif self.network.markov_head is not None:
+            reason = "the draft's tokens depend on each other"
+        if reason:
+            self.tree_budget = 0
+            notes.append(f"chains instead of trees: {reason}")
+
+    @property
+    def num_draft_nodes(self) -> int:
+        return self.tree_budget or self.num_speculative_tokens
+
+    # The text
+
+    def prefill(self, prompt: Prompt) -> None:
+        """Takes in the states of all tokens but the last one, which come again with the first committed token.
+
+        A continued cache or embeddings may have left the first ones unknown; drafts are weaker then.
+        """
+        num_tokens, num_states = prompt.input_ids.shape[1], _width(prompt.hidden_states)
+        count = min(num_states - 1, num_tokens)
+        first = max(num_tokens - 1 - count, 0)
+        room = self.session.max_length - num_tokens
+        self.text = DraftText(
+            self.network,
+            starts=[max(start - first, 0) for start in prompt.starts],
+            offsets=[max(first - start, 0) for start in prompt.starts],
+            capacity=count + min(room, 1024) + self.block_size + 1,
+        )
+        shift = num_states - 1 - count
+        for begin in range(shift, shift + count, _CHUNK_SIZE):
+            end = min(begin + _CHUNK_SIZE, shift + count)
+            states = {key: value[:, begin:end] for key, value in prompt.hidden_states.items()}
+            self.text.extend(states, [end - begin] * len(prompt.starts))
+
+    def observe(self, commit: Commit) -> None:
+        """Keeps what was committed; the next draft reads it, so that a call that ends here pays nothing."""
+        self._read_pending()
+        self.pending = _NewStates(commit.hidden_states, list(map(len, commit.token_lists)))
+
+    def _read_pending(self) -> None:
+        new, self.pending = self.pending, None
+        if new is not None:
+            self.text.extend(new.states, new.counts)
+
+    def keep_rows(self, keep: list[int]) -> None:
+        self.text.keep_rows(keep)
+        if self.pending is not None:
+            self.pending = self.pending.of_rows(keep)
+
+    def close(self) -> None:
+        self.text = self.pending = None
+
+    # Drafting
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        limits = self.draft_depths(step)
+        if max(limits) <= 0:
+            # There will never be room again.
+            self.pending = None
+            return DraftTree.empty(len(step.rows), self.session.device)
+        self._read_pending()
+        self.text.begin_block(self.block_size)
+        anchors = step.anchor_tokens.to(self.device)
+        if self.tree_budget:
+            return self._draft_tree(anchors, limits)
+        if self.draws:
+            return self._draw_chain(anchors, step, limits)
+        tokens = self._chain(anchors, max(limits))[:, : max(limits)]
+        device = self.session.device
+        return DraftTree.chain(tokens.to(device), _upload(limits, device))
+
+    def _logits(self, anchors: torch.LongTensor, masked: torch.LongTensor, count: int) -> torch.Tensor:
+        """Logits `(R, count, U)` of the first positions that predict.
+
+        Args:
+            anchors (`torch.LongTensor` of shape `(R,)`): First tokens of the blocks.
+            masked (`torch.LongTensor` of shape `(R, K)`): Those behind; masks follow up to the size of a block.
+            count (`int`): How many positions are wanted.
+        """
+        tokens = torch.cat((anchors[:, None], masked[:, : self.block_size - 1]), dim=1)
+        tokens = F.pad(tokens, (0, self.block_size - tokens.shape[1]), value=self.mask_token_id)
+        output = self.network.predicting(self.text.read_block(tokens))
+        return self.network.logits(output[:, :count])
+
+    def _first_logits(self, anchors: torch.LongTensor, count: int) -> torch.Tensor:
+        return self._logits(anchors, anchors.new_empty((len(anchors), 0)), count)
+
+    def _chain(self, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
+        """At least the first `count` tokens of the block, `(R, K)`."""
+        network = self.network
+        if network.markov_head is not None:
+            return self._corrected_chain(anchors, count)
+        if self.num_steps > 1:
+            # All of them compete for being kept.
+            count = network.config.num_drafts(self.block_size)
+        state = Denoising.start(len(anchors), count, self.mask_token_id, self.device)
+        for keep in keep_counts(count, self.num_steps):
+            state.update(self._logits(anchors, state.inputs, count), keep, network.token_ids)
+        return state.tokens
+
+    def _corrected_chain(self, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
+        """The best tokens, each by the logits that the token before it has corrected."""
+        logits, tokens = self._first_logits(anchors, count), [anchors]
+        for position in range(count):
+            best = best_tokens(logits[:, position] + self.network.markov_head(tokens[-1]))
+            tokens.append(self.network.target_ids(best))
+        return torch.stack(tokens[1:], dim=1)
+
+    def _draft_tree(self, anchors: torch.LongTensor, limits: list[int]) -> DraftTree:
+        """The most probable prefixes of the block."""
+        logits, device = self._first_logits(anchors, max(limits)), self.session.device
+        tokens, log_probs = best_candidates(logits, self.tree_budget, self.network.token_ids)
+        return best_prefixes(tokens.to(device), log_probs.to(device), self.tree_budget, limits)
+
+    def _draw_chain(self, anchors: torch.LongTensor, step: DraftStep, limits: list[int]) -> DraftTree:
+        """Tokens drawn from the draft's laws, processed as the target's is."""
+        sampler, device, markov_head = self.session.sampler, self.session.device, self.network.markov_head
+        logits = self._first_logits(anchors, max(limits))
+        positions = [length - 1 for length in step.lengths]
+        at_once = None
+        if markov_head is None and not sampler.stack.reads_tokens:
+            at_once = sampler.scores(self.network.target_logits(logits).to(device), step.rows, [])
+        drafted, laws = [], []
+        for depth in range(max(limits)):
+            if at_once is None:
+                here = logits[:, depth]
+                if markov_head is not None:
+                    here = here + markov_head(drafted[-1].to(self.device) if drafted else anchors)
+                scores = sampler.scores(self.network.target_logits(here).to(device), step.rows, drafted)
+            else:
+                scores = at_once[:, depth]
+            tokens, law = sampler.draw(scores, step.rows, positions, depth)
+            drafted.append(tokens)
+            laws.append(law)
+        return DraftTree.chain(torch.stack(drafted, dim=1), _upload(limits, device), torch.stack(laws, dim=1))
+
+
+@dataclass
+class _NewStates:
+    """The target's states `(R, C, th)` of committed tokens, of which the first `counts[r]` are real."""
+
+    states: dict[Any, torch.Tensor]
+    counts: list[int]
+
+    def of_rows(self, keep: list[int]) -> _NewStates:
+        return _NewStates({key: value[keep] for key, value in self.states.items()}, [self.counts[row] for row in keep])
+
+
+class DraftText:
+    """The draft's keys and values of each row's text, and behind them those of the current block.
+
+    Args:
+        network (`DFlashNetwork`): The draft.
+        starts (`list[int]`): Slot of each row's first token; what lies before is padding.
+        offsets (`list[int]`): Position of that token.
+        capacity (`int`): Slots to allocate at first.
+    """
+
+    def __init__(self, network: DFlashNetwork, starts: list[int], offsets: list[int], capacity: int):
+        self.network, self._lean = network, lean_network(network)
+        self.device = network.device
+        self.cache = SlotCache(capacity)
+        self.cache.layers = [SlotLayer(capacity) for _ in network.layers]
+        self.cache.start_slots(len(starts))
+        self.starts, self.offsets = list(starts), list(offsets)
+
+    def extend(self, states: dict[Any, torch.Tensor], counts: list[int]) -> None:
+        """Takes in the target's states `(R, C, th)` of the next tokens, the first `counts[r]` of each row."""
+        fused = self.network.fuse(states)
+        positions = self._next_positions() + torch.arange(fused.shape[1], device=self.device)
+        self.cache.plan_write(fused.shape[1], self.device)
+        for layer, (keys, values) in enumerate(self._lean.context(fused, positions, self._bound)):
+            self.cache.update(keys, values, layer)
+        self.cache.commit(counts)
+
+    def begin_block(self, size: int) -> None:
+        """Prepares for blocks of this size; they may be read more than once."""
+        steps = torch.arange(size, device=self.device)
+        columns = self.cache.plan_write(size, self.device).columns
+        queries = self._column(self.cache.lengths) + steps
+        self._positions = self._next_positions() + steps
+        self._masks = {view: self._mask(view, queries, columns) for view in self.network.views}
+
+    def read_block(self, tokens: torch.LongTensor) -> torch.Tensor:
+        """The network's output `(R, T, h)` for blocks `(R, T)`; nothing of them is kept."""
+        return self._lean(tokens, self._positions, self._masks, self.cache, self._bound)
+
+    @property
+    def _bound(self) -> int:
+        """Above all positions of the current plan."""
+        return self.cache.plan.columns + max(self.offsets)
+
+    def _mask(self, view: BlockView, queries: torch.LongTensor, columns: int) -> torch.Tensor | None:
+        """What a layer's mask adds: `(R | 1, 1, T, S)` for a block in the slots `queries` `(R | 1, T)`.
+
+        Slots and positions follow each other alike, so their distances are the same.
+        """
+        if view.sees_all and not any(self.starts) and len(set(self.cache.lengths)) == 1:
+            return None
+        slots = torch.arange(columns, device=self.device)
+        outside = (slots < self._column(self.starts)) | (slots > queries[:, -1:])
+        hidden = outside[:, None] | view.hidden(queries[..., None] - slots)
+        mask = torch.zeros(hidden.shape, dtype=self.network.dtype, device=self.device)
+        return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[:, None]
+
+    def _next_positions(self) -> torch.LongTensor:
+        rows = zip(self.cache.lengths, self.starts, self.offsets)
+        return self._column([length - start + offset for length, start, offset in rows])
+
+    def _column(self, values: Sequence[int]) -> torch.LongTensor:
+        """One number a row, `(R, 1)`, or `(1, 1)` where they are equal."""
+        values = values[:1] if len(set(values)) == 1 else values
+        return _upload(values, self.device)[:, None]
+
+    def keep_rows(self, keep: list[int]) -> None:
+        self.cache.keep_rows(keep)
+        self.starts = [self.starts[row] for row in keep]
+        self.offsets = [self.offsets[row] for row in keep]
+
+
+def _upload(values: Sequence[int], device: torch.device) -> torch.LongTensor:
+    """Numbers as a tensor on `device`; unlike `torch.tensor` on a GPU it does not wait for what runs there."""
+    return torch.tensor(values).to(device, non_blocking=True)
+
+
+def _width(states: dict[Any, torch.Tensor]) -> int:
+    return next(iter(states.values())).shape[1]
+
+
+def _mask_token_id(options: DFlashOptions, network: DFlashNetwork) -> int:
+    if options.dflash_mask_token_id is None:
+        return network.config.mask_token_id
+    check_mask_token(options.dflash_mask_token_id, network)
+    return options.dflash_mask_token_id
+
+
+def _sizes(config, network: DFlashNetwork) -> tuple[int, int]:
+    """Tokens of a block, and how many of those that it predicts are drafted.
+
+    Raises:
+        SpecConfigError: More than the draft was trained for, or than the block has.
+    """
+    trained, named, length = (
+        network.config.block_size,
+        config.options.dflash_block_size,
+        config.num_speculative_tokens,
+    )
+    least = trained - network.config.num_drafts(trained) + 1
+    if named is not None and not least <= named <= trained:
+        raise SpecConfigError(
+            f"`dflash_block_size` must be from {least} to {trained}, the block that the draft was trained with, got "
+            f"{named}. It counts the last committed token."
+        )
+    most = network.config.num_drafts(named or trained)
+    if length is not None and length > most:
+        whose = f"`dflash_block_size`={named}" if named else f"the draft's block of {trained} tokens"
+        raise SpecConfigError(
+            f"`num_speculative_tokens` must be at most {most}, what {whose} yields, got {length}. Draft fewer."
+        )
+    if named is None and length is not None:
+        return trained - most + length, length
+    return named or trained, length or most
+
+
+def _num_steps(options: DFlashOptions, network: DFlashNetwork) -> int:
+    """Forwards for a block.
+
+    Raises:
+        SpecConfigError: Several, of a draft whose positions predict the next token.
+    """
+    config, asked = network.config, options.dflash_num_denoising_steps
+    is_dspark = config.predicts_next or config.markov_rank > 0
+    trained = 1 if is_dspark else config.num_denoising_steps
+    if asked is None:
+        return 1 if options.dflash_tree_budget else trained
+    if asked > 1 and is_dspark:
+        raise SpecConfigError(
+            f"`dflash_num_denoising_steps` must be 1 for drafts whose positions predict the next token (DSpark), got "
+            f"{asked}."
+        )
+    if asked > trained:
+        logger.warning_once(
+            f"dflash_num_denoising_steps={asked}, and the draft was trained for {trained}. Drafts that have never "
+            "seen a known token in the place of a mask are accepted less often with more steps (measured: 6.0 tokens "
+            "per cycle with one step, 5.0 with three), and every step costs a forward."
+        )
+    return asked

@@ -1,0 +1,710 @@
+"""The published formats of block drafters of the DFlash family, brought to one record and one set of tensor names.
+
+    z-lab, SpecForge, ModelOpt      what is special lies under `dflash_config`, in early files beside it
+    speculators, types "dflash" and "dspark"
+                                    layers under `transformer_layer_config`; own embedding and lm_head, `d2t`
+    DeepSpec (`Qwen3DSparkModel`)   everything at the top; own embedding and lm_head, `markov_head`
+    transformers (Muse Glimmer)     everything at the top; `encoder.fc`, `encoder.output_norm_enc`
+
+The class and the keys of a config decide what a checkpoint is, the shapes of the tensors how large.
+
+Shapes: h and th hidden sizes of draft and target, A captured states, V vocabulary of the target, U that of the draft,
+L layers of the draft, N decoder layers of the target, B tokens of a block.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.activations import ACT2FN
+
+from ..errors import CheckpointFormatError
+from .checkpoint import Checkpoint
+from .draft_model import MAX_VOCABULARY_GAP
+from .eagle_formats import TargetSizes
+
+
+_PREFIX = "model."
+
+_RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+
+_LAYER = "layers.0"
+
+# What some files hold and drafting has no use for: buffers, what only training needs, and a head that foresees how
+# many drafts are kept.
+_UNUSED = re.compile(r"d2t|t2d|.*inv_freq|verifier_.*|confidence_head\..*")
+
+# Steps of a checkpoint that declares to refine its blocks and does not say how often.
+_DENOISING_STEPS = 3
+
+_BLOCK_SIZE = 16
+
+_ROPE_NAMES = {"su": "longrope", "mrope": "default"}
+_ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
+
+
+@dataclass(frozen=True)
+class BlockView:
+    """What a layer lets the positions of a block see: of the text before it, and of the block itself.
+
+    Args:
+        window (`int`, *optional*): How many positions it looks back, its own included; without `causal` as many
+            forward. `None`: no limit.
+        causal (`bool`): It does not look forward inside of the block.
+    """
+
+    window: int | None = None
+    causal: bool = False
+
+    @property
+    def sees_all(self) -> bool:
+        return self.window is None and not self.causal
+
+    def hidden(self, distance: torch.LongTensor) -> torch.BoolTensor:
+        """Where the distance from the key to the query, in positions, puts the key out of sight."""
+        if self.window is None:
+            return distance < 0 if self.causal else torch.zeros_like(distance, dtype=torch.bool)
+        far = distance >= self.window
+        return far | (distance < 0 if self.causal else distance <= -self.window)
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """What a block drafter consists of.
+
+    Args:
+        hidden_size (`int`): h.
+        target_hidden_size (`int`): th.
+        vocab_size (`int`): V.
+        draft_vocab_size (`int`): U.
+        num_hidden_layers (`int`): L.
+        num_attention_heads, num_key_value_heads, head_dim, intermediate_size (`int`): Of the layers; the query heads
+            need not have h elements together.
+        block_size (`int`): B, the anchor included.
+        mask_token_id (`int`): The token of the positions that are to be filled.
+        target_layer_ids (`tuple[int, ...]` of length A): The decoder layers of the target whose outputs are read, in
+            this order; -1 is the output of its embedding.
+        rope_parameters (`Mapping`): `rope_type`, `rope_theta` and what the type needs, as in transformers. They are
+            the draft's own, never the target's.
+        views (`tuple[BlockView, ...]` of length L): What each layer sees; empty: all see everything.
+        predicts_next (`bool`): A position of the block predicts the token behind it, so that the anchor's predicts
+            the first one (DSpark). Otherwise every position predicts its own token, and the anchor none.
+        markov_rank (`int`): Rank of the table of corrections by the token before (DSpark); 0: there is none.
+        num_denoising_steps (`int`): Forwards for a block that the draft was trained for.
+        attention_bias (`bool`): The projections of the attention have biases.
+        hidden_act (`str`): Of the MLPs.
+        rms_norm_eps (`float`): Of all norms.
+        max_position_embeddings (`int`): Only rotary embeddings that depend on the length of the text look at it.
+        num_target_layers (`int`): N.
+        num_embeddings (`int`, *optional*): Rows of the draft's own embedding; `None`: it shares the target's.
+        own_head, has_token_ids (`bool`): Whether the draft has these; it shares the lm_head with the target
+            otherwise, and a draft id is the target's id otherwise.
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    rope_parameters: Mapping[str, Any]
+    num_target_layers: int
+    views: tuple[BlockView, ...] = ()
+    predicts_next: bool = False
+    markov_rank: int = 0
+    num_denoising_steps: int = 1
+    attention_bias: bool = False
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 32768
+    num_embeddings: int | None = None
+    own_head: bool = False
+    has_token_ids: bool = False
+
+    def num_drafts(self, block_size: int) -> int:
+        """Tokens that a block of this many yields."""
+        return block_size if self.predicts_next else block_size - 1
+
+    def view(self, layer: int) -> BlockView:
+        return self.views[layer] if self.views else BlockView()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of `config.json`: z-lab's layout, DeepSpec's where a position predicts the next token."""
+        rope = {name: value for name, value in self.rope_parameters.items() if name != "rope_theta"}
+        windows = {view.window for view in self.views} - {None}
+        sliding = [self.view(layer).window is not None for layer in range(self.num_hidden_layers)]
+        config = {
+            "model_type": "qwen3",
+            **{name: getattr(self, name) for name in _STORED_AS_THEY_ARE},
+            "layer_types": ["sliding_attention" if slides else "full_attention" for slides in sliding],
+            "sliding_window": next(iter(windows), None),
+            "use_sliding_window": bool(windows),
+            "rope_theta": self.rope_parameters["rope_theta"],
+            "rope_scaling": None if rope["rope_type"] == "default" else rope,
+            "tie_word_embeddings": False,
+        }
+        own = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids)}
+        if self.num_denoising_steps > 1:
+            own["num_denoising_steps"] = self.num_denoising_steps
+        # By itself a layer is causal if and only if it slides.
+        if any(self.view(layer).causal != slides for layer, slides in enumerate(sliding)):
+            own["causal"] = self.view(0).causal
+        if self.predicts_next:
+            markov = {"markov_rank": self.markov_rank, "markov_head_type": "vanilla"}
+            if "causal" in own:
+                markov["is_causal"] = own.pop("causal")
+            return {"architectures": ["Qwen3DSparkModel"], **config, **own, **markov}
+        return {"architectures": ["DFlashDraftModel"], **config, "dflash_config": own}
+
+
+_STORED_AS_THEY_ARE = (
+    "hidden_size",
+    "target_hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "attention_bias",
+    "vocab_size",
+    "draft_vocab_size",
+    "block_size",
+    "num_target_layers",
+)
+
+
+def stored_tensors(config: DFlashConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a network as files have them: `d2t` and `t2d` in the place of its table of ids."""
+    stored = {name: tensor.contiguous() for name, tensor in tensors.items() if name != "token_ids"}
+    if "token_ids" in tensors:
+        ids = tensors["token_ids"]
+        stored["d2t"] = ids - torch.arange(len(ids), device=ids.device)
+        stored["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
+    return stored
+
+
+def default_layer_ids(num_layers: int, num_target_layers: int) -> tuple[int, ...]:
+    """The layers that a z-lab draft of `num_layers` layers reads where its config names none."""
+    if num_layers == 1:
+        return (num_target_layers // 2,)
+    return tuple(round(1 + index * (num_target_layers - 4) / (num_layers - 1)) for index in range(num_layers))
+
+
+class DFlashCheckpoint:
+    """A checkpoint under the names used here, with what follows from the shapes.
+
+    Args:
+        checkpoint (`Checkpoint`): Of any of the formats.
+        target (`TargetSizes`): The target.
+        mask_token_id (`int`, *optional*): Named by the user; it goes before the config's.
+        find_mask_token (`Callable`): Looks for a mask token in the tokenizer, given how the config spells it or
+            `None`; asked only where no id is stated.
+
+    Attributes:
+        config (`DFlashConfig`): The draft.
+
+    Raises:
+        CheckpointFormatError: The checkpoint is incomplete, contradicts itself, is no draft that this package knows,
+            or was made for another target.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        target: TargetSizes,
+        mask_token_id: int | None = None,
+        find_mask_token: Callable[[str | None], int | None] = lambda spelling: None,
+    ):
+        self.checkpoint, self.target, self.name = checkpoint, target, checkpoint.name
+        self.settings = checkpoint.config
+        self.places = _places(self.settings)
+        self.stored = {_name(name): name for name in checkpoint.shapes}
+        self.shapes = {name: checkpoint.shapes[stored] for name, stored in self.stored.items()}
+        self._check_kind()
+        self._require(_EVERY_DRAFT, "a DFlash draft")
+        self.hidden_size, self.num_layers = self._matrix("fc")[0], self._num_layers()
+        self._check_target()
+        self.token_ids = self._token_ids()
+        self.config = self._config(mask_token_id, find_mask_token)
+
+    def read(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None, device: torch.device | str
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of a network.
+
+        Args:
+            shapes (`Mapping[str, tuple[int, ...]]`): What its state dict holds.
+            dtype (`torch.dtype`, *optional*): Of the floating-point ones; `None`: as stored.
+            device (`torch.device`): Where to.
+
+        Raises:
+            CheckpointFormatError: Some are missing, have other shapes, or are not known.
+        """
+        names = [name for name in shapes if name != "token_ids"]
+        self._require(names, "the draft")
+        unknown = [name for name in self.stored if name not in shapes and not _UNUSED.fullmatch(name)]
+        if unknown:
+            raise self._wrong(
+                f"has {len(unknown)} tensors that no DFlash draft with this config has: {_listed(unknown)}",
+                "Pass a checkpoint of a published DFlash format.",
+            )
+        stored = self.checkpoint.read_weights([self.stored[name] for name in names], dtype, device)
+        tensors = {name: _fitted(name, stored[self.stored[name]], shapes[name]) for name in names}
+        for name, tensor in tensors.items():
+            if tuple(tensor.shape) != shapes[name]:
+                raise self._wrong(
+                    f"has {self.stored[name]} of the shape {list(self.shapes[name])}, where its other tensors ask for "
+                    f"{list(shapes[name])}",
+                    "Pass a complete checkpoint.",
+                )
+        if self.token_ids is not None:
+            tensors["token_ids"] = self.token_ids.to(device)
+        return tensors
+
+    def _require(self, names: Iterable[str], of: str) -> None:
+        self.checkpoint.require([self.stored.get(name, name) for name in names], of)
+
+    def _matrix(self, name: str) -> tuple[int, int]:
+        return self.checkpoint.matrix(self.stored[f"{name}.weight"])
+
+    def _wrong(self, what: str, todo: str) -> CheckpointFormatError:
+        return CheckpointFormatError(f"'{self.name}' {what}. {todo}")
+
+    def _setting(self, key: str, kind: Kind) -> Any:
+        """A setting from wherever the formats put it, `None` where it is left out."""
+        value = next((place[key] for place in self.places if place.get(key) is not None), None)
+        if value is not None and not kind.is_valid(value):
+            raise self._wrong(f"has `{key}`={value!r} in its config.json, which must be {kind.what}", "Correct it.")
+        return value
+
+    # What it is
+
+    def _check_kind(self) -> None:
+        for belongs, what in _REFUSED:
+            if belongs(self.shapes.keys(), self.places, _architecture(self.settings)):
+                raise CheckpointFormatError(f"'{self.name}' {what}")
+
+    @property
+    def _is_speculators(self) -> bool:
+        return "speculators_model_type" in self.settings
+
+    @property
+    def _is_native(self) -> bool:
+        """Whether it is of transformers' own kind."""
+        return self.settings.get("model_type") == "muse_glimmer_assistant"
+
+    def _num_layers(self) -> int:
+        layers = {int(found[1]) for found in map(re.compile(r"layers\.(\d+)\.").match, self.shapes) if found}
+        if layers != set(range(len(layers))):
+            raise self._wrong(f"has the layers {sorted(layers)}, not all from 0 on", "Pass a complete checkpoint.")
+        return len(layers)
+
+    def _check_target(self) -> None:
+        """Refuses drafts of another target, by everything that tells sizes of the target."""
+        target = self.target
+        known = [size for name in ("embed_tokens.weight", "t2d") for size in self.shapes.get(name, ())[:1]]
+        for size in known or [self._setting("vocab_size", COUNT) or target.vocab_size]:
+            if abs(size - target.vocab_size) > MAX_VOCABULARY_GAP * target.vocab_size:
+                raise self._wrong(
+                    f"has a vocabulary of {size} tokens, and {target.name} has {target.vocab_size}: these are "
+                    "different tokenizers",
+                    _FOR_TARGET,
+                )
+        layers = self._setting("num_target_layers", COUNT) or target.num_hidden_layers
+        if layers != target.num_hidden_layers:
+            raise self._wrong(
+                f"was made for a target of {layers} layers, and {target.name} has {target.num_hidden_layers}",
+                _FOR_TARGET,
+            )
+        for part, what in (("embed_tokens", "embedding"), ("lm_head", "lm_head")):
+            if f"{part}.weight" not in self.shapes and self.hidden_size != target.hidden_size:
+                raise self._wrong(
+                    f"has no `{part}.weight`, and its hidden size {self.hidden_size} does not fit the {what} of "
+                    f"{target.name} ({target.hidden_size})",
+                    _FOR_TARGET,
+                )
+
+    # The record
+
+    def _config(self, mask_token_id: int | None, find_mask_token: Callable) -> DFlashConfig:
+        own_head = "lm_head.weight" in self.shapes
+        embedding = self.shapes.get("embed_tokens.weight")
+        return DFlashConfig(
+            hidden_size=self.hidden_size,
+            target_hidden_size=self.target.hidden_size,
+            vocab_size=self.target.vocab_size,
+            draft_vocab_size=self._draft_vocab_size(own_head),
+            num_hidden_layers=self.num_layers,
+            **self._attention_sizes(),
+            intermediate_size=self._matrix(f"{_LAYER}.mlp.gate_proj")[0],
+            block_size=self._block_size(),
+            mask_token_id=self._mask_token_id(mask_token_id, find_mask_token),
+            target_layer_ids=self._target_layer_ids(),
+            rope_parameters=self._rope_parameters(),
+            views=self._views(),
+            predicts_next=self._predicts_next(),
+            markov_rank=self._markov_rank(),
+            num_denoising_steps=self._num_denoising_steps(),
+            attention_bias=f"{_LAYER}.self_attn.q_proj.bias" in self.shapes,
+            hidden_act=self._setting("hidden_act", ACTIVATION) or "silu",
+            rms_norm_eps=self._setting("rms_norm_eps", POSITIVE) or (1e-5 if self._is_native else 1e-6),
+            max_position_embeddings=self._setting("max_position_embeddings", COUNT) or 32768,
+            num_target_layers=self.target.num_hidden_layers,
+            num_embeddings=max(embedding[0], self.target.vocab_size) if embedding else None,
+            own_head=own_head,
+            has_token_ids=self.token_ids is not None,
+        )
+
+    def _attention_sizes(self) -> dict[str, int]:
+        queries, keys = (self._matrix(f"{_LAYER}.self_attn.{part}_proj")[0] for part in "qk")
+        size = math.prod(self.shapes[f"{_LAYER}.self_attn.q_norm.weight"])
+        if not size or size % 2 or queries % size or keys % size or not keys or queries % keys:
+            raise self._wrong(
+                f"has {queries} rows of q_proj and {keys} of k_proj, which do not fit heads of {size} elements",
+                "Pass a complete checkpoint.",
+            )
+        return {"num_attention_heads": queries // size, "num_key_value_heads": keys // size, "head_dim": size}
+
+    def _block_size(self) -> int:
+        size, least = self._setting("block_size", COUNT) or _BLOCK_SIZE, 1 if self._predicts_next() else 2
+        if size < least:
+            raise self._wrong(f"has `block_size`={size}, and needs at least {least}", "Correct its config.json.")
+        return size
+
+    def _predicts_next(self) -> bool:
+        """Whether the anchor's position predicts the first drafted token."""
+        is_dspark = "DSpark" in _architecture(self.settings)
+        is_dspark |= "dspark" in (self.settings.get("speculators_model_type"), self._setting("projector_type", NAME))
+        stated = self._setting("sample_from_anchor", FLAG)
+        return is_dspark if stated is None else stated
+
+    def _markov_rank(self) -> int:
+        if f"{_MARKOV}.weight" not in self.shapes and not self._setting("markov_rank", INDEX):
+            return 0
+        self._require([f"{_MARKOV}.weight"], "its Markov head")
+        return self._matrix(_MARKOV)[1]
+
+    def _num_denoising_steps(self) -> int:
+        keys = ("num_denoising_steps", "dflash_num_denoising_steps")
+        stated = next(filter(None, (self._setting(key, COUNT) for key in keys)), None)
+        return stated or (_DENOISING_STEPS if self._setting("iterative_denoising", FLAG) else 1)
+
+    def _mask_token_id(self, named: int | None, find_mask_token: Callable) -> int:
+        keys = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+        stated = (self._setting(key, INDEX) for key in keys)
+        found = named if named is not None else next((token for token in stated if token is not None), None)
+        if found is None:
+            found = find_mask_token(self._setting("mask_token", NAME))
+        if found is None:
+            raise self._wrong(
+                "does not say which token its masks are, and the tokenizer has none that looks like it",
+                "Name it with `dflash_mask_token_id`.",
+            )
+        return found
+
+    def _rope_parameters(self) -> dict[str, Any]:
+        given = self._setting("rope_parameters", MAPPING) or self._setting("rope_scaling", MAPPING) or {}
+        # One set for each kind of layer, where a config has several.
+        full = given.get("full_attention")
+        parameters = dict(full if isinstance(full, Mapping) else given)
+        kind = parameters.pop("type", None)
+        kind = str(parameters.get("rope_type") or kind or "default")
+        kind = parameters["rope_type"] = _ROPE_NAMES.get(kind, kind)
+        usual = 500000.0 if self._is_native else 1000000.0
+        parameters["rope_theta"] = parameters.get("rope_theta") or self._setting("rope_theta", POSITIVE) or usual
+        missing = [name for name in _ROPE_NEEDS.get(kind, ()) if parameters.get(name) is None]
+        if kind not in _ROPE_NEEDS or missing:
+            lacking = f" without {' and '.join(missing)}" if missing else ""
+            raise self._wrong(
+                f"has a rotary embedding of rope_type '{kind}'{lacking}",
+                f"Drafts of the types {', '.join(_ROPE_NEEDS)} can be used.",
+            )
+        # Copied from targets: drafts count along one axis and rotate whole heads.
+        parameters.pop("mrope_section", None)
+        parameters.pop("mrope_interleaved", None)
+        parameters.pop("partial_rotary_factor", None)
+        return parameters
+
+    def _views(self) -> tuple[BlockView, ...]:
+        """What each layer sees. Where nothing is said, layers with a window are causal, and the others are not."""
+        usual = ["sliding_attention" if self._is_native else "full_attention"] * self.num_layers
+        kinds = self._setting("layer_types", NAMES) or usual
+        unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+        if len(kinds) < self.num_layers or unknown:
+            raise self._wrong(
+                f"has `layer_types`={kinds} in its config.json, which must name full_attention or sliding_attention "
+                f"for each of its {self.num_layers} layers",
+                "Correct it.",
+            )
+        causal, window = self._causal(), self._window(kinds)
+        views = []
+        for kind in kinds[: self.num_layers]:
+            slides = kind == "sliding_attention"
+            views.append(BlockView(window if slides else None, slides if causal is None else causal))
+        if self._is_speculators:
+            # There the key is about the layers with a window.
+            views = [view if view.window is not None else BlockView() for view in views]
+        return () if all(view.sees_all for view in views) else tuple(views)
+
+    def _causal(self) -> bool | None:
+        """Whether layers are causal, `None` where their types decide."""
+        if self._is_native:
+            return False
+        if self._is_speculators:
+            return not self._setting("sliding_window_non_causal", FLAG)
+        stated = self._setting("is_causal", FLAG)
+        return self._setting("causal", FLAG) if stated is None else stated
+
+    def _window(self, kinds: Sequence[str]) -> int | None:
+        if "sliding_attention" not in kinds or self._setting("use_sliding_window", FLAG) is False:
+            return None
+        window = self._setting("sliding_window", COUNT)
+        if window is None and self._is_native:
+            window = 2048
+        if window is None:
+            raise self._wrong("has sliding layers and no `sliding_window` in its config.json", "Add it there.")
+        # transformers counts the distance, the others the positions.
+        return window + 1 if self._is_native else window
+
+    # Captured states
+
+    def _target_layer_ids(self) -> tuple[int, ...]:
+        """The layers, checked against the width of `fc` and the target's layers."""
+        target, width = self.target, self._matrix("fc")[1]
+        states, rest = divmod(width, target.hidden_size)
+        ids = self._stated_layer_ids()
+        if rest or len(ids) != states:
+            raise self._wrong(
+                f"reads {width} values of the target's states (`fc`), and the outputs of {len(ids)} layers of "
+                f"{target.name} (`target_layer_ids`: {list(ids)}) have {len(ids)} * {target.hidden_size}",
+                _FOR_TARGET,
+            )
+        outside = [index for index in ids if not -1 <= index < target.num_hidden_layers]
+        if outside:
+            raise self._wrong(
+                f"reads the outputs of the layers {list(ids)} (`target_layer_ids`), and {target.name} has the layers "
+                f"0 to {target.num_hidden_layers - 1}",
+                _FOR_TARGET,
+            )
+        return ids
+
+    def _stated_layer_ids(self) -> tuple[int, ...]:
+        layers = self.target.num_hidden_layers
+        if self._is_speculators:
+            # Those say what enters a layer.
+            inputs = self._setting("aux_hidden_state_layer_ids", INDICES) or [2, layers // 2, layers - 3]
+            return tuple(index - 1 for index in inputs)
+        stated = self._setting("target_layer_ids", INDICES)
+        if not stated and self._is_native:
+            stated = [1, 13, 25, 37, 49]
+        return tuple(stated or default_layer_ids(self.num_layers, layers))
+
+    # Vocabulary
+
+    def _token_ids(self) -> torch.LongTensor | None:
+        """The target's id of each draft id, `None` where they are the same."""
+        vocab_size = self.target.vocab_size
+        rows = self._matrix("lm_head")[0] if "lm_head.weight" in self.shapes else None
+        if "d2t" in self.shapes:
+            table = self.checkpoint.read([self.stored["d2t"]])[self.stored["d2t"]].long()
+            # What is to be added to each draft id.
+            ids = table.flatten() + torch.arange(table.numel())
+            if not len(ids) or ids[0] < 0 or ids[-1] >= vocab_size or not (ids.diff() > 0).all():
+                raise self._wrong(
+                    f"has a table `d2t` that selects no rising ids below {vocab_size}, the vocabulary of "
+                    f"{self.target.name}",
+                    _FOR_TARGET,
+                )
+        elif rows is None or rows >= vocab_size or rows == self._setting("vocab_size", COUNT):
+            return None
+        elif "t2d" in self.shapes:
+            ids = self.checkpoint.read([self.stored["t2d"]])[self.stored["t2d"]].bool().flatten().nonzero()[:, 0]
+        else:
+            raise self._wrong(
+                f"drafts {rows} of {vocab_size} tokens and does not say which: it has neither `d2t` nor `t2d`",
+                "Pass a complete checkpoint.",
+            )
+        if rows != len(ids):
+            raise self._wrong(
+                f"has a table of {len(ids)} draft tokens (`d2t` or `t2d`) and "
+                + ("no `lm_head.weight`" if rows is None else f"{rows} rows of `lm_head.weight`"),
+                "Pass a complete checkpoint.",
+            )
+        return None if torch.equal(ids, torch.arange(vocab_size)) else ids
+
+    def _draft_vocab_size(self, own_head: bool) -> int:
+        if self.token_ids is not None:
+            return len(self.token_ids)
+        # Rows behind the target's vocabulary are padding.
+        return min(self._matrix("lm_head")[0], self.target.vocab_size) if own_head else self.target.vocab_size
+
+
+def _name(stored: str) -> str:
+    """The name used here of a tensor in a file."""
+    stored = stored.removeprefix(_PREFIX)
+    for old, new in _RENAMED.items():
+        if stored.startswith(old):
+            return new + stored.removeprefix(old)
+    return stored
+
+
+def _places(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """Where a config may say something, the most special place first."""
+    inner = (config.get("dflash_config"), config, config.get("transformer_layer_config"))
+    return tuple(place for place in inner if isinstance(place, Mapping))
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+_MARKOV = "markov_head.markov_w1"
+
+# Tensors with a row for every token.
+_TABLES = ("embed_tokens.weight", "lm_head.weight", f"{_MARKOV}.weight", "markov_head.markov_w2.weight")
+
+_FOR_TARGET = "Pass the draft that was trained for this target."
+
+_EVERY_DRAFT = ("fc.weight", "hidden_norm.weight", "norm.weight") + tuple(
+    f"{_LAYER}.{part}.weight"
+    for part in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+    + tuple(f"self_attn.{part}_proj" for part in "qkvo")
+    + tuple(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
+)
+
+
+def _states(places: Sequence[Mapping[str, Any]], key: str, *values: Any) -> bool:
+    """Whether a config says one of these; without values, whether it says anything that counts as true."""
+    found = [place[key] for place in places if place.get(key) is not None]
+    return any(value in values if values else bool(value) for value in found)
+
+
+# What is not supported: how it is recognised, and what it is.
+_REFUSED = (
+    (
+        lambda names, places, kind: "DFlash2" in kind or any("_conv." in name for name in names),
+        "is a DFlash2 draft (convolutions along the block, candidate selector), which is not supported. Pass a DFlash "
+        "draft.",
+    ),
+    (
+        lambda names, places, kind: "LiLiCorr" in kind or any(_states(places, f"lilicorr_{k}") for k in _LILICORR),
+        "is a LiLiCorr draft (a transformer over the lattice of candidates), which is not supported. Pass a DFlash "
+        "draft.",
+    ),
+    (
+        lambda names, places, kind: "Domino" in kind or _states(places, "projector_type", "domino"),
+        "is a Domino draft (corrections by a recurrent network), which is not supported. Pass a DFlash draft.",
+    ),
+    (
+        lambda names, places, kind: "XPress" in kind or any(name.startswith("xpress_head.") for name in names),
+        "is an XPress draft (refinement of the logits along the block), which is not supported. Pass a DFlash draft.",
+    ),
+    (
+        lambda names, places, kind: "Laguna" in kind or any("aux_hidden_norms." in name for name in names),
+        "is a Laguna draft (gated attention, norms for each captured state), which is not supported. Pass a DFlash "
+        "draft.",
+    ),
+    (
+        lambda names, places, kind: "Gemma4DSpark" in kind,
+        "is a DSpark draft with Gemma 4 layers, which is not supported. Pass one with Qwen3 layers.",
+    ),
+    (
+        lambda names, places, kind: kind.lower().startswith("peagle") or "mask_hidden" in names,
+        "is a P-EAGLE head, which is not supported. Pass a DFlash draft.",
+    ),
+    (
+        lambda names, places, kind: (
+            any(name.endswith("attention_sink_bias") for name in names)
+            or any(_states(places, key) for key in ("use_swa", "attention_sink_bias", "attention_value_scale"))
+        ),
+        "is a MiMo draft (attention sinks, scaled values), which is not supported. Pass a DFlash draft.",
+    ),
+    (
+        lambda names, places, kind: (
+            any(_states(places, key) for key in ("use_gemma_norm", "output_multiplier", "final_logit_softcapping"))
+            or any(_states(places, key, False) for key in ("is_neox_style", "rope_is_neox_style"))
+        ),
+        "has layers of another kind than Qwen3's (`use_gemma_norm`, `output_multiplier`, `final_logit_softcapping` "
+        "or `is_neox_style: false` in its config.json), which are not supported. Pass a draft with Qwen3 layers.",
+    ),
+    (
+        lambda names, places, kind: (
+            (_states(places, "markov_head_type") and not _states(places, "markov_head_type", "vanilla"))
+            or any(name.startswith(("markov_head.gate_proj", "markov_head.joint_proj")) for name in names)
+        ),
+        "has a Markov head with a gate or a state (`markov_head_type` in its config.json), which is not supported. "
+        "Pass a draft with a vanilla one.",
+    ),
+    (
+        lambda names, places, kind: (
+            _states(places, "quantization_config")
+            or any(name.endswith(("weight_scale", "weight_packed", "qweight")) for name in names)
+        ),
+        "holds quantised weights, which are not supported. Pass the draft in a floating-point type.",
+    ),
+)
+_LILICORR = ("rank", "top_k", "num_layers", "hidden_size")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a setting must be, as a test and in words."""
+
+    is_valid: Callable[[Any], bool]
+    what: str
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_int(value) or isinstance(value, float)
+
+
+COUNT = Kind(lambda value: _is_int(value) and value > 0, "a positive integer")
+INDEX = Kind(lambda value: _is_int(value) and value >= 0, "an integer of at least 0")
+INDICES = Kind(lambda value: isinstance(value, list) and all(map(_is_int, value)), "a list of integers")
+POSITIVE = Kind(lambda value: _is_number(value) and 0 < value < math.inf, "a positive number")
+FLAG = Kind(lambda value: isinstance(value, bool), "true or false")
+NAME = Kind(lambda value: isinstance(value, str), "a name")
+NAMES = Kind(lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value), "a list of names")
+MAPPING = Kind(lambda value: isinstance(value, Mapping), "an object")
+ACTIVATION = Kind(lambda value: isinstance(value, str) and value in ACT2FN, "the name of an activation function")
+
+
+def _fitted(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor with the rows that are used of it."""
+    if name in _TABLES and tensor.shape[1:] == shape[1:]:
+        missing = shape[0] - len(tensor)
+        # Ids that only the target's padding has are embedded as zeros.
+        return F.pad(tensor, (0, 0, 0, missing)) if missing > 0 else tensor[: shape[0]]
+    return tensor
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

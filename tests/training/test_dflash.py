@@ -1,0 +1,388 @@
+"""The recipe of DFlash drafts: a block in training sees what drafting sees, and training helps."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from hf_specdec import cli, load_speculator, record
+from hf_specdec.candidate_generators.dflash import DraftText
+from hf_specdec.errors import SpecConfigError
+from hf_specdec.models.dflash import DFlashNetwork
+from hf_specdec.models.dflash_formats import BlockView
+from hf_specdec.training import dflash
+from hf_specdec.training.dflash import DFlashRecipe, block_labels, mask_token_for, read_blocks
+from hf_specdec.training.draft_model import DraftModelRecipe
+from hf_specdec.training.recipe import IGNORED, Batch, TargetReader
+from hf_specdec.training.run import RunOptions, TrainingRun, make_recipe
+from hf_specdec.training.text import load_documents, pack
+from hf_specdec.training.trainer import TrainingOptions, train
+from tests.models import VOCAB_SIZE, letter_tokenizer, prompts, tiny_llama
+
+
+SMALL = {"block_size": 5, "num_layers": 2, "target_layer_ids": (0, 1)}
+RECIPES = {
+    "plain": DFlashRecipe(**SMALL, num_anchors=16),
+    "all anchors, distilled": DFlashRecipe(**SMALL, num_anchors=0, kl_weight=0.7, head_decay=0.7),
+    "one layer, narrow": DFlashRecipe(block_size=4, num_layers=1, intermediate_size=24, mask_token_id=9),
+    "revealed": DFlashRecipe(**SMALL, reveal_share=0.6, num_denoising_steps=2),
+}
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+LENGTH = 48
+GREEDY = {"do_sample": False, "max_new_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Pieces of text in which each token has one successor."""
+    successors = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = []
+    for token in torch.randint(VOCAB_SIZE, (60,), generator=torch.Generator().manual_seed(1)).tolist():
+        for _ in range(40):
+            tokens.append(token)
+            token = successors[token]
+    path = tmp_path_factory.mktemp("data") / "letters.txt"
+    path.write_text(letter_tokenizer().decode(tokens))
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(data):
+    """A tiny model that has learned most of it."""
+    model = tiny_llama(3, initializer_range=0.1)
+    recipe = DraftModelRecipe(from_scratch={}, kl_weight=0.0)
+    rows = pack(load_documents([str(data)], letter_tokenizer()), LENGTH, None)
+    settings = TrainingOptions(steps=60, learning_rate=1e-2, warmup_steps=5, bf16=False)
+    train(model, rows.batches(8, 0), recipe.objective(model, TargetReader(None, ())), settings)
+    return model.requires_grad_(False)
+
+
+def options(data, **changed):
+    settings = {
+        "data": (str(data),),
+        "seq_length": LENGTH,
+        "batch_size": 8,
+        "steps": 60,
+        "self_generate": 32,
+        "learning_rate": 1e-2,
+        "held_out": 0.2,
+        "bf16": False,
+    }
+    return RunOptions(**settings | changed)
+
+
+def built(recipe, target, views=()):
+    """A network with random weights large enough to tell what is seen from what is not."""
+    torch.manual_seed(0)
+    network = recipe.build(target)
+    if views:
+        network = DFlashNetwork(replace(network.config, views=views)).attach(target)
+    for parameter in network.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return network
+
+
+def read(recipe, network, target, rows=2, length=20, seed=5, uncounted=0):
+    """The reading of random rows; of the first one some tokens do not count."""
+    tokens = torch.randint(1, VOCAB_SIZE, (rows, length), generator=torch.Generator().manual_seed(seed))
+    counted = torch.ones_like(tokens, dtype=torch.bool)
+    counted[0, :uncounted] = False
+    return TargetReader(target, recipe.states_for(network)).read(Batch(tokens, counted))
+
+
+def drafted(network, reading, row, place, masked):
+    """What the cached forward of drafting makes of a block behind `place`: its masks, `(K, h)`."""
+    text = DraftText(network, starts=[0], offsets=[0], capacity=64)
+    states = {key: reading.states[key][row, None, : place + 1] for key in network.target_hidden_states}
+    text.extend(states, [place + 1])
+    size = network.config.block_size
+    text.begin_block(size)
+    block = torch.tensor([[int(reading.tokens[row, place + 1]), *masked]])
+    return network.predicting(text.read_block(block))[0]
+
+
+class TestBlocks:
+    @pytest.mark.parametrize("piece", [1, 12, 128])
+    @pytest.mark.parametrize("views", [(), (BlockView(), BlockView(4, True))], ids=["full", "sliding"])
+    def test_see_what_drafting_sees(self, piece, views, target, monkeypatch):
+        monkeypatch.setattr(dflash, "_PIECE", piece)
+        recipe = RECIPES["plain"]
+        network = built(recipe, target, views)
+        reading = read(recipe, network, target)
+        anchors = torch.tensor([[0, 7, 3, 12, 5], [18, 4, 2, 1, 0]])
+        blocks = torch.randint(1, VOCAB_SIZE, (2, 5, 5), generator=torch.Generator().manual_seed(7))
+        blocks[..., 0] = reading.tokens.gather(1, anchors + 1)
+        context = network.context(network.fuse(reading.states), torch.arange(20)[None])
+        found = read_blocks(network, context, anchors, blocks)
+        for row in range(2):
+            for index, place in enumerate(anchors[row].tolist()):
+                expected = drafted(network, reading, row, place, blocks[row, index, 1:].tolist())
+                torch.testing.assert_close(found[row, index], expected, atol=1e-5, rtol=1e-5)
+
+    def test_begin_where_their_first_draft_counts(self, target):
+        recipe = RECIPES["plain"]
+        tokens = torch.randint(1, VOCAB_SIZE, (3, 10))
+        counted = torch.zeros_like(tokens, dtype=torch.bool)
+        counted[0, 4:7] = counted[1, 6:] = True
+        network = built(recipe, target)
+        reading = TargetReader(target, recipe.states_for(network)).read(Batch(tokens, counted))
+        _, known = recipe.hits(network, reading)
+        assert [known[:, row].int().tolist() for row in range(3)] == [
+            [[0, 0, 1, 1, 1, *[0] * 5], [0, 0, 1, 1, *[0] * 6], [0, 0, 1, *[0] * 7], [0] * 10],
+            [[*[0] * 4, *[1] * (4 - draft), *[0] * (2 + draft)] for draft in range(4)],
+            [[0] * 10] * 4,
+        ]
+
+    def test_anchors_are_drawn_from_all(self, target):
+        recipe = replace(RECIPES["plain"], num_anchors=3)
+        network = built(recipe, target)
+        reading = read(recipe, network, target, uncounted=16)
+        torch.manual_seed(0)
+        drawn = [recipe.draw_anchors(reading) for _ in range(60)]
+        assert all(anchors.shape == (2, 3) and len(set(anchors[1].tolist())) == 3 for anchors in drawn)
+        assert {place for anchors in drawn for place in anchors[1].tolist()} == set(range(18))
+        # The first row has four; before they run out nothing else is drawn.
+        assert {place for anchors in drawn for place in anchors[0].tolist()} == {14, 15, 16, 17}
+
+    def test_a_part_of_some_is_revealed(self):
+        recipe = DFlashRecipe(block_size=6, reveal_share=0.5)
+        labels = torch.ones((4, 500, 5), dtype=torch.long)
+        labels[..., -1] = IGNORED
+        torch.manual_seed(0)
+        shown = recipe.draw_revealed(labels)
+        assert not shown[..., -1].any()
+        assert 0.4 < shown.any(2).float().mean() < 0.5
+        # One to four of five, of which the last has no token.
+        assert set(shown.sum(2).unique().tolist()) == {0, 1, 2, 3, 4}
+        places = shown[..., :4].float().mean((0, 1))
+        assert places.max() - places.min() < 0.05
+        full = recipe.draw_revealed(torch.ones((4, 500, 5), dtype=torch.long))
+        assert full.sum(2).max() == 4
+
+
+class TestLoss:
+    @every_recipe
+    def test_equals_that_of_blocks_read_one_by_one(self, recipe, target):
+        recipe = replace(recipe, num_anchors=min(recipe.num_anchors, 9))
+        network = built(recipe, target)
+        reading = read(recipe, network, target, uncounted=7)
+        law = target(reading.tokens).logits.log_softmax(-1)
+        torch.manual_seed(4)
+        found = recipe.loss(network, reading)
+        torch.manual_seed(4)
+        anchors = recipe.draw_anchors(reading)
+        labels = block_labels(reading, anchors, recipe.num_drafts)
+        revealed = recipe.draw_revealed(labels)
+        assert bool(revealed.any()) == bool(recipe.reveal_share)
+        total = weights = 0.0
+        for row in range(2):
+            for index, place in enumerate(anchors[row].tolist()):
+                if place + 2 >= 20 or not reading.counted[row, place + 2]:
+                    continue
+                text = reading.tokens[row, place + 2 :].tolist()
+                shown = revealed[row, index].tolist()
+                masked = [text[at] if known else network.config.mask_token_id for at, known in enumerate(shown)]
+                log_probs = network.logits(drafted(network, reading, row, place, masked)).log_softmax(-1)
+                for mask, token in enumerate(text[: recipe.num_drafts]):
+                    if shown[mask]:
+                        continue
+                    target_law = law[row, place + 1 + mask]
+                    divergence = (target_law.exp() * (target_law - log_probs[mask])).sum()
+                    loss = recipe.kl_weight * divergence - (1 - recipe.kl_weight) * log_probs[mask, token]
+                    total = total + recipe.head_decay**mask * loss
+                    weights += recipe.head_decay**mask
+        torch.testing.assert_close(found, total / weights, atol=1e-5, rtol=1e-5)
+
+    @every_recipe
+    def test_every_parameter_learns_and_the_target_does_not(self, recipe, target):
+        network = recipe.build(target)
+        recipe.loss(network, read(recipe, network, target)).backward()
+        without = [name for name, parameter in network.named_parameters() if not parameter.grad.abs().sum() > 0]
+        assert not without
+        assert all(parameter.grad is None for parameter in target.parameters())
+
+    @every_recipe
+    def test_nothing_counts(self, recipe, target):
+        network = recipe.build(target)
+        tokens = torch.randint(1, VOCAB_SIZE, (2, 16))
+        reader = TargetReader(target, recipe.states_for(network))
+        loss = recipe.loss(network, reader.read(Batch(tokens, torch.zeros_like(tokens, dtype=torch.bool))))
+        assert loss == 0
+        loss.backward()
+
+
+class TestBuilding:
+    def test_sizes_are_the_targets_where_none_are_given(self):
+        target = tiny_llama(num_hidden_layers=8)
+        config = DFlashRecipe(num_layers=2).build(target).config
+        assert (config.hidden_size, config.intermediate_size, config.head_dim) == (32, 64, 8)
+        assert (config.block_size, config.num_hidden_layers, config.target_layer_ids) == (16, 2, (1, 5))
+        assert (config.num_target_layers, config.num_denoising_steps, config.own_head) == (8, 1, False)
+        # A target without room for the default.
+        assert DFlashRecipe().build(tiny_llama()).config.target_layer_ids == (0, 1)
+
+    def test_the_layers_begin_as_the_last_ones_of_the_target(self):
+        target = tiny_llama(num_hidden_layers=3)
+        network = DFlashRecipe(num_layers=2, intermediate_size=24, target_layer_ids=(2, 0)).build(target)
+        for own, layer in zip(network.layers, target.model.layers[1:]):
+            assert torch.equal(own.self_attn.q_proj.weight, layer.self_attn.q_proj.weight)
+            assert torch.equal(own.mlp.down_proj.weight, layer.mlp.down_proj.weight[:, :24])
+        # They read mostly the deeper of the states.
+        deeper, other = network.fc.weight.chunk(2, dim=1)
+        assert deeper.diagonal().mean() > 0.8
+        assert other.diagonal().mean().abs() < 0.1
+
+    def test_revealed_blocks_declare_several_steps(self, target):
+        assert DFlashRecipe(reveal_share=0.5).build(target).config.num_denoising_steps == 3
+        assert RECIPES["revealed"].build(target).config.num_denoising_steps == 2
+
+    def test_the_mask_token(self, tmp_path):
+        model, tokenizer = tiny_llama(), letter_tokenizer()
+        assert mask_token_for(model) == 0
+        model.generation_config.eos_token_id = [5, 7]
+        assert mask_token_for(model) == 5
+        model.config.name_or_path = str(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        assert mask_token_for(model) == 5
+        model.resize_token_embeddings(VOCAB_SIZE + 8)
+        assert mask_token_for(model) == VOCAB_SIZE
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<other>", "<|MASK|>"]})
+        tokenizer.save_pretrained(tmp_path)
+        assert mask_token_for(model) == VOCAB_SIZE + 1
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"block_size": 1}, "`block_size` must be at least 2, got 1"),
+            ({"num_anchors": -1}, "`num_anchors` must be at least 0, got -1"),
+            ({"reveal_share": 1.5}, "`reveal_share` must be from 0 to 1, got 1.5"),
+            ({"head_decay": -0.5}, "`head_decay` must be from 0 to 1"),
+            ({"num_denoising_steps": 0}, "`num_denoising_steps` must be at least 1"),
+            ({"num_denoising_steps": 3}, "`num_denoising_steps`=3 needs a draft that has seen revealed tokens"),
+            ({"target_layer_ids": ()}, "at least one layer of the target"),
+            ({"target_layer_ids": (0, 2)}, "from 0 to 1, the layers of LlamaForCausalLM, got 2"),
+            (
+                {"mask_token_id": 64},
+                "`mask_token_id` must be from 0 to 63, the tokens that the",
+            ),
+            ({"ttt_steps": 2}, "no option of the recipe for dflash. It is for eagle and eagle3"),
+        ],
+    )
+    def test_errors(self, given, message, target):
+        with pytest.raises(SpecConfigError, match=message):
+            make_recipe("dflash", given).check(target)
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def trained(request, target, data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("out") / "draft"
+    result = TrainingRun(RECIPES[request.param], options(data), folder).run(target, letter_tokenizer(), "tiny")
+    return folder, result, RECIPES[request.param]
+
+
+class TestTraining:
+    def test_lowers_the_loss_and_raises_the_acceptance(self, trained):
+        _, result, _ = trained
+        assert sum(result.losses[-10:]) < 0.8 * sum(result.losses[:10])
+        assert result.after.tokens_per_cycle > result.before.tokens_per_cycle + 0.2
+        assert result.after.accuracies[0] > result.before.accuracies[0]
+
+    def test_generation_with_the_result_equals_plain_greedy(self, trained, target):
+        folder, _, _ = trained
+        inputs = prompts(3)
+        plain = target.generate(**inputs, **GREEDY)
+        assert torch.equal(target.generate(**inputs, **GREEDY, spec_model=str(folder)), plain)
+
+    def test_what_is_saved(self, trained):
+        folder, _, recipe = trained
+        names = load_file(folder / "model.safetensors").keys()
+        config = json.loads((folder / "config.json").read_text())
+        assert not {"embed_tokens.weight", "lm_head.weight"} & names
+        assert config["architectures"] == ["DFlashDraftModel"]
+        assert config["block_size"] == recipe.block_size
+        assert config["dflash_config"].get("num_denoising_steps") == recipe.num_denoising_steps
+        assert config["dflash_config"]["mask_token_id"] == (recipe.mask_token_id or 0)
+
+    def test_the_measure_is_the_acceptance_length_of_chains(self, trained, target):
+        folder, _, recipe = trained
+        inputs = prompts(1, padding=False)
+        with record() as made:
+            text = target.generate(**inputs, do_sample=False, max_new_tokens=120, spec_model=str(folder))
+        network = load_speculator(target, "dflash", model=str(folder)).resources
+        counted = torch.zeros_like(text, dtype=torch.bool)
+        counted[:, inputs["input_ids"].shape[1] + 1 :] = True
+        reader = TargetReader(target, recipe.states_for(network))
+        measured = recipe.measure(network, reader, [Batch(text, counted)])
+        assert measured.tokens_per_cycle == pytest.approx(made.calls[0].stats.mean_acceptance_length, abs=0.1)
+
+
+def test_revealing_teaches_to_use_known_tokens(target, data):
+    rows = pack(load_documents([str(data)], letter_tokenizer()), LENGTH, None)
+    settings = TrainingOptions(steps=160, learning_rate=1e-2, warmup_steps=5, bf16=False)
+
+    def gain(share):
+        """The loss beside known tokens relative to that among masks."""
+        recipe = DFlashRecipe(**SMALL, num_anchors=8, reveal_share=share)
+        torch.manual_seed(1)
+        network = recipe.build(target)
+        reader = TargetReader(target, recipe.states_for(network))
+        train(network, rows.batches(4, 0), recipe.objective(network, reader), settings)
+        reading = reader.read(rows.once(32)[0])
+        with torch.no_grad():
+            known, masked = (replace(recipe, num_anchors=0, reveal_share=part) for part in (1.0, 0.0))
+            return known.loss(network, reading) / masked.loss(network, reading)
+
+    assert gain(0.7) < gain(0.0) - 0.05
+
+
+def test_a_resumed_run_gives_the_weights_of_an_uninterrupted_one(target, data, tmp_path, monkeypatch):
+    recipe, settings = RECIPES["revealed"], options(data, steps=8, save_every=3)
+    recipe = replace(recipe, num_anchors=6)
+    whole = TrainingRun(recipe, settings, tmp_path / "whole").run(target, letter_tokenizer())
+
+    class InterruptedError(Exception):
+        pass
+
+    def interrupt(step_options, step, progress, original=TrainingOptions.learning_rate_at):
+        if step == 5:
+            raise InterruptedError
+        return original(step_options, step, progress)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingOptions, "learning_rate_at", interrupt)
+        with pytest.raises(InterruptedError):
+            TrainingRun(recipe, settings, tmp_path / "parts").run(target, letter_tokenizer())
+    torch.rand(7)
+    again = options(data, steps=8, save_every=3, resume=True)
+    resumed = TrainingRun(recipe, again, tmp_path / "parts").run(target, letter_tokenizer())
+    assert resumed.losses == whole.losses
+    whole, parts = (load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
+
+
+def test_the_command_trains_a_draft(target, data, tmp_path):
+    target.save_pretrained(tmp_path / "target")
+    letter_tokenizer().save_pretrained(tmp_path / "target")
+    common = ["train", "dflash", "--target", tmp_path / "target", "--data", data, "--output", tmp_path / "out"]
+    common += ["--seq-length", 32, "--batch-size", 4, "--steps", 3, "--held-out", 0.2, "--threads", 1, "--cpu"]
+    sizes = ["--block-size", 6, "--num-layers", 1, "--intermediate-size", 16, "--target-layer-ids", "1,0"]
+    sizes += ["--mask-token-id", 3, "--num-anchors", 8, "--reveal-share", 0.5, "--num-denoising-steps", 2]
+    refused = CliRunner().invoke(cli.app, [*map(str, common), "--target-layer-ids", "low"])
+    assert refused.exit_code == 2
+    assert "--target-layer-ids must be numbers" in refused.stderr
+    result = CliRunner().invoke(cli.app, [*map(str, common), *map(str, sizes), "--json"])
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert (report["method"], report["steps"], len(report["accuracies"])) == ("dflash", 3, 5)
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (saved["block_size"], saved["num_hidden_layers"], saved["intermediate_size"]) == (6, 1, 16)
+    assert saved["dflash_config"] == {"mask_token_id": 3, "target_layer_ids": [1, 0], "num_denoising_steps": 2}
+    assert load_file(tmp_path / "out" / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
+    inputs = prompts(2)
+    drafted = target.generate(**inputs, **GREEDY, spec_model=str(tmp_path / "out"))
+    assert torch.equal(drafted, target.generate(**inputs, **GREEDY))

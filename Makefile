@@ -22,7 +22,7 @@ test: setup
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu"
 
 style: setup
-	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format hf_specdec tests benchmarks
 
 quality: setup
 	$(BIN)/ruff check .

@@ -101,6 +101,10 @@ def demo_methods() -> dict[str, dict[str, Any]]:
         "draft_model": {"method": "draft_model", "model": demo.draft_path(), "same_tokenizer": True},
         "medusa": {"method": "medusa", "model": demo.medusa_path()},
         "mlp_speculator": {"method": "mlp_speculator", "model": demo.mlp_speculator_path()},
+        "eagle": {"method": "eagle", "model": demo.eagle_path()},
+        "eagle3": {"method": "eagle3", "model": demo.eagle3_path()},
+        "eagle3_tree": {"method": "eagle3", "model": demo.eagle3_path(), "total_tokens": 20},
+        "dflash": {"method": "dflash", "model": demo.dflash_path()},
     }
 
 
@@ -529,12 +533,13 @@ def _method_option(*methods: str, flag: str | None = None, **settings) -> Any:
 
 
 _MEDUSA, _MLP, _DRAFT, _EAGLE, _EAGLE3 = "medusa", "mlp_speculator", "draft_model", "eagle", "eagle3"
+_DFLASH = "dflash"
 
 
 @app.command("train")
 def train_command(
     method: Annotated[
-        str, typer.Argument(help="medusa, mlp_speculator, eagle, eagle3 or draft_model.", show_default=False)
+        str, typer.Argument(help="medusa, mlp_speculator, eagle, eagle3, dflash or draft_model.", show_default=False)
     ],
     target: Annotated[
         str, typer.Option("--target", "-t", help="Target model: a repo id or a folder; 'demo' is the embedded one.")
@@ -587,7 +592,7 @@ def train_command(
         bool | None,
         _training_option(
             "--muon/--no-muon",
-            help="Muon for hidden matrices. Left out: for draft models.",
+            help="Muon for hidden matrices. Left out: for draft models, eagle, eagle3 and dflash.",
             show_default=False,
         ),
     ] = None,
@@ -603,13 +608,16 @@ def train_command(
         _training_option(
             min=0.0,
             max=1.0,
-            help="Share of KL(target || draft) in the loss, the rest is cross-entropy. Left out: 0 for medusa and "
-            "mlp_speculator, else 1.",
+            help="Share of KL(target || draft) in the loss, the rest is cross-entropy. Left out: 0 for medusa, "
+            "mlp_speculator and dflash, else 1.",
         ),
     ] = None,
     num_heads: Annotated[int | None, _method_option(_MEDUSA, help="Number of heads (4).", min=1)] = None,
     num_layers: Annotated[
-        int | None, _method_option(_MEDUSA, _EAGLE, _EAGLE3, help="Blocks of a head, or decoder layers (1).", min=1)
+        int | None,
+        _method_option(
+            _MEDUSA, _EAGLE, _EAGLE3, _DFLASH, help="Blocks of a head, or decoder layers (1; dflash: 5).", min=1
+        ),
     ] = None,
     share_lm_head: Annotated[
         bool | None,
@@ -640,7 +648,8 @@ def train_command(
             _MLP,
             _EAGLE,
             _EAGLE3,
-            help="Weight of a draft's loss relative to the one before (0.8; mlp_speculator: 0.9).",
+            _DFLASH,
+            help="Weight of a draft's loss relative to the one before (0.8; mlp_speculator: 0.9; dflash: 0.87).",
         ),
     ] = None,
     max_positions: Annotated[
@@ -662,7 +671,7 @@ def train_command(
         ),
     ] = None,
     intermediate_size: Annotated[
-        int | None, _method_option(_EAGLE, _EAGLE3, help="Width of the MLPs (0: the target's).", min=0)
+        int | None, _method_option(_EAGLE, _EAGLE3, _DFLASH, help="Width of the MLPs (0: the target's).", min=0)
     ] = None,
     token_weight: Annotated[
         float | None,
@@ -681,11 +690,50 @@ def train_command(
             _EAGLE3, help="Tokens that the draft knows, the most frequent of the training rows (0: all).", min=0
         ),
     ] = None,
+    own_head: Annotated[
+        bool | None,
+        _method_option(
+            _EAGLE3,
+            flag="--own-lm-head/--target-lm-head",
+            help="The head trains an lm_head (so left out), or uses the target's.",
+        ),
+    ] = None,
     aux_layer_ids: Annotated[
         str | None,
         _method_option(
             _EAGLE3,
             help="Target layers whose inputs the head reads, separated by commas (2, N // 2, N - 3 of N layers).",
+        ),
+    ] = None,
+    block_size: Annotated[
+        int | None, _method_option(_DFLASH, help="Tokens of a block, the last committed one included (16).", min=2)
+    ] = None,
+    target_layer_ids: Annotated[
+        str | None,
+        _method_option(
+            _DFLASH, help="Target layers whose outputs the draft reads, separated by commas (spread over the depth)."
+        ),
+    ] = None,
+    mask_token_id: Annotated[
+        int | None,
+        _method_option(_DFLASH, help="Token of the masks (the tokenizer's, an unused one, or end of text).", min=0),
+    ] = None,
+    num_anchors: Annotated[
+        int | None, _method_option(_DFLASH, help="Blocks of a row that are drawn for a step (128; 0: all).", min=0)
+    ] = None,
+    reveal_share: Annotated[
+        float | None,
+        _method_option(
+            _DFLASH,
+            help="Share of the blocks with a part of their tokens revealed, for several denoising steps (0).",
+            min=0.0,
+            max=1.0,
+        ),
+    ] = None,
+    num_denoising_steps: Annotated[
+        int | None,
+        _method_option(
+            _DFLASH, help="Forwards for a block that the draft asks for (1; 3 with --reveal-share).", min=1
         ),
     ] = None,
     draft_model: Annotated[str | None, _method_option(_DRAFT, help="Checkpoint to train on.")] = None,
@@ -749,7 +797,14 @@ _RECIPE_OPTIONS = (
     "noise",
     "hidden_size",
     "draft_vocab_size",
+    "own_head",
     "aux_layer_ids",
+    "block_size",
+    "target_layer_ids",
+    "mask_token_id",
+    "num_anchors",
+    "reveal_share",
+    "num_denoising_steps",
     "draft_model",
     "from_scratch",
 )
@@ -760,8 +815,9 @@ def _run_training(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     given = {name: options[name] for name in _RECIPE_OPTIONS if options[name] is not None}
     if "from_scratch" in given:
         given["from_scratch"] = _sizes(given["from_scratch"])
-    if "aux_layer_ids" in given:
-        given["aux_layer_ids"] = _layer_numbers(given["aux_layer_ids"])
+    for name in ("aux_layer_ids", "target_layer_ids"):
+        if name in given:
+            given[name] = _layer_numbers(name, given[name])
     from dataclasses import fields
 
     from . import benchmarking
@@ -793,12 +849,12 @@ def _sizes(text: str) -> dict[str, Any]:
         ) from error
 
 
-def _layer_numbers(text: str) -> tuple[int, ...]:
+def _layer_numbers(name: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise SpecConfigError(
-            f"--aux-layer-ids must be numbers separated by commas such as 2,8,13, got '{text}'."
+            f"--{name.replace('_', '-')} must be numbers separated by commas such as 2,8,13, got '{text}'."
         ) from error
 
 

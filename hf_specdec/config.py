@@ -30,7 +30,7 @@ logger = logging.get_logger(__name__)
 CONFIG_NAME = "speculation_config.json"
 
 METHODS_WITHOUT_MODEL = ("ngram", "suffix")
-TREE_METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3")
+TREE_METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3", "mtp")
 
 _MOST_SYNTHETIC_TOKENS = 1025
 
@@ -40,13 +40,6 @@ _RULE_OF_SETTING = {
     "posterior_alpha": "typical",
     "synthetic_acceptance_rates": "synthetic",
     "synthetic_acceptance_length": "synthetic",
-}
-
-# Settings of methods whose generator, and with it the options class, is not part of this version.
-_PLANNED_KEYS = {
-    "dflash_block_size": "dflash",
-    "dflash_num_denoising_steps": "dflash",
-    "dflash_mask_token_id": "dflash",
 }
 
 _QUANTIZATION_ALIASES = {
@@ -825,7 +818,7 @@ def _option_owners() -> dict[str, list[str]]:
     """Which methods have an option of this name; for messages, because it imports every method."""
     from .candidate_generators import available_methods
 
-    owners = {key: [method] for key, method in _PLANNED_KEYS.items()}
+    owners: dict[str, list[str]] = {}
     for method in available_methods():
         try:
             options = _option_fields(_options_class(method))

@@ -84,6 +84,8 @@ def generate_speculatively(
     model_profile(model)
     # Last, because it may load weights.
     speculator = _speculator(model, spec_method, spec_model, num_speculative_tokens, speculative, assistant)
+    if speculator.stock_assistant is not None:
+        return _generate_assisted(model, original, arguments, speculator)
     streamer, synced_gpus = arguments.pop("streamer", None), arguments.pop("synced_gpus", None)
     user_cache = arguments.get("past_key_values")
 
@@ -106,6 +108,25 @@ def generate_speculatively(
     home = _move_to_model(model, arguments)
     output = original(model, **arguments, custom_generate=decode)
     return output if home is None else _moved_output(output, home)
+
+
+def _generate_assisted(model, original, arguments: dict[str, Any], speculator: Speculator):
+    """transformers' own assisted decoding, for draft models that only it can drive."""
+    assistant = speculator.stock_assistant
+    prompts = [arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds")]
+    if any(prompt is not None and len(prompt) > 1 for prompt in prompts):
+        raise SpecConfigError(
+            f"{type(assistant).__name__} drafts for one row, in transformers' own assisted decoding, and the batch "
+            f"has {max(len(prompt) for prompt in prompts if prompt is not None)}. Generate row by row."
+        )
+    config, settings = speculator.config, assistant.generation_config
+    own_length = settings.num_assistant_tokens
+    default = own_length or speculator.generator_class.default_length(config.options)
+    try:
+        settings.num_assistant_tokens = config.num_speculative_tokens or default
+        return original(model, **arguments, assistant_model=assistant)
+    finally:
+        settings.num_assistant_tokens = own_length
 
 
 def _move_to_model(model, arguments: dict[str, Any]) -> torch.device | None:

@@ -17,6 +17,7 @@ from .candidate_generators import resolve_candidate_generator
 from .candidate_generators.base import CandidateGenerator, NoDrafts, Session, StockCandidateGenerator
 from .config import SpeculativeConfig
 from .errors import SpecConfigError
+from .hub.detect import reads_target_cache
 
 
 logger = logging.get_logger(__name__)
@@ -49,6 +50,11 @@ class Speculator:
             return NoDrafts(self.config, None, session)
         return self.generator_class(self.config, self.resources, session)
 
+    @property
+    def stock_assistant(self) -> torch.nn.Module | None:
+        """A draft model that only transformers' own assisted decoding can drive, not this package's loop."""
+        return self.generator_class.stock_assistant(self.resources)
+
     def __repr__(self) -> str:
         return f"Speculator({self.config!r})"
 
@@ -57,6 +63,7 @@ class StockSpeculator:
     """Drives a candidate generator of transformers' own protocol through the loop, at batch size 1."""
 
     method = "candidate_generator"
+    stock_assistant = None
 
     def __init__(self, generator: HfCandidateGenerator):
         self.generator = generator
@@ -127,7 +134,9 @@ def _resources(generator_class, config, target_model, draft_model):
 
 
 def _method_of(draft_model: torch.nn.Module) -> str:
-    """The method of a loaded network: this package's own say it, any other is a draft model."""
+    """The method of a loaded network: this package's own say it, those of transformers are known by their type."""
+    if reads_target_cache(draft_model):
+        return "mtp"
     return getattr(draft_model, "spec_method", "draft_model")
 
 

@@ -33,7 +33,7 @@ from hf_specdec.errors import SpecConfigError
 
 ROOT = Path(__file__).parents[1]
 DOC = ROOT / "docs" / "configuration.md"
-BUILT_IN = ("ngram", "suffix", "draft_model", "medusa", "mlp_speculator", "eagle", "eagle3")
+BUILT_IN = ("ngram", "suffix", "draft_model", "medusa", "mlp_speculator", "eagle", "eagle3", "dflash", "mtp")
 COMMON = [item.name for item in fields(SpeculativeConfig) if item.name != "options"]
 
 
@@ -353,8 +353,8 @@ class TestErrors:
             ({"method": 3}, ["`method`", "3 (int)"]),
             ({3: "toy"}, ["must be strings", "3"]),
             ({"method": "ngrm"}, ["'ngrm'", "Did you mean 'ngram'?"]),
-            ({"method": "mtp", "model": "org/mtp"}, ["'mtp'", "not available in this version"]),
-            ({"method": "dflash", "dflash_block_size": 8}, ["'dflash'", "not available in this version"]),
+            ({"method": "mtp", "mode": "loop"}, ["`mode`", "'loop'", "'chain'"]),
+            ({"method": "dflash", "dflash_block_size": 0}, ["`dflash_block_size`", "at least 1", "got 0"]),
             ({"method": "ngram", "model": "org/draft"}, ["'org/draft'", "'ngram'", "without"]),
             ({"method": "suffix", "quantization": "4bit"}, ["`quantization`", "'suffix'"]),
             ({"method": "ngram", "suffix_decoding_max_tree_depth": 3}, ["belongs to method 'suffix'", "'ngram'"]),

@@ -222,7 +222,7 @@ class TestErrors:
             ({"spec_method": "ngramm"}, "Did you mean 'ngram'"),
             ({"speculative": {"method": "ngram", "num_speculative_token": 3}}, "mean 'num_speculative_tokens'"),
             ({"speculative": {"method": "ngram", "prompt_lookup_maxx": 3}}, "Did you mean 'prompt_lookup_max'"),
-            ({"spec_method": "mtp"}, "not available in this version"),
+            ({"spec_method": "mtp"}, "was not loaded from a checkpoint"),
             ({"spec_method": "ngram", "num_speculative_tokens": 0}, "at least 1"),
         ],
     )

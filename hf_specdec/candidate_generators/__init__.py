@@ -16,12 +16,11 @@ _GENERATORS: dict[str, str | type] = {
     "mlp_speculator": "hf_specdec.candidate_generators.mlp_speculator:MLPSpeculatorCandidateGenerator",
     "eagle": "hf_specdec.candidate_generators.eagle:EagleCandidateGenerator",
     "eagle3": "hf_specdec.candidate_generators.eagle:EagleCandidateGenerator",
+    "dflash": "hf_specdec.candidate_generators.dflash:DFlashCandidateGenerator",
+    "mtp": "hf_specdec.candidate_generators.mtp:MtpCandidateGenerator",
 }
 
-# Names that users know from checkpoints and serving engines; this version has no generator for them.
-_PLANNED_METHODS = ("mtp", "dflash")
-
-KNOWN_METHODS = (*_GENERATORS, *_PLANNED_METHODS)
+KNOWN_METHODS = tuple(_GENERATORS)
 
 METHOD_ALIASES = {
     "prompt_lookup": "ngram",
@@ -47,7 +46,7 @@ def resolve_candidate_generator(name: str) -> type:
     """The class of a method, imported on first use.
 
     Raises:
-        SpecConfigError: The name is unknown, or known but not available in this version.
+        SpecConfigError: The name is unknown.
     """
     name = METHOD_ALIASES.get(name, name)
     if name not in _GENERATORS:
@@ -71,7 +70,7 @@ def register_candidate_generator(name: str, generator: type) -> None:
     """
     from .base import CandidateGenerator
 
-    if name in _GENERATORS or name in METHOD_ALIASES or name in _PLANNED_METHODS:
+    if name in _GENERATORS or name in METHOD_ALIASES:
         raise SpecConfigError(f"spec_method='{name}' is taken. Register the candidate generator under another name.")
     if not (isinstance(generator, type) and issubclass(generator, CandidateGenerator)):
         raise SpecConfigError(
@@ -89,10 +88,6 @@ def unregister_candidate_generator(name: str) -> None:
 
 def _unknown_method(name: str) -> SpecConfigError:
     available = ", ".join(_GENERATORS)
-    if name in _PLANNED_METHODS:
-        return SpecConfigError(
-            f"spec_method='{name}' is not available in this version of hf_specdec. Available are: {available}."
-        )
     close = difflib.get_close_matches(str(name), [*KNOWN_METHODS, *_GENERATORS, *METHOD_ALIASES], n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""
     return SpecConfigError(f"Unknown spec_method='{name}'.{hint} Choose from: {available}.")

@@ -159,6 +159,11 @@ class CandidateGenerator(HfCandidateGenerator):
         """Loads what outlives a call: weights, caches. All checks of the checkpoint against the target happen here."""
         return None
 
+    @classmethod
+    def stock_assistant(cls, resources: Any) -> torch.nn.Module | None:
+        """A draft model that only transformers' own assisted decoding can drive, not this package's loop."""
+        return None
+
     def __init__(self, config: SpeculativeConfig, resources: Any, session: Session):
         self.config = config
         self.options = config.options

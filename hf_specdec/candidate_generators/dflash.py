@@ -396,11 +396,8 @@ def _sizes(config, network: DFlashNetwork) -> tuple[int, int]:
     Raises:
         SpecConfigError: More than the draft was trained for, or than the block has.
     """
-    trained, named, length = (
-        network.config.block_size,
-        config.options.dflash_block_size,
-        config.num_speculative_tokens,
-    )
+    trained, named = network.config.block_size, config.options.dflash_block_size
+    length = config.num_speculative_tokens
     least = trained - network.config.num_drafts(trained) + 1
     if named is not None and not least <= named <= trained:
         raise SpecConfigError(
@@ -437,7 +434,7 @@ def _num_steps(options: DFlashOptions, network: DFlashNetwork) -> int:
     if asked > trained:
         logger.warning_once(
             f"dflash_num_denoising_steps={asked}, and the draft was trained for {trained}. Drafts that have never "
-            "seen a known token in the place of a mask are accepted less often with more steps (measured: 6.0 tokens "
-            "per cycle with one step, 5.0 with three), and every step costs a forward."
+            "seen a known token in the place of a mask may be accepted less often with more steps (measured: 6.0 "
+            "tokens per cycle with one step, 5.0 with three), and every step costs a forward."
         )
     return asked

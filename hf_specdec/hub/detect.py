@@ -71,16 +71,34 @@ def _by_tensors(config: SpeculativeConfig, checkpoint: dict, method: str) -> str
         return method
 
 
+def reads_target_cache(draft_model: Any) -> bool:
+    """Whether a draft model of transformers works on the keys and values of its target."""
+    return getattr(getattr(draft_model, "config", None), "model_type", None) in _CACHE_READERS
+
+
+def is_cache_reader(config: SpeculativeConfig) -> bool:
+    """The same of the checkpoint `config.model`."""
+    return read_config(config).get("model_type") in _CACHE_READERS
+
+
 def _architecture(checkpoint: dict) -> str:
     names = checkpoint.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else ""
 
 
+# Parts of the names of classes that draft blocks. Those that are not supported are refused by name in loading.
+_BLOCK_DRAFTERS = ("DFlash", "DSpark", "MuseGlimmerAssistant", "Domino", "XPress", "LiLiCorr")
+
+# Model types of transformers whose only keys and values are their target's.
+_CACHE_READERS = ("gemma4_assistant", "gemma4_unified_assistant")
+
 # In this order: what marks a format, and its method. Draft heads come first, they may call themselves causal LMs.
 _FORMATS = (
+    (lambda c: c.get("model_type") in ("mtp", *_CACHE_READERS) or c.get("speculators_model_type") == "mtp", "mtp"),
     (lambda c: "medusa_num_heads" in c or c.get("model_type") == "medusa", "medusa"),
     (lambda c: c.get("model_type") == "mlp_speculator", "mlp_speculator"),
-    (lambda c: "dflash" in str(c.get("speculators_model_type", "")) or "DFlash" in _architecture(c), "dflash"),
+    (lambda c: c.get("speculators_model_type") in ("dflash", "dspark") or "dflash_config" in c, "dflash"),
+    (lambda c: any(name in _architecture(c) for name in _BLOCK_DRAFTERS), "dflash"),
     (lambda c: c.get("speculators_model_type") in ("eagle3", "peagle") or "Eagle3" in _architecture(c), "eagle3"),
     (lambda c: c.get("speculators_model_type") == "eagle" or c.get("model_type") == "eagle", "eagle"),
     (lambda c: "Eagle" in _architecture(c), "eagle"),

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from hf_specdec.errors import SpecConfigError
 
+from .dflash import DFlashRecipe
 from .draft_model import DraftModelRecipe
 from .eagle import Eagle1Recipe, Eagle3Recipe
 from .heads import MedusaRecipe, MLPSpeculatorRecipe
@@ -34,7 +35,7 @@ from .trainer import STATE_FOLDER, Checkpoints, TrainingOptions, check_identity,
 
 RECIPES: dict[str, type[Recipe]] = {
     recipe.method: recipe
-    for recipe in (DraftModelRecipe, MedusaRecipe, MLPSpeculatorRecipe, Eagle1Recipe, Eagle3Recipe)
+    for recipe in (DraftModelRecipe, MedusaRecipe, MLPSpeculatorRecipe, Eagle1Recipe, Eagle3Recipe, DFlashRecipe)
 }
 
 RESULT_FILE = "training.json"

@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig
-from hf_specdec.candidate_generators import available_methods
+from hf_specdec import CheckpointFormatError, SpeculativeConfig
 from tests.models import prompts, tiny_llama
 
 
@@ -34,15 +33,19 @@ def folder_with(tmp_path, config):
         # Without weights beside it, nothing tells a head from a model.
         ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "bias": False}, "draft_model"),
         ({"architectures": ["DFlashDraftModel"]}, "dflash"),
+        ({"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 1}, "dflash"),
+        ({"architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "draft_vocab_size": 9}, "dflash"),
+        ({"speculators_model_type": "dspark", "architectures": ["Qwen3ForCausalLM"]}, "dflash"),
+        ({"architectures": ["Qwen3DSparkModel"], "draft_vocab_size": 9}, "dflash"),
+        ({"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}, "dflash"),
+        ({"architectures": ["DominoDraftModel"]}, "dflash"),
+        ({"architectures": ["DFlashLagunaForCausalLM"]}, "dflash"),
+        ({"architectures": ["LagunaForCausalLM"], "dflash_config": {"mask_token_id": 3}}, "dflash"),
     ],
 )
 def test_method_of_a_config(tmp_path, config, method):
     folder = folder_with(tmp_path, config)
-    if method in available_methods():
-        assert SpeculativeConfig.resolve(str(folder)).method == method
-    else:
-        with pytest.raises(SpecConfigError, match=f"'{method}' is not available in this version"):
-            SpeculativeConfig.resolve(str(folder))
+    assert SpeculativeConfig.resolve(str(folder)).method == method
 
 
 HEADS = {

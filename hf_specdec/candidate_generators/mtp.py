@@ -1,0 +1,231 @@
+"""MTP: the target's own multi-token-prediction layers draft.
+
+DeepSeek-V3 (arXiv:2412.19437, section 2.2) and its successors have them; what a layer computes is in [`~models.mtp`].
+Two ways lead to more than one draft token:
+
+    reuse   one layer again and again, each time with the token it has drafted and the state it has left. Checkpoints
+            with one layer are run like this; it is how an EAGLE head drafts, and so are its trees
+    chain   layer j drafts token j + 1, as the layers were trained
+
+In a chain, layer j reads as its entry t the token t + 1 + j, so the last entries of all layers but the first contain
+drafted tokens, and are wrong if these are not accepted. They are read again together with the next ones.
+
+Shapes: R active rows, T entries, W entries of the window that is read again, h hidden size, K layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import SpecConfigError, UnsupportedModelError
+from ..hub import detect
+from ..models.draft_model import load_draft_model
+from ..models.mtp import MtpNetwork, fitting_network, load_mtp
+from ..token_trees import TokenTree
+from .base import Session
+from .eagle import (
+    DraftEntries,
+    DynamicTree,
+    EagleCandidateGenerator,
+    ExtrapolationOptions,
+    _last_of_each,
+    _upload,
+)
+
+
+@dataclass(frozen=True)
+class MtpOptions(ExtrapolationOptions):
+    """Options of `spec_method="mtp"`.
+
+    Raises:
+        SpecConfigError: A value is out of range.
+    """
+
+    mode: Literal["chain", "reuse"] | None = field(
+        default=None,
+        metadata={
+            "help": "`chain` drafts one token with each MTP layer, `reuse` all of them with the first layer, trees "
+            "among them. Left out, `chain` where the checkpoint has several layers."
+        },
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.mode not in (None, "chain", "reuse"):
+            raise SpecConfigError(f"`mode` must be 'chain' or 'reuse', got {self.mode!r}.")
+
+
+class MtpCandidateGenerator(EagleCandidateGenerator):
+    """Drafts with MTP layers: chains, and with one layer trees as well."""
+
+    options_class = MtpOptions
+    default_num_speculative_tokens = 3
+    prefers_trees = False
+    loaded_by = ("model", "revision", "subfolder", "dtype", "device", "quantization")
+
+    @classmethod
+    def load(cls, config, target_model, draft_model: torch.nn.Module | None = None) -> torch.nn.Module:
+        if draft_model is not None:
+            return (
+                draft_model if detect.reads_target_cache(draft_model) else fitting_network(draft_model, target_model)
+            )
+        if config.model is not None and detect.is_cache_reader(config):
+            return load_draft_model(config, target_model)
+        return load_mtp(config, target_model)
+
+    @classmethod
+    def stock_assistant(cls, resources: torch.nn.Module) -> torch.nn.Module | None:
+        return None if isinstance(resources, MtpNetwork) else resources
+
+    def __init__(self, config, resources: MtpNetwork, session: Session):
+        if not isinstance(resources, MtpNetwork):
+            raise UnsupportedModelError(
+                f"A {type(resources).__name__} reads the keys and values of its target, which only transformers' own "
+                "assisted decoding hands over. Pass it to generate(), as `assistant` or `spec_model`."
+            )
+        several = resources.config.num_layers > 1
+        self.mode = config.options.mode or ("chain" if several else "reuse")
+        super().__init__(config, resources, session)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.network.target.vocab_size
+
+    def make_plan(self) -> TokenTree | DynamicTree:
+        return super().make_plan() if self.mode == "reuse" else self._layer_chain()
+
+    def _layer_chain(self) -> TokenTree:
+        options, num_layers = self.options, self.network.config.num_layers
+        names = ("depth", "top_k", "total_tokens")
+        branching = next((name for name in names if getattr(options, name) is not None), None)
+        if self.config.speculative_token_tree:
+            branching = "speculative_token_tree"
+        if branching:
+            raise SpecConfigError(
+                f"`{branching}` is about trees, and the {num_layers} MTP layers draft a chain, one token each. Leave "
+                "it out, or set mode='reuse' to draft with the first layer alone."
+            )
+        length = self.config.num_speculative_tokens or num_layers
+        if length > num_layers:
+            self.session.notes.append(
+                f"{num_layers} draft tokens instead of {length}: each of the MTP layers drafts one; mode='reuse' "
+                "drafts more"
+            )
+        return TokenTree.chain(min(length, num_layers))
+
+    def make_entries(self, **slots) -> DraftEntries:
+        if self.mode == "reuse":
+            return super().make_entries(**slots)
+        return LayerEntries(self.network, self.plan.max_depth, **slots)
+
+
+class LayerEntries(DraftEntries):
+    """Keys and values of a chain of layers.
+
+    It is used like the entries of one layer: `read` takes what was committed, and a level of the draft is read by the
+    next layer, which has to read all entries since the last that is right in all layers: the window.
+
+    Args:
+        network (`MtpNetwork`): The layers.
+        depth (`int`): K, how many of them are used.
+        starts, offsets, capacity: As for one layer.
+    """
+
+    def __init__(self, network: MtpNetwork, depth: int, starts: list[int], offsets: list[int], capacity: int):
+        super().__init__(network, starts, offsets, capacity)
+        self.depth = depth
+        # The layer that has read the window last, the window's tokens and states, and what that layer has handed on.
+        self._layer = depth - 1
+        self._counts = [0] * len(starts)
+        self._tokens = torch.zeros((len(starts), 0), dtype=torch.long, device=self.device)
+        self._hidden = self._handed_on = None
+
+    def read(self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: list[int]):
+        tokens = tokens.to(self.device)
+        self._catch_up(tokens, counts)
+        # Entry t from the end, counted before these, was read by layer j with t - j drafted tokens too many.
+        again = [min(max(self.depth - new, 0), old) for new, old in zip(counts, self._counts)]
+        first = [old - count for old, count in zip(self._counts, again)]
+        self.cache.lengths = [length - count for length, count in zip(self.cache.lengths, again)]
+        if any(again):
+            window = _Window(first, self._counts, counts, self.device)
+            self._tokens, self._hidden = window.of(self._tokens, tokens), window.of(self._hidden, hidden)
+        else:
+            self._tokens, self._hidden = tokens, hidden
+        self._counts = [count + new for count, new in zip(again, counts)]
+        self._place()
+        outputs = self._read_layer(0, self._tokens, self._hidden)
+        self.cache.commit(self._counts)
+        return tuple(_from(output, again, tokens.shape[1]) for output in outputs)
+
+    def begin_draft(self, num_nodes: int) -> None:
+        self._shifted, self.num_read = self._tokens, 0
+
+    def read_nodes(self, tokens: torch.LongTensor, hidden: torch.Tensor, parents: torch.LongTensor):
+        """Reads the window with the next layer; the arguments are those of one node behind the one read before."""
+        self.num_read += 1
+        last = _upload(self._counts, self.device)[:, None] - 1
+        self._shifted = F.pad(self._shifted[:, 1:], (0, 1)).scatter(1, last, tokens.to(self.device))
+        outputs = self._read_layer(self._layer + 1, self._shifted, self._handed_on)
+        return tuple(_last_of_each(output, self._counts)[:, None] for output in outputs)
+
+    def keep_rows(self, keep: list[int]) -> None:
+        super().keep_rows(keep)
+        self._counts = [self._counts[row] for row in keep]
+        self._tokens = self._tokens[keep]
+        if self._hidden is not None:
+            self._hidden, self._handed_on = self._hidden[keep], self._handed_on[keep]
+
+    def _catch_up(self, tokens: torch.LongTensor, counts: list[int]) -> None:
+        """Lets the layers read the window that no draft has needed; what they lack of tokens will be read again."""
+        if self._layer == self.depth - 1:
+            return
+        ends = self.cache.lengths
+        self.cache.lengths = [end - count for end, count in zip(ends, self._counts)]
+        self._place()
+        known = _Window([0] * len(counts), self._counts, counts, self.device).of(self._tokens, tokens)
+        known, width = F.pad(known, (0, self.depth)), self._tokens.shape[1]
+        for layer in range(self._layer + 1, self.depth):
+            self._read_layer(layer, known[:, layer : layer + width], self._handed_on)
+        self.cache.lengths = ends
+
+    def _place(self) -> None:
+        """Prepares for reading the window behind each row's length."""
+        count = self._tokens.shape[1]
+        plan = self.cache.plan_write(count, self.device)
+        self._window_mask = self._mask_behind(self.cache.lengths, count, plan.columns)
+        self._window_positions = self._next_positions() + torch.arange(count, device=self.device)
+
+    def _read_layer(self, layer: int, tokens: torch.LongTensor, hidden: torch.Tensor):
+        outputs = self._forward(tokens, hidden, self._window_positions, self._window_mask, self.cache, layer)
+        self._layer, self._handed_on = layer, outputs[0]
+        return outputs
+
+
+class _Window:
+    """Entries `first[r]` to `ends[r]` of each row of an old tensor, and behind them the first `counts[r]` of a new."""
+
+    def __init__(self, first: list[int], ends: list[int], counts: list[int], device: torch.device):
+        # Numbers from -1 downwards stand for the entries of the new tensor.
+        rows = [[*range(begin, end), *range(-1, -count - 1, -1)] for begin, end, count in zip(first, ends, counts)]
+        self.size = max(map(len, rows))
+        self.index = _upload([row + [-1] * (self.size - len(row)) for row in rows], device)
+
+    def of(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        places = torch.where(self.index < 0, old.shape[1] - 1 - self.index, self.index)
+        rows = torch.arange(len(places), device=places.device)[:, None]
+        return torch.cat((old, new.to(old)), dim=1)[rows, places]
+
+
+def _from(values: torch.Tensor, first: Sequence[int], count: int) -> torch.Tensor:
+    """Entries `first[r]` to `first[r] + count` of each row of `(R, W, h)`, as far as there are any."""
+    if min(first) == max(first):
+        return values[:, first[0] : first[0] + count]
+    index = _upload(first, values.device)[:, None] + torch.arange(count, device=values.device)
+    rows = torch.arange(len(values), device=values.device)[:, None]
+    return values[rows, index.clamp(max=values.shape[1] - 1)]

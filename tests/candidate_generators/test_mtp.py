@@ -1,0 +1,684 @@
+"""MTP: the published drafts and runs, the target's text whatever is drafted, and drafts against recomputation."""
+
+import copy
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    Qwen2ForCausalLM,
+)
+
+from hf_specdec import SpecConfigError, SpeculativeConfig, Speculator, UnsupportedModelError, load_speculator, record
+from hf_specdec.candidate_generators import METHOD_ALIASES
+from hf_specdec.candidate_generators import eagle as eagle_module
+from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
+from hf_specdec.candidate_generators.eagle import DynamicTree
+from hf_specdec.candidate_generators.mtp import LayerEntries, MtpCandidateGenerator
+from hf_specdec.decoding.target import captured_states
+from hf_specdec.models.mtp import MtpNetwork, new_mtp
+from tests.candidate_generators.test_eagle import GREEDY, STATIC, drafts_of, feed, padded, plain_and_ours, rows_of
+from tests.models import prompts, tiny_llama
+from tests.statistics import chi_square_pvalue
+from tests.test_sampling import (
+    P_VALUE,
+    SETTINGS,
+    V,
+    exact_distribution,
+    no_drafts,
+    sample,
+    sampled_counts,
+    small_model,
+)
+
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "mtp"
+NAMES = sorted(path.name for path in FIXTURES.iterdir())
+# Their targets have recurrent layers, which verify chains only.
+HYBRID = ("qwen3_5", "qwen3_next")
+every_case = pytest.mark.parametrize("name", NAMES)
+every_mode = pytest.mark.parametrize("mode", ["chain", "reuse"])
+
+TREE = {"depth": 2, "top_k": 3, "total_tokens": 8}
+
+# Every way to draft.
+SHAPES = {
+    "default": {},
+    "layers": {"mode": "chain"},
+    "two_layers": {"mode": "chain", "num_speculative_tokens": 2},
+    "adaptive_layers": {"mode": "chain", "adaptive_threshold": 0.3},
+    "reuse": {"mode": "reuse", "num_speculative_tokens": 4},
+    "dynamic_tree": {"mode": "reuse", **TREE},
+    "static_tree": {"mode": "reuse", "speculative_token_tree": STATIC},
+}
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+
+
+@cache
+def published(name):
+    """Target, with its MTP layers in its own checkpoint, and expected tensors of a published case."""
+    # MiMo is Qwen2 with MTP layers, and no type of transformers.
+    cls = Qwen2ForCausalLM if name == "mimo" else AutoModelForCausalLM
+    target = cls.from_pretrained(FIXTURES / name / "target", dtype=torch.float32).eval()
+    target.generation_config.pad_token_id = 0
+    return target, load_file(FIXTURES / name / "expected.safetensors")
+
+
+def generator_for(network, batch_size, **options):
+    config = SpeculativeConfig("mtp", "loaded", **options)
+    return MtpCandidateGenerator(config, network, Session(batch_size, 256, torch.device("cpu")))
+
+
+def speculator_for(network, **options):
+    return Speculator(SpeculativeConfig("mtp", "loaded", **options), MtpCandidateGenerator, network)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_gradients():
+    """As in the loop: embedding and lm_head are the target's, which could be trained."""
+    with torch.no_grad():
+        yield
+
+
+class LogitsOf:
+    """The logits that a network computes while it drafts, one tensor `(R, V)` a step."""
+
+    def __init__(self, network, monkeypatch):
+        self.seen = []
+        compute = network.logits
+
+        def watched(output):
+            logits = compute(output)
+            if logits.dim() > 1:
+                self.seen.append(logits if logits.dim() == 2 else logits[:, 0])
+            return logits
+
+        monkeypatch.setattr(network, "logits", watched)
+
+    def take(self):
+        seen, self.seen = self.seen, []
+        return torch.stack(seen, dim=1)
+
+
+class TestPublishedDrafts:
+    """Each round is forced: so many drafts are accepted, and then comes another token."""
+
+    @every_case
+    @every_mode
+    def test_rounds(self, name, mode, monkeypatch):
+        target, expected = published(name)
+        drafted = self.rounds(target, expected, mode, [""], monkeypatch)
+        assert drafted >= 4
+
+    @every_case
+    @every_mode
+    def test_rounds_in_a_batch(self, name, mode, monkeypatch):
+        target, expected = published(name)
+        assert self.rounds(target, expected, mode, ["", "p2."], monkeypatch) == 2
+
+    def rounds(self, target, expected, mode, rows, monkeypatch):
+        names = [f"{row}{mode}" for row in rows]
+        network = load_speculator(target, "mtp").resources
+        depth = expected[f"{names[0]}.r0.logits"].shape[0]
+        generator = generator_for(network, len(rows), mode=mode, num_speculative_tokens=depth)
+        (key,) = generator.target_hidden_states
+        logits = LogitsOf(network, monkeypatch)
+        texts = [expected[f"{name}.r0.ids"] for name in names]
+        states = [expected[f"{name}.r0.hidden"] for name in names]
+        lengths = [len(text) - 1 for text in texts]
+        starts = [max(lengths) - length for length in lengths]
+        inputs = padded([text[:-1] for text in texts], left=True)
+        generator.prefill(Prompt(inputs, starts, {key: padded(states, left=True)}))
+        known, number = lengths, 0
+        while all(f"{name}.r{number}.ids" in expected for name in names):
+            texts = [expected[f"{name}.r{number}.ids"] for name in names]
+            new = [text[length:] for text, length in zip(texts, known)]
+            behind = [expected[f"{name}.r{number}.hidden"][-len(part) :] for name, part in zip(names, new)]
+            accepted = [len(part) - 1 for part in new]
+            if number:
+                assert accepted == [int(expected[f"{name}.r{number}.accepted"]) for name in names]
+            everything = list(range(len(rows)))
+            lists = [part.tolist() for part in new]
+            generator.observe(Commit(everything, padded(new, False), lists, accepted, {key: padded(behind, False)}))
+            known = list(map(len, texts))
+            found = drafts_of(generator, texts)
+            seen = logits.take()
+            for row, name in enumerate(names):
+                wanted = expected[f"{name}.r{number}.tokens"].tolist()
+                assert found[row] == [tuple(wanted[: step + 1]) for step in range(depth)]
+                torch.testing.assert_close(seen[row], expected[f"{name}.r{number}.logits"], atol=1e-4, rtol=1e-5)
+            number += 1
+        return number
+
+
+class TestPublishedRuns:
+    def run(self, name, mode, rows, **arguments):
+        target, expected = published(name)
+        texts = [expected[f"{row}prompt_ids"] for row in rows]
+        mask = padded([torch.ones_like(text) for text in texts], left=True)
+        depth = expected[f"{rows[0]}{mode}.trace.drafts"].shape[1]
+        speculative = {"method": "mtp", "mode": mode, "num_speculative_tokens": depth}
+        inputs = {"input_ids": padded(texts, left=True), "attention_mask": mask}
+        # Some tokens more, so that the room left does not limit the last drafts.
+        length = len(expected[f"{rows[0]}greedy_ids"]) + 10
+        with record(trace=True) as made:
+            output = target.generate(
+                **inputs, **{**GREEDY, "max_new_tokens": length}, **arguments, speculative=speculative
+            )
+        for index, row in enumerate(rows):
+            greedy = expected[f"{row}greedy_ids"]
+            assert torch.equal(output[index, mask.shape[1] :][: len(greedy)], greedy)
+            accepted = expected[f"{row}{mode}.trace.accepted"].tolist()
+            traces = rows_of(made.calls[0], index)[: len(accepted)]
+            assert [trace.num_accepted for trace in traces] == accepted
+            drafts = expected[f"{row}{mode}.trace.drafts"].tolist()
+            assert [trace.draft_tokens for trace in traces] == drafts
+
+    @every_case
+    @every_mode
+    def test_whole_run(self, name, mode):
+        self.run(name, mode, [""])
+
+    @every_case
+    @every_mode
+    def test_batch(self, name, mode):
+        self.run(name, mode, ["", "p2."])
+
+    @pytest.mark.parametrize("name", ["glm4_moe_k3", "mellum", "ernie4_5_moe"])
+    @every_mode
+    def test_prefill_in_chunks(self, name, mode, monkeypatch):
+        self.run(name, mode, ["", "p2."], prefill_chunk_size=5)
+        for size in (1, 2, 5):
+            monkeypatch.setattr(eagle_module, "_CHUNK_SIZE", size)
+            self.run(name, mode, ["", "p2."])
+
+
+def random_mtp(num_layers=3, seed=0):
+    """MTP layers of random weights for a tiny target."""
+    target = tiny_llama(seed)
+    network = new_mtp(target, num_layers)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.3)
+    return network.requires_grad_(False)
+
+
+class Row:
+    """A text that grows by what is drafted for it, with states of the target made up."""
+
+    def __init__(self, network, length, generator):
+        self.network, self.generator = network, generator
+        self.text = torch.randint(1, 64, (length + 1,), generator=generator)
+        self.states = torch.randn((length, 32), generator=generator)
+
+    def recomputed(self, depth):
+        """Drafts and their logits by definition: every layer reads the whole text."""
+        tokens, hidden, logits = self.text[1:][None], self.states[None], []
+        positions = torch.arange(len(self.states))[None]
+        for layer in range(depth):
+            hidden, output = self.network(tokens, hidden, positions, None, layer=layer)
+            logits.append(self.network.logits(output[0, -1]))
+            tokens = torch.cat((tokens[:, 1:], logits[-1].argmax()[None, None]), dim=1)
+        return torch.stack(logits).argmax(-1).tolist(), torch.stack(logits)
+
+    def extend(self, drafted, num_accepted, num_kept):
+        """Commits so many of the accepted drafts and the token behind them: its tokens, and the states they follow."""
+        bonus = torch.randint(1, 64, (1,), generator=self.generator)
+        new = torch.cat((torch.tensor(drafted[:num_accepted], dtype=torch.long), bonus))[:num_kept]
+        states = torch.randn((len(new), 32), generator=self.generator)
+        self.text, self.states = torch.cat((self.text, new)), torch.cat((self.states, states))
+        return new, states
+
+
+class TestLayersAgainstRecomputation:
+    """What several layers have read is right whatever was accepted, in rows that differ in everything."""
+
+    NETWORKS = {layers: random_mtp(layers) for layers in (1, 2, 3, 4)}
+
+    @settings(max_examples=40, deadline=None)
+    @given(
+        num_layers=st.integers(1, 4),
+        lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+        chunk_size=st.sampled_from([1, 2, 3, 1024]),
+        seed=st.integers(0, 10**6),
+    )
+    def test_any_run(self, num_layers, lengths, chunk_size, seed):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(eagle_module, "_CHUNK_SIZE", chunk_size)
+            self.run(num_layers, lengths, seed, monkeypatch)
+
+    def run(self, num_layers, lengths, seed, monkeypatch):
+        network, random = self.NETWORKS[num_layers], torch.Generator().manual_seed(seed)
+        rows = [Row(network, length, random) for length in lengths]
+        logits = LogitsOf(network, monkeypatch)
+        generator = generator_for(network, len(rows), mode="chain", adaptive_threshold=0.0)
+        assert isinstance(generator.make_entries(starts=[0], offsets=[0], capacity=4), LayerEntries)
+        starts = [max(lengths) - length for length in lengths]
+        states = {"last": padded([row.states for row in rows], left=True)}
+        generator.prefill(Prompt(padded([row.text[:-1] for row in rows], left=True), starts, states))
+        news = [(row.text[-1:], row.states[-1:]) for row in rows]
+
+        def below(most):
+            return int(torch.randint(0, most, (1,), generator=random))
+
+        for _ in range(6):
+            numbers = list(range(len(rows)))
+            tokens, states = (padded(parts, left=False) for parts in zip(*news))
+            lists = [new.tolist() for new, _ in news]
+            generator.observe(Commit(numbers, tokens, lists, [0] * len(rows), {"last": states}))
+            if below(4) == 0:
+                # Nothing was drafted before the next tokens.
+                news = [row.extend([], 0, 1) for row in rows]
+                continue
+            logits.take() if logits.seen else None
+            limits = [1 + below(num_layers) for _ in rows]
+            texts = [row.text for row in rows]
+            draft = generator.propose(DraftStep(numbers, tokens[:, 0], list(map(len, texts)), limits))
+            seen, drafts = logits.take(), draft.token_lists()
+            for index, row in enumerate(rows):
+                wanted, values = row.recomputed(limits[index])
+                torch.testing.assert_close(seen[index, : limits[index]], values, atol=1e-4, rtol=1e-4)
+                assert drafts[index] == wanted
+            news = []
+            for row, drafted in zip(rows, drafts):
+                accepted = below(len(drafted) + 1)
+                news.append(row.extend(drafted, accepted, 1 + below(accepted + 1)))
+            if len(rows) > 1 and below(3) == 0:
+                keep = [len(rows) - 1, *range(1, len(rows) - 1)]
+                # As in the loop, what was committed is known before rows leave.
+                tokens, states = (padded(parts, left=False) for parts in zip(*news))
+                lists = [new.tolist() for new, _ in news]
+                generator.observe(Commit(numbers, tokens, lists, [0] * len(rows), {"last": states}))
+                generator.keep_rows(keep)
+                rows = [rows[index] for index in keep]
+                news = [row.extend([], 0, 1) for row in rows]
+
+    def test_layers_that_no_draft_needed_catch_up(self, monkeypatch):
+        """An unlikely draft ends early; the layers behind it have read the text all the same when it goes on."""
+        network, random = self.NETWORKS[3], torch.Generator().manual_seed(0)
+        row = Row(network, 6, random)
+        generator = generator_for(network, 1, mode="chain")
+        generator.prefill(Prompt(row.text[None, :-1], [0], {"last": row.states[None]}))
+        new = row.text[-1:], row.states[-1:]
+        for threshold in (0.999, 0.999, 0.0, 0.999, 0.0):
+            generator.threshold = threshold
+            generator.observe(Commit([0], new[0][None], [new[0].tolist()], [0], {"last": new[1][None]}))
+            draft = generator.propose(DraftStep([0], row.text[-1:], [len(row.text)], [3])).token_lists()[0]
+            assert draft == row.recomputed(3)[0][: 1 if threshold else 3]
+            new = row.extend(draft, len(draft), len(draft) + 1)
+
+
+class TestTrees:
+    def test_dynamic_tree_by_definition(self):
+        """Every node of the tree has the logits that reading the whole text and its path gives."""
+        network, random = random_mtp(1), torch.Generator().manual_seed(3)
+        row = Row(network, 8, random)
+        generator = generator_for(network, 1, **TREE)
+        assert isinstance(generator.plan, DynamicTree)
+        states = [{"last": row.states}]
+        feed(generator, [row.text], states, (5,))
+        (paths,) = drafts_of(generator, [row.text])
+        assert len(paths) == TREE["total_tokens"] - 1
+        chances = {}
+
+        def grow(path, chance, tokens, hidden):
+            positions = torch.arange(tokens.shape[1])[None]
+            handed_on, output = network(tokens, hidden, positions, None)
+            best = network.logits(output[0, -1]).log_softmax(-1).topk(TREE["top_k"])
+            for value, token in zip(best.values.tolist(), best.indices.tolist()):
+                chances[(*path, token)] = chance + value
+                if len(path) < TREE["depth"]:
+                    following = torch.cat((tokens, torch.tensor([[token]])), dim=1)
+                    grow((*path, token), chance + value, following, torch.cat((hidden, handed_on[:, -1:]), dim=1))
+
+        grow((), 0.0, row.text[1:][None], row.states[None])
+        # Only the best of each level are continued, the best of all that were looked at are drafted.
+        continued = {()}
+        for depth in range(1, TREE["depth"] + 1):
+            level = [path for path in chances if len(path) == depth and path[:-1] in continued]
+            continued |= set(sorted(level, key=chances.get, reverse=True)[: TREE["top_k"]])
+        looked_at = [path for path in chances if path[:-1] in continued]
+        assert set(paths) == set(sorted(looked_at, key=chances.get, reverse=True)[: len(paths)])
+
+
+class TestGreedyEqualsPlain:
+    @pytest.mark.parametrize(
+        ("name", "kind"),
+        [
+            *(("glm4_moe_k3", kind) for kind in SHAPES),
+            *((name, kind) for name in NAMES for kind in ("default", "dynamic_tree") if name != "glm4_moe_k3"),
+        ],
+    )
+    @pytest.mark.parametrize("batch_size", [1, 4])
+    def test_text(self, name, kind, batch_size):
+        target, shape = published(name)[0], SHAPES[kind]
+        inputs = prompts(batch_size, length=9)
+        speculator = load_speculator(target, "mtp", **shape)
+        plain, ours, call = plain_and_ours(target, speculator, inputs)
+        assert torch.equal(ours, plain)
+        assert call.stats.num_accepted_tokens > 0
+        branches = "depth" in shape or "speculative_token_tree" in shape
+        assert any("chains instead of trees" in note for note in call.stats.notes) == (branches and name in HYBRID)
+
+    @every_mode
+    def test_short_prompts(self, mode):
+        """Shorter than the layers are many."""
+        target, _ = published("glm4_moe_k3")
+        speculator = load_speculator(target, "mtp", mode=mode)
+        for inputs in (prompts(1, 1), prompts(3, 1, padding=False), prompts(1, 2), prompts(3, 3)):
+            plain, ours, _ = plain_and_ours(target, speculator, inputs, max_new_tokens=12)
+            assert torch.equal(ours, plain)
+
+    @every_mode
+    def test_rows_that_end_apart(self, mode):
+        target, _ = published("glm4_moe_k3")
+        inputs = prompts(3)
+        text = target.generate(**inputs, **GREEDY)
+        eos = sorted({int(text[row, 10 + 5 * row]) for row in range(3)})
+        speculator = load_speculator(target, "mtp", mode=mode)
+        plain, ours, call = plain_and_ours(target, speculator, inputs, eos_token_id=eos, pad_token_id=0)
+        assert torch.equal(ours, plain)
+        assert len({len(cycle.rows) for cycle in call.cycles}) > 1
+
+    @every_mode
+    @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 5])
+    def test_max_new_tokens(self, mode, max_new_tokens):
+        target, _ = published("glm4_moe_k3")
+        speculator = load_speculator(target, "mtp", mode=mode)
+        plain, ours, _ = plain_and_ours(target, speculator, prompts(3), max_new_tokens=max_new_tokens)
+        assert torch.equal(ours, plain)
+
+    @every_mode
+    def test_processors_that_hold_rows_together(self, mode):
+        target, _ = published("glm4_moe_k3")
+        speculator = load_speculator(target, "mtp", mode=mode)
+        for arguments in ({"repetition_penalty": 1.2}, {"logits_processor": [lambda input_ids, scores: scores]}):
+            plain, ours, call = plain_and_ours(target, speculator, prompts(3), **arguments)
+            assert torch.equal(ours, plain)
+            assert call.stats.num_accepted_tokens > 0
+
+    @every_mode
+    def test_continued_cache_and_embeddings(self, mode):
+        target, _ = published("glm4_moe_k3")
+        speculator = load_speculator(target, "mtp", mode=mode)
+        inputs = prompts(1, length=12)
+        continued = DynamicCache()
+        with torch.no_grad():
+            target(inputs["input_ids"][:, :8], past_key_values=continued)
+        plain = target.generate(**inputs, **GREEDY, past_key_values=copy.deepcopy(continued))
+        assert torch.equal(target.generate(**inputs, **GREEDY, past_key_values=continued, assistant=speculator), plain)
+        embeds = target.get_input_embeddings()(inputs["input_ids"]).detach()
+        call = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}
+        plain, ours, _ = plain_and_ours(target, speculator, call)
+        assert torch.equal(ours, plain)
+
+    @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5", "ernie4_5_moe"])
+    def test_half_precision(self, name):
+        target = copy.deepcopy(published(name)[0]).to(torch.bfloat16)
+        for dtype in (None, "float32"):
+            with record() as made:
+                speculative = {"method": "mtp", **({"dtype": dtype} if dtype else {})}
+                target.generate(**prompts(2), **GREEDY, speculative=speculative)
+            assert made.calls[0].stats.num_accepted_tokens > 0
+
+    def test_stock_assisted_decoding(self):
+        target, _ = published("glm4_moe_k3")
+        plain = target.generate(**prompts(1), **GREEDY)
+        for mode in ("chain", "reuse"):
+            generator = load_speculator(target, "mtp", mode=mode).candidate_generator(
+                Session(1, 37, torch.device("cpu"))
+            )
+            ids = prompts(1)["input_ids"]
+            matches = []
+            with torch.no_grad():
+                output = target(ids, output_hidden_states=True)
+                ids = torch.cat((ids, output.logits[:, -1:].argmax(-1)), dim=1)
+                for _ in range(6):
+                    candidates, _ = generator.get_candidates(ids, model_outputs=output)
+                    before = ids.shape[1]
+                    output = target(candidates, output_hidden_states=True)
+                    choices = output.logits[0, before - 1 :].argmax(-1)
+                    same = (choices[:-1] == candidates[0, before:]).int().cumprod(0).sum()
+                    matches.append(int(same))
+                    output.hidden_states = tuple(state[:, before - 1 :] for state in output.hidden_states)
+                    ids = torch.cat((ids, choices[None, : same + 1]), dim=1)
+                    generator.update_candidate_strategy(ids, None, matches[-1])
+            assert torch.equal(ids[0, :20], plain[0, :20])
+            assert sum(matches) > 0
+
+
+@torch.enable_grad()
+@torch.enable_grad()
+def small_mtp(num_layers=2):
+    """MTP layers for the small model of the sampling tests, whose drafts are better than chance."""
+    target = small_model()
+    torch.manual_seed(0)
+    network = new_mtp(target, num_layers)
+    text = torch.randint(0, V, (16, 12))
+    with torch.no_grad(), captured_states(target, network.target_hidden_states) as states:
+        wanted = target(text).logits.softmax(-1)
+    hidden = network.fuse(states)[:, :-1]
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
+    for _ in range(30):
+        handed_on, loss = hidden, 0.0
+        for layer in range(num_layers):
+            tokens = text[:, 1 + layer :]
+            handed_on, output = network(
+                tokens, handed_on[:, : tokens.shape[1]], torch.arange(tokens.shape[1])[None], None, layer=layer
+            )
+            laws = network.logits(output).log_softmax(-1)
+            loss = loss - (wanted[:, 1 + layer :] * laws).sum(-1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return network.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def network():
+    return small_mtp()
+
+
+class TestSampling:
+    @every_shape
+    def test_text_depends_on_the_seed_alone(self, shape):
+        target, _ = published("glm4_moe_k3")
+        inputs = prompts(4)
+        ours = sample(target, inputs, assistant=load_speculator(target, "mtp", **shape))
+        assert torch.equal(ours, sample(target, inputs, assistant=no_drafts()))
+
+    @pytest.mark.parametrize("shape", [{"mode": "chain"}, {"mode": "reuse", **TREE}], ids=["chain", "tree"])
+    @pytest.mark.parametrize("law", ["plain", "repetition_penalty_and_top_p"])
+    def test_chosen_drafts_keep_the_distribution(self, network, law, shape):
+        counts, stats = sampled_counts(SETTINGS[law], speculator_for(network, **shape))
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS[law])) > P_VALUE
+        assert stats.num_accepted_tokens > 300
+
+    @every_mode
+    @pytest.mark.parametrize("rule", ["standard", "block"])
+    def test_drawn_drafts_keep_the_distribution(self, network, mode, rule):
+        speculator = speculator_for(
+            network, mode=mode, draft_sample_method="probabilistic", rejection_sample_method=rule
+        )
+        counts, stats = sampled_counts(SETTINGS["plain"], speculator)
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS["plain"])) > P_VALUE
+        assert stats.num_accepted_tokens > 300
+
+    def test_fails_for_drafts_that_lie_about_their_law(self, network, monkeypatch):
+        propose = MtpCandidateGenerator.propose
+
+        def lying(self, step):
+            draft = propose(self, step)
+            if draft.probs is not None:
+                draft.probs = torch.full_like(draft.probs, 1 / V)
+            return draft
+
+        monkeypatch.setattr(MtpCandidateGenerator, "propose", lying)
+        speculator = speculator_for(network, draft_sample_method="probabilistic")
+        counts, _ = sampled_counts(SETTINGS["plain"], speculator)
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS["plain"])) < 1e-6
+
+
+class TestSettings:
+    def test_mode_by_the_checkpoint(self):
+        cases = {"glm4_moe_k3": ("chain", 3), "glm4_moe": ("reuse", 3)}
+        for name, (mode, length) in cases.items():
+            network = load_speculator(published(name)[0], "mtp").resources
+            generator = generator_for(network, 1)
+            assert (generator.mode, generator.num_speculative_tokens) == (mode, length)
+
+    def test_a_chain_is_no_longer_than_the_layers_are_many(self):
+        network = load_speculator(published("glm4_moe_k3")[0], "mtp").resources
+        generator = generator_for(network, 1, num_speculative_tokens=5)
+        assert generator.num_speculative_tokens == 3
+        (note,) = generator.session.notes
+        assert "3 draft tokens instead of 5" in note
+        assert generator_for(network, 1, num_speculative_tokens=5, mode="reuse").num_speculative_tokens == 5
+
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({"mode": "parallel"}, "`mode`.*'chain'"),
+            ({"depth": -1}, "`depth`"),
+            ({"adaptive_threshold": 1.0}, "`adaptive_threshold`"),
+        ],
+    )
+    def test_options_out_of_range(self, options, match):
+        with pytest.raises(SpecConfigError, match=match):
+            SpeculativeConfig("mtp", **options)
+
+    @pytest.mark.parametrize("options", [{"top_k": 3}, {"speculative_token_tree": [(0,), (1,)]}])
+    def test_trees_of_several_layers(self, options):
+        network = load_speculator(published("glm4_moe_k3")[0], "mtp").resources
+        with pytest.raises(SpecConfigError, match=f"`{next(iter(options))}`.*3 MTP layers.*mode='reuse'"):
+            generator_for(network, 1, **options)
+
+    def test_old_names(self):
+        aliases = [name for name, method in METHOD_ALIASES.items() if method == "mtp"]
+        assert len(aliases) == 7
+        for alias in aliases:
+            assert SpeculativeConfig(alias).method == "mtp"
+
+    def test_loads_once(self, monkeypatch):
+        target, _ = published("mimo")
+        first = load_speculator(target, "mtp").resources
+        monkeypatch.setattr(MtpCandidateGenerator, "load", None)
+        for options in ({"mode": "chain"}, {"mode": "reuse", "num_speculative_tokens": 2}, TREE):
+            assert load_speculator(target, "mtp", **options).resources is first
+
+    def test_network_as_an_object(self):
+        target = tiny_llama()
+        network = random_mtp(1)
+        plain = target.generate(**prompts(2), **GREEDY)
+        assert torch.equal(target.generate(**prompts(2), **GREEDY, spec_model=network), plain)
+        with pytest.raises(SpecConfigError, match="is for method='mtp'"):
+            target.generate(**prompts(2), **GREEDY, spec_method="eagle", spec_model=network)
+        with pytest.raises(SpecConfigError, match="an MtpNetwork, got a Linear"):
+            load_speculator(target, "mtp", draft_model=torch.nn.Linear(2, 2))
+        other = tiny_llama(hidden_size=16)
+        with pytest.raises(SpecConfigError, match="hidden_size=32.*hidden_size=16"):
+            load_speculator(other, "mtp", draft_model=network)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A tiny Gemma 4 and an assistant for it."""
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "sliding_window": 8,
+        "initializer_range": 0.5,
+        "max_position_embeddings": 256,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    layers = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 2}
+    torch.manual_seed(0)
+    target = Gemma4ForCausalLM(Gemma4TextConfig(**sizes, **layers)).eval()
+    layers = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 4}
+    text_config = Gemma4TextConfig(**sizes, enable_moe_block=False, **layers)
+    config = Gemma4AssistantConfig(text_config=text_config, backbone_hidden_size=32)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        modes = getattr(Gemma4TextConfig, "kv_sharing_modes", None)
+        if modes is not None:
+            # Some versions of transformers refuse to build any assistant: no layer of its own has keys to share.
+            def shared(config):
+                is_whole = config.num_kv_shared_layers == config.num_hidden_layers
+                return ["reuse"] * config.num_hidden_layers if is_whole else modes.fget(config)
+
+            monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(shared))
+        yield target, Gemma4AssistantForCausalLM(config).eval()
+
+
+class TestAssistantsThatReadTheCache:
+    """Gemma 4's assistants, which transformers drives itself."""
+
+    def forwards(self, assistant, monkeypatch):
+        seen, forward = [], assistant.forward
+
+        def counting(*args, **kwargs):
+            seen.append(1)
+            return forward(*args, **kwargs)
+
+        monkeypatch.setattr(assistant, "forward", counting)
+        return seen
+
+    def test_assistant(self, pair, monkeypatch):
+        target, assistant = pair
+        inputs = {"input_ids": prompts(1)["input_ids"], "attention_mask": prompts(1)["attention_mask"]}
+        plain = target.generate(**inputs, **GREEDY)
+        own, counts = assistant.generation_config.num_assistant_tokens, []
+        for length in (1, 4):
+            with monkeypatch.context() as patch:
+                seen = self.forwards(assistant, patch)
+                ours = target.generate(**inputs, **GREEDY, assistant=assistant, num_speculative_tokens=length)
+            assert torch.equal(ours, plain)
+            counts.append(len(seen))
+        assert 0 < counts[0] < counts[1]
+        assert torch.equal(target.generate(**inputs, **GREEDY, spec_method="mtp", spec_model=assistant), plain)
+        assert assistant.generation_config.num_assistant_tokens == own
+
+    def test_checkpoint(self, pair, tmp_path):
+        target, assistant = pair
+        assistant.save_pretrained(tmp_path)
+        plain = target.generate(**prompts(1), **GREEDY)
+        assert torch.equal(target.generate(**prompts(1), **GREEDY, spec_model=str(tmp_path)), plain)
+
+    def test_what_does_not_work(self, pair):
+        target, assistant = pair
+        with pytest.raises(SpecConfigError, match="one row.*the batch has 2"):
+            target.generate(**prompts(2), **GREEDY, assistant=assistant)
+        speculator = load_speculator(target, draft_model=assistant)
+        with pytest.raises(UnsupportedModelError, match="Gemma4AssistantForCausalLM.*Pass it to generate"):
+            speculator.candidate_generator(Session(1, 100, torch.device("cpu")))
+
+
+def test_the_network_is_not_the_targets():
+    """Neither target nor network holds the other's weights."""
+    target, _ = published("glm4_moe_k3")
+    network = load_speculator(target, "mtp").resources
+    assert isinstance(network, MtpNetwork)
+    shared = {parameter.data_ptr() for parameter in target.parameters()}
+    assert shared.isdisjoint(parameter.data_ptr() for parameter in network.parameters())
+    assert not any("embed" in name or "lm_head" in name for name in network.state_dict())
+    assert not any(parameter.requires_grad for parameter in network.parameters())

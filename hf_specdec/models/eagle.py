@@ -85,6 +85,10 @@ class EagleNetwork(nn.Module):
         return EagleLayer(self.config, parts, index)
 
     @property
+    def spec_method(self) -> str:
+        return self.config.method
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.layers[0].mlp.down_proj.weight.dtype
 
@@ -283,11 +287,17 @@ class FirstEagle3Layer(EagleLayer):
 
 
 class _TargetParts:
-    """Embedding and lm_head of a target. No module, so that they do not become part of the head."""
+    """
+    Embedding and lm_head of a target. No module, so that they do not become part of the head; copies of a head share
+    them.
+    """
 
     def __init__(self, target_model: nn.Module):
         self.embedding = target_model.get_input_embeddings()
         self.head = target_model.get_output_embeddings()
+
+    def __deepcopy__(self, memo: dict) -> _TargetParts:
+        return self
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         weight = self.head.weight

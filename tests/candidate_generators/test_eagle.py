@@ -844,10 +844,12 @@ class TestSettings:
         inputs = prompts(2)
         with record() as made:
             ours = target.generate(**inputs, **GREEDY, spec_method="eagle3", spec_model=network)
+            alone = target.generate(**inputs, **GREEDY, assistant=network)
         assert torch.equal(ours, target.generate(**inputs, **GREEDY))
-        assert made.calls[0].stats.num_accepted_tokens > 0
+        assert torch.equal(alone, ours)
+        assert all(call.stats.num_accepted_tokens > 0 for call in made.calls)
         for options, draft, match in (
-            ({"method": "eagle"}, network, "is for spec_method='eagle3', got 'eagle'"),
+            ({"method": "eagle"}, network, "Eagle3Network, which is for method='eagle3'"),
             ({"method": "eagle3"}, torch.nn.Linear(2, 2), "drafts with an EagleNetwork, got a Linear"),
             ({"method": "eagle3", "aux_layer_ids": [2]}, network, r"\[2\] is about loading a head.*states \[0, 1\]"),
             ({"method": "eagle3"}, head("eagle3", 48, VOCAB_SIZE), "hidden_size=48, 64 tokens.*has 32, 64 and 2"),

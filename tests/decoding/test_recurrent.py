@@ -16,6 +16,8 @@ from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.recurrent import mixers
 from hf_specdec.decoding.target import SlotModel, model_profile
 from hf_specdec.drafts import chain_topology
+from hf_specdec.training.dflash import DFlashRecipe
+from hf_specdec.training.eagle import Eagle3Recipe
 from tests.architectures import tiny_model
 from tests.scripted import scripted_speculator
 
@@ -208,7 +210,13 @@ def scripted(model, batch_size: int, **script):
 def test_methods_equal_plain_generate(models, name, batch_size):
     model, expected = models(name), plain(models(name), batch_size)
     settings = {"return_dict_in_generate": True, "max_new_tokens": 20, "do_sample": False}
-    for method in ({"spec_method": "ngram"}, {"assistant": tiny_model("llama"), "num_speculative_tokens": 3}):
+    block_drafter = DFlashRecipe(block_size=4, num_layers=1, target_layer_ids=(0, 1)).build(model)
+    for method in (
+        {"spec_method": "ngram"},
+        {"assistant": tiny_model("llama"), "num_speculative_tokens": 3},
+        {"assistant": block_drafter.eval()},
+        {"assistant": Eagle3Recipe(aux_layer_ids=(0, 1)).build(model).eval()},
+    ):
         output = hf_specdec.generate(model, **inputs(batch_size), **settings, **method)
         assert output.sequences.tolist() == expected.tolist()
         assert output.speculative.num_draft_tokens > 0

@@ -533,13 +533,14 @@ def _method_option(*methods: str, flag: str | None = None, **settings) -> Any:
 
 
 _MEDUSA, _MLP, _DRAFT, _EAGLE, _EAGLE3 = "medusa", "mlp_speculator", "draft_model", "eagle", "eagle3"
-_DFLASH = "dflash"
+_DFLASH, _MTP = "dflash", "mtp"
 
 
 @app.command("train")
 def train_command(
     method: Annotated[
-        str, typer.Argument(help="medusa, mlp_speculator, eagle, eagle3, dflash or draft_model.", show_default=False)
+        str,
+        typer.Argument(help="medusa, mlp_speculator, eagle, eagle3, dflash, mtp or draft_model.", show_default=False),
     ],
     target: Annotated[
         str, typer.Option("--target", "-t", help="Target model: a repo id or a folder; 'demo' is the embedded one.")
@@ -592,7 +593,7 @@ def train_command(
         bool | None,
         _training_option(
             "--muon/--no-muon",
-            help="Muon for hidden matrices. Left out: for draft models, eagle, eagle3 and dflash.",
+            help="Muon for hidden matrices. Left out: for draft models, eagle, eagle3, dflash and mtp.",
             show_default=False,
         ),
     ] = None,
@@ -649,6 +650,7 @@ def train_command(
             _EAGLE,
             _EAGLE3,
             _DFLASH,
+            _MTP,
             help="Weight of a draft's loss relative to the one before (0.8; mlp_speculator: 0.9; dflash: 0.87).",
         ),
     ] = None,
@@ -666,12 +668,14 @@ def train_command(
         _method_option(
             _EAGLE,
             _EAGLE3,
-            help="Steps in the head's own states that it is trained on (6; eagle: 1, with more it is HASS).",
+            _MTP,
+            help="Steps in the draft's own states that it is trained on (6; mtp: 4; eagle: 1, with more it is HASS).",
             min=1,
         ),
     ] = None,
     intermediate_size: Annotated[
-        int | None, _method_option(_EAGLE, _EAGLE3, _DFLASH, help="Width of the MLPs (0: the target's).", min=0)
+        int | None,
+        _method_option(_EAGLE, _EAGLE3, _DFLASH, _MTP, help="Width of the MLPs (0: the target's).", min=0),
     ] = None,
     token_weight: Annotated[
         float | None,

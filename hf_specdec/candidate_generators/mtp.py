@@ -46,6 +46,13 @@ class MtpOptions(ExtrapolationOptions):
         SpecConfigError: A value is out of range.
     """
 
+    adaptive_threshold: float = field(
+        default=0.0,
+        metadata={
+            "help": "A row's draft is not continued behind nodes whose probability, along the whole path, is at most "
+            "this. 0 always drafts the full depth."
+        },
+    )
     mode: Literal["chain", "reuse"] | None = field(
         default=None,
         metadata={

@@ -287,10 +287,7 @@ class FirstEagle3Layer(EagleLayer):
 
 
 class _TargetParts:
-    """
-    Embedding and lm_head of a target. No module, so that they do not become part of the head; copies of a head share
-    them.
-    """
+    """Embedding and lm_head of a target. No module: they are no part of the head, and copies of a head share them."""
 
     def __init__(self, target_model: nn.Module):
         self.embedding = target_model.get_input_embeddings()

@@ -33,7 +33,7 @@ from ..errors import CheckpointFormatError, SpecConfigError, UnsupportedModelErr
 from .checkpoint import WEIGHT_FILES, Checkpoint, head_placement, hidden_size
 from .draft_model import vocabulary_size
 from .eagle import _TargetParts
-from .mtp_formats import MTP_LAYOUT, MtpCheckpoint, MtpConfig, stored_tensors
+from .mtp_formats import MTP_LAYOUT, WIDTH_KEY, MtpCheckpoint, MtpConfig, stored_tensors
 
 
 if TYPE_CHECKING:
@@ -84,12 +84,14 @@ class MtpNetwork(nn.Module):
     Attributes:
         target_hidden_states (`tuple`): The key of the target's state that `fuse` takes, see [`captured_states`].
         span (`Span`): How far back the layers look.
+        token_ids (`None`): Draft and target have one vocabulary.
 
     Raises:
         UnsupportedModelError: Targets of this model type are not supported.
     """
 
     spec_method = "mtp"
+    token_ids = None
 
     def __init__(self, config: MtpConfig, target_model: nn.Module):
         check_family(target_model)
@@ -98,7 +100,7 @@ class MtpNetwork(nn.Module):
         self.target = TargetSizes.of(target_model)
         num_target_layers = len(decoder_layers(target_model))
         self.target_hidden_states: tuple = (num_target_layers if config.layout.before_norm else "last",)
-        parts = _layer_config(target_model, config.num_layers)
+        parts = _layer_config(target_model, config)
         self.span = _span(parts)
         size, norm = parts.hidden_size, type(target_model.get_decoder().norm)
 
@@ -223,6 +225,8 @@ class MtpNetwork(nn.Module):
             "hidden_size": self.target.hidden_size,
             "vocab_size": self.target.vocab_size,
         }
+        if self.config.intermediate_size:
+            config[WIDTH_KEY] = self.config.intermediate_size
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -272,9 +276,8 @@ class _SharedParts(_TargetParts):
         decoder = target_model.get_decoder()
         self.norm, self.rotary = decoder.norm, decoder.rotary_emb
         self._names_types = "layer_type" in inspect.signature(self.rotary.forward).parameters
-        config = target_model.config.get_text_config(decoder=True)
-        # Of multimodal targets every token has three positions, of text the same ones.
-        self._has_sections = "mrope_section" in (getattr(config, "rope_parameters", None) or {})
+        # In multimodal targets a token has three positions; of text they are the same.
+        self._has_sections = hasattr(self.rotary, "mrope_section")
 
     def angles(self, like: torch.Tensor, positions: torch.LongTensor, layer_type: str | None):
         positions = positions.expand(3, -1, -1) if self._has_sections else positions
@@ -299,17 +302,19 @@ def _model_type(target_model: nn.Module) -> str:
     return target_model.config.get_text_config(decoder=True).model_type
 
 
-def _layer_config(target_model: nn.Module, num_layers: int) -> Any:
+def _layer_config(target_model: nn.Module, mtp: MtpConfig) -> Any:
     """The target's config, with what it says of single layers said of the MTP layers."""
     config = copy.deepcopy(target_model.config.get_text_config(decoder=True))
     for name, (own, default) in _LAYER_LISTS.items():
         if getattr(config, name, None):
             default = "sliding_attention" if name == "layer_types" and config.model_type in _SLIDING else default
             given = getattr(config, own, None) or [default]
-            setattr(config, name, [given[j % len(given)] for j in range(num_layers)])
+            setattr(config, name, [given[j % len(given)] for j in range(mtp.num_layers)])
     if hasattr(config, "first_k_dense_replace"):
         # MTP layers have experts in every family that has them in most layers.
         config.first_k_dense_replace = 0
+    if mtp.intermediate_size:
+        config.intermediate_size = mtp.intermediate_size
     config._attn_implementation = NAME
     return config
 
@@ -320,12 +325,13 @@ def _span(config: Any) -> Span:
     return Span("sliding", window) if kinds == {"sliding_attention"} and window else FULL
 
 
-def new_mtp(target_model: nn.Module, num_layers: int = 1) -> MtpNetwork:
+def new_mtp(target_model: nn.Module, num_layers: int = 1, intermediate_size: int | None = None) -> MtpNetwork:
     """MTP layers to be trained, in the `mtp` layout: copies of the target's last layer behind a random projection.
 
     Args:
         target_model (`PreTrainedModel`): The target, not quantised. Its random state decides nothing; torch's does.
         num_layers (`int`): K.
+        intermediate_size (`int`, *optional*): Width of dense MLPs, which then are the first part of the target's.
 
     Returns:
         [`MtpNetwork`] in the target's dtype and on its device, its parameters requiring gradients.
@@ -334,9 +340,9 @@ def new_mtp(target_model: nn.Module, num_layers: int = 1) -> MtpNetwork:
         UnsupportedModelError: Targets of this model type are not supported, or none of its layers can be copied.
     """
     check_family(target_model)
-    network = MtpNetwork(MtpConfig(MTP_LAYOUT, num_layers), target_model)
+    network = MtpNetwork(MtpConfig(MTP_LAYOUT, num_layers, intermediate_size=intermediate_size), target_model)
     wanted = _shapes(network.layers[0])
-    fitting = (layer for layer in reversed(decoder_layers(target_model)) if _shapes(layer) == wanted)
+    fitting = (layer for layer in reversed(decoder_layers(target_model)) if _can_be_cut(_shapes(layer), wanted))
     source = next(fitting, None)
     if source is None:
         raise UnsupportedModelError(
@@ -344,7 +350,8 @@ def new_mtp(target_model: nn.Module, num_layers: int = 1) -> MtpNetwork:
             "the text, experts if the family has them, no quantised weights. Load a target that has one, as it is."
         )
     for layer in network.layers:
-        layer.load_state_dict(source.state_dict())
+        parts = {name: tensor[tuple(map(slice, wanted[name]))] for name, tensor in source.state_dict().items()}
+        layer.load_state_dict(parts)
     network.norm[0].load_state_dict(target_model.get_decoder().norm.state_dict())
     return network.to(next(source.parameters()).device, target_model.dtype)
 
@@ -418,6 +425,14 @@ def fitting_network(network: nn.Module, target_model: nn.Module) -> MtpNetwork:
     if found != target:
         raise SpecConfigError(f"The MTP layers were made for {found}, and the target is {target}. Pass fitting ones.")
     return network.attach(target_model)
+
+
+def _can_be_cut(shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> bool:
+    """Whether tensors of these shapes have those wanted as their first parts."""
+    if shapes.keys() != wanted.keys():
+        return False
+    pairs = [(shape, wanted[name]) for name, shape in shapes.items()]
+    return all(len(shape) == len(size) and all(map(int.__ge__, shape, size)) for shape, size in pairs)
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -36,6 +36,9 @@ _SCALE = "_scale_inv"
 
 _COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
+# Of layers that this package has trained with narrower MLPs than the target's.
+WIDTH_KEY = "mtp_intermediate_size"
+
 
 @dataclass(frozen=True)
 class MtpLayout:
@@ -160,11 +163,13 @@ class MtpConfig:
         layout (`MtpLayout`): Where they come from, and with it what is computed around them.
         num_layers (`int`): K.
         has_bias (`bool`): The projections have a bias.
+        intermediate_size (`int`, *optional*): Width of dense MLPs, where it is not that of the target's.
     """
 
     layout: MtpLayout = MTP_LAYOUT
     num_layers: int = 1
     has_bias: bool = False
+    intermediate_size: int | None = None
 
     @property
     def num_projections(self) -> int:
@@ -196,7 +201,8 @@ class MtpCheckpoint:
                 f"'{checkpoint.name}' has {count} MTP layers by its config.json, and tensors of those with the "
                 f"numbers {sorted(found)}. Pass a complete checkpoint."
             )
-        self.config = MtpConfig(self.layout, count, "eh_proj.0.bias" in self.stored)
+        width = checkpoint.config.get(WIDTH_KEY)
+        self.config = MtpConfig(self.layout, count, "eh_proj.0.bias" in self.stored, width)
 
     def _recognised(self) -> tuple[MtpLayout, dict[str, str]]:
         """The layout, and the stored name of each tensor by its name here."""

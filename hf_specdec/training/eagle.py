@@ -11,7 +11,6 @@ Shapes as in `recipe.py`; U tokens that the draft knows, h its hidden size, C = 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_specdec.decoding.masks import FULL, Span
 from hf_specdec.decoding.target import decoder_layers
 from hf_specdec.errors import SpecConfigError
 from hf_specdec.models.checkpoint import hidden_size
@@ -42,10 +42,9 @@ from .recipe import (
 
 
 class EagleRecipe(Recipe):
-    """What both have in common: cycles that walk on in the network's own states."""
+    """What networks have in common whose cycles walk on in their own states."""
 
     ttt_steps: int
-    num_layers: int
     intermediate_size: int
     head_decay: float
     kl_weight: float
@@ -57,7 +56,6 @@ class EagleRecipe(Recipe):
 
     def _check_common(self) -> None:
         check_at_least("ttt_steps", self.ttt_steps)
-        check_at_least("num_layers", self.num_layers)
         check_at_least("intermediate_size", self.intermediate_size, 0)
         check_share("head_decay", self.head_decay)
         check_share("kl_weight", self.kl_weight)
@@ -71,18 +69,18 @@ class EagleRecipe(Recipe):
         if self.kl_weight:
             check_plain_head(target, "`kl_weight`")
 
-    @abstractmethod
     def step_loss(
         self, network: EagleNetwork, fed: torch.Tensor, token_loss: torch.Tensor, states: torch.Tensor
     ) -> torch.Tensor:
         """
-        The loss of a step from that of its tokens.
+        The loss of a step from that of its tokens; by default this.
 
         Args:
             fed (`torch.Tensor` of shape `(N, h)`): What the network feeds back at the places that count.
             token_loss (`torch.Tensor`): Mean loss of the tokens predicted there.
             states (`torch.Tensor` of shape `(N, H)`): The target's last states that `fed` stands for.
         """
+        return token_loss
 
     def loss(self, network: EagleNetwork, reading: Reading) -> torch.Tensor:
         # Every process must take part in the step, also with rows in which nothing counts.
@@ -117,7 +115,8 @@ class EagleRecipe(Recipe):
                     target_logits = target_logits[:, network.token_ids]
             return draft_loss(network.logits(output[rows]), labels[rows], target_logits, self.kl_weight).sum()
 
-        return sum_over_chunks(chunk_loss, len(labels), network.config.draft_vocab_size) / len(labels)
+        vocab_size = reading.vocab_size if network.token_ids is None else len(network.token_ids)
+        return sum_over_chunks(chunk_loss, len(labels), vocab_size) / len(labels)
 
     def hits(self, network: EagleNetwork, reading: Reading) -> tuple[torch.BoolTensor, torch.BoolTensor]:
         anchors = cycle_anchors(reading)
@@ -135,12 +134,6 @@ class EagleRecipe(Recipe):
             known[draft].scatter_(1, anchors, labels != IGNORED)
             hits[draft].scatter_(1, anchors, best == labels)
         return hits[:, None], known
-
-    def copied(self, network: EagleNetwork) -> EagleNetwork:
-        # Not by deepcopy, which would copy the target's embedding and lm_head too.
-        copied = type(network)(network.config)
-        copied.load_state_dict(network.state_dict())
-        return copied
 
 
 def cycle_anchors(reading: Reading) -> torch.LongTensor:
@@ -183,16 +176,27 @@ def walk_cycles(
     # Later entries are seen by no anchor.
     width = int(anchors.max()) + 1
     cache, seen = _StepCache(), torch.arange(width, device=tokens.device)
-    read = network(tokens[:, 1 : width + 1], states[:, :width], seen[None], None, cache)
+    causal = None
+    if network.span != FULL:
+        causal = _within(network.span, seen <= seen[:, None], seen[None], seen[None])
+    read = network(tokens[:, 1 : width + 1], states[:, :width], seen[None], causal, cache)
     hidden, output = (_at(part, anchors) for part in read)
     yield hidden, output
     earlier = seen <= anchors[..., None]
     own = torch.eye(anchors.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+    places = seen.expand(len(tokens), -1)
     for step in range(1, num_steps):
         next_tokens = tokens.gather(1, (anchors + step + 1).clamp(max=tokens.shape[1] - 1))
-        mask = torch.cat((earlier, *[own] * step), dim=2)[:, None]
+        places = torch.cat((places, anchors + step), dim=1)
+        mask = _within(network.span, torch.cat((earlier, *[own] * step), dim=2), anchors + step, places)
         hidden, output = network(next_tokens, hidden, anchors + step, mask, cache)
         yield hidden, output
+
+
+def _within(span: Span, mask: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """A mask `(B, 1, T, S)` of what `mask` `(B, T, S)` allows and the span too, by positions `(B, T)` and `(B, S)`."""
+    far = span.hidden(queries[..., None], keys[:, None])
+    return (mask if far is None else mask & ~far)[:, None]
 
 
 def _at(states: torch.Tensor, anchors: torch.LongTensor) -> torch.Tensor:
@@ -248,6 +252,7 @@ class Eagle1Recipe(EagleRecipe):
 
     def __post_init__(self):
         self._check_common()
+        check_at_least("num_layers", self.num_layers)
         for name in ("token_weight", "noise"):
             if getattr(self, name) < 0:
                 raise SpecConfigError(f"`{name}` must be at least 0, got {getattr(self, name)}.")
@@ -308,6 +313,7 @@ class Eagle3Recipe(EagleRecipe):
 
     def __post_init__(self):
         self._check_common()
+        check_at_least("num_layers", self.num_layers)
         check_at_least("hidden_size", self.hidden_size, 0)
         check_at_least("draft_vocab_size", self.draft_vocab_size, 0)
         if self.aux_layer_ids is not None and not self.aux_layer_ids:
@@ -362,9 +368,6 @@ class Eagle3Recipe(EagleRecipe):
         network.token_ids.copy_(frequent.sort().values)
         _copy_rows(network.lm_head, target.get_output_embeddings(), network.token_ids)
 
-    def step_loss(self, network, fed, token_loss, states) -> torch.Tensor:
-        return token_loss
-
 
 def _layer_norms(num_layers: int) -> tuple[str, ...]:
     """The norms of ordinary layers, of which the first has none before its attention."""
@@ -410,7 +413,7 @@ def begin_as(own_layer: nn.Module, layer: nn.Module) -> None:
 @torch.no_grad()
 def begin_near(fusion: nn.Linear, shares: Sequence[float]) -> None:
     """Lets a projection of joined vectors of its own size begin as the sum of these shares of them, and some noise."""
-    identity = torch.eye(fusion.out_features)
+    identity = torch.eye(fusion.out_features, device=fusion.weight.device)
     fusion.weight.mul_(0.3)
     fusion.weight += torch.cat([share * identity for share in shares], dim=1)
 

@@ -28,6 +28,7 @@ from .dflash import DFlashRecipe
 from .draft_model import DraftModelRecipe
 from .eagle import Eagle1Recipe, Eagle3Recipe
 from .heads import MedusaRecipe, MLPSpeculatorRecipe
+from .mtp import MtpRecipe
 from .recipe import Acceptance, Batch, Recipe, TargetReader, check_at_least
 from .text import Document, Rows, check_data, continue_prompts, draw_prompts, load_documents, pack
 from .trainer import STATE_FOLDER, Checkpoints, TrainingOptions, check_identity, train
@@ -35,7 +36,15 @@ from .trainer import STATE_FOLDER, Checkpoints, TrainingOptions, check_identity,
 
 RECIPES: dict[str, type[Recipe]] = {
     recipe.method: recipe
-    for recipe in (DraftModelRecipe, MedusaRecipe, MLPSpeculatorRecipe, Eagle1Recipe, Eagle3Recipe, DFlashRecipe)
+    for recipe in (
+        DraftModelRecipe,
+        MedusaRecipe,
+        MLPSpeculatorRecipe,
+        Eagle1Recipe,
+        Eagle3Recipe,
+        DFlashRecipe,
+        MtpRecipe,
+    )
 }
 
 RESULT_FILE = "training.json"

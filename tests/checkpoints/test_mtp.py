@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig, UnsupportedModelError, record
 from hf_specdec.decoding.target import captured_states, decoder_layers
 from hf_specdec.hub.detect import detect_method
+from hf_specdec.models import mtp_formats
 from hf_specdec.models.checkpoint import Checkpoint
-from hf_specdec.models.mtp import SUPPORTED_MODEL_TYPES, load_mtp, new_mtp
+from hf_specdec.models.mtp import SUPPORTED_MODEL_TYPES, MtpNetwork, load_mtp, new_mtp
 from hf_specdec.models.mtp_formats import _LAYOUTS, MTP_LAYOUT, MtpConfig
 from tests.architectures import tiny_model
 from tests.candidate_generators.test_mtp import FIXTURES, HYBRID, published
@@ -113,19 +114,24 @@ class TestPublishedLayers:
             load(target, quantization="8bit")
 
     @pytest.mark.parametrize("bits", [4, 8])
-    def test_quantised_target(self, bits):
+    def test_quantised_target(self, bits, tmp_path):
+        """The layers stay in the type that the target computes in."""
         pytest.importorskip("bitsandbytes")
+        whole = tiny_llama(hidden_size=64, intermediate_size=128)
+        whole.save_pretrained(tmp_path / "target")
+        new_mtp(whole).save(tmp_path / "mtp")
         settings = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32} if bits == 4 else {}
         quantization = BitsAndBytesConfig(**(settings or {"load_in_8bit": True}))
         target = AutoModelForCausalLM.from_pretrained(
-            FIXTURES / "glm4_moe" / "target", quantization_config=quantization, dtype=torch.float32
+            tmp_path / "target", quantization_config=quantization, dtype=torch.float32
         ).eval()
         target.generation_config.pad_token_id = 0
-        network = load(target)
-        assert {tensor.dtype for tensor in network.state_dict().values()} == {torch.float32}
+        assert {tensor.dtype for tensor in load(target, tmp_path / "mtp").state_dict().values()} == {torch.float32}
         with record() as made:
-            target.generate(**prompts(2), **GREEDY, spec_method="mtp")
-        assert made.calls[0].stats.num_accepted_tokens > 0
+            target.generate(**prompts(2), **GREEDY, spec_model=str(tmp_path / "mtp"))
+        assert made.calls[0].stats.num_draft_tokens > 0
+        with pytest.raises(UnsupportedModelError, match="no quantised weights"):
+            new_mtp(target)
 
 
 class TestWhereTheyAre:
@@ -173,15 +179,19 @@ class TestLayouts:
     def test_round_trip(self, layout, num_layers, tmp_path):
         """Every tensor comes back from the names of the layout."""
         target = published("longcat_flash" if layout.is_half_layer else "glm4_moe")[0]
-        network = new_mtp(target, num_layers) if layout is MTP_LAYOUT else None
-        if network is None:
-            from hf_specdec.models.mtp import MtpNetwork
-
-            torch.manual_seed(0)
-            network = MtpNetwork(MtpConfig(layout, num_layers), target)
-            for parameter in network.parameters():
-                torch.nn.init.normal_(parameter)
-        save_file(stored(network, layout, len(decoder_layers(target))), tmp_path / "model.safetensors")
+        torch.manual_seed(0)
+        network = MtpNetwork(MtpConfig(layout, num_layers), target)
+        for parameter in network.parameters():
+            torch.nn.init.normal_(parameter)
+        tensors = stored(network, layout, len(decoder_layers(target)))
+        tensors.pop("norm.1.weight", None)
+        save_file(tensors, tmp_path / "model.safetensors")
+        if layout.is_half_layer and num_layers > 1:
+            # One norm in the file, and nobody knows how several layers would share it.
+            (tmp_path / "config.json").write_text("{}")
+            with pytest.raises(CheckpointFormatError, match="lacks 1 tensors of the MTP layers: norm.1.weight"):
+                load(target, tmp_path)
+            return
         (tmp_path / "config.json").write_text("{}")
         again = load(target, tmp_path)
         assert (again.config.layout, again.config.num_layers) == (layout, num_layers)
@@ -350,17 +360,12 @@ class TestWhatIsWrong:
         with pytest.raises(CheckpointFormatError, match=r"mtp.layers.0.mlp.*\[48, 32\].*\[64, 32\]"):
             load(target, tmp_path)
 
-    def test_what_is_not_used_is_named(self, tmp_path, caplog):
+    def test_what_is_not_used_is_named(self, tmp_path, monkeypatch):
         target, _ = published("qwen3_next")
         extra = {"mtp.layers.0.self_attn.q_proj.bias": torch.zeros(4)}
         folder = copied("qwen3_next", tmp_path, lambda tensors: {**tensors, **extra})
         messages = []
-        from hf_specdec.models import mtp_formats
-
-        original, mtp_formats.logger.warning = mtp_formats.logger.warning, messages.append
-        try:
-            load(target, folder)
-        finally:
-            mtp_formats.logger.warning = original
+        monkeypatch.setattr(mtp_formats.logger, "warning", messages.append)
+        load(target, folder)
         assert len(messages) == 1
         assert "q_proj.bias" in messages[0]

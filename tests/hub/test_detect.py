@@ -41,6 +41,9 @@ def folder_with(tmp_path, config):
         ({"architectures": ["DominoDraftModel"]}, "dflash"),
         ({"architectures": ["DFlashLagunaForCausalLM"]}, "dflash"),
         ({"architectures": ["LagunaForCausalLM"], "dflash_config": {"mask_token_id": 3}}, "dflash"),
+        ({"model_type": "mtp", "num_nextn_predict_layers": 1}, "mtp"),
+        ({"speculators_model_type": "mtp", "architectures": ["FastMTPSpeculator"]}, "mtp"),
+        ({"model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"]}, "mtp"),
     ],
 )
 def test_method_of_a_config(tmp_path, config, method):

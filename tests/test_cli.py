@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from hf_specdec import __version__, benchmarking, cli, demo
+from hf_specdec.cli.generate import _read_prompt
 from hf_specdec.errors import SpecConfigError, SpecDecError
 
 
@@ -295,7 +296,7 @@ def test_debug_shows_the_traceback():
 def test_a_terminal_is_not_waited_for(monkeypatch):
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     with pytest.raises(SpecConfigError, match="There is no prompt"):
-        cli._read_prompt(None, None)
+        _read_prompt(None, None)
 
 
 def test_usage_errors():

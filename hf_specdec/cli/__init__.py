@@ -1,0 +1,50 @@
+"""The command line `hf-specdec`: try the methods on the embedded model, generate text with any model, train drafts.
+
+Results go to standard output, everything else (progress, statistics, errors) to standard error. Commands import torch
+when they run, so that help and usage errors appear at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from .demo import demo_command, demo_methods
+from .generate import generate_command
+from .train import train_command
+
+
+__all__ = ["app", "demo_methods", "main"]
+
+app = typer.Typer(
+    name="hf-specdec",
+    help="Speculative decoding for Hugging Face transformers: the same output, faster.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("demo")(demo_command)
+app.command("generate")(generate_command)
+app.command("train")(train_command)
+
+
+def main() -> None:
+    """Entry point of `hf-specdec` and `python -m hf_specdec`."""
+    app(prog_name="hf-specdec")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hf-specdec {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _global_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass

@@ -1,0 +1,230 @@
+"""`hf-specdec demo`: the methods beside plain generation, on the embedded model."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import SpecConfigError
+from .common import (
+    EXIT_DIFFERENT,
+    DebugOption,
+    DeviceOption,
+    Dtype,
+    JsonOption,
+    checked_device,
+    counted,
+    dtype_name,
+    print_error,
+    progress_bars,
+    quieten_loading,
+    reported_errors,
+)
+
+
+if TYPE_CHECKING:
+    from ..benchmarking import Result, Round
+
+
+def demo_methods() -> dict[str, dict[str, Any]]:
+    """Settings of the methods that the package has a drafter for, by the name of their row in the demo's table."""
+    from .. import demo
+
+    return {
+        "ngram": {"method": "ngram"},
+        "suffix": {"method": "suffix"},
+        "draft_model": {"method": "draft_model", "model": demo.draft_path(), "same_tokenizer": True},
+        "medusa": {"method": "medusa", "model": demo.medusa_path()},
+        "mlp_speculator": {"method": "mlp_speculator", "model": demo.mlp_speculator_path()},
+        "eagle": {"method": "eagle", "model": demo.eagle_path()},
+        "eagle3": {"method": "eagle3", "model": demo.eagle3_path()},
+        "eagle3_tree": {"method": "eagle3", "model": demo.eagle3_path(), "total_tokens": 20},
+        "dflash": {"method": "dflash", "model": demo.dflash_path()},
+    }
+
+
+def demo_command(
+    methods: Annotated[
+        str | None, typer.Option(help="Methods to compare, separated by commas. Left out: all of them.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens to generate per prompt.")] = 256,
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is timed.")] = 3,
+    max_seconds: Annotated[
+        float, typer.Option(min=0, help="Begin no further round that is likely to end after so many seconds.")
+    ] = 60.0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts generated together.")] = 1,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Data type of the timed runs. auto: bfloat16 where the machine computes in it.")
+    ] = Dtype.auto,
+    device: DeviceOption = None,
+    threads: Annotated[
+        int, typer.Option(min=1, help="CPU threads. For a model as small as the embedded one, one is best.")
+    ] = 1,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compare the methods with plain generation on the embedded model.
+
+    The prompts ask for edits of code and for new code. Every greedy output is first compared with that of plain
+    generation, in float32; then all are timed in turn. Exits with 1 if an output differs.
+    """
+    with reported_errors(debug):
+        report = _run_demo(
+            _chosen_methods(methods), max_new_tokens, rounds, max_seconds, batch_size, dtype, device, threads
+        )
+        if as_json:
+            typer.echo(json.dumps(report, indent=2))
+        else:
+            _print_demo(report)
+        different = {row["method"]: row["first_differences"] for row in report["rows"] if not row["identical"]}
+        for method, prompts in different.items():
+            for prompt, index in prompts.items():
+                print_error(f"{method} differs from plain generation on '{prompt}', from new token {index + 1} on.")
+        if different:
+            raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _chosen_methods(names: str | None) -> dict[str, dict[str, Any]]:
+    """The demo's methods that the user named; all without a choice."""
+    table = demo_methods()
+    if names is None:
+        return table
+    chosen = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    for name in chosen:
+        if name not in table:
+            close = difflib.get_close_matches(name, table, n=1)
+            hint = f" Did you mean '{close[0]}'?" if close else ""
+            raise SpecConfigError(f"The demo has no method '{name}'.{hint} It has: {', '.join(table)}.")
+    if not chosen:
+        raise SpecConfigError(f"--methods names no method. Choose from: {', '.join(table)}.")
+    return {name: table[name] for name in chosen}
+
+
+def _run_demo(
+    methods: Mapping[str, dict[str, Any]],
+    max_new_tokens: int,
+    rounds: int,
+    max_seconds: float,
+    batch_size: int,
+    dtype: Dtype,
+    device: str | None,
+    threads: int,
+) -> dict[str, Any]:
+    """Runs the comparison; what it returns is what `--json` prints."""
+    import torch
+
+    from .. import benchmarking, demo
+
+    quieten_loading()
+    device = checked_device(device)
+    timed_dtype = benchmarking.suitable_dtype(device) if dtype is Dtype.auto else getattr(torch, dtype.value)
+    with benchmarking.num_threads(threads):
+        model = demo.load_target(torch.float32).to(device)
+        batches = benchmarking.make_batches(demo.load_tokenizer(), demo.prompts(), batch_size, max_new_tokens, device)
+        available, missing = benchmarking.find_available(model, methods)
+        steps = len(batches) * (len(available) + 1)
+        with progress_bars() as begin:
+            exact = benchmarking.run_round(
+                model, available, batches, on_step=begin("Comparing the outputs in float32", steps)
+            )
+            if timed_dtype != torch.float32:
+                model = demo.load_target(timed_dtype).to(device)
+            measured = benchmarking.measure(
+                model,
+                available,
+                batches,
+                rounds,
+                max_seconds=max_seconds,
+                on_step=begin(f"Timing in {dtype_name(timed_dtype)}", steps * rounds),
+            )
+        environment = benchmarking.describe_environment(device, timed_dtype)
+    differences = {
+        name: benchmarking.find_differences(exact[benchmarking.PLAIN], samples, batches)
+        for name, samples in exact.items()
+    }
+    results = benchmarking.summarise(measured, batches)
+    return {
+        "rows": [_demo_row(result, differences[result.method]) for result in results],
+        "unavailable": [{"method": name, "reason": reason} for name, reason in missing.items()],
+        "identity_check": {"dtype": "float32", "plain_tokens_per_second": _plain_speed(exact)},
+        "settings": {
+            "prompts": {batch_name: batch.kind for batch in batches for batch_name in batch.names},
+            "max_new_tokens": max_new_tokens,
+            "batch_size": batch_size,
+            "rounds": len(measured),
+            "rounds_asked": rounds,
+        },
+        "environment": environment,
+    }
+
+
+def _demo_row(result: Result, differences: dict[str, int]) -> dict[str, Any]:
+    row = asdict(result)
+    return {"method": row.pop("method"), "identical": not differences, "first_differences": differences, **row}
+
+
+def _plain_speed(samples: Round) -> float:
+    plain = samples["plain"]
+    return sum(sample.num_tokens for sample in plain) / sum(sample.seconds for sample in plain)
+
+
+def _print_demo(report: dict[str, Any]) -> None:
+    settings, environment = report["settings"], report["environment"]
+    dtype, kinds = environment["dtype"], list(dict.fromkeys(settings["prompts"].values()))
+    # Narrow enough for 80 columns.
+    table = Table(box=SIMPLE_HEAD, padding=0)
+    table.add_column("method", no_wrap=True)
+    for heading in ("tokens/s", "speed-up\n(by round)", *kinds, "accept.\nlength", "accept.\nrate"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("identical\noutput", no_wrap=True)
+    for row in report["rows"]:
+        table.add_row(*_demo_cells(row, kinds))
+    for row in report["unavailable"]:
+        table.add_row(row["method"], *["-"] * (len(kinds) + 4), "unavailable", style="dim")
+    console = Console()
+    console.print(table)
+    machine = environment["gpu"] or f"{environment['cpu']}, {counted(environment['threads'], 'thread')}"
+    notes = [
+        f"{len(settings['prompts'])} prompts ({', '.join(kinds)}), batch size {settings['batch_size']}, at most "
+        f"{settings['max_new_tokens']} new tokens, greedy; {machine}; torch {environment['torch']}, "
+        f"transformers {environment['transformers']}.",
+        f"Speed: {dtype} for plain generation and all methods, timed in turn "
+        f"({counted(settings['rounds'], 'round')}); the fastest round of each prompt counts.",
+        f"Identical output: every token compared with plain generation in float32 (which made "
+        f"{report['identity_check']['plain_tokens_per_second']:.0f} tokens/s there).",
+    ]
+    changed = [row for row in report["rows"] if row["same_texts"] < row["num_texts"]]
+    if changed and dtype != "float32":
+        counts = ", ".join(f"{row['method']} {row['same_texts']} of {row['num_texts']}" for row in changed)
+        notes.append(
+            f"In {dtype} two tokens can be equally likely up to rounding, and either may win. Texts that are the same "
+            f"there too: {counts}."
+        )
+    notes += [f"{row['method']} is unavailable: {row['reason']}" for row in report["unavailable"]]
+    for note in notes:
+        console.print(Text(note, style="dim"), soft_wrap=not console.is_terminal)
+
+
+def _demo_cells(row: dict[str, Any], kinds: list[str]) -> list[Any]:
+    identical = Text("yes", style="green") if row["identical"] else Text("NO", style="bold red")
+    if row["acceptance_rate"] is None:
+        return [row["method"], f"{row['tokens_per_second']:.0f}", "1.00", *["1.00"] * len(kinds), "1.00", "-", "-"]
+    low, high = row["speedup_range"]
+    return [
+        row["method"],
+        f"{row['tokens_per_second']:.0f}",
+        f"{row['speedup']:.2f} ({low:.1f}-{high:.1f})",
+        *[f"{row['kinds'][kind]['speedup']:.2f}" for kind in kinds],
+        f"{row['mean_acceptance_length']:.2f}",
+        f"{100 * row['acceptance_rate']:.0f} %",
+        identical,
+    ]

@@ -1,0 +1,236 @@
+"""`hf-specdec generate`: text from any model, as it comes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ..errors import SpecConfigError
+from .common import (
+    EMBEDDED,
+    OFF,
+    DebugOption,
+    DeviceOption,
+    Dtype,
+    JsonOption,
+    counted,
+    load_target,
+    reported_errors,
+)
+from .demo import demo_methods
+
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..speculator import Speculator
+
+
+def generate_command(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; '-' reads it from standard input.", show_default=False)
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Target model: a repo id or a folder; 'demo' is the embedded one.")
+    ] = EMBEDDED,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Speculation method, or 'off'. Left out: that of --config or --spec-model; without them the embedded "
+            "draft model for the embedded target, and ngram for others."
+        ),
+    ] = None,
+    spec_model: Annotated[str | None, typer.Option(help="Draft model: a repo id or a folder.")] = None,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option("--num-speculative-tokens", "-k", help="Draft tokens per cycle.")
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="Speculation settings as JSON, or the path of a JSON file or a saved folder.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to generate.")
+    ] = 256,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="Sample at this temperature; 0 is greedy. Left out: greedy.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens of this total probability."),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Sample from so many most likely tokens; 0: all.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    dtype: Annotated[
+        Dtype,
+        typer.Option(help="Data type of the target. auto: the checkpoint's; float32 for the embedded model."),
+    ] = Dtype.auto,
+    device: DeviceOption = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads. Left out: torch's choice; 1 for the embedded model.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the tokenizer's chat template.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Allow code from the target's repository to run.")
+    ] = False,
+    stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Print statistics to standard error.")] = True,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Generate text, printed as it comes.
+
+    The prompt is the argument, the content of --file, or standard input, taken as it is. Only the new text is printed.
+    """
+    with reported_errors(debug):
+        text = _read_prompt(prompt, file)
+        embedded = model == EMBEDDED
+        sampling = _sampling_arguments(temperature, top_p, top_k)
+        from .. import benchmarking
+
+        with benchmarking.num_threads(1 if threads is None and embedded else threads):
+            target, tokenizer = load_target(model, dtype, device, trust_remote_code)
+            inputs = {key: value.to(target.device) for key, value in _encode(tokenizer, text, chat, model).items()}
+            speculator = _load_speculator(target, embedded, method, spec_model, num_speculative_tokens, config)
+            _seed(seed)
+            tokens, statistics = _generate(
+                target, tokenizer, inputs, speculator, stream=not as_json, max_new_tokens=max_new_tokens, **sampling
+            )
+        if as_json:
+            answer = tokenizer.decode(tokens, skip_special_tokens=True)
+            typer.echo(json.dumps({"text": answer, "token_ids": tokens, "stats": statistics}, indent=2))
+        elif stats:
+            _print_statistics(statistics)
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    if prompt is not None and file is not None:
+        raise SpecConfigError("The prompt is given twice, as an argument and with --file. Keep one.")
+    if file is not None:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SpecConfigError(f"The prompt in '{file}' cannot be read: {error}") from error
+    elif prompt is not None and prompt != "-":
+        text = prompt
+    elif prompt is None and sys.stdin.isatty():
+        raise SpecConfigError("There is no prompt. Give it as an argument, with --file, or on standard input.")
+    else:
+        text = sys.stdin.read()
+    if not text:
+        raise SpecConfigError("The prompt is empty. Give at least one character.")
+    return text
+
+
+def _sampling_arguments(temperature: float | None, top_p: float | None, top_k: int | None) -> dict[str, Any]:
+    """Greedy unless a sampling option says otherwise."""
+    filters = {key: value for key, value in (("top_p", top_p), ("top_k", top_k)) if value is not None}
+    if temperature == 0.0 or (temperature is None and not filters):
+        if filters:
+            raise SpecConfigError(
+                f"--temperature 0 is greedy and leaves nothing for {' and '.join(filters)} to choose from. Leave them "
+                "out, or raise the temperature."
+            )
+        return {"do_sample": False}
+    given = {} if temperature is None else {"temperature": temperature}
+    return {"do_sample": True, **given, **filters}
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool, name: str) -> dict[str, torch.Tensor]:
+    if not chat:
+        encoded = tokenizer(text, return_tensors="pt")
+    elif tokenizer.chat_template is None:
+        raise SpecConfigError(
+            f"--chat needs a chat template, and the tokenizer of '{name}' has none. Leave out --chat, or choose a "
+            "model that was trained on chats."
+        )
+    else:
+        encoded = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+    return {key: encoded[key] for key in ("input_ids", "attention_mask")}
+
+
+def _load_speculator(
+    target: PreTrainedModel,
+    embedded: bool,
+    method: str | None,
+    spec_model: str | None,
+    num_speculative_tokens: int | None,
+    config: str | None,
+) -> Speculator | None:
+    """The speculator that the options mean; `None` for plain generation."""
+    if method in OFF:
+        given = {"--spec-model": spec_model, "--num-speculative-tokens": num_speculative_tokens, "--config": config}
+        extra = [option for option, value in given.items() if value is not None]
+        if extra:
+            raise SpecConfigError(f"--method {method} generates without drafts. Leave out {' and '.join(extra)}.")
+        return None
+    from ..speculator import load_speculator
+
+    if method is None and spec_model is None and config is None:
+        method = "draft_model" if embedded else "ngram"
+    settings = {"method": method, "model": spec_model, "num_speculative_tokens": num_speculative_tokens}
+    if embedded and spec_model is None and config is None:
+        settings |= demo_methods().get(method, {})
+    return load_speculator(target, config, **settings)
+
+
+def _seed(seed: int | None) -> None:
+    if seed is not None:
+        from transformers import set_seed
+
+        set_seed(seed)
+
+
+def _generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    inputs: dict[str, torch.Tensor],
+    speculator: Speculator | None,
+    stream: bool,
+    **arguments,
+) -> tuple[list[int], dict[str, Any]]:
+    """New token ids of one prompt, and the statistics of the call."""
+    from time import perf_counter
+
+    from transformers import TextStreamer
+
+    from ..integration import generate
+    from ..metrics import record
+
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
+    with record() as recorded:
+        began = perf_counter()
+        sequences = generate(model, **inputs, **arguments, streamer=streamer, assistant=speculator)
+        seconds = perf_counter() - began
+    num_prompt_tokens = inputs["input_ids"].shape[1]
+    tokens = sequences[0, num_prompt_tokens:].tolist()
+    statistics = recorded.calls[0].stats.to_dict() if recorded.calls else {"method": "off"}
+    return tokens, {
+        **statistics,
+        "num_prompt_tokens": num_prompt_tokens,
+        "num_tokens": len(tokens),
+        "seconds": seconds,
+        "tokens_per_second": len(tokens) / seconds,
+    }
+
+
+def _print_statistics(stats: dict[str, Any]) -> None:
+    parts = [
+        f"{stats['method']}: {counted(stats['num_tokens'], 'token')} in {stats['seconds']:.2f} s "
+        f"({stats['tokens_per_second']:.1f} tokens/s)"
+    ]
+    if stats.get("num_draft_tokens"):
+        parts.append(
+            f"mean acceptance length {stats['mean_acceptance_length']:.2f}, acceptance rate "
+            f"{100 * stats['acceptance_rate']:.0f} %, {stats['num_accepted_tokens']} of {stats['num_draft_tokens']} "
+            f"draft tokens accepted, {stats['num_target_forwards']} target forwards"
+        )
+    parts += stats.get("notes", [])
+    Console(stderr=True).print(Text("; ".join(parts), style="dim"), soft_wrap=True)

@@ -36,7 +36,8 @@ from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.functional import slot_model
 from hf_specdec.decoding.target import captured_states
 from hf_specdec.drafts import chain_topology
-from hf_specdec.logits.acceptance import best_tokens, follow
+from hf_specdec.kernels.acceptance import follow
+from hf_specdec.logits.acceptance import best_tokens
 from hf_specdec.logits.verifier import take_nodes
 from hf_specdec.models.eagle import Eagle3Network, EagleNetwork
 from hf_specdec.models.eagle_functional import FunctionalEagle

@@ -68,9 +68,10 @@ def register_candidate_generator(name: str, generator: type) -> None:
     Raises:
         SpecConfigError: The name is taken, or the class is not a candidate generator of this package.
     """
+    from ..config import AUTO
     from .base import CandidateGenerator
 
-    if name in _GENERATORS or name in METHOD_ALIASES:
+    if name in _GENERATORS or name in METHOD_ALIASES or name == AUTO:
         raise SpecConfigError(f"spec_method='{name}' is taken. Register the candidate generator under another name.")
     if not (isinstance(generator, type) and issubclass(generator, CandidateGenerator)):
         raise SpecConfigError(

@@ -26,6 +26,7 @@ from transformers.generation.candidate_generator import CandidateGenerator as Hf
 from ..drafts import DraftTree
 from ..errors import SpecConfigError, UnsupportedModelError
 from ..logits.randomness import NODES_PER_ANCHOR
+from .tensors import last_of_each
 
 
 if TYPE_CHECKING:
@@ -76,6 +77,11 @@ class Prompt:
         """Each row's tokens without padding, on the host."""
         return [row[start:] for row, start in zip(self.input_ids.tolist(), self.starts)]
 
+    @property
+    def num_states(self) -> int:
+        """Tokens whose states are given, the padding included: the last ones."""
+        return next(iter(self.hidden_states.values())).shape[1]
+
 
 @dataclass
 class DraftStep:
@@ -114,13 +120,24 @@ class Commit:
     num_accepted: list[int]
     hidden_states: dict = field(default_factory=dict)
 
+    @property
+    def counts(self) -> list[int]:
+        """Committed tokens of each row."""
+        return list(map(len, self.token_lists))
+
     def anchor_states(self, key: int | str) -> torch.Tensor:
         """The state from which each row's last committed token, the next anchor, was predicted: `(B, H)`."""
-        states, counts = self.hidden_states[key], list(map(len, self.token_lists))
-        if min(counts) == max(counts):
-            return states[:, counts[0] - 1]
-        last = torch.tensor(counts, device=states.device) - 1
-        return states[torch.arange(len(counts), device=states.device), last]
+        return last_of_each(self.hidden_states[key], self.counts)
+
+    def of_rows(self, keep: list[int]) -> Commit:
+        """The active rows at these positions, in this order."""
+        return Commit(
+            [self.rows[index] for index in keep],
+            self.tokens[keep],
+            [self.token_lists[index] for index in keep],
+            [self.num_accepted[index] for index in keep],
+            {key: states[keep] for key, states in self.hidden_states.items()},
+        )
 
 
 class CandidateGenerator(HfCandidateGenerator):
@@ -133,6 +150,8 @@ class CandidateGenerator(HfCandidateGenerator):
         target_hidden_states (`tuple`): States of the target the method needs: "last", the one behind the final norm,
             or boundaries: i is what enters decoder layer i.
         default_num_speculative_tokens (`int`): k when the user names none.
+        most_speculative_tokens (`int`, *optional*): Largest k that num_speculative_tokens="auto" may choose. `None`:
+            what is drafted when the user names no k.
         loaded_by (`tuple[str, ...]`, *optional*): Flat settings that `load` reads. Configurations that agree in them
             share what was loaded; `None`: in all of them.
         needs_prompt_tokens (`bool`): Cannot draft for a prompt that is given as embeddings alone.
@@ -147,6 +166,7 @@ class CandidateGenerator(HfCandidateGenerator):
     options_class: ClassVar[type]
     target_hidden_states: ClassVar[tuple] = ()
     default_num_speculative_tokens: ClassVar[int] = 5
+    most_speculative_tokens: ClassVar[int | None] = None
 
     needs_prompt_tokens: ClassVar[bool] = False
     draws: bool | None = None
@@ -158,6 +178,11 @@ class CandidateGenerator(HfCandidateGenerator):
     def load(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> Any:
         """Loads what outlives a call: weights, caches. All checks of the checkpoint against the target happen here."""
         return None
+
+    @classmethod
+    def network(cls, resources: Any) -> torch.nn.Module | None:
+        """The draft network among what was loaded; `None` for methods without one."""
+        return resources if isinstance(resources, torch.nn.Module) else None
 
     @classmethod
     def stock_assistant(cls, resources: Any) -> torch.nn.Module | None:
@@ -199,6 +224,20 @@ class CandidateGenerator(HfCandidateGenerator):
             return depths
         free = [max(self.config.max_model_len - length - 1, 0) for length in step.lengths]
         return list(map(min, depths, free))
+
+    @property
+    def asks_to_draw(self) -> bool:
+        """Whether the target samples and the options ask for draft tokens that are drawn from their distributions."""
+        sampler = self.session.sampler
+        samples = sampler is not None and not sampler.is_greedy
+        return samples and self.options.draft_sample_method == "probabilistic"
+
+    @property
+    def why_chains(self) -> str | None:
+        """Why the call can only have chains; `None` where it can have trees."""
+        if self.draws:
+            return "draft_sample_method='probabilistic' draws chains"
+        return None if self.session.takes_trees else "the target tells positions from the order of its cache"
 
     def check_drawn_length(self) -> None:
         """Refuses more draft tokens than a cycle has random numbers to draw with."""

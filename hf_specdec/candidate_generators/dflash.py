@@ -11,7 +11,6 @@ V that of the target.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from transformers.utils import logging
 
-from ..decoding.cache import SlotCache, SlotLayer
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
 from ..logits.acceptance import best_tokens
@@ -29,6 +27,9 @@ from ..models.dflash_functional import lean_network
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 from .denoising import Denoising, keep_counts
 from .lattice import best_candidates, best_prefixes
+from .options import check_draft_sample_method, check_integer
+from .slots import DraftSlots, KnownPrompt
+from .tensors import upload
 
 
 logger = logging.get_logger(__name__)
@@ -91,14 +92,8 @@ class DFlashOptions:
 
     def __post_init__(self):
         for name, least in _LEAST_VALUES.items():
-            value = getattr(self, name)
-            is_int = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and not (is_int and value >= least):
-                raise SpecConfigError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
-        if self.draft_sample_method not in (None, "greedy", "probabilistic"):
-            raise SpecConfigError(
-                f"`draft_sample_method` must be 'greedy' or 'probabilistic', got {self.draft_sample_method!r}."
-            )
+            check_integer(name, getattr(self, name), least)
+        check_draft_sample_method(self.draft_sample_method)
         if self.dflash_tree_budget and (self.dflash_num_denoising_steps or 1) > 1:
             raise SpecConfigError(
                 f"`dflash_tree_budget`={self.dflash_tree_budget} makes a tree out of the probabilities of one "
@@ -113,7 +108,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
     options_class = DFlashOptions
     # What most published blocks yield; in a call it is what the draft's own block does.
     default_num_speculative_tokens = 15
-    loaded_by = ("model", "revision", "subfolder", "dtype", "device", "quantization", "dflash_mask_token_id")
+    loaded_by = ("model", "revision", "subfolder", "cache_dir", "dtype", "device", "quantization")
+    loaded_by += ("dflash_mask_token_id",)
 
     @classmethod
     def load(cls, config, target_model, draft_model: DFlashNetwork | None = None) -> DFlashNetwork:
@@ -135,12 +131,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.block_size, self.num_speculative_tokens = _sizes(config, network)
         self.num_steps = _num_steps(self.options, network)
         self.tree_budget = self.options.dflash_tree_budget
-        samples = session.sampler is not None and not session.sampler.is_greedy
-        self.draws = samples and self.options.draft_sample_method == "probabilistic"
+        self.draws = self.asks_to_draw
         self._settle_contradictions()
         self.check_drawn_length()
         self.text: DraftText | None = None
-        self.pending: _NewStates | None = None  # committed, and not yet read
+        self.pending: Commit | None = None  # committed, and not yet read
 
     def _settle_contradictions(self) -> None:
         """Gives up what the call or the draft has no room for, and says so."""
@@ -150,12 +145,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
             notes.append("draft tokens are chosen, not drawn: several denoising steps have no distribution")
         if not self.tree_budget:
             return
-        reason = None
-        if self.draws:
-            reason = "draft_sample_method='probabilistic' draws chains"
-        elif not self.session.takes_trees:
-            reason = "the target tells positions from the order of its cache"
-        elif self.network.markov_head is not None:
+        reason = self.why_chains
+        if reason is None and self.network.markov_head is not None:
             reason = "the draft's tokens depend on each other"
         if reason:
             self.tree_budget = 0
@@ -168,35 +159,21 @@ class DFlashCandidateGenerator(CandidateGenerator):
     # The text
 
     def prefill(self, prompt: Prompt) -> None:
-        """Takes in the states of all tokens but the last one, which come again with the first committed token.
-
-        A continued cache or embeddings may have left the first ones unknown; drafts are weaker then.
-        """
-        num_tokens, num_states = prompt.input_ids.shape[1], _width(prompt.hidden_states)
-        count = min(num_states - 1, num_tokens)
-        first = max(num_tokens - 1 - count, 0)
-        room = self.session.max_length - num_tokens
-        self.text = DraftText(
-            self.network,
-            starts=[max(start - first, 0) for start in prompt.starts],
-            offsets=[max(first - start, 0) for start in prompt.starts],
-            capacity=count + min(room, 1024) + self.block_size + 1,
-        )
-        shift = num_states - 1 - count
-        for begin in range(shift, shift + count, _CHUNK_SIZE):
-            end = min(begin + _CHUNK_SIZE, shift + count)
-            states = {key: value[:, begin:end] for key, value in prompt.hidden_states.items()}
-            self.text.extend(states, [end - begin] * len(prompt.starts))
+        """Takes in the states of all tokens but the last one, which come again with the first committed token."""
+        known = KnownPrompt(prompt)
+        self.text = DraftText(self.network, **known.slots(self.session.max_length, self.block_size))
+        for states, _, counts in known.chunks(_CHUNK_SIZE):
+            self.text.extend(states, counts)
 
     def observe(self, commit: Commit) -> None:
         """Keeps what was committed; the next draft reads it, so that a call that ends here pays nothing."""
         self._read_pending()
-        self.pending = _NewStates(commit.hidden_states, list(map(len, commit.token_lists)))
+        self.pending = commit
 
     def _read_pending(self) -> None:
         new, self.pending = self.pending, None
         if new is not None:
-            self.text.extend(new.states, new.counts)
+            self.text.extend(new.hidden_states, new.counts)
 
     def keep_rows(self, keep: list[int]) -> None:
         self.text.keep_rows(keep)
@@ -223,7 +200,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return self._draw_chain(anchors, step, limits)
         tokens = self._chain(anchors, max(limits))[:, : max(limits)]
         device = self.session.device
-        return DraftTree.chain(tokens.to(device), _upload(limits, device))
+        return DraftTree.chain(tokens.to(device), upload(limits, device))
 
     def _logits(self, anchors: torch.LongTensor, masked: torch.LongTensor, count: int) -> torch.Tensor:
         """Logits `(R, count, U)` of the first positions that predict.
@@ -288,43 +265,26 @@ class DFlashCandidateGenerator(CandidateGenerator):
             tokens, law = sampler.draw(scores, step.rows, positions, depth)
             drafted.append(tokens)
             laws.append(law)
-        return DraftTree.chain(torch.stack(drafted, dim=1), _upload(limits, device), torch.stack(laws, dim=1))
+        return DraftTree.chain(torch.stack(drafted, dim=1), upload(limits, device), torch.stack(laws, dim=1))
 
 
-@dataclass
-class _NewStates:
-    """The target's states `(R, C, th)` of committed tokens, of which the first `counts[r]` are real."""
-
-    states: dict[Any, torch.Tensor]
-    counts: list[int]
-
-    def of_rows(self, keep: list[int]) -> _NewStates:
-        return _NewStates({key: value[keep] for key, value in self.states.items()}, [self.counts[row] for row in keep])
-
-
-class DraftText:
+class DraftText(DraftSlots):
     """The draft's keys and values of each row's text, and behind them those of the current block.
 
     Args:
         network (`DFlashNetwork`): The draft.
-        starts (`list[int]`): Slot of each row's first token; what lies before is padding.
-        offsets (`list[int]`): Position of that token.
-        capacity (`int`): Slots to allocate at first.
+        starts, offsets, capacity: As for [`DraftSlots`].
     """
 
     def __init__(self, network: DFlashNetwork, starts: list[int], offsets: list[int], capacity: int):
+        super().__init__(network, starts, offsets, capacity)
         self.network, self._lean = network, lean_network(network)
-        self.device = network.device
-        self.cache = SlotCache(capacity)
-        self.cache.layers = [SlotLayer(capacity) for _ in network.layers]
-        self.cache.start_slots(len(starts))
-        self.starts, self.offsets = list(starts), list(offsets)
 
     def extend(self, states: dict[Any, torch.Tensor], counts: list[int]) -> None:
         """Takes in the target's states `(R, C, th)` of the next tokens, the first `counts[r]` of each row."""
         fused = self.network.fuse(states)
         positions = self._next_positions() + torch.arange(fused.shape[1], device=self.device)
-        self.cache.plan_write(fused.shape[1], self.device)
+        self.cache.plan_write(fused.shape[1])
         for layer, (keys, values) in enumerate(self._lean.context(fused, positions, self._bound)):
             self.cache.update(keys, values, layer)
         self.cache.commit(counts)
@@ -332,7 +292,7 @@ class DraftText:
     def begin_block(self, size: int) -> None:
         """Prepares for blocks of this size; they may be read more than once."""
         steps = torch.arange(size, device=self.device)
-        columns = self.cache.plan_write(size, self.device).columns
+        columns = self.cache.plan_write(size).columns
         queries = self._column(self.cache.lengths) + steps
         self._positions = self._next_positions() + steps
         self._masks = {view: self._mask(view, queries, columns) for view in self.network.views}
@@ -358,29 +318,6 @@ class DraftText:
         hidden = outside[:, None] | view.hidden(queries[..., None] - slots)
         mask = torch.zeros(hidden.shape, dtype=self.network.dtype, device=self.device)
         return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[:, None]
-
-    def _next_positions(self) -> torch.LongTensor:
-        rows = zip(self.cache.lengths, self.starts, self.offsets)
-        return self._column([length - start + offset for length, start, offset in rows])
-
-    def _column(self, values: Sequence[int]) -> torch.LongTensor:
-        """One number a row, `(R, 1)`, or `(1, 1)` where they are equal."""
-        values = values[:1] if len(set(values)) == 1 else values
-        return _upload(values, self.device)[:, None]
-
-    def keep_rows(self, keep: list[int]) -> None:
-        self.cache.keep_rows(keep)
-        self.starts = [self.starts[row] for row in keep]
-        self.offsets = [self.offsets[row] for row in keep]
-
-
-def _upload(values: Sequence[int], device: torch.device) -> torch.LongTensor:
-    """Numbers as a tensor on `device`; unlike `torch.tensor` on a GPU it does not wait for what runs there."""
-    return torch.tensor(values).to(device, non_blocking=True)
-
-
-def _width(states: dict[Any, torch.Tensor]) -> int:
-    return next(iter(states.values())).shape[1]
 
 
 def _mask_token_id(options: DFlashOptions, network: DFlashNetwork) -> int:

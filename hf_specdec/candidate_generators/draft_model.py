@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from ..decoding.cache import SlotCache, compact
 from ..decoding.functional import slot_model
+from ..decoding.graphs import call_graphs
 from ..decoding.target import SlotModel, model_profile
 from ..drafts import DraftTree, chain_topology
 from ..errors import SpecConfigError
@@ -26,7 +27,10 @@ from ..logits.acceptance import best_tokens
 from ..logits.processors import ProcessorStack
 from ..logits.sampling import DraftSampler
 from ..models.draft_model import Vocabularies, checkpoint_location, load_draft_model, match_vocabularies
+from ..models.settings import is_number
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from .options import check_draft_sample_method
+from .tensors import last_of_each
 
 
 logger = logging.get_logger(__name__)
@@ -65,19 +69,17 @@ class DraftModelOptions:
     )
 
     def __post_init__(self):
-        if self.draft_sample_method not in (None, "greedy", "probabilistic"):
-            raise SpecConfigError(
-                f"`draft_sample_method` must be 'greedy' or 'probabilistic', got {self.draft_sample_method!r}."
-            )
+        check_draft_sample_method(self.draft_sample_method)
         threshold = self.confidence_threshold
-        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
+        if not (is_number(threshold) and 0 <= threshold <= 1):
             raise SpecConfigError(f"`draft_confidence_threshold` must be a number from 0 to 1, got {threshold!r}.")
         if not isinstance(self.same_tokenizer, bool):
             raise SpecConfigError(f"`same_tokenizer` must be True or False, got {self.same_tokenizer!r}.")
 
 
 # Settings that say what to load and how.
-_LOADING = ("model", "revision", "code_revision", "subfolder", "trust_remote_code", "dtype", "device", "quantization")
+_LOADING = ("model", "revision", "code_revision", "subfolder", "cache_dir", "trust_remote_code")
+_LOADING += ("dtype", "device", "quantization")
 
 
 def _check_nothing_to_load(config) -> None:
@@ -107,6 +109,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
 
     options_class = DraftModelOptions
     default_num_speculative_tokens = 5
+    most_speculative_tokens = 12
     needs_prompt_tokens = True
     loaded_by = (*_LOADING, "same_tokenizer")
 
@@ -121,6 +124,10 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         model_profile(draft_model, role="draft model")
         vocabularies = match_vocabularies(draft_model, target_model, config.options.same_tokenizer, location)
         return DraftModel(draft_model, vocabularies)
+
+    @classmethod
+    def network(cls, resources: DraftModel) -> torch.nn.Module:
+        return resources.model
 
     def __init__(self, config, resources: DraftModel, session: Session):
         super().__init__(config, resources, session)
@@ -152,6 +159,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         if not self.rows:
             return
         self.model.cache.capacity = length + min(self.session.max_length - length, 1024) + 1
+        self.model.use_graphs(call_graphs(self.model.model, enforce_eager=self.config.enforce_eager))
         tokens = prompt.input_ids[self.rows] if len(self.rows) < len(fits) else prompt.input_ids
         self.model.prefill(self._readable(tokens), [prompt.starts[row] for row in self.rows])
         self.pending = [[] for _ in self.rows]
@@ -175,6 +183,8 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         A recurrent draft model goes back behind the anchor, and is fed the accepted tokens again with the next one.
         """
         where = {row: index for index, row in enumerate(commit.rows)}
+        # Rows may have finished while nothing was drafted.
+        self._drop([row not in where for row in self.rows])
         lengths = self.model.cache.lengths
         for index, row in enumerate(self.rows):
             position = where[row]
@@ -259,10 +269,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         if self.model.recurrent is not None:
             self.mark = self.model.recurrent.mark()
         self.pending = [[] for _ in self.rows]
-        if min(counts) == width:
-            return output.logits[:, -1]
-        last = torch.tensor(counts, device=self.device) - 1
-        return output.logits[torch.arange(len(counts), device=self.device), last]
+        return last_of_each(output.logits, counts)
 
     def _feed(self, tokens: torch.LongTensor) -> torch.Tensor:
         """Feeds one token a row; logits `(R, W)` behind it."""
@@ -303,4 +310,5 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             self.model.keep_rows(keep)
 
     def close(self) -> None:
+        self.model.close()
         self.model = None

@@ -15,22 +15,24 @@ S slots of the draft's cache, h hidden size of the draft, U its vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
-from ..decoding.cache import SlotCache, SlotLayer
 from ..decoding.masks import FULL
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
 from ..logits.acceptance import best_tokens
 from ..models.eagle import EagleNetwork, fitting_network, load_eagle
-from ..models.eagle_functional import lean_forward
+from ..models.lean import lean_forward
+from ..models.settings import is_int, is_number
 from ..token_trees import TokenTree
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from .options import check_draft_sample_method, check_integer
+from .slots import DraftSlots, KnownPrompt
+from .tensors import last_of_each, upload
 
 
 # Draft tokens of the default chain.
@@ -134,16 +136,11 @@ class ExtrapolationOptions:
 
     def __post_init__(self):
         for name, least in _GROWTH_OPTIONS.items():
-            value = getattr(self, name)
-            if value is not None and not (_is_int(value) and value >= least):
-                raise SpecConfigError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
+            check_integer(name, getattr(self, name), least)
         threshold = 0.0 if self.adaptive_threshold is None else self.adaptive_threshold
-        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold < 1:
+        if not (is_number(threshold) and 0 <= threshold < 1):
             raise SpecConfigError(f"`adaptive_threshold` must be a number from 0 to below 1, got {threshold!r}.")
-        if self.draft_sample_method not in (None, "greedy", "probabilistic"):
-            raise SpecConfigError(
-                f"`draft_sample_method` must be 'greedy' or 'probabilistic', got {self.draft_sample_method!r}."
-            )
+        check_draft_sample_method(self.draft_sample_method)
 
 
 @dataclass(frozen=True)
@@ -165,12 +162,8 @@ class EagleOptions(ExtrapolationOptions):
     def __post_init__(self):
         super().__post_init__()
         layers = self.aux_layer_ids
-        if layers is not None and not (layers and all(_is_int(layer) and layer >= 0 for layer in layers)):
+        if layers is not None and not (layers and all(is_int(layer) and layer >= 0 for layer in layers)):
             raise SpecConfigError(f"`aux_layer_ids` must be a list of integers of at least 0, got {layers!r}.")
-
-
-def _is_int(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class EagleCandidateGenerator(CandidateGenerator):
@@ -183,7 +176,7 @@ class EagleCandidateGenerator(CandidateGenerator):
     options_class = EagleOptions
     default_num_speculative_tokens = _CHAIN_LENGTH
     prefers_trees = True
-    loaded_by = ("model", "revision", "subfolder", "dtype", "device", "quantization", "aux_layer_ids")
+    loaded_by = ("model", "revision", "subfolder", "cache_dir", "dtype", "device", "quantization", "aux_layer_ids")
 
     @classmethod
     def load(cls, config, target_model, draft_model: EagleNetwork | None = None) -> EagleNetwork:
@@ -196,8 +189,7 @@ class EagleCandidateGenerator(CandidateGenerator):
         self.network = resources
         self.device = resources.device
         self.target_hidden_states = resources.target_hidden_states
-        samples = session.sampler is not None and not session.sampler.is_greedy
-        self.draws = samples and self.options.draft_sample_method == "probabilistic"
+        self.draws = self.asks_to_draw
         self.plan = self.make_plan()
         self.threshold = self.options.adaptive_threshold
         if self.threshold is None:
@@ -206,7 +198,7 @@ class EagleCandidateGenerator(CandidateGenerator):
         self.num_reads = self.plan.num_reads if isinstance(self.plan, DynamicTree) else len(self.plan)
         self.check_drawn_length()
         self.entries: DraftEntries | None = None
-        self.pending: _NewEntries | None = None  # committed, and not yet read
+        self.pending: Commit | None = None  # committed, and not yet read
         self.hidden: torch.Tensor | None = None  # (R, h): what the last entry of each row hands on
         self.logits: torch.Tensor | None = None  # (R, U): behind it
 
@@ -217,7 +209,7 @@ class EagleCandidateGenerator(CandidateGenerator):
     def make_plan(self) -> TokenTree | DynamicTree:
         """What is drafted in the call."""
         length = self.default_num_speculative_tokens
-        return _plan(self.config, self.draft_vocab_size, self.session, self.draws, length, self.prefers_trees)
+        return _plan(self.config, self.draft_vocab_size, self.session, self.why_chains, length, self.prefers_trees)
 
     @property
     def draft_vocab_size(self) -> int:
@@ -233,37 +225,26 @@ class EagleCandidateGenerator(CandidateGenerator):
     def prefill(self, prompt: Prompt) -> None:
         """Reads the entries of the prompt but the last one, whose token is still to come.
 
-        There is an entry where the state of a token and the next token are known. A continued cache or embeddings may
-        have left the first ones unknown; drafts are weaker then.
+        There is an entry where the state of a token and the next token are known.
         """
-        num_tokens, num_states = prompt.input_ids.shape[1], _width(prompt.hidden_states)
-        count = min(num_states - 1, num_tokens)
-        first = max(num_tokens - 1 - count, 0)
-        room = self.session.max_length - num_tokens
-        self.entries = self.make_entries(
-            starts=[max(start - first, 0) for start in prompt.starts],
-            offsets=[max(first - start, 0) for start in prompt.starts],
-            capacity=count + min(room, 1024) + self.num_reads + 1,
-        )
-        for begin in range(0, count, _CHUNK_SIZE):
-            end = min(begin + _CHUNK_SIZE, count)
-            shift = num_states - 1 - count
-            states = {key: value[:, shift + begin : shift + end] for key, value in prompt.hidden_states.items()}
-            tokens = prompt.input_ids[:, num_tokens - count + begin : num_tokens - count + end]
-            self.entries.read(tokens, self.network.fuse(states), [end - begin] * len(prompt.starts))
+        known = KnownPrompt(prompt)
+        self.entries = self.make_entries(**known.slots(self.session.max_length, self.num_reads))
+        for states, tokens, counts in known.chunks(_CHUNK_SIZE):
+            self.entries.read(tokens, self.network.fuse(states), counts)
 
     def observe(self, commit: Commit) -> None:
         """Keeps what was committed; the next draft reads it, so that a call that ends here pays nothing."""
         self._read_pending()
-        self.pending = _NewEntries(commit.tokens, commit.hidden_states, list(map(len, commit.token_lists)))
+        self.pending = commit
 
     def _read_pending(self) -> None:
         new, self.pending = self.pending, None
         if new is None:
             return
-        hidden, output = self.entries.read(new.tokens, self.network.fuse(new.states), new.counts)
-        self.hidden = _last_of_each(hidden, new.counts)
-        self.logits = self.network.logits(_last_of_each(output, new.counts))
+        counts = new.counts
+        hidden, output = self.entries.read(new.tokens, self.network.fuse(new.hidden_states), counts)
+        self.hidden = last_of_each(hidden, counts)
+        self.logits = self.network.logits(last_of_each(output, counts))
 
     def keep_rows(self, keep: list[int]) -> None:
         self.entries.keep_rows(keep)
@@ -308,7 +289,7 @@ class EagleCandidateGenerator(CandidateGenerator):
                 break
             hidden, output = self.entries.read_nodes(tokens[:, None], hidden, parent)
             logits = self.network.logits(output)[:, 0]
-        counts = _upload(limits, device)
+        counts = upload(limits, device)
         return DraftTree.chain(torch.stack(drafted, dim=1), counts, torch.stack(laws, dim=1))
 
     def _draft_static(self, limits: list[int]) -> DraftTree:
@@ -387,7 +368,7 @@ class EagleCandidateGenerator(CandidateGenerator):
         """
         device = tokens.device
         if min(sizes) < max(sizes):
-            outside = torch.arange(tokens.shape[1], device=device) >= _upload(sizes, device)[:, None]
+            outside = torch.arange(tokens.shape[1], device=device) >= upload(sizes, device)[:, None]
             chances = chances.masked_fill(outside, -math.inf)
         counts = [min(size, self.plan.total_tokens - 1) for size in sizes]
         order = chances.sort(dim=1, descending=True, stable=True).indices
@@ -396,7 +377,7 @@ class EagleCandidateGenerator(CandidateGenerator):
         places = tokens.new_full((len(sizes), tokens.shape[1] + 1), -1)
         places.scatter_(1, chosen + 1, torch.arange(max(counts), device=device).expand_as(chosen))
         parents = places.gather(1, read.gather(1, chosen // self.plan.top_k) + 1)
-        return DraftTree(tokens.gather(1, chosen), parents, _upload(counts, device))
+        return DraftTree(tokens.gather(1, chosen), parents, upload(counts, device))
 
     def _candidates(self, logits: torch.Tensor, width: int, chances: torch.Tensor | None):
         """The best continuations of each node.
@@ -430,27 +411,12 @@ class EagleCandidateGenerator(CandidateGenerator):
         return [limit if is_likely else min(limit, depth) for limit, is_likely in zip(limits, likely)]
 
 
-@dataclass
-class _NewEntries:
-    """Committed tokens `(R, T)` with the target's states `(R, T, th)`, the first `counts[r]` of which are entries."""
-
-    tokens: torch.LongTensor
-    states: dict[Any, torch.Tensor]
-    counts: list[int]
-
-    def of_rows(self, keep: list[int]) -> _NewEntries:
-        states = {key: value[keep] for key, value in self.states.items()}
-        return _NewEntries(self.tokens[keep], states, [self.counts[row] for row in keep])
-
-
-class DraftEntries:
+class DraftEntries(DraftSlots):
     """The draft's keys and values: kept entries of each row, and behind them the nodes of the current draft.
 
     Args:
         network (`EagleNetwork`): The draft.
-        starts (`list[int]`): Slot of each row's first entry; what lies before is padding.
-        offsets (`list[int]`): Position of that entry.
-        capacity (`int`): Slots to allocate at first.
+        starts, offsets, capacity: As for [`DraftSlots`].
 
     Attributes:
         num_read (`int`): Nodes of the current draft that have been read.
@@ -459,11 +425,8 @@ class DraftEntries:
     num_read = 0
 
     def __init__(self, network: EagleNetwork, starts: list[int], offsets: list[int], capacity: int):
-        self.device, self.dtype, self.span = network.device, network.dtype, network.span
-        self.cache = SlotCache(capacity)
-        self.cache.layers = [SlotLayer(capacity) for _ in network.layers]
-        self.cache.start_slots(len(starts))
-        self.starts, self.offsets = list(starts), list(offsets)
+        super().__init__(network, starts, offsets, capacity)
+        self.dtype, self.span = network.dtype, network.span
         self._forward = lean_forward(network, max(offsets))
 
     def read(self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: list[int]):
@@ -477,7 +440,7 @@ class DraftEntries:
             Both outputs of the network, of shape `(R, T, h)`.
         """
         count = tokens.shape[1]
-        plan = self.cache.plan_write(count, self.device)
+        plan = self.cache.plan_write(count)
         mask = self._mask_behind(self.cache.lengths, count, plan.columns)
         positions = self._next_positions() + torch.arange(count, device=self.device)
         outputs = self._forward(tokens.to(self.device), hidden, positions, mask, self.cache)
@@ -508,7 +471,7 @@ class DraftEntries:
             Both outputs of the network, of shape `(R, F, h)`.
         """
         first, self.num_read = self.num_read, self.num_read + tokens.shape[1]
-        plan = self.cache.plan_write(tokens.shape[1], self.device, ahead=first)
+        plan = self.cache.plan_write(tokens.shape[1], ahead=first)
         self._mask = _of(self._mask, parents)
         slots = self._slots[:, first : self.num_read]
         self._mask.scatter_(2, slots[..., None].expand(len(self._mask), -1, 1), 0.0)
@@ -540,20 +503,6 @@ class DraftEntries:
         distant = self.span.hidden(own, slots)
         return torch.where(hidden if distant is None else hidden | distant, lowest, mask[0])[:, None]
 
-    def _next_positions(self) -> torch.LongTensor:
-        rows = zip(self.cache.lengths, self.starts, self.offsets)
-        return self._column([length - start + offset for length, start, offset in rows])
-
-    def _column(self, values: Sequence[int]) -> torch.LongTensor:
-        """One number a row, `(R, 1)`, or `(1, 1)` where they are equal."""
-        values = values[:1] if len(set(values)) == 1 else values
-        return _upload(values, self.device)[:, None]
-
-    def keep_rows(self, keep: list[int]) -> None:
-        self.cache.keep_rows(keep)
-        self.starts = [self.starts[row] for row in keep]
-        self.offsets = [self.offsets[row] for row in keep]
-
 
 def _of(values: torch.Tensor, nodes: torch.LongTensor) -> torch.Tensor:
     """Of each row's values `(R | 1, F', X)` those of the nodes `(F,)` or `(R, F)`, as a new tensor `(R | 1, F, X)`."""
@@ -563,25 +512,8 @@ def _of(values: torch.Tensor, nodes: torch.LongTensor) -> torch.Tensor:
     return values.gather(1, nodes[..., None].expand(-1, -1, values.shape[-1]))
 
 
-def _upload(values: Sequence[int], device: torch.device) -> torch.LongTensor:
-    """Numbers as a tensor on `device`; unlike `torch.tensor` on a GPU it does not wait for what runs there."""
-    return torch.tensor(values).to(device, non_blocking=True)
-
-
-def _last_of_each(values: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Entry `counts[r] - 1` of each row of `(R, T, h)`."""
-    if min(counts) == max(counts):
-        return values[:, counts[0] - 1]
-    last = _upload(counts, values.device) - 1
-    return values[torch.arange(len(counts), device=values.device), last]
-
-
-def _width(states: dict[Any, torch.Tensor]) -> int:
-    return next(iter(states.values())).shape[1]
-
-
 def _plan(
-    config, vocab_size: int, session: Session, draws: bool, chain_length: int, prefers_trees: bool
+    config, vocab_size: int, session: Session, why_chains: str | None, chain_length: int, prefers_trees: bool
 ) -> TokenTree | DynamicTree:
     """What is drafted in a call: a static tree, chains among them, or a dynamic one.
 
@@ -589,18 +521,13 @@ def _plan(
         config (`SpeculativeConfig`): The settings.
         vocab_size (`int`): Tokens that the draft knows.
         session (`Session`): The call.
-        draws (`bool`): Draft tokens are drawn.
+        why_chains (`str`, *optional*): Why it can only have chains.
         chain_length (`int`): Of the chain that is drafted where the settings name nothing.
         prefers_trees (`bool`): A small batch gets a tree then.
 
     Raises:
         SpecConfigError: Settings contradict each other, or ask for more candidates than there are tokens.
     """
-    only_chains = None
-    if draws:
-        only_chains = "draft_sample_method='probabilistic' draws chains"
-    elif not session.takes_trees:
-        only_chains = "the target tells positions from the order of its cache"
     paths, length = config.speculative_token_tree, config.num_speculative_tokens
     growth = next((name for name in _GROWTH_OPTIONS if getattr(config.options, name) is not None), None)
     if growth and (paths or length):
@@ -612,9 +539,9 @@ def _plan(
         return TokenTree.chain(length or chain_length)
     else:
         plan = _dynamic_tree(config.options, vocab_size, session.device)
-    if not only_chains or plan.is_chain:
+    if not why_chains or plan.is_chain:
         return plan
-    session.notes.append(f"chains instead of trees: {only_chains}")
+    session.notes.append(f"chains instead of trees: {why_chains}")
     return TokenTree.chain(plan.max_depth if paths or growth else chain_length)
 
 

@@ -18,6 +18,7 @@ import torch
 
 from ..drafts import DraftTree
 from .denoising import confidences
+from .tensors import upload
 
 
 # Devices whose kernels are dearer than a heap on the host.
@@ -115,7 +116,7 @@ def _from_levels(
     device = tokens.device
     depth, width = log_probs.shape[1:]
     counts = [_num_prefixes(width, limit, budget) for limit in limits]
-    too_deep = torch.arange(depth, device=device) >= _upload(limits, device)[:, None]
+    too_deep = torch.arange(depth, device=device) >= upload(limits, device)[:, None]
     log_probs = log_probs.double().masked_fill(too_deep[..., None], -math.inf)
 
     # Cells number the candidates, position by position from 1 on; 0 is the anchor.
@@ -136,7 +137,7 @@ def _from_levels(
     places = torch.full_like(cells, -1).scatter_(1, order, nodes)
     parents = places.gather(1, parents.gather(1, order))
     drafted = tokens.flatten(1).gather(1, cells.gather(1, order) - 1)
-    return DraftTree(drafted, parents, _upload(counts, device))
+    return DraftTree(drafted, parents, upload(counts, device))
 
 
 def _descending(values: torch.Tensor) -> torch.LongTensor:
@@ -165,7 +166,3 @@ def _num_prefixes(width: int, depth: int, budget: int) -> int:
         if total >= budget:
             return budget
     return total
-
-
-def _upload(values: Sequence[int], device: torch.device) -> torch.LongTensor:
-    return torch.tensor(values).to(device, non_blocking=True)

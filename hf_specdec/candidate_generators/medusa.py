@@ -23,6 +23,7 @@ from ..drafts import DraftTree
 from ..errors import SpecConfigError
 from ..metrics import LOSSLESS_RULES
 from ..models.medusa import NUM_RANKS, MedusaHeads, fitting_heads, load_medusa
+from ..models.settings import is_int
 from ..token_trees import MAX_NODES, TokenTree, prior_accuracies
 from .base import CandidateGenerator, Commit, DraftStep, Session
 
@@ -75,8 +76,7 @@ class MedusaOptions:
 
     def __post_init__(self):
         nodes = self.num_nodes
-        is_int = isinstance(nodes, int) and not isinstance(nodes, bool)
-        if nodes is not None and not (is_int and 1 <= nodes <= MAX_NODES):
+        if nodes is not None and not (is_int(nodes) and 1 <= nodes <= MAX_NODES):
             raise SpecConfigError(f"`medusa_num_nodes` must be an integer from 1 to {MAX_NODES}, got {nodes!r}.")
         if self.tree not in ("static", "measured"):
             raise SpecConfigError(f"`medusa_tree` must be 'static' or 'measured', got {self.tree!r}.")
@@ -153,13 +153,17 @@ class MedusaCandidateGenerator(CandidateGenerator):
     options_class = MedusaOptions
     target_hidden_states = ("last",)
     draws = False
-    loaded_by = ("model", "revision", "subfolder", "dtype", "device", "quantization")
+    loaded_by = ("model", "revision", "subfolder", "cache_dir", "dtype", "device", "quantization")
 
     @classmethod
     def load(cls, config, target_model, draft_model: MedusaHeads | None = None) -> MedusaResources:
         heads = load_medusa(config, target_model) if draft_model is None else fitting_heads(draft_model, target_model)
         counts = RankCounts(heads.accuracies, heads.num_heads)
         return MedusaResources(heads, target_model.get_output_embeddings(), counts)
+
+    @classmethod
+    def network(cls, resources: MedusaResources) -> torch.nn.Module:
+        return resources.heads
 
     def __init__(self, config, resources: MedusaResources, session: Session):
         super().__init__(config, resources, session)
@@ -213,9 +217,10 @@ class MedusaCandidateGenerator(CandidateGenerator):
         return tree.draft(flat.index_select(1, _candidate_of_node(tree, count, flat.device)), depths)
 
     def observe(self, commit: Commit) -> None:
-        lengths = list(map(len, commit.token_lists))
         if self.counts and self.candidates is not None:
-            self._count(commit.tokens, lengths)
+            self._count(commit.tokens, commit.counts)
+        # What is committed without a draft says nothing of these.
+        self.candidates = None
         self.hidden = commit.anchor_states("last")
 
     def _count(self, tokens: torch.LongTensor, lengths: list[int]) -> None:

@@ -23,8 +23,10 @@ from ..errors import SpecConfigError
 from ..logits.acceptance import best_tokens
 from ..models.draft_model import vocabulary_size
 from ..models.mlp_speculator import MLPSpeculator, MLPStage, fitting_speculator, load_mlp_speculator
+from ..models.settings import is_int
 from ..token_trees import TokenTree
 from .base import CandidateGenerator, Commit, DraftStep, Session
+from .options import check_integer
 
 
 # Draft tokens of the default chain, if there are as many stages.
@@ -82,23 +84,17 @@ class MLPSpeculatorOptions:
 
     def __post_init__(self):
         widths = self.top_k_tokens_per_head
-        if widths is not None and not (widths and all(map(_is_positive, widths))):
+        if widths is not None and not (widths and all(is_int(width) and width >= 1 for width in widths)):
             raise SpecConfigError(
                 f"`top_k_tokens_per_head` must be a list of integers of at least 1, got {list(widths)!r}."
             )
         for name in ("num_candidates", "num_nodes"):
-            value = getattr(self, name)
-            if value is not None and not _is_positive(value):
-                raise SpecConfigError(f"`{name}` must be an integer of at least 1, got {value!r}.")
+            check_integer(name, getattr(self, name), 1)
         if self.num_candidates is not None and self.num_nodes is not None:
             raise SpecConfigError(
                 f"`num_candidates`={self.num_candidates} and `num_nodes`={self.num_nodes} are two ways to choose the "
                 "nodes of a tree. Keep one."
             )
-
-
-def _is_positive(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass
@@ -127,7 +123,7 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
     options_class = MLPSpeculatorOptions
     target_hidden_states = ("last",)
     default_num_speculative_tokens = _CHAIN_LENGTH
-    loaded_by = ("model", "revision", "subfolder", "dtype", "device", "quantization")
+    loaded_by = ("model", "revision", "subfolder", "cache_dir", "dtype", "device", "quantization")
 
     @classmethod
     def load(cls, config, target_model, draft_model: MLPSpeculator | None = None) -> LoadedSpeculator:
@@ -143,6 +139,10 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
     def default_length(cls, options: MLPSpeculatorOptions) -> int:
         return len(options.top_k_tokens_per_head or ()) or cls.default_num_speculative_tokens
 
+    @classmethod
+    def network(cls, resources: LoadedSpeculator) -> torch.nn.Module:
+        return resources.speculator
+
     def __init__(self, config, resources: LoadedSpeculator, session: Session):
         super().__init__(config, resources, session)
         self.speculator, self.stages = resources.speculator, resources.stages
@@ -150,9 +150,8 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         self.sampler = session.sampler
         weight = self.stages[0].projection
         self.device, self.dtype = weight.device, weight.dtype
-        samples = self.sampler is not None and not self.sampler.is_greedy
-        self.draws = samples and self.options.draft_sample_method == "probabilistic"
-        self.plan = _plan(config, resources, session, self.draws)
+        self.draws = self.asks_to_draw
+        self.plan = _plan(config, resources, session, self.why_chains)
         self.num_speculative_tokens = self.plan.max_depth
         self.states: torch.Tensor | None = None  # (B, H): of each row, what its anchor was predicted from
 
@@ -332,23 +331,18 @@ class GrownTree:
         return (fits & is_valid).sum(1)
 
 
-def _plan(config, loaded: LoadedSpeculator, session: Session, draws: bool) -> TokenTree | GrowthPlan:
+def _plan(config, loaded: LoadedSpeculator, session: Session, why_chains: str | None) -> TokenTree | GrowthPlan:
     """What is drafted in a call: a static tree, chains among them, or one that is grown.
 
     Args:
         config (`SpeculativeConfig`): The settings.
         loaded (`LoadedSpeculator`): What drafts.
         session (`Session`): The call.
-        draws (`bool`): Draft tokens are drawn.
+        why_chains (`str`, *optional*): Why it can only have chains.
 
     Raises:
         SpecConfigError: Settings contradict each other, or ask for more stages than there are.
     """
-    only_chains = None
-    if draws:
-        only_chains = "draft_sample_method='probabilistic' draws chains"
-    elif not session.takes_trees:
-        only_chains = "the target tells positions from the order of its cache"
     growth = [key for name, key in _GROWTH_OPTIONS.items() if getattr(config.options, name) is not None]
     if config.speculative_token_tree is not None:
         if growth:
@@ -359,14 +353,14 @@ def _plan(config, loaded: LoadedSpeculator, session: Session, draws: bool) -> To
     else:
         sizes = loaded.speculator.config
         config.check_against_target(num_heads=sizes.n_predict)
-        grows = config.num_speculative_tokens is None and session.device.type != "cpu" and not only_chains
+        grows = config.num_speculative_tokens is None and session.device.type != "cpu" and not why_chains
         if growth or grows:
             plan = _growth_plan(config, loaded, session.device)
         else:
             plan = TokenTree.chain(config.num_speculative_tokens or min(_CHAIN_LENGTH, sizes.n_predict))
-    if not only_chains or plan.is_chain:
+    if not why_chains or plan.is_chain:
         return plan
-    session.notes.append(f"chains instead of trees: {only_chains}")
+    session.notes.append(f"chains instead of trees: {why_chains}")
     return TokenTree.chain(plan.max_depth)
 
 

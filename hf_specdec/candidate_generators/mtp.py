@@ -28,14 +28,8 @@ from ..models.draft_model import load_draft_model
 from ..models.mtp import MtpNetwork, fitting_network, load_mtp
 from ..token_trees import TokenTree
 from .base import Session
-from .eagle import (
-    DraftEntries,
-    DynamicTree,
-    EagleCandidateGenerator,
-    ExtrapolationOptions,
-    _last_of_each,
-    _upload,
-)
+from .eagle import DraftEntries, DynamicTree, EagleCandidateGenerator, ExtrapolationOptions
+from .tensors import last_of_each, upload
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ class MtpCandidateGenerator(EagleCandidateGenerator):
     options_class = MtpOptions
     default_num_speculative_tokens = 3
     prefers_trees = False
-    loaded_by = ("model", "revision", "subfolder", "dtype", "device", "quantization")
+    loaded_by = ("model", "revision", "subfolder", "cache_dir", "dtype", "device", "quantization")
 
     @classmethod
     def load(cls, config, target_model, draft_model: torch.nn.Module | None = None) -> torch.nn.Module:
@@ -176,10 +170,10 @@ class LayerEntries(DraftEntries):
     def read_nodes(self, tokens: torch.LongTensor, hidden: torch.Tensor, parents: torch.LongTensor):
         """Reads the window with the next layer; the arguments are those of one node behind the one read before."""
         self.num_read += 1
-        last = _upload(self._counts, self.device)[:, None] - 1
+        last = upload(self._counts, self.device)[:, None] - 1
         self._shifted = F.pad(self._shifted[:, 1:], (0, 1)).scatter(1, last, tokens.to(self.device))
         outputs = self._read_layer(self._layer + 1, self._shifted, self._handed_on)
-        return tuple(_last_of_each(output, self._counts)[:, None] for output in outputs)
+        return tuple(last_of_each(output, self._counts)[:, None] for output in outputs)
 
     def keep_rows(self, keep: list[int]) -> None:
         super().keep_rows(keep)
@@ -204,7 +198,7 @@ class LayerEntries(DraftEntries):
     def _place(self) -> None:
         """Prepares for reading the window behind each row's length."""
         count = self._tokens.shape[1]
-        plan = self.cache.plan_write(count, self.device)
+        plan = self.cache.plan_write(count)
         self._window_mask = self._mask_behind(self.cache.lengths, count, plan.columns)
         self._window_positions = self._next_positions() + torch.arange(count, device=self.device)
 
@@ -221,7 +215,7 @@ class _Window:
         # Numbers from -1 downwards stand for the entries of the new tensor.
         rows = [[*range(begin, end), *range(-1, -count - 1, -1)] for begin, end, count in zip(first, ends, counts)]
         self.size = max(map(len, rows))
-        self.index = _upload([row + [-1] * (self.size - len(row)) for row in rows], device)
+        self.index = upload([row + [-1] * (self.size - len(row)) for row in rows], device)
 
     def of(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         places = torch.where(self.index < 0, old.shape[1] - 1 - self.index, self.index)
@@ -233,6 +227,6 @@ def _from(values: torch.Tensor, first: Sequence[int], count: int) -> torch.Tenso
     """Entries `first[r]` to `first[r] + count` of each row of `(R, W, h)`, as far as there are any."""
     if min(first) == max(first):
         return values[:, first[0] : first[0] + count]
-    index = _upload(first, values.device)[:, None] + torch.arange(count, device=values.device)
+    index = upload(first, values.device)[:, None] + torch.arange(count, device=values.device)
     rows = torch.arange(len(values), device=values.device)[:, None]
     return values[rows, index.clamp(max=values.shape[1] - 1)]

@@ -11,14 +11,18 @@ Shapes: R rows, T nodes, H hidden size, Q query heads, K key/value heads, D head
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..drafts import TreeTopology
-from .cache import SlotCache, SlotLayer, WritePlan
+from ..kernels.cache import WritePlan
+from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE
+from .attention import TREE_KERNEL, TreeMask
+from .cache import SlotCache, SlotLayer
 from .masks import FULL, node_masks
 from .target import SlotModel, SlotOutput
 
@@ -84,7 +88,7 @@ class FunctionalSlotModel(SlotModel):
         self._embedding = decoder.embed_tokens.weight
         self._head = model.get_output_embeddings().weight
         self._norm = LeanNorm(decoder.norm)
-        self._layers = [_Layer(layer) for layer in decoder.layers]
+        self._layers = [LeanLayer(layer) for layer in decoder.layers]
         self._has_full_span = all(span == FULL for span in self.profile.spans)
         types = self.profile.layer_types
         self._span_of_layer = [types.index(kind) if types else 0 for kind in self._layer_kinds(model.config)]
@@ -94,30 +98,39 @@ class FunctionalSlotModel(SlotModel):
         return getattr(config, "layer_types", None) or [""] * len(self._layers)
 
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology) -> SlotOutput:
-        plan = self.cache.plan_write(tokens.shape[1], tokens.device)
-        masks = self._masks_of_spans(topology, plan.columns)
+        replayed = self._replay(tokens, topology)
+        if replayed is not None:
+            return replayed
+        plan = self.cache.plan_write(tokens.shape[1])
+        masks = self._masks_of_spans(topology, tokens)
         stream = F.embedding(tokens, self._embedding)
         rotary = self._rotary_at(topology, stream)
         states = {}
         for index, (layer, slots) in enumerate(zip(self._layers, self.cache.layers)):
-            if index in self._states:
+            if index in self.states:
                 states[index] = stream
             stream = layer(stream, rotary, slots, plan, masks[self._span_of_layer[index]])
-        if len(self._layers) in self._states:
+        if len(self._layers) in self.states:
             states[len(self._layers)] = stream
         last = self._norm(stream)
-        if "last" in self._states:
+        if "last" in self.states:
             states["last"] = last
         return SlotOutput(F.linear(last, self._head), states)
 
-    def _masks_of_spans(self, topology: TreeTopology, columns: int) -> list[torch.Tensor | None]:
-        nodes = topology.depths.shape[-1]
+    def _masks_of_spans(self, topology: TreeTopology, tokens: torch.LongTensor) -> list:
+        """What each layer's attention is given as mask, by span."""
+        tree, spans, nodes = self._tree(topology, tokens), self.profile.spans, tokens.shape[1]
+        fits = self._head.dtype in DTYPES and self._layers[0].attention.head_size <= MAX_HEAD_SIZE
+        has_kernel = tree is not None and fits
+        self.attention_layers = Counter({TREE_KERNEL: len(self._layers)} if has_kernel else {})
+        if has_kernel:
+            return [TreeMask(tree, span) for span in spans]
         # One new token in rows of equal length sees every slot.
         if nodes == 1 and self._has_full_span and self.rows.is_uniform:
-            return [None] * len(self.profile.spans)
+            return [None] * len(spans)
         # The query heads of a group become further positions of their key/value head.
         repeats = self._layers[0].attention.groups if nodes > 1 else 1
-        return node_masks(topology, self.rows, columns, self.profile.spans, self._head.dtype, repeats)
+        return node_masks(topology, self.rows, self.cache.plan.columns, spans, self._head.dtype, repeats)
 
     def _rotary_at(self, topology: TreeTopology, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine `(R | 1, T, 1, D / 2)` of each node's position."""
@@ -158,21 +171,52 @@ def rotary_table(embedding: nn.Module, parameters: Mapping) -> RotaryTable | Non
     return RotaryTable(embedding) if _has_static_rope(parameters) else None
 
 
+class RotaryAngles:
+    """Angles of the entries of a draft, from a table unless the frequencies change with the text.
+
+    Args:
+        embedding (`nn.Module`): transformers' rotary embedding.
+        parameters (`Mapping`): Its `rope_parameters`.
+        lead (`int`): How far a position may be ahead of its slot.
+    """
+
+    def __init__(self, embedding: nn.Module, parameters: Mapping, lead: int):
+        self.embedding, self.lead = embedding, lead
+        self._table = rotary_table(embedding, parameters)
+
+    def __call__(self, positions: torch.LongTensor, like: torch.Tensor, columns: int):
+        """Cosine and sine of each entry, `(R | 1, T, 1, D / 2)`, in the first `columns` slots."""
+        if self._table is None:
+            return half_angles(*self.embedding(like, positions))
+        cosine, sine = self._table.up_to(columns + self.lead, like)
+        return cosine[positions], sine[positions]
+
+
 def half_angles(cosine: torch.Tensor, sine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """transformers' angles `(..., T, D)` as `(..., T, 1, D / 2)`: both halves of a head turn by the same ones."""
     half = cosine.shape[-1] // 2
     return cosine[..., None, :half].contiguous(), sine[..., None, :half].contiguous()
 
 
-class _Layer:
-    """One decoder layer as a function of the stream; the weights are those of the model's modules."""
+class LeanLayer:
+    """One decoder layer of this family as a function of the stream; the weights are those of the model's modules.
+
+    Args:
+        layer (`nn.Module`): The decoder layer. A norm may be an `nn.Identity`.
+    """
 
     def __init__(self, layer: nn.Module):
         self.attention, self.mlp = LeanAttention(layer.self_attn), LeanMLP(layer.mlp)
-        self.attention_norm, self.mlp_norm = LeanNorm(layer.input_layernorm), LeanNorm(layer.post_attention_layernorm)
+        self.attention_norm = lean_norm(layer.input_layernorm)
+        self.mlp_norm = lean_norm(layer.post_attention_layernorm)
 
     def __call__(self, stream, rotary, slots, plan, mask):
-        stream = stream + self.attention(self.attention_norm(stream), rotary, slots, plan, mask)
+        """The stream `(R, T, H)` behind the layer; for the other arguments see [`LeanAttention`]."""
+        return self.finish(stream, self.attention_norm(stream), rotary, slots, plan, mask)
+
+    def finish(self, stream, attended, *where):
+        """The stream behind the layer, given what its attention reads."""
+        stream = stream + self.attention(attended, *where)
         return stream + self.mlp(self.mlp_norm(stream))
 
 
@@ -202,14 +246,15 @@ class LeanAttention:
         rotary: tuple[torch.Tensor, torch.Tensor],
         slots: SlotLayer,
         plan: WritePlan,
-        mask: torch.Tensor | None,
+        mask: torch.Tensor | TreeMask | None,
     ) -> torch.Tensor:
         """
         Args:
             hidden (`torch.Tensor` of shape `(R, T, X)`): What queries, keys and values are made of.
             rotary (`tuple`): Cosine and sine, each of a shape that broadcasts to `(R, T, 1, D / 2)`.
             slots (`SlotLayer`), plan (`WritePlan`): Where keys and values go.
-            mask (`torch.Tensor`, *optional*): Additive, `(R | 1, 1, groups * T, S)`, or `(R | 1, 1, 1, S)`.
+            mask (`torch.Tensor` or `TreeMask`, *optional*): Additive, `(R | 1, 1, groups * T, S)`, or
+                `(R | 1, 1, 1, S)`.
 
         Returns:
             `torch.Tensor` of shape `(R, T, H)`.
@@ -224,10 +269,20 @@ class LeanAttention:
         turned = _turn(torch.cat((query, key), dim=2), *rotary)
         query, key = turned.split((query.shape[2], key.shape[2]), dim=2)
         keys, values = slots.update(key.transpose(1, 2), value.transpose(1, 2), plan)
+        if isinstance(mask, TreeMask):
+            output = mask.attend(query.transpose(1, 2), keys, values, self.scale)
+            return F.linear(output.reshape(rows, nodes, -1), *self.output)
         query = query.transpose(1, 2).reshape(rows, keys.shape[1], self.groups * nodes, self.head_size)
         output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self.scale)
         output = output.reshape(rows, -1, nodes, self.head_size).transpose(1, 2).reshape(rows, nodes, -1)
         return F.linear(output, *self.output)
+
+
+def with_query_groups(mask: torch.Tensor | None, groups: int) -> torch.Tensor | None:
+    """A mask `(R | 1, 1, T, S)` for query heads that are further positions of their key/value head."""
+    if mask is None or mask.shape[2] == 1 or groups == 1:
+        return mask
+    return mask.expand(-1, groups, -1, -1).reshape(len(mask), 1, -1, mask.shape[3])
 
 
 class LeanMLP:
@@ -252,6 +307,10 @@ class LeanNorm:
         if hidden.dtype == torch.float32:
             return F.rms_norm(hidden, self.weight.shape, self.weight, self.epsilon)
         return self.weight * F.rms_norm(hidden, self.weight.shape, None, self.epsilon)
+
+
+def lean_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return norm if isinstance(norm, nn.Identity) else LeanNorm(norm)
 
 
 def _linear(module: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -7,18 +7,20 @@ Files (one, or shards with an index) are mapped and read tensor by tensor. Pickl
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers.utils.hub import cached_file
+from safetensors.torch import save_file
 
 from ..errors import CheckpointFormatError, SpecConfigError, SpecDecError
+from ..hub.files import WEIGHT_FILES, RepoFiles
 from .draft_model import MAX_VOCABULARY_GAP, draft_device, vocabulary_size
 
 
@@ -26,90 +28,50 @@ if TYPE_CHECKING:
     from ..config import SpeculativeConfig
 
 
-# Where a checkpoint keeps its tensors, the safe formats first.
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-
 _WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Checkpoint:
     """The tensors of a checkpoint by name.
 
+    Of a repository only what is read is downloaded: the header of a file for the shapes, a file for its tensors.
+
     Args:
-        config (`SpeculativeConfig`): `model` (folder or repo id), `revision`, `subfolder`.
+        config (`SpeculativeConfig`): `model` (folder or repo id), `revision`, `subfolder`, `cache_dir`, `token`,
+            `local_files_only`.
         weight_files (`Sequence[str]`): Names that the weights may have, the preferred first.
 
     Attributes:
         name (`str`): Folder or repo id.
+        files (`RepoFiles`): Its files.
         config (`dict`): `config.json`.
         file (`str`): The file that was found.
-        shapes (`dict[str, tuple[int, ...]]`): Every tensor's shape.
+        shapes (`Mapping[str, tuple[int, ...]]`): Every tensor's shape.
 
     Raises:
+        CheckpointAccessError: It cannot be reached.
         CheckpointFormatError: A file is missing, damaged, or a pickle that holds more than tensors.
     """
 
     def __init__(self, config: SpeculativeConfig, weight_files: Sequence[str] = WEIGHT_FILES):
-        from ..hub.detect import read_config
-
-        self.name = config.model
-        self._location = {"revision": config.revision, "subfolder": config.subfolder or ""}
-        self.config = read_config(config)
-        path = next(filter(None, map(self._find, weight_files)), None)
-        if path is None:
+        self.name, self.files = config.model, RepoFiles.of(config)
+        self.config = self.files.config
+        file = self.files.first_of(weight_files)
+        if file is None:
             raise CheckpointFormatError(
                 f"'{self.name}' has none of the weight files of this format: {', '.join(weight_files)}. Pass the "
                 "folder or repo id of a complete checkpoint."
             )
-        self.file = path.name
+        self.file = file
+        self._file_of: Mapping[str, str] = {}
         self._pickled: dict[str, torch.Tensor] = {}
-        self._file_of: dict[str, Path] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for file in self._files(path):
-            self._list(file)
-
-    def _find(self, file: str) -> Path | None:
-        try:
-            path = cached_file(self.name, file, _raise_exceptions_for_missing_entries=False, **self._location)
-        except OSError as error:
-            raise CheckpointFormatError(f"'{self.name}' cannot be read: {error}") from error
-        return None if path is None else Path(path)
-
-    def _files(self, path: Path) -> list[Path]:
-        """The file itself, or the shards that an index names."""
-        if path.suffix != ".json":
-            return [path]
-        try:
-            names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
-            if not all(isinstance(name, str) for name in names):
-                raise TypeError(f"`weight_map` names files, got {names[:3]}")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointFormatError(f"'{self.name}' has a damaged index {path.name}: {error!r}.") from error
-        shards = {name: self._find(name) for name in names}
-        missing = [name for name, found in shards.items() if found is None]
-        if missing:
-            raise CheckpointFormatError(
-                f"'{self.name}' lacks {', '.join(missing)}, which {path.name} names. Pass a complete checkpoint."
-            )
-        return list(shards.values())
-
-    def _list(self, file: Path) -> None:
-        if file.suffix == ".safetensors":
-            try:
-                with safe_open(file, framework="pt") as tensors:
-                    shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
-            except (SafetensorError, OSError) as error:
-                raise CheckpointFormatError(f"'{self.name}': {file.name} is damaged: {error}.") from error
+        if ".safetensors" in file:
+            table = self.files.tensors(file)
+            self.shapes, self._file_of = table, table.file_of
         else:
-            self._pickled |= self._unpickled(file)
-            shapes = {name: tuple(tensor.shape) for name, tensor in self._pickled.items()}
-        self.shapes |= shapes
-        self._file_of |= dict.fromkeys(shapes, file)
+            for part in self.files.parts(file):
+                self._pickled |= self._unpickled(self.files.path(part))
+            self.shapes = {name: tuple(tensor.shape) for name, tensor in self._pickled.items()}
 
     def _unpickled(self, file: Path) -> dict[str, torch.Tensor]:
         try:
@@ -178,10 +140,9 @@ class Checkpoint:
         """
         missing = [name for name in names if name not in self.shapes]
         if missing:
-            more = ", ..." if len(missing) > 3 else ""
             raise CheckpointFormatError(
-                f"'{self.name}' lacks {len(missing)} tensors of {of}: {', '.join(missing[:3])}{more} (it has "
-                f"{len(self.shapes)} in {self.file}). Pass a complete checkpoint."
+                f"'{self.name}' lacks {len(missing)} tensors of {of}: {listed(missing)} (it has {len(self.shapes)} in "
+                f"{self.file}). Pass a complete checkpoint."
             )
 
     def read(
@@ -190,17 +151,30 @@ class Checkpoint:
         """Some of the tensors; floating-point ones in `dtype` (`None`: as stored), on `device`."""
         found = {}
         with ExitStack() as stack:
-            opened: dict[Path, Any] = {}
+            opened: dict[str, Any] = {}
             for name in names:
-                file = self._file_of[name]
                 if name in self._pickled:
                     tensor = self._pickled[name]
                 else:
+                    file = self._file_of[name]
                     if file not in opened:
-                        opened[file] = stack.enter_context(safe_open(file, framework="pt"))
-                    tensor = opened[file].get_tensor(name)
+                        opened[file] = stack.enter_context(self._opened(file))
+                    tensor = self._tensor(opened[file], file, name)
                 found[name] = tensor.to(device, dtype if tensor.is_floating_point() else None)
         return found
+
+    def _opened(self, file: str) -> safe_open:
+        path = self.files.path(file)
+        try:
+            return safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise self.files.damaged(file, f"is damaged: {error}", path) from error
+
+    def _tensor(self, opened: safe_open, file: str, name: str) -> torch.Tensor:
+        try:
+            return opened.get_tensor(name)
+        except SafetensorError as error:
+            raise self.files.damaged(file, f"is damaged: {error}", self.files.path(file)) from error
 
     def read_weights(
         self, names: Iterable[str], dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
@@ -227,6 +201,37 @@ def _is_named_tensor(item: tuple[Any, Any]) -> bool:
     is_dense = tensor.layout == torch.strided and not tensor.is_nested
     # An expanded tensor of any size fits into a small file.
     return is_dense and not tensor.is_meta and tensor.untyped_storage().nbytes() >= tensor.nbytes
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first names, for a message."""
+    names = list(names)
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def tensor_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """What the state dict of a module holds."""
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+
+
+def save_checkpoint(
+    folder: str | os.PathLike,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    weight_file: str = WEIGHT_FILES[0],
+) -> None:
+    """Writes `config.json` and a safetensors file.
+
+    Args:
+        folder (`str` or `os.PathLike`): Made if needed.
+        config (`Mapping`): The content of `config.json`.
+        tensors (`Mapping[str, torch.Tensor]`): The tensors by the names in the file, contiguous.
+        weight_file (`str`): The name of the file.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(dict(tensors), folder / weight_file, metadata={"format": "pt"})
 
 
 def head_placement(

@@ -18,7 +18,6 @@ vocabulary of the target, U that of the draft, r rank of the corrections.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -34,12 +32,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from ..decoding.attention import folding_masks, slot_attention
 from ..decoding.functional import RotaryTable, half_angles, rotary_table
-from ..decoding.target import decoder_layers
-from ..errors import CheckpointFormatError, SpecConfigError
-from .checkpoint import Checkpoint, head_placement, hidden_size
-from .dflash_formats import BlockView, DFlashCheckpoint, DFlashConfig, stored_tensors
-from .draft_model import vocabulary_size
-from .eagle_formats import TargetSizes
+from ..errors import SpecConfigError
+from .checkpoint import Checkpoint, head_placement, save_checkpoint
+from .dflash_formats import BlockView, DFlashCheckpoint, DFlashConfig
+from .draft_checkpoint import TargetSizes, stored_vocabulary
+from .draft_network import DraftNetwork, TargetParts, is_copy, layer_config, loaded_network
 
 
 if TYPE_CHECKING:
@@ -51,7 +48,7 @@ if TYPE_CHECKING:
 _MASK_SPELLINGS = ("<|MASK|>", "<mask>", "[MASK]", "<MASK>")
 
 
-class DFlashNetwork(nn.Module):
+class DFlashNetwork(DraftNetwork):
     """A block drafter.
 
     The state dict has the names of the published files. What a draft shares with the target, embedding and lm_head,
@@ -80,7 +77,7 @@ class DFlashNetwork(nn.Module):
         self.embed_tokens = None if own_rows is None else nn.Embedding(own_rows, size)
         self.fc = nn.Linear(len(self._state_keys) * config.target_hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
-        parts = _layer_config(config)
+        parts = layer_config(config)
         self.layers = nn.ModuleList(DFlashLayer(config, parts) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
@@ -90,7 +87,7 @@ class DFlashNetwork(nn.Module):
         with torch.device("cpu"):
             self.rotary_emb = LlamaRotaryEmbedding(parts)
         self._rotary_tables: dict[tuple, RotaryTable | None] = {}
-        self._target: _TargetParts | None = None
+        self._target: _ScaledParts | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -111,13 +108,13 @@ class DFlashNetwork(nn.Module):
 
         What is only a copy of the target's is given up.
         """
-        self._target = target = _TargetParts(target_model)
+        self._target = target = _ScaledParts(target_model)
         if self.embed_tokens is not None and target.has_plain_embedding:
-            if _are_equal(self.embed_tokens.weight, target.embedding.weight):
+            if is_copy(self.embed_tokens.weight, target.embedding.weight):
                 self.embed_tokens = None
                 self.config = replace(self.config, num_embeddings=None)
         if self.lm_head is not None and self.token_ids is None and target.has_plain_head:
-            if _are_equal(self.lm_head.weight, target.head.weight):
+            if is_copy(self.lm_head.weight, target.head.weight):
                 self.lm_head = None
                 self.config = replace(self.config, own_head=False)
         return self
@@ -219,28 +216,9 @@ class DFlashNetwork(nn.Module):
         logits = self._target.logits(rows).to(rows) if self.lm_head is None else self.lm_head(rows)
         return logits.unflatten(0, output.shape[:-1])
 
-    def target_ids(self, draft_ids: torch.LongTensor) -> torch.LongTensor:
-        """The target's ids of draft ids, of any shape."""
-        return draft_ids if self.token_ids is None else self.token_ids[draft_ids]
-
-    def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits `(..., V)` over the target's vocabulary, -inf for what the draft lacks, from those of `logits`."""
-        size = self.config.vocab_size
-        if self.token_ids is None and logits.shape[-1] == size:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], size), -torch.inf)
-        if self.token_ids is None:
-            full[..., : logits.shape[-1]] = logits
-            return full
-        return full.index_copy_(-1, self.token_ids, logits)
-
     def save(self, folder: str | Path) -> None:
         """Writes `config.json` and `model.safetensors` in the layout of the first publishers; makes the folder."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self.config.to_dict(), indent=2) + "\n", encoding="utf-8")
-        tensors = stored_tensors(self.config, self.state_dict())
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_checkpoint(folder, self.config.to_dict(), stored_vocabulary(self.state_dict(), self.config.vocab_size))
 
 
 class DFlashLayer(nn.Module):
@@ -342,12 +320,11 @@ class GivenContext:
         return torch.cat((known_keys, keys), dim=2), torch.cat((known_values, values), dim=2)
 
 
-class _TargetParts:
-    """Embedding and lm_head of a target. No module, so that they do not become part of the draft."""
+class _ScaledParts(TargetParts):
+    """With what targets do behind their embedding and their lm_head: drafts are trained with it."""
 
     def __init__(self, target_model: nn.Module):
-        self.embedding = target_model.get_input_embeddings()
-        self.head = target_model.get_output_embeddings()
+        super().__init__(target_model)
         config = target_model.config.get_text_config(decoder=True)
         self._softcap = getattr(config, "final_logit_softcapping", None)
         factors = (getattr(config, name, None) for name in ("logit_scale", "output_multiplier"))
@@ -361,40 +338,18 @@ class _TargetParts:
     def has_plain_head(self) -> bool:
         return type(self.head) is nn.Linear and self.head.bias is None and not self._softcap and self._scale == 1
 
-    def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
+    def embed(self, tokens):
         """As the target embeds them, its scaling included. A norm behind the table belongs to the target alone."""
-        weight = self.embedding.weight
-        tokens = tokens.to(weight.device)
-        return F.embedding(tokens, weight) if hasattr(self.embedding, "embed_norm") else self.embedding(tokens)
+        if hasattr(self.embedding, "embed_norm"):
+            return super().embed(tokens)
+        return self.embedding(tokens.to(self.embedding.weight.device))
 
-    def logits(self, output: torch.Tensor) -> torch.Tensor:
+    def logits(self, output):
         """What the target makes of an output: the scaling and the cap of its logits count in probabilities."""
-        weight = self.head.weight
-        # Packed weights are of integers, and take states as they are.
-        logits = self.head(output.to(weight.device, weight.dtype if weight.is_floating_point() else None))
+        logits = super().logits(output)
         if self._scale != 1:
             logits = logits * self._scale
         return self._softcap * torch.tanh(logits / self._softcap) if self._softcap else logits
-
-
-def _are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    alike = (first.shape, first.dtype, first.device) == (second.shape, second.dtype, second.device)
-    return alike and torch.equal(first, second)
-
-
-def _layer_config(config: DFlashConfig) -> Qwen3Config:
-    """What transformers' modules for the MLP and the rotary embedding want to know."""
-    return Qwen3Config(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        hidden_act=config.hidden_act,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(config.rope_parameters),
-    )
 
 
 def load_dflash(config: SpeculativeConfig, target_model: nn.Module) -> DFlashNetwork:
@@ -418,21 +373,9 @@ def load_dflash(config: SpeculativeConfig, target_model: nn.Module) -> DFlashNet
     def find_mask_token(spelling: str | None) -> int | None:
         return mask_token_of(tokenizer_of(target_model), spelling)
 
-    checkpoint = DFlashCheckpoint(Checkpoint(config), _target_sizes(target_model), mask_token_id, find_mask_token)
-    found = checkpoint.config
-    try:
-        with torch.device("meta"):
-            network = DFlashNetwork(found)
-    except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointFormatError(
-            f"'{checkpoint.name}': no rotary embedding can be made of {dict(found.rope_parameters)}: {error!r}. "
-            "Correct `rope_parameters` or `rope_scaling` in its config.json."
-        ) from error
-    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    network.load_state_dict(checkpoint.read(shapes, dtype, device), assign=True)
-    network.rotary_emb.to(device)
-    network.attach(target_model).eval().requires_grad_(False)
-    check_mask_token(found.mask_token_id, network)
+    checkpoint = DFlashCheckpoint(Checkpoint(config), TargetSizes.of(target_model), mask_token_id, find_mask_token)
+    network = loaded_network(DFlashNetwork, checkpoint, target_model, dtype, device)
+    check_mask_token(checkpoint.config.mask_token_id, network)
     return network
 
 
@@ -447,7 +390,7 @@ def fitting_network(network: nn.Module, config: SpeculativeConfig, target_model:
             f"spec_method='dflash' drafts with a DFlashNetwork, got a {type(network).__name__}. Pass a draft, or the "
             "folder or repo id of its checkpoint as `spec_model`."
         )
-    found, target = network.config, _target_sizes(target_model)
+    found, target = network.config, TargetSizes.of(target_model)
     made_for = (found.target_hidden_size, found.vocab_size, found.num_target_layers)
     if made_for != (target.hidden_size, target.vocab_size, target.num_hidden_layers):
         raise SpecConfigError(
@@ -486,12 +429,3 @@ def mask_token_of(tokenizer: PreTrainedTokenizerBase | None, spelling: str | Non
     vocabulary = tokenizer.get_vocab()
     spellings = (spelling, *_MASK_SPELLINGS)
     return next((vocabulary[s] for s in spellings if s in vocabulary), tokenizer.mask_token_id)
-
-
-def _target_sizes(target_model: nn.Module) -> TargetSizes:
-    return TargetSizes(
-        type(target_model).__name__,
-        hidden_size(target_model),
-        vocabulary_size(target_model),
-        len(decoder_layers(target_model)),
-    )

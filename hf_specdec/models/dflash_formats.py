@@ -21,13 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from transformers.activations import ACT2FN
 
 from ..errors import CheckpointFormatError
-from .checkpoint import Checkpoint
-from .draft_model import MAX_VOCABULARY_GAP
-from .eagle_formats import TargetSizes
+from .checkpoint import Checkpoint, listed
+from .draft_checkpoint import ROPE_NEEDS, DraftCheckpoint, TargetSizes
+from .settings import ACTIVATION, COUNT, FLAG, INDEX, INDICES, NAME, NAMES, POSITIVE
 
 
 _PREFIX = "model."
@@ -35,6 +33,10 @@ _PREFIX = "model."
 _RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
 _LAYER = "layers.0"
+
+_MARKOV = "markov_head.markov_w1"
+
+_TABLES = (*DraftCheckpoint.tables, f"{_MARKOV}.weight", "markov_head.markov_w2.weight")
 
 # What some files hold and drafting has no use for: buffers, what only training needs, and a head that foresees how
 # many drafts are kept.
@@ -44,16 +46,6 @@ _UNUSED = re.compile(r"d2t|t2d|.*inv_freq|verifier_.*|confidence_head\..*")
 _DENOISING_STEPS = 3
 
 _BLOCK_SIZE = 16
-
-_ROPE_NAMES = {"su": "longrope", "mrope": "default"}
-_ROPE_NEEDS = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "longrope": ("short_factor", "long_factor"),
-}
 
 
 @dataclass(frozen=True)
@@ -195,16 +187,6 @@ _STORED_AS_THEY_ARE = (
 )
 
 
-def stored_tensors(config: DFlashConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a network as files have them: `d2t` and `t2d` in the place of its table of ids."""
-    stored = {name: tensor.contiguous() for name, tensor in tensors.items() if name != "token_ids"}
-    if "token_ids" in tensors:
-        ids = tensors["token_ids"]
-        stored["d2t"] = ids - torch.arange(len(ids), device=ids.device)
-        stored["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
-    return stored
-
-
 def default_layer_ids(num_layers: int, num_target_layers: int) -> tuple[int, ...]:
     """The layers that a z-lab draft of `num_layers` layers reads where its config names none."""
     if num_layers == 1:
@@ -212,7 +194,7 @@ def default_layer_ids(num_layers: int, num_target_layers: int) -> tuple[int, ...
     return tuple(round(1 + index * (num_target_layers - 4) / (num_layers - 1)) for index in range(num_layers))
 
 
-class DFlashCheckpoint:
+class DFlashCheckpoint(DraftCheckpoint):
     """A checkpoint under the names used here, with what follows from the shapes.
 
     Args:
@@ -230,6 +212,9 @@ class DFlashCheckpoint:
             or was made for another target.
     """
 
+    unused = _UNUSED
+    tables = _TABLES
+
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -237,74 +222,29 @@ class DFlashCheckpoint:
         mask_token_id: int | None = None,
         find_mask_token: Callable[[str | None], int | None] = lambda spelling: None,
     ):
-        self.checkpoint, self.target, self.name = checkpoint, target, checkpoint.name
-        self.settings = checkpoint.config
-        self.places = _places(self.settings)
-        self.stored = {_name(name): name for name in checkpoint.shapes}
-        self.shapes = {name: checkpoint.shapes[stored] for name, stored in self.stored.items()}
+        super().__init__(checkpoint, target, _name, _places(checkpoint.config))
         self._check_kind()
         self._require(_EVERY_DRAFT, "a DFlash draft")
         self.hidden_size, self.num_layers = self._matrix("fc")[0], self._num_layers()
         self._check_target()
-        self.token_ids = self._token_ids()
+        self.token_ids = self._read_token_ids()
         self.config = self._config(mask_token_id, find_mask_token)
 
-    def read(
-        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None, device: torch.device | str
-    ) -> dict[str, torch.Tensor]:
-        """The tensors of a network.
+    def _judge_left_over(self, names):
+        raise self._wrong(
+            f"has {len(names)} tensors that no DFlash draft with this config has: {listed(names)}",
+            "Pass a checkpoint of a published DFlash format.",
+        )
 
-        Args:
-            shapes (`Mapping[str, tuple[int, ...]]`): What its state dict holds.
-            dtype (`torch.dtype`, *optional*): Of the floating-point ones; `None`: as stored.
-            device (`torch.device`): Where to.
-
-        Raises:
-            CheckpointFormatError: Some are missing, have other shapes, or are not known.
-        """
-        names = [name for name in shapes if name != "token_ids"]
-        self._require(names, "the draft")
-        unknown = [name for name in self.stored if name not in shapes and not _UNUSED.fullmatch(name)]
-        if unknown:
-            raise self._wrong(
-                f"has {len(unknown)} tensors that no DFlash draft with this config has: {_listed(unknown)}",
-                "Pass a checkpoint of a published DFlash format.",
-            )
-        stored = self.checkpoint.read_weights([self.stored[name] for name in names], dtype, device)
-        tensors = {name: _fitted(name, stored[self.stored[name]], shapes[name]) for name in names}
-        for name, tensor in tensors.items():
-            if tuple(tensor.shape) != shapes[name]:
-                raise self._wrong(
-                    f"has {self.stored[name]} of the shape {list(self.shapes[name])}, where its other tensors ask for "
-                    f"{list(shapes[name])}",
-                    "Pass a complete checkpoint.",
-                )
-        if self.token_ids is not None:
-            tensors["token_ids"] = self.token_ids.to(device)
-        return tensors
-
-    def _require(self, names: Iterable[str], of: str) -> None:
-        self.checkpoint.require([self.stored.get(name, name) for name in names], of)
-
-    def _matrix(self, name: str) -> tuple[int, int]:
-        return self.checkpoint.matrix(self.stored[f"{name}.weight"])
-
-    def _wrong(self, what: str, todo: str) -> CheckpointFormatError:
-        return CheckpointFormatError(f"'{self.name}' {what}. {todo}")
-
-    def _setting(self, key: str, kind: Kind) -> Any:
-        """A setting from wherever the formats put it, `None` where it is left out."""
-        value = next((place[key] for place in self.places if place.get(key) is not None), None)
-        if value is not None and not kind.is_valid(value):
-            raise self._wrong(f"has `{key}`={value!r} in its config.json, which must be {kind.what}", "Correct it.")
-        return value
+    def _absolute_ids(self, table):
+        # Whatever its shape.
+        return super()._absolute_ids(table.flatten())
 
     # What it is
 
     def _check_kind(self) -> None:
-        for belongs, what in _REFUSED:
-            if belongs(self.shapes.keys(), self.places, _architecture(self.settings)):
-                raise CheckpointFormatError(f"'{self.name}' {what}")
+        if what := refusal(self.stored.values(), self.settings):
+            raise CheckpointFormatError(f"'{self.name}' {what}")
 
     @property
     def _is_speculators(self) -> bool:
@@ -315,35 +255,22 @@ class DFlashCheckpoint:
         """Whether it is of transformers' own kind."""
         return self.settings.get("model_type") == "muse_glimmer_assistant"
 
-    def _num_layers(self) -> int:
-        layers = {int(found[1]) for found in map(re.compile(r"layers\.(\d+)\.").match, self.shapes) if found}
-        if layers != set(range(len(layers))):
-            raise self._wrong(f"has the layers {sorted(layers)}, not all from 0 on", "Pass a complete checkpoint.")
-        return len(layers)
-
     def _check_target(self) -> None:
         """Refuses drafts of another target, by everything that tells sizes of the target."""
+        self._check_vocabulary()
         target = self.target
-        known = [size for name in ("embed_tokens.weight", "t2d") for size in self.shapes.get(name, ())[:1]]
-        for size in known or [self._setting("vocab_size", COUNT) or target.vocab_size]:
-            if abs(size - target.vocab_size) > MAX_VOCABULARY_GAP * target.vocab_size:
-                raise self._wrong(
-                    f"has a vocabulary of {size} tokens, and {target.name} has {target.vocab_size}: these are "
-                    "different tokenizers",
-                    _FOR_TARGET,
-                )
         layers = self._setting("num_target_layers", COUNT) or target.num_hidden_layers
         if layers != target.num_hidden_layers:
             raise self._wrong(
                 f"was made for a target of {layers} layers, and {target.name} has {target.num_hidden_layers}",
-                _FOR_TARGET,
+                self._for_target,
             )
         for part, what in (("embed_tokens", "embedding"), ("lm_head", "lm_head")):
             if f"{part}.weight" not in self.shapes and self.hidden_size != target.hidden_size:
                 raise self._wrong(
                     f"has no `{part}.weight`, and its hidden size {self.hidden_size} does not fit the {what} of "
                     f"{target.name} ({target.hidden_size})",
-                    _FOR_TARGET,
+                    self._for_target,
                 )
 
     # The record
@@ -425,24 +352,15 @@ class DFlashCheckpoint:
         return found
 
     def _rope_parameters(self) -> dict[str, Any]:
-        given = self._setting("rope_parameters", MAPPING) or self._setting("rope_scaling", MAPPING) or {}
-        # One set for each kind of layer, where a config has several.
-        full = given.get("full_attention")
-        parameters = dict(full if isinstance(full, Mapping) else given)
-        kind = parameters.pop("type", None)
-        kind = str(parameters.get("rope_type") or kind or "default")
-        kind = parameters["rope_type"] = _ROPE_NAMES.get(kind, kind)
-        usual = 500000.0 if self._is_native else 1000000.0
-        parameters["rope_theta"] = parameters.get("rope_theta") or self._setting("rope_theta", POSITIVE) or usual
-        missing = [name for name in _ROPE_NEEDS.get(kind, ()) if parameters.get(name) is None]
-        if kind not in _ROPE_NEEDS or missing:
+        parameters, missing = self._stated_rope(500000.0 if self._is_native else 1000000.0)
+        kind = parameters["rope_type"]
+        if kind not in ROPE_NEEDS or missing:
             lacking = f" without {' and '.join(missing)}" if missing else ""
             raise self._wrong(
                 f"has a rotary embedding of rope_type '{kind}'{lacking}",
-                f"Drafts of the types {', '.join(_ROPE_NEEDS)} can be used.",
+                f"Drafts of the types {', '.join(ROPE_NEEDS)} can be used.",
             )
         # Copied from targets: drafts count along one axis and rotate whole heads.
-        parameters.pop("mrope_section", None)
         parameters.pop("mrope_interleaved", None)
         parameters.pop("partial_rotary_factor", None)
         return parameters
@@ -499,14 +417,14 @@ class DFlashCheckpoint:
             raise self._wrong(
                 f"reads {width} values of the target's states (`fc`), and the outputs of {len(ids)} layers of "
                 f"{target.name} (`target_layer_ids`: {list(ids)}) have {len(ids)} * {target.hidden_size}",
-                _FOR_TARGET,
+                self._for_target,
             )
         outside = [index for index in ids if not -1 <= index < target.num_hidden_layers]
         if outside:
             raise self._wrong(
                 f"reads the outputs of the layers {list(ids)} (`target_layer_ids`), and {target.name} has the layers "
                 f"0 to {target.num_hidden_layers - 1}",
-                _FOR_TARGET,
+                self._for_target,
             )
         return ids
 
@@ -521,44 +439,11 @@ class DFlashCheckpoint:
             stated = [1, 13, 25, 37, 49]
         return tuple(stated or default_layer_ids(self.num_layers, layers))
 
-    # Vocabulary
 
-    def _token_ids(self) -> torch.LongTensor | None:
-        """The target's id of each draft id, `None` where they are the same."""
-        vocab_size = self.target.vocab_size
-        rows = self._matrix("lm_head")[0] if "lm_head.weight" in self.shapes else None
-        if "d2t" in self.shapes:
-            table = self.checkpoint.read([self.stored["d2t"]])[self.stored["d2t"]].long()
-            # What is to be added to each draft id.
-            ids = table.flatten() + torch.arange(table.numel())
-            if not len(ids) or ids[0] < 0 or ids[-1] >= vocab_size or not (ids.diff() > 0).all():
-                raise self._wrong(
-                    f"has a table `d2t` that selects no rising ids below {vocab_size}, the vocabulary of "
-                    f"{self.target.name}",
-                    _FOR_TARGET,
-                )
-        elif rows is None or rows >= vocab_size or rows == self._setting("vocab_size", COUNT):
-            return None
-        elif "t2d" in self.shapes:
-            ids = self.checkpoint.read([self.stored["t2d"]])[self.stored["t2d"]].bool().flatten().nonzero()[:, 0]
-        else:
-            raise self._wrong(
-                f"drafts {rows} of {vocab_size} tokens and does not say which: it has neither `d2t` nor `t2d`",
-                "Pass a complete checkpoint.",
-            )
-        if rows != len(ids):
-            raise self._wrong(
-                f"has a table of {len(ids)} draft tokens (`d2t` or `t2d`) and "
-                + ("no `lm_head.weight`" if rows is None else f"{rows} rows of `lm_head.weight`"),
-                "Pass a complete checkpoint.",
-            )
-        return None if torch.equal(ids, torch.arange(vocab_size)) else ids
-
-    def _draft_vocab_size(self, own_head: bool) -> int:
-        if self.token_ids is not None:
-            return len(self.token_ids)
-        # Rows behind the target's vocabulary are padding.
-        return min(self._matrix("lm_head")[0], self.target.vocab_size) if own_head else self.target.vocab_size
+def refusal(names: Iterable[str], config: Mapping[str, Any]) -> str | None:
+    """Why a draft with tensors of these names, in any format, and this config is not supported; `None` where it is."""
+    names, places, kind = set(map(_name, names)), _places(config), _architecture(config)
+    return next((what for belongs, what in _REFUSED if belongs(names, places, kind)), None)
 
 
 def _name(stored: str) -> str:
@@ -580,13 +465,6 @@ def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else ""
 
-
-_MARKOV = "markov_head.markov_w1"
-
-# Tensors with a row for every token.
-_TABLES = ("embed_tokens.weight", "lm_head.weight", f"{_MARKOV}.weight", "markov_head.markov_w2.weight")
-
-_FOR_TARGET = "Pass the draft that was trained for this target."
 
 _EVERY_DRAFT = ("fc.weight", "hidden_norm.weight", "norm.weight") + tuple(
     f"{_LAYER}.{part}.weight"
@@ -667,44 +545,3 @@ _REFUSED = (
     ),
 )
 _LILICORR = ("rank", "top_k", "num_layers", "hidden_size")
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What a setting must be, as a test and in words."""
-
-    is_valid: Callable[[Any], bool]
-    what: str
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return _is_int(value) or isinstance(value, float)
-
-
-COUNT = Kind(lambda value: _is_int(value) and value > 0, "a positive integer")
-INDEX = Kind(lambda value: _is_int(value) and value >= 0, "an integer of at least 0")
-INDICES = Kind(lambda value: isinstance(value, list) and all(map(_is_int, value)), "a list of integers")
-POSITIVE = Kind(lambda value: _is_number(value) and 0 < value < math.inf, "a positive number")
-FLAG = Kind(lambda value: isinstance(value, bool), "true or false")
-NAME = Kind(lambda value: isinstance(value, str), "a name")
-NAMES = Kind(lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value), "a list of names")
-MAPPING = Kind(lambda value: isinstance(value, Mapping), "an object")
-ACTIVATION = Kind(lambda value: isinstance(value, str) and value in ACT2FN, "the name of an activation function")
-
-
-def _fitted(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor with the rows that are used of it."""
-    if name in _TABLES and tensor.shape[1:] == shape[1:]:
-        missing = shape[0] - len(tensor)
-        # Ids that only the target's padding has are embedded as zeros.
-        return F.pad(tensor, (0, 0, 0, missing)) if missing > 0 else tensor[: shape[0]]
-    return tensor
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils import logging
 from transformers.utils.import_utils import is_bitsandbytes_available
 
 from ..errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
+from ..hub.files import WEIGHT_FILES, RepoFiles
 
 
 logger = logging.get_logger(__name__)
@@ -31,12 +33,13 @@ def load_draft_model(config: Any, target_model: torch.nn.Module) -> torch.nn.Mod
     """Loads `config.model` in the target's dtype, on its device, unless the settings say otherwise.
 
     Args:
-        config (`SpeculativeConfig`): `model`, `revision`, `code_revision`, `subfolder`, `trust_remote_code`, `dtype`,
-            `device`, `quantization`.
+        config (`SpeculativeConfig`): `model`, `revision`, `code_revision`, `subfolder`, `cache_dir`, `token`,
+            `local_files_only`, `trust_remote_code`, `dtype`, `device`, `quantization`.
         target_model (`PreTrainedModel`): The target.
 
     Raises:
         SpecConfigError: No draft model was named.
+        CheckpointAccessError: The checkpoint cannot be reached.
         CheckpointFormatError: The checkpoint cannot be loaded as a causal language model.
         MissingDependencyError: Quantisation was asked for and bitsandbytes is not installed.
     """
@@ -45,17 +48,33 @@ def load_draft_model(config: Any, target_model: torch.nn.Module) -> torch.nn.Mod
             "spec_method='draft_model' needs a draft model. Pass its folder, repo id or the loaded model as "
             "`spec_model`."
         )
+    _fetch(RepoFiles.of(config))
     model = _from_pretrained(config.model, checkpoint_location(config), _loading_arguments(config, target_model))
     if not config.quantization:
         model = model.to(draft_device(config, target_model))
     return model.eval()
 
 
+def _fetch(files: RepoFiles) -> None:
+    """Downloads a model of the Hub, with closer checks and clearer errors than those of transformers."""
+    if files.folder is not None:
+        return
+    try:
+        files.path("config.json")
+        weights = files.first_of(WEIGHT_FILES)
+        for part in files.parts(weights) if weights else ():
+            files.path(part)
+            if part.endswith(".safetensors"):
+                files.header(part)
+    except CheckpointFormatError as error:
+        raise type(error)(f"The draft model {error}") from error
+
+
 def checkpoint_location(config: Any) -> dict[str, Any]:
     """Arguments of `from_pretrained` that say where in a repository a checkpoint and its tokenizer lie."""
-    location = {"trust_remote_code": config.trust_remote_code}
-    given = {name: getattr(config, name) for name in ("revision", "code_revision", "subfolder")}
-    return location | {name: value for name, value in given.items() if value}
+    location = {"trust_remote_code": config.trust_remote_code, "local_files_only": config.local_files_only}
+    given = {name: getattr(config, name) for name in ("revision", "code_revision", "subfolder", "cache_dir", "token")}
+    return location | {name: value for name, value in given.items() if value not in (None, "")}
 
 
 def _loading_arguments(config: Any, target_model) -> dict[str, Any]:
@@ -111,9 +130,11 @@ def _from_pretrained(name: str, location: dict[str, Any], arguments: dict[str, A
         )
     except torch.OutOfMemoryError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, HTTPError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         # Further lines list everything that transformers knows.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if "custom code" in reason:
+            reason += " Pass trust_remote_code=True if you trust it."
         raise CheckpointFormatError(f"The draft model '{name}' cannot be loaded: {reason}") from error
     missing = sorted(loading["missing_keys"])
     if missing:
@@ -178,9 +199,9 @@ def match_vocabularies(
     if assume_same:
         return sizes
     names = [model.config.name_or_path for model in (target_model, draft_model)]
-    target_tokens, draft_tokens = _token_table(target_model), _token_table(draft_model, location)
+    target_tokens, draft_tokens = token_table(names[0]), token_table(names[1], location)
     if target_tokens and draft_tokens:
-        _compare_tables(target_tokens, draft_tokens, names)
+        compare_token_tables(target_tokens, draft_tokens, names)
     elif sizes.target_size != sizes.draft_size:
         raise CheckpointFormatError(
             f"Target and draft model have vocabularies of {sizes.target_size} and {sizes.draft_size} tokens, and no "
@@ -202,15 +223,14 @@ def vocabulary_size(model) -> int:
     return features or model.config.get_text_config(decoder=True).vocab_size
 
 
-def _token_table(model, location: dict[str, Any] | None = None) -> dict[str, int] | None:
-    """The token strings and ids of the tokenizer beside a model, `None` where there is none that can be loaded."""
-    name = model.config.name_or_path
+def token_table(name: str | None, location: dict[str, Any] | None = None) -> dict[str, int] | None:
+    """The token strings and ids of the tokenizer in a checkpoint, `None` where there is none that can be loaded."""
     if not name:
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **{"trust_remote_code": False, **(location or {})})
         tokens = tokenizer.get_vocab()
-    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
+    except (OSError, HTTPError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
         logger.debug(f"No tokenizer for '{name}': {error}")
         return None
     # Without files transformers makes up a tokenizer of special tokens for some models.
@@ -218,7 +238,12 @@ def _token_table(model, location: dict[str, Any] | None = None) -> dict[str, int
     return tokens if len(ordinary) > 1 else None
 
 
-def _compare_tables(target: dict[str, int], draft: dict[str, int], names: list[str]) -> None:
+def compare_token_tables(target: dict[str, int], draft: dict[str, int], names: list[str]) -> None:
+    """Checks that two tables are those of one tokenizer.
+
+    Raises:
+        CheckpointFormatError: They are not.
+    """
     common = target.keys() & draft.keys()
     moved = sorted(token for token in common if target[token] != draft[token])
     # Tokens that one of them lacks may be special tokens added later; a different vocabulary lacks most.

@@ -20,26 +20,23 @@ V vocabulary of the target, U that of the draft.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import nn
 from transformers import Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from ..decoding.attention import NAME, folding_masks
+from ..decoding.attention import folding_masks
 from ..decoding.masks import FULL, Span
-from ..decoding.target import decoder_layers
-from ..errors import CheckpointFormatError, SpecConfigError
-from .checkpoint import Checkpoint, head_placement, hidden_size
-from .draft_model import vocabulary_size
-from .eagle_formats import EagleCheckpoint, EagleConfig, TargetSizes, stored_tensors
+from ..errors import SpecConfigError
+from .checkpoint import Checkpoint, head_placement, save_checkpoint
+from .draft_checkpoint import TargetSizes
+from .draft_network import DraftNetwork, TargetParts, is_copy, layer_config, loaded_network
+from .eagle_formats import EagleCheckpoint, EagleConfig, stored_tensors
 
 
 if TYPE_CHECKING:
@@ -47,7 +44,7 @@ if TYPE_CHECKING:
     from ..decoding.cache import SlotCache
 
 
-class EagleNetwork(nn.Module):
+class EagleNetwork(DraftNetwork):
     """An EAGLE head; `Eagle1Network` or `Eagle3Network`.
 
     The state dict has the names of the published files, with `layers.0` for EAGLE-3's `midlayer`. What a head shares
@@ -71,7 +68,7 @@ class EagleNetwork(nn.Module):
         size = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
         self.fc = nn.Linear(config.fc_inputs, size, "fc" in config.biases) if config.has_fc else nn.Identity()
-        parts = _layer_config(config)
+        parts = layer_config(config)
         self.layers = nn.ModuleList(self._layer(parts, index) for index in range(config.num_hidden_layers))
         self.norm = _norm(config, "norm", size)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
@@ -79,7 +76,7 @@ class EagleNetwork(nn.Module):
         # Its frequencies are in no checkpoint.
         with torch.device("cpu"):
             self.rotary_emb = LlamaRotaryEmbedding(parts)
-        self._target: _TargetParts | None = None
+        self._target: TargetParts | None = None
 
     def _layer(self, parts: Qwen3Config, index: int) -> nn.Module:
         return EagleLayer(self.config, parts, index)
@@ -101,8 +98,8 @@ class EagleNetwork(nn.Module):
 
         An embedding that is only a copy of the target's is given up.
         """
-        self._target = _TargetParts(target_model)
-        if self.embed_tokens is not None and _are_equal(self.embed_tokens.weight, self._target.embedding.weight):
+        self._target = TargetParts(target_model)
+        if self.embed_tokens is not None and is_copy(self.embed_tokens.weight, self._target.embedding.weight):
             self.embed_tokens = None
             self.config = replace(self.config, own_embedding=False)
         return self
@@ -122,9 +119,7 @@ class EagleNetwork(nn.Module):
         """Embeddings `(R, T, h)` of the target's tokens `(R, T)`."""
         if self.embed_tokens is not None:
             return self.embed_tokens(tokens.to(self.device))
-        # The rows themselves: some targets scale them in their module, which heads are not trained with.
-        weight = self._target.embedding.weight
-        return F.embedding(tokens.to(weight.device), weight).to(self.device, self.dtype)
+        return self._target.embed(tokens).to(self.device, self.dtype)
 
     def forward(
         self,
@@ -167,28 +162,9 @@ class EagleNetwork(nn.Module):
             logits = self._target.logits(output).to(output)
         return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
 
-    def target_ids(self, draft_ids: torch.LongTensor) -> torch.LongTensor:
-        """The target's ids of draft ids, of any shape."""
-        return draft_ids if self.token_ids is None else self.token_ids[draft_ids]
-
     def save(self, folder: str | Path) -> None:
         """Writes `config.json` and `model.safetensors` in the layout of the first publishers; makes the folder."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self.config.to_dict(), indent=2) + "\n", encoding="utf-8")
-        tensors = stored_tensors(self.config, self.state_dict())
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-    def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits `(..., V)` over the target's vocabulary, -inf for what the draft lacks, from those of `logits`."""
-        size = self.config.vocab_size
-        if self.token_ids is None and logits.shape[-1] == size:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], size), -torch.inf)
-        if self.token_ids is None:
-            full[..., : logits.shape[-1]] = logits
-            return full
-        return full.index_copy_(-1, self.token_ids, logits)
+        save_checkpoint(folder, self.config.to_dict(), stored_tensors(self.config, self.state_dict()))
 
 
 class Eagle1Network(EagleNetwork):
@@ -286,46 +262,6 @@ class FirstEagle3Layer(EagleLayer):
         return self._finished(normed if self.norm_before_residual else state, both, attention)
 
 
-class _TargetParts:
-    """Embedding and lm_head of a target. No module: they are no part of the head, and copies of a head share them."""
-
-    def __init__(self, target_model: nn.Module):
-        self.embedding = target_model.get_input_embeddings()
-        self.head = target_model.get_output_embeddings()
-
-    def __deepcopy__(self, memo: dict) -> _TargetParts:
-        return self
-
-    def logits(self, output: torch.Tensor) -> torch.Tensor:
-        weight = self.head.weight
-        # Packed weights are of integers, and take states as they are.
-        output = output.to(weight.device, weight.dtype if weight.is_floating_point() else None)
-        return self.head(output)
-
-
-def _are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    alike = (first.shape, first.dtype, first.device) == (second.shape, second.dtype, second.device)
-    return alike and torch.equal(first, second)
-
-
-def _layer_config(config: EagleConfig) -> Qwen3Config:
-    """What transformers' modules want to know. Qwen3's config has all that Llama's modules read, and fewer rules."""
-    return Qwen3Config(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        hidden_act=config.hidden_act,
-        rms_norm_eps=config.rms_norm_eps,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(config.rope_parameters),
-        mlp_bias=False,
-        attn_implementation=NAME,
-    )
-
-
 def _norm(config: EagleConfig, name: str, size: int) -> nn.Module:
     return LlamaRMSNorm(size, config.rms_norm_eps) if name in config.norms else nn.Identity()
 
@@ -358,7 +294,7 @@ def load_eagle(config: SpeculativeConfig, target_model: nn.Module) -> EagleNetwo
         )
     dtype, device = head_placement(config, target_model)
     aux_layer_ids = getattr(config.options, "aux_layer_ids", None)
-    checkpoint = EagleCheckpoint(Checkpoint(config), _target_sizes(target_model), aux_layer_ids)
+    checkpoint = EagleCheckpoint(Checkpoint(config), TargetSizes.of(target_model), aux_layer_ids)
     found = checkpoint.config
     if config.method in _NETWORKS and config.method != found.method:
         raise SpecConfigError(
@@ -370,18 +306,7 @@ def load_eagle(config: SpeculativeConfig, target_model: nn.Module) -> EagleNetwo
             f"`aux_layer_ids`={list(aux_layer_ids)} is for EAGLE-3 heads that read states between the target's "
             f"layers; '{checkpoint.name}' reads the one behind the final norm. Leave it out."
         )
-    try:
-        with torch.device("meta"):
-            network = _NETWORKS[found.method](found)
-    except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointFormatError(
-            f"'{checkpoint.name}': no rotary embedding can be made of {dict(found.rope_parameters)}: {error!r}. "
-            "Correct `rope_parameters` or `rope_scaling` in its config.json."
-        ) from error
-    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    network.load_state_dict(checkpoint.read(shapes, dtype, device), assign=True)
-    network.rotary_emb.to(device)
-    return network.attach(target_model).eval().requires_grad_(False)
+    return loaded_network(_NETWORKS[found.method], checkpoint, target_model, dtype, device)
 
 
 def fitting_network(network: nn.Module, config: SpeculativeConfig, target_model: nn.Module) -> EagleNetwork:
@@ -395,7 +320,7 @@ def fitting_network(network: nn.Module, config: SpeculativeConfig, target_model:
             f"spec_method='{config.method}' drafts with an EagleNetwork, got a {type(network).__name__}. Pass a head, "
             "or the folder or repo id of its checkpoint as `spec_model`."
         )
-    found, target = network.config, _target_sizes(target_model)
+    found, target = network.config, TargetSizes.of(target_model)
     if config.method != found.method:
         raise SpecConfigError(f"The head is for spec_method='{found.method}', got '{config.method}'. Change it.")
     if config.options.aux_layer_ids not in (None, found.aux_layer_ids):
@@ -412,12 +337,3 @@ def fitting_network(network: nn.Module, config: SpeculativeConfig, target_model:
             f"{target.num_hidden_layers}. Pass a head for this target."
         )
     return network.attach(target_model)
-
-
-def _target_sizes(target_model: nn.Module) -> TargetSizes:
-    return TargetSizes(
-        type(target_model).__name__,
-        hidden_size(target_model),
-        vocabulary_size(target_model),
-        len(decoder_layers(target_model)),
-    )

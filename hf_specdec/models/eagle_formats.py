@@ -15,20 +15,18 @@ N decoder layers of the target.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
-from transformers.activations import ACT2FN
 from transformers.utils import logging
 
 from ..errors import CheckpointFormatError
-from .checkpoint import Checkpoint
-from .draft_model import MAX_VOCABULARY_GAP
+from .checkpoint import Checkpoint, listed
+from .draft_checkpoint import ROPE_NEEDS, DraftCheckpoint, TargetSizes, stored_vocabulary
+from .settings import ACTIVATION, COUNT, FLAG, INDICES, NAMES, POSITIVE
 
 
 logger = logging.get_logger(__name__)
@@ -53,17 +51,6 @@ _UNUSED = re.compile(r"d2t|t2d|token_map|.*inv_freq|verifier_.*|lm_head\.weight"
 
 # Exit signals of a variant: rows of `fc` behind those of the state.
 _MAX_EXTRA_ROWS = 3
-
-# The rotary embeddings that heads have, by their names in configs, and what each needs.
-_ROPE_NAMES = {"su": "longrope", "mrope": "default"}
-_ROPE_NEEDS = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "longrope": ("short_factor", "long_factor"),
-}
 
 
 @dataclass(frozen=True)
@@ -181,25 +168,11 @@ _STORED_AS_THEY_ARE = (
 
 def stored_tensors(config: EagleConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of a network under the names of the first publishers, `d2t` and `t2d` for its table of ids."""
-    stored = {name: tensor.contiguous() for name, tensor in tensors.items() if name != "token_ids"}
+    stored = stored_vocabulary(tensors, config.vocab_size)
     if config.method == "eagle3":
         first = f"{_LAYER}."
         stored = {f"midlayer.{n.removeprefix(first)}" if n.startswith(first) else n: t for n, t in stored.items()}
-    if "token_ids" in tensors:
-        ids = tensors["token_ids"]
-        stored["d2t"] = ids - torch.arange(len(ids), device=ids.device)
-        stored["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
     return stored
-
-
-@dataclass(frozen=True)
-class TargetSizes:
-    """What a head must fit: class name, th, V and N of the target."""
-
-    name: str
-    hidden_size: int
-    vocab_size: int
-    num_hidden_layers: int
 
 
 def method_of(names: Iterable[str]) -> str | None:
@@ -208,6 +181,12 @@ def method_of(names: Iterable[str]) -> str | None:
     if "layers.0.hidden_norm.weight" in names:
         return "eagle3"
     return "eagle" if "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names else None
+
+
+def refusal(names: Iterable[str], config: Mapping[str, Any]) -> str | None:
+    """Why a head with tensors of these names, in any format, and this config is not supported; `None` where it is."""
+    names = set(map(_name, names))
+    return next((what for belongs, what in _REFUSED if belongs(names, config)), None)
 
 
 def _name(stored: str) -> str:
@@ -220,7 +199,7 @@ def _name(stored: str) -> str:
     return stored
 
 
-class EagleCheckpoint:
+class EagleCheckpoint(DraftCheckpoint):
     """A checkpoint under the names used here, with what follows from the shapes.
 
     Args:
@@ -236,11 +215,11 @@ class EagleCheckpoint:
             knows, or was made for another target.
     """
 
+    noun = "head"
+    unused = _UNUSED
+
     def __init__(self, checkpoint: Checkpoint, target: TargetSizes, aux_layer_ids: Sequence[int] | None = None):
-        self.checkpoint, self.target, self.name = checkpoint, target, checkpoint.name
-        self.stored = {_name(name): name for name in checkpoint.shapes}
-        self.shapes = {name: checkpoint.shapes[stored] for name, stored in self.stored.items()}
-        self.settings, self.layer = checkpoint.config, _layer_settings(checkpoint.config)
+        super().__init__(checkpoint, target, _name, _places(checkpoint.config))
         self._check_kind()
         projections = [f"{_LAYER}.self_attn.{part}_proj" for part in "qkvo"]
         projections += [f"{_LAYER}.mlp.{part}_proj" for part in ("gate", "up", "down")]
@@ -250,86 +229,47 @@ class EagleCheckpoint:
         twice = self._matrix(f"{_LAYER}.self_attn.q_proj")[1] == 2 * self.hidden_size
         self.method = "eagle3" if twice or f"{_LAYER}.hidden_norm.weight" in self.shapes else "eagle"
         self._check_target()
-        self.token_ids = self._token_ids()
+        # EAGLE-1 has no vocabulary of its own.
+        self.token_ids = None if self.method == "eagle" else self._read_token_ids()
         self.config = self._config(aux_layer_ids)
         self._require([f"{name}.weight" for name in self._required_norms()], "its norms")
 
-    def read(
-        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None, device: torch.device | str
-    ) -> dict[str, torch.Tensor]:
-        """The tensors of a network.
+    def _judge_left_over(self, names):
+        logger.warning(f"'{self.name}': {len(names)} tensors are not used: {listed(names)}.")
 
-        Args:
-            shapes (`Mapping[str, tuple[int, ...]]`): What its state dict holds.
-            dtype (`torch.dtype`, *optional*): Of the floating-point ones; `None`: as stored.
-            device (`torch.device`): Where to.
-
-        Raises:
-            CheckpointFormatError: Some are missing, or have other shapes.
-        """
-        names = [name for name in shapes if name != "token_ids"]
-        self._require(names, "the head")
-        unused = [name for name in self.stored if name not in shapes and not _UNUSED.fullmatch(name)]
-        if unused:
-            logger.warning(f"'{self.name}': {len(unused)} tensors are not used: {_listed(unused)}.")
-        stored = self.checkpoint.read_weights([self.stored[name] for name in names], dtype, device)
-        tensors = {name: _fitted(name, stored[self.stored[name]], shapes[name]) for name in names}
-        for name, tensor in tensors.items():
-            if tuple(tensor.shape) != shapes[name]:
-                raise self._wrong(
-                    f"has {self.stored[name]} of the shape {list(self.shapes[name])}, where its other tensors ask for "
-                    f"{list(shapes[name])}",
-                    "Pass a complete checkpoint.",
-                )
-        if self.token_ids is not None:
-            tensors["token_ids"] = self.token_ids.to(device)
-        return tensors
-
-    def _require(self, names: Iterable[str], of: str) -> None:
-        self.checkpoint.require([self.stored.get(name, name) for name in names], of)
-
-    def _matrix(self, name: str) -> tuple[int, int]:
-        return self.checkpoint.matrix(self.stored[f"{name}.weight"])
-
-    def _wrong(self, what: str, todo: str) -> CheckpointFormatError:
-        return CheckpointFormatError(f"'{self.name}' {what}. {todo}")
+    def _fitted(self, name, tensor, shape):
+        if name.startswith("fc.") and 0 < len(tensor) - shape[0] <= _MAX_EXTRA_ROWS:
+            return tensor[: shape[0]].clone()
+        return super()._fitted(name, tensor, shape)
 
     # What it is
 
     def _check_kind(self) -> None:
-        for belongs, what in _REFUSED:
-            if belongs(self.shapes.keys(), self.settings):
-                raise CheckpointFormatError(f"'{self.name}' {what}")
+        if what := refusal(self.stored.values(), self.settings):
+            raise CheckpointFormatError(f"'{self.name}' {what}")
         if method_of(self.stored.values()) is None:
             raise self._wrong(
                 f"is no EAGLE head: {self.checkpoint.file} has neither `fc.weight` nor `hidden_norm.weight` of a "
-                f"first layer (its tensors: {_listed(self.stored.values())})",
+                f"first layer (its tensors: {listed(self.stored.values())})",
                 "Pass an EAGLE checkpoint, or name the method that this one is for.",
             )
 
     def _check_target(self) -> None:
         """Refuses heads of another target, by everything that tells sizes of the target."""
-        known = [size for name in ("embed_tokens.weight", "t2d") for size in self.shapes.get(name, ())[:1]]
-        for size in known or [self._setting("vocab_size", _is_count) or self.target.vocab_size]:
-            if abs(size - self.target.vocab_size) > MAX_VOCABULARY_GAP * self.target.vocab_size:
-                raise self._wrong(
-                    f"has a vocabulary of {size} tokens, and {self.target.name} has {self.target.vocab_size}: these "
-                    "are different tokenizers",
-                    _FOR_TARGET,
-                )
-        stated = self._setting("target_hidden_size", _is_count)
+        self._check_vocabulary()
+        stated = self._setting("target_hidden_size", COUNT)
         size = stated or (self.hidden_size if self._reads_last_state else self.target.hidden_size)
         if size != self.target.hidden_size:
             raise self._wrong(
                 f"was made for a target with hidden size {size}, and {self.target.name} has {self.target.hidden_size}",
-                _FOR_TARGET,
+                self._for_target,
             )
         rows = self.shapes.get("embed_tokens.weight")
         if rows is None and self.hidden_size != self.target.hidden_size:
             raise self._wrong(
                 f"has no `embed_tokens.weight`, and its hidden size {self.hidden_size} does not fit the embedding of "
                 f"{self.target.name} ({self.target.hidden_size})",
-                _FOR_TARGET,
+                self._for_target,
             )
 
     @property
@@ -353,9 +293,9 @@ class EagleCheckpoint:
             **self._attention_sizes(),
             intermediate_size=self._matrix(f"{_LAYER}.mlp.gate_proj")[0],
             rope_parameters=self._rope_parameters(),
-            hidden_act=self._setting("hidden_act", _is_activation) or "silu",
-            rms_norm_eps=self._setting("rms_norm_eps", _is_positive) or 1e-6,
-            max_position_embeddings=self._setting("max_position_embeddings", _is_count) or 2048,
+            hidden_act=self._setting("hidden_act", ACTIVATION) or "silu",
+            rms_norm_eps=self._setting("rms_norm_eps", POSITIVE) or 1e-6,
+            max_position_embeddings=self._setting("max_position_embeddings", COUNT) or 2048,
             sliding_window=self._sliding_window(),
             aux_layer_ids=ids,
             norms=norms,
@@ -364,34 +304,18 @@ class EagleCheckpoint:
             own_embedding="embed_tokens.weight" in self.shapes,
             own_head=own_head,
             has_token_ids=self.token_ids is not None,
-            norm_before_residual=bool(self._setting("norm_before_residual", _is_flag)),
+            norm_before_residual=bool(self._setting("norm_before_residual", FLAG)),
             norm_output=self._norm_output("fc_norm.0" in norms),
-            logit_scale=float(self._setting("logit_scale", _is_positive) or 1),
+            logit_scale=float(self._setting("logit_scale", POSITIVE) or 1),
         )
 
     def _is_norm(self, name: str) -> bool:
         return name.endswith(".weight") and len(self.shapes[name]) == 1 and not _UNUSED.fullmatch(name)
 
-    def _setting(self, key: str, is_valid: Callable[[Any], bool]) -> Any:
-        """A setting from wherever the formats put it, `None` where it is left out."""
-        places = (self.layer, self.settings, _eagle_config(self.settings))
-        value = next((place[key] for place in places if place.get(key) is not None), None)
-        if value is not None and not is_valid(value):
-            raise self._wrong(
-                f"has `{key}`={value!r} in its config.json, which must be {_EXPECTED[is_valid]}", "Correct it."
-            )
-        return value
-
-    def _num_layers(self) -> int:
-        layers = {int(found[1]) for found in map(re.compile(r"layers\.(\d+)\.").match, self.shapes) if found}
-        if layers != set(range(len(layers))):
-            raise self._wrong(f"has the layers {sorted(layers)}, not all from 0 on", "Pass a complete checkpoint.")
-        return len(layers)
-
     def _attention_sizes(self) -> dict[str, int]:
         queries, keys = (self._matrix(f"{_LAYER}.self_attn.{part}_proj")[0] for part in "qk")
         normed = self.shapes.get(f"{_LAYER}.self_attn.q_norm.weight")
-        heads = queries // normed[0] if normed else self._setting("num_attention_heads", _is_count)
+        heads = queries // normed[0] if normed else self._setting("num_attention_heads", COUNT)
         if not heads:
             raise self._wrong("does not say `num_attention_heads` in its config.json", "Add it there.")
         size = queries // heads
@@ -403,38 +327,29 @@ class EagleCheckpoint:
         return {"num_attention_heads": heads, "num_key_value_heads": keys // size, "head_dim": size}
 
     def _rope_parameters(self) -> dict[str, Any]:
-        given = self._setting("rope_parameters", _is_mapping) or self._setting("rope_scaling", _is_mapping) or {}
-        # One set for each kind of layer, where a config has several.
-        parameters = dict(given.get("full_attention") or given)
-        kind = parameters.pop("type", None)
-        kind = str(parameters.get("rope_type") or kind or "default")
-        kind = parameters["rope_type"] = _ROPE_NAMES.get(kind, kind)
-        theta = parameters.get("rope_theta") or self._setting("rope_theta", _is_positive) or 10000.0
-        parameters["rope_theta"] = theta
-        if original := self._setting("original_max_position_embeddings", _is_count):
+        parameters, missing = self._stated_rope(10000.0)
+        kind = parameters["rope_type"]
+        if original := self._setting("original_max_position_embeddings", COUNT):
             parameters.setdefault("original_max_position_embeddings", original)
-        missing = [name for name in _ROPE_NEEDS.get(kind, ()) if parameters.get(name) is None]
-        partial = parameters.get("partial_rotary_factor") or self._setting("partial_rotary_factor", _is_positive) or 1
-        if kind not in _ROPE_NEEDS or missing or partial != 1:
+        partial = parameters.get("partial_rotary_factor") or self._setting("partial_rotary_factor", POSITIVE) or 1
+        if kind not in ROPE_NEEDS or missing or partial != 1:
             what = f"no {' and '.join(missing)}" if missing else f"partial_rotary_factor={partial}"
             raise self._wrong(
-                f"has a rotary embedding of rope_type '{kind}'" + (f" with {what}" if kind in _ROPE_NEEDS else ""),
-                f"Heads of the types {', '.join(_ROPE_NEEDS)} on whole attention heads can be used.",
+                f"has a rotary embedding of rope_type '{kind}'" + (f" with {what}" if kind in ROPE_NEEDS else ""),
+                f"Heads of the types {', '.join(ROPE_NEEDS)} on whole attention heads can be used.",
             )
-        # For text, three axes are one.
-        parameters.pop("mrope_section", None)
         return parameters
 
     def _sliding_window(self) -> int | None:
-        kinds = set((self._setting("layer_types", _is_list_of_names) or ())[: self._num_layers()])
+        kinds = set((self._setting("layer_types", NAMES) or ())[: self._num_layers()])
         if "sliding_attention" not in kinds:
             return None
         if len(kinds) > 1:
             raise self._wrong("mixes layers with and without a sliding window", "Pass a head with layers of one kind.")
-        return self._setting("sliding_window", _is_count)
+        return self._setting("sliding_window", COUNT)
 
     def _norm_output(self, has_chunk_norms: bool) -> bool:
-        given = bool(self._setting("norm_output", _is_flag))
+        given = bool(self._setting("norm_output", FLAG))
         # A training framework has the same key for the norm before the lm_head, and feeds back the state before it.
         trusted = has_chunk_norms or not {"speculators_model_type", "aux_layer_ids"}.isdisjoint(self.settings)
         if given and not trusted:
@@ -448,13 +363,13 @@ class EagleCheckpoint:
         if self.method == "eagle":
             return names
         names.append(f"{_LAYER}.hidden_norm")
-        if self._setting("use_input_layernorm_in_first_layer", _is_flag) is not False:
+        if self._setting("use_input_layernorm_in_first_layer", FLAG) is not False:
             names.append(f"{_LAYER}.input_layernorm")
-        if self._setting("use_last_layernorm", _is_flag) is not False:
+        if self._setting("use_last_layernorm", FLAG) is not False:
             names.append("norm")
-        if self._setting("norm_before_fc", _is_flag):
+        if self._setting("norm_before_fc", FLAG):
             names.append("input_norm")
-        chunk_norms = any(self._setting(key, _is_flag) for key in ("fc_norm", "use_aux_norm"))
+        chunk_norms = any(self._setting(key, FLAG) for key in ("fc_norm", "use_aux_norm"))
         if chunk_norms or any(name.startswith("fc_norm.") for name in self.config.norms):
             names += [f"fc_norm.{index}" for index in range(self.config.num_states)]
         return names
@@ -469,14 +384,14 @@ class EagleCheckpoint:
             raise self._wrong(
                 f"reads {width} values of the target's states, which is no multiple of the hidden size of "
                 f"{self.target.name}, {self.target.hidden_size}",
-                _FOR_TARGET,
+                self._for_target,
             )
         ids = self._stated_ids() if named is None else sorted(set(named))
         outside = [index for index in ids if not 0 <= index <= layers]
         if outside:
             raise self._wrong(
                 f"captures the target's states at the layers {ids}, and {self.target.name} has {layers}",
-                _FOR_TARGET,
+                self._for_target,
             )
         if len(ids) != states:
             raise self._wrong(
@@ -491,10 +406,10 @@ class EagleCheckpoint:
         """The boundaries by the config, which has them in one of two notations without saying which."""
         layers = self.target.num_hidden_layers
         usual = sorted({2, layers // 2, layers - 3} & set(range(layers)))
-        if own := self._setting("aux_layer_ids", _is_list_of_ids):
+        if own := self._setting("aux_layer_ids", INDICES):
             return sorted(set(own))
         names = ("eagle_aux_hidden_state_layer_ids", "layer_ids")
-        given = next(filter(None, (self._setting(name, _is_list_of_ids) for name in names)), None)
+        given = next(filter(None, (self._setting(name, INDICES) for name in names)), None)
         if not given:
             return usual
         ids = sorted(set(given))
@@ -511,50 +426,14 @@ class EagleCheckpoint:
 
     # Vocabulary
 
-    def _token_ids(self) -> torch.LongTensor | None:
-        """The target's id of each draft id, `None` where they are the same."""
-        if self.method == "eagle":
-            return None
-        rows, vocab_size = self._num_head_rows(), self.target.vocab_size
-        names = [self.stored[name] for name in ("d2t", "t2d") if name in self.stored]
-        tables = {_name(name): table for name, table in self.checkpoint.read(names).items()}
-        if "d2t" in tables:
-            ids = self._absolute_ids(tables["d2t"].long())
-        elif rows is None or rows == self._setting("vocab_size", _is_count) or rows >= vocab_size:
-            return None
-        elif "t2d" in tables:
-            ids = tables["t2d"].bool().flatten().nonzero()[:, 0]
-        else:
-            raise self._wrong(
-                f"drafts {rows} of {vocab_size} tokens and does not say which: it has neither `d2t` nor `t2d`",
-                "Pass a complete checkpoint.",
-            )
-        if rows != len(ids):
-            raise self._wrong(
-                f"has a table of {len(ids)} draft tokens (`d2t` or `t2d`) and "
-                + ("no `lm_head.weight`" if rows is None else f"{rows} rows of `lm_head.weight`"),
-                "Pass a complete checkpoint.",
-            )
-        return None if torch.equal(ids, torch.arange(vocab_size)) else ids
-
-    def _absolute_ids(self, table: torch.LongTensor) -> torch.LongTensor:
-        """Ids from `d2t`, which holds what is to be added to each draft id."""
-        ids = table + torch.arange(table.shape[-1])
-        if self._is_selection(ids):
-            return ids
-        if self._is_selection(table):
-            logger.warning(f"'{self.name}': `d2t` holds ids, where the format has distances; it is read as ids.")
-            return table
-        raise self._wrong(
-            f"has a table `d2t` that selects no rising ids below {self.target.vocab_size}, the vocabulary of "
-            f"{self.target.name}",
-            _FOR_TARGET,
-        )
-
-    def _is_selection(self, ids: torch.LongTensor) -> bool:
-        if ids.dim() != 1 or len(ids) == 0:
-            return False
-        return bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < self.target.vocab_size
+    def _absolute_ids(self, table):
+        try:
+            return super()._absolute_ids(table)
+        except CheckpointFormatError:
+            if not self._is_selection(table):
+                raise
+        logger.warning(f"'{self.name}': `d2t` holds ids, where the format has distances; it is read as ids.")
+        return table
 
     def _draft_vocab_size(self, own_head: bool) -> int:
         if self.token_ids is not None:
@@ -565,14 +444,8 @@ class EagleCheckpoint:
                 f"{self.target.name} ({self.target.hidden_size})",
                 "Pass a complete checkpoint.",
             )
-        # Rows behind the target's vocabulary are padding.
-        return min(self._num_head_rows(), self.target.vocab_size) if own_head else self.target.vocab_size
+        return super()._draft_vocab_size(own_head)
 
-    def _num_head_rows(self) -> int | None:
-        return self._matrix("lm_head")[0] if "lm_head.weight" in self.shapes else None
-
-
-_FOR_TARGET = "Pass the head that was trained for this target."
 
 # What is not supported: how it is recognised, and what it is.
 _REFUSED = (
@@ -634,74 +507,14 @@ _LAYERNORMS = {
 _PACKED = {f"{_LAYER}.mlp.down_proj.{part}" for part in ("weight_scale", "weight_packed", "qweight")}
 
 
-def _layer_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config that describes the layers: some formats have the config of a model inside of theirs."""
-    for key in ("transformer_layer_config", "model"):
-        if isinstance(config.get(key), Mapping):
-            return config[key]
-    return config
+def _places(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """Where a config may say something. Some formats have the config of a model, that of the layers, inside of it."""
+    nested = (config.get(key) for key in ("transformer_layer_config", "model"))
+    layer = next((part for part in nested if isinstance(part, Mapping)), config)
+    return layer, config, _eagle_config(config)
 
 
 def _eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Where some formats keep what a whole model has not."""
     found = config.get("eagle_config")
     return found if isinstance(found, Mapping) else {}
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return _is_int(value) and value > 0
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _is_activation(value: Any) -> bool:
-    return isinstance(value, str) and value in ACT2FN
-
-
-def _is_list_of_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_int, value))
-
-
-def _is_list_of_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-_EXPECTED = {
-    _is_count: "a positive integer",
-    _is_positive: "a positive number",
-    _is_flag: "true or false",
-    _is_mapping: "an object",
-    _is_activation: "the name of an activation function",
-    _is_list_of_ids: "a list of integers",
-    _is_list_of_names: "a list of names",
-}
-
-
-def _fitted(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor with the rows that are used of it."""
-    if name.startswith("fc.") and 0 < len(tensor) - shape[0] <= _MAX_EXTRA_ROWS:
-        return tensor[: shape[0]].clone()
-    if name in ("embed_tokens.weight", "lm_head.weight") and tensor.shape[1:] == shape[1:]:
-        missing = shape[0] - len(tensor)
-        # Ids that only the target's padding has are embedded as zeros.
-        return F.pad(tensor, (0, 0, 0, missing)) if missing > 0 else tensor[: shape[0]]
-    return tensor
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

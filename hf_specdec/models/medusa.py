@@ -18,24 +18,21 @@ Shapes: K heads, L layers, H hidden size, V vocabulary of the target, U rows of 
 from __future__ import annotations
 
 import copy
-import json
-import numbers
 import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import save_file
 from torch import nn
 
 from ..errors import CheckpointFormatError, SpecConfigError
-from .checkpoint import WEIGHT_FILES, Checkpoint, check_target, head_placement
+from .checkpoint import WEIGHT_FILES, Checkpoint, check_target, head_placement, save_checkpoint
 from .draft_model import vocabulary_size
+from .settings import COUNT, FLAG, NAME, is_number
 
 
 if TYPE_CHECKING:
@@ -217,10 +214,7 @@ class MedusaHeads(nn.Module):
             config["version"] = "2"
         if accuracies is not None:
             config["medusa_accuracies"] = [[round(float(share), 4) for share in ranks] for ranks in accuracies]
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(self._published_tensors(), path / "medusa_lm_head.safetensors", metadata={"format": "pt"})
+        save_checkpoint(folder, config, self._published_tensors(), MEDUSA_FILES[0])
 
     def _published_tensors(self) -> dict[str, torch.Tensor]:
         """One tensor a head, under the published names. Readers count on the biases, so there are always some."""
@@ -355,7 +349,7 @@ class _Plan:
         self.num_heads = 1 + max(head for head, _ in [*blocks, *own])
         self.num_layers = 1 + max(layer for _, layer in blocks)
         self.has_bias = bool(self.names.heads_and_layers(self.names.block + ".bias", names))
-        one_lm_head = checkpoint.setting("original_lm_head", lambda value: isinstance(value, bool), "true or false")
+        one_lm_head = checkpoint.setting("original_lm_head", *FLAG)
         self.num_lm_heads = 0 if not own else 1 if one_lm_head else self.num_heads
         self._require_all()
         self.hidden_size = checkpoint.matrix(self.names.weight(0, 0))[1]
@@ -364,10 +358,7 @@ class _Plan:
 
     def _token_map(self) -> torch.LongTensor | None:
         """The tokens of a cut vocabulary."""
-        size, whole = (
-            self.checkpoint.setting(key, _is_size, "a positive integer")
-            for key in ("truncated_vocab_size", "vocab_size")
-        )
+        size, whole = (self.checkpoint.setting(key, *COUNT) for key in ("truncated_vocab_size", "vocab_size"))
         if size is None or whole is None or size >= whole:
             return None
         name = self.names.prefix + "token_map"
@@ -384,8 +375,8 @@ class _Plan:
 
     def _read_settings(self) -> None:
         setting = self.checkpoint.setting
-        self.base_model = setting("base_model_name_or_path", lambda value: isinstance(value, str), "a name or a path")
-        scale = setting("logit_scale", lambda value: _is_number(value) and 0 < value < 1e38, "a positive number")
+        self.base_model = setting("base_model_name_or_path", NAME.is_valid, "a name or a path")
+        scale = setting("logit_scale", lambda value: is_number(value) and 0 < value < 1e38, "a positive number")
         self.logit_scale = 1.0 if scale is None else float(scale)
         self.accuracies = setting(
             "medusa_accuracies",
@@ -498,12 +489,4 @@ class _Plan:
 def _is_table(value: Any, num_rows: int) -> bool:
     """Whether it is a list of accuracies for each head."""
     rows = value if isinstance(value, list) and len(value) == num_rows else [None]
-    return all(isinstance(row, list) and row and all(_is_number(x) and 0 <= x <= 1 for x in row) for row in rows)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return all(isinstance(row, list) and row and all(is_number(x) and 0 <= x <= 1 for x in row) for row in rows)

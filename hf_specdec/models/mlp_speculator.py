@@ -15,7 +15,6 @@ Shapes: n stages, H hidden size of the target, D inner size, V vocabulary.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -25,11 +24,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import nn
 
 from ..errors import CheckpointFormatError, SpecConfigError
-from .checkpoint import Checkpoint, check_target, head_placement
+from .checkpoint import Checkpoint, check_target, head_placement, save_checkpoint, tensor_shapes
+from .settings import is_int
 
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ class MLPSpeculatorConfig:
     def __post_init__(self):
         least = {"emb_dim": 1, "inner_dim": 0, "vocab_size": 1, "n_predict": 1, "n_candidates": 1}
         for name, minimum in least.items():
-            if not _is_int(getattr(self, name)) or getattr(self, name) < minimum:
+            if not is_int(getattr(self, name)) or getattr(self, name) < minimum:
                 raise CheckpointFormatError(
                     f"`{name}` of an MLP speculator must be an integer of at least {minimum}, got "
                     f"{getattr(self, name)!r}."
@@ -81,7 +80,7 @@ class MLPSpeculatorConfig:
                     f"`{name}` of an MLP speculator must be true or false, got {getattr(self, name)!r}."
                 )
         widths = self.top_k_tokens_per_head
-        is_list = isinstance(widths, (list, tuple)) and all(_is_int(width) and width >= 1 for width in widths)
+        is_list = isinstance(widths, (list, tuple)) and all(is_int(width) and width >= 1 for width in widths)
         if not is_list or len(widths) != self.n_predict:
             raise CheckpointFormatError(
                 f"`top_k_tokens_per_head` of an MLP speculator must have one positive integer for each of its "
@@ -188,12 +187,8 @@ class MLPSpeculator(nn.Module):
 
     def save(self, folder: str | Path) -> None:
         """Writes `config.json` and `model.safetensors` in the published layout; the folder is made if needed."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        config = json.dumps(self.config.to_dict(), indent=2) + "\n"
-        (folder / "config.json").write_text(config, encoding="utf-8")
         tensors = {_PREFIX + name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_checkpoint(folder, self.config.to_dict(), tensors)
 
 
 class MLPStage(NamedTuple):
@@ -260,10 +255,11 @@ def load_mlp_speculator(config: SpeculativeConfig, target_model: nn.Module) -> M
     _check_stages(checkpoint, prefix, sizes)
     with torch.device("meta"):
         speculator = MLPSpeculator(sizes)
-    stored = {name: prefix + name for name in speculator.state_dict()}
+    shapes = tensor_shapes(speculator)
+    stored = {name: prefix + name for name in shapes}
     checkpoint.require(stored.values(), "the MLP speculator")
-    for name, tensor in speculator.state_dict().items():
-        _check_shape(checkpoint, stored[name], tuple(tensor.shape))
+    for name, shape in shapes.items():
+        _check_shape(checkpoint, stored[name], shape)
     tensors = checkpoint.read_weights(stored.values(), dtype, device)
     speculator.load_state_dict({name: tensors[key] for name, key in stored.items()}, assign=True)
     return speculator.eval().requires_grad_(False)
@@ -312,7 +308,3 @@ def _check_shape(checkpoint: Checkpoint, name: str, expected: tuple[int, ...]) -
             f"'{checkpoint.name}': {name} has the shape {list(found)}, and by config.json it would be "
             f"{list(expected)}. Pass a checkpoint whose config fits its weights."
         )
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

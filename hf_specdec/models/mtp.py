@@ -16,23 +16,21 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import nn
 
 from ..decoding.attention import NAME, folding_masks
 from ..decoding.masks import FULL, Span
 from ..decoding.target import decoder_layers
 from ..errors import CheckpointFormatError, SpecConfigError, UnsupportedModelError
-from .checkpoint import WEIGHT_FILES, Checkpoint, head_placement, hidden_size
+from ..hub.files import MTP_FILES
+from .checkpoint import WEIGHT_FILES, Checkpoint, head_placement, hidden_size, save_checkpoint, tensor_shapes
 from .draft_model import vocabulary_size
-from .eagle import _TargetParts
+from .draft_network import TargetParts
 from .mtp_formats import MTP_LAYOUT, WIDTH_KEY, MtpCheckpoint, MtpConfig, stored_tensors
 
 
@@ -145,8 +143,7 @@ class MtpNetwork(nn.Module):
 
     def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
         """Embeddings `(R, T, h)` of the tokens `(R, T)`."""
-        weight = self._target.embedding.weight
-        return F.embedding(tokens.to(weight.device), weight).to(self.device, self.dtype)
+        return self._target.embed(tokens).to(self.device, self.dtype)
 
     def forward(
         self,
@@ -190,9 +187,19 @@ class MtpNetwork(nn.Module):
             )
         stream = stream[0] if isinstance(stream, tuple) else stream
         if self.config.layout.before_norm:
-            return stream, self._target.norm(stream.to(self._target.norm.weight.device)).to(stream)
+            return stream, self.final_norm(stream)
         output = self.norm[part](stream)
         return output, output
+
+    @property
+    def rotary_emb(self) -> nn.Module:
+        """The target's rotary embedding."""
+        return self._target.rotary
+
+    def final_norm(self, stream: torch.Tensor) -> torch.Tensor:
+        """The target's final norm of the stream `(R, T, h)`, for layouts that predict in front of it."""
+        norm = self._target.norm
+        return norm(stream.to(norm.weight.device)).to(stream)
 
     def _layer_type(self, layer: int) -> str | None:
         return self._layer_types[layer] if self._layer_types else None
@@ -216,8 +223,6 @@ class MtpNetwork(nn.Module):
             CheckpointFormatError: The layers are of a family with another computation around them.
         """
         tensors = stored_tensors(self.config, self.state_dict())
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         config = {
             "model_type": "mtp",
             "num_nextn_predict_layers": self.config.num_layers,
@@ -227,8 +232,7 @@ class MtpNetwork(nn.Module):
         }
         if self.config.intermediate_size:
             config[WIDTH_KEY] = self.config.intermediate_size
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_checkpoint(folder, config, tensors)
 
 
 class HalfLayer(nn.Module):
@@ -268,7 +272,7 @@ class TargetSizes:
         return cls(_model_type(target_model), hidden_size(target_model), vocabulary_size(target_model))
 
 
-class _SharedParts(_TargetParts):
+class _SharedParts(TargetParts):
     """Also its rotary embedding and its final norm."""
 
     def __init__(self, target_model: nn.Module):
@@ -341,8 +345,8 @@ def new_mtp(target_model: nn.Module, num_layers: int = 1, intermediate_size: int
     """
     check_family(target_model)
     network = MtpNetwork(MtpConfig(MTP_LAYOUT, num_layers, intermediate_size=intermediate_size), target_model)
-    wanted = _shapes(network.layers[0])
-    fitting = (layer for layer in reversed(decoder_layers(target_model)) if _can_be_cut(_shapes(layer), wanted))
+    wanted = tensor_shapes(network.layers[0])
+    fitting = (layer for layer in reversed(decoder_layers(target_model)) if _can_be_cut(tensor_shapes(layer), wanted))
     source = next(fitting, None)
     if source is None:
         raise UnsupportedModelError(
@@ -377,7 +381,7 @@ def load_mtp(config: SpeculativeConfig, target_model: nn.Module) -> MtpNetwork:
     with torch.device("meta"):
         network = MtpNetwork(found.config, target_model)
     in_float32 = getattr(target_model, "_keep_in_fp32_modules_strict", None) or ()
-    network.load_state_dict(found.read(_shapes(network), dtype, device, in_float32), assign=True)
+    network.load_state_dict(found.read(tensor_shapes(network), dtype, device, in_float32), assign=True)
     return network.eval().requires_grad_(False)
 
 
@@ -392,10 +396,7 @@ def _checkpoint(config: SpeculativeConfig, target_model: nn.Module) -> Checkpoin
             )
         revision = config.revision or getattr(source, "_commit_hash", None)
         config = config.replace(model=str(name), revision=revision)
-    # Some checkpoints keep them in a file that their index does not name.
-    folder = Path(config.model, config.subfolder or "")
-    extra = [path.name for path in sorted(folder.glob("*mtp*.safetensors"))] if folder.is_dir() else []
-    return Checkpoint(config, (*(extra or ["mtp.safetensors"])[:1], *WEIGHT_FILES))
+    return Checkpoint(config, (MTP_FILES, *WEIGHT_FILES))
 
 
 def _check_sizes(checkpoint: Checkpoint, target_model: nn.Module) -> None:
@@ -433,7 +434,3 @@ def _can_be_cut(shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int,
         return False
     pairs = [(shape, wanted[name]) for name, shape in shapes.items()]
     return all(len(shape) == len(size) and all(map(int.__ge__, shape, size)) for shape, size in pairs)
-
-
-def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}

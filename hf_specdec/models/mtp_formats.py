@@ -25,7 +25,7 @@ import torch
 from transformers.utils import logging
 
 from ..errors import CheckpointFormatError
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, listed
 
 
 logger = logging.get_logger(__name__)
@@ -205,12 +205,8 @@ class MtpCheckpoint:
         self.config = MtpConfig(self.layout, count, "eh_proj.0.bias" in self.stored, width)
 
     def _recognised(self) -> tuple[MtpLayout, dict[str, str]]:
-        """The layout, and the stored name of each tensor by its name here."""
-        for layout in _LAYOUTS:
-            names = {layout.name_of(stored, self.num_target_layers): stored for stored in self.checkpoint.shapes}
-            names = {name: stored for name, stored in names.items() if name}
-            if "eh_proj.0.weight" in names:
-                return layout, names
+        if found := _recognised(self.checkpoint.shapes, self.num_target_layers):
+            return found
         raise CheckpointFormatError(
             f"'{self.checkpoint.name}' has no MTP layers among its {len(self.checkpoint.shapes)} tensors in "
             f"{self.checkpoint.file}. Copies of a model, quantised ones above all, often leave them out: pass a "
@@ -288,11 +284,26 @@ class MtpCheckpoint:
         count = self.config.num_layers
         unused = [stored for name, stored in self.stored.items() if name not in used and _number(name) < count]
         if unused:
-            more = ", ..." if len(unused) > 3 else ""
             logger.warning(
-                f"'{self.checkpoint.name}': {len(unused)} tensors of MTP layers are not used: "
-                f"{', '.join(unused[:3])}{more}."
+                f"'{self.checkpoint.name}': {len(unused)} tensors of MTP layers are not used: {listed(unused)}."
             )
+
+
+def count_layers(names: Iterable[str], num_target_layers: int) -> int:
+    """MTP layers among tensors with these names in files, those of a target with so many layers or of MTP alone."""
+    _, names = _recognised(names, num_target_layers) or (None, ())
+    return len({_number(name) for name in names if name.startswith("layers.")})
+
+
+def _recognised(stored: Iterable[str], num_target_layers: int) -> tuple[MtpLayout, dict[str, str]] | None:
+    """The layout of MTP layers, and the stored name of each of their tensors by its name here."""
+    stored = list(stored)
+    for layout in _LAYOUTS:
+        renamed = ((layout.name_of(name, num_target_layers), name) for name in stored)
+        names = {name: old for name, old in renamed if name}
+        if "eh_proj.0.weight" in names:
+            return layout, names
+    return None
 
 
 def stored_tensors(config: MtpConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

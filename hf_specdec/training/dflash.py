@@ -216,12 +216,6 @@ class DFlashRecipe(Recipe):
         hits.scatter_(2, index, (drafts == labels).movedim(2, 0))
         return hits[:, None], known
 
-    def copied(self, network: DFlashNetwork) -> DFlashNetwork:
-        # Not by deepcopy, which would copy the target's embedding and lm_head too.
-        copied = DFlashNetwork(network.config)
-        copied.load_state_dict(network.state_dict())
-        return copied
-
 
 def mask_token_for(target: PreTrainedModel) -> int:
     """

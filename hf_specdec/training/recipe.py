@@ -261,12 +261,8 @@ class Recipe(ABC):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         """Writes the network in its method's public format, in `dtype`; the network itself stays as it is."""
-        copied = self.copied(network).to(dtype)
+        copied = copy.deepcopy(network).to(dtype)
         self.write(copied, folder, target_name=target_name, tokenizer=tokenizer, acceptance=acceptance)
-
-    def copied(self, network: nn.Module) -> nn.Module:
-        """A network with the same weights."""
-        return copy.deepcopy(network)
 
     def write(self, network: Any, folder: Path, *, target_name: str, tokenizer: Any, acceptance: Any) -> None:
         """What `save` does with the copy in the right type; the arguments are those of `save`."""

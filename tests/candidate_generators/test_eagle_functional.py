@@ -8,7 +8,7 @@ from hf_specdec.candidate_generators import eagle as module
 from hf_specdec.candidate_generators.eagle import DraftEntries
 from hf_specdec.models.eagle import Eagle1Network, Eagle3Network
 from hf_specdec.models.eagle_formats import EagleConfig
-from hf_specdec.models.eagle_functional import lean_forward
+from hf_specdec.models.lean import lean_forward
 from tests.models import VOCAB_SIZE, tiny_llama
 
 

@@ -23,7 +23,8 @@ from hf_specdec.candidate_generators.medusa import MedusaOptions, RankCounts, de
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.functional import slot_model
 from hf_specdec.drafts import DraftTree
-from hf_specdec.logits.acceptance import accept_typical, best_tokens, follow
+from hf_specdec.kernels.acceptance import follow
+from hf_specdec.logits.acceptance import accept_typical, best_tokens
 from hf_specdec.models.medusa import MedusaHeads
 from hf_specdec.speculator import Speculator
 from hf_specdec.token_trees import PUBLISHED_TREES, TokenTree, prior_accuracies

@@ -176,7 +176,7 @@ def test_a_damaged_index(folder, index):
 def test_a_config_that_is_no_object(folder, content):
     WRITERS["safetensors"](folder)
     (folder / "config.json").write_text(content)
-    with pytest.raises(CheckpointFormatError, match="no readable config.json: It must hold an object"):
+    with pytest.raises(CheckpointFormatError, match="no readable config.json: config.json must hold an object"):
         Checkpoint(settings(folder))
 
 

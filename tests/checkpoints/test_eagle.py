@@ -115,7 +115,7 @@ def chain_of(network, states, tokens, root, steps):
 
 def read(network, cache, tokens, hidden):
     topology = chain_topology(tokens.shape[1] - 1, CPU)
-    plan = cache.plan_write(tokens.shape[1], CPU)
+    plan = cache.plan_write(tokens.shape[1])
     rows = RowState(cache.lengths, [0], [0])
     (mask,) = node_masks(topology, rows, plan.columns, (network.span,), network.dtype)
     return network(tokens, hidden, cache.lengths[0] + topology.depths[None], mask, cache)

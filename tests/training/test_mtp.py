@@ -1,5 +1,6 @@
 """The recipe of MTP layers: what a step of the training sees is what drafting sees, and training helps."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -173,7 +174,7 @@ class TestBuilding:
         assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
         assert torch.equal(tensors["mtp.fc.weight"], network.eh_proj[0].weight.to(torch.bfloat16))
         # The target's own parts are neither copied nor changed.
-        assert recipe.copied(network).embed(torch.tensor([[1]])).dtype == torch.float32
+        assert copy.deepcopy(network).embed(torch.tensor([[1]])).dtype == torch.float32
         assert target.lm_head.weight.dtype == torch.bfloat16
 
     @pytest.mark.parametrize(

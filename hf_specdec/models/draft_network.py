@@ -1,0 +1,136 @@
+"""What draft networks have in common: what they share with the target, their vocabulary, and how they are loaded.
+
+Shapes: R rows, T tokens, h hidden size, V vocabulary of the target, U that of the draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import Qwen3Config
+
+from ..decoding.attention import NAME
+from ..errors import CheckpointFormatError
+from .checkpoint import tensor_shapes
+
+
+if TYPE_CHECKING:
+    from .dflash_formats import DFlashConfig
+    from .draft_checkpoint import DraftCheckpoint
+    from .eagle_formats import EagleConfig
+
+
+class TargetParts:
+    """Embedding and lm_head of a target. No module: they are no part of a draft, and copies of a draft share them."""
+
+    def __init__(self, target_model: nn.Module):
+        self.embedding = target_model.get_input_embeddings()
+        self.head = target_model.get_output_embeddings()
+
+    def __deepcopy__(self, memo: dict) -> TargetParts:
+        return self
+
+    def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
+        """Rows `(R, T, h)` of the embedding; what some targets do behind it, such as scaling, is left out."""
+        weight = self.embedding.weight
+        return F.embedding(tokens.to(weight.device), weight)
+
+    def logits(self, output: torch.Tensor) -> torch.Tensor:
+        """What the target's lm_head makes of an output `(..., h)`."""
+        weight = self.head.weight
+        # Packed weights are of integers, and take states as they are.
+        return self.head(output.to(weight.device, weight.dtype if weight.is_floating_point() else None))
+
+
+def is_copy(own: torch.Tensor, given: torch.Tensor) -> bool:
+    """Whether a tensor of a draft is a copy of one of the target's, of its dtype and on its device."""
+    alike = (own.shape, own.dtype, own.device) == (given.shape, given.dtype, given.device)
+    return alike and torch.equal(own, given)
+
+
+def layer_config(config: EagleConfig | DFlashConfig) -> Qwen3Config:
+    """What transformers' modules want to know. Qwen3's config has all that Llama's modules read, and fewer rules."""
+    return Qwen3Config(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        hidden_act=config.hidden_act,
+        rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=dict(config.rope_parameters),
+        mlp_bias=False,
+        attn_implementation=NAME,
+    )
+
+
+class DraftNetwork(nn.Module):
+    """A draft with layers, and maybe a vocabulary, of its own.
+
+    Attributes:
+        config (`EagleConfig` or `DFlashConfig`): What it consists of.
+        token_ids (`torch.LongTensor` of shape `(U,)`): The target's id of each draft id; `None` where they are equal.
+        rotary_emb (`nn.Module`): Its rotary embedding, whose frequencies are in no checkpoint.
+    """
+
+    config: EagleConfig | DFlashConfig
+    token_ids: torch.LongTensor | None
+
+    def attach(self, target_model: nn.Module) -> DraftNetwork:
+        """Reads from `target_model` what the draft has not itself."""
+        raise NotImplementedError(f"{type(self).__name__} must implement attach().")
+
+    def target_ids(self, draft_ids: torch.LongTensor) -> torch.LongTensor:
+        """The target's ids of draft ids, of any shape."""
+        return draft_ids if self.token_ids is None else self.token_ids[draft_ids]
+
+    def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits `(..., V)` over the target's vocabulary, -inf for what the draft lacks, from those of `logits`."""
+        size = self.config.vocab_size
+        if self.token_ids is None and logits.shape[-1] == size:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], size), -torch.inf)
+        if self.token_ids is None:
+            full[..., : logits.shape[-1]] = logits
+            return full
+        return full.index_copy_(-1, self.token_ids, logits)
+
+
+def loaded_network(
+    make: Callable[[Any], DraftNetwork],
+    checkpoint: DraftCheckpoint,
+    target_model: nn.Module,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> DraftNetwork:
+    """The network of a checkpoint, attached to the target.
+
+    Args:
+        make (`Callable`): Makes the network from the checkpoint's `config`.
+        checkpoint (`DraftCheckpoint`): Of a format that fits.
+        target_model (`PreTrainedModel`): The target.
+        dtype (`torch.dtype`, *optional*): Of the weights; `None`: as stored.
+        device (`torch.device`): Where to.
+
+    Raises:
+        CheckpointFormatError: The settings of its rotary embedding make no sense, or tensors are missing, not known
+            or of other shapes.
+    """
+    found = checkpoint.config
+    try:
+        with torch.device("meta"):
+            network = make(found)
+    except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointFormatError(
+            f"'{checkpoint.name}': no rotary embedding can be made of {dict(found.rope_parameters)}: {error!r}. "
+            "Correct `rope_parameters` or `rope_scaling` in its config.json."
+        ) from error
+    network.load_state_dict(checkpoint.read(tensor_shapes(network), dtype, device), assign=True)
+    network.rotary_emb.to(device)
+    return network.attach(target_model).eval().requires_grad_(False)

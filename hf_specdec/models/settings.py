@@ -1,0 +1,42 @@
+"""What the settings of a checkpoint's `config.json` must be, as a test and in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from transformers.activations import ACT2FN
+
+
+class Kind(NamedTuple):
+    """What a setting must be.
+
+    Attributes:
+        is_valid (`Callable`): Whether a value is that.
+        what (`str`): The same in words, behind "must be".
+    """
+
+    is_valid: Callable[[Any], bool]
+    what: str
+
+
+def is_int(value: Any) -> bool:
+    """Whether it is an integer; in Python `True` is one."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is an integer or a floating-point number."""
+    return is_int(value) or isinstance(value, float)
+
+
+COUNT = Kind(lambda value: is_int(value) and value > 0, "a positive integer")
+INDEX = Kind(lambda value: is_int(value) and value >= 0, "an integer of at least 0")
+INDICES = Kind(lambda value: isinstance(value, list) and all(map(is_int, value)), "a list of integers")
+POSITIVE = Kind(lambda value: is_number(value) and 0 < value < math.inf, "a positive number")
+FLAG = Kind(lambda value: isinstance(value, bool), "true or false")
+NAME = Kind(lambda value: isinstance(value, str), "a name")
+NAMES = Kind(lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value), "a list of names")
+MAPPING = Kind(lambda value: isinstance(value, Mapping), "an object")
+ACTIVATION = Kind(lambda value: isinstance(value, str) and value in ACT2FN, "the name of an activation function")

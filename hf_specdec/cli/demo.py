@@ -48,6 +48,7 @@ def demo_methods() -> dict[str, dict[str, Any]]:
         "eagle": {"method": "eagle", "model": demo.eagle_path()},
         "eagle3": {"method": "eagle3", "model": demo.eagle3_path()},
         "eagle3_tree": {"method": "eagle3", "model": demo.eagle3_path(), "total_tokens": 20},
+        "mtp": {"method": "mtp", "model": demo.mtp_path()},
         "dflash": {"method": "dflash", "model": demo.dflash_path()},
     }
 

@@ -29,6 +29,7 @@ __all__ = [
     "load_tokenizer",
     "medusa_path",
     "mlp_speculator_path",
+    "mtp_path",
     "prompts",
     "target_path",
 ]
@@ -85,6 +86,11 @@ def eagle3_path() -> str:
 def dflash_path() -> str:
     """Returns the folder of the target's DFlash draft."""
     return _checkpoint_folder("dflash")
+
+
+def mtp_path() -> str:
+    """Returns the folder of the target's multi-token-prediction layer."""
+    return _checkpoint_folder("mtp")
 
 
 def load_target(dtype: torch.dtype | str | None = None) -> PreTrainedModel:

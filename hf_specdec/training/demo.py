@@ -2,7 +2,8 @@
 
 The target learns next-token prediction on Python sources and editing documents. The draft model learns the same, then
 is distilled on sources and on the target's own continuations, which is what it will have to predict. Heads (Medusa,
-MLP speculator, EAGLE, DFlash) learn from these continuations. All use the frame and the recipes of `hf-specdec train`.
+MLP speculator, EAGLE, DFlash, MTP) learn from these continuations. All use the frame and the recipes of
+`hf-specdec train`.
 
     python -m hf_specdec.training.demo --output DIR
 
@@ -43,6 +44,7 @@ from hf_specdec.training.dflash import DFlashRecipe
 from hf_specdec.training.draft_model import DraftModelRecipe
 from hf_specdec.training.eagle import Eagle1Recipe, Eagle3Recipe
 from hf_specdec.training.heads import MedusaRecipe, MLPSpeculatorRecipe
+from hf_specdec.training.mtp import MtpRecipe
 from hf_specdec.training.recipe import Acceptance, Batch, Recipe, TargetReader
 from hf_specdec.training.text import Rows, continue_prompts
 from hf_specdec.training.trainer import TrainingOptions, train
@@ -51,7 +53,7 @@ from hf_specdec.training.trainer import TrainingOptions, train
 END_OF_TEXT = "<|endoftext|>"
 CONTEXT_LENGTH = 2048
 CONTINUATIONS = "continuations.pt"
-HEADS = ("medusa", "mlp_speculator", "eagle", "eagle3", "dflash")
+HEADS = ("medusa", "mlp_speculator", "eagle", "eagle3", "dflash", "mtp")
 STAGES = ("target", "refine", "draft", "continue", "distill", *HEADS, "evaluate")
 TRAINED = ("target", "refine", "draft", "distill", *HEADS)
 # Names keep their underscores and a leading blank or dot; digits come in threes; indentation is one token.
@@ -67,11 +69,11 @@ class DemoRecipe:
         vocab_size (`int`): Tokens of the tokenizer, with its one special token.
         target, draft (`dict`): Arguments of `LlamaConfig`.
         medusa ([`MedusaRecipe`]), mlp_speculator ([`MLPSpeculatorRecipe`]), eagle ([`Eagle1Recipe`]), eagle3
-            ([`Eagle3Recipe`]), dflash ([`DFlashRecipe`]): Sizes and losses of the heads.
+            ([`Eagle3Recipe`]), dflash ([`DFlashRecipe`]), mtp ([`MtpRecipe`]): Sizes and losses of the heads.
         target_steps, refine_steps, draft_steps, distill_steps, medusa_steps, mlp_speculator_steps, eagle_steps,
-            eagle3_steps, dflash_steps (`int`): Training steps of the stages.
+            eagle3_steps, dflash_steps, mtp_steps (`int`): Training steps of the stages.
         target_minutes, refine_minutes, draft_minutes, distill_minutes, medusa_minutes, mlp_speculator_minutes,
-            eagle_minutes, eagle3_minutes, dflash_minutes (`float`, *optional*): Their time limits.
+            eagle_minutes, eagle3_minutes, dflash_minutes, mtp_minutes (`float`, *optional*): Their time limits.
         copying, code, refining ([`Mixture`]): Rows of the first steps, of the later steps, and of the refinement and
             distillation. Short rows that repeat a passage teach a model in minutes to look up what followed a token
             before; long rows of code alone would teach it in hours. At the end such rows are left out, because they
@@ -83,7 +85,7 @@ class DemoRecipe:
         generated_tokens (`int`): Most tokens of a continuation.
         generated_share (`float`): How often a distillation batch is made of such rows.
         heads_rows (`int`): Rows of a batch of Medusa heads and of the MLP speculator.
-        eagle_rows (`int`): Rows of a batch of EAGLE heads and of the DFlash draft.
+        eagle_rows (`int`): Rows of a batch of EAGLE heads, of the DFlash draft and of the MTP layer.
         mlp_speculator_text_rows (`int`): Rows of sources and editing documents that the MLP speculator learns from
             besides the continuations. Medusa heads are too small to profit from them.
         checkpoint_every (`int`): Steps after which the target is written in between.
@@ -122,6 +124,7 @@ class DemoRecipe:
         head_decay=0.8,
         num_anchors=32,
     )
+    mtp: MtpRecipe = MtpRecipe(intermediate_size=380)
     target_steps: int = 2082
     refine_steps: int = 1184
     draft_steps: int = 2300
@@ -131,6 +134,7 @@ class DemoRecipe:
     eagle_steps: int = 2244
     eagle3_steps: int = 2280
     dflash_steps: int = 4823
+    mtp_steps: int = 2600
     target_minutes: float | None = None
     refine_minutes: float | None = None
     draft_minutes: float | None = None
@@ -140,6 +144,7 @@ class DemoRecipe:
     eagle_minutes: float | None = None
     eagle3_minutes: float | None = None
     dflash_minutes: float | None = None
+    mtp_minutes: float | None = None
     copying: Mixture = Mixture({128: 1.0}, tokens_per_batch=2048, repeat_share=0.75)
     code: Mixture = Mixture({256: 0.25, 512: 0.5, 1024: 0.17, 2048: 0.08}, edit_share=0.4, repeat_share=0.05)
     refining: Mixture = Mixture({256: 0.2, 512: 0.5, 1024: 0.22, 2048: 0.08}, edit_share=0.45)
@@ -441,6 +446,13 @@ class DemoTraining:
             self.recipe.dflash, 11, rows, held_out, self.recipe.eagle_rows, learning_rate=1.5e-2, muon=True
         )
 
+    def train_mtp(self) -> Acceptance:
+        """Trains a multi-token-prediction layer for the target of the output folder."""
+        rows, held_out = self.continuations()
+        return self._train_heads(
+            self.recipe.mtp, 12, rows, held_out, self.recipe.eagle_rows, learning_rate=8e-3, muon=True
+        )
+
     def _train_heads(
         self, heads: Recipe, stage: int, rows: Rows, held_out: Rows, batch_size: int, **options
     ) -> Acceptance:
@@ -595,6 +607,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         "eagle": training.train_eagle,
         "eagle3": training.train_eagle3,
         "dflash": training.train_dflash,
+        "mtp": training.train_mtp,
         "evaluate": training.evaluate,
     }
     results = {name: stages[name]() for name in STAGES if name in options.stages}

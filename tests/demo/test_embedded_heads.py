@@ -19,6 +19,7 @@ PATHS = {
     "eagle": demo.eagle_path,
     "eagle3": demo.eagle3_path,
     "dflash": demo.dflash_path,
+    "mtp": demo.mtp_path,
 }
 
 

@@ -13,6 +13,7 @@ from hf_specdec.training.data import Corpus, Mixture
 from hf_specdec.training.dflash import DFlashRecipe
 from hf_specdec.training.eagle import Eagle1Recipe, Eagle3Recipe
 from hf_specdec.training.heads import MedusaRecipe, MLPSpeculatorRecipe
+from hf_specdec.training.mtp import MtpRecipe
 from hf_specdec.training.recipe import Batch
 from hf_specdec.training.text import Rows
 
@@ -58,6 +59,8 @@ def trained(tmp_path_factory):
         eagle3_steps=2,
         dflash=DFlashRecipe(block_size=4, num_layers=1, target_layer_ids=(0,)),
         dflash_steps=2,
+        mtp=MtpRecipe(ttt_steps=2, intermediate_size=8),
+        mtp_steps=2,
         copying=Mixture({16: 1.0}, tokens_per_batch=32, repeat_share=1.0),
         code=Mixture({32: 1.0}, tokens_per_batch=64, edit_share=0.4),
         refining=Mixture({32: 1.0}, tokens_per_batch=64),
@@ -82,6 +85,7 @@ def trained(tmp_path_factory):
     training.train_eagle()
     training.train_eagle3()
     training.train_dflash()
+    training.train_mtp()
     return training
 
 

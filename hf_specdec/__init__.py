@@ -31,6 +31,7 @@ _LAZY = {
     "load_speculator": "speculator",
     "record": "metrics",
     "register_candidate_generator": "candidate_generators",
+    "store_settings": "hub.published",
     "uninstall": "hook",
 }
 
@@ -51,6 +52,7 @@ __all__ = [
     "load_speculator",
     "record",
     "register_candidate_generator",
+    "store_settings",
     "uninstall",
 ]
 
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from .config import SpeculativeConfig
     from .drafts import DraftTree
     from .hook import install, uninstall
+    from .hub.published import store_settings
     from .integration import generate
     from .metrics import SpecDecodingStats, record
     from .speculator import Speculator, forget_speculators, load_speculator

@@ -13,6 +13,10 @@ class CheckpointFormatError(SpecDecError, ValueError):
     """A checkpoint that does not have the promised format, or does not fit its target model."""
 
 
+class CheckpointAccessError(CheckpointFormatError, OSError):
+    """A checkpoint that cannot be reached: there is none of that name, no access to it, or no connection."""
+
+
 class UnsupportedModelError(SpecDecError, NotImplementedError):
     """A target or draft model whose architecture cannot be driven by the decoding loop."""
 

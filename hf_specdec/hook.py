@@ -42,6 +42,13 @@ def original_generate(model_class: type):
     return getattr(generate, "without_speculation", generate)
 
 
+def configured_settings(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """`speculative` of the generation config that a `generate()` call goes by: the given one, else the model's own."""
+    given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    settings = getattr(given, "speculative", None)
+    return getattr(getattr(model, "generation_config", None), "speculative", None) if settings is None else settings
+
+
 def _patch(mixin: type) -> None:
     global _original_generate
     if _original_generate is not None:
@@ -54,13 +61,13 @@ def _patch(mixin: type) -> None:
         *args,
         spec_method: str | None = None,
         spec_model: Any = None,
-        num_speculative_tokens: int | None = None,
+        num_speculative_tokens: int | str | None = None,
         speculative: Any = None,
         assistant: Any = None,
         **kwargs,
     ):
         asked = (spec_method, spec_model, num_speculative_tokens, speculative, assistant)
-        if all(argument is None for argument in asked):
+        if all(argument is None for argument in asked) and configured_settings(self, args, kwargs) is None:
             return original(self, *args, **kwargs)
         from .integration import generate_speculatively
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,13 +19,17 @@ from transformers.generation import GenerationMixin
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
+from transformers.utils import logging
 
 from .decoding.loop import DecodingLoop, Request
 from .decoding.target import model_profile
 from .errors import SpecConfigError
-from .hook import original_generate
+from .hook import configured_settings, original_generate
+from .hub.published import IN_GENERATION_CONFIG, settings_of_generation_config
 from .speculator import Speculator, StockSpeculator, load_speculator
 
+
+logger = logging.get_logger(__name__)
 
 _OFF = ("off", "none", False)
 
@@ -33,7 +39,7 @@ def generate(
     *args,
     spec_method: str | None = None,
     spec_model: Any = None,
-    num_speculative_tokens: int | None = None,
+    num_speculative_tokens: int | str | None = None,
     speculative: Any = None,
     assistant: Any = None,
     **kwargs,
@@ -42,10 +48,11 @@ def generate(
 
     Args:
         model (`PreTrainedModel`): The target.
-        spec_method (`str`, *optional*): Name of the method; "off" is plain generation.
+        spec_method (`str`, *optional*): Name of the method; "auto" finds a drafter, "off" is plain generation.
         spec_model (`str`, `os.PathLike` or `PreTrainedModel`, *optional*):
             Draft checkpoint; without a `spec_method` the method is read from it.
-        num_speculative_tokens (`int`, *optional*): Speculation length k in tokens.
+        num_speculative_tokens (`int` or `str`, *optional*): Speculation length k in tokens; "auto": each cycle the
+            length that pays, down to plain decoding.
         speculative (*optional*): All settings in one: what [`SpeculativeConfig.resolve`] takes.
         assistant ([`Speculator`], `PreTrainedModel` or `CandidateGenerator`, *optional*):
             A loaded speculator, draft model, or any candidate generator of transformers' own protocol.
@@ -66,7 +73,7 @@ def generate(
         )
     original = original_generate(type(model))
     asked = (spec_method, spec_model, num_speculative_tokens, speculative, assistant)
-    if all(argument is None for argument in asked):
+    if all(argument is None for argument in asked) and configured_settings(model, args, kwargs) is None:
         return original(model, *args, **kwargs)
     return generate_speculatively(model, original, args, kwargs, *asked)
 
@@ -74,16 +81,43 @@ def generate(
 def generate_speculatively(
     model, original, args, kwargs, spec_method, spec_model, num_speculative_tokens, speculative, assistant
 ):
-    """[`generate`] with at least one speculative argument; `original` is transformers' own `generate` function."""
+    """[`generate`] with speculation asked for, by an argument or by the generation config.
+
+    `original` is transformers' own `generate` function.
+    """
+    named = (spec_method, spec_model, speculative, assistant)
+    configured = configured_settings(model, args, kwargs) if all(item is None for item in named) else None
+    speculative = speculative if configured is None else configured
+    arguments = _bind(original, model, args, kwargs)
+    if _repository_speculates(model, arguments):
+        given = {
+            "spec_method": spec_method,
+            "spec_model": spec_model,
+            "num_speculative_tokens": num_speculative_tokens,
+            "speculative": speculative if configured is None else None,
+            "assistant": assistant,
+        }
+        return original(model, **arguments, **{name: value for name, value in given.items() if value is not None})
     if spec_method in _OFF or (speculative in _OFF if isinstance(speculative, (str, bool)) else False):
         return original(model, *args, **kwargs)
-    arguments = _bind(original, model, args, kwargs)
     _use_cache_unless_forbidden(model, arguments)
-    _check_request(model, arguments)
+    problems = _problems(model, arguments)
+    if problems and configured is not None:
+        # Nobody has asked for speculation in this call.
+        logger.warning_once(
+            f"A call is decoded without speculation, which the generation config of {type(model).__name__} sets: "
+            f"{problems} Pass spec_method='off' to such calls."
+        )
+        return original(model, *args, **kwargs)
+    if problems:
+        raise SpecConfigError(f"This request cannot be decoded speculatively. {problems}")
     _prepare_stop_strings(model, arguments)
     model_profile(model)
-    # Last, because it may load weights.
-    speculator = _speculator(model, spec_method, spec_model, num_speculative_tokens, speculative, assistant)
+    with _naming_the_source(None if configured is None else IN_GENERATION_CONFIG):
+        if configured is not None:
+            speculative = settings_of_generation_config(configured)
+        # Last, because it may load weights.
+        speculator = _speculator(model, spec_method, spec_model, num_speculative_tokens, speculative, assistant)
     if speculator.stock_assistant is not None:
         return _generate_assisted(model, original, arguments, speculator)
     streamer, synced_gpus = arguments.pop("streamer", None), arguments.pop("synced_gpus", None)
@@ -106,7 +140,7 @@ def generate_speculatively(
         return DecodingLoop(request, speculator).run()
 
     home = _move_to_model(model, arguments)
-    output = original(model, **arguments, custom_generate=decode)
+    output = original(model, **{**arguments, "custom_generate": decode})
     return output if home is None else _moved_output(output, home)
 
 
@@ -123,7 +157,7 @@ def _generate_assisted(model, original, arguments: dict[str, Any], speculator: S
     own_length = settings.num_assistant_tokens
     default = own_length or speculator.generator_class.default_length(config.options)
     try:
-        settings.num_assistant_tokens = config.num_speculative_tokens or default
+        settings.num_assistant_tokens = config.fixed_length or default
         return original(model, **arguments, assistant_model=assistant)
     finally:
         settings.num_assistant_tokens = own_length
@@ -209,8 +243,8 @@ _UNSUPPORTED_ARGUMENTS = {
 }
 
 
-def _check_request(model, arguments: dict[str, Any]) -> None:
-    """One clear error for everything that cannot be combined with speculation, before anything runs."""
+def _problems(model, arguments: dict[str, Any]) -> str:
+    """What of a request cannot be combined with speculation, and what to do; empty if nothing."""
     problems = [
         f"`{name}`: {remedy}" for name, remedy in _UNSUPPORTED_ARGUMENTS.items() if arguments.get(name) is not None
     ]
@@ -224,8 +258,30 @@ def _check_request(model, arguments: dict[str, Any]) -> None:
     mask = arguments.get("attention_mask")
     if torch.is_tensor(mask) and mask.dim() == 2 and bool((mask[:, 1:].ne(0) < mask[:, :-1].ne(0)).any()):
         problems.append("`attention_mask`: has zeros behind ones. Pad prompts on the left, and mask nothing else.")
-    if problems:
-        raise SpecConfigError("This request cannot be decoded speculatively. " + " ".join(problems))
+    return " ".join(problems)
+
+
+def _repository_speculates(model, arguments: dict[str, Any]) -> bool:
+    """Whether `custom_generate` names a repository whose function takes the speculative arguments: an exported one.
+
+    It is loaded for that, which needs `trust_remote_code` as ever.
+    """
+    repository = arguments.get("custom_generate")
+    if not isinstance(repository, str) or not arguments.get("trust_remote_code"):
+        return False
+    others = {name: value for name, value in arguments.items() if name not in ("custom_generate", "model")}
+    return getattr(model.load_custom_generate(repository, **others), "takes_speculative_arguments", False)
+
+
+@contextmanager
+def _naming_the_source(source: str | None) -> Iterator[None]:
+    """Errors about settings that were not in the call say where they are."""
+    try:
+        yield
+    except SpecConfigError as error:
+        if source is None or str(error).startswith(source):
+            raise
+        raise SpecConfigError(f"{source}: {error} Correct it, or pass spec_method='off'.") from error
 
 
 def _use_cache_unless_forbidden(model, arguments: dict[str, Any]) -> None:

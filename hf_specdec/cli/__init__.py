@@ -12,7 +12,10 @@ import typer
 
 from .. import __version__
 from .demo import demo_command, demo_methods
+from .discover import discover_command
 from .generate import generate_command
+from .inspect import inspect_command
+from .publish import card_command, export_command
 from .train import train_command
 
 
@@ -25,8 +28,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("card")(card_command)
 app.command("demo")(demo_command)
+app.command("discover")(discover_command)
+app.command("export-custom-generate")(export_command)
 app.command("generate")(generate_command)
+app.command("inspect")(inspect_command)
 app.command("train")(train_command)
 
 

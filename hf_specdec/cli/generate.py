@@ -44,8 +44,8 @@ def generate_command(
     method: Annotated[
         str | None,
         typer.Option(
-            help="Speculation method, or 'off'. Left out: that of --config or --spec-model; without them the embedded "
-            "draft model for the embedded target, and ngram for others."
+            help="Speculation method, 'auto' for one that is found, or 'off'. Left out: that of --config or "
+            "--spec-model; without them the embedded draft model for the embedded target, and ngram for others."
         ),
     ] = None,
     spec_model: Annotated[str | None, typer.Option(help="Draft model: a repo id or a folder.")] = None,

@@ -1,74 +1,158 @@
-"""Which method a checkpoint is for, read from its `config.json`.
+"""What a checkpoint is: its method, its format and the target it was made for, without its weights.
 
-Where the config does not tell a head from a whole model, the names of the tensors do; no weights are read for that.
-Repository names are never looked at: they do not tell.
+Read are `config.json`, the list of files, the names and shapes of the tensors and the metadata of the card; what is
+large stays where it is. Repository names are never looked at: they do not tell.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from transformers.utils.hub import cached_file
+from huggingface_hub import constants
 
-from ..errors import CheckpointFormatError
+from ..errors import CheckpointAccessError, CheckpointFormatError
+from .files import MTP_FILES, WEIGHT_FILES, RepoFiles, TensorTable
+from .formats import Format, TensorNames, format_of
 
 
 if TYPE_CHECKING:
     from ..config import SpeculativeConfig
 
 
+# All names that weights have in some format, in the order of the loaders.
+_ALL_WEIGHT_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", *WEIGHT_FILES, MTP_FILES)
+
+# What has been read of repositories: every call of generate() asks again, and the answer must not take a second.
+_methods_on_the_hub: dict[tuple, str] = {}
+
+# Model types of transformers whose only keys and values are their target's.
+_CACHE_READERS = ("gemma4_assistant", "gemma4_unified_assistant")
+
+
+@dataclass(frozen=True)
+class TargetNeeds:
+    """What a checkpoint says of the target that it was made for; `None` where it says nothing.
+
+    Args:
+        name (`str`, *optional*): Repo id or folder, by the config or the card.
+        hidden_size (`int`, *optional*): Of the states that the drafter reads.
+        vocab_size (`int`, *optional*): Of its tokens; padding may differ.
+        num_hidden_layers (`int`, *optional*): Decoder layers.
+        min_hidden_layers (`int`, *optional*): Decoder layers that it must have for the states that are read.
+        model_type (`str`, *optional*): Of a drafter that has the target's own layers.
+    """
+
+    name: str | None = None
+    hidden_size: int | None = None
+    vocab_size: int | None = None
+    num_hidden_layers: int | None = None
+    min_hidden_layers: int | None = None
+    model_type: str | None = None
+
+
+@dataclass(frozen=True)
+class Detection:
+    """What a checkpoint is.
+
+    Args:
+        method (`str`): What drafts with it.
+        format (`str`): A row of [`~hub.formats.FORMATS`].
+        producer (`str`): Who publishes or writes that format.
+        target (`TargetNeeds`): The target it was made for.
+        num_draft_tokens (`int`, *optional*): Tokens of a draft that it was made for; `None`: it does not say, or any.
+        num_tensors (`int`, *optional*): In its weight files; `None` where only reading them whole would tell.
+        num_bytes (`int`, *optional*): Of its weights.
+        weight_file (`str`, *optional*): The file that the weights are read from, or its index.
+        mtp_layers (`int`): Multi-token-prediction layers that lie beside the layers of a whole model.
+        problems (`tuple[str, ...]`): Why it cannot be used with any target; empty where it can.
+    """
+
+    method: str
+    format: str
+    producer: str
+    target: TargetNeeds = field(default_factory=TargetNeeds)
+    num_draft_tokens: int | None = None
+    num_tensors: int | None = None
+    num_bytes: int | None = None
+    weight_file: str | None = None
+    mtp_layers: int = 0
+    problems: tuple[str, ...] = ()
+
+    @property
+    def is_pickled(self) -> bool:
+        """Whether the weights are in a file of `torch.save`."""
+        return self.weight_file is not None and self.weight_file.endswith((".pt", ".bin", ".bin.index.json"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain Python and JSON types."""
+        return {**asdict(self), "problems": list(self.problems)}
+
+
+def detect(files: RepoFiles) -> Detection:
+    """What the checkpoint with these files is.
+
+    Raises:
+        CheckpointAccessError: It cannot be reached.
+        CheckpointFormatError: There is no readable `config.json`, it has no known format, or is ambiguous.
+    """
+    config, weight_file = files.config, files.first_of(_ALL_WEIGHT_FILES)
+    tensors, problems = _tensors(files, weight_file)
+    row = format_of(files.name, config, tensors)
+    problems += _own_problems(row, config, tensors)
+    evidence = _Evidence(files, config, tensors)
+    return Detection(
+        row.method,
+        row.name,
+        row.producer,
+        evidence.target_needs(row),
+        evidence.num_draft_tokens(row),
+        None if tensors is None else len(tensors),
+        files.sizes.get(weight_file) if tensors is None else tensors.num_bytes,
+        weight_file,
+        evidence.num_mtp_layers() if row.method == "draft_model" else 0,
+        tuple(problems),
+    )
+
+
+def detect_checkpoint(name: str | os.PathLike, **location) -> Detection:
+    """The same of a folder or repository; `location` is what [`RepoFiles`] takes."""
+    return detect(RepoFiles(name, **location))
+
+
 def detect_method(config: SpeculativeConfig, target_config: Any = None) -> str:
     """The method of the checkpoint `config.model`.
 
     Raises:
-        CheckpointFormatError: There is no readable `config.json`, or it names no known format.
+        CheckpointAccessError: It cannot be reached.
+        CheckpointFormatError: There is no readable `config.json`, or it has no known format, or one that no method
+            of this package can use.
     """
-    checkpoint = read_config(config)
-    for belongs, method in _FORMATS:
-        if belongs(checkpoint):
-            return _by_tensors(config, checkpoint, method)
-    raise CheckpointFormatError(
-        f"The method of '{config.model}' cannot be read from its config.json (architectures: "
-        f"{checkpoint.get('architectures')}, model_type: {checkpoint.get('model_type')}). Name it with `spec_method`."
-    )
+    files = RepoFiles.of(config)
+    key = (constants.ENDPOINT, files.name, files.revision, files.subfolder)
+    if files.folder is None and key in _methods_on_the_hub:
+        return _methods_on_the_hub[key]
+    # What else is wrong with it is for its loader to say.
+    row = format_of(files.name, files.config, _tensors(files, files.first_of(_ALL_WEIGHT_FILES))[0])
+    if row.unsupported:
+        raise CheckpointFormatError(f"'{files.name}' {row.unsupported}")
+    if files.folder is None:
+        _methods_on_the_hub[key] = row.method
+    return row.method
+
+
+def forget_method(name: str) -> None:
+    """Forgets what has been read of a repository, which has changed."""
+    for key in [key for key in _methods_on_the_hub if key[1] == name]:
+        del _methods_on_the_hub[key]
 
 
 def read_config(config: SpeculativeConfig) -> dict:
     """`config.json` of `config.model` as a dict."""
-    try:
-        path = cached_file(config.model, "config.json", revision=config.revision, subfolder=config.subfolder or "")
-        if path is None:
-            raise FileNotFoundError(f"There is no config.json in '{config.model}'.")
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError(f"It must hold an object, and holds a {type(found).__name__}.")
-        return found
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointFormatError(
-            f"'{config.model}' has no readable config.json: {error} Pass the folder or the repo id of a draft "
-            "checkpoint, or name a `spec_method` that needs none, such as 'ngram'."
-        ) from error
-
-
-def _by_tensors(config: SpeculativeConfig, checkpoint: dict, method: str) -> str:
-    """The method by the tensors of the checkpoint, where its config may have the name of something else.
-
-    Most EAGLE heads call themselves LlamaForCausalLM, and not all heads of the third kind say so.
-    """
-    layers = checkpoint.get("num_hidden_layers")
-    is_short = layers is None or (isinstance(layers, int) and layers <= _MOST_HEAD_LAYERS)
-    if not (method == "eagle" or (method == "draft_model" and (is_short or not _HEAD_KEYS.isdisjoint(checkpoint)))):
-        return method
-    from ..models.checkpoint import Checkpoint
-    from ..models.eagle_formats import method_of
-
-    try:
-        return method_of(Checkpoint(config).shapes) or method
-    except CheckpointFormatError:
-        # Whoever loads it says what is wrong with its weights.
-        return method
+    return RepoFiles.of(config).config
 
 
 def reads_target_cache(draft_model: Any) -> bool:
@@ -81,33 +165,189 @@ def is_cache_reader(config: SpeculativeConfig) -> bool:
     return read_config(config).get("model_type") in _CACHE_READERS
 
 
-def _architecture(checkpoint: dict) -> str:
-    names = checkpoint.get("architectures")
-    return str(names[0]) if isinstance(names, list) and names else ""
+def _tensors(files: RepoFiles, weight_file: str | None) -> tuple[TensorTable | None, list[str]]:
+    """Names and shapes of the tensors where they can be had, and what is wrong with the files."""
+    if weight_file is None:
+        return None, [f"'{files.name}' has no weights of a known name, such as {', '.join(WEIGHT_FILES[:2])}."]
+    try:
+        return files.tensors(weight_file), []
+    except CheckpointAccessError:
+        raise
+    except CheckpointFormatError as error:
+        return None, [str(error)]
 
 
-# Parts of the names of classes that draft blocks. Those that are not supported are refused by name in loading.
-_BLOCK_DRAFTERS = ("DFlash", "DSpark", "MuseGlimmerAssistant", "Domino", "XPress", "LiLiCorr")
+def _own_problems(row: Format, config: Mapping[str, Any], tensors: Iterable[str] | None) -> list[str]:
+    """What this package has no support for, whatever the target is."""
+    from ..models import dflash_formats, eagle_formats
 
-# Model types of transformers whose only keys and values are their target's.
-_CACHE_READERS = ("gemma4_assistant", "gemma4_unified_assistant")
+    refusals = {"eagle": eagle_formats.refusal, "eagle3": eagle_formats.refusal, "dflash": dflash_formats.refusal}
+    reason = row.unsupported or (row.method in refusals and refusals[row.method](tensors or (), config)) or None
+    return [f"It {reason}"] if reason else []
 
-# In this order: what marks a format, and its method. Draft heads come first, they may call themselves causal LMs.
-_FORMATS = (
-    (lambda c: c.get("model_type") in ("mtp", *_CACHE_READERS) or c.get("speculators_model_type") == "mtp", "mtp"),
-    (lambda c: "medusa_num_heads" in c or c.get("model_type") == "medusa", "medusa"),
-    (lambda c: c.get("model_type") == "mlp_speculator", "mlp_speculator"),
-    (lambda c: c.get("speculators_model_type") in ("dflash", "dspark") or "dflash_config" in c, "dflash"),
-    (lambda c: any(name in _architecture(c) for name in _BLOCK_DRAFTERS), "dflash"),
-    (lambda c: c.get("speculators_model_type") in ("eagle3", "peagle") or "Eagle3" in _architecture(c), "eagle3"),
-    (lambda c: c.get("speculators_model_type") == "eagle" or c.get("model_type") == "eagle", "eagle"),
-    (lambda c: "Eagle" in _architecture(c), "eagle"),
-    (lambda c: "draft_vocab_size" in c, "eagle3"),
-    (lambda c: _architecture(c).endswith(("ForCausalLM", "LMHeadModel")), "draft_model"),
-)
 
-# Whole models are deeper than heads, but for tiny ones.
-_MOST_HEAD_LAYERS = 4
+class _Evidence:
+    """Numbers in configs and shapes, looked up where the formats have them."""
 
-# What no config of a whole model has.
-_HEAD_KEYS = {"bias", "qkv_bias", "eagle_config", "target_hidden_size", "target_model_type"}
+    def __init__(self, files: RepoFiles, config: Mapping[str, Any], tensors: TensorTable | None):
+        self.files, self.config, self.tensors = files, config, tensors
+        self.names = TensorNames(tensors or ())
+        places = [config.get(key) for key in ("dflash_config", "eagle_config", "transformer_layer_config", "model")]
+        places = [place for place in (*places[:2], config, *places[2:], config.get("text_config"))]
+        self.places = [place for place in places if isinstance(place, Mapping)]
+
+    def target_needs(self, row: Format) -> TargetNeeds:
+        sizes = _SIZES.get(row.method, lambda evidence: {})(self)
+        return TargetNeeds(name=self._target_name(row), **sizes)
+
+    def _target_name(self, row: Format) -> str | None:
+        """By the config, else by the card, where a drafter's base model mostly is its target."""
+        verifier = self.config.get("speculators_config")
+        verifier = verifier.get("verifier") if isinstance(verifier, Mapping) else None
+        stated = [self.config.get("base_model_name_or_path")]
+        stated += [verifier.get("name_or_path")] if isinstance(verifier, Mapping) else []
+        card = self.files.card
+        own = card.get("speculative")
+        stated += [own.get("target")] if isinstance(own, Mapping) else []
+        if row.method != "draft_model":
+            base = card.get("base_model")
+            stated += base if isinstance(base, list) else [base]
+        return next((name for name in stated if isinstance(name, str) and name), None)
+
+    def number(self, *keys: str) -> int | None:
+        """The first positive integer that a config has for one of these keys."""
+        values = (place.get(key) for key in keys for place in self.places)
+        return next((value for value in values if _is_count(value)), None)
+
+    def size(self, dim: int, *names: str) -> int | None:
+        """A dimension of the first tensor of these names that there is."""
+        stored = next((self.names.stored[name] for name in names if name in self.names.stored), None)
+        if stored is None:
+            return None
+        try:
+            shape = self.tensors[stored]
+        except CheckpointFormatError:
+            # It is for loading to say what is wrong with a shard.
+            return None
+        return shape[dim] if -len(shape) <= dim < len(shape) else None
+
+    def count(self, pattern: str) -> int:
+        """One more than the highest number in the names of a pattern, 0 where there are none."""
+        found = filter(None, map(re.compile(pattern).match, self.names.stored))
+        return max((1 + int(match[1]) for match in found), default=0)
+
+    def layer_ids(self, *keys: str) -> list[int]:
+        values = (place.get(key) for key in keys for place in self.places)
+        ids = next((value for value in values if isinstance(value, list) and value), [])
+        return ids if all(isinstance(index, int) for index in ids) else []
+
+    def num_draft_tokens(self, row: Format) -> int | None:
+        proposals = self.config.get("speculators_config")
+        proposals = proposals.get("proposal_methods") if isinstance(proposals, Mapping) else None
+        stated = proposals[0] if isinstance(proposals, list) and proposals else None
+        stated = stated.get("speculative_tokens") if isinstance(stated, Mapping) else None
+        if _is_count(stated):
+            return stated
+        return _LENGTHS[row.method](self, row) if row.method in _LENGTHS else None
+
+    def num_mtp_layers(self) -> int:
+        """MTP layers among the tensors of a whole model."""
+        from ..models.mtp_formats import count_layers
+
+        layers = self.number("num_hidden_layers", "num_layers", "n_layer")
+        extra = self.files.first_of([MTP_FILES])
+        names = [*(self.tensors or ()), *(_tensors(self.files, extra)[0] or () if extra else ())]
+        return count_layers(names, layers) if layers else 0
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _medusa_sizes(evidence: _Evidence) -> dict[str, int | None]:
+    blocks = ("0.0.linear.weight", "medusa_head.0.0.linear.weight", "blocks.0.layers.0.weight")
+    heads = [f"{prefix}0.{layer}.weight" for prefix in ("", "medusa_head.") for layer in range(1, 5)]
+    return {
+        "hidden_size": evidence.size(-1, *blocks) or evidence.number("hidden_size"),
+        "vocab_size": evidence.number("vocab_size") or evidence.size(0, *heads, "lm_heads.0.weight"),
+    }
+
+
+def _mlp_speculator_sizes(evidence: _Evidence) -> dict[str, int | None]:
+    return {
+        "hidden_size": evidence.number("emb_dim", "hidden_size", "input_hidden_dim"),
+        "vocab_size": evidence.number("vocab_size"),
+    }
+
+
+def _eagle_sizes(evidence: _Evidence) -> dict[str, int | None]:
+    ids = evidence.layer_ids("aux_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids")
+    own = evidence.number("hidden_size")
+    return {
+        "hidden_size": evidence.number("target_hidden_size") or own,
+        "vocab_size": evidence.size(0, "embed_tokens.weight", "t2d") or evidence.number("vocab_size"),
+        # By the one notation these are numbers of layers, by the other one more.
+        "min_hidden_layers": max(ids, default=None),
+    }
+
+
+def _dflash_sizes(evidence: _Evidence) -> dict[str, int | None]:
+    ids, inputs = evidence.layer_ids("target_layer_ids"), evidence.layer_ids("aux_hidden_state_layer_ids")
+    return {
+        "hidden_size": evidence.number("target_hidden_size") or evidence.number("hidden_size"),
+        "vocab_size": evidence.size(0, "embed_tokens.weight", "t2d") or evidence.number("vocab_size"),
+        "num_hidden_layers": evidence.number("num_target_layers"),
+        "min_hidden_layers": max([*(index + 1 for index in ids), *inputs], default=None),
+    }
+
+
+def _mtp_sizes(evidence: _Evidence) -> dict[str, Any]:
+    layer = evidence.config.get("transformer_layer_config")
+    kind = layer.get("model_type") if isinstance(layer, Mapping) else evidence.config.get("target_model_type")
+    return {
+        "hidden_size": evidence.number("backbone_hidden_size", "hidden_size"),
+        "vocab_size": evidence.number("vocab_size"),
+        "model_type": kind if isinstance(kind, str) else None,
+    }
+
+
+# What the formats of a method say of the sizes of their target.
+_SIZES = {
+    "medusa": _medusa_sizes,
+    "mlp_speculator": _mlp_speculator_sizes,
+    "eagle": _eagle_sizes,
+    "eagle3": _eagle_sizes,
+    "dflash": _dflash_sizes,
+    "mtp": _mtp_sizes,
+    "draft_model": lambda evidence: {"vocab_size": evidence.number("vocab_size")},
+}
+
+
+def _medusa_length(evidence: _Evidence, row: Format) -> int | None:
+    # Configs are often wrong about it.
+    counted = evidence.count(r"(?:medusa_head\.|blocks\.)?(\d+)\.(?:\d+\.linear|layers\.\d+)\.")
+    return counted or evidence.number("medusa_num_heads", "num_heads")
+
+
+def _dflash_length(evidence: _Evidence, row: Format) -> int | None:
+    block = evidence.number("block_size")
+    anchored = row.name.startswith("dspark") if row.producer != "speculators" else _samples_anchor(evidence, row)
+    return block and (block if anchored else block - 1)
+
+
+def _samples_anchor(evidence: _Evidence, row: Format) -> bool:
+    return evidence.config.get("sample_from_anchor", row.name.startswith("dspark")) is True
+
+
+def _mtp_length(evidence: _Evidence, row: Format) -> int | None:
+    count = evidence.number("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+    # One layer drafts any number of tokens.
+    return count if count and count > 1 else None
+
+
+_LENGTHS = {
+    "medusa": _medusa_length,
+    "mlp_speculator": lambda evidence, row: evidence.number("n_predict"),
+    "dflash": _dflash_length,
+    "mtp": _mtp_length,
+}

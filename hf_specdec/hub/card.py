@@ -1,0 +1,416 @@
+"""Model cards: that of a drafter, with the settings to use it with, and the entry in a target's card that names one.
+
+A card is Markdown behind metadata in YAML. Under `speculative` the metadata have the flat settings of
+[`SpeculativeConfig`]:
+
+    of a drafter   `target` and how to draft; where the drafter is goes without saying
+    of a target    which drafter to use, and how
+
+Cards are data from strangers: their YAML is read without tags, in limits, and their text is not read at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from ..config import AUTO, METHODS_WITHOUT_MODEL, SpeculativeConfig
+from ..errors import SpecConfigError
+from .discover import is_repo_id
+from .files import RepoFiles
+from .published import CARD_KEY, published_config, settings_to_publish, target_entry
+
+
+CARD_NAME = "README.md"
+
+# What the settings of a card are called in messages.
+_SOURCE = "`speculative` in the card of '{}'"
+
+_TITLES = {
+    "draft_model": "draft model",
+    "dflash": "DFlash draft",
+    "eagle": "EAGLE head",
+    "eagle3": "EAGLE-3 head",
+    "medusa": "Medusa heads",
+    "mlp_speculator": "MLP speculator",
+    "mtp": "multi-token-prediction layers",
+    "ngram": "n-gram speculation",
+    "suffix": "suffix decoding",
+}
+
+# vLLM reads multi-token-prediction layers from the target's own checkpoint, not from a repository of their own.
+_NOT_FOR_VLLM = ("mtp",)
+
+_SGLANG_ALGORITHMS = {
+    "draft_model": "STANDALONE",
+    "dflash": "DFLASH",
+    "eagle": "EAGLE",
+    "eagle3": "EAGLE3",
+    "ngram": "NGRAM",
+}
+
+
+# ----------------------------------------------------------------------------------------------------------- reading
+
+
+def read_card(name: str | os.PathLike, **location) -> SpeculativeConfig | None:
+    """The settings in a drafter's card, with the drafter as `model`.
+
+    Args:
+        name (`str` or `os.PathLike`): Folder or repo id.
+        location: `revision`, `subfolder` and what else [`RepoFiles`] takes.
+
+    Returns:
+        `SpeculativeConfig`, or `None` where there is no card or it has no settings.
+
+    Raises:
+        CheckpointAccessError: The repository cannot be reached.
+        SpecConfigError: The settings are wrong, or ask for remote code. Names that this version does not know are
+            left out, with a line in the log.
+    """
+    files = RepoFiles(name, **location)
+    settings = files.card.get(CARD_KEY)
+    if settings is None:
+        return None
+    if isinstance(settings, Mapping):
+        settings = {key: value for key, value in settings.items() if key != "target"}
+    place = {"model": files.name, "revision": files.revision, "subfolder": files.subfolder or None}
+    return published_config(settings, _SOURCE.format(files.name), ignore_unknown=True, **place)
+
+
+def read_target_card(name: str | os.PathLike, **location) -> SpeculativeConfig | None:
+    """The settings that a target's card names for it; arguments, result and errors as of `read_card`."""
+    files = RepoFiles(name, **location)
+    entry = target_entry(files.card)
+    return None if entry is None else published_config(entry, _SOURCE.format(files.name), ignore_unknown=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- writing
+
+
+def make_card(
+    config: SpeculativeConfig,
+    *,
+    name: str,
+    target: str | None = None,
+    target_revision: str | None = None,
+    base_model_relation: str = "default",
+    license: str | None = None,
+    tags: Iterable[str] = (),
+    num_draft_tokens: int | None = None,
+    report: Mapping[str, Any] | None = None,
+    existing: ModelCard | None = None,
+) -> ModelCard:
+    """The card of a drafter.
+
+    Args:
+        config (`SpeculativeConfig`): The settings, with a method. What concerns a machine or an account is left out,
+            and so is where the drafter is.
+        name (`str`): Repo id of the drafter, as its users will write it.
+        target (`str`, *optional*): Repo id of the target. The path of a folder is left out: it says nothing to others.
+        target_revision (`str`, *optional*): The commit that it was made for.
+        base_model_relation (`str`, defaults to "default"):
+            What the Hub should list the drafter as below the target. "default" is "adapter" for what runs on the
+            target's states, for which the Hub would otherwise guess "finetune", and nothing for whole models. "none"
+            leaves it out.
+        license (`str`, *optional*): Identifier of the license. None is invented.
+        tags (`Iterable[str]`): Beside those that say what it is.
+        num_draft_tokens (`int`, *optional*): Draft tokens that it was made for, where the settings name none.
+        report (`Mapping`, *optional*): What `hf-specdec demo --json` or `bench --json` has printed.
+        existing (`ModelCard`, *optional*): Its text, but for the figures, and its other metadata are kept.
+
+    Raises:
+        SpecConfigError: The settings have no method, or the report has no figures of it.
+    """
+    if config.method is None or config.method == AUTO:
+        raise SpecConfigError(
+            "A card needs settings with a method. Name it, or call SpeculativeConfig.resolve() first."
+        )
+    target = target if target is not None and is_public(target) else None
+    data = {} if existing is None else existing.data.to_dict()
+    # What is not published is not shown, in no engine's notation either.
+    config = SpeculativeConfig.from_dict(settings_to_publish(config, with_place=False))
+    engines = _of_length(config, num_draft_tokens)
+    commands = {"vllm": _vllm_command(engines, name, target), "sglang": _sglang_command(engines, name, target)}
+    bases = _as_list(data.get("base_model")) if config.method == "draft_model" else []
+    data |= _metadata(config, target, base_model_relation)
+    if bases:
+        # A whole model has a base of its own.
+        data["base_model"] = list(dict.fromkeys([*bases, *_as_list(data.get("base_model"))]))
+    own_tags = [*_tags(config), *(engine for engine, command in commands.items() if command)]
+    data["tags"] = list(dict.fromkeys([*_as_list(data.get("tags")), *own_tags, *tags]))
+    if license is not None:
+        data["license"] = license
+    data[CARD_KEY] = data.pop(CARD_KEY)
+    text = "" if existing is None else existing.text
+    if not text.strip():
+        text = "\n".join(_body(config, commands, name, target, target_revision))
+    if report is not None:
+        text = _with_measurements(text, "\n".join(_measurements(report, config.method)))
+    return ModelCard(f"---\n{ModelCardData(**data).to_yaml(original_order=list(data))}\n---\n{text}")
+
+
+def add_to_target_card(card: ModelCard, settings: Any) -> None:
+    """Lets the card of a target name its drafter.
+
+    Args:
+        card (`ModelCard`): The target's card; changed in place.
+        settings: What [`SpeculativeConfig.resolve`] takes, but for a path; `None` takes the entry out.
+
+    Raises:
+        SpecConfigError: The settings are wrong, or name a folder of this machine.
+    """
+    if settings is None:
+        card.data.pop(CARD_KEY)
+        return
+    config = settings if isinstance(settings, SpeculativeConfig) else SpeculativeConfig.resolve(settings)
+    if config.model is not None and not is_public(config.model):
+        raise SpecConfigError(
+            f"A card names drafters by their repo id, and '{config.model}' is a path. Push the drafter, and name its "
+            "repository."
+        )
+    card.data[CARD_KEY] = settings_to_publish(config, with_place=True)
+
+
+def repository_name(name: str | None, folder: Path) -> str:
+    """The repo id to write into the files of a folder: the one that was named, else the name of the folder.
+
+    Raises:
+        SpecConfigError: What was named is no repo id.
+    """
+    if name is None:
+        name = folder.resolve().name
+        return name if is_repo_id(name) else "user/drafter"
+    if not is_repo_id(name):
+        raise SpecConfigError(f"'{name}' cannot be the id of a repository. Name it as in 'user/drafter'.")
+    return name
+
+
+def is_public(name: str) -> bool:
+    """Whether others can know a model by this name: it is that of a repository, and of no folder here."""
+    return is_repo_id(name) and not os.path.exists(name)
+
+
+def load_card(folder: str | os.PathLike) -> ModelCard | None:
+    """The card in a folder, `None` where there is none.
+
+    Raises:
+        SpecConfigError: Its metadata cannot be read.
+    """
+    path = os.path.join(folder, CARD_NAME)
+    if not os.path.isfile(path):
+        return None
+    try:
+        return ModelCard.load(path)
+    except Exception as error:
+        # Whatever a parser makes of a text.
+        raise SpecConfigError(
+            f"The metadata of '{path}' cannot be read: {error} Correct them, or remove the card."
+        ) from error
+
+
+def _metadata(config: SpeculativeConfig, target: str | None, relation: str) -> dict[str, Any]:
+    is_whole_model = config.method == "draft_model"
+    found: dict[str, Any] = {}
+    if target is not None:
+        found["base_model"] = [target]
+        if relation == "default":
+            relation = "none" if is_whole_model else "adapter"
+        if relation != "none":
+            found["base_model_relation"] = relation
+    found["library_name"] = "transformers" if is_whole_model else "hf_specdec"
+    found["pipeline_tag"] = "text-generation"
+    settings = settings_to_publish(config, with_place=False)
+    found[CARD_KEY] = {"target": target, **settings} if target is not None else settings
+    return found
+
+
+def _tags(config: SpeculativeConfig) -> list[str]:
+    what = [] if config.method in METHODS_WITHOUT_MODEL else ["draft-model"]
+    return ["speculative-decoding", *what, config.method]
+
+
+# -------------------------------------------------------------------------------------------------- the card's text
+
+
+def _body(
+    config: SpeculativeConfig,
+    commands: Mapping[str, str | None],
+    name: str,
+    target: str | None,
+    target_revision: str | None,
+) -> list[str]:
+    title = _TITLES.get(config.method, config.method)
+    of = f" for `{target}`" if target else ""
+    at = f" at revision `{target_revision}`" if target_revision else ""
+    settings = settings_to_publish(config, with_place=False)
+    rows = {"target": f"`{target}`{at}"} if target else {}
+    rows |= {
+        key: f"`{_cell(json.dumps(value) if not isinstance(value, str) else value)}`"
+        for key, value in settings.items()
+    }
+    return [
+        "",
+        f"# {name.rpartition('/')[2]}",
+        "",
+        f"{title[0].upper()}{title[1:]}{of}, for speculative decoding: the drafter proposes several tokens, and the "
+        f"target checks all of them in one forward pass. {_promise(config)}",
+        "",
+        "| setting | value |",
+        "|---|---|",
+        *(f"| {key} | {value} |" for key, value in rows.items()),
+        "",
+        "## Usage",
+        "",
+        "With [transformers](https://github.com/huggingface/transformers) and hf_specdec (`pip install hf-specdec`):",
+        "",
+        "```python",
+        "import hf_specdec, transformers",
+        f'pipe = transformers.pipeline("text-generation", model={json.dumps(target or "path/to/target")}, '
+        f"speculative={json.dumps(name)})",
+        'print(pipe("Speculative decoding is")[0]["generated_text"])',
+        "```",
+        "",
+        *_section("With vLLM:", commands["vllm"]),
+        *_section("With SGLang:", commands["sglang"]),
+    ]
+
+
+def _promise(config: SpeculativeConfig) -> str:
+    if config.rejection_sample_method in ("standard", "block"):
+        return "The text is the target's: the same tokens if it is greedy, the same distribution if it samples."
+    return f"Its acceptance rule `{config.rejection_sample_method}` changes the distribution of the text."
+
+
+def _section(heading: str, command: str | None) -> list[str]:
+    return [] if command is None else [heading, "", "```bash", command, "```", ""]
+
+
+def _of_length(config: SpeculativeConfig, num_draft_tokens: int | None) -> SpeculativeConfig:
+    """With the length that the checkpoint was made for, where the settings name none."""
+    if config.speculative_token_tree or config.num_speculative_tokens not in (None, AUTO):
+        return config
+    return config.replace(num_speculative_tokens=num_draft_tokens)
+
+
+def _length(config: SpeculativeConfig) -> int:
+    from ..candidate_generators import resolve_candidate_generator
+
+    default = resolve_candidate_generator(config.method).default_length
+    return config.fixed_length or default(config.options)
+
+
+def _vllm_command(config: SpeculativeConfig, name: str, target: str | None) -> str | None:
+    """`None` if vLLM has no such method or rule."""
+    if config.method in _NOT_FOR_VLLM:
+        return None
+    place = {} if config.method in METHODS_WITHOUT_MODEL else {"model": name}
+    try:
+        settings = json.dumps(config.replace(**place).to_vllm())
+    except SpecConfigError:
+        return None
+    return f"vllm serve {shlex.quote(target or 'path/to/target')} --speculative-config {shlex.quote(settings)}"
+
+
+def _sglang_command(config: SpeculativeConfig, name: str, target: str | None) -> str | None:
+    """Its number of draft tokens counts the last committed one as well."""
+    algorithm, length = _SGLANG_ALGORITHMS.get(config.method), _length(config)
+    if algorithm is None or config.rejection_sample_method not in ("standard", "block"):
+        return None
+    options = [f"--model-path {shlex.quote(target or 'path/to/target')}", f"--speculative-algorithm {algorithm}"]
+    if config.method not in METHODS_WITHOUT_MODEL:
+        options.append(f"--speculative-draft-model-path {shlex.quote(name)}")
+    if config.method in ("draft_model", "eagle", "eagle3"):
+        options += [f"--speculative-num-steps {length}", "--speculative-eagle-topk 1"]
+    options.append(f"--speculative-num-draft-tokens {length + 1}")
+    return " \\\n    ".join(["python -m sglang.launch_server", *options])
+
+
+# ------------------------------------------------------------------------------------------------- measured figures
+
+_MEASURED = "## Measured"
+
+_COLUMNS = {
+    "tokens/s": ("tokens_per_second", "{:.1f}"),
+    "speed-up": ("speedup", "{:.2f}"),
+    "acceptance length": ("mean_acceptance_length", "{:.2f}"),
+    "acceptance rate": ("acceptance_rate", "{:.0%}"),
+}
+
+
+def _measurements(report: Mapping[str, Any], method: str) -> list[str]:
+    rows = _rows(report, method)
+    return [
+        _MEASURED,
+        "",
+        f"| decoding | {' | '.join(_COLUMNS)} |",
+        f"|---|{'---:|' * len(_COLUMNS)}",
+        *(f"| {_cell(row['method'])} | {' | '.join(_figures(row))} |" for row in rows),
+        "",
+        *_circumstances(report),
+    ]
+
+
+def _with_measurements(text: str, section: str) -> str:
+    """The text with the section in the place of an older one, or at its end."""
+    older = re.compile(rf"^{_MEASURED}\n.*?(?=^#|\Z)", re.DOTALL | re.MULTILINE)
+    if older.search(text):
+        return older.sub(lambda _: section + "\n", text, count=1)
+    return text.rstrip("\n") + "\n\n" + section + "\n"
+
+
+def _rows(report: Mapping[str, Any], method: str) -> list[Mapping[str, Any]]:
+    """Those of plain generation and of the method, whose variants are named `method_variant`."""
+    rows = report.get("rows") if isinstance(report, Mapping) else None
+    if not isinstance(rows, list) or not all(isinstance(row, Mapping) and "method" in row for row in rows):
+        raise SpecConfigError(
+            "The report has no `rows` with a `method`. Pass what `hf-specdec demo --json` has printed."
+        )
+    names = [str(row["method"]) for row in rows]
+    of_method = [name == method or name.startswith(f"{method}_") for name in names]
+    if not any(of_method):
+        raise SpecConfigError(f"The report has no figures of '{method}', but of: {', '.join(names) or 'nothing'}.")
+    return [row for row, name, belongs in zip(rows, names, of_method) if belongs or name == "plain"]
+
+
+def _figures(row: Mapping[str, Any]) -> list[str]:
+    values = ((row.get(key), form) for key, form in _COLUMNS.values())
+    is_number = [
+        (value, form, isinstance(value, (int, float)) and not isinstance(value, bool)) for value, form in values
+    ]
+    return [form.format(value) if known else "" for value, form, known in is_number]
+
+
+def _circumstances(report: Mapping[str, Any]) -> list[str]:
+    """What the figures hold for, as far as the report says it."""
+    environment, settings = (
+        found if isinstance(found := report.get(key), Mapping) else {} for key in ("environment", "settings")
+    )
+    machine = environment.get("gpu") or environment.get("cpu")
+    known = {
+        "": machine,
+        "data type": environment.get("dtype"),
+        "batch size": settings.get("batch_size"),
+        "most new tokens": settings.get("max_new_tokens"),
+        "torch": environment.get("torch"),
+        "transformers": environment.get("transformers"),
+        "date": environment.get("date"),
+    }
+    parts = [f"{key} {_cell(value)}".strip() for key, value in known.items() if value is not None]
+    return [f"{', '.join(parts)}.", ""] if parts else []
+
+
+def _cell(value: Any) -> str:
+    """Text that cannot end a cell of a table, or begin something new in it."""
+    return " ".join(str(value).split()).replace("|", "\\|").replace("`", "'").replace("<", "&lt;")
+
+
+def _as_list(value: Any) -> list:
+    return value if isinstance(value, list) else [] if value is None else [value]

@@ -1,0 +1,133 @@
+"""Repositories for transformers' `generate(custom_generate="user/repo", trust_remote_code=True)`.
+
+Such a repository has `custom_generate/generate.py`, whose function transformers calls in place of its own with all
+arguments of the call, and `custom_generate/requirements.txt`, which it checks before. What is exported is a few lines
+that call this package, with settings for calls that name none.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from .. import __version__
+from ..config import AUTO, CONFIG_NAME, METHODS_WITHOUT_MODEL, SpeculativeConfig
+from ..errors import SpecConfigError
+from .card import CARD_NAME, is_public, load_card, repository_name
+from .published import settings_to_publish
+
+
+TAG = "custom_generate"
+
+_GENERATE = '''"""Speculative decoding by hf_specdec {version}: `model.generate(..., custom_generate="{name}")`."""
+
+import hf_specdec
+
+
+# For calls that name no method, model, settings or assistant.
+SETTINGS = {settings}
+
+
+def generate(*args, model, **kwargs):
+    """`model.generate()` that also takes `spec_method`, `spec_model`, `num_speculative_tokens`, `speculative` and
+    `assistant`.
+    """
+    if all(kwargs.get(name) is None for name in ("spec_method", "spec_model", "speculative", "assistant")):
+        kwargs["speculative"] = SETTINGS
+    return hf_specdec.generate(model, *args, **kwargs)
+
+
+# Where hf_specdec is imported before, it hands these arguments over to functions that say so.
+generate.takes_speculative_arguments = True
+'''
+
+_SECTION = """
+## With `custom_generate`
+
+```python
+model.generate(**inputs, custom_generate="{name}", trust_remote_code=True)
+```
+
+decodes speculatively, with {settings}. It needs `pip install hf-specdec`. The call may name others:
+`spec_method`, `spec_model`, `num_speculative_tokens`, `speculative`, `assistant`.
+"""
+
+
+def export_custom_generate(
+    folder: str | os.PathLike, config: SpeculativeConfig | None = None, *, name: str | None = None
+) -> list[Path]:
+    """Writes the files of a `custom_generate` repository into a folder, beside what is there.
+
+    Args:
+        folder (`str` or `os.PathLike`): Made if needed. It may hold a drafter.
+        config (`SpeculativeConfig`, *optional*): Settings for calls that name none. `None`: those of the drafter in
+            the folder; without one, what is found for the target.
+        name (`str`, *optional*): Repo id that the folder will have. `None`: the name of the folder.
+
+    Returns:
+        `list[Path]`: The files.
+
+    Raises:
+        SpecConfigError: The drafter would not be found by others: it has no name, or that of a folder here.
+        CheckpointFormatError: What lies in the folder is no drafter.
+    """
+    folder = Path(folder)
+    settings = _settings(folder, config, name)
+    name = repository_name(name, folder)
+    # Read before anything is written.
+    card = _card(folder, name, settings)
+    contents = {
+        "custom_generate/generate.py": _GENERATE.format(version=__version__, name=name, settings=repr(settings)),
+        "custom_generate/requirements.txt": f"hf-specdec>={__version__}\n",
+        CARD_NAME: str(card),
+    }
+    (folder / "custom_generate").mkdir(parents=True, exist_ok=True)
+    for file, content in contents.items():
+        (folder / file).write_text(content, encoding="utf-8")
+    return [folder / file for file in contents]
+
+
+def _settings(folder: Path, config: SpeculativeConfig | None, name: str | None) -> dict[str, Any]:
+    has_drafter = any((folder / file).is_file() for file in ("config.json", CONFIG_NAME))
+    if config is None and not has_drafter:
+        return {"method": AUTO}
+    if config is None:
+        config = SpeculativeConfig.resolve(folder)
+        is_here = config.model == str(folder)
+        if is_here and name is None:
+            raise SpecConfigError(
+                f"Calls will load the drafter in '{folder}' from its repository. Name the repo id that it will have."
+            )
+        config = config.replace(model=name) if is_here else config
+    if (
+        config.method not in (*METHODS_WITHOUT_MODEL, AUTO)
+        and config.model is not None
+        and not is_public(config.model)
+    ):
+        raise SpecConfigError(
+            f"Others cannot load the drafter from the folder '{config.model}'. Push it, and name its repository."
+        )
+    return settings_to_publish(config, with_place=True)
+
+
+def _card(folder: Path, name: str, settings: dict[str, Any]) -> ModelCard:
+    """The card that is there with the tag and a section on the use, or a new one."""
+    existing = load_card(folder)
+    data = {} if existing is None else existing.data.to_dict()
+    tags = data.get("tags") or []
+    data["tags"] = [*dict.fromkeys([*(tags if isinstance(tags, list) else [tags]), TAG, "speculative-decoding"])]
+    data.setdefault("library_name", "transformers")
+    data.setdefault("pipeline_tag", "text-generation")
+    text = existing.text if existing is not None else f"\n# {name.rpartition('/')[2]}\n"
+    if TAG not in text:
+        text = text.rstrip("\n") + "\n" + _SECTION.format(name=name, settings=_described(settings))
+    return ModelCard(f"---\n{ModelCardData(**data).to_yaml(original_order=list(data))}\n---\n{text}")
+
+
+def _described(settings: dict[str, Any]) -> str:
+    if settings == {"method": AUTO}:
+        return "the drafter that is found for the model"
+    return ", ".join(f"`{key}={value!r}`" for key, value in settings.items())

@@ -1,0 +1,641 @@
+"""Discovery: which drafters there are for a target, and which of them is the best choice.
+
+Four places are searched, in this order:
+
+    target   the target's own checkpoint, for multi-token-prediction layers
+    entry    `speculative` in the target's generation config or in its model card
+    cache    the repositories in the local cache of the Hub
+    hub      the repositories of the Hub whose card says that they are based on the target
+
+and behind them come the methods that need no weights. Only configs, cards and the headers of weights are read. A place
+that cannot be reached, or that takes too long, just has less to offer: a search never fails.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from huggingface_hub import ModelInfo, constants, get_session, is_offline_mode
+from huggingface_hub.utils import HFValidationError, build_hf_headers, hf_raise_for_status, validate_repo_id
+from transformers import CONFIG_MAPPING
+from transformers.utils import logging
+
+from ..candidate_generators import KNOWN_METHODS
+from ..config import AUTO, METHODS_WITHOUT_MODEL, SpeculativeConfig
+from ..errors import CheckpointFormatError, SpecConfigError
+from ..models.draft_model import compare_token_tables, token_table
+from .detect import Detection, TargetNeeds, detect
+from .files import RepoFiles
+from .formats import FORMATS
+from .inspect import target_problems, text_config
+from .published import CARD_KEY, published_config, saved_settings, settings_of_generation_config, target_entry
+
+
+logger = logging.get_logger(__name__)
+
+# The preferred method first, and why it stands where it does.
+METHOD_PREFERENCE = {
+    "eagle3": "one layer that reads three depths of the target: long accepted drafts for little work",
+    "dflash": "a whole block in one pass, of several layers",
+    "mtp": "trained with the target, mostly for one token that is then drafted on from",
+    "eagle": "one layer that reads the target's last state alone",
+    "mlp_speculator": "no attention: each token is a guess from the state and the token before",
+    "medusa": "no attention, and heads that do not know each other's tokens",
+    "draft_model": "a whole model, the most work for a token",
+    "suffix": "no weights: repeats the prompt and earlier responses",
+    "ngram": "no weights: repeats the prompt",
+}
+
+# How closely a drafter belongs to the target: made for it; made for the model that it is based on; of its sizes, and
+# nothing is said; or made for none in particular.
+RELATIONS = ("exact", "derived", "sizes", "any")
+
+PLACES = ("target", "entry", "cache", "hub", "none")
+
+# After so many seconds nothing more is begun in a place; a single request has the time that the Hub's client gives it.
+SECONDS_PER_PLACE = 15.0
+
+# Repositories of the Hub that are looked into for each name of the target.
+DEFAULT_LIMIT = 8
+
+# Each token of a draft model costs about this share of a target's; beyond the last one it cannot pay.
+_MOST_DRAFT_WORK = 1 / 4
+
+# Tags of drafters' cards. The Hub is asked for the first ones; a query cannot say "or".
+_TAGS_ASKED_FOR = ("speculative-decoding", "eagle3", "dflash")
+_TAGS = frozenset(
+    {*_TAGS_ASKED_FOR, *METHOD_PREFERENCE, "draft-model", "eagle-3", "mlp-speculator", "speculator", "speculators"}
+)
+
+# Of what is based on a target the most are fine-tunes, most downloaded first.
+_MOST_LISTED = 100
+_LISTED_PROPERTIES = ["config", "downloads", "sha", "tags"]
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way of drafting for a target.
+
+    Attributes:
+        method (`str`, *optional*): Its method; `None` where that could not be read.
+        model (`str`, *optional*): Repo id or folder of its weights. `None`: none, or the target's own.
+        place (`str`): Where it was found, one of `PLACES`.
+        relation (`str`): How closely it belongs to the target, one of `RELATIONS`.
+        settings (`dict`): Further settings that come with it, such as its revision.
+        format (`str`, *optional*): Layout of its checkpoint.
+        num_bytes (`int`, *optional*): Size of its weights.
+        num_draft_tokens (`int`, *optional*): Tokens of a draft that it was made for, as far as it says.
+        downloads (`int`): From the Hub within a month; 0 where not known.
+        problems (`tuple[str, ...]`): Why it is never chosen; empty where it can be.
+    """
+
+    method: str | None
+    model: str | None = None
+    place: str = "none"
+    relation: str = "any"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    format: str | None = None
+    num_bytes: int | None = None
+    num_draft_tokens: int | None = None
+    downloads: int = 0
+    problems: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.method or 'unknown format'} '{self.model}'" if self.model else str(self.method)
+
+    @property
+    def reason(self) -> str:
+        """Where it was found and how it belongs to the target, for people."""
+        return _REASONS.get((self.place, self.relation)) or f"{_FOUND[self.place]}, {_BELONGS[self.relation]}"
+
+    def configured(self, asked: SpeculativeConfig) -> SpeculativeConfig:
+        """The settings of a call for this drafter: its own, and over them those of the call that its method has."""
+        own = {"model": self.model, **self.settings}
+        if asked.num_speculative_tokens or asked.speculative_token_tree or asked.options.values:
+            # The call says itself what shape its drafts have.
+            own = _without(own, "num_speculative_tokens", "speculative_token_tree")
+        config = asked.for_method(self.method, **own)
+        most, k = self.num_draft_tokens, config.fixed_length
+        is_chain = isinstance(k, int) and not config.speculative_token_tree
+        if self.method in _ONE_TOKEN_A_HEAD and most and is_chain and k > most:
+            config = config.replace(num_speculative_tokens=most)
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain Python and JSON types."""
+        return {**asdict(self), "settings": dict(self.settings), "problems": list(self.problems)}
+
+
+_ONE_TOKEN_A_HEAD = ("medusa", "mlp_speculator")
+
+_FOUND = {
+    "target": "in the target's own checkpoint",
+    "entry": "named by the target",
+    "cache": "in the local cache",
+    "hub": "on the Hub",
+    "none": "without weights",
+}
+_BELONGS = {
+    "exact": "made for the target",
+    "derived": "made for the model that the target is based on",
+    "sizes": "of the target's sizes",
+}
+_REASONS = {
+    ("target", "exact"): _FOUND["target"],
+    ("entry", "exact"): _FOUND["entry"],
+    ("none", "any"): "needs no weights",
+}
+
+
+def rank(candidate: Candidate) -> tuple:
+    """What candidates are sorted by, the best first: what cannot be used comes last."""
+    methods = list(METHOD_PREFERENCE)
+    return (
+        bool(candidate.problems),
+        RELATIONS.index(candidate.relation),
+        PLACES.index(candidate.place),
+        methods.index(candidate.method) if candidate.method in methods else len(methods),
+        -candidate.downloads,
+        candidate.model or "",
+    )
+
+
+@dataclass(frozen=True)
+class Access:
+    """How files are reached.
+
+    Attributes:
+        token (`str` or `bool`, *optional*): For private and gated repositories; `None`: the one that is logged in.
+        cache_dir (`str`, *optional*): The local cache; `None`: the usual one.
+        local_files_only (`bool`): Ask no network.
+    """
+
+    token: str | bool | None = None
+    cache_dir: str | None = None
+    local_files_only: bool = False
+
+    @classmethod
+    def of(cls, config: SpeculativeConfig) -> Access:
+        """What a configuration says of it."""
+        return cls(config.token, config.cache_dir, config.local_files_only)
+
+    @property
+    def is_offline(self) -> bool:
+        return self.local_files_only or is_offline_mode()
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a search knows of a target.
+
+    Attributes:
+        name (`str`): Repo id or folder; empty if it was not loaded from one.
+        config (`dict`): Its `config.json`.
+        revision (`str`, *optional*): Branch, tag or commit of its repository.
+        entry (`Any`): `speculative` of its generation config.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    revision: str | None = None
+    entry: Any = None
+
+    @classmethod
+    def of_model(cls, model) -> Target:
+        """A loaded model."""
+        source = model.config
+        return cls(
+            str(getattr(source, "_name_or_path", None) or ""),
+            source.to_dict(),
+            getattr(source, "_commit_hash", None),
+            getattr(getattr(model, "generation_config", None), "speculative", None),
+        )
+
+    @classmethod
+    def of_name(cls, name: str, access: Access, revision: str | None = None) -> Target:
+        """A repository or folder.
+
+        Raises:
+            CheckpointFormatError: It has no readable `config.json`.
+        """
+        files = RepoFiles(name, revision=revision, **asdict(access))
+        settings = files.read_json("generation_config.json") if "generation_config.json" in files else {}
+        return cls(name, files.config, revision, settings.get("speculative"))
+
+    @property
+    def repo_id(self) -> str | None:
+        """Its id on the Hub, as far as its name tells."""
+        if not os.path.isdir(self.name):
+            return self.name if is_repo_id(self.name) else None
+        # A snapshot of the cache lies in models--user--name/snapshots/<commit>.
+        return _cached_repo_id(Path(self.name).resolve().parent.parent)
+
+
+def is_repo_id(name: str) -> bool:
+    """Whether a name can be that of a repository on the Hub."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+class Search:
+    """One search for the drafters of a target.
+
+    Args:
+        target (`Target`): The target.
+        access (`Access`): How files are reached.
+        limit (`int`): Repositories of the Hub that are looked into for each name of the target.
+
+    Attributes:
+        notes (`list[str]`): What could not be searched, and why.
+    """
+
+    def __init__(self, target: Target, access: Access | None = None, limit: int = DEFAULT_LIMIT):
+        self.target, self.access, self.limit = target, access or Access(), limit
+        self.notes: list[str] = []
+        # Names that the target goes by, and what a drafter for them is to it; more are found on the way.
+        self.names = {target.repo_id: "exact"} if target.repo_id else {}
+        self._seen: set[tuple] = set()
+
+    def usable(self) -> Iterator[Candidate]:
+        """Those that can be used, in the order of `rank`; a place is searched when those before it are used up."""
+        distant = []
+        for place in _SEARCHES:
+            found = [candidate for candidate in self._found_in(place) if not candidate.problems]
+            yield from sorted((candidate for candidate in found if candidate.relation == "exact"), key=rank)
+            distant += [candidate for candidate in found if candidate.relation != "exact"]
+        yield from sorted(distant, key=rank)
+
+    def all(self) -> list[Candidate]:
+        """All of them in the order of `rank`, with those that cannot be used."""
+        return sorted((candidate for place in _SEARCHES for candidate in self._found_in(place)), key=rank)
+
+    def _found_in(self, place: str) -> list[Candidate]:
+        """What a place has to offer, as far as it can be reached in time."""
+        found: list[Candidate] = []
+        began = monotonic()
+        try:
+            for candidate in _SEARCHES[place](self):
+                key = (candidate.method, candidate.model, candidate.settings.get("subfolder"))
+                # What always works is never left out, whatever has failed before.
+                if key not in self._seen or candidate.relation == "any":
+                    self._seen.add(key)
+                    found.append(candidate)
+                if monotonic() - began > SECONDS_PER_PLACE:
+                    self.notes.append(f"{_FOUND[place]}: not searched to the end, it is slow")
+                    break
+        except Exception as error:
+            # What strangers write and servers answer may trip anything.
+            self.notes.append(f"{_FOUND[place]}: {error}")
+            logger.debug(f"Discovery {self.notes[-1]}", exc_info=True)
+        return found
+
+    @cached_property
+    def target_files(self) -> RepoFiles:
+        """Those of the target."""
+        return self.files(self.target.name, revision=self.target.revision)
+
+    def files(self, name: str, place: str = "hub", **location) -> RepoFiles:
+        """The files of a checkpoint; of one in the cache nothing is asked of the Hub."""
+        access = asdict(self.access)
+        if place == "cache":
+            access["local_files_only"] = True
+        return RepoFiles(name, **access, **location)
+
+    def examined(
+        self, name: str, place: str, *, relation: str | None = None, downloads: int = 0, **location
+    ) -> Candidate | None:
+        """A checkpoint as a candidate, `None` for one that has nothing to do with the target.
+
+        Args:
+            name (`str`): Repo id or folder.
+            place (`str`): Where it was found.
+            relation (`str`, *optional*): To the target, where it is known. `None`: as far as the checkpoint tells.
+            downloads (`int`): From the Hub.
+            location: `revision`, `subfolder`.
+        """
+        location = {key: value for key, value in location.items() if value}
+        candidate = Candidate(None, name, place, relation or "sizes", location, downloads=downloads)
+        try:
+            return self._judged(candidate, self.files(name, place, **location), is_sure=relation is not None)
+        except Exception as error:  # noqa: BLE001 - configs and weights of strangers may trip anything
+            return None if relation is None else replace(candidate, problems=(str(error),))
+
+    def _judged(self, candidate: Candidate, files: RepoFiles, is_sure: bool) -> Candidate | None:
+        """The candidate with what its files say; `is_sure` where its relation is known."""
+        found = detect(files)
+        problems = [*found.problems, *target_problems(found, self.target.config)]
+        problems += self._reasons_not_to_choose(files, found)
+        if not is_sure:
+            made_for = self._made_for(found)
+            if made_for in RELATIONS:
+                candidate = replace(candidate, relation=made_for)
+            elif problems or not self._shows_the_same_sizes(found, candidate):
+                # One of the many models of other kinds and sizes.
+                return None
+            elif made_for is not None:
+                problems.append(f"It was made for '{made_for}'.")
+        return replace(
+            candidate,
+            method=found.method,
+            settings={**_own_settings(files, found.method), **candidate.settings},
+            format=found.format,
+            num_bytes=found.num_bytes,
+            num_draft_tokens=found.num_draft_tokens,
+            problems=tuple(problems),
+        )
+
+    def _made_for(self, found: Detection) -> str | None:
+        """The relation to the target of a drafter that names its own, else that name; `None`: it names none."""
+        name = found.target.name
+        if name is None:
+            return None
+        names = {known.lower(): relation for known, relation in self.names.items()}
+        if "/" in name and is_repo_id(name):
+            return names.get(name.lower(), name)
+        # A folder of whoever trained it: of its path only the end tells.
+        ends = {known.rpartition("/")[2]: relation for known, relation in names.items()}
+        return ends.get(Path(name).name.lower())
+
+    def _shows_the_same_sizes(self, found: Detection, candidate: Candidate) -> bool:
+        """Whether something speaks for a drafter of which nothing speaks against."""
+        if found.method == "draft_model":
+            return self._has_the_same_tokens(candidate)
+        return found.target.hidden_size is not None and found.target.vocab_size is not None
+
+    def _has_the_same_tokens(self, candidate: Candidate) -> bool:
+        access = {**asdict(self.access), "local_files_only": True}
+        tables = [
+            token_table(name, {**access, "revision": revision})
+            for name, revision in (
+                (self.target.name, self.target.revision),
+                (candidate.model, candidate.settings.get("revision")),
+            )
+        ]
+        if None in tables:
+            return False
+        try:
+            compare_token_tables(*tables, [self.target.name, candidate.model])
+        except CheckpointFormatError:
+            return False
+        return True
+
+    def _reasons_not_to_choose(self, files: RepoFiles, found: Detection) -> Iterator[str]:
+        """What speaks against a drafter that nobody has named, though it could be loaded."""
+        if found.is_pickled:
+            yield "Its weights are pickled: name it as `model` if you trust it."
+        if found.method != "draft_model":
+            return
+        if "auto_map" in files.config and files.config.get("model_type") not in CONFIG_MAPPING:
+            yield "It needs code from its repository: name it as `model` with `trust_remote_code` if you trust it."
+        share = _work(files.config) / (_work(self.target.config) or 1)
+        if share > _MOST_DRAFT_WORK:
+            yield (
+                f"It does {share:.2f} of the target's work for each token, and drafting pays with at most "
+                f"{_MOST_DRAFT_WORK:g}."
+            )
+
+    def from_entry(self, entry: Any) -> Iterator[Candidate]:
+        """The drafter that an entry of the target names, with the settings that it states."""
+        candidate = None if entry is None else self._named_by(entry)
+        if candidate is not None:
+            yield candidate
+
+    def _named_by(self, entry: Any) -> Candidate | None:
+        named = Candidate(None, place="entry", relation="exact")
+        try:
+            config = _read_entry(entry)
+            if config.method == AUTO:
+                return None
+            named = replace(named, method=config.method, model=config.model)
+            if config.model is None:
+                return self._drafter_without_model(named, config)
+            location = {"revision": config.revision, "subfolder": config.subfolder}
+            found = self.examined(self._path_of(config.model), "entry", relation="exact", **location)
+            if found.method is None:
+                return found
+            if config.method not in (None, found.method):
+                raise SpecConfigError(f"{_ENTRY} names the method '{config.method}', and it is {found.method}'s.")
+            # With the method it is known what its settings are.
+            return replace(found, settings={**found.settings, **_settings_of(_read_entry(entry, method=found.method))})
+        except SpecConfigError as error:
+            return replace(named, problems=(str(error),))
+
+    def _drafter_without_model(self, named: Candidate, config: SpeculativeConfig) -> Candidate:
+        if config.method in KNOWN_METHODS and config.method not in (*METHODS_WITHOUT_MODEL, "mtp"):
+            raise SpecConfigError(f"{_ENTRY} names the method '{config.method}' and no model for it.")
+        return replace(named, settings=_settings_of(config))
+
+    def _path_of(self, name: str) -> str:
+        """A model that an entry names: a repository; a folder, also inside of the target's, where that is a folder."""
+        folder = Path(self.target.name)
+        is_local = not self.target.name or folder.is_dir()
+        if is_local and (folder / name).is_dir():
+            return str(folder / name)
+        if is_repo_id(name):
+            return name
+        raise SpecConfigError(f"{_ENTRY} names the model '{name}', which is no id of a repository.")
+
+
+_ENTRY = "The target's entry `speculative`"
+
+
+def _read_entry(entry: Any, **known) -> SpeculativeConfig:
+    """The settings of an entry; `known` is what has been found out about its drafter."""
+    settings = settings_of_generation_config(entry)
+    return published_config(
+        {**settings, **known} if isinstance(settings, Mapping) else settings, _ENTRY, ignore_unknown=True
+    )
+
+
+def _settings_of(config: SpeculativeConfig) -> dict[str, Any]:
+    """What an entry says of its drafter beside its name, but for what is for the user of this machine to say."""
+    return _without(
+        config.to_dict(), "method", "model", "token", "cache_dir", "local_files_only", "code_revision", "device"
+    )
+
+
+def _own_settings(files: RepoFiles, method: str) -> dict[str, Any]:
+    """Settings that a drafter was saved with, beside its weights or in its card."""
+    saved = saved_settings(files) or files.card.get(CARD_KEY)
+    if not isinstance(saved, Mapping):
+        return {}
+    config = published_config({**saved, "method": method}, f"The settings of '{files.name}'", ignore_unknown=True)
+    return _without(_settings_of(config), "revision", "subfolder")
+
+
+def _without(settings: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in names}
+
+
+def _work(config: Mapping[str, Any]) -> int:
+    """What a model of this config computes for a token, but for factors that most models have in common."""
+    sizes = text_config(config)
+    width = sizes.get("hidden_size") or sizes.get("n_embd") or sizes.get("d_model") or 0
+    depth = sizes.get("num_hidden_layers") or sizes.get("n_layer") or sizes.get("num_layers") or 0
+    return depth * width**2
+
+
+def discover_drafters(
+    target: str | os.PathLike,
+    *,
+    revision: str | None = None,
+    limit: int = DEFAULT_LIMIT,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike | None = None,
+    local_files_only: bool = False,
+) -> list[Candidate]:
+    """The drafters for a target, the best first; those that cannot be used stand at the end, with the reason.
+
+    Args:
+        target (`str` or `os.PathLike`): Repo id or folder of the target.
+        revision (`str`, *optional*): Branch, tag or commit of its repository.
+        limit (`int`): Repositories of the Hub that are looked into for each name of the target.
+        token, cache_dir, local_files_only: As in [`SpeculativeConfig`].
+
+    Raises:
+        CheckpointFormatError: The target has no readable `config.json`.
+    """
+    access = Access(token, None if cache_dir is None else os.fspath(cache_dir), local_files_only)
+    return Search(Target.of_name(os.fspath(target), access, revision), access, limit).all()
+
+
+# ---------------------------------------------------------------------------------------------------------- the places
+
+
+def _in_target(search: Search) -> Iterator[Candidate]:
+    """Multi-token-prediction layers in the target's checkpoint."""
+    target = search.target
+    if not target.name:
+        return
+    files = search.target_files
+    in_file_of_their_own = any("mtp" in name and name.endswith(".safetensors") for name in files.sizes)
+    found = detect(files)
+    if not (found.mtp_layers or in_file_of_their_own):
+        return
+    layers = replace(found, method="mtp", target=TargetNeeds())
+    yield Candidate(
+        "mtp",
+        None,
+        "target",
+        "exact",
+        format=found.format,
+        num_draft_tokens=found.mtp_layers if found.mtp_layers > 1 else None,
+        problems=tuple(target_problems(layers, target.config)),
+    )
+
+
+def _named_by_target(search: Search) -> Iterator[Candidate]:
+    """The drafters of the entries `speculative` of the target's generation config and of its card."""
+    target = search.target
+    yield from search.from_entry(target.entry)
+    if target.name:
+        card = search.target_files.card
+        search.names |= {name: "derived" for name in _base_models(card) if name not in search.names}
+        yield from search.from_entry(target_entry(card))
+
+
+def _base_models(card: Mapping[str, Any]) -> list[str]:
+    """Repositories that a model is based on. One of many is merged from them, and like none of them."""
+    bases = card.get("base_model")
+    bases = bases if isinstance(bases, list) else [bases]
+    return [name for name in bases if isinstance(name, str) and is_repo_id(name)] if len(bases) == 1 else []
+
+
+def _in_cache(search: Search) -> Iterator[Candidate]:
+    """Checkpoints in the local cache that were made for the target, or have its sizes."""
+    cache = Path(search.access.cache_dir or constants.HF_HUB_CACHE)
+    for folder in sorted(cache.glob("models--*")):
+        repo_id, commit = _cached_repo_id(folder), _cached_commit(folder)
+        if commit is None or repo_id is None or repo_id == search.target.repo_id:
+            continue
+        # By its commit, so that no newer one is downloaded.
+        candidate = search.examined(repo_id, "cache", revision=commit)
+        if candidate is not None:
+            yield candidate
+
+
+def _cached_repo_id(folder: Path) -> str | None:
+    """The id of the repository that a folder of the cache is of: models--user--name."""
+    kind, _, name = folder.name.partition("--")
+    name = name.replace("--", "/")
+    return name if kind == "models" and is_repo_id(name) else None
+
+
+def _cached_commit(folder: Path) -> str | None:
+    """The commit of which a folder of the cache has weights: that of the main branch, else the latest."""
+    snapshots = [path for path in folder.glob("snapshots/*") if (path / "config.json").is_file()]
+    snapshots = [path for path in snapshots if any(file.name.endswith(_WEIGHTS) for file in path.iterdir())]
+    branch = folder / "refs" / "main"
+    main = branch.read_text(encoding="utf-8").strip() if branch.is_file() else None
+    latest = max(snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), default=None)
+    return None if latest is None else latest.name
+
+
+def _on_hub(search: Search) -> Iterator[Candidate]:
+    """Repositories of the Hub that say they are based on the target, and by tags or config are drafters."""
+    if search.access.is_offline or (search.target.name and search.target_files.is_offline):
+        search.notes.append(f"{_FOUND['hub']}: not searched, it is offline")
+        return
+    for name, relation in list(search.names.items()):
+        for listed in _listed_drafters(name, search.access.token, search.limit):
+            candidate = search.examined(
+                listed.id, "hub", relation=relation, downloads=listed.downloads or 0, revision=listed.sha
+            )
+            if candidate is not None:
+                yield candidate
+
+
+def _listed_drafters(base_model: str, token: str | bool | None, limit: int) -> list[ModelInfo]:
+    """Repositories based on a model that look like drafters, the most downloaded first."""
+    found: dict[str, ModelInfo] = {}
+    for tag in (*_TAGS_ASKED_FOR, None):
+        listed = _listed([f"base_model:{base_model}", *([tag] if tag else [])], token)
+        found |= {info.id: info for info in listed if _looks_like_drafter(info, base_model)}
+    return sorted(found.values(), key=lambda info: -(info.downloads or 0))[:limit]
+
+
+def _listed(tags: list[str], token: str | bool | None) -> list[ModelInfo]:
+    """Repositories with these tags. Once and with a limit of time, where `HfApi.list_models` waits and tries again."""
+    response = get_session().get(
+        f"{constants.ENDPOINT}/api/models",
+        params={"filter": tags, "sort": "downloads", "limit": _MOST_LISTED, "expand": _LISTED_PROPERTIES},
+        headers=build_hf_headers(token=token),
+        timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+    )
+    hf_raise_for_status(response)
+    return [ModelInfo(**item) for item in response.json()]
+
+
+def _looks_like_drafter(info: ModelInfo, base_model: str) -> bool:
+    tags = set(info.tags or ())
+    if f"base_model:quantized:{base_model}" in tags:
+        return False
+    return not tags.isdisjoint(_TAGS) or any(row.is_marked(info.config or {}) for row in FORMATS if not row.is_hint)
+
+
+def _without_weights(search: Search) -> Iterator[Candidate]:
+    """What works with every target."""
+    is_missing = find_spec("arctic_inference") is None
+    yield Candidate("suffix", problems=("The package arctic-inference is not installed.",) if is_missing else ())
+    yield Candidate("ngram")
+
+
+_SEARCHES: dict[str, Callable[[Search], Iterator[Candidate]]] = {
+    "target": _in_target,
+    "entry": _named_by_target,
+    "cache": _in_cache,
+    "hub": _on_hub,
+    "none": _without_weights,
+}

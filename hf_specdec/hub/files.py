@@ -1,0 +1,654 @@
+"""The files of a checkpoint, in a folder or in a repository of the Hub: one view of both.
+
+Sizes, JSON files and the headers of weight files are read without downloading weights. What a repository says is data
+from a stranger: names of files cannot lead out of it, and what is parsed is limited in size.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import (
+    HfApi,
+    ModelInfo,
+    constants,
+    get_session,
+    hf_hub_download,
+    hf_hub_url,
+    is_offline_mode,
+    metadata_load,
+    try_to_load_from_cache,
+)
+
+# The base of what its HTTP client raises, whichever client that is.
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    SafetensorsParsingError,
+)
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+from huggingface_hub.utils.sha import git_hash, sha_fileobj
+from safetensors import SafetensorError, safe_open
+from transformers.utils import logging
+
+from ..errors import CheckpointAccessError, CheckpointFormatError
+
+
+if TYPE_CHECKING:
+    from ..config import SpeculativeConfig
+
+
+logger = logging.get_logger(__name__)
+
+# Where a checkpoint keeps its tensors, the safe formats first.
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+# Some targets have their MTP layers in a file that their index does not name.
+MTP_FILES = "*mtp*.safetensors"
+
+# Bytes. Real configs have some thousand, the index of a model with a hundred thousand tensors some ten million.
+MAX_CONFIG_BYTES = 4 * 2**20
+MAX_INDEX_BYTES = 64 * 2**20
+
+# Large files are named by the SHA-256 of their content, others by that of git.
+_SHA256, _GIT_SHA1 = 64, 40
+_HEXADECIMAL = re.compile(r"[0-9a-f]+")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What a file says of a tensor: its dtype (the name that the file's format has for it), shape and bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+class RepoFiles:
+    """The files of one checkpoint.
+
+    Args:
+        name (`str`): Folder, or repo id on the Hub.
+        revision (`str`, *optional*): Branch, tag or commit of the repository.
+        subfolder (`str`, *optional*): Folder inside of it; names of files are relative to it.
+        cache_dir (`str`, *optional*): Where downloads are kept. `None`: the Hub's cache.
+        token (`str` or `bool`, *optional*): For private and gated repositories. `None`: that of the login.
+        local_files_only (`bool`, defaults to `False`): Nothing is asked of the Hub, as with `HF_HUB_OFFLINE`.
+
+    Attributes:
+        folder (`Path`, *optional*): The folder of a checkpoint that is not on the Hub.
+        is_offline (`bool`): Only the cache is looked at, by request or because the Hub cannot be reached.
+
+    All methods raise `CheckpointAccessError` where the checkpoint cannot be reached, and `CheckpointFormatError` where
+    a file is damaged, too large, or outside of the checkpoint.
+    """
+
+    def __init__(
+        self,
+        name: str | os.PathLike,
+        *,
+        revision: str | None = None,
+        subfolder: str | None = None,
+        cache_dir: str | os.PathLike | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+    ):
+        self.name, self.revision, self.subfolder = str(name), revision, subfolder or ""
+        self.cache_dir, self.token = cache_dir, token
+        self.folder = Path(self.name, self.subfolder) if os.path.isdir(self.name) else None
+        self.is_offline = local_files_only or is_offline_mode()
+        # Once a file has come from a commit, all others come from the same.
+        self._commit: str | None = None
+
+    @classmethod
+    def of(cls, config: SpeculativeConfig) -> RepoFiles:
+        """Those of `config.model`."""
+        names = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
+        return cls(config.model, **{name: getattr(config, name) for name in names})
+
+    def __repr__(self) -> str:
+        return f"RepoFiles({self.name!r}, revision={self.revision!r}, subfolder={self.subfolder!r})"
+
+    # What there is
+
+    @cached_property
+    def sizes(self) -> dict[str, int | None]:
+        """Name and size in bytes of every file; of a folder those at its top, offline those in the cache."""
+        if self.folder is not None:
+            return _sizes_in(self.folder)
+        info = self._info
+        if info is None:
+            return _sizes_in(self._cached_folder())
+        prefix = f"{self.subfolder.strip('/')}/" if self.subfolder else ""
+        siblings = [file for file in info.siblings or () if file.rfilename.startswith(prefix)]
+        return {file.rfilename.removeprefix(prefix): file.size for file in siblings}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.sizes or (self.folder is not None and (self.folder / name).is_file())
+
+    def first_of(self, names: Sequence[str]) -> str | None:
+        """The file with the first of some names, which may be shell patterns; `None` where there is none."""
+        own = [file for file in sorted(self.sizes) if "/" not in file]
+        return next((file for name in names for file in own if fnmatchcase(file, name)), None)
+
+    @cached_property
+    def card(self) -> dict[str, Any]:
+        """The metadata of the model card, empty where there is none that can be read."""
+        if self.folder is None and self._info is not None:
+            data = self._info.card_data
+            return data.to_dict() if data is not None else {}
+        if "README.md" not in self or (self.sizes["README.md"] or 0) > MAX_CONFIG_BYTES:
+            return {}
+        try:
+            found = metadata_load(self.path("README.md"))
+        except Exception as error:  # noqa: BLE001 - whatever a parser makes of a stranger's text
+            logger.debug(f"The card of '{self.name}' cannot be read: {error!r}")
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def _info(self) -> ModelInfo | None:
+        """What the Hub says of the repository; `None` offline, and where only the cache can be reached."""
+        if self.is_offline:
+            return None
+        api = HfApi(endpoint=constants.ENDPOINT, token=self.token)
+        try:
+            with self._explained("its list of files"):
+                timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+                return api.model_info(self.name, revision=self._asked_revision, files_metadata=True, timeout=timeout)
+        except CheckpointAccessError as error:
+            if not _is_outage(error.__cause__) or self._cached("config.json") is None:
+                raise
+            logger.warning(f"{error} What is in the cache is used.")
+            self.is_offline = True
+            return None
+
+    @property
+    def _asked_revision(self) -> str | None:
+        return self._commit or self.revision
+
+    def _cached_folder(self) -> Path:
+        """The folder of the cache that has the files of this revision."""
+        config = self._cached("config.json")
+        if config is None:
+            raise CheckpointAccessError(
+                f"'{self.name}' is no local folder, and not in the cache"
+                + (f" at revision '{self.revision}'" if self.revision else "")
+                + ", and nothing may be downloaded (`local_files_only`, or the environment variable HF_HUB_OFFLINE). "
+                "Download it once while online, or correct the name."
+            )
+        return config.parent
+
+    def _cached(self, name: str) -> Path | None:
+        file = _joined(self.subfolder, name)
+        try:
+            found = try_to_load_from_cache(self.name, file, cache_dir=self.cache_dir, revision=self._asked_revision)
+        except HFValidationError:
+            return None
+        return Path(found) if isinstance(found, str) else None
+
+    # Contents
+
+    def path(self, name: str) -> Path:
+        """The local path of a file, which is downloaded if need be."""
+        _check_is_inside(self.name, name)
+        if self.folder is None:
+            return self._downloaded(name)
+        path = self.folder / name
+        if not path.is_file():
+            raise CheckpointAccessError(f"There is no {name} in '{self.folder}'. Pass the folder of a checkpoint.")
+        if not path.resolve().is_relative_to(_outermost(self.folder.resolve())):
+            raise CheckpointFormatError(
+                f"'{self.name}': {name} is a link that leads out of the folder, to {path.resolve()}. Pass the folder "
+                "where the files are, or copy them."
+            )
+        return path
+
+    def read_json(self, name: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+        """The object in a JSON file of at most `max_bytes`."""
+        size = self.sizes.get(name)
+        path = None if size is not None and size > max_bytes else self.path(name)
+        size = size if path is None else path.stat().st_size
+        if size > max_bytes:
+            raise CheckpointFormatError(
+                f"'{self.name}': {name} has {size} bytes, and such files have at most {max_bytes}. Pass an intact "
+                "checkpoint."
+            )
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise self.damaged(name, f"is no JSON: {error}", path) from error
+        if not isinstance(found, dict):
+            raise self.damaged(name, f"must hold an object, and holds a {type(found).__name__}", path)
+        return found
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """`config.json`."""
+        try:
+            return self.read_json("config.json")
+        except CheckpointFormatError as error:
+            if self.folder is None and isinstance(error, CheckpointAccessError) and not _is_missing_file(error):
+                raise
+            reason = str(error).removeprefix(f"'{self.name}': ")
+            raise type(error)(
+                f"'{self.name}' has no readable config.json: {reason} Or name a `spec_method` that needs no "
+                "checkpoint, such as 'ngram'."
+            ) from error
+
+    def header(self, name: str) -> dict[str, StoredTensor]:
+        """The tensors of a safetensors file by name; of one on the Hub only its beginning is downloaded."""
+        _check_is_inside(self.name, name)
+        path = self._local(name)
+        return self._remote_header(name) if path is None else self._local_header(name, path)
+
+    def pickled_header(self, name: str) -> dict[str, StoredTensor] | None:
+        """The same of a file of `torch.save`; `None` where only reading it whole would tell.
+
+        Nothing in it is run, and of a file on the Hub only the parts that name its tensors are downloaded.
+        """
+        _check_is_inside(self.name, name)
+        path, size = self._local(name), self.sizes.get(name)
+        if path is not None:
+            with path.open("rb") as file:
+                return _pickled_header(file)
+        if size is None:
+            return None
+        with self._explained(name), io.BufferedReader(_RemoteFile(self._get_range(name), size), _BLOCK_BYTES) as file:
+            return _pickled_header(file)
+
+    def tensors(self, name: str) -> TensorTable | None:
+        """The tensors of a weight file or of the shards of an index; `None` where only reading it whole would tell."""
+        if name.endswith(".json"):
+            return TensorTable(self, name, self._weight_map(name))
+        header = self.header(name) if name.endswith(".safetensors") else self.pickled_header(name)
+        return None if header is None else TensorTable(self, name, dict.fromkeys(header, name), {name: header})
+
+    def parts(self, name: str) -> list[str]:
+        """A weight file itself, or the shards of an index."""
+        return sorted(set(self._weight_map(name).values())) if name.endswith(".json") else [name]
+
+    def _weight_map(self, index: str) -> dict[str, str]:
+        """File of each tensor by an index, all of them there."""
+        kind = f".{index.split('.')[1]}"
+        try:
+            found = self.read_json(index, MAX_INDEX_BYTES).get("weight_map")
+            if not isinstance(found, dict) or not all(str(file).endswith(kind) for file in found.values()):
+                raise self.damaged(index, f"needs a `weight_map` from names of tensors to names of {kind} files")
+        except CheckpointAccessError:
+            raise
+        except CheckpointFormatError as error:
+            reason = str(error).removeprefix(f"'{self.name}': ")
+            raise CheckpointFormatError(f"'{self.name}' has a damaged index: {reason}") from error
+        files = sorted(set(found.values()))
+        for file in files:
+            _check_is_inside(self.name, file)
+        # Of a repository that is only in the cache, what is there may be all that was needed.
+        missing = [] if self._is_partial else [file for file in files if file not in self]
+        if missing:
+            raise CheckpointFormatError(
+                f"'{self.name}' lacks {', '.join(missing)}, which {index} names. Pass a complete checkpoint."
+            )
+        return found
+
+    @property
+    def _is_partial(self) -> bool:
+        return self.folder is None and self._info is None
+
+    def _local(self, name: str) -> Path | None:
+        """The path of a file that need not be downloaded."""
+        if self.folder is not None or self.is_offline:
+            return self.path(name)
+        # The cache may have an older commit of a branch.
+        return self._cached(name) if self._commit else None
+
+    def _local_header(self, name: str, path: Path) -> dict[str, StoredTensor]:
+        try:
+            with safe_open(path, framework="np") as tensors:
+                slices = {key: tensors.get_slice(key) for key in tensors.keys()}
+                found = {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}
+        except (SafetensorError, OSError) as error:
+            raise self.damaged(name, f"is damaged: {error}", path) from error
+        return {key: StoredTensor(dtype, shape, _num_bytes(dtype, shape)) for key, (dtype, shape) in found.items()}
+
+    def _remote_header(self, name: str) -> dict[str, StoredTensor]:
+        api = HfApi(endpoint=constants.ENDPOINT, token=self.token)
+        file = _joined(self.subfolder, name)
+        try:
+            with self._explained(name):
+                found = api.parse_safetensors_file_metadata(self.name, file, revision=self._asked_revision)
+        except SafetensorsParsingError as error:
+            raise self.damaged(name, f"is damaged: {error}") from error
+        spans = {key: tensor.data_offsets for key, tensor in found.tensors.items()}
+        size = self.sizes.get(name)
+        if size is not None and max((end for _, end in spans.values()), default=0) > size:
+            raise self.damaged(name, f"is damaged: it has {size} bytes, and its tensors need more")
+        return {
+            key: StoredTensor(tensor.dtype, tuple(tensor.shape), tensor.data_offsets[1] - tensor.data_offsets[0])
+            for key, tensor in found.tensors.items()
+        }
+
+    def _get_range(self, name: str) -> Callable[[int, int], bytes]:
+        """Reads bytes of a file on the Hub: from a position, so many."""
+        url = hf_hub_url(self.name, _joined(self.subfolder, name), revision=self._asked_revision)
+        headers = build_hf_headers(token=self.token)
+
+        def get(start: int, count: int) -> bytes:
+            span = {"range": f"bytes={start}-{start + count - 1}"}
+            timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+            response = get_session().get(url, headers=headers | span, timeout=timeout, follow_redirects=True)
+            hf_raise_for_status(response)
+            return response.content[:count]
+
+        return get
+
+    # Downloads
+
+    def _downloaded(self, name: str) -> Path:
+        cached = self._cached(name)
+        with self._explained(name):
+            path = self._download(name)
+            if path != cached and not _is_intact(path):
+                logger.warning(f"'{self.name}': {name} has arrived damaged. It is downloaded again.")
+                path = self._download(name, force_download=True)
+        if path != cached and not _is_intact(path):
+            _remove(path)
+            raise CheckpointFormatError(
+                f"'{self.name}': what comes as {name} has not the checksum that {constants.ENDPOINT} states, also the "
+                "second time. It was removed from the cache. Try again later, or name another `revision`."
+            )
+        self._commit = self._commit or _commit_of(path)
+        return path
+
+    def _download(self, name: str, **options) -> Path:
+        found = hf_hub_download(
+            self.name,
+            _joined(self.subfolder, name),
+            revision=self._asked_revision,
+            cache_dir=self.cache_dir,
+            token=self.token,
+            local_files_only=self.is_offline,
+            library_name="hf_specdec",
+            **options,
+        )
+        return Path(found)
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """The errors of the Hub's client as errors of this package, which say what to do."""
+        try:
+            yield
+        except (HTTPError, OSError, EntryNotFoundError, ValueError) as error:
+            if isinstance(error, CheckpointFormatError):
+                raise
+            raise CheckpointAccessError(f"'{self.name}': {what} cannot be had: {self._reason(error)}") from error
+
+    def _reason(self, error: Exception) -> str:
+        page = f"{constants.ENDPOINT}/{self.name}"
+        revision = f" at revision '{self.revision}'" if self.revision else ""
+        login = "log in with `hf auth login` or pass `token`"
+        if isinstance(error, GatedRepoError):
+            return f"the repository is gated. Ask for access at {page}, then {login}."
+        if isinstance(error, RepositoryNotFoundError) or _status(error) in (401, 403):
+            return f"there is neither a local folder nor a repository of this name, or it is private: then {login}."
+        if isinstance(error, RevisionNotFoundError):
+            return f"the repository has no revision '{self.revision}'. Name a branch, tag or commit of {page}."
+        if isinstance(error, HFValidationError):
+            return "it is neither a local folder nor the id of a repository, such as 'user/name'. Correct the path."
+        if isinstance(error, LocalEntryNotFoundError) and self.is_offline:
+            return (
+                f"it is not in the cache{revision}, and nothing may be downloaded (`local_files_only`, or the "
+                "environment variable HF_HUB_OFFLINE). Download it once while online."
+            )
+        if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
+            error = error.__cause__ or error
+        if isinstance(error, EntryNotFoundError):
+            return f"the repository has no such file{revision}. Pass the repository of a complete checkpoint."
+        if isinstance(error, HTTPError):
+            status = _status(error)
+            answer = f"answers with the status {status}" if status else f"cannot be reached ({_first_line(error)})"
+            return f"{constants.ENDPOINT} {answer}. Try again later, or pass a local folder."
+        return f"{_first_line(error)} Try again, or pass a local folder."
+
+    def damaged(self, name: str, what: str, path: Path | None = None) -> CheckpointFormatError:
+        """The error that a file is not as it should be; of a download (`path`) it says how to have it again."""
+        todo = "Pass an intact checkpoint."
+        if self.folder is None:
+            place = f"Delete {path.resolve()}, so that it is" if path is not None else "See whether it can be"
+            todo = f"{place} downloaded again, or pass another checkpoint."
+        return CheckpointFormatError(f"'{self.name}': {name} {what}. {todo}")
+
+
+class TensorTable(Mapping[str, tuple[int, ...]]):
+    """Shapes of the tensors of a checkpoint by name. The headers of shards are read when a shape is asked for.
+
+    Args:
+        files (`RepoFiles`): The checkpoint.
+        source (`str`): The weight file or the index.
+        file_of (`Mapping[str, str]`): File of each tensor.
+        headers (`Mapping`, *optional*): Those that have been read, by file.
+    """
+
+    def __init__(
+        self,
+        files: RepoFiles,
+        source: str,
+        file_of: Mapping[str, str],
+        headers: Mapping[str, Mapping[str, StoredTensor] | None] | None = None,
+    ):
+        self.files, self.source, self.file_of = files, source, file_of
+        self._headers = dict(headers or {})
+
+    def __getitem__(self, name: str) -> tuple[int, ...]:
+        return self.stored(name).shape
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.file_of)
+
+    def __len__(self) -> int:
+        return len(self.file_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.file_of
+
+    def stored(self, name: str) -> StoredTensor:
+        """What its file says of a tensor."""
+        file = self.file_of[name]
+        if file not in self._headers:
+            read = self.files.header if file.endswith(".safetensors") else self.files.pickled_header
+            self._headers[file] = read(file)
+        header = self._headers[file]
+        if header is None or name not in header:
+            raise CheckpointFormatError(
+                f"'{self.files.name}': {file} has no tensor {name}, which {self.source} says it has. Pass a complete "
+                "checkpoint."
+            )
+        return header[name]
+
+    @cached_property
+    def num_bytes(self) -> int | None:
+        """Bytes of all tensors, by the headers or the sizes of the files; `None` where they do not tell."""
+        if set(self.file_of.values()) <= self._headers.keys():
+            return sum(self.stored(name).num_bytes for name in self)
+        sizes = [self.files.sizes.get(file) for file in set(self.file_of.values())]
+        return None if None in sizes else sum(sizes)
+
+
+# Names
+
+
+def _check_is_inside(checkpoint: str, name: str) -> None:
+    """Refuses names that lead out of a checkpoint."""
+    path = PurePosixPath(name)
+    is_plain = name and not path.is_absolute() and not {"..", ".", ""} & set(name.split("/"))
+    if not is_plain or "\\" in name or ":" in name or "\0" in name:
+        raise CheckpointFormatError(
+            f"'{checkpoint}' names the file {name!r}, which is no plain name inside of it, so it is not read. Pass a "
+            "checkpoint that you trust."
+        )
+
+
+def _joined(subfolder: str, name: str) -> str:
+    return f"{subfolder.strip('/')}/{name}" if subfolder else name
+
+
+def _outermost(folder: Path) -> Path:
+    """What links in a folder may lead to: the folder itself, and of a snapshot in the Hub's cache the cache."""
+    for snapshots in folder.parents:
+        if snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--"):
+            return snapshots.parent.parent
+    return folder
+
+
+def _sizes_in(folder: Path) -> dict[str, int | None]:
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    return {path.name: path.stat().st_size for path in paths if path.is_file()}
+
+
+# Downloads
+
+
+def _commit_of(path: Path) -> str | None:
+    """The commit of a file in the cache, which has a folder for each."""
+    parts = path.parts
+    return parts[parts.index("snapshots") + 1] if "snapshots" in parts else None
+
+
+def _is_intact(path: Path) -> bool:
+    """Whether a file in the cache has the content that it is named by; without links it has no such name."""
+    blob = path.resolve()
+    if blob.parent.name != "blobs" or not _HEXADECIMAL.fullmatch(blob.name):
+        return True
+    if len(blob.name) == _GIT_SHA1:
+        return git_hash(blob.read_bytes()) == blob.name
+    if len(blob.name) == _SHA256:
+        with blob.open("rb") as file:
+            return sha_fileobj(file).hex() == blob.name
+    return True
+
+
+def _remove(path: Path) -> None:
+    path.resolve().unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+
+
+def _status(error: Exception) -> int | None:
+    """Status code of an answer of the Hub."""
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _is_outage(error: BaseException | None) -> bool:
+    """Whether it is for the Hub or the network that something cannot be had now."""
+    if isinstance(error, HfHubHTTPError):
+        return (_status(error) or 0) >= 500
+    return isinstance(error, (HTTPError, OfflineModeIsEnabled, ConnectionError, TimeoutError))
+
+
+def _is_missing_file(error: CheckpointAccessError) -> bool:
+    """Whether there is a repository, and no such file in it."""
+    cause = error.__cause__
+    return isinstance(cause, EntryNotFoundError) and not isinstance(cause, LocalEntryNotFoundError)
+
+
+def _first_line(error: Exception) -> str:
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return line if line.endswith(".") else f"{line}."
+
+
+# Headers
+
+_BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+
+
+def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor by the name of its dtype, which ends with its bits: `F32`, `BF16`, `I64`, `F8_E4M3`."""
+    bits = _BITS.get(dtype) or int(re.match(r"[A-Z]+(\d+)", dtype)[1])
+    count = 1
+    for size in shape:
+        count *= size
+    return count * bits // 8
+
+
+# What is fetched at a time of a pickled file on the Hub.
+_BLOCK_BYTES = 64 * 1024
+
+
+class _RemoteFile(io.RawIOBase):
+    """A file that can only be had in parts, as a file for those who want one.
+
+    Args:
+        get (`Callable`): Bytes from a position on, so many.
+        size (`int`): Of the file.
+    """
+
+    def __init__(self, get: Callable[[int, int], bytes], size: int):
+        self._get, self._size, self._position = get, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer) -> int:
+        count = min(len(buffer), self._size - self._position)
+        data = self._get(self._position, count) if count > 0 else b""
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+def _pickled_header(file: io.BufferedIOBase) -> dict[str, StoredTensor] | None:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if file.read(4) != b"PK\3\4":
+        # Before torch 1.6 the tensors themselves came between their names.
+        return None
+    file.seek(0)
+    try:
+        # Such tensors have no data, so that none is read.
+        with FakeTensorMode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = torch.load(file, map_location="cpu", weights_only=True)
+    except (HTTPError, OSError):
+        raise
+    except Exception as error:  # noqa: BLE001 - a damaged file may trip over anything
+        logger.debug(f"Names of tensors cannot be read: {error!r}")
+        return None
+    if not isinstance(found, dict) or not all(isinstance(k, str) and torch.is_tensor(t) for k, t in found.items()):
+        return None
+    return {
+        name: StoredTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
+        for name, tensor in found.items()
+    }

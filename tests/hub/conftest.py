@@ -1,0 +1,59 @@
+"""The loopback Hub for tests in this process: the constants that huggingface_hub read at its import lead there."""
+
+from __future__ import annotations
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants, hf_api
+from huggingface_hub.utils import _http
+from transformers.utils import hub as transformers_hub
+
+from hf_specdec.hub import detect, published
+from tests.hub.server import LoopbackHub
+
+
+@pytest.fixture
+def hub(tmp_path_factory, monkeypatch):
+    """An empty Hub that this process uses, with an empty cache and no token; `hub.environment()` is for others."""
+    with LoopbackHub(tmp_path_factory.mktemp("hf_home")) as hub:
+        for name, value in {
+            "ENDPOINT": hub.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_DISABLE_TELEMETRY": True,
+            "HF_HUB_CACHE": str(hub.home / "hub"),
+            "HUGGINGFACE_HUB_CACHE": str(hub.home / "hub"),
+            "HF_TOKEN_PATH": str(hub.home / "token"),
+            "AGENT_HARNESSES_PATH": str(hub.home / "agent_harnesses.json"),
+        }.items():
+            # Not every version has all of them.
+            monkeypatch.setattr(constants, name, value, raising=False)
+        monkeypatch.setattr(hf_api.api, "endpoint", hub.url)
+        # transformers keeps a client of its own, made at its first use.
+        monkeypatch.setattr(transformers_hub, "_hf_api", None, raising=False)
+        monkeypatch.setenv("DISABLE_SAFETENSORS_CONVERSION", "1")
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        # Ports are used again, and with them what is remembered by address.
+        monkeypatch.setattr(detect, "_methods_on_the_hub", {})
+        monkeypatch.setattr(published, "_saved_on_the_hub", {})
+        huggingface_hub.close_session()
+        yield hub
+        huggingface_hub.close_session()
+
+
+@pytest.fixture
+def no_backoff(monkeypatch):
+    """The client repeats failed requests at once."""
+
+    class Clock:
+        def sleep(self, seconds):
+            pass
+
+        def __getattr__(self, name):
+            return getattr(_time, name)
+
+    _time = _http.time
+    monkeypatch.setattr(_http, "time", Clock())
+    monkeypatch.setattr(huggingface_hub.file_download, "time", Clock())

@@ -1,0 +1,322 @@
+"""spec_method="auto" and pipelines, end to end: what is found through the loopback Hub drafts, and changes no text."""
+
+import json
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from huggingface_hub import ModelCard, constants, snapshot_download
+from safetensors.torch import load_file, save
+from transformers import AutoModelForCausalLM, pipeline
+
+from hf_specdec import (
+    CandidateGenerator,
+    SpecConfigError,
+    SpeculativeConfig,
+    demo,
+    forget_speculators,
+    load_speculator,
+    record,
+    register_candidate_generator,
+)
+from hf_specdec.hub.card import add_to_target_card
+from tests.hub.server import TOKEN
+from tests.hub.test_discover import DFLASH, EAGLE, FIXTURES, card_of
+from tests.models import prompts, tiny_llama
+
+
+FALLBACK = "suffix"
+
+
+def load(name="user/target"):
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+
+
+def generate(model, **arguments):
+    """The output of a call with "auto", which must have the tokens of plain generation."""
+    inputs = {**prompts(1), "do_sample": False, "max_new_tokens": 16, "return_dict_in_generate": True}
+    arguments = arguments or {"spec_method": "auto"}
+    plain = model.generate(**inputs, spec_method="off")
+    output = model.generate(**inputs, **arguments)
+    assert torch.equal(output.sequences, plain.sequences)
+    return output.speculative
+
+
+@pytest.fixture
+def target(hub):
+    hub.add("user/target", EAGLE / "target")
+    return "user/target"
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """Lines of the package's log from the level "info" on."""
+    lines = []
+
+    class Lines(logging.Handler):
+        def emit(self, record):
+            lines.append(f"{record.levelname}: {record.getMessage()}")
+
+    handler, logger = Lines(), logging.getLogger("hf_specdec.speculator")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+class TestPlaces:
+    def test_target(self, hub):
+        hub.add("user/target", FIXTURES / "mtp" / "deepseek_v3" / "target")
+        assert generate(load()).method == "mtp"
+
+    @pytest.mark.parametrize("where", ["generation_config.json", "card"])
+    def test_entry(self, hub, where):
+        entry = {"speculative": {"model": "user/head", "num_speculative_tokens": 3}}
+        place = (
+            {"card": f"---\n{json.dumps(entry)}\n---\n"} if where == "card" else {"files": {where: json.dumps(entry)}}
+        )
+        hub.add("user/target", EAGLE / "target", **place)
+        hub.add("user/head", EAGLE)
+        stats = generate(load())
+        assert stats.method == "eagle3"
+        assert "named by the target" in stats.notes[0]
+
+    def test_cache(self, target, hub, monkeypatch):
+        hub.add("user/head", EAGLE)
+        snapshot_download("user/head")
+        snapshot_download(target)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        stats = generate(load())
+        assert stats.method == "eagle3"
+        assert "in the local cache, of the target's sizes" in stats.notes[0]
+
+    def test_hub(self, target, hub):
+        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
+        stats = generate(load())
+        assert stats.method == "eagle3"
+        assert "on the Hub, made for the target" in stats.notes[0]
+
+    def test_nothing_found(self, target):
+        assert generate(load()).method == FALLBACK
+
+    def test_model_that_was_never_saved(self, hub):
+        assert generate(tiny_llama()).method == FALLBACK
+
+    def test_offline_and_nothing_cached(self, target, monkeypatch):
+        model = load()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert generate(model).method == FALLBACK
+
+    def test_hub_that_fails(self, target, hub, no_backoff):
+        model = load()
+        hub.fault("/api/*", status=500)
+        assert generate(model).method == FALLBACK
+
+    def test_hub_that_hangs(self, target, hub, monkeypatch):
+        model = load()
+        monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+        hub.fault("/api/*", delay=60)
+        assert generate(model).method == FALLBACK
+
+
+class TestPublished:
+    """What this package writes is what it finds."""
+
+    def test_drafter_that_was_pushed(self, target, hub):
+        model = load()
+        speculator = load_speculator(model, str(EAGLE), num_speculative_tokens=3)
+        speculator.push_to_hub("user/head", token=TOKEN)
+        found = load_speculator(model, "auto")
+        assert (found.config.model, found.config.num_speculative_tokens) == ("user/head", 3)
+        assert generate(model).method == "eagle3"
+
+    def test_card_of_a_target(self, hub):
+        card = ModelCard("---\n{}\n---\n")
+        add_to_target_card(card, {"method": "eagle3", "model": "user/head", "num_speculative_tokens": 2})
+        hub.add("user/target", EAGLE / "target", card=str(card))
+        hub.add("user/head", EAGLE)
+        found = load_speculator(load(), "auto")
+        assert (found.config.model, found.config.num_speculative_tokens) == ("user/head", 2)
+
+
+class TestChoice:
+    @pytest.mark.parametrize(
+        "arguments",
+        [{"spec_method": "auto"}, {"speculative": "auto"}, {"speculative": {"method": "auto"}}],
+        ids=["spec_method", "speculative", "dict"],
+    )
+    def test_spellings(self, target, hub, arguments):
+        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
+        assert generate(load(), **arguments).method == "eagle3"
+
+    def test_generation_config(self, target, hub):
+        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
+        model = load()
+        model.generation_config.speculative = "auto"
+        plain = model.generate(**prompts(1), do_sample=False, max_new_tokens=8, spec_method="off")
+        with record() as recorded:
+            ours = model.generate(**prompts(1), do_sample=False, max_new_tokens=8)
+        assert torch.equal(ours, plain)
+        assert recorded.calls[0].stats.method == "eagle3"
+
+    def test_one_line_says_what_was_chosen_and_why(self, target, hub, log):
+        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
+        model = load()
+        for _ in range(2):
+            generate(model)
+        assert len(log) == 1
+        assert log[0].startswith("INFO")
+        for part in ("eagle3", "user/head", "on the Hub", "made for the target"):
+            assert part in log[0]
+
+    def test_damaged_one_is_passed_over(self, target, hub, log):
+        weights = (EAGLE / "model.safetensors").read_bytes()
+        damaged = {"model.safetensors": weights[: len(weights) // 2]}
+        hub.add("user/damaged", EAGLE, files=damaged, card=card_of(target, "eagle3"), downloads=100)
+        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
+        model = load()
+        stats = generate(model)
+        assert "user/head" in stats.notes[0]
+        assert log[-1].startswith("INFO")
+
+    def test_one_that_fails_while_it_is_loaded_is_passed_over_with_a_warning(self, target, hub, log):
+        tensors = load_file(EAGLE / "model.safetensors")
+        # Only the loader knows that it is needed.
+        del tensors["norm.weight"]
+        incomplete = {"model.safetensors": save(tensors)}
+        hub.add("user/broken", EAGLE, files=incomplete, card=card_of(target, "eagle3"), downloads=100)
+        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
+        assert "user/head" in generate(load()).notes[0]
+        assert [line.split(":")[0] for line in log] == ["WARNING", "INFO"]
+        assert "user/broken" in log[0]
+
+    def test_second_call_searches_nothing(self, target, hub):
+        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
+        model = load()
+        first = load_speculator(model, "auto")
+        num_requests = len(hub.requests)
+        second = load_speculator(model, "auto", num_speculative_tokens=2)
+        assert len(hub.requests) == num_requests
+        assert second.resources is first.resources
+        assert second.config.num_speculative_tokens == 2
+
+    def test_threads_that_begin_together_search_once(self, target, hub):
+        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
+        model = load()
+        load_speculator(model, "auto")
+        searches = [request.path for request in hub.requests].count("/api/models")
+        forget_speculators(model)
+        hub.requests.clear()
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda _: load_speculator(model, "auto"), range(4)))
+        assert len({id(speculator.resources) for speculator in found}) == 1
+        assert [request.path for request in hub.requests].count("/api/models") == searches
+
+    def test_forgetting_begins_anew(self, target, hub):
+        model = load()
+        assert load_speculator(model, "auto").method == FALLBACK
+        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
+        assert load_speculator(model, "auto").method == FALLBACK
+        forget_speculators(model)
+        assert load_speculator(model, "auto").method == "eagle3"
+
+    def test_settings_pass_through(self, target, hub):
+        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
+        config = load_speculator(load(), "auto", num_speculative_tokens=4, dtype="float32").config
+        assert (config.num_speculative_tokens, config.dtype) == (4, "float32")
+        assert config.revision == hub.repos["user/head"].branches["main"]
+
+    def test_settings_of_a_method_that_is_not_chosen_are_left_out(self, target):
+        assert load_speculator(load(), "auto", depth=3, top_k=4).method == FALLBACK
+
+    def test_no_network_where_only_local_files_may_be_read(self, target, hub):
+        model = load()
+        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"))
+        num_requests = len(hub.requests)
+        assert load_speculator(model, "auto", local_files_only=True).method == FALLBACK
+        assert len(hub.requests) == num_requests
+
+    def test_token_opens_gated_drafters(self, target, hub):
+        hub.add("user/head", EAGLE, card=card_of(target, "eagle3"), gated=True)
+        model = load()
+        assert load_speculator(model, "auto").method == FALLBACK
+        assert load_speculator(model, "auto", token=TOKEN).method == "eagle3"
+
+    def test_auto_beside_a_model_reads_the_method_from_it(self, target, hub):
+        hub.add("user/head", EAGLE)
+        model = load()
+        speculator = load_speculator(model, "auto", model="user/head")
+        assert (speculator.method, speculator.note) == ("eagle3", None)
+        assert load_speculator(model, "auto", draft_model=tiny_llama(vocab_size=256)).method == "draft_model"
+
+    def test_misfit_on_the_hub_is_not_loaded(self, target, hub):
+        hub.add("user/misfit", DFLASH, card=card_of(target, "dflash"))
+        assert load_speculator(load(), "auto").method == FALLBACK
+        assert hub.sent("/storage/user/misfit/*") < (DFLASH / "model.safetensors").stat().st_size / 2
+
+    @pytest.mark.parametrize("name", ["revision", "code_revision", "subfolder"])
+    def test_place_without_a_model(self, name):
+        with pytest.raises(SpecConfigError, match=f"`{name}`='x' is about a named `model`"):
+            SpeculativeConfig("auto", **{name: "x"})
+
+    def test_code_of_whoever_it_may_be(self):
+        with pytest.raises(SpecConfigError, match="`trust_remote_code`=True is about a named `model`"):
+            SpeculativeConfig("auto", trust_remote_code=True)
+
+    def test_name_is_reserved(self):
+        with pytest.raises(SpecConfigError, match="'auto' is taken"):
+            register_candidate_generator("auto", CandidateGenerator)
+
+    def test_settings_survive_in_a_file(self, tmp_path):
+        config = SpeculativeConfig("auto", num_speculative_tokens=3, depth=4, token="hf_secret")
+        config.save_pretrained(tmp_path)
+        assert SpeculativeConfig.from_pretrained(tmp_path) == config
+        assert config.replace(dtype="float32").to_dict() == {**config.to_dict(), "dtype": "float32"}
+
+    def test_unknown_setting(self):
+        with pytest.raises(SpecConfigError, match="num_speculative_tokens"):
+            SpeculativeConfig("auto", num_speculative_token=3)
+
+
+class TestPipeline:
+    """`pipeline(..., speculative=...)` with names on the Hub."""
+
+    prompt = "def read_json(path):\n    with open("
+
+    def text(self, **arguments):
+        generator = pipeline("text-generation", model="user/target", device="cpu", **arguments)
+        with record() as recorded:
+            answer = generator([self.prompt, "import os\n"], do_sample=False, max_new_tokens=24, batch_size=2)
+        return answer, recorded.calls
+
+    @pytest.fixture
+    def plain(self, hub):
+        hub.add("user/target", demo.target_path())
+        return self.text()[0]
+
+    def test_named_drafter(self, plain, hub):
+        hub.add("user/head", demo.eagle3_path())
+        answer, calls = self.text(speculative="user/head")
+        assert answer == plain
+        assert {call.stats.method for call in calls} == {"eagle3"}
+        assert sum(call.stats.num_accepted_tokens for call in calls) > 0
+
+    def test_auto(self, plain, hub):
+        hub.add("user/head", demo.dflash_path(), card=card_of("user/target", "dflash"))
+        answer, calls = self.text(speculative="auto")
+        assert answer == plain
+        assert {call.stats.method for call in calls} == {"dflash"}
+
+    def test_auto_with_nothing_to_find(self, plain):
+        answer, calls = self.text(speculative="auto")
+        assert answer == plain
+        assert {call.stats.method for call in calls} == {FALLBACK}
+
+    def test_draft_model(self, plain, hub):
+        hub.add("user/draft", demo.draft_path())
+        answer, calls = self.text(spec_model="user/draft")
+        assert answer == plain
+        assert {call.stats.method for call in calls} == {"draft_model"}

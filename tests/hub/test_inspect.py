@@ -1,0 +1,165 @@
+"""Whether a checkpoint fits a target is told from configs and headers, in Python and on the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from hf_specdec import CheckpointFormatError, cli, demo
+from hf_specdec.errors import CheckpointAccessError
+from hf_specdec.hub import inspect_checkpoint
+from tests.hub.server import TOKEN
+
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+DEMO = Path(demo.target_path()).parent
+KEYS = ["name", "method", "format", "producer", "target", "num_draft_tokens", "tensors", "bytes", "mtp_layers"]
+KEYS += ["fits", "problems"]
+
+PAIRS = {
+    **{path.parent: path for path in FIXTURES.glob("*/*/target")},
+    **{path: FIXTURES / path.parent.name / "target" for path in FIXTURES.glob("m[el]*/*_*") if path.is_dir()},
+    **{path: DEMO / "target" for path in DEMO.iterdir() if (path / "config.json").is_file()},
+}
+PAIRS = {path: target for path, target in PAIRS.items() if (path / "config.json").is_file()}
+
+
+def run(*arguments, **options):
+    return CliRunner().invoke(cli.app, ["inspect", *map(str, arguments)], prog_name="hf-specdec", **options)
+
+
+def target_with(tmp_path, **changes):
+    folder = tmp_path / "target"
+    folder.mkdir()
+    config = json.loads((DEMO / "target" / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("path", PAIRS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_drafters_fit_their_targets(path):
+    found = inspect_checkpoint(path, PAIRS[path])
+    assert found.problems == ()
+    assert found.fits is True
+    assert inspect_checkpoint(path).fits is None
+
+
+@pytest.mark.parametrize(
+    ("drafter", "changes", "problem"),
+    [
+        ("eagle", {"hidden_size": 512}, "It reads states of hidden size 256, and the target has 512."),
+        ("medusa", {"hidden_size": 512}, "It reads states of hidden size 256, and the target has 512."),
+        ("mlp_speculator", {"vocab_size": 9000}, "It has a vocabulary of 4096 tokens, and the target has 9000"),
+        ("draft", {"vocab_size": 9000}, "different tokenizers"),
+        ("eagle3", {"num_hidden_layers": 4}, "It reads the states of 5 decoder layers, and the target has 4."),
+        ("dflash", {"num_hidden_layers": 8}, "It was made for a target with 5 decoder layers, and the target has 8."),
+        ("draft", {"is_encoder_decoder": True}, "Only decoder-only models"),
+        ("mtp", {"model_type": "gpt2"}, "The MTP layers of targets of the model_type 'gpt2' are not supported."),
+    ],
+)
+def test_drafters_of_other_targets_do_not(tmp_path, drafter, changes, problem):
+    target = target_with(tmp_path, **changes)
+    found = inspect_checkpoint(DEMO / drafter, target)
+    assert found.fits is False
+    assert any(problem in sentence for sentence in found.problems)
+    assert run(DEMO / drafter, "--target", target).exit_code == 1
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "draft", "mlp_speculator", "mtp"])
+def test_padded_vocabularies_fit(tmp_path, drafter):
+    assert inspect_checkpoint(DEMO / drafter, target_with(tmp_path, vocab_size=4100)).fits is True
+
+
+def test_the_language_model_of_a_multimodal_target(tmp_path):
+    inner = json.loads((DEMO / "target" / "config.json").read_text())
+    for size, fits in ((256, True), (512, False)):
+        target = tmp_path / str(size)
+        target.mkdir()
+        (target / "config.json").write_text(json.dumps({"text_config": {**inner, "hidden_size": size}}))
+        assert inspect_checkpoint(DEMO / "eagle3", target).fits is fits
+
+
+def test_what_cannot_be_used_at_all_fits_nothing(tmp_path):
+    save_file(
+        {"midlayer.hidden_norm.weight": torch.zeros(1), "mask_hidden": torch.zeros(1)}, tmp_path / "model.safetensors"
+    )
+    (tmp_path / "config.json").write_text('{"architectures": ["PeagleLlamaForCausalLM"]}')
+    found = inspect_checkpoint(tmp_path)
+    assert (found.found.format, found.fits) == ("peagle", None)
+    assert "P-EAGLE" in found.problems[0]
+    assert inspect_checkpoint(tmp_path, "demo").fits is False
+
+
+class TestCommand:
+    def test_json(self, hub):
+        hub.add("user/head", DEMO / "eagle3", card="---\nbase_model: user/target\n---\n")
+        result = run("user/head", "--target", "demo", "--json")
+        assert result.exit_code == 0, result.stderr
+        found = json.loads(result.stdout)
+        assert list(found) == KEYS
+        assert found["method"] == "eagle3"
+        assert found["format"] == "eagle3-safeailab"
+        assert found["target"]["name"] == "user/target"
+        assert found["target"]["hidden_size"] == 256
+        assert (found["fits"], found["problems"]) == (True, [])
+        assert 0 < found["bytes"] < (DEMO / "eagle3" / "model.safetensors").stat().st_size
+        assert found["tensors"] == 12
+        assert hub.sent("/storage/*") < 110_000
+
+    def test_without_a_target(self):
+        result = run(DEMO / "dflash", "--json")
+        assert result.exit_code == 0
+        assert json.loads(result.stdout)["fits"] is None
+
+    def test_a_table_for_people(self):
+        result = run(DEMO / "dflash", "--target", "demo", env={"COLUMNS": "200"})
+        assert result.exit_code == 0
+        for words in ("dflash-zlab (z-lab", "hidden size 256, vocabulary 4096, layers 5", "7 tokens", "1.4 MB", "yes"):
+            assert words in result.stdout
+        result = run(DEMO / "dflash", "--target", DEMO / "draft", env={"COLUMNS": "200"})
+        assert result.exit_code == 1
+        assert "problem" in result.stdout
+        assert "hidden size 256, and the target has 128" in result.stdout
+
+    def test_a_target_on_the_hub(self, hub):
+        hub.add("user/target", DEMO / "target")
+        assert run(DEMO / "eagle", "--target", "user/target").exit_code == 0
+        assert hub.sent("/storage/*") == 0
+
+    def test_revision_subfolder_cache_and_offline(self, hub, tmp_path):
+        files = {f"inner/{path.name}": path.read_bytes() for path in (DEMO / "medusa").iterdir()}
+        hub.add("user/head", files=files, revision="v2")
+        where = ("user/head", "--revision", "v2", "--subfolder", "inner", "--cache-dir", tmp_path)
+        assert run(*where).exit_code == 0
+        assert (tmp_path / "models--user--head").is_dir()
+        hub.requests.clear()
+        result = run("user/head", "--offline")
+        assert result.exit_code == 2
+        assert "not in the cache" in result.stderr
+        assert not hub.requests
+
+    @pytest.mark.parametrize("arguments", [("user/none",), (DEMO / "eagle", "--target", "user/none")])
+    def test_errors(self, hub, arguments):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert "neither a local folder nor a repository of this name" in result.stderr
+        assert "Traceback" not in result.stderr
+
+    def test_an_unknown_format(self, tmp_path):
+        (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
+        result = run(tmp_path)
+        assert result.exit_code == 2
+        assert "BertModel" in result.stderr
+        with pytest.raises(CheckpointFormatError):
+            inspect_checkpoint(tmp_path)
+
+
+def test_a_token_goes_to_both_repositories(hub):
+    hub.add("other/head", DEMO / "eagle", private=True)
+    hub.add("other/target", DEMO / "target", gated=True)
+    assert inspect_checkpoint("other/head", "other/target", token=TOKEN).fits is True
+    with pytest.raises(CheckpointAccessError):
+        inspect_checkpoint("other/head", "other/target")

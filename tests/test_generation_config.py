@@ -1,0 +1,189 @@
+"""Settings in the generation config: honoured where the call names none, and no more."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, pipeline
+
+import hf_specdec
+from hf_specdec import SpecConfigError, SpeculativeConfig, hook, record
+from tests.models import letter_tokenizer, prompts, tiny_llama
+
+
+SETTINGS = {"do_sample": False, "max_new_tokens": 24}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 6}
+
+
+@pytest.fixture
+def inputs():
+    return prompts(2, length=9)
+
+
+@pytest.fixture
+def configured(tmp_path):
+    """A model of its own whose saved generation config has settings."""
+    model = tiny_llama()
+    hf_specdec.store_settings(model.generation_config, NGRAM)
+    model.save_pretrained(tmp_path / "model")
+    saved = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert saved["speculative"] == NGRAM
+    return AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+
+
+def calls(run):
+    """What `run` returns, and the statistics of the speculative calls in it."""
+    with record() as made:
+        output = run()
+    return output, [call.stats for call in made.calls]
+
+
+def test_a_saved_config_is_honoured(model, configured, inputs):
+    plain = model.generate(**inputs, **SETTINGS)
+    output, stats = calls(lambda: configured.generate(**inputs, **SETTINGS))
+    assert torch.equal(output, plain)
+    assert [stat.method for stat in stats] == ["ngram"]
+    assert stats[0].num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_the_explicit_form_and_the_method(configured, inputs, explicit):
+    generate = hf_specdec.generate if explicit else type(configured).generate
+    _, stats = calls(lambda: generate(configured, **inputs, **SETTINGS))
+    assert len(stats) == 1
+
+
+def test_the_call_has_the_last_word(configured, inputs):
+    for off in ({"spec_method": "off"}, {"speculative": False}, {"speculative": "off"}):
+        assert calls(lambda off=off: configured.generate(**inputs, **SETTINGS, **off))[1] == []
+    _, (stats,) = calls(lambda: configured.generate(**inputs, **SETTINGS, num_speculative_tokens=2))
+    _, (default,) = calls(lambda: configured.generate(**inputs, **SETTINGS))
+    assert stats.method == "ngram"
+    assert stats.num_draft_tokens < default.num_draft_tokens
+    draft = tiny_llama(seed=1)
+    _, (stats,) = calls(lambda: configured.generate(**inputs, **SETTINGS, assistant=draft))
+    assert stats.method == "draft_model"
+
+
+@pytest.mark.parametrize("as_position", [False, True])
+def test_a_config_of_the_call(model, configured, inputs, as_position):
+    def generate(target, **settings):
+        config = GenerationConfig(**SETTINGS, pad_token_id=0, **settings)
+        if as_position:
+            return target.generate(inputs["input_ids"], config, attention_mask=inputs["attention_mask"])
+        return target.generate(**inputs, generation_config=config)
+
+    plain = model.generate(**inputs, **SETTINGS)
+    for target, settings, methods in (
+        (model, {}, []),
+        (model, {"speculative": "ngram"}, ["ngram"]),
+        (model, {"speculative": SpeculativeConfig(method="ngram")}, ["ngram"]),
+        (configured, {}, ["ngram"]),
+        (configured, {"speculative": "off"}, []),
+        (configured, {"speculative": {"method": "suffix"}}, ["suffix"]),
+    ):
+        output, stats = calls(lambda target=target, settings=settings: generate(target, **settings))
+        assert torch.equal(output, plain)
+        assert [stat.method for stat in stats] == methods
+
+
+def test_a_drafter_by_name(model, inputs, tmp_path):
+    tiny_llama(seed=1).save_pretrained(tmp_path / "draft")
+    for value in (str(tmp_path / "draft"), {"model": str(tmp_path / "draft"), "same_tokenizer": True}):
+        config = GenerationConfig(**SETTINGS, pad_token_id=0, speculative=value)
+        _, (stats,) = calls(lambda config=config: model.generate(**inputs, generation_config=config))
+        assert stats.method == "draft_model"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_beams": 2}, {"use_cache": False}, {"custom_generate": lambda model, input_ids, **kwargs: input_ids}],
+    ids=["beams", "no cache", "own loop"],
+)
+def test_calls_that_cannot_speculate_are_plain(model, configured, inputs, settings, caplog):
+    output, stats = calls(lambda: configured.generate(**inputs, **SETTINGS, **settings))
+    assert stats == []
+    assert torch.equal(output, model.generate(**inputs, **SETTINGS, **settings))
+    # The same, asked for in the call, is an error.
+    with pytest.raises(SpecConfigError):
+        model.generate(**inputs, **SETTINGS, **settings, speculative=NGRAM)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"method": "ngrm"}, "Unknown spec_method='ngrm'.*off"),
+        ({"method": "ngram", "top_k": 3}, "in the generation config: .*top_k"),
+        ({"num_speculative_tokens": 3}, "in the generation config: .*method or a model"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "in the generation config: .*num_speculative_tokens"),
+        (["ngram"], "in the generation config: .*got list"),
+        (True, "in the generation config: .*got bool"),
+        ('{"method": "ngram"}', "must be an object of settings"),
+        ({"model": "a/b", "trust_remote_code": True}, "must not let code run"),
+        ({"model": "a/b", "options": {"trust_remote_code": True}}, "must not let code run"),
+    ],
+)
+def test_wrong_settings_are_clear_errors(inputs, settings, match):
+    model = tiny_llama()
+    model.generation_config.speculative = settings
+    with pytest.raises(SpecConfigError, match=match):
+        model.generate(**inputs, **SETTINGS)
+    assert model.generate(**inputs, **SETTINGS, spec_method="off").shape == (2, 33)
+
+
+def test_a_saved_drafter_cannot_bring_code_along(inputs, tmp_path):
+    draft = tmp_path / "draft"
+    tiny_llama(seed=1).save_pretrained(draft)
+    (draft / "speculation_config.json").write_text('{"method": "draft_model", "trust_remote_code": true}')
+    model = tiny_llama()
+    model.generation_config.speculative = str(draft)
+    with pytest.raises(SpecConfigError, match="must not let code run"):
+        model.generate(**inputs, **SETTINGS)
+
+
+def test_pipelines_honour_it(configured):
+    tokenizer = letter_tokenizer()
+    text, settings = "abcabcabc", {"do_sample": False, "max_new_tokens": 12}
+    plain = pipeline("text-generation", model=tiny_llama(), tokenizer=tokenizer)(text, **settings)
+    output, stats = calls(lambda: pipeline("text-generation", model=configured, tokenizer=tokenizer)(text, **settings))
+    assert output == plain
+    assert len(stats) == 1
+
+
+def test_stored_settings(model, tmp_path):
+    config = GenerationConfig()
+    for given, stored in (
+        ("ngram", "ngram"),
+        ("off", "off"),
+        ("user/head", "user/head"),
+        (tmp_path, str(tmp_path)),
+        (NGRAM, NGRAM),
+        # What only concerns this machine is not stored.
+        (SpeculativeConfig(model="user/head", device="cuda:1"), {"model": "user/head"}),
+    ):
+        hf_specdec.store_settings(config, given)
+        assert config.speculative == stored
+        config.save_pretrained(tmp_path)
+        assert GenerationConfig.from_pretrained(tmp_path).speculative == stored
+    hf_specdec.store_settings(config, None)
+    assert not hasattr(config, "speculative")
+    for wrong in ({"method": "ngrm"}, {"model": "a/b", "trust_remote_code": True}, 3, '{"method": "ngram"}'):
+        with pytest.raises(SpecConfigError):
+            hf_specdec.store_settings(config, wrong)
+    assert not hasattr(config, "speculative")
+
+
+def test_without_the_package_the_entry_does_nothing(configured, inputs):
+    hook.uninstall()
+    try:
+        output, stats = calls(lambda: configured.generate(**inputs, **SETTINGS))
+    finally:
+        hook.install()
+    assert stats == []
+    assert output.shape == (2, 33)
+
+
+def test_the_config_and_the_model_stay_as_they_are(configured, inputs):
+    before = configured.generation_config.to_dict()
+    configured.generate(**inputs, **SETTINGS)
+    assert configured.generation_config.to_dict() == before

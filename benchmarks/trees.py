@@ -33,7 +33,8 @@ from hf_specdec.benchmarking import describe_environment
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.functional import slot_model
 from hf_specdec.decoding.masks import node_masks, node_positions
-from hf_specdec.logits.acceptance import best_tokens, follow
+from hf_specdec.kernels.acceptance import follow
+from hf_specdec.logits.acceptance import best_tokens
 from hf_specdec.token_trees import TokenTree
 
 

@@ -14,7 +14,7 @@ import torch
 from hf_specdec import CandidateGenerator, DraftTree, SpeculativeConfig, Speculator, register_candidate_generator
 from hf_specdec.candidate_generators import available_methods
 from hf_specdec.candidate_generators.base import DraftStep
-from hf_specdec.logits.acceptance import sample_from_probs
+from hf_specdec.kernels.sampling import sample_from_probs
 from hf_specdec.logits.randomness import DRAFT
 
 

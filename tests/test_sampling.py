@@ -15,8 +15,9 @@ from transformers import LogitsProcessor
 
 from hf_specdec import CandidateGenerator, SpecDecError, SpeculativeConfig, Speculator, load_speculator, record
 from hf_specdec.candidate_generators.base import NoDrafts
+from hf_specdec.kernels.acceptance import Acceptance
+from hf_specdec.kernels.sampling import sample_from_probs
 from hf_specdec.logits import rules
-from hf_specdec.logits.acceptance import Acceptance, sample_from_probs
 from hf_specdec.logits.verifier import take_nodes
 from hf_specdec.token_trees import TokenTree
 from tests.models import VOCAB_SIZE, prompts, scripted_for, tiny_llama

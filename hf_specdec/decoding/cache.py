@@ -9,36 +9,20 @@ Shapes: B allocated rows of which the first R are active, H key/value heads, C s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from ..errors import UnsupportedModelError
+from ..kernels.cache import WritePlan, move_slots, write_slots
 from .recurrent import RecurrentState, load_state
 
 
-@dataclass
-class WritePlan:
-    """Where the next forward writes, the same for all layers.
-
-    Attributes:
-        columns (`int`): Slots that attention reads: the longest row with its new nodes.
-        offset (`int`, *optional*): First slot, when it is the same for all rows; the write is then a plain copy.
-        slots (`torch.LongTensor` of shape `(R, T)`, *optional*): Slot of each node, when rows differ in length.
-    """
-
-    columns: int
-    offset: int | None
-    slots: torch.LongTensor | None
-    _flat_indices: dict = field(default_factory=dict)
-
-    def flat_index(self, heads: int, capacity: int, device: torch.device) -> torch.LongTensor:
-        """Index of every (row, head, node) in a buffer `(B, H, C, D)` on `device`, seen as `(B * H * C, D)`."""
-        key = (heads, capacity, device)
-        if key not in self._flat_indices:
-            self._flat_indices[key] = flat_slots(self.slots.to(device), heads, capacity)
-        return self._flat_indices[key]
+if TYPE_CHECKING:
+    from .graphs import SlotStore
 
 
 class SlotLayer(CacheLayerMixin):
@@ -47,14 +31,21 @@ class SlotLayer(CacheLayerMixin):
     Sliding-window layers keep all slots as well; their masks limit what is seen, by position. Layers that choose
     their keys by an index have a third buffer, `indexer_keys`, of shape `(B, 1, C, D)`. Recurrent layers have a state
     in the place of slots, or beside them.
+
+    Args:
+        capacity (`int`): Slots to allocate at first.
+        limit (`int`, *optional*): Slots that the call can fill at most.
+        take (`Callable`, *optional*): Gives buffers that outlive the call, which may be larger: what
+            [`SlotStore.take`] is for the layer.
     """
 
     is_sliding = False
 
-    def __init__(self, capacity: int, limit: int | None = None):
+    def __init__(self, capacity: int, limit: int | None = None, take: Callable | None = None):
         super().__init__()
         self.capacity = capacity
         self.limit = limit
+        self._take = take
         self.length = 0
         self.indexer_keys: torch.Tensor | None = None
         self.recurrent = RecurrentState()
@@ -78,38 +69,37 @@ class SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         # Zeros, not empty: a masked slot has weight 0, and 0 * NaN would still be NaN.
-        self.keys, self.values = self._allocated(key_states), self._allocated(value_states)
+        self.keys, self.values = self._allocated("keys", key_states), self._allocated("values", value_states)
         self.is_initialized = True
 
-    def _allocated(self, states: torch.Tensor) -> torch.Tensor:
-        return states.new_zeros((*states.shape[:2], self.capacity, states.shape[-1]))
+    def _allocated(self, name: str, states: torch.Tensor) -> torch.Tensor:
+        rows, heads, _, size = states.shape
+        if self._take is None:
+            return states.new_zeros((rows, heads, self.capacity, size))
+        buffer = self._take(name, rows, heads, self.capacity, states)
+        self.capacity = buffer.shape[2]
+        return buffer
 
     def update(self, key_states, value_states, plan: WritePlan | None = None):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if plan is None:
-            plan = WritePlan(self.length + key_states.shape[2], self.length, None)
+            plan = WritePlan(self.length + key_states.shape[2], self.length)
             self.length = plan.columns
         if plan.columns > self.capacity:
             self.grow(plan.columns)
         self._plan = plan
-        return (self._write(self.keys, key_states, plan), self._write(self.values, value_states, plan))
+        write_slots((self.keys, self.values), (key_states, value_states), plan)
+        rows = key_states.shape[0]
+        return self.keys[:rows, :, : plan.columns], self.values[:rows, :, : plan.columns]
 
     def update_indexer(self, key_states: torch.Tensor) -> torch.Tensor:
         """Writes indexer keys `(R, T, D)` to the slots of the last `update`; returns all of them `(R, S, D)`."""
         states = key_states[:, None]
         if self.indexer_keys is None:
-            self.indexer_keys = self._allocated(states)
-        return self._write(self.indexer_keys, states, self._plan)[:, 0]
-
-    def _write(self, buffer: torch.Tensor, states: torch.Tensor, plan: WritePlan) -> torch.Tensor:
-        rows, heads, nodes, size = states.shape
-        if plan.offset is not None:
-            buffer[:rows, :, plan.offset : plan.offset + nodes].copy_(states)
-        else:
-            index = plan.flat_index(heads, self.capacity, buffer.device)
-            buffer.view(-1, size).index_copy_(0, index, states.reshape(-1, size))
-        return buffer[:rows, :, : plan.columns]
+            self.indexer_keys = self._allocated("indexer_keys", states)
+        write_slots((self.indexer_keys,), (states,), self._plan)
+        return self.indexer_keys[: len(states), 0, : self._plan.columns]
 
     def grow(self, columns: int) -> None:
         """Makes room for at least `columns` slots, doubling up to the limit so that copies stay rare."""
@@ -119,16 +109,8 @@ class SlotLayer(CacheLayerMixin):
         for name in ("keys", "values", "indexer_keys"):
             old = getattr(self, name)
             if old is not None:
-                setattr(self, name, self._allocated(old))
+                setattr(self, name, self._allocated(name, old))
                 getattr(self, name)[:, :, :filled].copy_(old)
-
-    def move(self, source: WritePlan, target: WritePlan) -> None:
-        """Copies the slots of `source` to those of `target`, row by row; the two may overlap."""
-        for buffer in self.buffers:
-            _, heads, capacity, size = buffer.shape
-            flat = buffer.view(-1, size)
-            read, written = (plan.flat_index(heads, capacity, buffer.device) for plan in (source, target))
-            flat.index_copy_(0, written, flat[read])
 
     def move_row(self, source: int, target: int, columns: int) -> None:
         for buffer in self.buffers:
@@ -156,12 +138,16 @@ class SlotCache(Cache):
     Args:
         capacity (`int`): Slots to allocate at first.
         limit (`int`, *optional*): Slots that the call can fill at most.
+
+    Attributes:
+        store (`SlotStore`, *optional*): Has the buffers, where captured forwards read and write them.
     """
 
     def __init__(self, capacity: int, limit: int | None = None):
         super().__init__(layers=[])
         self.capacity = capacity
         self.limit = limit
+        self.store: SlotStore | None = None
         self.lengths: list[int] | None = None
         self.plan: WritePlan | None = None
         self.last_recurrent_layer = -1
@@ -179,7 +165,7 @@ class SlotCache(Cache):
                 self._layer(index).recurrent = load_state(layer)
             if getattr(layer, "keys", None) is not None and layer.keys.numel():
                 offset = layer.get_seq_length() - layer.keys.shape[2]
-                self.plan = WritePlan(layer.get_seq_length(), offset, None)
+                self.plan = WritePlan(layer.get_seq_length(), offset)
                 self.update(layer.keys, layer.values, index)
                 if getattr(layer, "is_indexer_initialized", False):
                     self.update_indexer(layer.indexer_keys, index)
@@ -188,8 +174,20 @@ class SlotCache(Cache):
 
     def _layer(self, layer_idx: int) -> SlotLayer:
         while len(self.layers) <= layer_idx:
-            self.layers.append(SlotLayer(self.capacity, self.limit))
+            take = None if self.store is None else partial(self.store.take, len(self.layers))
+            self.layers.append(SlotLayer(self.capacity, self.limit, take))
         return self.layers[layer_idx]
+
+    @property
+    def allocated(self) -> int:
+        """Slots that all layers have room for."""
+        return min(layer.capacity for layer in self.layers if layer.is_initialized)
+
+    def reserve(self, columns: int) -> None:
+        """Makes room for at least `columns` slots in all layers."""
+        for layer in self.layers:
+            if layer.is_initialized and layer.capacity < columns:
+                layer.grow(columns)
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         return self._layer(layer_idx).update(key_states, value_states, self.plan)
@@ -241,23 +239,17 @@ class SlotCache(Cache):
         """Ends the prefill: from now on rows have their own lengths, which are all equal at first."""
         self.lengths = [self.get_seq_length()] * batch_size
 
-    def plan_write(self, nodes: int, device: torch.device, ahead: int = 0) -> WritePlan:
+    def plan_write(self, nodes: int, ahead: int = 0) -> WritePlan:
         """Decides where the next forward of `nodes` tokens a row goes; it stays in force until the next plan.
 
         Args:
             nodes (`int`): T.
-            device (`torch.device`): Of the tokens.
             ahead (`int`): Slots between each row's length and the first node: those of nodes that earlier forwards of
                 the same tree have written.
         """
         longest = max(self.lengths)
-        columns = longest + ahead + nodes
-        if min(self.lengths) == longest:
-            self.plan = WritePlan(columns, longest + ahead, None)
-        else:
-            # Not made on the device, which would wait for what runs there.
-            starts = torch.tensor(self.lengths).to(device, non_blocking=True)[:, None]
-            self.plan = WritePlan(columns, None, starts + torch.arange(ahead, ahead + nodes, device=device))
+        offset = longest + ahead if min(self.lengths) == longest else None
+        self.plan = WritePlan(longest + ahead + nodes, offset, [length + ahead for length in self.lengths], nodes)
         for layer in self.layers:
             layer.length = longest
         return self.plan
@@ -273,20 +265,9 @@ class SlotCache(Cache):
         """
         # The anchor alone lies in place, too.
         if path is not None and path.shape[1] > 1:
-            self._move_to_front(path)
+            starts = torch.tensor(self.lengths).to(path.device, non_blocking=True)
+            move_slots([buffer for layer in self.layers for buffer in layer.buffers], starts, path)
         self.lengths = [length + count for length, count in zip(self.lengths, counts)]
-
-    def _move_to_front(self, path: torch.LongTensor) -> None:
-        """Copies the nodes of a path to the slots behind each row's length."""
-        steps = torch.arange(path.shape[1], device=path.device)
-        # The first nodes lie in place already. Elsewhere than on the CPU, asking costs more than moving them.
-        if path.device.type == "cpu" and (path <= steps).all():
-            return
-        starts = torch.tensor(self.lengths, device=path.device)[:, None]
-        columns = max(self.lengths) + path.shape[1]
-        source, target = (WritePlan(columns, None, starts + nodes) for nodes in (path, steps))
-        for layer in self.layers:
-            layer.move(source, target)
 
     def keep_rows(self, keep: list[int]) -> None:
         """Keeps the active rows at these positions, in this order; only rows that change places are copied.
@@ -326,13 +307,6 @@ def dynamic_cache(rows: list[list[tuple[torch.Tensor, ...]]], config) -> Dynamic
         if indexer_keys:
             cache.update_indexer(indexer_keys[0][:, 0], index)
     return cache
-
-
-def flat_slots(slots: torch.LongTensor, heads: int, capacity: int) -> torch.LongTensor:
-    """Slots `(R, M)` of every head as indices `(R * H * M,)` into a buffer `(B, H, C, D)` seen as `(B * H * C, D)`."""
-    rows = slots.shape[0]
-    base = torch.arange(rows * heads, device=slots.device).view(rows, heads, 1) * capacity
-    return (base + slots[:, None, :]).reshape(-1)
 
 
 def compact(finished: list[bool]) -> list[int]:

@@ -16,17 +16,9 @@ from transformers.utils import logging
 
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
-from .acceptance import (
-    Acceptance,
-    accept_synthetic,
-    accept_typical,
-    best_tokens,
-    follow,
-    reject_block,
-    reject_chain,
-    reject_tree,
-    sample_from_probs,
-)
+from ..kernels.acceptance import Acceptance, follow, reject_chain, reject_tree
+from ..kernels.sampling import sample_from_probs
+from .acceptance import accept_synthetic, accept_typical, best_tokens, reject_block
 from .randomness import ACCEPT, TARGET, RowUniforms
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .acceptance import sample_from_probs
+from ..kernels.sampling import sample_from_probs
 from .processors import ProcessorStack
 from .randomness import RowUniforms
 

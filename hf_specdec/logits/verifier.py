@@ -16,7 +16,9 @@ import torch
 
 from ..drafts import DraftTree
 from ..errors import SpecConfigError, SpecDecError
-from .acceptance import Acceptance, best_tokens, reject_chain, reject_tree, sample_from_probs
+from ..kernels.acceptance import Acceptance, reject_chain, reject_tree
+from ..kernels.sampling import sample_from_probs
+from .acceptance import best_tokens
 from .processors import ProcessorStack
 from .randomness import ACCEPT, TARGET
 from .rules import StandardRule

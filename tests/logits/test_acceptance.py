@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from hf_specdec.drafts import DraftTree
-from hf_specdec.logits.acceptance import Acceptance, _first_above, follow, reject_chain, reject_tree, sample_from_probs
+from hf_specdec.kernels.acceptance import Acceptance, follow, reject_chain, reject_tree
+from hf_specdec.kernels.sampling import _first_above, sample_from_probs
 from tests.statistics import chi_square_pvalue
 
 

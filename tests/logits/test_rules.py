@@ -11,15 +11,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from hf_specdec.drafts import DraftTree
-from hf_specdec.logits.acceptance import (
-    accept_synthetic,
-    accept_typical,
-    block_thresholds,
-    follow,
-    reject_block,
-    reject_chain,
-    sample_from_probs,
-)
+from hf_specdec.kernels.acceptance import follow, reject_chain
+from hf_specdec.kernels.sampling import sample_from_probs
+from hf_specdec.logits.acceptance import accept_synthetic, accept_typical, block_thresholds, reject_block
 from hf_specdec.logits.rules import conditional_rates, rates_of_length
 from hf_specdec.token_trees import TokenTree
 from tests.statistics import chi_square_pvalue

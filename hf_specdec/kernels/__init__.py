@@ -1,0 +1,1 @@
+"""Triton kernels, each beside the torch reference that defines its result. They know nothing of methods."""

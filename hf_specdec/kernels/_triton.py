@@ -1,0 +1,84 @@
+"""Triton, or a stand-in with which the kernel files can be imported; and the choice between kernel and reference.
+
+No other file imports Triton. Kernel files begin with `from __future__ import annotations`, so that `tl.constexpr` in a
+signature is never evaluated where there is no `tl`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from transformers.utils import logging
+
+from ..errors import MissingDependencyError, SpecConfigError
+
+
+logger = logging.get_logger(__name__)
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+except ImportError:
+
+    class triton:
+        @staticmethod
+        def jit(function=None, **options):
+            return function or (lambda function: function)
+
+    tl = None
+    HAS_TRITON = False
+
+# Whether kernels run in Triton's interpreter, on CPU tensors. Triton reads the variable when it is imported.
+IS_INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+# Read once, when the package is first used.
+CHOICE = os.environ.get("HF_SPECDEC_KERNELS", "auto")
+
+
+def use_triton(*tensors: torch.Tensor | None) -> bool:
+    """Whether an operation runs as a Triton kernel: if its tensors are on a GPU and Triton is installed.
+
+    The environment variable `HF_SPECDEC_KERNELS` overrides this: with `torch` every operation runs as its torch
+    reference; with `triton` as a kernel, or there is an error (kernels run on CPU tensors in Triton's interpreter
+    only).
+
+    Args:
+        tensors (`torch.Tensor`, *optional*): The operation's tensors; those that are `None` do not count.
+
+    Raises:
+        SpecConfigError: `HF_SPECDEC_KERNELS` has no such value, or kernels cannot run on these tensors.
+        MissingDependencyError: `HF_SPECDEC_KERNELS=triton` without Triton.
+    """
+    if CHOICE == "torch":
+        return False
+    on_gpu = all([tensor is None or tensor.is_cuda for tensor in tensors])
+    if CHOICE == "auto":
+        if on_gpu and not HAS_TRITON:
+            logger.warning_once(
+                "Triton is not installed, so verification runs through plain torch operations, which are slower. "
+                "Install it with `pip install triton`, in the version that your torch asks for."
+            )
+        return on_gpu and HAS_TRITON
+    if CHOICE != "triton":
+        raise SpecConfigError(f"HF_SPECDEC_KERNELS must be 'auto', 'torch' or 'triton', got '{CHOICE}'.")
+    if not HAS_TRITON:
+        raise MissingDependencyError(
+            "HF_SPECDEC_KERNELS=triton, but Triton is not installed. Install it, or unset the variable."
+        )
+    if not (on_gpu or IS_INTERPRETED):
+        raise SpecConfigError(
+            "HF_SPECDEC_KERNELS=triton, but tensors are not on a GPU. Move the model there, unset the variable, or "
+            "start Python with TRITON_INTERPRET=1 to run the kernels in Triton's interpreter."
+        )
+    return True
+
+
+def needs_upcast(*tensors: torch.Tensor | None) -> bool:
+    """Whether a kernel must cast what it loads to float32 before any arithmetic.
+
+    Triton's interpreter adds, multiplies and compares the raw bits of bfloat16.
+    """
+    return IS_INTERPRETED and any(tensor is not None and tensor.dtype == torch.bfloat16 for tensor in tensors)

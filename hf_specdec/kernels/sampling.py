@@ -1,0 +1,168 @@
+"""Drawing from distributions by the inverse CDF, one random number a draw.
+
+    y = the smallest id with  sum_{i <= y} w_i > u sum_i w_i  and  w_y > 0
+
+The cumulative sum is taken over blocks of the vocabulary, then inside the block in which it passes the threshold.
+
+Shapes: R rows (all dimensions but the last), V vocabulary, C = ceil(V / `BLOCK_SIZE`) blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ._triton import tl, triton, use_triton
+from .indexing import arange, widest_float
+
+
+# Entries of the vocabulary that are first treated as one.
+BLOCK_SIZE = 256
+
+# Blocks that one program sums up.
+BLOCKS_PER_PROGRAM = 16
+
+
+def sample_from_probs(probs: torch.FloatTensor, uniform: torch.FloatTensor) -> torch.LongTensor:
+    """Draws one id per distribution by its inverse CDF: the smallest id whose cumulative sum exceeds uniform * total.
+
+    An id of probability 0 is never returned. A row's id does not depend on the rows around it. Cumulative sums are
+    taken in float64 over blocks of the vocabulary, then inside one block, so that the tail of a vocabulary of any
+    size is drawn with its own probabilities.
+
+    Args:
+        probs (`torch.FloatTensor` of shape `(..., V)`): Probabilities, or weights with any positive sum.
+        uniform (`torch.FloatTensor` of shape `(...)`): Numbers in [0, 1), best in float64.
+
+    Returns:
+        `torch.LongTensor` of shape `(...)`: The ids; -1 for a row without a positive finite sum (all zero, or with
+        NaN or infinity), which no embedding accepts as a token.
+    """
+    sample = _sample_triton if use_triton(probs, uniform) else sample_torch
+    return sample(probs, uniform)
+
+
+def sample_torch(probs: torch.FloatTensor, uniform: torch.FloatTensor) -> torch.LongTensor:
+    """The reference of `sample_from_probs`."""
+    vocab_size = probs.shape[-1]
+    precision = widest_float(probs.device)
+    masses = _block_sums(probs).to(precision)
+    cumulative = masses.cumsum(-1)
+    total = cumulative[..., -1]
+    threshold = (uniform.to(precision) * total).unsqueeze(-1)
+    block = _first_above(masses, cumulative, threshold).unsqueeze(-1)
+    rest = threshold - (cumulative - masses).gather(-1, block)
+
+    ids = block * BLOCK_SIZE + arange(min(BLOCK_SIZE, vocab_size), probs.device)
+    weights = probs.gather(-1, ids.clamp(max=vocab_size - 1)).to(precision).masked_fill_(ids >= vocab_size, 0.0)
+    choice = block.squeeze(-1) * BLOCK_SIZE + _first_above(weights, weights.cumsum(-1), rest)
+    return choice.masked_fill_(~((total > 0) & (total < torch.inf)), -1)
+
+
+def _block_sums(probs: torch.FloatTensor) -> torch.FloatTensor:
+    """Sums over blocks of `BLOCK_SIZE` ids in float32 or better; the last block may be shorter."""
+    dtype = torch.promote_types(probs.dtype, torch.float32)
+    num_whole, num_left = divmod(probs.shape[-1], BLOCK_SIZE)
+    whole, left = probs.split([num_whole * BLOCK_SIZE, num_left], dim=-1)
+    sums = whole.unflatten(-1, (num_whole, BLOCK_SIZE)).sum(-1, dtype=dtype)
+    if num_left == 0:
+        return sums
+    return torch.cat([sums, left.sum(-1, keepdim=True, dtype=dtype)], dim=-1)
+
+
+def _first_above(weights, cumulative, threshold) -> torch.LongTensor:
+    """First entry of positive weight whose cumulative sum exceeds the threshold, along the last dimension.
+
+    Where rounding leaves none, the entry of the largest weight. The weights are asked too because a parallel
+    cumulative sum may grow by rounding at an entry of weight 0.
+    """
+    is_above = (cumulative > threshold) & (weights > 0)
+    return weights.masked_fill(is_above, torch.inf).argmax(-1)
+
+
+@triton.jit
+def find_block(
+    sums_ptr,  # [C], the blocks' sums
+    uniform,
+    C,
+    BLOCK_C: tl.constexpr,
+):
+    """The block that a number falls into, what is left of the threshold in it, and whether there is a law at all."""
+    index = tl.arange(0, BLOCK_C)
+    sums = tl.load(sums_ptr + index, mask=index < C, other=0.0).to(tl.float64)
+    cumulative = tl.cumsum(sums, axis=0)
+    total = tl.sum(tl.where(index == C - 1, cumulative, 0.0), axis=0)
+    threshold = uniform * total
+    block = first_above(sums, cumulative, threshold)
+    before = tl.sum(tl.where(index == block, cumulative - sums, 0.0), axis=0)
+    return block, threshold - before, (total > 0) & (total < float("inf"))
+
+
+@triton.jit
+def first_above(weights, cumulative, threshold):
+    """As `_first_above`, of one vector."""
+    is_above = (cumulative > threshold) & (weights > 0)
+    # Versions of Triton differ in what they make of NaN; rows that hold it are marked elsewhere.
+    numbers = tl.where(weights > 0, weights, 0.0)
+    return tl.argmax(tl.where(is_above, float("inf"), numbers), axis=0)
+
+
+@triton.jit
+def _block_sums_kernel(
+    probs_ptr,  # [R, V]
+    sums_ptr,  # [R, C]
+    V,
+    C,
+    BLOCKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)  # R * V passes 2**31 at 256 x 64 x 152k
+    blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    ids = blocks[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
+    weights = tl.load(probs_ptr + row * V + ids, mask=ids < V, other=0.0).to(sums_ptr.dtype.element_ty)
+    tl.store(sums_ptr + row * C + blocks, tl.sum(weights, axis=1), mask=blocks < C)
+
+
+@triton.jit
+def _draw_kernel(
+    probs_ptr,  # [R, V]
+    sums_ptr,  # [R, C]
+    uniform_ptr,  # [R]
+    ids_ptr,  # [R], written
+    V,
+    C,
+    BLOCK_C: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    uniform = tl.load(uniform_ptr + row).to(tl.float64)
+    block, rest, has_law = find_block(sums_ptr + row * C, uniform, C, BLOCK_C)
+    ids = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    weights = tl.load(probs_ptr + row * V + ids, mask=ids < V, other=0.0).to(tl.float64)
+    choice = block * BLOCK_SIZE + first_above(weights, tl.cumsum(weights, axis=0), rest)
+    tl.store(ids_ptr + row, tl.where(has_law, choice, -1))
+
+
+def _sample_triton(probs: torch.FloatTensor, uniform: torch.FloatTensor) -> torch.LongTensor:
+    vocab_size = probs.shape[-1]
+    rows = probs.reshape(-1, vocab_size).contiguous()
+    num_rows, num_blocks = rows.shape[0], triton.cdiv(vocab_size, BLOCK_SIZE)
+    sums = rows.new_empty((num_rows, num_blocks), dtype=torch.promote_types(probs.dtype, torch.float32))
+    ids = torch.empty(probs.shape[:-1], dtype=torch.long, device=probs.device)
+    if num_rows == 0:
+        return ids
+    with torch.cuda.device_of(probs):
+        _block_sums_kernel[num_rows, triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM)](
+            rows, sums, vocab_size, num_blocks, BLOCKS=BLOCKS_PER_PROGRAM, BLOCK_SIZE=BLOCK_SIZE, num_warps=4
+        )
+        _draw_kernel[(num_rows,)](
+            rows,
+            sums,
+            uniform.expand(probs.shape[:-1]).reshape(-1),
+            ids,
+            vocab_size,
+            num_blocks,
+            BLOCK_C=triton.next_power_of_2(num_blocks),
+            BLOCK_SIZE=BLOCK_SIZE,
+            num_warps=4,
+        )
+    return ids

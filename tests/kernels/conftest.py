@@ -1,0 +1,116 @@
+"""Kernels are tested in three ways, each in a process of its own kind.
+
+- `device` fixture, "cpu": in Triton's interpreter, where TRITON_INTERPRET=1. `test_interpreted.py` starts such a
+  process, so that the plain suite covers these tests.
+- `device` fixture, "cuda": on a GPU (`pytest -m gpu`), the same tests.
+- `compile_for` fixture: compiled ahead of time for GPUs that need not be there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+# Shared memory that a block may take, in bytes, by compute capability.
+SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+
+# ptxas of different versions trades a few bytes of stack for occupancy.
+SPILL_ALLOWANCE = 32
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> torch.device:
+    """Where a kernel can run: in the interpreter, or on a GPU."""
+    pytest.importorskip("triton")
+    if request.param == "cpu" and not IS_INTERPRETED:
+        pytest.skip("needs TRITON_INTERPRET=1, see test_interpreted.py")
+    if request.param == "cuda" and (IS_INTERPRETED or not torch.cuda.is_available()):
+        pytest.skip("needs a GPU, and no TRITON_INTERPRET")
+    return torch.device(request.param)
+
+
+@pytest.fixture(params=sorted(SHARED_MEMORY), ids="sm_{}".format)
+def compile_for(request):
+    """A context in which launchers are given CPU tensors, and compile what they would launch without running it.
+
+    When it ends, each kernel must have been compiled without spilling and must fit into the shared memory. The
+    context's value is the list of compiled kernels.
+    """
+    pytest.importorskip("triton")
+    if IS_INTERPRETED:
+        pytest.skip("Triton compiles only without TRITON_INTERPRET")
+    arch = request.param
+
+    @contextlib.contextmanager
+    def context():
+        with fake_gpu(arch) as kernels:
+            yield kernels
+        assert kernels, "nothing was launched"
+        for kernel in kernels:
+            used = resources(kernel)
+            assert used["spilled"] <= SPILL_ALLOWANCE, f"{kernel.name} for sm_{arch} spills: {used}"
+            assert used["shared"] <= SHARED_MEMORY[arch], f"{kernel.name} does not fit into sm_{arch}: {used}"
+
+    return context
+
+
+class FakeDriver:
+    """What Triton asks of a driver in order to compile."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self) -> str:
+        return str(self.target.arch)  # key of the cache of kernels
+
+    def get_current_stream(self, device) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def fake_gpu(arch: int):
+    """Lets every launch compile for compute capability `arch` (90 is 9.0) instead; gives the list of kernels."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    kernels = []
+    run, active = JITFunction.run, driver._active
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernels.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        return kernels[-1]
+
+    driver.set_active(FakeDriver(GPUTarget("cuda", arch, 32)))
+    JITFunction.run = compile_only
+    try:
+        yield kernels
+    finally:
+        JITFunction.run = run
+        driver.set_active(active)
+
+
+def resources(kernel) -> dict[str, int]:
+    """Registers, spilled bytes of a thread, and bytes of shared memory of a block."""
+    import triton
+
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        text = subprocess.run([cuobjdump, "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK", "LOCAL"))
+    return {"registers": registers, "spilled": stack + local, "shared": kernel.metadata.shared}

@@ -1,0 +1,131 @@
+"""Writing and moving slots: the kernels leave the same buffers behind as the references, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_specdec.kernels.cache import (
+    WritePlan,
+    _move_torch,
+    _move_triton,
+    _write_torch,
+    _write_triton,
+    move_slots,
+    write_slots,
+)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def numbered(*shape, dtype=torch.float32, first=0.0):
+    """Another number in every place, as far as the dtype can tell them apart."""
+    return (torch.arange(torch.Size(shape).numel()).view(shape) + first).to(dtype)
+
+
+def assert_same_bits(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
+# The references
+
+
+def test_rows_are_written_where_the_plan_says():
+    keys, states = torch.zeros(3, 2, 6, 4), numbered(2, 2, 2, 4, first=1)
+    write_slots((keys,), (states,), WritePlan(6, None, [1, 4], 2))
+    expected = torch.zeros(3, 2, 6, 4)
+    expected[0, :, 1:3], expected[1, :, 4:6] = states[0], states[1]
+    assert torch.equal(keys, expected)
+
+
+def test_rows_of_equal_length_are_written_at_the_offset():
+    keys, states = torch.zeros(3, 2, 6, 4), numbered(2, 2, 2, 4, first=1)
+    write_slots((keys,), (states,), WritePlan(6, 3))
+    expected = torch.zeros(3, 2, 6, 4)
+    expected[:2, :, 3:5] = states
+    assert torch.equal(keys, expected)
+
+
+def test_paths_are_moved_behind_the_starts():
+    keys = numbered(2, 1, 8, 1)
+    move_slots([keys], torch.tensor([1, 3]), torch.tensor([[0, 2, 5], [0, 1, 4]]))
+    assert keys[:, 0, :, 0].tolist() == [[0, 1, 3, 6, 4, 5, 6, 7], [8, 9, 10, 11, 12, 15, 14, 15]]
+
+
+# The kernels
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("size", "value_size"), [(16, 16), (24, 5), (128, 64)])
+@pytest.mark.parametrize("nodes", [1, 19])
+def test_write_kernel(dtype, size, value_size, nodes, device):
+    rows, heads, capacity = 3, 2, 40
+    buffers = [torch.zeros(rows + 1, heads, capacity, width, dtype=dtype) for width in (size, value_size)]
+    # The layout that models hand over, and one that is not even dense in its last dimension.
+    states = [
+        numbered(rows, nodes, heads, size, dtype=dtype).transpose(1, 2),
+        numbered(rows, heads, value_size, nodes, dtype=dtype, first=7).transpose(2, 3),
+    ]
+    plan = WritePlan(capacity, None, [0, 21, 5], nodes)
+    written = [buffer.to(device) for buffer in buffers]
+    _write_triton(written, [new.to(device) for new in states], plan)
+    _write_torch(buffers, states, plan)
+    assert_same_bits(written, buffers)
+
+
+def test_write_kernel_for_one_buffer(device):
+    buffer, states = torch.zeros(2, 1, 9, 16), numbered(2, 1, 3, 16)
+    plan = WritePlan(9, 5, [5, 5], 3)
+    written = buffer.to(device)
+    _write_triton((written,), (states.to(device),), plan)
+    _write_torch((buffer,), (states,), plan)
+    assert_same_bits([written], [buffer])
+
+
+PATHS = {
+    "in place": [[0, 1, 2], [0, 1, 2]],
+    "one behind the other": [[0, 2, 3], [0, 3, 4]],
+    "with padding": [[0, 4, 4], [0, 1, 6]],
+    "long": [[0, *range(3, 15)], [0, *range(1, 13)]],
+}
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_move_kernel(path, dtype, device):
+    """Layers of different shapes; each group of equal ones is one launch."""
+    shapes = [(3, 2, 30, 16), (3, 2, 30, 16), (3, 1, 30, 72), (3, 2, 30, 16), (3, 2, 25, 16)]
+    buffers = [numbered(*shape, dtype=dtype, first=100 * index) for index, shape in enumerate(shapes)]
+    starts, path = torch.tensor([2, 9]), torch.tensor(path)
+    moved = [buffer.to(device) for buffer in buffers]
+    _move_triton(moved, starts.to(device), path.to(device))
+    _move_torch(buffers, starts, path)
+    assert_same_bits(moved, buffers)
+
+
+def test_move_kernel_copies_what_is_no_number(device):
+    buffer = numbered(1, 1, 6, 16)
+    buffer[0, 0, 4] = float("nan")
+    moved = buffer.to(device)
+    _move_triton([moved], torch.tensor([1], device=device), torch.tensor([[0, 3]], device=device))
+    assert moved[0, 0, 2].isnan().all()
+
+
+@pytest.mark.parametrize("compile_for", [80, 90, 100, 120], indirect=True)
+def test_kernels_compile(compile_for):
+    buffers = [torch.empty(4, 8, 1024, 128, dtype=torch.bfloat16) for _ in range(2)]
+    states = [torch.empty(4, 16, 8, 128, dtype=torch.bfloat16).transpose(1, 2) for _ in buffers]
+    with compile_for() as kernels:
+        _write_triton(buffers, states, WritePlan(1024, None, [5, 6, 7, 8], 16))
+        _move_triton(buffers * 32, torch.zeros(4, dtype=torch.long), torch.zeros(4, 16, dtype=torch.long))
+    # One launch for a layer's keys and values, and one for the path in all layers.
+    assert len(kernels) == 2
+    for kernel in kernels:
+        # Sixteen bytes at a time.
+        assert "ld.global.v4.b32" in kernel.asm["ptx"]
+        assert "st.global.v4.b32" in kernel.asm["ptx"]
+    move = kernels[1].asm["ptx"]
+    # All threads have read before one writes.
+    assert move.rindex("ld.global") < move.index("bar.sync") < move.index("st.global")

@@ -1,0 +1,53 @@
+"""`generate()` with slots written, read and moved by kernels: the same text as plain generation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_specdec.kernels import _triton, cache, tree_attention
+from tests.architectures import tiny_model
+from tests.models import prompts, scripted_for, tiny_llama, tiny_mistral
+
+
+MODELS = {
+    # Through the lean forward, with a sliding window and without.
+    "llama": tiny_llama,
+    "mistral": tiny_mistral,
+    # Through their own forward: soft caps and windows, sinks and windows, chunks.
+    "gemma2": lambda: tiny_model("gemma2", vocab_size=64),
+    "gpt_oss": lambda: tiny_model("gpt_oss", vocab_size=64),
+    "llama4": lambda: tiny_model("llama4_text", vocab_size=64),
+}
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The names of the kernels that were launched."""
+    names = []
+
+    def watch(module, name):
+        kernel = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *arguments: names.append(name) or kernel(*arguments))
+
+    watch(cache, "_write_triton")
+    watch(cache, "_move_triton")
+    watch(tree_attention, "_tree_attention_triton")
+    return names
+
+
+@pytest.mark.parametrize(("name", "padding"), [*((name, True) for name in MODELS), ("llama", False)])
+def test_text_is_that_of_plain_generation(name, padding, device, launches, monkeypatch):
+    model, inputs = MODELS[name]().to(device), prompts(2, length=11, padding=padding)
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    moved = {key: values.to(device) for key, values in inputs.items()}
+    text = model.generate(**moved, **settings).cpu()
+    assert not launches
+    monkeypatch.setattr(_triton, "CHOICE", "triton")
+    output = model.generate(
+        **moved, **settings, assistant=scripted_for(text, inputs, tree="random"), return_dict_in_generate=True
+    )
+    assert torch.equal(output.sequences.cpu(), text)
+    assert 0 < output.speculative.num_accepted_tokens
+    assert output.speculative.attention == "tree kernel"
+    assert set(launches) == {"_write_triton", "_move_triton", "_tree_attention_triton"}

@@ -1,0 +1,66 @@
+"""`generate()` through the kernels: the same text as through the references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_specdec.kernels import _triton, acceptance, sampling
+from tests.models import prompts, scripted_for, tiny_llama
+from tests.sampled import sampled_speculator
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The names of the kernels of acceptance that were launched."""
+    names = []
+
+    def watch(module, name):
+        kernel = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *arguments: names.append(name) or kernel(*arguments))
+
+    watch(acceptance, "_follow_triton")
+    watch(acceptance, "_reject_triton")
+    watch(sampling, "_sample_triton")
+    return names
+
+
+@pytest.fixture
+def generate(device, monkeypatch):
+    """Generates on the device with kernels ("triton") or references ("torch")."""
+    model = tiny_llama().to(device)
+    inputs = {name: values.to(device) for name, values in prompts(2).items()}
+
+    def run(choice, drafter, do_sample):
+        monkeypatch.setattr(_triton, "CHOICE", choice)
+        torch.manual_seed(0)
+        return model.generate(**inputs, assistant=drafter, do_sample=do_sample, max_new_tokens=8).cpu()
+
+    return run
+
+
+def scripted_tree(text):
+    return scripted_for(text, prompts(2), tree="random")
+
+
+def test_greedy_trees(generate, launches):
+    text = tiny_llama().generate(**prompts(2), do_sample=False, max_new_tokens=8)
+    assert torch.equal(generate("triton", scripted_tree(text), do_sample=False), text)
+    assert set(launches) == {"_follow_triton"}
+
+
+@pytest.mark.parametrize("widths", [(1, 1, 1), (2, 1)], ids=["chain", "tree"])
+def test_drawn_drafts(widths, generate, launches):
+    drafter = sampled_speculator(3, widths=widths)
+    text = generate("torch", drafter, do_sample=True)
+    assert not launches
+    assert torch.equal(generate("triton", drafter, do_sample=True), text)
+    assert "_reject_triton" in launches
+
+
+def test_draws_at_every_node(generate, launches):
+    unlikely = tiny_llama().generate(**prompts(2), do_sample=False, max_new_tokens=8)
+    text = generate("torch", scripted_tree(unlikely), do_sample=True)
+    assert not launches
+    assert torch.equal(generate("triton", scripted_tree(text), do_sample=True), text)
+    assert set(launches) == {"_follow_triton", "_sample_triton"}

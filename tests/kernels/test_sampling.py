@@ -1,0 +1,97 @@
+"""`sample_from_probs`: the kernels give the reference's integers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hf_specdec.kernels.sampling import _sample_triton, sample_torch
+
+
+ALMOST_ONE = float(np.nextafter(1.0, 0.0))
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def random_probs(generator, *shape):
+    return torch.randn(shape, generator=generator).mul(1.5).softmax(-1)
+
+
+def check(probs, uniform, device):
+    """The kernels' ids, after they were compared with the reference's."""
+    ids = _sample_triton(probs.to(device), uniform.to(device)).cpu()
+    assert ids.dtype == torch.long
+    assert torch.equal(ids, sample_torch(probs, uniform))
+    return ids
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 37, 255, 256, 257, 1000, 4097, 50_257])
+def test_any_vocabulary(vocab_size, device, generator):
+    probs = random_probs(generator, 3, vocab_size)
+    check(probs, torch.rand(3, dtype=torch.float64, generator=generator), device)
+
+
+def test_the_whole_range_of_ids_is_drawn(device, generator):
+    numbers = torch.tensor([0.001, 0.5, 0.999], dtype=torch.float64)
+    ids = check(random_probs(generator, 1, 262_144).expand(3, -1), numbers, device)
+    assert ids[0] < 1000
+    assert ids[2] > 261_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype, device, generator):
+    probs = random_probs(generator, 8, 3000).to(dtype)
+    check(probs, torch.rand(8, dtype=torch.float64, generator=generator), device)
+
+
+@pytest.mark.parametrize("number", [0.0, 1e-300, 0.5, ALMOST_ONE, 1.0])
+@pytest.mark.parametrize("vocab_size", [3, 700])
+def test_an_id_of_probability_zero_is_never_drawn(number, vocab_size, device, generator):
+    probs = random_probs(generator, 8, vocab_size) * (torch.rand(8, vocab_size, generator=generator) < 0.3)
+    probs[:, 0] = probs[:, -1] = 0.0
+    probs[:, 1] = 1e-9
+    # Beside the total the rounding of a block's sum decides which of the possible ids it is.
+    ids = _sample_triton(probs.to(device), torch.full((8,), number, dtype=torch.float64, device=device)).cpu()
+    assert (probs.gather(1, ids[:, None]) > 0).all()
+
+
+def test_equal_probabilities(device):
+    """Every threshold lies exactly on the border of two ids: the next one is drawn."""
+    probs = torch.full((16, 512), 1 / 512)
+    numbers = torch.arange(16, dtype=torch.float64) / 16
+    assert check(probs, numbers, device).tolist() == list(range(0, 512, 32))
+
+
+@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("vocab_size", [5, 600])
+def test_rows_without_a_distribution_are_marked(bad, vocab_size, device):
+    probs = torch.zeros(3, vocab_size)
+    probs[0, 2] = 1.0
+    probs[1, 3] = bad
+    probs[2, 1] = 0.5
+    assert check(probs, torch.tensor([0.1, 0.1, 0.9]), device).tolist() == [2, -1, 1]
+
+
+def test_a_row_of_nan(device):
+    probs = torch.full((2, 300), torch.nan)
+    assert check(probs, torch.tensor([0.0, 0.9]), device).tolist() == [-1, -1]
+
+
+def test_shapes_and_strides(device, generator):
+    probs, numbers = random_probs(generator, 4, 3, 300), torch.rand(3, 4, dtype=torch.float64, generator=generator)
+    assert check(probs, numbers.T, device).shape == (4, 3)
+    assert check(probs.transpose(0, 1), numbers, device).shape == (3, 4)
+    assert check(probs[:, :1].expand(-1, 3, -1), numbers.T, device).shape == (4, 3)
+    assert check(probs[0, 0], numbers[0, 0], device).shape == ()
+    assert check(probs[:0], numbers.T[:0], device).shape == (0, 3)
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(151_936, torch.float32), (32_001, torch.bfloat16)])
+def test_compiles(vocab_size, dtype, compile_for):
+    with compile_for() as kernels:
+        _sample_triton(torch.empty(2, 9, vocab_size, dtype=dtype), torch.empty(2, 9, dtype=torch.float64))
+    assert len(kernels) == 2

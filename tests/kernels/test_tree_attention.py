@@ -1,0 +1,226 @@
+"""Tree attention: the reference against its definition, the kernels against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_specdec.drafts import TreeTopology
+from hf_specdec.kernels.tree_attention import (
+    MAX_NODES,
+    SlotTree,
+    _count_splits,
+    _tree_attention_torch,
+    _tree_attention_triton,
+    pack_ancestors,
+    tree_attention,
+)
+
+
+CHAIN = tuple(range(-1, 6))
+STAR = (-1,) * 6
+BUSHY = (-1, -1, 0, 0, 1, 4)
+
+# Sums in another order, and a tanh made of exponentials; float16 and bfloat16 weights are rounded before they meet the
+# values, and the interpreter cuts bfloat16 off where a GPU rounds.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def tree_of(parents, lengths, starts) -> SlotTree:
+    """Drafts of one shape, or of one for every row."""
+    topology = TreeTopology.from_parents(torch.tensor(parents, dtype=torch.long))
+    return SlotTree(torch.tensor(lengths), torch.tensor(starts), pack_ancestors(topology.ancestors), topology.depths)
+
+
+def random_states(rows, heads, kv_heads, nodes, slots, size, value_size=None, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+
+    def states(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    # The layout that models hand over.
+    query = states(rows, nodes, heads, size).transpose(1, 2)
+    # A view of a larger buffer, as of a cache; what lies behind the slots must not be read.
+    key, value = states(rows + 1, kv_heads, slots + 7, size), states(rows + 1, kv_heads, slots + 7, value_size or size)
+    key[:, :, slots:], value[:, :, slots:] = float("nan"), float("nan")
+    return query, key[:rows, :, :slots], value[:rows, :, :slots]
+
+
+def attention(run, query, key, value, tree, scale=0.3, window=0, chunk=0, softcap=0.0, sinks=None, **options):
+    return run(query, key, value, tree, scale, window, chunk, softcap, sinks, **options)
+
+
+def check(device, query, key, value, tree, num_splits=1, **options):
+    """Runs the kernels on the device."""
+    expected = attention(_tree_attention_torch, query, key, value, tree, **options)
+    tree = SlotTree(*(getattr(tree, name).to(device) for name in ("lengths", "starts", "ancestors", "depths")))
+    moved = {name: option.to(device) if torch.is_tensor(option) else option for name, option in options.items()}
+    states = (states.to(device) for states in (query, key, value))
+    output = attention(_tree_attention_triton, *states, tree, num_splits=num_splits, **moved)
+    assert output.is_contiguous()
+    assert output.dtype == query.dtype
+    tolerance = TOLERANCE[query.dtype]
+    torch.testing.assert_close(output.cpu(), expected, atol=tolerance, rtol=tolerance)
+
+
+# The reference
+
+
+def by_definition(query, key, value, tree, parents, scale=0.3, window=0, chunk=0, softcap=0.0, sinks=None):
+    """One node and head at a time, over the text that the node stands for."""
+    rows, heads, nodes, _ = query.shape
+    groups = heads // key.shape[1]
+    output = torch.zeros(rows, nodes, heads, value.shape[-1])
+    for row, node, head in torch.cartesian_prod(*map(torch.arange, (rows, nodes, heads))).tolist():
+        path = [node]
+        while path[0] > 0:
+            path.insert(0, parents[path[0] - 1] + 1)
+        length = int(tree.lengths[row])
+        text = [*range(int(tree.starts[row]), length), *(length + ancestor for ancestor in path)]
+        position = len(text) - 1
+        if window:
+            text = text[max(position - window + 1, 0) :]
+        if chunk:
+            text = text[position // chunk * chunk :]
+        scores = key[row, head // groups, text] @ query[row, head, node] * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = scores.exp()
+        total = weights.sum() + (0 if sinks is None else sinks[head].exp())
+        output[row, node, head] = weights / total @ value[row, head // groups, text]
+    return output
+
+
+@pytest.mark.parametrize("parents", [(), CHAIN, STAR, BUSHY], ids=["anchor", "chain", "star", "bushy"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 1}, {"window": 5}, {"window": 100}, {"chunk": 4}, {"softcap": 0.7}, {"sinks": torch.ones(4)}],
+    ids=str,
+)
+def test_reference_follows_the_definition(parents, options):
+    nodes = len(parents) + 1
+    tree = tree_of(parents, lengths=[14, 1, 9], starts=[3, 0, 8])
+    states = random_states(3, 4, 2, nodes, slots=14 + nodes, size=8, value_size=6)
+    output = attention(_tree_attention_torch, *states, tree, **options)
+    torch.testing.assert_close(output, by_definition(*states, tree, parents, **options), atol=1e-5, rtol=1e-5)
+
+
+def test_the_public_function_scales_by_the_head_size():
+    states, tree = random_states(1, 2, 2, 3, 8, 16), tree_of((-1, 0), [5], [0])
+    torch.testing.assert_close(
+        tree_attention(*states, tree).cpu(), attention(_tree_attention_torch, *states, tree, scale=0.25)
+    )
+
+
+def test_ancestors_fill_all_bits():
+    chain = torch.ones(MAX_NODES, MAX_NODES, dtype=torch.bool).tril()
+    bits = pack_ancestors(chain)
+    assert bits[-1] == -1
+    assert torch.equal((bits[:, None] >> torch.arange(MAX_NODES) & 1).bool(), chain)
+
+
+@pytest.mark.parametrize(
+    ("programs", "slots", "splits"),
+    [(8, 100, 1), (8, 4096, 16), (8, 100_000, 33), (1, 100_000, 64), (264, 100_000, 1), (1000, 100_000, 1)],
+)
+def test_splits_fill_the_gpu_and_no_more(programs, slots, splits):
+    assert _count_splits(programs, slots, processors=132) == splits
+
+
+# The kernels
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("parents", [(), CHAIN, BUSHY], ids=["anchor", "chain", "bushy"])
+def test_kernel_over_short_and_long_rows(parents, num_splits, device):
+    nodes = len(parents) + 1
+    tree = tree_of(parents, lengths=[150, 1, 64], starts=[3, 0, 63])
+    check(device, *random_states(3, 2, 1, nodes, 150 + nodes, 16), tree, num_splits)
+
+
+def test_kernel_with_a_tree_for_every_row(device):
+    parents = [(-1, 0, 1, 2), (-1, -1, -1, -1), (-1, -1, 0, 1)]
+    check(device, *random_states(3, 2, 1, 5, 30, 16), tree_of(parents, [25, 9, 3], [0, 9, 1]), num_splits=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 1},
+        {"window": 5},
+        {"window": 70},
+        {"chunk": 4},
+        {"chunk": 64},
+        {"softcap": 0.7},
+        {"sinks": torch.tensor([-3.0, 0.0, 90.0, 4.0])},
+        {"window": 9, "softcap": 30.0, "sinks": torch.ones(4)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.filterwarnings("ignore:overflow")  # a sink that leaves nothing to the others
+def test_kernel_with_spans_caps_and_sinks(options, num_splits, device):
+    tree = tree_of(BUSHY, lengths=[100, 7], starts=[11, 2])
+    check(device, *random_states(2, 4, 1, 7, 107, 32), tree, num_splits, **options)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (6, 2), (7, 1)])
+def test_kernel_with_grouped_heads(heads, kv_heads, device):
+    check(device, *random_states(2, heads, kv_heads, 7, 48, 16), tree_of(STAR, [40, 41], [0, 5]), num_splits=2)
+
+
+@pytest.mark.parametrize(
+    ("size", "value_size"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (24, 40)]
+)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_kernel_with_any_head_size_and_dtype(size, value_size, dtype, device):
+    states = random_states(1, 2, 1, 7, 60, size, value_size, dtype)
+    check(device, *states, tree_of(BUSHY, [53], [4]), num_splits=2, scale=size**-0.5)
+
+
+def test_kernel_with_as_many_nodes_as_there_are_bits(device):
+    parents = tuple(node // 3 - 1 for node in range(MAX_NODES - 1))
+    check(device, *random_states(1, 2, 1, MAX_NODES, 170, 16), tree_of(parents, [106], [0]), num_splits=1)
+
+
+def test_kernel_keeps_nan_where_it_belongs(device):
+    """A node that sees a NaN, and one that does not."""
+    query, key, value = random_states(1, 1, 1, 3, 23, 16)
+    value[0, 0, 21, 3] = float("nan")
+    tree = tree_of((-1, -1), [20], [0])
+    for num_splits in (1, 2):
+        output = attention(
+            _tree_attention_triton,
+            *(states.to(device) for states in (query, key, value)),
+            SlotTree(*(getattr(tree, name).to(device) for name in ("lengths", "starts", "ancestors", "depths"))),
+            num_splits=num_splits,
+        )
+        assert output[0, 1].isnan().nonzero().tolist() == [[0, 3]]
+
+
+# What a GPU would run, and whether it needs more than one program for the keys: each entry of the table of tiles, the
+# largest tiles with everything on.
+SHAPES = {
+    "d128": (128, 128, 64, 8, torch.bfloat16, 8, {"window": 4096, "softcap": 50.0, "sinks": True}),
+    "d64": (64, 64, 64, 8, torch.float16, 1, {"window": 128, "sinks": True}),
+    "one_query": (96, 96, 1, 1, torch.bfloat16, 8, {}),
+    "d192": (192, 128, 16, 1, torch.bfloat16, 1, {}),
+    "d256": (256, 256, 32, 2, torch.bfloat16, 8, {"chunk": 8192, "softcap": 50.0}),
+    "d64_float32": (64, 64, 8, 4, torch.float32, 1, {}),
+    "d128_float32": (128, 128, 8, 4, torch.float32, 1, {"sinks": True}),
+    "d256_float32": (256, 256, 8, 2, torch.float32, 1, {}),
+}
+COMPILED = [(arch, shape) for arch in (80, 90) for shape in SHAPES] + [(100, "d128"), (120, "d128")]
+
+
+@pytest.mark.parametrize(("compile_for", "shape"), COMPILED, indirect=["compile_for"])
+def test_kernels_compile(compile_for, shape):
+    size, value_size, nodes, groups, dtype, num_splits, options = SHAPES[shape]
+    query = torch.empty(1, 8 * groups, nodes, size, dtype=dtype)
+    key, value = (torch.empty(1, 8, 4096, width, dtype=dtype) for width in (size, value_size))
+    options = {**options, "sinks": torch.empty(8 * groups, dtype=dtype) if "sinks" in options else None}
+    integers = torch.zeros(1, dtype=torch.long)
+    tree = SlotTree(integers, integers, integers.expand(nodes), integers.expand(nodes))
+    with compile_for() as kernels:
+        attention(_tree_attention_triton, query, key, value, tree, num_splits=num_splits, **options)
+    assert len(kernels) == (1 if num_splits == 1 else 2)

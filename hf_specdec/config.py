@@ -29,6 +29,9 @@ logger = logging.get_logger(__name__)
 
 CONFIG_NAME = "speculation_config.json"
 
+# In a method's place: the drafter that is found for the target, or the method of the `model` that is named.
+AUTO = "auto"
+
 METHODS_WITHOUT_MODEL = ("ngram", "suffix")
 TREE_METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3", "mtp")
 
@@ -99,11 +102,18 @@ class PendingOptions:
 
 
 def _setting(
-    default: Any, help: str, *, minimum=None, maximum=None, normalize=None, describes_model: bool = False
+    default: Any,
+    help: str,
+    *,
+    minimum=None,
+    maximum=None,
+    normalize=None,
+    describes_model: bool = False,
+    is_secret: bool = False,
 ) -> Any:
-    limits = {"minimum": minimum, "maximum": maximum}
-    metadata = {"help": help, "normalize": normalize, "describes_model": describes_model, **limits}
-    return field(default=default, metadata=metadata)
+    kinds = {"describes_model": describes_model, "is_secret": is_secret}
+    metadata = {"help": help, "normalize": normalize, "minimum": minimum, "maximum": maximum, **kinds}
+    return field(default=default, metadata=metadata, compare=not is_secret)
 
 
 def _plain_path(value: Any) -> Any:
@@ -164,11 +174,13 @@ class SpeculativeConfig:
 
     Attributes:
         method (`str`, *optional*):
-            Name of the method. `None` only while it has yet to be read from the checkpoint of `model`.
+            Name of the method, or "auto" for a drafter that is found for the target. `None` only while it has yet to
+            be read from the checkpoint of `model`, which is also what "auto" beside a `model` means.
         model (`str`, *optional*):
             Repo id or local folder of the draft model or draft head.
-        num_speculative_tokens (`int`, *optional*):
-            Speculation length k: draft tokens of a chain per cycle, at least 1. `None`: the method's default.
+        num_speculative_tokens (`int` or "auto", *optional*):
+            Speculation length k: draft tokens of a chain per cycle, at least 1. "auto": each cycle the length that
+            pays, down to plain decoding. `None`: the method's default.
         speculative_token_tree (`tuple[tuple[int, ...], ...]`, *optional*):
             Static draft tree as paths of child ranks, for the methods that draft trees. All spellings of
             [`~token_trees.parse_token_tree`] are taken.
@@ -188,10 +200,17 @@ class SpeculativeConfig:
             Branch, tag or commit of the draft model's remote code.
         subfolder (`str`, *optional*):
             Folder inside the repository that holds the draft model.
+        cache_dir (`str`, *optional*):
+            Folder where downloads are kept. `None`: the Hub's cache.
+        local_files_only (`bool`, defaults to `False`):
+            Take the draft model from the cache, and ask nothing of the Hub.
+        token (`str` or `bool`, *optional*):
+            Access token for private and gated repositories. `None`: that of the login. It is part of no comparison,
+            dict, file, hash or text of this object.
         trust_remote_code (`bool`, defaults to `False`):
             Whether code from the draft model's repository may run.
         enforce_eager (`bool`, defaults to `False`):
-            Accepted for configurations of serving engines; nothing is captured in CUDA graphs.
+            Launch every forward from Python, and capture nothing in CUDA graphs. Nothing is captured on a CPU.
         disable_by_batch_size (`int`, *optional*):
             Generate without drafts where the batch has more rows than this.
         disable_padded_drafter_batch (`bool`, defaults to `False`):
@@ -216,7 +235,8 @@ class SpeculativeConfig:
 
     method: str | None = _setting(
         None,
-        "Name of the method. Left out, it is read from the checkpoint of `model`.",
+        "Name of the method. Left out, it is read from the checkpoint of `model`. `auto` finds a drafter for the "
+        "target.",
     )
     model: str | None = _setting(
         None,
@@ -224,9 +244,10 @@ class SpeculativeConfig:
         normalize=_plain_path,
         describes_model=True,
     )
-    num_speculative_tokens: int | None = _setting(
+    num_speculative_tokens: int | Literal["auto"] | None = _setting(
         None,
-        "Speculation length k: draft tokens of a chain per cycle, at least 1. Left out, the method's default.",
+        "Speculation length k: draft tokens of a chain per cycle, at least 1. `auto`: in each cycle the length that "
+        "pays, down to plain decoding. Left out, the method's default.",
         minimum=1,
     )
     speculative_token_tree: tuple | None = _setting(
@@ -280,6 +301,23 @@ class SpeculativeConfig:
         "Folder inside the repository that holds the draft model.",
         describes_model=True,
     )
+    cache_dir: str | None = _setting(
+        None,
+        "Folder where downloads are kept. Left out, the Hub's cache.",
+        normalize=_plain_path,
+        describes_model=True,
+    )
+    local_files_only: bool = _setting(
+        False,
+        "Take the draft model from the cache, and ask nothing of the Hub.",
+        describes_model=True,
+    )
+    token: str | bool | None = _setting(
+        None,
+        "Access token for private and gated repositories. Left out, that of the login. It is never saved.",
+        describes_model=True,
+        is_secret=True,
+    )
     trust_remote_code: bool = _setting(
         False,
         "Whether code from the draft model's repository may run.",
@@ -287,7 +325,7 @@ class SpeculativeConfig:
     )
     enforce_eager: bool = _setting(
         False,
-        "Accepted for configurations of serving engines. Nothing is captured in CUDA graphs, so it changes nothing.",
+        "Launch every forward from Python, and capture nothing in CUDA graphs. Nothing is captured on a CPU.",
     )
     disable_by_batch_size: int | None = _setting(
         None,
@@ -355,7 +393,8 @@ class SpeculativeConfig:
                 Flat settings that take precedence over those of `value`; `None` means not given.
 
         Returns:
-            `SpeculativeConfig` with a method. Where none was named it is read from the checkpoint of `model`.
+            `SpeculativeConfig` with a method. Where none was named it is read from the checkpoint of `model`, with the
+            other settings that were saved there; "auto" stays until there is a target, see [`load_speculator`].
 
         Raises:
             SpecConfigError: `value` cannot be understood, or a setting is wrong.
@@ -366,6 +405,10 @@ class SpeculativeConfig:
         else:
             config = cls(**_merged(_read_settings(value), overrides))
         if config.method is None:
+            from .hub.published import with_saved_settings
+
+            config = with_saved_settings(config)
+        if config.method is None:
             from .hub.detect import detect_method
 
             config = config.replace(method=detect_method(config, target_config=target_config))
@@ -373,20 +416,37 @@ class SpeculativeConfig:
             config.check_against_target(_context_length(target_config))
         return config
 
+    @property
+    def fixed_length(self) -> int | None:
+        """`num_speculative_tokens` where it is a number; `None` where it is left out or "auto"."""
+        return None if self.num_speculative_tokens == AUTO else self.num_speculative_tokens
+
     def replace(self, **changes) -> SpeculativeConfig:
         """A copy with some settings changed.
 
         When the method changes, the options of the old one are left behind, and so are the settings of the old
         acceptance rule when that changes.
         """
-        base = self.to_dict()
+        base = self.to_dict(secrets=True)
         new_method = _canonical_method(changes.get("method", self.method))
-        if self.method is not None and new_method != self.method:
+        if self.method not in (None, AUTO) and new_method != self.method:
             common = {setting.name for setting in _common_fields()}
             base = {key: value for key, value in base.items() if key in common}
         new_rule = changes.get("rejection_sample_method", self.rejection_sample_method)
         base = {key: value for key, value in base.items() if _RULE_OF_SETTING.get(key, new_rule) == new_rule}
         return type(self)(**_merged(base, changes))
+
+    def for_method(self, method: str, **defaults) -> SpeculativeConfig:
+        """The settings of a configuration that named no method, as far as this one has them.
+
+        Args:
+            method (`str`): The method.
+            defaults: Flat settings of the method that hold where this configuration says nothing.
+        """
+        known = {name for item in _option_fields(_options_class(method)) for name in (item.name, _key(item))}
+        known |= {setting.name for setting in _common_fields() if _concerns(setting, method)}
+        settings = {key: value for key, value in self.to_dict(secrets=True).items() if key in known}
+        return type(self)(**_merged(defaults, {**settings, "method": method}))
 
     def check_against_target(self, max_position_embeddings: int | None = None, num_heads: int | None = None) -> None:
         """Checks the settings against the numbers of loaded models.
@@ -398,7 +458,7 @@ class SpeculativeConfig:
         Raises:
             SpecConfigError: A setting does not fit; the message has both numbers.
         """
-        k, longest = self.num_speculative_tokens, self.max_model_len
+        k, longest = self.fixed_length, self.max_model_len
         if num_heads is not None and k is not None and k > num_heads:
             raise SpecConfigError(
                 f"`num_speculative_tokens`={k} is more than the {num_heads} heads of the {self.method} checkpoint. "
@@ -417,15 +477,16 @@ class SpeculativeConfig:
                 f"Use at most {max_position_embeddings}, or leave it out."
             )
 
-    def to_dict(self, *, defaults: bool = False) -> dict[str, Any]:
+    def to_dict(self, *, defaults: bool = False, secrets: bool = False) -> dict[str, Any]:
         """The flat settings as plain Python and JSON types. `from_dict` gives back an equal configuration.
 
         Args:
             defaults (`bool`, defaults to `False`): Also settings that have their default value.
+            secrets (`bool`, defaults to `False`): Also `token`, which must not get into files and logs.
         """
         return {
             key: _thawed(value)
-            for key, value, default in self._flat_items()
+            for key, value, default in self._flat_items(secrets)
             if defaults or default is MISSING or value != default
         }
 
@@ -498,6 +559,9 @@ class SpeculativeConfig:
                 "Save it to a folder of its own and name that as `model`."
             )
         settings = self.to_dict()
+        if self.num_speculative_tokens == AUTO:
+            logger.warning("vLLM does not adapt `num_speculative_tokens`; the method's default is given.")
+            del settings["num_speculative_tokens"]
         settings.setdefault(
             "num_speculative_tokens", resolve_candidate_generator(self.method).default_length(self.options)
         )
@@ -513,9 +577,11 @@ class SpeculativeConfig:
     def __repr__(self) -> str:
         return f"SpeculativeConfig({', '.join(f'{key}={value!r}' for key, value in self.to_dict().items())})"
 
-    def _flat_items(self) -> Iterator[tuple[str, Any, Any]]:
+    def _flat_items(self, secrets: bool = False) -> Iterator[tuple[str, Any, Any]]:
         """Flat name, value and default of every setting; pending options have no default."""
         for setting in _common_fields():
+            if setting.metadata["is_secret"] and not secrets:
+                continue
             yield setting.name, getattr(self, setting.name), setting.default
         if isinstance(self.options, PendingOptions):
             yield from ((key, value, MISSING) for key, value in self.options.values)
@@ -551,20 +617,32 @@ class SpeculativeConfig:
             )
 
     def _check_model_settings(self) -> None:
+        if self.method == AUTO:
+            self._check_describes_no_model()
         if self.method not in METHODS_WITHOUT_MODEL:
             return
         for setting in _common_fields():
             value = getattr(self, setting.name)
             if setting.metadata["describes_model"] and value != setting.default:
+                shown = "" if setting.metadata["is_secret"] else f"={value!r}"
                 raise SpecConfigError(
-                    f"`{setting.name}`={value!r} is about a draft model, and method='{self.method}' drafts without "
+                    f"`{setting.name}`{shown} is about a draft model, and method='{self.method}' drafts without "
                     f"one. Leave out `{setting.name}`, or choose a method that has a draft model."
+                )
+
+    def _check_describes_no_model(self) -> None:
+        """A drafter that is yet to be found has no place that could be named, and nobody knows its code."""
+        for name in ("revision", "code_revision", "subfolder", "trust_remote_code"):
+            if getattr(self, name) not in (None, False):
+                raise SpecConfigError(
+                    f"`{name}`={getattr(self, name)!r} is about a named `model`, and method='auto' finds one. Name "
+                    f"the `model`, or leave out `{name}`."
                 )
 
     def _check_token_tree(self) -> None:
         from .candidate_generators import KNOWN_METHODS
 
-        tree, k = self.speculative_token_tree, self.num_speculative_tokens
+        tree, k = self.speculative_token_tree, self.fixed_length
         if tree is None:
             return
         if self.method in KNOWN_METHODS and self.method not in TREE_METHODS:
@@ -596,7 +674,7 @@ def _read_settings(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if isinstance(value, SpeculativeConfig):
-        return value.to_dict()
+        return value.to_dict(secrets=True)
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, os.PathLike):
@@ -647,8 +725,13 @@ def _read_path(path: str) -> dict[str, Any]:
     if not saved.is_file():
         return {"model": path}
     settings = _read_json_file(saved)
-    if settings.get("model") is None and (Path(path) / "config.json").is_file():
-        settings["model"] = path
+    if (Path(path) / "config.json").is_file():
+        from .hub.published import check_asks_for_no_code
+
+        # They came with a checkpoint, whoever made it.
+        check_asks_for_no_code(settings, f"'{saved}'")
+        if settings.get("model") is None:
+            settings["model"] = path
     return settings
 
 
@@ -675,6 +758,8 @@ def _read_json(text: str, source: str) -> dict[str, Any]:
 def _without_placeholder(method: Any, model: Any) -> dict[str, Any]:
     """Method and model, where the model may be the method's own name ("ngram", "[ngram]") for lack of a real one."""
     method = _canonical_method(method)
+    if method == AUTO and model is not None:
+        method = None
     name = model.strip("[]") if isinstance(model, str) else None
     if name in METHODS_WITHOUT_MODEL and method in (None, name):
         return {"method": name, "model": None}
@@ -692,6 +777,15 @@ def _common_fields() -> list[Field]:
     return [item for item in fields(SpeculativeConfig) if item.name != "options"]
 
 
+def _concerns(setting: Field, method: str) -> bool:
+    """Whether a setting of all methods can be given together with this one."""
+    if method in METHODS_WITHOUT_MODEL and setting.metadata["describes_model"]:
+        return False
+    from .candidate_generators import KNOWN_METHODS
+
+    return setting.name != "speculative_token_tree" or method in TREE_METHODS or method not in KNOWN_METHODS
+
+
 def _option_fields(options: Any) -> list[Field]:
     return [item for item in fields(options) if item.init]
 
@@ -705,7 +799,7 @@ def _options_class(method: str) -> type:
 def _method_names() -> list[str]:
     from .candidate_generators import KNOWN_METHODS, METHOD_ALIASES, available_methods
 
-    return [*dict.fromkeys([*KNOWN_METHODS, *available_methods(), *METHOD_ALIASES])]
+    return [*dict.fromkeys([*KNOWN_METHODS, *available_methods(), *METHOD_ALIASES]), AUTO]
 
 
 def _key(item: Field) -> str:
@@ -748,7 +842,7 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     """`base` with `changes` on top, whichever of its two names an option is given by."""
     base, changes = _expand(base), _expand(changes)
     method = _canonical_method(changes.get("method", base.get("method")))
-    if method is None:
+    if method in (None, AUTO):
         return {**base, **changes}
     return {**_by_key(method, base), **_by_key(method, changes)}
 
@@ -768,7 +862,7 @@ def _by_key(method: str, flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def _build_options(method: str | None, flat: Mapping[str, Any]) -> Any:
     """The options object of a method, from all settings that are not common ones."""
-    if method is None:
+    if method in (None, AUTO):
         return _pending_options(flat)
     options_class = _options_class(method)
     by_key = {_key(item): item for item in _option_fields(options_class)}
@@ -836,12 +930,14 @@ def _checked(item: Field, value: Any, hint: Any) -> Any:
         return _default(item)
     if normalize := item.metadata.get("normalize"):
         value = normalize(value)
+    if item.metadata.get("is_secret") and not isinstance(value, kinds):
+        raise SpecConfigError(f"`{_key(item)}` must be a string, True, False or None, got a {type(value).__name__}.")
     value = _as_one_of(kinds, _key(item), value)
     minimum = item.metadata.get("minimum")
-    if minimum is not None and value is not None and value < minimum:
+    if minimum is not None and _is_number(value) and value < minimum:
         raise SpecConfigError(f"`{_key(item)}` must be at least {minimum}, got {value}.")
     maximum = item.metadata.get("maximum")
-    if maximum is not None and value is not None and value > maximum:
+    if maximum is not None and _is_number(value) and value > maximum:
         raise SpecConfigError(f"`{_key(item)}` must be at most {maximum}, got {value}.")
     return value
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
@@ -15,9 +18,12 @@ from transformers.utils import logging
 
 from .candidate_generators import resolve_candidate_generator
 from .candidate_generators.base import CandidateGenerator, NoDrafts, Session, StockCandidateGenerator
-from .config import SpeculativeConfig
-from .errors import SpecConfigError
+from .config import AUTO, SpeculativeConfig
+from .control import ControlProfile
+from .decoding.graphs import forget_graphs
+from .errors import SpecConfigError, SpecDecError
 from .hub.detect import reads_target_cache
+from .hub.discover import Access, Candidate, Search, Target
 
 
 logger = logging.get_logger(__name__)
@@ -30,12 +36,30 @@ class Speculator:
         config (`SpeculativeConfig`): The settings.
         generator_class (`type`): The method's candidate generator.
         resources (`Any`): What the method loaded for its target: weights, caches.
+        note (`str`, *optional*): Goes into the statistics of every call, such as why this drafter was chosen.
+        target_name (`str`, *optional*): Repo id or folder of the target, as far as it has one.
+        target_revision (`str`, *optional*): Its commit.
+        profile (`ControlProfile`, *optional*): Costs and acceptance that earlier calls with
+            num_speculative_tokens="auto" have found; each call learns from it and adds to it.
     """
 
-    def __init__(self, config: SpeculativeConfig, generator_class: type[CandidateGenerator], resources: Any):
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        generator_class: type[CandidateGenerator],
+        resources: Any,
+        note: str | None = None,
+        target_name: str | None = None,
+        target_revision: str | None = None,
+        profile: ControlProfile | None = None,
+    ):
         self.config = config
         self.generator_class = generator_class
         self.resources = resources
+        self.note = note
+        self.target_name = target_name
+        self.target_revision = target_revision
+        self.profile = ControlProfile() if profile is None else profile
 
     @property
     def method(self) -> str:
@@ -43,17 +67,68 @@ class Speculator:
 
     def candidate_generator(self, session: Session) -> CandidateGenerator:
         """A fresh candidate generator for one `generate()` call."""
+        if self.note is not None:
+            session.notes.append(self.note)
         limit = self.config.disable_by_batch_size
         if limit is not None and session.batch_size > limit:
             session.notes.append(f"no drafts: {session.batch_size} rows are more than disable_by_batch_size={limit}")
             logger.info(f"Speculation is off for this call: {session.notes[-1]}.")
             return NoDrafts(self.config, None, session)
+        if self.config.num_speculative_tokens == AUTO:
+            return self._adaptive_generator(session)
         return self.generator_class(self.config, self.resources, session)
+
+    def _adaptive_generator(self, session: Session) -> CandidateGenerator:
+        """A generator of the longest drafts that may be chosen, under a controller that chooses."""
+        from .control.generator import AdaptiveCandidateGenerator
+
+        generator = self.generator_class(self._longest_drafts, self.resources, session)
+        usual = self.generator_class.default_length(self.config.options)
+        return AdaptiveCandidateGenerator(generator, self.profile, usual)
+
+    @cached_property
+    def _longest_drafts(self) -> SpeculativeConfig:
+        """The settings with the largest length that may be chosen in the place of "auto"."""
+        changes: dict[str, Any] = {"num_speculative_tokens": None}
+        if not self.config.speculative_token_tree:
+            changes["num_speculative_tokens"] = self.generator_class.most_speculative_tokens
+        if getattr(self.config.options, "draft_sample_method", "") is None:
+            # The text of drawn drafts depends on where they end, and that on measured times.
+            changes["draft_sample_method"] = "greedy"
+        return self.config.replace(**changes)
 
     @property
     def stock_assistant(self) -> torch.nn.Module | None:
         """A draft model that only transformers' own assisted decoding can drive, not this package's loop."""
         return self.generator_class.stock_assistant(self.resources)
+
+    def save_pretrained(self, folder: str | os.PathLike, **card) -> Path:
+        """Saves the drafter to a folder that `spec_model=folder` loads again with the same settings.
+
+        Args:
+            folder (`str` or `os.PathLike`): Made if needed.
+            card: What [`~hub.publish.save_speculator`] takes for the model card, such as `license`.
+
+        Returns:
+            `Path` of the folder.
+        """
+        from .hub.publish import save_speculator
+
+        return save_speculator(self, folder, **card)
+
+    def push_to_hub(self, repo_id: str, **options) -> str:
+        """Uploads the drafter to a repository on the Hub, so that `spec_model=repo_id` loads it.
+
+        Args:
+            repo_id (`str`): The repository, made if needed.
+            options: What [`~hub.publish.push_speculator`] takes: `private`, `token`, `commit_message`, `license`, ...
+
+        Returns:
+            `str`: The address of the commit.
+        """
+        from .hub.publish import push_speculator
+
+        return push_speculator(self, repo_id, **options)
 
     def __repr__(self) -> str:
         return f"Speculator({self.config!r})"
@@ -79,7 +154,12 @@ class StockSpeculator:
 
 # For each target what has been loaded for it, by method and by the settings that were read in loading.
 _loaded: WeakKeyDictionary[torch.nn.Module, dict] = WeakKeyDictionary()
+# For each target which drafter was found for it, by the settings that a search depends on.
+_found: WeakKeyDictionary[torch.nn.Module, dict[tuple, Candidate]] = WeakKeyDictionary()
+# For each target what calls with adaptive length have learnt, by settings, drafter, device and data type.
+_learnt: WeakKeyDictionary[torch.nn.Module, dict[tuple, tuple[Callable, ControlProfile]]] = WeakKeyDictionary()
 _lock = threading.Lock()
+_search_lock = threading.Lock()
 
 
 def load_speculator(
@@ -96,6 +176,7 @@ def load_speculator(
     Args:
         target_model (`PreTrainedModel`): The model whose `generate()` is to be sped up.
         config (*optional*): What [`SpeculativeConfig.resolve`] takes: a config, dict, JSON, method, repo id or path.
+            With the method "auto" and no model, the best drafter that is found for the target and that loads.
         draft_model (`PreTrainedModel`, *optional*): A loaded draft model, in place of the `model` setting.
         settings: Flat settings that take precedence over those of `config`.
 
@@ -106,15 +187,51 @@ def load_speculator(
         SpecConfigError: The settings are wrong, or do not fit the target.
         CheckpointFormatError: The draft checkpoint does not fit the target.
     """
-    if draft_model is not None and not settings.get("method") and not _names_method(config):
+    if draft_model is not None and settings.get("method") in (None, AUTO) and not _names_method(config):
         settings["method"] = _method_of(draft_model)
     resolved = SpeculativeConfig.resolve(config, target_config=target_model.config, **settings)
+    if resolved.method == AUTO:
+        return _load_found(target_model, resolved)
     generator_class = resolve_candidate_generator(resolved.method)
     if draft_model is not None:
         _check_takes(generator_class, resolved.method, draft_model)
     with _lock:
         resources = _resources(generator_class, resolved, target_model, draft_model)
-    return Speculator(resolved, generator_class, resources)
+    source = target_model.config
+    name, revision = (getattr(source, attribute, None) or None for attribute in ("_name_or_path", "_commit_hash"))
+    profile = _profile(target_model, resolved, generator_class.network(resources))
+    return Speculator(resolved, generator_class, resources, None, name, revision, profile)
+
+
+def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig) -> Speculator:
+    """The best drafter that is found for the target and that loads; a target is searched for once."""
+    access = Access.of(config)
+    key = (access, config.dtype, config.device, config.quantization)
+    # Threads that begin together shall not all search.
+    with _search_lock:
+        with _lock:
+            known = _found.get(target_model, {}).get(key)
+        if known is not None:
+            return _load_candidate(target_model, config, known)
+        failures = []
+        for candidate in Search(Target.of_model(target_model), access).usable():
+            try:
+                speculator = _load_candidate(target_model, config, candidate)
+            except (SpecDecError, OSError, torch.OutOfMemoryError) as error:
+                failures.append(f"{candidate}: {error}")
+                logger.warning(f"method='auto' passes over {failures[-1]}")
+                continue
+            with _lock:
+                _found.setdefault(target_model, {})[key] = candidate
+            logger.info(f"Speculation: {speculator.note}.")
+            return speculator
+    raise SpecConfigError(f"method='auto' finds nothing that can be loaded with these settings. {' '.join(failures)}")
+
+
+def _load_candidate(target_model: torch.nn.Module, config: SpeculativeConfig, candidate: Candidate) -> Speculator:
+    speculator = load_speculator(target_model, candidate.configured(config))
+    speculator.note = f"method='auto' chose {candidate}: {candidate.reason}"
+    return speculator
 
 
 def _resources(generator_class, config, target_model, draft_model):
@@ -131,6 +248,19 @@ def _resources(generator_class, config, target_model, draft_model):
         given = {} if draft_model is None else {"draft_model": draft_model}
         loaded[key] = (generator_class.load(config, target_model, **given), draft_model)
     return loaded[key][0]
+
+
+def _profile(
+    target_model: torch.nn.Module, config: SpeculativeConfig, network: torch.nn.Module | None
+) -> ControlProfile:
+    """What the calls with these settings and this draft network have found about costs and acceptance."""
+    key = (config, target_model.device, target_model.dtype)
+    with _lock:
+        learnt = _learnt.setdefault(target_model, {})
+        # Of the networks with these settings the last one counts, as of loaded draft models.
+        if key not in learnt or learnt[key][0]() is not network:
+            learnt[key] = ((lambda: None) if network is None else ref(network), ControlProfile())
+        return learnt[key][1]
 
 
 def _method_of(draft_model: torch.nn.Module) -> str:
@@ -155,14 +285,19 @@ def _check_takes(generator_class: type[CandidateGenerator], method: str, draft_m
 
 def _names_method(config: Any) -> bool:
     if isinstance(config, Mapping):
-        return bool(config.get("method"))
-    return config is not None
+        return config.get("method") not in (None, AUTO)
+    return config is not None and getattr(config, "method", config) != AUTO
 
 
 def forget_speculators(target_model: torch.nn.Module | None = None) -> None:
-    """Frees what was loaded for one target, or for all: draft weights and caches of past responses."""
+    """Frees what was loaded for one target, or for all: draft weights, caches of past responses, CUDA graphs.
+
+    Which drafter was found for it is forgotten, too.
+    """
+    forget_graphs(target_model)
     with _lock:
-        if target_model is None:
-            _loaded.clear()
-        else:
-            _loaded.pop(target_model, None)
+        for memory in (_loaded, _found, _learnt):
+            if target_model is None:
+                memory.clear()
+            else:
+                memory.pop(target_model, None)

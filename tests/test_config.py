@@ -424,6 +424,47 @@ class TestReplace:
         assert "at least 1" in error_of(SpeculativeConfig("toy").replace, num_speculative_tokens=0)
 
 
+class TestToken:
+    """An access token goes along wherever settings go, and nowhere else."""
+
+    TOKEN = "hf_secret"
+    CONFIG = SpeculativeConfig("draft_model", model="user/draft", token=TOKEN, dtype="float32")
+
+    def test_it_is_in_nothing_that_is_kept_or_shown(self, tmp_path):
+        config = self.CONFIG
+        saved = config.save_pretrained(tmp_path).read_text()
+        shown = [repr(config), str(config), saved, str(config.to_dict()), str(config.to_dict(defaults=True))]
+        assert not [text for text in (*shown, str(config.to_vllm())) if self.TOKEN in text]
+        without = SpeculativeConfig("draft_model", model="user/draft", dtype="float32")
+        assert config == without
+        assert hash(config) == hash(without)
+        assert config.compute_hash() == without.compute_hash()
+
+    def test_it_survives_changes(self):
+        config = self.CONFIG
+        assert config.replace(dtype="auto").token == self.TOKEN
+        assert config.replace(method="eagle3").token == self.TOKEN
+        assert config.replace(token=None).token is None
+        assert SpeculativeConfig.resolve(config).token == self.TOKEN
+        assert SpeculativeConfig.resolve(config, dtype="auto").token == self.TOKEN
+        assert SpeculativeConfig.resolve({"method": "eagle3", "model": "x"}, token=False).token is False
+        assert SpeculativeConfig.from_dict(config.to_dict(secrets=True)).token == self.TOKEN
+        assert SpeculativeConfig.from_dict(config.to_dict()).token is None
+        for copied in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), replace(config, dtype="auto")):
+            assert copied.token == self.TOKEN
+
+    @pytest.mark.parametrize("token", [b"hf_secret", ["hf_secret"], {"hf_secret": 1}])
+    def test_errors_do_not_show_it(self, token):
+        message = error_of(SpeculativeConfig, "draft_model", "x", token=token)
+        assert "`token` must be a string" in message
+        assert self.TOKEN not in message
+
+    def test_methods_without_a_model_need_none(self):
+        message = error_of(SpeculativeConfig, "ngram", token=self.TOKEN)
+        assert "`token` is about a draft model" in message
+        assert self.TOKEN not in message
+
+
 WORDS = st.text("abcdefgh-_./", min_size=1, max_size=12)
 COMMON_VALUES = {
     "num_speculative_tokens": st.integers(1, 10**6),
@@ -435,6 +476,9 @@ COMMON_VALUES = {
     "revision": WORDS,
     "code_revision": WORDS,
     "subfolder": WORDS,
+    "cache_dir": WORDS,
+    "local_files_only": st.booleans(),
+    "token": WORDS | st.booleans(),
     "trust_remote_code": st.booleans(),
     "enforce_eager": st.booleans(),
     "disable_by_batch_size": st.integers(1),

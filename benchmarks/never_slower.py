@@ -1,0 +1,205 @@
+"""Is `num_speculative_tokens="auto"` ever slower than plain `generate()`, and how far from the best fixed length?
+
+    python benchmarks/never_slower.py                  # --quick measures few rounds
+    python benchmarks/never_slower.py --cases useless huge --json out.json
+
+Hostile cases, beside plain generation: a draft model of random weights, one as large as the target, drafters on random
+text, batches of 8 and 32, short outputs, a long prompt. Friendly cases, beside fixed lengths: the embedded drafters on
+the demo's prompts. All sides of a case take turns in every round and generate the same greedy text. Times are those of
+the process on one thread; each side has been warmed up by two calls, in which the controller also learns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import process_time
+
+import torch
+from common import random_prompts, without_end
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from hf_specdec import demo, load_speculator, record
+from hf_specdec.benchmarking import describe_environment
+
+
+PLAIN, AUTO = "plain", "auto"
+FIXED_LENGTHS = {"ngram": (4, 8, 16, 24), "draft_model": (1, 3, 5, 8, 12), "eagle3": (1, 2, 3, 4)}
+
+# Part of the throughput of plain generation in hostile cases, and of the best fixed length in friendly ones.
+GOALS = {"hostile": 0.97, "friendly": 0.95}
+
+
+@dataclass
+class Case:
+    """What is generated, and with what.
+
+    Attributes:
+        name, kind (`str`): "hostile" is compared with plain generation, "friendly" with fixed lengths.
+        method (`str`): The drafter.
+        inputs (`dict`): Prompts of shape `(B, P)`.
+        max_new_tokens (`int`): Tokens of each row.
+        draft_model (`PreTrainedModel`, *optional*): In place of the embedded one.
+    """
+
+    name: str
+    kind: str
+    method: str
+    inputs: dict
+    max_new_tokens: int
+    draft_model: PreTrainedModel | None = None
+
+
+@dataclass
+class Row:
+    """The result of a case: throughput under the controller over that of `beside`, median and range of the rounds."""
+
+    case: str
+    kind: str
+    beside: str
+    ratio: float
+    ratio_range: tuple[float, float]
+    mean_acceptance_length: float
+    rounds: int
+
+
+def random_draft(target: PreTrainedModel, num_layers: int, hidden_size: int) -> LlamaForCausalLM:
+    """A draft model of random weights with the target's vocabulary."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=target.config.vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        max_position_embeddings=target.config.max_position_embeddings,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def make_cases(target: PreTrainedModel) -> list[Case]:
+    tokenizer = demo.load_tokenizer()
+    tokenizer.padding_side = "left"
+    vocab_size = target.config.vocab_size
+    useless, huge = random_draft(target, 1, 64), random_draft(target, 5, target.config.hidden_size)
+
+    def noise(batch_size, length=64):
+        tokens = random_prompts(batch_size, length, vocab_size)
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+    def texts(kind):
+        encoded = tokenizer(next(p.text for p in demo.prompts() if p.kind == kind), return_tensors="pt")
+        return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+    cases = [
+        Case("useless draft model", "hostile", "draft_model", texts("complete"), 128, useless),
+        Case("huge draft model", "hostile", "draft_model", texts("complete"), 128, huge),
+        Case("useless draft model, short output", "hostile", "draft_model", texts("complete"), 24, useless),
+        Case("useless draft model, long prompt", "hostile", "draft_model", noise(1, 1024), 64, useless),
+    ]
+    for batch_size in (1, 8, 32):
+        name = f"random text, batch {batch_size}"
+        cases.append(Case(f"useless draft model, {name}", "hostile", "draft_model", noise(batch_size), 64, useless))
+        cases += [
+            Case(f"{method}, {name}", "hostile", method, noise(batch_size), 64)
+            for method in ("ngram", "draft_model", "eagle3")
+        ]
+    for kind in ("edit", "complete"):
+        cases += [Case(f"{method}, {kind}", "friendly", method, texts(kind), 128) for method in FIXED_LENGTHS]
+    return cases
+
+
+def make_sides(target: PreTrainedModel, case: Case) -> dict[str, Callable[[], torch.LongTensor]]:
+    """What generates the case's text in each way."""
+    settings = {**case.inputs, "max_new_tokens": case.max_new_tokens, "do_sample": False}
+
+    def side(length):
+        given = {"method": case.method, "num_speculative_tokens": length}
+        if case.draft_model is not None:
+            given["draft_model"] = case.draft_model
+        elif case.method != "ngram":
+            given["model"] = {"draft_model": demo.draft_path, "eagle3": demo.eagle3_path}[case.method]()
+        speculator = load_speculator(target, **given)
+        return lambda: target.generate(**settings, assistant=speculator)
+
+    sides = {PLAIN: lambda: target.generate(**settings), AUTO: side("auto")}
+    if case.kind == "friendly":
+        sides |= {f"k={length}": side(length) for length in FIXED_LENGTHS[case.method]}
+    return sides
+
+
+def measure(target: PreTrainedModel, case: Case, rounds: int) -> Row:
+    """Runs a case."""
+    sides = make_sides(target, case)
+    names = list(sides)
+    for name in names * 2:
+        sides[name]()
+    times: dict[str, list[float]] = {name: [] for name in names}
+    plain = sides[PLAIN]()
+    for number in range(rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            began = process_time()
+            with record() as r:
+                text = sides[name]()
+            times[name].append(process_time() - began)
+            if not torch.equal(text, plain):
+                raise RuntimeError(f"{case.name}: the text of '{name}' is not that of plain generation.")
+            if name == AUTO:
+                length = r.calls[0].stats.mean_acceptance_length
+    others = [name for name in names if name != AUTO and (case.kind == "friendly" or name == PLAIN)]
+    beside = min(others, key=lambda name: statistics.median(times[name]))
+    ratios = [theirs / ours for theirs, ours in zip(times[beside], times[AUTO])]
+    return Row(case.name, case.kind, beside, statistics.median(ratios), (min(ratios), max(ratios)), length, rounds)
+
+
+def show(rows: list[Row], console: Console) -> None:
+    table = Table("case", "beside", "ratio", "range", "acceptance length", "rounds")
+    for row in rows:
+        low, high = row.ratio_range
+        mark = "" if row.ratio >= GOALS[row.kind] else " !"
+        table.add_row(
+            row.case,
+            row.beside,
+            f"{row.ratio:.2f}{mark}",
+            f"{low:.2f}-{high:.2f}",
+            f"{row.mean_acceptance_length:.2f}",
+            str(row.rounds),
+        )
+    console.print(table)
+    for kind, goal in GOALS.items():
+        ratios = [row.ratio for row in rows if row.kind == kind]
+        if ratios:
+            console.print(f"{kind}: least ratio {min(ratios):.2f}, goal {goal}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="calls of each side")
+    parser.add_argument("--quick", action="store_true", help="three rounds")
+    parser.add_argument("--cases", nargs="*", help="only cases whose name has one of these words")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console()
+    target = without_end(demo.load_target())
+    cases = make_cases(target)
+    if arguments.cases:
+        cases = [case for case in cases if any(word in case.name for word in arguments.cases)]
+    rows = []
+    for case in cases:
+        rows.append(measure(target, case, 3 if arguments.quick else arguments.rounds))
+        console.print(f"{rows[-1].ratio:.2f} of {rows[-1].beside}: {case.name}")
+    show(rows, console)
+    if arguments.json:
+        result = {"environment": describe_environment("cpu", target.dtype), "rows": [asdict(row) for row in rows]}
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+"""How much to speculate: what drafts and verifications cost, what is accepted, and the length that pays."""
+
+from .controller import ControlProfile, SpeculationController
+from .latency import LatencyModel
+
+
+__all__ = ["ControlProfile", "LatencyModel", "SpeculationController"]

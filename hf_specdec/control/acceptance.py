@@ -1,0 +1,187 @@
+"""What is accepted: running rates by position, of all rows together and of each row.
+
+A position is a depth: of a chain the token, of a tree whatever node the accepted path has there. Two things are
+counted at each position i, both under the condition that the row was allowed to draft so deep:
+
+    accepted: how often the accepted path reaches i, where it had reached i - 1
+    drafted:  how often the draft reaches i, where it had reached i - 1
+
+Drafters that stop on their own (no match, no confidence) have the second below 1; for the first, a token that was not
+drafted is a token that was not accepted. From them follow the expected tokens of a limit, 1 + sum of products, and
+how deep drafts get.
+
+What is older than the window is forgotten. A run of outcomes that does not fit is taken for a change of the text, and
+all before it is forgotten at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+
+
+# Outcomes that a rate remembers, for each row that it is fed by.
+WINDOW = 32
+
+# What is expected before anything is known: optimistic, because drafting is how one learns.
+FIRST_RATE = 0.65
+
+# Outcomes that the expectation counts for: before anything is known, of the position before, and for one row that of
+# all rows.
+_FIRST_WEIGHT = 4.0
+_PRIOR_WEIGHT = 2.0
+_ROW_PRIOR_WEIGHT = 6.0
+
+# Standard deviations that a rate may be better than it is expected to be.
+_HOPE = 1.5
+
+# A change: a run of equal outcomes that is so improbable. The mean of about the last six takes over then.
+_IMPROBABLE = 1e-3
+_RECENT = 1 / 6
+_WEIGHT_OF_RECENT = 3.0
+
+
+class Rate:
+    """A running mean of outcomes.
+
+    Attributes:
+        mean (`float`): From 0 to 1.
+        weight (`float`): Outcomes it stands for, at most the window.
+    """
+
+    __slots__ = ("_last", "_recent", "_run", "mean", "weight")
+
+    def __init__(self):
+        self.mean = self._recent = self.weight = 0.0
+        self._last, self._run = False, 0
+
+    def observe(self, outcome: bool, window: int) -> bool:
+        """Adds an outcome. Returns whether it shows that the rate has changed."""
+        self._run = self._run + 1 if outcome == self._last else 1
+        self._last = outcome
+        if not self.weight:
+            self._recent = float(outcome)
+        is_known = self.weight > _WEIGHT_OF_RECENT
+        is_change = is_known and (self.mean if outcome else 1 - self.mean) ** self._run < _IMPROBABLE
+        self._recent += _RECENT * (outcome - self._recent)
+        self.weight = min(self.weight + 1, window)
+        self.mean += (outcome - self.mean) / self.weight
+        if is_change:
+            self.mean, self.weight, self._run = self._recent, _WEIGHT_OF_RECENT, 0
+        return is_change
+
+    def expected(self, prior: float, prior_weight: float) -> float:
+        """The mean, as far as it is known, and else the prior, which fades."""
+        prior_weight *= prior_weight / (prior_weight + self.weight)
+        return (self.weight * self.mean + prior_weight * prior) / (self.weight + prior_weight)
+
+
+class PositionRates:
+    """Rates of positions 1 to K."""
+
+    def __init__(self, most: int):
+        self.rates = [Rate() for _ in range(most)]
+
+    def observe(self, reached: int, limit: int, window: int, known: int | None = None) -> None:
+        """Adds one draft.
+
+        Args:
+            reached (`int`): The last position that counts as a success.
+            limit (`int`): How deep the row was allowed to draft.
+            window (`int`): Outcomes to remember.
+            known (`int`, *optional*): The last position whose outcome is known; `None`: the first failure.
+        """
+        last = min(reached + 1, limit) if known is None else min(known, limit)
+        for position in range(last):
+            changed = self.rates[position].observe(position < reached, window)
+            if changed:
+                self._doubt_behind(position)
+
+    def _doubt_behind(self, position: int) -> None:
+        """What is known of deeper positions comes from another text."""
+        for rate in self.rates[position + 1 :]:
+            rate.weight = min(rate.weight, 1.0)
+
+    def expected(self, priors: Sequence[float]) -> list[float]:
+        """The rate of each position.
+
+        Args:
+            priors (`Sequence[float]`): What is expected of the first positions. One behind them that is little known
+                is expected to be like the one before it.
+        """
+        found = [self.rates[0].expected(priors[0], _FIRST_WEIGHT)]
+        for position, rate in enumerate(self.rates[1:], start=1):
+            prior = priors[position] if position < len(priors) else found[-1]
+            found.append(rate.expected(prior, _PRIOR_WEIGHT))
+        return found
+
+    def hoped(self, expected: Sequence[float]) -> list[float]:
+        """How good each position might be: the expected rate and its uncertainty."""
+        return [
+            min(mean + _HOPE * sqrt(mean * (1 - mean) / (rate.weight + _PRIOR_WEIGHT)), 1.0)
+            for mean, rate in zip(expected, self.rates)
+        ]
+
+
+class AcceptanceModel:
+    """What the drafts of a call can be expected to bring.
+
+    Args:
+        most (`int`): K, the deepest position.
+        num_rows (`int`): Rows of the call.
+        accepted_before, drafted_before (`Sequence[float]`): What earlier calls let expect of the first positions.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        num_rows: int,
+        accepted_before: Sequence[float] = (),
+        drafted_before: Sequence[float] = (),
+    ):
+        self.most = most
+        self.accepted_before = accepted_before or (FIRST_RATE,)
+        self.drafted_before = drafted_before or (1.0,)
+        self.window = WINDOW * num_rows
+        self.accepted = PositionRates(most)
+        self.drafted = PositionRates(most)
+        self.rows: dict[int, tuple[PositionRates, PositionRates]] = {}
+        if num_rows > 1:
+            self.rows = {row: (PositionRates(most), PositionRates(most)) for row in range(num_rows)}
+
+    def observe(self, row: int, limit: int, depth: int, num_accepted: int, is_cut: bool = False) -> None:
+        """Adds one row's draft.
+
+        Args:
+            row (`int`): Row of the call.
+            limit (`int`): How deep it was allowed to draft, at least 1.
+            depth (`int`): How deep it is.
+            num_accepted (`int`): How many draft tokens were committed.
+            is_cut (`bool`): The row ended there, so that nothing is known of the next token.
+        """
+        known = num_accepted if is_cut else None
+        self.accepted.observe(num_accepted, limit, self.window, known)
+        self.drafted.observe(depth, limit, self.window)
+        if self.rows:
+            accepted, drafted = self.rows[row]
+            accepted.observe(num_accepted, limit, WINDOW, known)
+            drafted.observe(depth, limit, WINDOW)
+
+    def expected(self) -> tuple[list[float], list[float]]:
+        """Rates of all rows together: of acceptance, and of being drafted at all, by position."""
+        return self.accepted.expected(self.accepted_before), self.drafted.expected(self.drafted_before)
+
+    def hoped(self) -> list[float]:
+        """How good the acceptance of all rows together might be."""
+        return self.accepted.hoped(self.expected()[0])
+
+    def expected_of_row(
+        self, row: int, accepted: Sequence[float], drafted: Sequence[float]
+    ) -> tuple[list[float], list[float]]:
+        """The same of one row, which is expected to be like all others where little is known of it."""
+        own_accepted, own_drafted = self.rows[row]
+        weight = _ROW_PRIOR_WEIGHT
+        return (
+            [rate.expected(prior, weight) for rate, prior in zip(own_accepted.rates, accepted)],
+            [rate.expected(prior, weight) for rate, prior in zip(own_drafted.rates, drafted)],
+        )

@@ -1,0 +1,418 @@
+"""The speculation length of each cycle: that with the most expected tokens per second, plain decoding included.
+
+    value(k) = sum over rows of (1 + S_1 + ... + S_k) / E[T_draft(W) + T_verify(nodes(W))]
+
+S_i is the chance that a row's token i is accepted, W <= k how deep the deepest draft of the batch gets. Both come from
+[`~control.acceptance`], the times from [`~control.latency`]. k = 0 is plain decoding: nothing is drafted, and one
+token a row is committed in T_verify(1).
+
+What is not tried is not known, so other lengths are tried now and then: those that may well be better than they are
+known to be, and those whose last trial is long ago. A trial has a price: its time minus the time in which its tokens
+would have been made otherwise. Trials are paid from a budget of one part in a hundred of all time, which bounds what
+they can cost; a trial that gains refills it, so that success is followed up at once.
+
+Pure Python, a few microseconds a cycle; no tensor, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+from ..errors import SpecConfigError
+from .acceptance import AcceptanceModel
+from .latency import LatencyModel
+
+
+# Another length must promise so much more to be taken. Drafts must promise so much more than plain decoding, or there
+# are none: a difference that is smaller cannot be told from noise.
+_HYSTERESIS = 1.02
+_LEAST_GAIN = 1.015
+
+# Part of all time that trials may cost. In times of a plain cycle: what they may cost before anything was earned, in
+# the first call and in later ones, and the most that can be saved up.
+_TRIAL_SHARE = 0.01
+_FIRST_BUDGET = 4.0
+_NEXT_BUDGET = 0.5
+_LARGEST_BUDGET = 8.0
+
+# Cycles between two plans, and at least between two trials.
+_PLAN_EVERY = 4
+_TRIAL_EVERY = 8
+
+# With nothing known about times, the first cycles draft the usual length and nothing. The first run of a size is often
+# a slow one, so both are measured again unless the draft is hopelessly slow.
+_HOPELESS = 2.0
+
+# Positions that are reached so seldom end the search.
+_NEGLIGIBLE = 1e-3
+
+# Weight of the last call in what the next one expects.
+_CALL_WEIGHT = 0.3
+
+
+@dataclass
+class ControlProfile:
+    """What the calls with one target and one drafter on one device have taught the next one.
+
+    Attributes:
+        latency (`LatencyModel`): Costs.
+        accepted, drafted (`list[float]`): Rates by position; empty before the first call.
+    """
+
+    latency: LatencyModel = field(default_factory=LatencyModel)
+    accepted: list[float] = field(default_factory=list)
+    drafted: list[float] = field(default_factory=list)
+
+    def learn(self, latency: LatencyModel, accepted: Sequence[float], drafted: Sequence[float]) -> None:
+        """Takes in what a call has found."""
+        self.latency = latency
+        self.accepted = _mixed(self.accepted, accepted)
+        self.drafted = _mixed(self.drafted, drafted)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        return {**self.latency.to_dict(), "accepted": list(self.accepted), "drafted": list(self.drafted)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ControlProfile:
+        """The profile of `to_dict`.
+
+        Raises:
+            SpecConfigError: It is not what `to_dict` writes.
+        """
+        latency = LatencyModel.from_dict(values)
+        return cls(latency, _rates("accepted", values), _rates("drafted", values))
+
+
+def _mixed(before: Sequence[float], now: Sequence[float]) -> list[float]:
+    known = [old + _CALL_WEIGHT * (new - old) for old, new in zip(before, now)]
+    return known + list(now[len(known) :])
+
+
+def _rates(name: str, values: Mapping[str, Any]) -> list[float]:
+    rates = values.get(name)
+    if not isinstance(rates, list) or not all(isinstance(rate, (int, float)) and 0 <= rate <= 1 for rate in rates):
+        raise SpecConfigError(f"`{name}` of a profile must be a list of rates from 0 to 1, got {rates!r}.")
+    return [float(rate) for rate in rates]
+
+
+@dataclass
+class RowOutcome:
+    """One row of a cycle.
+
+    Attributes:
+        row (`int`): Row of the call.
+        limit (`int`): How deep it was allowed to draft.
+        depth (`int`): How deep its draft was.
+        num_accepted (`int`): Draft tokens that were committed.
+        num_committed (`int`): All tokens that were committed.
+    """
+
+    row: int
+    limit: int
+    depth: int
+    num_accepted: int
+    num_committed: int
+
+
+@dataclass
+class _Plan:
+    """Expected tokens and seconds of a cycle by limit, for some rows."""
+
+    rows: list[int]
+    tokens: list[float]
+    seconds: list[float]
+
+    def value(self, limit: int) -> float:
+        """Tokens per second."""
+        return self.tokens[limit] / self.seconds[limit]
+
+    @property
+    def best(self) -> int:
+        return max(range(len(self.tokens)), key=self.value)
+
+
+class SpeculationController:
+    """Chooses the limits of one call's cycles.
+
+    The loop asks for `limits` and reports what came of them with `observe`, in turn.
+
+    Args:
+        most (`int`): K, the largest limit.
+        num_rows (`int`): Rows of the call.
+        profile (`ControlProfile`, *optional*): What earlier calls have found.
+        usual (`int`, *optional*): The length to begin with where nothing is known; K if not given.
+
+    Attributes:
+        length (`int`): The limit that is used outside of trials.
+        num_cycles, num_plain_cycles (`int`): All, and those without drafts.
+        sum_limits (`int`): Of the limits of all cycles.
+    """
+
+    def __init__(self, most: int, num_rows: int, profile: ControlProfile | None = None, usual: int | None = None):
+        profile = profile or ControlProfile()
+        self.most, self.num_rows = most, num_rows
+        self.usual = most if usual is None else min(usual, most)
+        self.latency = profile.latency.for_another_call()
+        self.acceptance = AcceptanceModel(most, num_rows, profile.accepted, profile.drafted)
+        self.length: int | None = None
+        self.num_cycles = self.num_plain_cycles = self.sum_limits = 0
+        self._nodes: dict[int, float] = {}
+        self._plan: _Plan | None = None
+        self._row_limits: dict[int, int] = {}
+        self._is_first_call = not self.latency.knows_anything
+        self._first_cycles = [self.usual, 0, self.usual, 0] if self._is_first_call else []
+        self._budget: float | None = None  # seconds
+        self._trial: int | None = None  # the limit that is being tried
+        self._follow_up: int | None = None  # a trial that has just paid
+        self._last_trial = 0
+        self._last_used = [0] * (most + 1)
+
+    # Choosing
+
+    def limits(self, rows: list[int]) -> list[int]:
+        """How deep each of the active rows may draft in this cycle; 0 for all: decode plainly.
+
+        Args:
+            rows (`list[int]`): Rows of the call.
+        """
+        limit = self._choose(rows)
+        self.sum_limits += limit
+        self.num_plain_cycles += limit == 0
+        self._last_used[limit] = self.num_cycles
+        self.num_cycles += 1
+        if limit == self.length and self._row_limits and self._trial is None:
+            return [self._row_limits[row] for row in rows]
+        return [limit] * len(rows)
+
+    def _choose(self, rows: list[int]) -> int:
+        self._trial = None
+        if self._first_cycles and not self._is_hopeless(rows):
+            return self._first_cycles.pop(0)
+        if not self.latency.knows_anything:
+            # Nothing has been found to draft yet.
+            return self.usual
+        if self._plan is None or self._plan.rows != rows or self.num_cycles % _PLAN_EVERY == 0:
+            self._make_plan(rows)
+        self._trial = self._worth_a_trial()
+        return self.length if self._trial is None else self._trial
+
+    def _is_hopeless(self, rows: list[int]) -> bool:
+        """Whether the usual length has been measured once and is far from being worth it."""
+        if len(self._first_cycles) != 2 or not self.latency.knows_anything:
+            return False
+        plan = self._expect(rows)[0]
+        is_hopeless = _HOPELESS * plan.value(min(self.usual, len(plan.tokens) - 1)) < plan.value(0)
+        if is_hopeless:
+            self._first_cycles = []
+        return is_hopeless
+
+    def _make_plan(self, rows: list[int]) -> None:
+        self._plan, accepted, depths = self._expect(rows)
+        self.length = self._best_length()
+        if self._budget is None:
+            self._budget = (_FIRST_BUDGET if self._is_first_call else _NEXT_BUDGET) * self._plan.seconds[0]
+        self._row_limits = {}
+        if len(rows) > 1 and self.length > 0:
+            limits = self._limits_of_rows(accepted, depths)
+            self._row_limits = dict(zip(rows, limits))
+
+    def _best_length(self) -> int:
+        """The length that promises most, or the present one if that promises hardly less."""
+        plan, length = self._plan, self.length
+        best = plan.best
+        if length is not None and length < len(plan.tokens) and plan.value(best) <= _HYSTERESIS * plan.value(length):
+            best = length
+        return best if plan.value(best) > _LEAST_GAIN * plan.value(0) else 0
+
+    def _expect(self, rows: list[int]) -> tuple[_Plan, list[list[float]], list[list[float]]]:
+        """The plan, and for each row the chances that a token is accepted, and that a draft gets so deep."""
+        accepted, depths = self._chances(rows)
+        num_rows = len(rows)
+        tokens, seconds = [float(num_rows)], [self._plain_seconds(num_rows)]
+        total, spent, deeper = tokens[0], 0.0, 1.0
+        cost = self._cycle_seconds(0, num_rows)
+        for position in range(self.most):
+            gain = sum(chances[position] for chances in accepted)
+            if gain < _NEGLIGIBLE * num_rows:
+                break
+            total += gain
+            reached = _at_least_one(chances[position] for chances in depths)
+            spent += (deeper - reached) * cost
+            deeper = reached
+            cost = self._cycle_seconds(position + 1, num_rows)
+            tokens.append(total)
+            seconds.append(spent + deeper * cost)
+        return _Plan(list(rows), tokens, seconds), accepted, depths
+
+    def _chances(self, rows: list[int]) -> tuple[list[list[float]], list[list[float]]]:
+        accepted, drafted = self.acceptance.expected()
+        if len(rows) == 1:
+            return [list(accumulate(accepted, mul))], [list(accumulate(drafted, mul))]
+        pairs = [self.acceptance.expected_of_row(row, accepted, drafted) for row in rows]
+        return (
+            [list(accumulate(own, mul)) for own, _ in pairs],
+            [list(accumulate(own, mul)) for _, own in pairs],
+        )
+
+    def _plain_seconds(self, num_rows: int) -> float:
+        return self.latency.verify_seconds(1, num_rows)
+
+    def _cycle_seconds(self, depth: int, num_rows: int) -> float:
+        """Of a cycle whose deepest draft has this depth."""
+        nodes = self._nodes_of_depth(depth)
+        return self.latency.draft_seconds(depth, num_rows) + self.latency.verify_seconds(nodes + 1, num_rows)
+
+    def _nodes_of_depth(self, depth: int) -> int:
+        """Draft nodes of a row; those of a depth that was not seen are in proportion to the nearest that was."""
+        known = self._nodes.get(depth)
+        if known is None and self._nodes and depth > 0:
+            nearest = min(self._nodes, key=lambda seen: abs(seen - depth))
+            known = max(self._nodes[nearest] * depth / nearest, depth)
+        return depth if known is None else round(known)
+
+    def _limits_of_rows(self, accepted: list[list[float]], depths: list[list[float]]) -> list[int]:
+        """The limit of each row, at most `length`.
+
+        A verification is as wide as its widest row, so a token is free for a row where others go as deep anyway. One
+        that makes the cycle longer must bring more tokens than the batch makes in that time.
+        """
+        num_rows, rate = len(accepted), self._plan.value(self.length)
+        costs = [self._cycle_seconds(depth, num_rows) for depth in range(self.length + 1)]
+        limits = []
+        for row in range(num_rows):
+            best, limit, gain = 0.0, 0, 0.0
+            for position in range(self.length):
+                others = _at_least_one(depths[other][position] for other in range(num_rows) if other != row)
+                longer = (1 - others) * depths[row][position] * (costs[position + 1] - costs[position])
+                gain += accepted[row][position] - rate * longer
+                if gain >= best:
+                    best, limit = gain, position + 1
+            limits.append(limit)
+        return limits
+
+    # Trials
+
+    def _worth_a_trial(self) -> int | None:
+        """A length to try instead of the chosen one, if there is one that the budget pays for."""
+        plan, again = self._plan, self._follow_up
+        self._follow_up = None
+        self._budget = min(self._budget + _TRIAL_SHARE * plan.seconds[self.length], _LARGEST_BUDGET * plan.seconds[0])
+        if again is not None and again != self.length and self._price(again) <= self._budget:
+            return again
+        if self._budget <= 0 or self.num_cycles - self._last_trial < _TRIAL_EVERY:
+            return None
+        chosen = self._most_hopeful()
+        if chosen is None:
+            chosen = self._longest_unused()
+        if chosen is not None:
+            self._last_trial = self.num_cycles
+        return chosen
+
+    def _most_hopeful(self) -> int | None:
+        """The best length if acceptance were as good as it might be, of those that the budget pays for."""
+        plan, num_rows = self._plan, len(self._plan.rows)
+        best, limit, tokens = plan.value(self.length), None, 1.0
+        furthest = max(2 * self.length, self.usual)
+        for depth, chance in enumerate(accumulate(self.acceptance.hoped()[:furthest], mul), start=1):
+            tokens += chance
+            if chance < _NEGLIGIBLE:
+                break
+            value = tokens * num_rows / self._expected_seconds(depth)
+            if depth != self.length and value > best and self._price(depth) <= self._budget:
+                best, limit = value, depth
+        return limit
+
+    def _longest_unused(self) -> int | None:
+        """Of the lengths that the budget pays for the one that has waited longest, for its price."""
+        least = 0.02 * self._plan.seconds[0]
+        chosen, best = None, 0.0
+        for limit in self._neighbours():
+            price = self._price(limit)
+            waited = (self.num_cycles - self._last_used[limit]) / (price + least)
+            if price <= self._budget and waited > best:
+                chosen, best = limit, waited
+        return chosen
+
+    def _neighbours(self) -> set[int]:
+        """Lengths that are worth knowing: none, those around the chosen one, and doubled ones."""
+        length = self.length
+        limits = {0, 1, length - 1, length + 1, 2 * length, self.usual}
+        return {limit for limit in limits if 0 <= limit <= self.most and limit != length}
+
+    def _price(self, limit: int) -> float:
+        """Expected seconds that a trial costs."""
+        plan = self._plan
+        tokens = plan.tokens[min(limit, len(plan.tokens) - 1)]
+        return max(self._expected_seconds(limit) - tokens / plan.value(self.length), 0.0)
+
+    def _expected_seconds(self, limit: int) -> float:
+        """Of a cycle with this limit; where drafts seldom get so deep, that of one that does."""
+        plan = self._plan
+        if limit < len(plan.seconds):
+            return plan.seconds[limit]
+        return self._cycle_seconds(limit, len(plan.rows))
+
+    # Learning
+
+    def observe(
+        self,
+        outcomes: list[RowOutcome],
+        num_nodes: int,
+        draft_seconds: float | None,
+        verify_seconds: float,
+        is_catching_up: bool = False,
+    ) -> None:
+        """Takes in a cycle.
+
+        Args:
+            outcomes (`list[RowOutcome]`): The active rows.
+            num_nodes (`int`): Draft nodes of a row, padding included.
+            draft_seconds (`float`, *optional*): Of the drafter in the cycle; `None` if it was not asked.
+            verify_seconds (`float`): The rest of the cycle.
+            is_catching_up (`bool`): The drafter also read what had been committed without it.
+        """
+        num_rows, deepest = len(outcomes), max(outcome.depth for outcome in outcomes)
+        self.latency.observe_verification(num_rows, num_nodes + 1, verify_seconds)
+        if draft_seconds is not None and not (is_catching_up and self._knows_draft(num_rows, deepest)):
+            self.latency.observe_draft(num_rows, deepest, draft_seconds)
+        if deepest > 0:
+            known = self._nodes.get(deepest, num_nodes)
+            self._nodes[deepest] = known + 0.2 * (num_nodes - known)
+        for outcome in outcomes:
+            if outcome.limit > 0:
+                is_cut = outcome.num_committed <= outcome.num_accepted
+                self.acceptance.observe(outcome.row, outcome.limit, outcome.depth, outcome.num_accepted, is_cut)
+        if self._trial is not None:
+            self._pay(sum(outcome.num_committed for outcome in outcomes), deepest, num_rows)
+
+    def _knows_draft(self, num_rows: int, depth: int) -> bool:
+        table = self.latency.draft.get(num_rows)
+        return table is not None and depth in table.levels
+
+    def _pay(self, num_committed: int, deepest: int, num_rows: int) -> None:
+        """Takes from the budget what the trial has cost, or gives it what it has gained."""
+        # The expected seconds, not the measured ones: a stall of the machine is not the trial's.
+        seconds = self._cycle_seconds(deepest, num_rows) if self._trial else self._plain_seconds(num_rows)
+        loss = seconds - num_committed / self._plan.value(self.length)
+        self._budget -= loss
+        if loss < 0:
+            self._follow_up = self._trial
+            self._plan = None
+
+    def profile_into(self, profile: ControlProfile) -> None:
+        """Leaves what was found to the next call."""
+        if self.num_cycles:
+            profile.learn(self.latency, *self.acceptance.expected())
+
+
+def _at_least_one(chances) -> float:
+    """The chance that at least one of independent events happens."""
+    none = 1.0
+    for chance in chances:
+        none *= 1 - chance
+    return 1 - none

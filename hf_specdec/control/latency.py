@@ -1,0 +1,294 @@
+"""What a cycle costs: seconds of a draft by its depth, and of a verification by its nodes, from measured cycles.
+
+    T(cycle) = T_draft(depth, rows) + T_verify(nodes, rows)
+
+Both are tables, not formulas. On a CPU the time of a verification is no smooth function of its nodes: in float32 two
+or three nodes cost more than eight, and from there it has plateaus. A table with interpolation follows that. Medians
+and clipped steps keep it from being moved by a machine that stalls now and then.
+
+A context that grows and a machine that gets busy slow all sizes down alike. That is one factor, the pace: the median
+of how much longer the last verifications took than their sizes' levels. With it, sizes that were measured at different
+times stay comparable. Drafts have a pace of their own on top of it.
+
+Nothing here waits for a device: seconds come in, seconds come out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Mapping
+from math import isfinite, log
+from typing import Any
+
+from ..errors import SpecConfigError
+
+
+# A size that is measured seldom is judged by the median of its last measurements. One that is measured all the time
+# has a level that each measurement moves by a small part, until the median says that it is far off.
+_LAST_MEASUREMENTS = 7
+_SELDOM = 6
+_PART = 0.02
+_FAR = 1.3
+
+# From so many measurements on a size is known, and its measurements tell the pace.
+_KNOWN = 3
+_PACE_WINDOW = 5
+
+# One measurement of a known size counts at most as so many times longer or shorter. So does a size that is not known,
+# beside what its neighbours let expect.
+_LARGEST_SURPRISE = 2.0
+
+
+class TimeTable:
+    """Seconds by size.
+
+    Attributes:
+        sizes (`list[int]`): Sizes that have been measured, in increasing order.
+        levels (`dict[int, float]`): The seconds of each.
+    """
+
+    def __init__(self):
+        self.sizes: list[int] = []
+        self.levels: dict[int, float] = {}
+        self._measured: dict[int, deque[float]] = {}
+        self._last: dict[int, int] = {}
+        self._weights: dict[int, int] = {}  # measurements that a level stands for
+        self._num_measurements = 0
+
+    def observe(self, size: int, seconds: float) -> None:
+        """Adds a measurement."""
+        if size not in self._measured:
+            self._measured[size] = deque(maxlen=_LAST_MEASUREMENTS)
+            insort(self.sizes, size)
+        measured = self._measured[size]
+        is_seldom = self._num_measurements - self._last.get(size, 0) > _SELDOM
+        self._num_measurements += 1
+        self._last[size] = self._num_measurements
+        measured.append(seconds)
+        # The lower median: the first run of a size is often a slow one.
+        median = sorted(measured)[(len(measured) - 1) // 2]
+        level = self.levels.get(size, median)
+        if is_seldom or len(measured) < _LAST_MEASUREMENTS or not level / _FAR < median < level * _FAR:
+            self.levels[size], self._weights[size] = median, len(measured)
+            return
+        ratio = min(max(seconds / level, 1 / _LARGEST_SURPRISE), _LARGEST_SURPRISE)
+        self._weights[size] += 1
+        self.levels[size] = level * ratio ** max(1 / self._weights[size], _PART)
+
+    def knows(self, size: int) -> bool:
+        """Whether there are enough measurements of a size to trust in them."""
+        return len(self._measured.get(size, ())) >= _KNOWN
+
+    def predict(self, size: float) -> float | None:
+        """Seconds of a size: measured, between its neighbours, or behind the largest size on the mean slope.
+
+        Below the smallest size nothing is cheaper. `None` before the first measurement.
+        """
+        level = self.levels.get(size)
+        if level is None:
+            return self._interpolated(size, self.sizes)
+        if self.knows(size):
+            return level
+        # One stall of the machine must not keep a size from ever being tried again.
+        expected = self._interpolated(size, [other for other in self.sizes if self.knows(other)])
+        return level if expected is None else min(level, _LARGEST_SURPRISE * expected)
+
+    def _interpolated(self, size: float, sizes: list[int]) -> float | None:
+        if not sizes:
+            return None
+        index = bisect_left(sizes, size)
+        if index == 0:
+            return self.levels[sizes[0]]
+        is_inside = index < len(sizes)
+        low, high = (sizes[index - 1], sizes[index]) if is_inside else (sizes[0], sizes[-1])
+        below, above = self.levels[low], self.levels[high]
+        slope = (above - below) / (high - low) if low < high else 0.0
+        return below + slope * (size - low) if is_inside else above + max(slope, 0.0) * (size - high)
+
+    def aged(self) -> TimeTable:
+        """A copy in which the sizes are known by few measurements, which newer ones soon outweigh."""
+        table = TimeTable()
+        for size in self.sizes:
+            for _ in range(min(len(self._measured[size]), _KNOWN)):
+                table.observe(size, self.predict(size))
+        return table
+
+    def to_dict(self, factor: float = 1.0) -> dict[str, float]:
+        """Seconds by size, for JSON."""
+        return {str(size): self.predict(size) * factor for size in self.sizes}
+
+    @classmethod
+    def from_dict(cls, seconds: Mapping[str, float]) -> TimeTable:
+        """The table of `to_dict`, all of whose sizes are known."""
+        table = cls()
+        for size, value in seconds.items():
+            for _ in range(_KNOWN):
+                table.observe(_size(size), _seconds(value))
+        return table
+
+
+class Pace:
+    """By how much everything takes longer than its level: the median of the last measurements.
+
+    Attributes:
+        factor (`float`): 1 at first.
+    """
+
+    def __init__(self):
+        self.factor = 1.0
+        self._last: deque[float] = deque(maxlen=_PACE_WINDOW)
+
+    def observe(self, factor: float) -> None:
+        self._last.append(factor)
+        self.factor = sorted(self._last)[len(self._last) // 2]
+
+
+class LatencyModel:
+    """Costs of a drafter and a target on one device, learnt from the cycles of generate() calls.
+
+    Attributes:
+        draft, verify (`dict[int, TimeTable]`): For each number of rows the seconds at a pace of 1: of drafts by
+            depth, and of verifications by nodes, the anchor included.
+        pace (`Pace`): Of everything.
+        draft_pace (`Pace`): Of drafts, on top of that.
+    """
+
+    def __init__(self):
+        self.draft: dict[int, TimeTable] = {}
+        self.verify: dict[int, TimeTable] = {}
+        self.pace, self.draft_pace = Pace(), Pace()
+
+    def for_another_call(self) -> LatencyModel:
+        """A copy whose measurements count little: the call may have another context, and the machine other work."""
+        model = LatencyModel()
+        model.draft = {rows: table.aged() for rows, table in self.draft.items()}
+        model.verify = {rows: table.aged() for rows, table in self.verify.items()}
+        model.pace.factor, model.draft_pace.factor = self.pace.factor, self.draft_pace.factor
+        return model
+
+    def observe_draft(self, num_rows: int, depth: int, seconds: float) -> None:
+        """Adds the time of a draft.
+
+        Args:
+            num_rows (`int`): Rows that were drafted for.
+            depth (`int`): Depth of the deepest draft, 0 where nothing was found to draft.
+            seconds (`float`): Everything the drafter did in the cycle.
+        """
+        if not _is_time(seconds):
+            return
+        table = self.draft.setdefault(num_rows, TimeTable())
+        seconds /= self.pace.factor
+        if table.knows(depth):
+            self.draft_pace.observe(seconds / table.levels[depth])
+        table.observe(depth, seconds / self.draft_pace.factor)
+
+    def observe_verification(self, num_rows: int, num_nodes: int, seconds: float) -> None:
+        """Adds the time of a verification.
+
+        Args:
+            num_rows (`int`): Active rows.
+            num_nodes (`int`): Nodes of a row, the anchor and padding included.
+            seconds (`float`): Of the cycle without drafting.
+        """
+        if not _is_time(seconds):
+            return
+        table = self.verify.setdefault(num_rows, TimeTable())
+        if table.knows(num_nodes):
+            self.pace.observe(seconds / table.levels[num_nodes])
+        table.observe(num_nodes, seconds / self.pace.factor)
+
+    def draft_seconds(self, depth: int, num_rows: int) -> float:
+        """Seconds of a draft of this depth; 0 as long as none was measured.
+
+        One that was hardly measured takes no longer than a deeper one. In front of and behind what was measured, the
+        time is in proportion to the depth.
+        """
+        table = self._table(self.draft, num_rows)
+        if table is None:
+            return 0.0
+        return self.pace.factor * self.draft_pace.factor * _draft_level(table, depth)
+
+    def verify_seconds(self, num_nodes: float, num_rows: int) -> float:
+        """Seconds of a verification of so many nodes a row; 1 as long as none was measured."""
+        own = self.verify.get(num_rows)
+        if own is not None and own.sizes:
+            return self.pace.factor * own.predict(num_nodes)
+        table = self._table(self.verify, num_rows)
+        if table is None:
+            return 1.0
+        # With other numbers of rows: what as many tokens took.
+        others = min(self.verify, key=lambda rows: abs(log(rows / num_rows)))
+        return self.pace.factor * table.predict(num_nodes * num_rows / others)
+
+    @property
+    def knows_anything(self) -> bool:
+        """Whether there are times of drafts and of verifications with and without drafts."""
+        sizes = [size for table in self.verify.values() for size in table.sizes]
+        return bool(self.draft) and 1 in sizes and max(sizes) > 1
+
+    def _table(self, tables: dict[int, TimeTable], num_rows: int) -> TimeTable | None:
+        """The table of this number of rows, or of the nearest."""
+        table = tables.get(num_rows)
+        if table is None and tables:
+            table = tables[min(tables, key=lambda rows: abs(log(rows / num_rows)))]
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        """Seconds by rows and size, at the present pace, for JSON."""
+        pace = self.pace.factor
+        parts = (
+            ("draft_seconds", self.draft, pace * self.draft_pace.factor),
+            ("verify_seconds", self.verify, pace),
+        )
+        return {
+            name: {str(rows): table.to_dict(factor) for rows, table in sorted(tables.items())}
+            for name, tables, factor in parts
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LatencyModel:
+        """The model of `to_dict`.
+
+        Raises:
+            SpecConfigError: It is not what `to_dict` writes.
+        """
+        model = cls()
+        try:
+            for name, tables in (("draft_seconds", model.draft), ("verify_seconds", model.verify)):
+                for rows, seconds in values[name].items():
+                    if seconds:
+                        tables[_size(rows, least=1)] = TimeTable.from_dict(seconds)
+        except (KeyError, AttributeError, TypeError) as error:
+            raise SpecConfigError(
+                f"A latency profile holds `draft_seconds` and `verify_seconds`, each {{rows: {{size: seconds}}}}, got "
+                f"{values!r}. Measure it again."
+            ) from error
+        return model
+
+
+def _draft_level(table: TimeTable, depth: int) -> float:
+    first, last = table.sizes[0], table.sizes[-1]
+    if depth < first:
+        return table.predict(first) * depth / first
+    if depth > last:
+        return table.predict(last) * depth / max(last, 1)
+    if table.knows(depth):
+        return table.levels[depth]
+    return min(table.predict(size) for size in [depth, *table.sizes[bisect_left(table.sizes, depth) :]])
+
+
+def _is_time(seconds: float) -> bool:
+    return isfinite(seconds) and seconds > 0
+
+
+def _size(text: Any, least: int = 0) -> int:
+    if not (str(text).isdecimal() and int(text) >= least):
+        raise SpecConfigError(f"Sizes of a latency profile are integers of at least {least}, got {text!r}.")
+    return int(text)
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_time(value):
+        raise SpecConfigError(f"Times of a latency profile are positive numbers of seconds, got {value!r}.")
+    return float(value)

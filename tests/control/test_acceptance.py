@@ -1,0 +1,104 @@
+"""Running rates by position: what they converge to, what they forget, and what is expected of unknown positions."""
+
+import random
+
+import pytest
+
+from hf_specdec.control.acceptance import AcceptanceModel, Rate
+
+
+def feed(model, rates, cycles, limit=None, row=0, seed=0, depths=None):
+    """Drafts of a row whose position i is accepted with the i-th rate."""
+    generator, limit = random.Random(seed), len(rates) if limit is None else limit
+    for _ in range(cycles):
+        depth = limit if depths is None else generator.choice(depths)
+        accepted = 0
+        while accepted < depth and generator.random() < rates[accepted]:
+            accepted += 1
+        model.observe(row, limit, min(depth, limit), accepted)
+
+
+def test_each_position_has_its_own_rate():
+    model, rates = AcceptanceModel(3, 1), [0.9, 0.6, 0.3]
+    found = []
+    for seed in range(30):
+        feed(model, rates, 100, seed=seed)
+        found.append(model.expected()[0])
+    means = [sum(column) / len(found) for column in zip(*found)]
+    assert means == pytest.approx(rates, abs=0.1)
+
+
+def test_a_position_that_was_not_tried_is_expected_to_be_like_the_one_before():
+    model = AcceptanceModel(6, 1)
+    feed(model, [1.0, 1.0], 60)
+    accepted, _ = model.expected()
+    assert accepted[1] > 0.9
+    assert accepted[5] == pytest.approx(accepted[1])
+
+
+def test_a_token_that_was_not_drafted_was_not_accepted():
+    model = AcceptanceModel(4, 1)
+    feed(model, [1.0] * 4, 200, depths=[0, 4])
+    accepted, drafted = model.expected()
+    assert accepted[0] == pytest.approx(0.5, abs=0.25)
+    assert drafted[0] == pytest.approx(0.5, abs=0.25)
+    assert drafted[3] > 0.9
+
+
+def test_nothing_is_learnt_behind_the_end_of_a_row():
+    model = AcceptanceModel(4, 1)
+    feed(model, [1.0] * 4, 60)
+    before = model.expected()[0]
+    for _ in range(60):
+        model.observe(0, 4, 4, 2, is_cut=True)
+    assert model.expected()[0][2:] == before[2:]
+
+
+def test_a_change_is_followed_within_a_few_cycles():
+    model = AcceptanceModel(4, 1)
+    feed(model, [1.0] * 4, 200)
+    for _ in range(8):
+        model.observe(0, 4, 4, 0)
+    assert model.expected()[0][0] < 0.4
+
+
+def test_a_change_makes_what_is_known_of_deeper_positions_doubtful():
+    model = AcceptanceModel(4, 1)
+    feed(model, [1.0, 0.0, 0.0, 0.0], 100)
+    feed(model, [0.0] * 4, 40)
+    for _ in range(40):
+        model.observe(0, 1, 1, 1)
+    accepted, _ = model.expected()
+    assert accepted[0] > 0.8
+    assert accepted[2] > 0.3
+
+
+def test_rows_have_rates_of_their_own():
+    model = AcceptanceModel(2, 3)
+    for cycle in range(40):
+        for row, rates in enumerate(([1.0, 1.0], [0.0, 0.0])):
+            feed(model, rates, 1, row=row, seed=cycle)
+    shared, drafted = model.expected()
+    good, bad, unknown = (model.expected_of_row(row, shared, drafted)[0] for row in range(3))
+    assert good[0] > 0.9
+    assert bad[0] < 0.1
+    assert unknown[0] == pytest.approx(shared[0])
+
+
+def test_what_earlier_calls_found_is_where_a_call_begins():
+    model = AcceptanceModel(3, 1, [0.2, 0.1])
+    assert model.expected()[0] == pytest.approx([0.2, 0.1, 0.1])
+
+
+def test_a_rate_may_be_better_than_expected_while_little_is_known():
+    model = AcceptanceModel(2, 1)
+    few = model.hoped()[0] - model.expected()[0][0]
+    feed(model, [0.6, 0.6], 200)
+    many = model.hoped()[0] - model.expected()[0][0]
+    assert few > 2 * many > 0
+
+
+def test_a_rate_says_when_it_has_changed():
+    rate = Rate()
+    assert not any(rate.observe(True, 32) for _ in range(50))
+    assert any(rate.observe(False, 32) for _ in range(8))

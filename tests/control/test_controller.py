@@ -1,0 +1,229 @@
+"""The controller in simulated worlds: what it finds, follows and loses, with times that are noisy and stall."""
+
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_specdec.control import ControlProfile, theory
+from hf_specdec.control.controller import RowOutcome, SpeculationController
+from tests.control.worlds import World
+
+
+MOST = 12
+
+# Relative times of a verification by nodes.
+TARGETS = {
+    "flat": lambda nodes: 1 + 0.01 * (nodes - 1),
+    "linear": lambda nodes: 1 + 0.15 * (nodes - 1),
+    "steep": lambda nodes: 1 + 0.5 * (nodes - 1),
+    "float32 on a CPU": lambda nodes: {1: 1.0, 2: 2.05, 3: 2.6, 4: 2.0}.get(nodes, 1.8 + 0.06 * max(nodes - 8, 0)),
+}
+
+
+def world_of(target, acceptance, cost, seed=0, **noise):
+    """A world in milliseconds, of a drafter that writes one token after the other."""
+    rates = acceptance if isinstance(acceptance, list) else [acceptance]
+    return World(
+        rates, lambda depth: cost * depth * 1e-3, lambda nodes: TARGETS[target](nodes) * 1e-3, seed=seed, **noise
+    )
+
+
+def used(cycles):
+    """The length that most cycles had."""
+    return statistics.mode(max(cycle.limits) for cycle in cycles)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("cost", [0.02, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize("rate", [0.02, 0.4, 0.7, 0.9])
+def test_it_finds_the_best_length_within_a_few_dozen_cycles(target, cost, rate):
+    worlds = [world_of(target, rate, cost, seed) for seed in range(5)]
+    best = theory.optimal_length(rate, lambda k: cost * k, lambda k: TARGETS[target](k + 1), MOST)
+    assert worlds[0].best(MOST) == best
+    losses = []
+    for world in worlds:
+        controller = world.controller(MOST)
+        world.run(controller, 60)
+        losses.append(world.loss(world.run(controller, 40), MOST))
+    # Rates are known to a tenth after so many cycles; the best lengths lie close to each other.
+    assert statistics.median(losses) < 0.06
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    target=st.sampled_from(sorted(TARGETS)),
+    rate=st.floats(0, 0.95),
+    cost=st.floats(0.005, 1.5),
+    noise=st.sampled_from([0.0, 0.05, 0.2]),
+    stalls=st.sampled_from([0.0, 0.02]),
+    seed=st.integers(0, 1000),
+)
+def test_it_loses_little_against_the_best_fixed_length(target, rate, cost, noise, stalls, seed):
+    world = world_of(target, rate, cost, seed, noise=noise, stalls=stalls)
+    profile = ControlProfile()
+    first = world.controller(MOST, profile=profile)
+    world.run(first, 400)
+    first.profile_into(profile)
+    assert world.loss(world.run(world.controller(MOST, profile=profile), 800), MOST) < 0.08
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("cost", [0.02, 0.3, 1.0, 5.0])
+def test_a_useless_drafter_costs_two_parts_in_a_hundred(target, cost):
+    for seed in range(3):
+        world = world_of(target, 0.0, cost, seed, noise=0.05, stalls=0.02)
+        profile = ControlProfile()
+        first = world.controller(MOST, profile=profile)
+        world.run(first, 200)
+        first.profile_into(profile)
+        for _ in range(3):
+            controller = world.controller(MOST, profile=profile)
+            cycles = world.run(controller, 300)
+            controller.profile_into(profile)
+            assert world.loss(cycles, MOST) < 0.025
+
+
+def test_the_first_call_of_a_hopeless_drafter_drafts_only_a_few_times():
+    world = world_of("flat", 0.1, 2.0)
+    cycles = world.run(world.controller(MOST), 100)
+    assert sum(max(cycle.limits) > 0 for cycle in cycles) <= 5
+
+
+@pytest.mark.parametrize("target", ["flat", "linear"])
+def test_it_stops_drafting_where_the_text_changes_and_begins_again(target):
+    world = world_of(target, 0.8, 0.1, seed=3, noise=0.05)
+    controller = world.controller(MOST)
+    world.run(controller, 150)
+    assert used(world.run(controller, 30)) >= 2
+    world.acceptance = [0.02]
+    world.run(controller, 60)
+    assert used(world.run(controller, 50)) == 0
+    world.acceptance = [0.8]
+    world.run(controller, 150)
+    assert used(world.run(controller, 50)) >= 2
+    assert world.loss(world.run(controller, 200), MOST) < 0.06
+
+
+def test_it_follows_a_change_of_costs():
+    world = world_of("flat", 0.8, 0.02, seed=1, noise=0.05)
+    controller = world.controller(MOST)
+    world.run(controller, 150)
+    assert used(world.run(controller, 50)) >= 6
+    world.draft = lambda depth: 0.4e-3 * depth
+    world.run(controller, 80)
+    assert used(world.run(controller, 50)) <= 3
+    world.draft = lambda depth: 0.1e-3 * depth
+    world.run(controller, 300)
+    assert used(world.run(controller, 50)) >= 3
+    world.draft = lambda depth: 2e-3 * depth
+    world.run(controller, 80)
+    assert used(world.run(controller, 50)) == 0
+
+
+def test_it_does_not_flap():
+    world = world_of("linear", 0.45, 0.15, seed=2, noise=0.1, stalls=0.02)
+    controller = world.controller(MOST)
+    world.run(controller, 200)
+    lengths = []
+    for _ in range(400):
+        world.cycle(controller)
+        lengths.append(controller.length)
+    assert sum(before != after for before, after in zip(lengths, lengths[1:])) < 40
+
+
+def test_trials_cost_their_share():
+    world = world_of("linear", 0.0, 0.5)
+    controller = world.controller(MOST)
+    world.run(controller, 100)
+    cycles = world.run(controller, 4000)
+    wasted = sum(cycle.seconds for cycle in cycles) - len(cycles) * world.seconds(0)
+    assert any(max(cycle.limits) > 0 for cycle in cycles)
+    assert wasted < 0.012 * len(cycles) * world.seconds(0)
+
+
+def test_a_batch_has_the_length_that_its_rows_want_together():
+    world = world_of("linear", [0.9, 0.8, 0.05, 0.05], 0.1, seed=4, noise=0.05)
+    controller = world.controller(MOST)
+    world.run(controller, 150)
+    assert world.loss(world.run(controller, 200), MOST) < 0.06
+
+
+def test_a_row_whose_drafts_are_bad_does_not_widen_the_batch():
+    """One row drafts well now and then, the other always and badly: a verification is as wide as its widest row."""
+    world = World([0.95, 0.02], lambda depth: 1e-6, lambda nodes: (1 + 0.15 * (nodes - 1)) * 1e-3, depths=(0.7, 1.0))
+    controller = world.controller(MOST)
+    world.run(controller, 150)
+    limits = [cycle.limits for cycle in world.run(controller, 100)]
+    good, bad = (statistics.median(row) for row in zip(*limits))
+    assert good >= 2
+    assert bad == 0
+
+
+def test_drafts_that_end_early_cost_what_they_cost():
+    """A drafter that finds something one time in five, all of which is accepted, is worth asking for long drafts."""
+    world = World([1.0], lambda depth: 5e-5, lambda nodes: (1 + 0.1 * (nodes - 1)) * 1e-3, seed=5)
+    finds = [True, False, False, False, False]
+
+    def run(cycles):
+        lengths = []
+        for cycle in range(cycles):
+            (limit,) = controller.limits([0])
+            depth = limit if finds[cycle % 5] else 0
+            outcome = RowOutcome(0, limit, depth, depth, depth + 1)
+            controller.observe([outcome], depth, 5e-5 if limit else None, world.verify(depth + 1))
+            lengths.append(limit)
+        return lengths
+
+    controller = SpeculationController(8, 1, usual=8)
+    run(100)
+    assert statistics.median(run(100)) == 8
+
+
+def test_rows_may_leave_the_batch():
+    world = world_of("flat", [0.8, 0.8, 0.8], 0.1)
+    controller = world.controller(6)
+    world.run(controller, 50)
+    for rows in ([2, 0], [0]):
+        for _ in range(20):
+            limits = controller.limits(rows)
+            assert len(limits) == len(rows)
+            outcomes = [RowOutcome(row, limit, limit, 0, 1) for row, limit in zip(rows, limits)]
+            controller.observe(outcomes, max(limits), 1e-4 if max(limits) else None, 1e-3)
+
+
+def test_a_profile_spares_the_next_call_the_search():
+    world = world_of("flat", 0.9, 0.05, noise=0.05)
+    profile = ControlProfile()
+    first = world.controller(MOST, profile=profile)
+    world.run(first, 200)
+    first.profile_into(profile)
+    again = ControlProfile.from_dict(profile.to_dict())
+    assert world.loss(world.run(world.controller(MOST, profile=again), 20), MOST) < 0.06
+
+
+def test_a_call_that_never_drafts_teaches_nothing():
+    profile = ControlProfile(accepted=[0.5])
+    SpeculationController(4, 1, profile).profile_into(profile)
+    assert profile.to_dict() == ControlProfile(accepted=[0.5]).to_dict()
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.integers(1, 5), st.integers(1, 8), st.data())
+def test_limits_are_lengths_whatever_happens(num_rows, most, data):
+    controller = SpeculationController(most, num_rows)
+    for _ in range(60):
+        rows = list(range(num_rows))
+        limits = controller.limits(rows)
+        assert all(0 <= limit <= most for limit in limits)
+        outcomes = []
+        for row, limit in zip(rows, limits):
+            depth = data.draw(st.integers(0, limit))
+            accepted = data.draw(st.integers(0, depth))
+            outcomes.append(
+                RowOutcome(row, limit, depth, accepted, data.draw(st.integers(accepted, accepted + 1)) or 1)
+            )
+        times = st.floats(0, 1, allow_subnormal=False)
+        nodes = max(outcome.depth for outcome in outcomes) * data.draw(st.integers(1, 3))
+        controller.observe(outcomes, nodes, data.draw(times) if max(limits) else None, data.draw(times))

@@ -1,0 +1,156 @@
+"""Times of drafts and verifications: tables, outliers, drift, batches, and what is stored of them."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_specdec import SpecConfigError
+from hf_specdec.control import ControlProfile, LatencyModel
+from hf_specdec.control.latency import TimeTable
+
+
+# Relative times of a verification as a CPU has them in float32.
+PLATEAUS = {1: 1.0, 2: 2.05, 3: 2.6, 4: 2.0, 8: 1.8, 16: 2.3}
+
+
+def fill(table, times, repeats=5):
+    for _ in range(repeats):
+        for size, seconds in times.items():
+            table.observe(size, seconds)
+
+
+def test_nothing_is_known_at_first():
+    assert TimeTable().predict(3) is None
+    model = LatencyModel()
+    assert not model.knows_anything
+    assert model.draft_seconds(4, 1) == 0
+    assert model.verify_seconds(5, 1) > 0
+
+
+def test_times_that_are_not_monotonic_are_kept():
+    table = TimeTable()
+    fill(table, PLATEAUS)
+    assert {size: table.predict(size) for size in PLATEAUS} == pytest.approx(PLATEAUS)
+
+
+def test_between_sizes_lies_a_line_and_behind_them_the_mean_slope():
+    table = TimeTable()
+    fill(table, {2: 1.0, 6: 3.0})
+    assert table.predict(3) == pytest.approx(1.5)
+    assert table.predict(10) == pytest.approx(5.0)
+    assert table.predict(1) == pytest.approx(1.0)
+
+
+@given(st.lists(st.floats(5, 100), min_size=1, max_size=2), st.integers(0, 4))
+def test_some_stalls_do_not_move_a_size(stalls, place):
+    table = TimeTable()
+    times = [1.0] * 5
+    times[place:place] = stalls
+    for seconds in times:
+        table.observe(4, seconds)
+    assert table.predict(4) == pytest.approx(1.0, rel=0.05)
+
+
+def test_one_stalled_measurement_of_a_new_size_is_not_believed():
+    table = TimeTable()
+    fill(table, {1: 1.0, 8: 1.5})
+    table.observe(4, 50.0)
+    assert table.predict(4) < 3
+
+
+def test_a_size_that_is_measured_seldom_follows_its_median():
+    table = TimeTable()
+    fill(table, {1: 1.0, 6: 2.0}, repeats=8)
+    for _ in range(4):
+        fill(table, {6: 2.0}, repeats=30)
+        table.observe(1, 1.8)
+    assert table.predict(1) == pytest.approx(1.8)
+
+
+def test_a_machine_that_gets_busy_slows_down_all_sizes():
+    model, factor = LatencyModel(), 1.0
+    for cycle in range(200):
+        if cycle == 100:
+            factor = 3.0
+        model.observe_verification(1, 1 if cycle % 10 == 0 and cycle < 100 else 6, factor)
+        model.observe_draft(1, 5, factor * 0.5)
+    # Plain decoding was not measured since.
+    assert model.verify_seconds(1, 1) == pytest.approx(3.0, rel=0.1)
+    assert model.draft_seconds(5, 1) == pytest.approx(1.5, rel=0.1)
+
+
+def test_noise_does_not_carry_the_levels_away():
+    model, noise = LatencyModel(), random.Random(1)
+    for cycle in range(3000):
+        seconds = 2.0 if cycle % 40 else 1.0
+        stall = 10.0 if noise.random() < 0.02 else 1.0
+        model.observe_verification(1, 6 if cycle % 40 else 1, seconds * stall * noise.lognormvariate(0, 0.05))
+    assert model.verify_seconds(6, 1) / model.verify_seconds(1, 1) == pytest.approx(2.0, rel=0.1)
+
+
+def test_drafts_that_were_not_measured_lie_on_a_line_from_nothing():
+    model = LatencyModel()
+    for _ in range(3):
+        model.observe_draft(1, 5, 10.0)
+    assert model.draft_seconds(2, 1) == pytest.approx(4.0)
+    assert model.draft_seconds(10, 1) == pytest.approx(20.0)
+    assert model.draft_seconds(0, 1) == 0
+
+
+def test_another_number_of_rows_is_expected_to_take_what_as_many_tokens_take():
+    model = LatencyModel()
+    fill(table := TimeTable(), {4: 1.0, 8: 1.4, 16: 2.2})
+    model.verify[1] = table
+    assert model.verify_seconds(2, 4) == pytest.approx(1.4)
+    assert model.verify_seconds(4, 4) == pytest.approx(2.2)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_what_is_no_time_is_not_taken(seconds):
+    model = LatencyModel()
+    model.observe_verification(1, 1, seconds)
+    model.observe_draft(1, 1, seconds)
+    assert model.to_dict() == {"draft_seconds": {}, "verify_seconds": {}}
+
+
+def keyed(keys, values, **size):
+    """Dicts as JSON has them."""
+    return st.dictionaries(keys.map(str), values, **size)
+
+
+tables = keyed(st.integers(1, 64), keyed(st.integers(0, 64), st.floats(1e-6, 1e3), min_size=1, max_size=5), max_size=3)
+rates = st.lists(st.floats(0, 1), max_size=4)
+stored = st.fixed_dictionaries(
+    {"draft_seconds": tables, "verify_seconds": tables, "accepted": rates, "drafted": rates}
+)
+
+
+@given(stored)
+def test_a_profile_comes_back_from_json(values):
+    profile = ControlProfile.from_dict(json.loads(json.dumps(values)))
+    again = profile.to_dict()
+    assert again.pop("draft_seconds").keys() == values["draft_seconds"].keys()
+    for rows, times in values["verify_seconds"].items():
+        assert again["verify_seconds"][rows] == pytest.approx(times)
+    assert [again["accepted"], again["drafted"]] == [values["accepted"], values["drafted"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"verify_seconds": None}, "holds `draft_seconds` and `verify_seconds`"),
+        ({"verify_seconds": {"1": {"1": -2.0}}}, "positive numbers of seconds, got -2.0"),
+        ({"verify_seconds": {"1": {"1": "fast"}}}, "positive numbers of seconds, got 'fast'"),
+        ({"verify_seconds": {"0": {"1": 2.0}}}, "integers of at least 1, got '0'"),
+        ({"draft_seconds": {"1": {"x": 2.0}}}, "integers of at least 0, got 'x'"),
+        ({"accepted": [1.5]}, "`accepted` of a profile must be a list of rates"),
+        ({"drafted": None}, "`drafted` of a profile must be a list of rates"),
+    ],
+)
+def test_a_damaged_profile_is_refused(change, message):
+    values = {"draft_seconds": {}, "verify_seconds": {}, "accepted": [], "drafted": [], **change}
+    with pytest.raises(SpecConfigError, match=message):
+        ControlProfile.from_dict(values)

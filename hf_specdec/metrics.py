@@ -31,6 +31,13 @@ class SpecDecodingStats:
         num_target_forwards (`int`): Forwards of the target model, the prefill included.
         draft_seconds, verify_seconds, prefill_seconds, total_seconds (`float`): Wall-clock time. Verification is the
             target's forward, acceptance and stop rules.
+        attention (`str`): What computed the attention of the last verification: "tree kernel" (of Triton, on a GPU),
+            "masked", or how many layers each and why.
+        graphs (`str`): Whether verifications ran as CUDA graphs: "on", or "off" and why.
+        num_graph_replays (`int`): Verifications that did.
+        num_graph_captures (`int`): Graphs that were captured for it in this call, rather than in earlier ones.
+        peak_memory_bytes (`int`): Most memory of the target's GPU that torch has had in use, since the process began
+            or its peak statistics were reset. 0 on a CPU.
         notes (`list[str]`): What was switched off or limited in this call, and why; what a rule made of the text.
     """
 
@@ -49,6 +56,11 @@ class SpecDecodingStats:
     verify_seconds: float = 0.0
     prefill_seconds: float = 0.0
     total_seconds: float = 0.0
+    attention: str = "masked"
+    graphs: str = "off: not on a CUDA device"
+    num_graph_replays: int = 0
+    num_graph_captures: int = 0
+    peak_memory_bytes: int = 0
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -1,35 +1,128 @@
-"""One attention function for the verification forwards, registered with transformers' attention interface.
+"""The attention function of the verification forwards, registered with transformers' attention interface.
 
-transformers repeats the keys and values of grouped-query models before `scaled_dot_product_attention` whenever there
-is a mask and more than one query. Here the query heads of a group become further query positions of their one
-key/value head instead: the same result, and the cache is read once (32/8 heads, head size 128, 2k context, 8 nodes on
-CPU: 3 ms a layer instead of 32).
+On a GPU with Triton, layers run through the tree attention kernel wherever it is known what their masks say. All other
+attention is masked. transformers repeats the keys and values of grouped-query models before
+`scaled_dot_product_attention` whenever there is a mask and more than one query. Here the query heads of a group become
+further query positions of their one key/value head instead: the same result, and the cache is read once (32/8 heads,
+head size 128, 2k context, 8 nodes on CPU: 3 ms a layer instead of 32).
 
 Shapes: R rows, H query heads, K key/value heads, G = H / K, T nodes, S slots, D head size.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections import Counter
+from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from ..errors import UnsupportedModelError
+from ..kernels._triton import use_triton
+from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE, SlotTree, tree_attention, visible_slots
+from .masks import Span
 
 
+# The stand-ins, by what they do with layers that the tree attention kernel cannot express.
 NAME = "hf_specdec"
-
-# The masks of the running verification forward, folded once for all layers. Unset outside of such a forward.
-_folded_masks: ContextVar[dict | None] = ContextVar("hf_specdec_folded_masks", default=None)
+NAME_EAGER = "hf_specdec_eager"
 
 # What transformers' attention functions may be asked for beyond plain attention; those calls go to its own function.
 _BEYOND_PLAIN = ("softcap", "s_aux", "position_bias", "cache")
+
+# What computed the attention of a layer, in statistics.
+TREE_KERNEL = "tree kernel"
+
+_LIMIT_OF_SPAN = {"sliding": "window", "chunked": "chunk"}
+
+
+@dataclass(frozen=True)
+class TreeMask:
+    """What an additive mask says, for attention that needs none: the nodes of a forward, and a layer's span."""
+
+    tree: SlotTree
+    span: Span
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The span as arguments of [`tree_attention`]."""
+        return {_LIMIT_OF_SPAN[self.span.kind]: self.span.size} if self.span.kind != "full" else {}
+
+    def attend(self, query, key, value, scale=None, softcap=None, sinks=None) -> torch.Tensor:
+        """Attention of shape `(R, T, H, D)`; the arguments are those of [`tree_attention`]."""
+        return tree_attention(query, key, value, self.tree, scale, softcap=softcap or 0.0, sinks=sinks, **self.limits)
+
+    def additive(self, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """The mask `(R, 1, T, columns)`, made of nothing but the tensors of the tree."""
+        visible = visible_slots(self.tree, columns, **self.limits)
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+
+
+@dataclass
+class VerificationForward:
+    """What the attention of a forward knows beside its masks.
+
+    Attributes:
+        tree (`SlotTree`, *optional*): The nodes, for the tree attention kernel. `None`: all attention is masked.
+        columns (`int`): S.
+        layers (`Counter`): How many attention layers ran, by what computed them; counted where there is a tree.
+    """
+
+    tree: SlotTree | None = None
+    columns: int = 0
+    layers: Counter = field(default_factory=Counter)
+    _spans: dict = field(default_factory=dict)
+    _folded: dict = field(default_factory=dict)
+
+    def name_masks(self, masks: list[torch.Tensor], spans: tuple[Span, ...]) -> None:
+        """Says which span each mask of the forward stands for."""
+        self._spans = {_memory(mask): span for mask, span in zip(masks, spans)}
+
+    def tree_mask(self, mask: torch.Tensor | None) -> TreeMask | None:
+        """The same as a mask of this forward; `None` for others, which the model has made, changed or copied."""
+        span = None if mask is None else self._spans.get(_memory(mask))
+        return None if span is None else TreeMask(self.tree, span)
+
+    def fold(self, mask: torch.Tensor, groups: int) -> torch.Tensor:
+        """The mask repeated for query heads that are further query positions; once for all layers."""
+        key = (id(mask), groups)
+        if key not in self._folded:
+            # The mask is kept beside its folded form, so that its id cannot be reused while the entry lives.
+            self._folded[key] = (mask, mask.repeat(1, 1, groups, 1))
+        return self._folded[key][1]
+
+
+def _memory(mask: torch.Tensor) -> tuple:
+    return mask.data_ptr(), mask.shape, mask.device
+
+
+# The running forward. Unset outside of one.
+_running: ContextVar[VerificationForward | None] = ContextVar("hf_specdec_verification_forward", default=None)
+
+
+@contextmanager
+def running(forward: VerificationForward):
+    """Inside, `slot_attention` works for this forward."""
+    token = _running.set(forward)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def folding_masks():
+    """Inside, `slot_attention` folds query heads into positions, and each mask once for all layers."""
+    return running(VerificationForward())
 
 
 def slot_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
@@ -39,43 +132,90 @@ def slot_attention(module, query, key, value, attention_mask, dropout=0.0, scali
     weights, as the attention interface wants it. Outside of a verification forward (another thread runs plain
     `generate` on the same model) it is transformers' own function.
     """
-    folded = _folded_masks.get()
+    # Older transformers let sdpa leave soft caps out, so plain generation has none either.
+    known = {name: given for name, given in kwargs.items() if name != "softcap"}
+    output = _tree_attention(query, key, value, attention_mask, dropout, scaling, known)
+    if output is not None:
+        return output, None
+    forward = _running.get()
     sees_all = attention_mask is None and not getattr(module, "is_causal", True)
     is_plain = sees_all or (attention_mask is not None and attention_mask.shape[1] == 1)
-    if folded is None or not is_plain or any(kwargs.get(name) is not None for name in _BEYOND_PLAIN):
+    if forward is None or not is_plain or any(kwargs.get(name) is not None for name in _BEYOND_PLAIN):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     rows, heads, nodes, size = query.shape
     groups = heads // key.shape[1]
     if groups > 1:
         query = query.reshape(rows, key.shape[1], groups * nodes, size)
         if nodes > 1 and attention_mask is not None:
-            attention_mask = _fold(attention_mask, groups, folded)
+            attention_mask = forward.fold(attention_mask, groups)
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
     )
     return output.reshape(rows, heads, nodes, -1).transpose(1, 2).contiguous(), None
 
 
-def _fold(mask: torch.Tensor, groups: int, folded: dict) -> torch.Tensor:
-    key = (id(mask), groups)
-    if key not in folded:
-        # The mask is kept beside its folded form, so that its id cannot be reused while the entry lives.
-        folded[key] = (mask, mask.repeat(1, 1, groups, 1))
-    return folded[key][1]
+def eager_slot_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+    """The same for models that run eagerly: what the kernel cannot express goes to the model's own function."""
+    output = _tree_attention(query, key, value, attention_mask, dropout, scaling, kwargs)
+    if output is not None:
+        return output, None
+    own = _own_eager_attention(type(module))
+    return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
-@contextmanager
-def folding_masks():
-    """Inside, `slot_attention` folds query heads into positions, and each mask once for all layers."""
-    token = _folded_masks.set({})
-    try:
-        yield
-    finally:
-        _folded_masks.reset(token)
+def _own_eager_attention(owner: type) -> Callable | None:
+    """The function that models call where their implementation is "eager": one beside each model's classes."""
+    return getattr(sys.modules.get(owner.__module__), "eager_attention_forward", None)
+
+
+def _tree_attention(query, key, value, mask, dropout, scaling, kwargs) -> torch.Tensor | None:
+    """The output of the tree attention kernel, `None` where it cannot take the place of masked attention."""
+    forward = _running.get()
+    if forward is None or forward.tree is None:
+        return None
+    call = _Call(forward, forward.tree_mask(mask), query, key, value, dropout, kwargs)
+    reason = next((why for why, holds in _BEYOND_KERNEL.items() if holds(call)), None)
+    forward.layers[TREE_KERNEL if reason is None else f"masked: {reason}"] += 1
+    if reason is not None:
+        return None
+    return call.mask.attend(query, key, value, scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+
+
+class _Call(NamedTuple):
+    forward: VerificationForward
+    mask: TreeMask | None
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    dropout: float
+    kwargs: dict
+
+
+# What the tree attention kernel cannot express.
+_BEYOND_KERNEL: dict[str, Callable[[_Call], bool]] = {
+    "a mask of the model's own": lambda call: call.mask is None,
+    "dropout": lambda call: call.dropout > 0,
+    "a position bias": lambda call: call.kwargs.get("position_bias") is not None,
+    "a paged cache": lambda call: call.kwargs.get("cache") is not None,
+    f"heads larger than {MAX_HEAD_SIZE}": lambda call: max(call.query.shape[3], call.value.shape[3]) > MAX_HEAD_SIZE,
+    "dtype": lambda call: call.query.dtype not in DTYPES or not call.query.dtype == call.key.dtype == call.value.dtype,
+    "keys outside of the slots": lambda call: (
+        call.query.shape[2] != call.forward.tree.depths.shape[-1] or call.key.shape[2] != call.forward.columns
+    ),
+}
+
+
+def describe_layers(layers: Counter) -> str:
+    """What computed the attention of the counted layers."""
+    if len(layers) <= 1:
+        return next(iter(layers), "masked")
+    return ", ".join(f"{name} in {count} of {layers.total()} layers" for name, count in layers.most_common())
 
 
 AttentionInterface.register(NAME, slot_attention)
+AttentionInterface.register(NAME_EAGER, eager_slot_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME_EAGER, eager_mask)
 
 
 class AttentionSwitch:
@@ -95,7 +235,7 @@ class AttentionSwitch:
         self._inside = 0
 
     @contextmanager
-    def __call__(self):
+    def __call__(self, forward: VerificationForward | None = None):
         if not self._changes:
             yield
             return
@@ -106,7 +246,7 @@ class AttentionSwitch:
                 for config, _, stand_in in self._changes:
                     # Not the property: it would also write to sub-configs that have another implementation.
                     config._attn_implementation_internal = stand_in
-            with folding_masks():
+            with running(forward or VerificationForward()):
                 yield
         finally:
             with self._lock:
@@ -137,13 +277,14 @@ def attention_switch(model: torch.nn.Module) -> AttentionSwitch:
 
 def _changes(model: torch.nn.Module) -> list[tuple]:
     """Every config that must name another implementation: the config, its own name, and the stand-in's."""
+    has_kernel = use_triton(model.get_input_embeddings().weight)
     reads_text = (model.config, model.config.get_text_config(decoder=True))
     changes = []
     for owner, config in _configs(model):
         own = config._attn_implementation
         if own is None:
             continue
-        stand_in = _stand_in(owner, config, own)
+        stand_in = _stand_in(owner, config, own, has_kernel)
         if stand_in is None and any(config is one for one in reads_text):
             raise UnsupportedModelError(
                 f"The attention implementation '{own}' of {type(owner).__name__} is not known to take the masks of a "
@@ -158,17 +299,26 @@ def _signature(changes: list[tuple]) -> list[tuple]:
     return [(id(config), own, stand_in) for config, own, stand_in in changes]
 
 
-def _stand_in(owner: torch.nn.Module, config, own: str) -> str | None:
+def _stand_in(owner: torch.nn.Module, config, own: str, has_kernel: bool) -> str | None:
     """The implementation that verifies drafts in the place of `own`, `None` where nothing is known of `own`."""
-    if own == "eager" or _asks_for_the_name(config):
+    if _asks_for_the_name(config):
         return own
     if own == "sdpa":
         return NAME
+    eager = NAME_EAGER if has_kernel and _hands_over_all(owner) else "eager"
+    if own == "eager":
+        return eager
     if "flash" in own or own == "flex_attention":
         # Those take no additive masks. Soft caps and sinks are features of theirs that sdpa lacks and eager has.
         beyond = getattr(config, "attn_logit_softcapping", None) or not getattr(owner, "_supports_sdpa", False)
-        return "eager" if beyond else NAME
+        return eager if beyond else NAME
     return None
+
+
+def _hands_over_all(owner: torch.nn.Module) -> bool:
+    """Whether everything that attention depends on is an argument of the function: so it is for flash attention."""
+    declared = (getattr(owner, f"_supports_{what}", False) for what in ("attention_backend", "flash_attn"))
+    return all(declared) and _own_eager_attention(type(owner)) is not None
 
 
 def _asks_for_the_name(config) -> bool:

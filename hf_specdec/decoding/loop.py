@@ -19,6 +19,7 @@ from ..metrics import CycleTrace, RowTrace, SpecDecodingStats, begin_call
 from ..models.draft_model import vocabulary_size
 from .cache import SlotCache, compact, dynamic_cache
 from .functional import slot_model
+from .graphs import CallGraphs, call_graphs
 from .output import OutputRecorder, SpeculativeOutput
 from .recurrent import store_states
 from .sequences import Sequences, StopRules
@@ -116,6 +117,16 @@ class DecodingLoop:
             forward_kwargs={"output_hidden_states": True} if self.recorder.wants_states else None,
         )
 
+    def _graphs(self) -> CallGraphs | None:
+        """CUDA graphs of verifications, where there are any."""
+        config = self.generator.config
+        return call_graphs(
+            self.model,
+            largest=self.generator.num_draft_nodes + 1,
+            enforce_eager=config is not None and config.enforce_eager,
+            all_hidden_states=self.recorder.wants_states,
+        )
+
     def _check_prompt_tokens(self) -> None:
         if self.generator.needs_prompt_tokens and self.request.input_ids.shape[1] == 0:
             raise SpecConfigError(
@@ -125,6 +136,13 @@ class DecodingLoop:
 
     def run(self):
         """Generates. Returns token ids `(B, L)`, or a `SpeculativeOutput` if the config asks for a dict."""
+        try:
+            self.target.use_graphs(self._graphs())
+            return self._run()
+        finally:
+            self.target.close()
+
+    def _run(self):
         began = perf_counter()
         try:
             self._check_prompt_tokens()
@@ -140,6 +158,8 @@ class DecodingLoop:
             self.generator.close()
         self._stream(end=True)
         self.stats.total_seconds = perf_counter() - began
+        self.stats.attention = self.target.attention
+        self._count_graphs()
         return self._output()
 
     # Prefill
@@ -275,6 +295,14 @@ class DecodingLoop:
             trace = CycleTrace([RowTrace(row, list(t), p, n, list(c)) for row, t, p, n, c in rows])
             for record in self.traces:
                 record.cycles.append(trace)
+
+    def _count_graphs(self) -> None:
+        graphs, device = self.target.graphs, self.model.device
+        if graphs is not None:
+            self.stats.graphs = str(graphs)
+            self.stats.num_graph_replays, self.stats.num_graph_captures = graphs.num_replays, graphs.num_captures
+        if device.type == "cuda":
+            self.stats.peak_memory_bytes = torch.cuda.max_memory_allocated(device)
 
     def _stream(self, end: bool = False) -> None:
         """Hands over every column that all rows have reached or ended before, one token a row at a time."""

@@ -1,7 +1,8 @@
 """Masks and positions of a verification: what each node of a draft may see among the slots.
 
 A node sees the committed slots of its row and its own ancestors among the new ones. Sliding windows and chunks are
-decided by position, so a branch of a tree is limited like the text it stands for.
+decided by position, so a branch of a tree is limited like the text it stands for. The same is said by additive masks,
+and by a `SlotTree` and a span for attention that needs no mask.
 
 Shapes: R rows, T nodes, S slots.
 """
@@ -14,6 +15,7 @@ from functools import lru_cache
 import torch
 
 from ..drafts import TreeTopology
+from ..kernels.tree_attention import SlotTree, pack_ancestors
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,29 @@ def node_positions(topology: TreeTopology, rows: RowState) -> torch.LongTensor:
     if len(set(first)) == 1:
         return (depths + first[0]).expand(len(first), -1)
     return torch.tensor(first, device=depths.device)[:, None] + depths
+
+
+def slot_tree(topology: TreeTopology, rows: RowState, lengths: torch.LongTensor) -> SlotTree:
+    """The nodes of a forward for the tree attention kernel; `lengths` `(R,)` are those of `rows`, on the device."""
+    starts = _on_device(tuple(rows.starts), lengths.device)
+    return SlotTree(lengths, starts, ancestor_bits(topology), topology.depths)
+
+
+@lru_cache(maxsize=256)
+def _on_device(values: tuple[int, ...], device: torch.device) -> torch.LongTensor:
+    return torch.tensor(values).to(device, non_blocking=True)
+
+
+def ancestor_bits(topology: TreeTopology) -> torch.LongTensor:
+    """The ancestors of [`SlotTree`], `(T,)` or `(R, T)`."""
+    # Topologies that differ from row to row differ from cycle to cycle, too.
+    is_shared = topology.ancestors.dim() == 2
+    return _shared_ancestor_bits(topology) if is_shared else pack_ancestors(topology.ancestors)
+
+
+@lru_cache(maxsize=256)
+def _shared_ancestor_bits(topology: TreeTopology) -> torch.LongTensor:
+    return pack_ancestors(topology.ancestors)
 
 
 def node_masks(

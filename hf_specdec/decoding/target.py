@@ -9,20 +9,28 @@ Shapes: R active rows, T nodes (anchor included), P prompt length, H hidden size
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from ..drafts import TreeTopology
 from ..errors import UnsupportedModelError
-from .attention import attention_switch
+from ..kernels._triton import use_triton
+from ..kernels.cache import WritePlan
+from ..kernels.tree_attention import MAX_NODES, SlotTree
+from .attention import TreeMask, VerificationForward, attention_switch, describe_layers
 from .cache import SlotCache
-from .masks import FULL, RowState, Span, node_masks, node_positions
+from .masks import FULL, RowState, Span, node_masks, node_positions, slot_tree
 from .recurrent import RecurrentLayers, RecurrentState, mixers
+
+
+if TYPE_CHECKING:
+    from .graphs import CallGraphs, NodeInputs
 
 
 @dataclass(frozen=True)
@@ -221,6 +229,8 @@ class SlotModel:
     Attributes:
         max_position (`int`, *optional*): Last position id that a valid node of the call may have. Padding nodes lie
             behind it in rows that are nearly full, and a table of positions may end there.
+        attention_layers (`Counter`): What computed the attention of the last forward's layers, where kernels run.
+        graphs (`CallGraphs`, *optional*): Run in the place of forwards whose shapes repeat.
     """
 
     def __init__(self, model, cache: SlotCache, states: tuple = (), forward_kwargs: dict | None = None):
@@ -230,10 +240,12 @@ class SlotModel:
         self.starts: list[int] = []
         self.offsets: list[int] = []
         self.max_position: int | None = None
+        self.attention_layers: Counter = Counter()
+        self.graphs: CallGraphs | None = None
         self.recurrent: RecurrentLayers | None = None
         if self.profile.is_recurrent:
             cache.last_recurrent_layer = max(module.layer_idx for module in mixers(model))
-        self._states = states
+        self.states = states
         self._taps = StateTaps(model, states)
         self._kwargs = forward_kwargs or {}
         self._attention = attention_switch(model)
@@ -244,6 +256,16 @@ class SlotModel:
     @property
     def rows(self) -> RowState:
         return RowState(self.cache.lengths, self.starts, self.offsets)
+
+    def use_graphs(self, graphs: CallGraphs | None) -> None:
+        """From now on forwards whose shapes repeat run as graphs. To be called in front of the prefill."""
+        self.graphs = graphs
+        self.cache.store = None if graphs is None else graphs.store
+
+    def close(self) -> None:
+        """Ends the call."""
+        if self.graphs is not None:
+            self.graphs.close()
 
     def start_slots(self, starts: list[int], offsets: list[int] | None = None) -> None:
         """Ends the prefill.
@@ -303,14 +325,56 @@ class SlotModel:
                 f"{type(self.model).__name__} {why}, so it can verify chains, and got a draft tree. Draft without "
                 "branches."
             )
-        plan = self.cache.plan_write(tokens.shape[1], tokens.device)
+        replayed = self._replay(tokens, topology)
+        if replayed is not None:
+            return replayed
+        plan = self.cache.plan_write(tokens.shape[1])
+        forward = VerificationForward(self._tree(topology, tokens), plan.columns)
+        positions = self.positions(topology) if self.profile.takes_position_ids else None
+        output = self._read(tokens, positions, self._masks(topology, forward), forward)
+        self.attention_layers = forward.layers
+        return output
+
+    def _replay(self, tokens: torch.LongTensor, topology: TreeTopology) -> SlotOutput | None:
+        """The forward as a graph; `None` where it has to run without one."""
+        return None if self.graphs is None else self.graphs.forward(self, tokens, topology)
+
+    def read_static(self, nodes: NodeInputs, columns: int) -> tuple[SlotOutput, Counter]:
+        """The same forward from tensors that stay where they are, for a capture; nothing else changes with the text.
+
+        Args:
+            nodes (`NodeInputs`): The nodes, and where the rows stand.
+            columns (`int`): Slots to read, those in use among them. The cache has room for them.
+
+        Returns:
+            `tuple`: The output, and what computed the attention, as `attention_layers`.
+        """
+        num_nodes = nodes.tokens.shape[1]
+        self.cache.plan = WritePlan.on_device(columns, nodes.lengths, num_nodes)
+        forward = VerificationForward(nodes.tree if use_triton(nodes.tokens) else None, columns)
+        masks = [TreeMask(nodes.tree, span).additive(columns, self._mask_dtype) for span in self.profile.spans]
+        output = self._read(nodes.tokens, nodes.positions, self._named(masks, forward), forward)
+        return output, forward.layers
+
+    def _read(self, tokens, positions, masks, forward: VerificationForward) -> SlotOutput:
         inputs = {"input_ids": tokens, "past_key_values": self.cache, "use_cache": True, "return_dict": True}
-        inputs["attention_mask"] = self._masks(topology, plan.columns)
+        inputs["attention_mask"] = masks
         if self.profile.takes_position_ids:
-            inputs["position_ids"] = self.positions(topology)
-        with self.captured() as states, self._attention(), self._states_kept(tokens.shape[1]):
+            inputs["position_ids"] = positions
+        with self.captured() as states, self._attention(forward), self._states_kept(tokens.shape[1]):
             output = self.model(**inputs, **self._kwargs)
         return SlotOutput(output.logits, states, output.get("hidden_states"))
+
+    def _tree(self, topology: TreeTopology, tokens: torch.LongTensor) -> SlotTree | None:
+        """The nodes for the tree attention kernel, where it runs."""
+        if tokens.shape[1] > MAX_NODES or not use_triton(tokens):
+            return None
+        return slot_tree(topology, self.rows, self.cache.plan.starts(tokens.device))
+
+    @property
+    def attention(self) -> str:
+        """What computed the attention of the last forward."""
+        return describe_layers(self.attention_layers)
 
     def _states_kept(self, nodes: int):
         return nullcontext() if self.recurrent is None else self.recurrent.reading(nodes)
@@ -331,13 +395,20 @@ class SlotModel:
         positions = node_positions(topology, self.rows)
         return positions if self.max_position is None else positions.clamp(max=self.max_position)
 
-    def _masks(self, topology: TreeTopology, columns: int):
+    def _masks(self, topology: TreeTopology, forward: VerificationForward):
+        columns = forward.columns
         if self.profile.takes_flat_mask:
             slots = torch.arange(columns, device=topology.depths.device)
             starts = torch.tensor(self.starts, device=slots.device)[:, None]
             ends = torch.tensor(self.cache.lengths, device=slots.device)[:, None] + topology.depths.shape[-1]
             return ((slots >= starts) & (slots < ends)).long()
         masks = node_masks(topology, self.rows, columns, self.profile.spans, self._mask_dtype)
+        return self._named(masks, forward)
+
+    def _named(self, masks: list[torch.Tensor], forward: VerificationForward):
+        """The masks of all spans as the model expects them."""
+        if forward.tree is not None:
+            forward.name_masks(masks, self.profile.spans)
         if self.profile.layer_types is None:
             return masks[0]
         masks = dict(zip(self.profile.layer_types, masks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 
@@ -12,7 +13,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 from hf_specdec import UnsupportedModelError
-from hf_specdec.decoding.attention import NAME, attention_switch, slot_attention
+from hf_specdec.decoding import attention, target
+from hf_specdec.decoding.attention import NAME, VerificationForward, attention_switch, running, slot_attention
+from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, slot_tree
+from hf_specdec.drafts import chain_topology
+from hf_specdec.kernels.tree_attention import MAX_NODES
+from tests.architectures import CHAINS_ONLY, tiny_model
+from tests.test_architectures import Case, implementations
 
 
 def tiny_llama(**values) -> LlamaForCausalLM:
@@ -64,6 +71,108 @@ def test_other_calls_go_to_transformers(beyond):
         return
     with attention_switch(tiny_llama())():
         assert torch.equal(slot_attention(module, query, key, value, mask, scaling=0.5)[0], expected)
+
+
+@pytest.fixture
+def with_kernel(monkeypatch):
+    """Verification as on a GPU with kernels; the operations themselves still run as their references."""
+    monkeypatch.setattr(attention, "use_triton", lambda *tensors: True)
+    monkeypatch.setattr(target, "use_triton", lambda *tensors: True)
+
+
+# One for every way to hand over a mask, and the others' reasons.
+THROUGH_THE_KERNEL = {
+    "bert": "tree kernel",
+    "bloom": "masked",
+    "deepseek_v32": "masked",
+    "doge": "masked: a mask of the model's own",
+    "falcon": "masked",
+    "gemma2": "tree kernel",
+    "gemma3_text": "tree kernel",
+    "gemma4_text": "tree kernel",
+    "gpt2": "tree kernel",
+    "gpt_oss": "tree kernel",
+    "granite_swa": "tree kernel",
+    "inkling_text": "masked: a position bias",
+    "llama": "tree kernel",
+    "llama4_text": "tree kernel",
+    "modernbert-decoder": "tree kernel",
+    "qwen2": "tree kernel",
+    "qwen3_next": "tree kernel",
+    "whisper": "tree kernel",
+}
+
+
+@pytest.mark.parametrize("name", THROUGH_THE_KERNEL)
+def test_what_computes_the_attention(name, with_kernel):
+    case = Case(name, tiny_model(name))
+    before = implementations(case.model)
+    tree = None if name in CHAINS_ONLY else "random"
+    output = case.speculate(4, num_speculative_tokens=6, tree=tree)
+    assert output.sequences.tolist() == case.expected(4).tolist()
+    assert output.speculative.attention == THROUGH_THE_KERNEL[name]
+    assert implementations(case.model) == before
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mistral", "gpt2"])
+def test_eager_models_go_through_the_kernel(name, with_kernel):
+    case = Case(name, tiny_model(name, attn_implementation="eager"))
+    output = case.speculate(4, num_speculative_tokens=6, tree="random")
+    assert output.sequences.tolist() == case.expected(4).tolist()
+    assert output.speculative.attention == "tree kernel"
+
+
+def test_layers_beyond_the_kernel_are_masked(with_kernel):
+    """Eagerly, where the model caps its scores; the others go on through the kernel."""
+    case = Case("gemma2", tiny_model("gemma2"))
+    case.model.model.layers[1].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "attention_mask": kwargs["attention_mask"].clone()}),
+        with_kwargs=True,
+    )
+    output = case.speculate(4, num_speculative_tokens=5)
+    assert output.sequences.tolist() == case.expected(4).tolist()
+    assert output.speculative.attention == (
+        "tree kernel in 2 of 3 layers, masked: a mask of the model's own in 1 of 3 layers"
+    )
+
+
+def test_more_nodes_than_bits_are_masked(with_kernel):
+    case = Case("llama", tiny_model("llama"))
+    output = case.speculate(1, num_speculative_tokens=2, tree=(-1,) * MAX_NODES, accuracy=0.0)
+    assert output.sequences.tolist() == case.expected(1).tolist()
+    assert output.speculative.attention == "masked"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dropout": 0.1}, "dropout"),
+        ({"position_bias": torch.zeros(1, 4, 3, 8)}, "a position bias"),
+        ({"cache": object()}, "a paged cache"),
+        ({"query": torch.zeros(2, 4, 3, 264), "key": torch.zeros(2, 2, 8, 264)}, "heads larger than 256"),
+        ({"value": torch.zeros(2, 2, 8, 16).double()}, "dtype"),
+        ({"query": torch.zeros(2, 4, 2, 16)}, "keys outside of the slots"),
+        ({"key": torch.zeros(2, 2, 7, 16), "value": torch.zeros(2, 2, 7, 16)}, "keys outside of the slots"),
+        ({"attention_mask": torch.zeros(2, 1, 3, 8)}, "a mask of the model's own"),
+        ({"attention_mask": None}, "a mask of the model's own"),
+        ({"attention_mask": "a view"}, None),
+        ({}, None),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
+)
+def test_calls_beyond_the_kernel(change, reason):
+    topology, rows = chain_topology(2, torch.device("cpu")), RowState([5, 4], [0, 1], [0, 0])
+    forward = VerificationForward(slot_tree(topology, rows, torch.tensor(rows.lengths)), columns=8)
+    masks = node_masks(topology, rows, 8, (FULL, Span("sliding", 3)), torch.float32)
+    forward.name_masks(masks, (FULL, Span("sliding", 3)))
+    if change.get("attention_mask") == "a view":
+        change = {"attention_mask": masks[1][..., :8]}
+    size = torch.zeros(2, 2, 8, 16)
+    call = {"query": torch.zeros(2, 4, 3, 16), "key": size, "value": size, "attention_mask": masks[1], **change}
+    # What does not fit together is nothing for the other function either.
+    with running(forward), contextlib.suppress(RuntimeError, AttributeError, TypeError):
+        slot_attention(SimpleNamespace(num_key_value_groups=2, is_causal=False), **call)
+    assert dict(forward.layers) == {"tree kernel" if reason is None else f"masked: {reason}": 1}
 
 
 def test_the_switch_is_on_inside_only():

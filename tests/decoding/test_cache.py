@@ -72,7 +72,7 @@ def test_any_course_of_a_generation(data, batch_size, prompt_length, capacity, i
         # All nodes at once, or the levels of a tree one after the other.
         cuts = sorted(data.draw(st.sets(st.integers(1, nodes)) if data.draw(st.booleans()) else st.just(set())))
         for begin, end in zip([0, *cuts], [*cuts, nodes]):
-            plan = cache.plan_write(end - begin, torch.device("cpu"), ahead=begin)
+            plan = cache.plan_write(end - begin, ahead=begin)
             seen = write(cache, drafted[:, begin:end], indexed)
             assert plan.columns == max(map(len, rows)) + end
         for row, tokens in enumerate(rows):
@@ -116,11 +116,11 @@ def test_the_buffers_stay_where_they_are_until_they_are_full():
     write(cache, fresh(2, 3), indexed=False)
     cache.start_slots(2)
     place = cache.layers[0].keys.data_ptr()
-    cache.plan_write(5, torch.device("cpu"))
+    cache.plan_write(5)
     write(cache, fresh(2, 5), indexed=False)
     assert cache.layers[0].keys.data_ptr() == place
     cache.commit([5, 1])
-    cache.plan_write(1, torch.device("cpu"))
+    cache.plan_write(1)
     write(cache, fresh(2, 1), indexed=False)
     assert cache.layers[0].capacity == 16
 
@@ -169,7 +169,7 @@ def test_shorter_rows_of_a_dynamic_cache_are_followed_by_zeros():
     cache, fresh = SlotCache(8), Tokens()
     write(cache, fresh(2, 3), indexed=False)
     cache.start_slots(2)
-    cache.plan_write(2, torch.device("cpu"))
+    cache.plan_write(2)
     write(cache, fresh(2, 2), indexed=False)
     cache.commit([2, 1])
     dynamic = dynamic_cache([cache.row_states(row) for row in range(2)], LlamaConfig(num_hidden_layers=2))

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, node_positions
+from hf_specdec.decoding.attention import TreeMask
+from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, node_positions, slot_tree
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
+from hf_specdec.kernels.tree_attention import visible_slots
 
 
 SPANS = (FULL, Span("sliding", 1), Span("sliding", 4), Span("chunked", 3), Span("sliding", 100))
@@ -109,6 +111,19 @@ def test_positions_count_real_tokens_and_ancestors(data, rows):
         first = rows.lengths[row] - rows.starts[row] + rows.offsets[row]
         expected = [first + len(ancestors_of(node, row_parents)) - 1 for node in range(len(row_parents) + 1)]
         assert positions[row].tolist() == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), row_states())
+def test_trees_say_what_masks_say(data, rows):
+    """What the tree attention kernel is given, against the same definition."""
+    parents = data.draw(parent_lists(len(rows.lengths)))
+    columns = max(rows.lengths) + len(parents[0]) + 1
+    tree = slot_tree(topology_of(parents), rows, torch.tensor(rows.lengths))
+    for span in SPANS:
+        visible = visible_slots(tree, columns, **TreeMask(tree, span).limits)
+        for row, row_parents in enumerate(parents):
+            assert visible[row].tolist() == expected_mask(row, rows, row_parents, columns, span)
 
 
 def test_rows_that_are_alike_share_one_mask():

@@ -1,0 +1,542 @@
+"""CUDA graphs of forwards over slots: verifications, plain decoding, and the steps of a draft model.
+
+A forward of a few tokens launches hundreds of kernels from Python, which takes longer than they run. A graph is
+recorded once and launches all of them in one go. It repeats the same kernels on the same memory, so everything that
+changes from cycle to cycle is read from tensors that stay where they are: the inputs of the nodes, and the slots.
+
+Rows and nodes are padded to few sizes, so that a handful of graphs serves all forwards. Graphs and slots belong to a
+model and outlive the call; one call at a time has them, others go on without.
+
+Shapes: R rows and T nodes of a graph, r and t of them in use.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
+from transformers.utils import logging
+
+from ..drafts import TreeTopology
+from ..kernels.tree_attention import MAX_NODES, SlotTree
+from .masks import RowState, ancestor_bits
+from .target import SlotModel, SlotOutput, model_profile
+
+
+logger = logging.get_logger(__name__)
+
+# A size that comes up once, as at the end of a text, is not worth a capture.
+_USES_BEFORE_CAPTURE = 1
+
+_NO_LIMIT = torch.iinfo(torch.long).max
+
+
+class NodeInputs:
+    """The buffers from which a captured forward reads what changes.
+
+    Args:
+        rows (`int`): R.
+        nodes (`int`): T.
+        device (`torch.device`): Where they lie.
+    """
+
+    def __init__(self, rows: int, nodes: int, device: torch.device):
+        # A call may run in inference mode, and a later one outside of it.
+        with torch.inference_mode(False):
+            self.tokens, self.ancestors, self.depths = torch.zeros((3, rows, nodes), dtype=torch.long, device=device)
+            self._rows = torch.zeros((4, rows), dtype=torch.long, device=device)
+        self.lengths, self.starts, self._first_positions, self._last_positions = self._rows
+
+    def fill(
+        self, tokens: torch.LongTensor, topology: TreeTopology, rows: RowState, max_position: int | None = None
+    ) -> None:
+        """Copies in the nodes `tokens` `(r, t)` of a forward; the other arguments are those of [`SlotModel`].
+
+        Rows of padding are empty, and write to slots that no row uses. Nodes of padding see themselves and the
+        committed slots, and lie behind the nodes in use.
+        """
+        num_rows, num_nodes = self.tokens.shape
+        missing = num_nodes - tokens.shape[1]
+        self.tokens.copy_(_with_rows(F.pad(tokens, (0, missing)), num_rows))
+        bits, depths = ancestor_bits(topology), topology.depths
+        if missing:
+            itself = 1 << torch.arange(tokens.shape[1], num_nodes, device=bits.device)
+            bits = torch.cat([bits, itself.expand(*bits.shape[:-1], -1)], dim=-1)
+            depths = F.pad(depths, (0, missing))
+        self.ancestors.copy_(_with_rows(bits, num_rows))
+        self.depths.copy_(_with_rows(depths, num_rows))
+        first = [length - start + offset for length, start, offset in zip(rows.lengths, rows.starts, rows.offsets)]
+        last = [_NO_LIMIT if max_position is None else max_position] * len(first)
+        padding = [0] * (num_rows - len(first))
+        table = torch.tensor([values + padding for values in (rows.lengths, rows.starts, first, last)])
+        self._rows.copy_(table, non_blocking=True)
+
+    @property
+    def tree(self) -> SlotTree:
+        return SlotTree(self.lengths, self.starts, self.ancestors, self.depths)
+
+    @property
+    def positions(self) -> torch.LongTensor:
+        """Position ids `(R, T)`."""
+        return torch.minimum(self._first_positions[:, None] + self.depths, self._last_positions[:, None])
+
+
+def _with_rows(values: torch.Tensor, rows: int) -> torch.Tensor:
+    """Values `(r, T)` with copies of the first row behind them; `(T,)` stand for all rows."""
+    missing = rows - len(values)
+    return values if values.dim() == 1 or not missing else torch.cat([values, values[:1].expand(missing, -1)])
+
+
+class CannotCaptureError(RuntimeError):
+    """A forward does what a graph cannot repeat."""
+
+
+class NoWaiting(TorchDispatchMode):
+    """Inside, operations that make the host wait for the device raise a `CannotCaptureError`, in this thread.
+
+    In the middle of a capture they would fail as well, and leave the GPU's random numbers and memory pools unusable.
+    """
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if operation.overloadpacket in _WAITING or _picks_by_mask(operation, args):
+            raise CannotCaptureError(f"{operation} waits for the device")
+        output = operation(*args, **kwargs)
+        if operation.overloadpacket in _COPIES and len(_devices_of((args, output))) > 1:
+            raise CannotCaptureError(f"{operation} copies between host and device")
+        return output
+
+
+aten = torch.ops.aten
+
+# They bring a number to the host, or make a tensor whose size depends on one.
+_WAITING = {
+    aten._local_scalar_dense,
+    aten.bincount,
+    aten.equal,
+    aten.masked_select,
+    aten.nonzero,
+    aten.repeat_interleave,
+    aten._unique2,
+    aten.unique_consecutive,
+    aten.unique_dim,
+}
+
+_COPIES = {aten._to_copy, aten.copy_}
+
+
+def _picks_by_mask(operation, args) -> bool:
+    if operation.overloadpacket not in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
+        return False
+    # A single number is filled in without counting the places.
+    fills = operation.overloadpacket is not aten.index and args[2].numel() == 1
+    return not fills and any(index is not None and index.dtype == torch.bool for index in args[1])
+
+
+def _devices_of(values: Any) -> set[torch.device]:
+    return {value.device for value in tree_iter(values) if torch.is_tensor(value)}
+
+
+class CaptureBackend:
+    """How forwards are recorded, and repeated on the same memory. All records of one backend share memory."""
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Records `run`, which may be called several times and does the same each time.
+
+        Returns:
+            `tuple`: A function that repeats it, and what `run` returned: tensors that each repetition writes again.
+            They hold until the next repetition of any record of this backend.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must implement capture().")
+
+    def forget(self) -> None:
+        """Nothing that was recorded before is repeated any more."""
+
+    def begin_call(self) -> None:
+        """A call takes over from the one before, which may have run in another stream."""
+
+    def end_call(self) -> None:
+        """The call has launched its last work."""
+
+
+class CudaBackend(CaptureBackend):
+    """CUDA graphs with one memory pool.
+
+    Args:
+        device (`torch.device`): The GPU.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._pool = None
+        self._stream: torch.cuda.Stream | None = None
+        self._last_call: torch.cuda.Event | None = None
+
+    def capture(self, run):
+        with _capture_lock, torch.cuda.device(self.device):
+            if self._stream is None:
+                # One for all captures: each stream has a workspace of its own.
+                self._stream = torch.cuda.Stream()
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            # Also where a capture fails, which leaves its own stream in force.
+            with torch.cuda.stream(current):
+                return self._record(run, current)
+
+    def _record(self, run, current: torch.cuda.Stream):
+        with torch.cuda.stream(self._stream):
+            # Compiles kernels and allocates workspaces, which a capture cannot do.
+            run()
+            with NoWaiting():
+                run()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on with work of their own.
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            output = run()
+        return graph.replay, output
+
+    def forget(self):
+        # A pool ends with the last of its graphs.
+        self._pool = None
+
+    def begin_call(self):
+        if self._last_call is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._last_call)
+
+    def end_call(self):
+        self._last_call = torch.cuda.current_stream(self.device).record_event()
+
+
+# A capture begins by waiting for the whole device, which must not be in the middle of another one.
+_capture_lock = threading.Lock()
+
+
+def capture_backend(device: torch.device) -> CaptureBackend | None:
+    """How forwards on a device are captured; `None` where they are not."""
+    return CudaBackend(device) if device.type == "cuda" else None
+
+
+class SlotStore:
+    """Buffers of keys and values that outlive a call, so that graphs find them in their place.
+
+    Args:
+        on_replaced (`Callable`): Called when a buffer has to make way for a larger one.
+    """
+
+    def __init__(self, on_replaced: Callable[[], None]):
+        self._on_replaced = on_replaced
+        self._buffers: dict[tuple[int, str], torch.Tensor] = {}
+
+    def take(self, layer: int, name: str, rows: int, heads: int, capacity: int, like: torch.Tensor) -> torch.Tensor:
+        """A layer's buffer of this name, zeros of shape `(B, heads, C, D)`, B at least `rows`, C `capacity`.
+
+        Args:
+            like (`torch.Tensor`): Says head size, dtype and device.
+        """
+        key = (layer, name)
+        kept = self._buffers.get(key)
+        if kept is not None:
+            if _fits(kept, rows, heads, capacity, like):
+                return kept.zero_()
+            self._on_replaced()
+            # Not kept beside the new one, unless its layer still has it, to copy from.
+            del kept, self._buffers[key]
+        shape = (padded_rows(rows), heads, _rounded_capacity(capacity), like.shape[-1])
+        with torch.inference_mode(False):
+            self._buffers[key] = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        return self._buffers[key]
+
+    def clear(self) -> None:
+        self._buffers.clear()
+
+
+def _fits(buffer: torch.Tensor, rows: int, heads: int, capacity: int, like: torch.Tensor) -> bool:
+    alike = (buffer.dtype, buffer.device, buffer.shape[-1]) == (like.dtype, like.device, like.shape[-1])
+    return alike and buffer.shape[1] == heads and buffer.shape[0] >= rows and buffer.shape[2] >= capacity
+
+
+def _rounded_capacity(slots: int) -> int:
+    """At most a quarter more, so that calls of similar length have buffers of one size."""
+    step = max(1 << (slots - 1).bit_length() - 3, 1) if slots > 4 else 1
+    return -(-slots // step) * step
+
+
+def padded_size(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
+def padded_rows(count: int) -> int:
+    """Rows of the graph for this many: powers of two to 8, then multiples of it, because each has slots of its own."""
+    return padded_size(count) if count <= 8 else -(-count // 8) * 8
+
+
+@dataclass
+class CapturedForward:
+    """A recorded forward: its inputs, its output for R rows and T nodes, and how to run it again."""
+
+    inputs: NodeInputs
+    output: SlotOutput
+    layers: Counter
+    replay: Callable[[], None]
+
+    def output_of(self, rows: int, nodes: int) -> SlotOutput:
+        """What concerns the nodes in use; to be read before the next forward."""
+        states = {key: state[:rows, :nodes] for key, state in self.output.hidden_states.items()}
+        return SlotOutput(self.output.logits[:rows, :nodes], states)
+
+
+class ModelGraphs:
+    """The captured forwards of one model, and the slots that they read and write.
+
+    Attributes:
+        why_eager (`str`, *optional*): Why nothing more is captured, since a capture has failed.
+    """
+
+    def __init__(self):
+        self.store = SlotStore(self._drop_forwards)
+        self.forwards: dict[tuple, CapturedForward] = {}
+        self.uses: Counter = Counter()
+        self.why_eager: str | None = None
+        self.backend: CaptureBackend | None = None
+        self._state: tuple | None = None
+        self._owner: Callable[[], CallGraphs | None] = lambda: None
+        self._lock = threading.Lock()
+
+    def acquire(self, call: CallGraphs, backend: CaptureBackend, state: tuple) -> bool:
+        """Gives the graphs to a call, unless another one has them.
+
+        Args:
+            state (`tuple`): What is built into the graphs; after a change of it they are worthless.
+        """
+        with self._lock:
+            if self._owner() is not None:
+                return False
+            # A call that was given up without an end leaves nothing behind but a dead reference.
+            self._owner = weakref.ref(call)
+        if state != self._state:
+            self._drop_forwards()
+            self.store.clear()
+            self.backend, self.why_eager, self._state = backend, None, state
+        self.backend.begin_call()
+        return True
+
+    def release(self, call: CallGraphs) -> None:
+        with self._lock:
+            if self._owner() is call:
+                self.backend.end_call()
+                self._owner = lambda: None
+
+    def _drop_forwards(self) -> None:
+        self.forwards.clear()
+        self.uses.clear()
+        if self.backend is not None:
+            self.backend.forget()
+
+    def fail(self, error: Exception, name: str) -> None:
+        """Gives up capturing this model."""
+        # Ending a capture fails, too, and hides what has gone wrong inside of it.
+        cause = error.__context__ or error
+        reason = next(iter(str(cause).splitlines()), "")
+        self.why_eager = f"capturing failed: {type(cause).__name__}: {reason}"
+        self._drop_forwards()
+        logger.warning_once(f"{name} runs without CUDA graphs; {self.why_eager}.")
+
+
+class CallGraphs:
+    """The graphs of a model during one call.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        backend (`CaptureBackend`): Captures its forwards, if nothing has been captured before.
+        largest (`int`): Nodes of a full draft; such forwards get graphs of their own size.
+        why_eager (`str`, *optional*): Why this call runs without graphs.
+
+    Attributes:
+        num_replays, num_captures (`int`): Forwards that ran as graphs; those that were captured for it.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, backend: CaptureBackend, largest: int = 1, why_eager: str | None = None
+    ):
+        self.num_replays = self.num_captures = 0
+        self._largest = largest
+        self._name = type(model).__name__
+        self._why_eager = why_eager
+        self._shared: ModelGraphs | None = None
+        if why_eager is None:
+            shared = _graphs_of(model)
+            if shared.acquire(self, backend, _captured_state(model)):
+                self._shared = shared
+            else:
+                self._why_eager = "another call is using the graphs of the model"
+
+    @property
+    def why_eager(self) -> str | None:
+        """Why forwards run without graphs; `None` where they do not."""
+        return self._why_eager if self._shared is None else self._shared.why_eager
+
+    @property
+    def store(self) -> SlotStore | None:
+        """The buffers of the slots, where graphs are used."""
+        return None if self._shared is None else self._shared.store
+
+    def forward(self, driver: SlotModel, tokens: torch.LongTensor, topology: TreeTopology) -> SlotOutput | None:
+        """The output of [`SlotModel.forward`] from a graph; `None` where the forward has to run without one."""
+        if self.why_eager is not None or tokens.shape[1] > MAX_NODES:
+            return None
+        shared, (rows, nodes) = self._shared, tokens.shape
+        size = padded_rows(rows), self._padded_nodes(nodes)
+        columns = self._columns(driver, size[1])
+        key = (*size, columns, driver.states)
+        shared.uses[key] += 1
+        captured = shared.forwards.get(key)
+        if captured is None and shared.uses[key] <= _USES_BEFORE_CAPTURE:
+            return None
+        inputs = NodeInputs(*size, tokens.device) if captured is None else captured.inputs
+        inputs.fill(tokens, topology, driver.rows, driver.max_position)
+        driver.cache.plan_write(nodes)
+        if captured is None:
+            captured = self._capture(driver, inputs, columns)
+            if captured is None:
+                return None
+            shared.forwards[key] = captured
+        captured.replay()
+        self.num_replays += 1
+        driver.attention_layers = captured.layers
+        return captured.output_of(rows, nodes)
+
+    def _padded_nodes(self, nodes: int) -> int:
+        padded = padded_size(nodes)
+        return min(padded, self._largest) if nodes <= self._largest else padded
+
+    def _columns(self, driver: SlotModel, nodes: int) -> int:
+        """How many slots the graph reads: a size that stays the same in the call, unless the slots must grow."""
+        cache = driver.cache
+        needed = max(cache.lengths) + nodes
+        cache.reserve(needed)
+        return min(padded_size(max(needed, cache.capacity)), cache.allocated)
+
+    def _capture(self, driver: SlotModel, inputs: NodeInputs, columns: int) -> CapturedForward | None:
+        layers: Counter = Counter()
+
+        def run() -> SlotOutput:
+            nonlocal layers
+            output, layers = driver.read_static(inputs, columns)
+            return output
+
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                replay, output = self._shared.backend.capture(run)
+        except Exception as error:  # noqa: BLE001 - of any kind: whatever it was, the forward can run eagerly
+            self._shared.fail(error, self._name)
+            return None
+        self.num_captures += 1
+        return CapturedForward(inputs, output, layers, replay)
+
+    def close(self) -> None:
+        """Ends the call; the graphs are free for the next one."""
+        if self._shared is not None:
+            self._shared.release(self)
+
+    def __str__(self) -> str:
+        return "on" if self.why_eager is None else f"off: {self.why_eager}"
+
+
+def call_graphs(
+    model: torch.nn.Module, largest: int = 1, enforce_eager: bool = False, all_hidden_states: bool = False
+) -> CallGraphs | None:
+    """The graphs of a model for one call; `None` where its device has none.
+
+    Args:
+        largest (`int`): Nodes of a full draft, the anchor included.
+        enforce_eager (`bool`): The user wants none.
+        all_hidden_states (`bool`): The forwards return the hidden states of all layers.
+    """
+    backend = capture_backend(model.device)
+    if backend is None:
+        return None
+    why_eager = "enforce_eager=True" if enforce_eager else None
+    if all_hidden_states:
+        why_eager = why_eager or "the hidden states of all layers are returned"
+    why_eager = why_eager or next((why for why, holds in _WHY_EAGER.items() if holds(model)), None)
+    graphs = CallGraphs(model, backend, largest, why_eager)
+    if graphs.why_eager is not None:
+        logger.info(f"{type(model).__name__} runs without CUDA graphs: {graphs.why_eager}.")
+    return graphs
+
+
+def _devices(model: torch.nn.Module) -> set[torch.device]:
+    return {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+
+
+def _is_watched(model: torch.nn.Module) -> bool:
+    """Whether code of others runs in the forward: a graph would leave it out."""
+    return any("forward" in vars(module) or any(map(_is_foreign, _hooks(module))) for module in model.modules())
+
+
+def _hooks(module: torch.nn.Module) -> list[Callable]:
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def _is_foreign(hook: Callable) -> bool:
+    # transformers leaves hooks behind that collect states when asked to; those of this package see their own thread.
+    return (getattr(hook, "__module__", None) or "").partition(".")[0] not in ("transformers", "hf_specdec")
+
+
+def _has_wrapped_weights(model: torch.nn.Module) -> bool:
+    return any(map(is_traceable_wrapper_subclass, (*model.parameters(), *model.buffers())))
+
+
+def _has_adapters(model: torch.nn.Module) -> bool:
+    return any(hasattr(module, "active_adapter") for module in model.modules())
+
+
+# What cannot be captured, or would not follow a change made between two calls.
+_WHY_EAGER: dict[str, Callable[[torch.nn.Module], bool]] = {
+    "it has layers with a recurrent state": lambda model: model_profile(model).is_recurrent,
+    "it tells positions from the slots of its cache": lambda model: model_profile(model).counts_slots,
+    "it is split over several processes": lambda model: (getattr(model, "tp_size", None) or 1) > 1,
+    "its weights are wrapped tensors, whose addresses are not known": _has_wrapped_weights,
+    "its weights lie on several devices": lambda model: len(_devices(model)) > 1,
+    "it is in training mode": lambda model: model.training,
+    "it is compiled": lambda model: any(module._compiled_call_impl for module in model.modules()),
+    "it has adapters, which may be switched": _has_adapters,
+    "its modules have hooks, or forwards of their own": _is_watched,
+    "autocast is on": lambda model: torch.is_autocast_enabled(model.device.type),
+}
+
+
+def _captured_state(model: torch.nn.Module) -> tuple:
+    """What graphs hold on to: the addresses of all weights, and how attention is computed."""
+    tensors = (*model.parameters(), *model.buffers())
+    return model.config._attn_implementation, tuple((tensor.data_ptr(), tensor.dtype) for tensor in tensors)
+
+
+_models: weakref.WeakKeyDictionary[torch.nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
+_models_lock = threading.Lock()
+
+
+def _graphs_of(model: torch.nn.Module) -> ModelGraphs:
+    with _models_lock:
+        return _models.setdefault(model, ModelGraphs())
+
+
+def forget_graphs(model: torch.nn.Module | None = None) -> None:
+    """Frees the graphs and slots of one model, or of all; a running call keeps its own until it ends."""
+    with _models_lock:
+        if model is None:
+            _models.clear()
+        else:
+            _models.pop(model, None)

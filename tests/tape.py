@@ -1,0 +1,123 @@
+"""CUDA graphs without a GPU: a tape of the operations of a forward, which runs them again on the same tensors.
+
+What Python does between two operations is not on the tape, as it is not in a graph: numbers that were read from the
+text while recording stay what they were, and a forward that waits for the result of an operation cannot be recorded.
+Tapes of one backend share their memory as graphs with one pool do: running one spoils what the others have computed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
+
+from hf_specdec.decoding.graphs import CannotCaptureError, CaptureBackend, NoWaiting
+
+
+class Tape(NoWaiting):
+    """Records the operations inside, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps: list[tuple[Callable, tuple, dict, list]] = []
+        self.made: dict[int, torch.Tensor] = {}  # what operations have allocated, by address
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        output = super().__torch_dispatch__(operation, types, args, kwargs)
+        given = {_memory(tensor) for tensor in _tensors((args, kwargs))}
+        fresh = [tensor for tensor in _tensors(output) if _memory(tensor) not in given]
+        self.made.update({_memory(tensor): tensor for tensor in fresh})
+        if fresh or not _is_view(operation):
+            self.steps.append((operation, args, kwargs, fresh))
+        return output
+
+    def replay(self) -> None:
+        for operation, args, kwargs, fresh in self.steps:
+            output = operation(*args, **kwargs)
+            given = {_memory(tensor) for tensor in _tensors((args, kwargs))}
+            again = [tensor for tensor in _tensors(output) if _memory(tensor) not in given]
+            for old, new in zip(fresh, again, strict=True):
+                old.copy_(new)
+
+    def spoil(self) -> None:
+        for tensor in self.made.values():
+            spoil(tensor)
+
+
+def spoil(tensor: torch.Tensor) -> None:
+    """Fills a tensor with what nobody can take for a result."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype != torch.bool:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
+    else:
+        tensor.logical_not_()
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_iter(values) if torch.is_tensor(value)]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_view(operation) -> bool:
+    return operation.is_view or not operation._schema.is_mutable
+
+
+class NothingToHost(TorchFunctionMode):
+    """Inside, reading a tensor as a list raises; on a CPU no operation does it."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.tolist, torch.Tensor.numpy):
+            raise CannotCaptureError(f"{function.__name__}() waits for the device")
+        return function(*args, **(kwargs or {}))
+
+
+class TapeBackend(CaptureBackend):
+    """Records on tapes, on any device.
+
+    Attributes:
+        tapes (`list[Tape]`): All that were recorded.
+        calls (`list[str]`): "begin" and "end" of the calls that have used them.
+    """
+
+    def __init__(self):
+        self.tapes: list[Tape] = []
+        self.calls: list[str] = []
+        self._lock = threading.Lock()
+
+    def capture(self, run):
+        run()
+        tape = Tape()
+        with tape, NothingToHost():
+            output = run()
+        self.tapes.append(tape)
+
+        def replay() -> None:
+            # Two calls at once would ruin each other's results.
+            assert self._lock.acquire(blocking=False)
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    for other in self.tapes:
+                        other.spoil()
+                    tape.replay()
+            finally:
+                self._lock.release()
+
+        return replay, output
+
+    def forget(self):
+        self.tapes.clear()
+
+    def begin_call(self):
+        self.calls.append("begin")
+
+    def end_call(self):
+        self.calls.append("end")

@@ -276,7 +276,12 @@ def main() -> None:
     if args.json:
         settings = {key: str(value) for key, value in vars(args).items()}
         rows = [asdict(row) for row in figures]
-        report = {"environment": describe_environment("cpu", getattr(torch, args.dtype)), "settings": settings, "refused": refused, "rows": rows}
+        report = {
+            "environment": describe_environment("cpu", getattr(torch, args.dtype)),
+            "settings": settings,
+            "refused": refused,
+            "rows": rows,
+        }
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

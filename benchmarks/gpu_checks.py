@@ -1,0 +1,264 @@
+"""What must be right on a device before its times count: kernels against references, and the text of every method.
+
+Kernels and references are called through the same public functions, on the same tensors. Texts are those of the
+embedded demo's target in float32 with its trained drafters, which accept and reject as they do in use: chains, trees
+and batches, against plain `generate()`; once with the lean forward of small models, once with the model's own modules,
+which large ones go through; on a GPU also without graphs.
+
+Shapes: B rows, H query heads, K key/value heads, T nodes, N draft nodes, S slots, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specdec import benchmarking, demo, load_speculator
+from hf_specdec.decoding import functional
+from hf_specdec.drafts import DraftTree, TreeTopology
+from hf_specdec.errors import MissingDependencyError
+from hf_specdec.kernels import _triton
+from hf_specdec.kernels.acceptance import follow, reject_chain, reject_tree
+from hf_specdec.kernels.cache import WritePlan, move_slots, write_slots
+from hf_specdec.kernels.sampling import sample_from_probs
+from hf_specdec.kernels.tree_attention import SlotTree, pack_ancestors, tree_attention
+
+
+@dataclass
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        what (`str`): Name.
+        is_right (`bool`, *optional*): `None`: it could not be looked at, and `detail` says why.
+        detail (`str`): What was found.
+    """
+
+    what: str
+    is_right: bool | None
+    detail: str
+
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+
+
+# Sums in another order; float16 and bfloat16 weights are rounded before they meet the values, and the interpreter cuts
+# bfloat16 off where a GPU rounds.
+_TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+# A random number right on the border of two ids may go to either, since kernels and references add in another order.
+_MAX_SHARE_OF_BORDERS = 0.002
+
+
+def check_kernels(device: torch.device) -> Iterator[Check]:
+    """Every operation of `hf_specdec.kernels`, as kernel and as reference; for the interpreter on small tensors."""
+    if not _triton.HAS_TRITON or not (device.type == "cuda" or _triton.IS_INTERPRETED):
+        yield Check("kernels", None, "not run: no GPU" if _triton.HAS_TRITON else "not run: Triton is not installed")
+        return
+    is_small = device.type != "cuda"
+    generator = torch.Generator(device).manual_seed(0)
+    yield from _check_attention(generator, is_small)
+    yield from _check_slots(generator)
+    yield from _check_acceptance(generator, is_small)
+
+
+def _both(function: Callable, *arguments, **options) -> tuple[Any, Any]:
+    """What the reference and the kernel return."""
+    results = []
+    for choice in ("torch", "triton"):
+        with patch.object(_triton, "CHOICE", choice):
+            results.append(function(*arguments, **options))
+    return results[0], results[1]
+
+
+def random_topology(rows: int, nodes: int, generator: torch.Generator) -> TreeTopology:
+    """Trees of any shape, another one for every row."""
+    places = torch.arange(nodes, device=generator.device)
+    draws = torch.rand((rows, nodes), generator=generator, device=generator.device)
+    return TreeTopology.from_parents((draws * (places + 1)).long() - 1)
+
+
+def _check_attention(generator: torch.Generator, is_small: bool) -> Iterator[Check]:
+    # Rows, query heads, key/value heads, nodes, slots, head size, and further arguments.
+    shapes = (
+        [(1, 4, 2, 5, 70, 32, {}), (2, 4, 2, 9, 60, 16, {"window": 16})]
+        if is_small
+        else [
+            (1, 32, 8, 16, 4096, 128, {}),
+            (4, 32, 8, 61, 700, 128, {}),
+            (16, 16, 8, 5, 333, 64, {"window": 100}),
+            (3, 8, 8, 1, 1500, 256, {"softcap": 20.0}),
+            (2, 64, 8, 33, 600, 64, {"chunk": 256}),
+        ]
+    )
+    for dtype in _TOLERANCES:
+        for rows, heads, kv_heads, nodes, slots, size, options in shapes:
+            draw = {"generator": generator, "device": generator.device}
+            query = torch.randn((rows, heads, nodes, size), **draw).to(dtype)
+            key, value = (torch.randn((rows, kv_heads, slots, size), **draw).to(dtype) for _ in range(2))
+            topology = random_topology(rows, nodes - 1, generator)
+            # The longest row fills the slots.
+            lengths = slots - nodes - torch.arange(rows, device=generator.device) * (slots // (2 * rows))
+            starts = torch.arange(rows, device=generator.device)
+            tree = SlotTree(lengths, starts, pack_ancestors(topology.ancestors), topology.depths)
+            expected, found = _both(tree_attention, query, key, value, tree, **options)
+            error = ((found - expected).abs() / (1 + expected.abs())).max().item()
+            shape = f"{rows} x {heads}/{kv_heads} heads of {size}, {nodes} nodes, {slots} slots {options or ''}"
+            name = f"tree_attention, {str(dtype).removeprefix('torch.')}"
+            yield Check(name, error <= _TOLERANCES[dtype], f"{shape.strip()}: greatest error {error:.1e}")
+
+
+def _check_slots(generator: torch.Generator) -> Iterator[Check]:
+    device, rows, heads, size, nodes = generator.device, 4, 8, 64, 33
+    for dtype in (torch.bfloat16, torch.float32):
+        new = [torch.randn((rows, nodes, heads, size), generator=generator, device=device).to(dtype) for _ in range(2)]
+        new = [states.transpose(1, 2) for states in new]
+        starts = torch.arange(rows, device=device) * 5 + 3
+        path = torch.rand((rows, nodes), generator=generator, device=device).argsort(1)[:, :7].sort(1).values
+        path[:, 0] = 0
+
+        def write_and_move(dtype=dtype, new=new, starts=starts, path=path):
+            buffers = [torch.zeros((rows + 1, heads, 80, size), dtype=dtype, device=device) for _ in new]
+            write_slots(buffers, new, WritePlan(60, None, starts.tolist(), nodes))
+            move_slots(buffers, starts, path)
+            return torch.stack(buffers)
+
+        expected, found = _both(write_and_move)
+        name = f"write_slots, move_slots, {str(dtype).removeprefix('torch.')}"
+        yield Check(name, torch.equal(found, expected), f"{rows} rows, {nodes} nodes, paths of {path.shape[1]}")
+
+
+def _check_acceptance(generator: torch.Generator, is_small: bool) -> Iterator[Check]:
+    device = generator.device
+    rows, nodes, vocab = (3, 4, 600) if is_small else (64, 15, 151936)
+
+    def uniforms(*shape):
+        return torch.rand(shape, generator=generator, device=device, dtype=torch.float64)
+
+    def laws(*shape):
+        return torch.randn(shape, generator=generator, device=device).mul_(4).softmax(-1)
+
+    probs = laws(rows * (nodes + 1), vocab)
+    yield _same_ids("sample_from_probs", *_both(sample_from_probs, probs, uniforms(len(probs))))
+    few = {"generator": generator, "device": device}
+    for name, draft in (
+        ("chain", DraftTree.chain(torch.randint(2, (64, nodes), **few))),
+        ("tree", _random_trees(64, nodes, 2, generator)),
+    ):
+        choices = torch.randint(2, (64, nodes + 1), **few)
+        yield _same_acceptance(f"follow, {name}", *_both(follow, draft, choices))
+    target = laws(rows, nodes + 1, vocab)
+    # Near the target's law, so that some are accepted.
+    drawn_from = (target[:, :-1].log() + 0.5 * torch.randn(target[:, :-1].shape, **few)).softmax(-1)
+    tokens = sample_from_probs(drawn_from, uniforms(rows, nodes))
+    chain = DraftTree.chain(tokens, probs=drawn_from)
+    chances = uniforms(rows, nodes), uniforms(rows, nodes + 1)
+    yield _same_acceptance("reject_chain", *_both(reject_chain, chain, target, *chances))
+    # Siblings are drawn from one law.
+    parents = torch.tensor([-1, -1, *range(nodes - 2)], device=device)
+    laws_of_parents = drawn_from[:, parents + 1]
+    tree = DraftTree(
+        sample_from_probs(laws_of_parents, uniforms(rows, nodes)),
+        parents,
+        torch.full((rows,), nodes, device=device),
+        laws_of_parents,
+    )
+    yield _same_acceptance("reject_tree", *_both(reject_tree, tree, target, *chances))
+
+
+def _random_trees(rows: int, nodes: int, vocab: int, generator: torch.Generator) -> DraftTree:
+    parents = random_topology(rows, nodes, generator).parents[:, 1:] - 1
+    counts = torch.randint(nodes + 1, (rows,), generator=generator, device=generator.device)
+    tokens = torch.randint(vocab, (rows, nodes), generator=generator, device=generator.device)
+    return DraftTree(tokens, parents, counts)
+
+
+def _same_ids(what: str, expected: torch.LongTensor, found: torch.LongTensor) -> Check:
+    different, total = int((expected != found).sum()), expected.numel()
+    return Check(what, different <= _MAX_SHARE_OF_BORDERS * total, f"{different} of {total} draws differ")
+
+
+def _same_acceptance(what: str, expected, found) -> Check:
+    names = ("num_accepted", "path", "tokens")
+    pairs = [(getattr(expected, name), getattr(found, name)) for name in names]
+    same = torch.stack([(one == other).view(len(one), -1).all(1) for one, other in pairs]).all(0)
+    different, total = int((~same).sum()), len(same)
+    # A row makes a draw or two.
+    allowed = 0 if what.startswith("follow") else max(1, int(_MAX_SHARE_OF_BORDERS * total))
+    least, most = expected.num_accepted.aminmax()
+    detail = f"{different} of {total} rows differ; from {int(least)} to {int(most)} tokens accepted"
+    return Check(what, different <= allowed, detail)
+
+
+# --------------------------------------------------------------------------------------------------------------- texts
+
+
+def _drafts() -> dict[str, dict[str, Any]]:
+    """Settings of every method, chains and trees."""
+    eagle, eagle3 = {"method": "eagle", "model": demo.eagle_path()}, {"method": "eagle3", "model": demo.eagle3_path()}
+    medusa = {"method": "medusa", "model": demo.medusa_path()}
+    speculator = {"method": "mlp_speculator", "model": demo.mlp_speculator_path()}
+    mtp, dflash = {"method": "mtp", "model": demo.mtp_path()}, {"method": "dflash", "model": demo.dflash_path()}
+    grown = {"depth": 4, "top_k": 4, "total_tokens": 16}
+    return {
+        "ngram, chain": {"method": "ngram", "prompt_lookup_num_matches": 1},
+        "ngram, tree": {"method": "ngram"},
+        "suffix, chain": {"method": "suffix"},
+        "suffix, tree": {"method": "suffix", "suffix_decoding_use_tree_spec": True},
+        "draft_model, chain": {"method": "draft_model", "model": demo.draft_path()},
+        "medusa, chain": {**medusa, "num_speculative_tokens": 3},
+        "medusa, tree": {**medusa, "medusa_num_nodes": 31},
+        "mlp_speculator, chain": {**speculator, "num_speculative_tokens": 3},
+        "mlp_speculator, tree": {**speculator, "mlp_speculator_num_nodes": 16},
+        "eagle, chain": {**eagle, "num_speculative_tokens": 4},
+        "eagle, tree": {**eagle, **grown},
+        "eagle3, chain": {**eagle3, "num_speculative_tokens": 4},
+        "eagle3, tree": {**eagle3, **grown},
+        "mtp, chain": {**mtp, "num_speculative_tokens": 3},
+        "mtp, tree": {**mtp, **grown},
+        "dflash, chain": dflash,
+        "dflash, tree": {**dflash, "dflash_tree_budget": 16},
+    }
+
+
+def check_texts(device: torch.device, max_new_tokens: int) -> Iterator[Check]:
+    """Whether every method writes what plain `generate()` does, greedily, in float32: single rows and a batch."""
+    target = demo.load_target().to(device)
+    tokenizer = demo.load_tokenizer()
+    prompts = demo.prompts()
+    # One to edit, one to continue, and the last ones together, padded.
+    batches = benchmarking.make_batches(tokenizer, (prompts[0], prompts[-1]), 1, max_new_tokens, device)
+    batches += benchmarking.make_batches(tokenizer, prompts[-4:], 4, max_new_tokens, device)
+    plain = [benchmarking.run(target, batch, None) for batch in batches]
+    ways = {"lean forward": (nullcontext, {}), "modules": (_through_modules, {})}
+    if device.type == "cuda":
+        ways["modules, no graphs"] = (_through_modules, {"enforce_eager": True})
+    for way, (context, further) in ways.items():
+        for name, settings in _drafts().items():
+            with context():
+                yield _check_text(f"{name}, {way}", target, settings | further, batches, plain)
+
+
+def _check_text(what: str, target: PreTrainedModel, settings: dict, batches: list, plain: list) -> Check:
+    try:
+        speculator = load_speculator(target, **settings)
+    except MissingDependencyError as error:
+        return Check(what, None, f"not run: {error}")
+    samples = [benchmarking.run(target, batch, speculator) for batch in batches]
+    different = benchmarking.find_differences(plain, samples, batches)
+    stats = benchmarking.total_stats([sample.stats for sample in samples])
+    last = samples[-1].stats
+    found = f"{stats.mean_acceptance_length:.2f} tokens a cycle, attention: {last.attention}, graphs: {last.graphs}"
+    places = ", ".join(f"{name} from token {index}" for name, index in different.items())
+    return Check(what, not different, f"other texts: {places}" if different else found)
+
+
+def _through_modules():
+    """Inside, no model is small enough to run through functions over its weights."""
+    return patch.object(functional, "_MAX_HIDDEN_SIZE", 0)

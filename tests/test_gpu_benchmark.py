@@ -1,0 +1,361 @@
+"""The GPU benchmark: it runs as a whole on a CPU, its models write what they must, its figures are what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import gpu  # noqa: E402
+import gpu_checks  # noqa: E402
+import gpu_clocks  # noqa: E402
+import gpu_models  # noqa: E402
+
+from hf_specdec import benchmarking, demo, generate  # noqa: E402
+from hf_specdec.decoding.functional import is_plain_llama  # noqa: E402
+from hf_specdec.token_trees import TokenTree  # noqa: E402
+
+
+CPU = torch.device("cpu")
+
+
+def run_program(*arguments, **environment) -> subprocess.CompletedProcess:
+    command = [sys.executable, BENCHMARKS / "gpu.py", *map(str, arguments)]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def models() -> gpu_models.Models:
+    return gpu_models.Models(gpu_models.SIZES["tiny"], torch.float32, CPU)
+
+
+# The program
+
+
+def test_the_program(tmp_path):
+    json_file, table_file = tmp_path / "out.json", tmp_path / "out.md"
+    sides = ("transformers", "no drafts", "ngram", "eagle3, chain")
+    settings = ("--batch-sizes", 1, "--nodes", 1, 8, "--rounds", 1, "--device", "cpu")
+    files = ("--json", json_file, "--markdown", table_file)
+    sections = ("--sections", "verification", "decoding")
+    done = run_program("--sizes", "tiny", *sections, "--sides", *sides, *settings, *files)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(json_file.read_text())
+    assert not report["failures"]
+    assert not report["not_run"]
+    [verified], [decoded] = report["verification"], report["decoding"]
+    assert [(row["shape"], row["nodes"]) for row in verified["rows"]] == [("none", 1), ("chain", 8), ("tree", 8)]
+    rows = {row["side"]: row for row in decoded["rows"]}
+    named = [f"ours: {name}" for name in ("no drafts", "ngram, transformers' rule", "ngram", "eagle3, chain of 3")]
+    assert list(rows) == [gpu.PLAIN, gpu.LOOKUP, gpu.ASSISTED, *named, gpu.COMPILED]
+    exact = {name for name, row in rows.items() if row["same_rows"] == 1}
+    assert exact == set(rows) - {"ours: eagle3, chain of 3"}
+    assert rows["ours: eagle3, chain of 3"]["tokens_per_cycle"] == pytest.approx(3.34, abs=0.6)
+    assert rows["ours: ngram"]["tokens_per_cycle"] > 1.5
+    assert rows[gpu.NO_DRAFTS]["tokens_per_cycle"] == 1
+    for row in verified["rows"] + [row["parts"] for row in rows.values() if "parts" in row]:
+        assert 0 < row["target"] < row["cycle"]
+        assert row["to_limit"] == pytest.approx(row["target"] / row["limit"])
+        assert row["weights"] < row["limit"]
+    tables = table_file.read_text()
+    assert all(f"| {name} |" in tables for name in rows)
+    again = run_program("--read", json_file, "--markdown", tmp_path / "again.md", "--device", "cpu")
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "again.md").read_text() == tables
+
+
+@pytest.mark.slow
+def test_the_whole_program(tmp_path):
+    json_file = tmp_path / "out.json"
+    done = run_program("--sizes", "tiny", "--device", "cpu", "--json", json_file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(json_file.read_text())
+    found = {check["what"]: check["is_right"] for check in report["checks"]}
+    assert found.pop("kernels", None) is None
+    assert len(found) == 34
+    assert all(found.values())
+    for case in report["decoding"]:
+        ours = {row["side"] for row in case["rows"] if row["side"].startswith("ours")}
+        assert ours == {gpu.NO_DRAFTS, *(f"ours: {drafter.name}" for drafter in gpu_models.DRAFTERS)}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_program_on_a_gpu(tmp_path):
+    json_file = tmp_path / "out.json"
+    sides = ("transformers", "no drafts", "ngram", "eagle3, tree")
+    done = run_program("--sizes", "tiny", "--device", "cuda", "--sides", *sides, "--json", json_file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(json_file.read_text())
+    assert all(check["is_right"] is not False for check in report["checks"])
+    assert "tree_attention, bfloat16" in {check["what"] for check in report["checks"]}
+    for case in report["verification"]:
+        for row in case["rows"]:
+            assert 0 < row["target_work"]
+            assert row["gap"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sides", "egale3"], "no side is called 'egale3...'; there are: plain;"),
+        (["--sizes", "qwen3-8b", "--device", "cpu"], "there is --sizes tiny"),
+        (["--nodes", "65"], "--nodes takes 1 to 64"),
+        (["--new-tokens", "2"], "--new-tokens 16"),
+        (["--read", "nowhere.json"], "there is no nowhere.json"),
+    ],
+)
+def test_wrong_options(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        gpu.parse_options(["--device", "cpu", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def bench_of(tmp_path, *arguments) -> gpu.Bench:
+    options = gpu.parse_options(["--device", "cpu", "--json", str(tmp_path / "out.json"), *arguments])
+    bench = gpu.Bench(options, Console(quiet=True))
+    bench.report["bandwidth"], bench.watch = 1e9, gpu_clocks.Stopwatch(CPU)
+    return bench
+
+
+def test_files_of_one_machine_are_joined():
+    def report(gpu_name, size):
+        environment = {"gpu": gpu_name, "dtype": "bfloat16"}
+        case = {"size": size, "context": 512, "batch_size": 1, "rows": []}
+        kept = {"checks": [], "verification": [case], "decoding": [], "not_run": [], "failures": [size]}
+        return {"environment": environment, "bandwidth": 1e12, "seconds": 60.0, "aims": [], **kept}
+
+    joined = gpu.joined([report("one", "llama-1b"), report("one", "qwen3-8b")])
+    assert [case["size"] for case in joined["verification"]] == joined["failures"] == ["llama-1b", "qwen3-8b"]
+    assert joined["seconds"] == 120
+    with pytest.raises(SystemExit, match="gpu: 'one' and 'another'"):
+        gpu.joined([report("one", "llama-1b"), report("another", "qwen3-8b")])
+
+
+def test_nothing_begins_when_the_time_is_up(tmp_path):
+    bench = bench_of(tmp_path, "--max-minutes", "0")
+    bench._measure_size("tiny")
+    bench.save()
+    assert json.loads((tmp_path / "out.json").read_text())["not_run"] == ["tiny"]
+
+
+def test_a_side_that_fails_costs_no_other(tmp_path, models, monkeypatch):
+    def fail():
+        raise RuntimeError("out of luck")
+
+    sides = [gpu.Side(gpu.PLAIN), gpu.Side("ours: broken", make=fail), gpu.Side(gpu.NO_DRAFTS, gpu_models.no_drafts)]
+    monkeypatch.setattr(gpu, "make_sides", lambda *_: sides)
+    bench = bench_of(tmp_path, "--rounds", "2")
+    bench._decode("tiny", models, 64, 1)
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["failures"] == ["decoding, tiny, context 64, batch 1, ours: broken: RuntimeError: out of luck"]
+    assert [(row["side"], row["rounds"]) for row in report["decoding"][0]["rows"]] == [
+        ("plain", 2),
+        (gpu.NO_DRAFTS, 2),
+    ]
+
+
+def test_texts_that_differ_are_a_failure(tmp_path, models, monkeypatch):
+    nonsense = gpu_models.random_nodes(TokenTree.chain(4), 1024, 3.0)
+    sides = [gpu.Side(gpu.PLAIN), gpu.Side("ours: nonsense", make=lambda: nonsense)]
+    monkeypatch.setattr(gpu, "make_sides", lambda *_: sides)
+    bench = bench_of(tmp_path)
+    bench._decode("tiny", models, 64, 1)
+    assert bench.report["failures"] == ["decoding, tiny, context 64, batch 1, ours: nonsense: 1 of 1 texts differ"]
+
+
+# Models and texts
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_targets_write_the_ring(models, batch_size):
+    text = gpu_models.ring_text(models.ring, batch_size, 64, 40)
+    ones = torch.ones_like(text.prompts)
+    written = models.target.generate(text.prompts, attention_mask=ones, do_sample=False, max_new_tokens=40)
+    assert torch.equal(written[:, 64:], text.expected)
+
+
+def test_prompts_hold_the_text_to_come():
+    text = gpu_models.ring_text(gpu_models.random_ring(1024), 2, 200, 60)
+    same = text.prompts[:, :60] == text.expected
+    assert same.float().mean().item() == pytest.approx(1 - 1 / gpu_models.CHANGED_TOKEN_OF, abs=0.02)
+    assert same.any(1).all()
+
+
+def test_draft_models_have_the_accuracy_asked_for(models):
+    draft, every = models.network("draft_model"), torch.arange(1024)
+    accuracy = gpu_models.accuracy_of_length(gpu_models.DRAFT_MODEL_LENGTH, gpu_models.DRAFT_LENGTH)
+    with torch.no_grad():
+        right, drafted = (model(every[:, None]).logits[:, 0].argmax(-1) for model in (models.target, draft))
+    assert (right == drafted).float().mean().item() == pytest.approx(accuracy, abs=0.05)
+
+
+@pytest.mark.parametrize("length", [1.5, 2.28, 5.0])
+def test_accuracy_of_length(length):
+    accuracy = gpu_models.accuracy_of_length(length, 5)
+    assert sum(accuracy**depth for depth in range(6)) == pytest.approx(length)
+
+
+def test_bytes_that_a_forward_reads(models):
+    layer = 128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 256 + 2 * 128
+    assert gpu_models.bytes_of_weights(models.target) == 4 * (4 * layer + 128 + 1024 * 128)
+    assert gpu_models.bytes_of_token(models.target) == 4 * (4 * 2 * 2 * 32)
+
+
+# Times
+
+
+class HeldWatch(gpu_clocks.Stopwatch):
+    """A device that is held up by waiting."""
+
+    def __init__(self):
+        self.device, self.is_cuda, self.holds = CPU, True, []
+
+    def mark(self) -> float:
+        return gpu_clocks.perf_counter()
+
+    def milliseconds(self, first, last) -> float:
+        return 1000 * (last - first)
+
+    def synchronize(self) -> None:
+        pass
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def hold(self, milliseconds: float) -> None:
+        self.holds.append(milliseconds)
+
+
+def parts_of(models, watch, name):
+    drafter = next(drafter for drafter in gpu_models.DRAFTERS if drafter.name == name)
+    speculator = models.speculator(drafter)
+    text = gpu_models.ring_text(models.ring, 1, 64, 16)
+    call = gpu.call_of(models, speculator, text.prompts, 16)
+    return gpu_clocks.measure_parts(call, speculator, models.target, watch, 12)
+
+
+@pytest.mark.parametrize("name", ["draft_model, chain of 5", "medusa, tree of 63", "dflash, block of 16"])
+def test_parts_of_a_cycle(models, name):
+    watch = HeldWatch()
+    parts = parts_of(models, watch, name)
+    assert 0 < parts["network"] < parts["draft"]
+    assert all(parts[part] > 0 for part in ("target", "accept", "commit", "wait"))
+    assert parts["outside"] > parts["accept"]
+    assert all(parts[f"{part}_work"] > 0 for part in gpu_clocks.WORK)
+    assert parts["gap"] >= 0
+    # Once for every part of every cycle, longer than the host took.
+    assert watch.holds
+    assert len(watch.holds) % len(gpu_clocks.WORK) == 0
+    assert min(watch.holds) > 0.5
+
+
+def test_no_host_gap_without_a_gpu(models):
+    parts = parts_of(models, gpu_clocks.Stopwatch(CPU), "medusa, tree of 63")
+    assert parts["gap"] is parts["target_work"] is None
+    assert parts["target"] > 0
+
+
+def test_the_classes_are_left_as_they_were(models):
+    watched = [(kind, name) for kind, names in gpu_clocks._NETWORK_FORWARDS for name in names]
+    before = [vars(kind).get(name) for kind, name in watched]
+    parts_of(models, HeldWatch(), "eagle3, chain of 3")
+    assert [vars(kind).get(name) for kind, name in watched] == before
+
+
+def test_decoding_begins_behind_the_first_cycle():
+    streamer = gpu_clocks.DeliveryStreamer(lambda: None)
+    streamer.put(torch.zeros(2, 9))
+    streamer.deliveries = [(1.0, 2), (1.5, 6), (2.0, 8), (4.0, 20)]
+    assert streamer.decoding(2) == (14, 2.5)
+    streamer.deliveries = [(1.0, 2), (1.5, 6)]
+    with pytest.raises(RuntimeError, match="raise --new-tokens"):
+        streamer.decoding(2)
+
+
+def test_aims():
+    def case(section, size, batch_size, row):
+        return section, {"size": size, "context": 512, "batch_size": batch_size, "rows": [row]}
+
+    report = {"environment": {"gpu": "some GPU"}, "verification": [], "decoding": []}
+    for section, found in (
+        case("verification", "qwen3-8b", 1, {"shape": "chain", "nodes": 16, "to_weights": 1.1}),
+        case("verification", "llama-8b", 1, {"shape": "tree", "nodes": 16, "to_weights": 1.3}),
+        case("verification", "llama-8b", 4, {"shape": "tree", "nodes": 16, "to_weights": 9.0}),
+        case("verification", "llama-1b", 1, {"shape": "tree", "nodes": 16, "to_weights": 9.0}),
+        case("decoding", "qwen3-8b", 1, {"side": gpu.NO_DRAFTS, "to_plain": [2.6, 2, 3], "parts": {"outside": 0.2}}),
+        case("decoding", "llama-8b", 1, {"side": gpu.NO_DRAFTS, "to_plain": [2.4, 2, 3], "parts": {"outside": 0.4}}),
+    ):
+        report[section].append(found)
+    weights, outside, speed = gpu.find_aims(report)
+    assert [(figure, is_met) for _, figure, is_met in weights.found] == [("1.30 times", False), ("1.10 times", True)]
+    assert [(figure, is_met) for _, figure, is_met in outside.found] == [("0.40 ms", False), ("0.20 ms", True)]
+    assert [(figure, is_met) for _, figure, is_met in speed.found] == [("2.40 times", False), ("2.60 times", True)]
+    report["environment"]["gpu"] = None
+    assert not any(aim.found for aim in gpu.find_aims(report))
+
+
+# Checks
+
+
+def test_wrong_texts_are_seen():
+    target = demo.load_target()
+    batches = benchmarking.make_batches(demo.load_tokenizer(), demo.prompts()[-1:], 1, 8)
+    plain = [benchmarking.run(target, batch, None) for batch in batches]
+    settings = {"method": "medusa", "model": demo.medusa_path(), "num_speculative_tokens": 3}
+    right = gpu_checks._check_text("right", target, settings, batches, plain)
+    wrong = gpu_checks._check_text("wrong", target, settings | gpu_models.synthetic(4.0), batches, plain)
+    assert right.is_right
+    assert wrong.is_right is False
+    assert "other texts" in wrong.detail
+
+
+_WRONG_KERNELS = """
+import torch
+import gpu_checks
+from hf_specdec.kernels import acceptance, cache, tree_attention
+
+def failed():
+    checks = gpu_checks.check_kernels(torch.device("cpu"))
+    return sorted({check.what.split(",")[0] for check in checks if not check.is_right})
+
+assert failed() == [], failed()
+cache._move_triton = lambda *arguments: None
+acceptance._follow_triton = lambda draft, tokens: acceptance._follow_torch(draft, tokens.flip(1))
+right = tree_attention._tree_attention_triton
+tree_attention._tree_attention_triton = lambda *arguments: right(*arguments) * 1.1
+assert failed() == ["follow", "tree_attention", "write_slots"], failed()
+"""
+
+
+def test_wrong_kernels_are_seen():
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(BENCHMARKS)}
+    done = subprocess.run(
+        [sys.executable, "-c", _WRONG_KERNELS], env=environment, cwd=BENCHMARKS.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_small_model_also_runs_through_its_modules():
+    target = demo.load_target()
+    with gpu_checks._through_modules():
+        assert not is_plain_llama(target)
+    assert is_plain_llama(target)
+
+
+def test_no_drafts_is_plain_decoding(models):
+    text = gpu_models.ring_text(models.ring, 2, 64, 16)
+    arguments = {"do_sample": False, "max_new_tokens": 16, "attention_mask": torch.ones_like(text.prompts)}
+    written = generate(models.target, text.prompts, **arguments, assistant=gpu_models.no_drafts())
+    assert torch.equal(written[:, 64:], text.expected)

@@ -130,7 +130,7 @@ def _mtp_misfits(found: Detection, text: Mapping[str, Any]) -> Iterator[str]:
     kinds = (kind, f"{kind}_text")
     if found.target.model_type not in (None, *kinds):
         yield f"Its layers are those of the model_type '{found.target.model_type}', and the target is of '{kind}'."
-    elif not set(kinds) & set(SUPPORTED_MODEL_TYPES):
+    if not set(kinds) & set(SUPPORTED_MODEL_TYPES):
         yield f"The MTP layers of targets of the model_type '{kind}' are not supported."
 
 

@@ -347,7 +347,11 @@ class _Mixer:
             self.module.register_forward_hook(self.behind, with_kwargs=True),
         ]
 
-    def before(self, module, args, kwargs):
+    # Torch calls hooks without keyword arguments in another thread, while this one takes them back.
+
+    def before(self, module, args, kwargs=None):
+        if kwargs is None:
+            return None
         arguments = {**dict(zip(self._names, args)), **kwargs}
         cache_name = next((name for name, value in arguments.items() if value is self.layers.cache), None)
         # Another thread may run a call of its own on the same model.
@@ -355,8 +359,8 @@ class _Mixer:
             return None
         return (), self.enter(arguments, cache_name)
 
-    def behind(self, module, args, kwargs, output):
-        if self.after is None or not any(value is self.after for value in kwargs.values()):
+    def behind(self, module, args, kwargs, output=None):
+        if output is None or self.after is None or not any(value is self.after for value in kwargs.values()):
             return None
         return self.leave(output)
 

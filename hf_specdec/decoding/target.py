@@ -477,7 +477,10 @@ class _Store:
         # Another thread may run a call of its own on the same model.
         self.thread = get_ident()
 
-    def on_entering(self, module, args, kwargs):
+    def on_entering(self, module, args, kwargs=None):
+        # Without keyword arguments torch calls it in another thread, while this one takes it back.
+        if get_ident() != self.thread:
+            return
         state = kwargs.get("hidden_states")
         self._put(next(filter(torch.is_tensor, (*args, *kwargs.values()))) if state is None else state, module)
 

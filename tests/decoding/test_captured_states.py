@@ -166,6 +166,26 @@ def test_forwards_of_other_threads_are_not_seen(model):
         assert states == {}
 
 
+def test_hooks_that_are_being_taken_back_do_not_disturb_other_threads(model):
+    """Torch lists the hooks of a module, and asks later, one by one, whether they take keyword arguments."""
+    first = decoder_layers(model)[0]
+    errors = []
+
+    def forward():
+        try:
+            model(**prompts(1))
+        except Exception as error:  # noqa: BLE001 - shown below
+            errors.append(error)
+
+    with captured_states(model, (0,)) as states:
+        first._forward_pre_hooks_with_kwargs.clear()
+        thread = threading.Thread(target=forward)
+        thread.start()
+        thread.join()
+    assert not errors
+    assert not states
+
+
 def test_the_stock_protocol_hands_over_the_same_states(model):
     """From transformers' tuple, which lacks what enters the final norm."""
 

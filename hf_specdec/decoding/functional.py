@@ -203,10 +203,11 @@ class LeanLayer:
 
     Args:
         layer (`nn.Module`): The decoder layer. A norm may be an `nn.Identity`.
+        attention (`type`, *optional*): The kind of `LeanAttention`; that itself by default.
     """
 
-    def __init__(self, layer: nn.Module):
-        self.attention, self.mlp = LeanAttention(layer.self_attn), LeanMLP(layer.mlp)
+    def __init__(self, layer: nn.Module, attention: type[LeanAttention] | None = None):
+        self.attention, self.mlp = (attention or LeanAttention)(layer.self_attn), LeanMLP(layer.mlp)
         self.attention_norm = lean_norm(layer.input_layernorm)
         self.mlp_norm = lean_norm(layer.post_attention_layernorm)
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from ..decoding.cache import SlotCache
-from ..decoding.functional import LeanAttention, LeanMLP, LeanNorm, is_untouched
-from .dflash import DFlashLayer, DFlashNetwork, turned
+from ..decoding.functional import LeanAttention, LeanLayer, LeanNorm, is_untouched, with_query_groups
+from .dflash import DFlashNetwork, turned
 from .dflash_formats import BlockView
 
 
@@ -34,7 +34,7 @@ class FunctionalDFlash:
 
     def __init__(self, network: DFlashNetwork):
         self.network = network
-        self.layers = [_Layer(layer) for layer in network.layers]
+        self.layers = [LeanLayer(layer, _Attention) for layer in network.layers]
         self.views = [network.config.view(index) for index in range(len(self.layers))]
         self.norm = LeanNorm(network.norm)
 
@@ -58,24 +58,11 @@ class FunctionalDFlash:
     ) -> torch.Tensor:
         stream = self.network.embed(tokens)
         angles = self.network.angles(stream, positions, bound)
-        masks = {view: self._folded(mask) for view, mask in masks.items()}
+        groups = self.layers[0].attention.groups
+        masks = {view: with_query_groups(mask, groups) for view, mask in masks.items()}
         for layer, view, slots in zip(self.layers, self.views, cache.layers):
             stream = layer(stream, angles, slots, cache.plan, masks[view])
         return self.norm(stream)
-
-    def _folded(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """The query heads of a group become further positions of their key/value head."""
-        return None if mask is None else mask.repeat(1, 1, self.layers[0].attention.groups, 1)
-
-
-class _Layer:
-    def __init__(self, layer: DFlashLayer):
-        self.attention, self.mlp = _Attention(layer.self_attn), LeanMLP(layer.mlp)
-        self.attention_norm, self.mlp_norm = LeanNorm(layer.input_layernorm), LeanNorm(layer.post_attention_layernorm)
-
-    def __call__(self, stream, *where):
-        stream = stream + self.attention(self.attention_norm(stream), *where)
-        return stream + self.mlp(self.mlp_norm(stream))
 
 
 class _Attention(LeanAttention):

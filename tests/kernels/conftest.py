@@ -114,3 +114,16 @@ def resources(kernel) -> dict[str, int]:
         text = subprocess.run([cuobjdump, "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
     registers, stack, local = (int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK", "LOCAL"))
     return {"registers": registers, "spilled": stack + local, "shared": kernel.metadata.shared}
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, *functions: tuple) -> list[str]:
+    """A list that gets the name of each of these functions, pairs of module and name, whenever it is called."""
+    names = []
+
+    def watch(module, name):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *arguments: names.append(name) or function(*arguments))
+
+    for module, name in functions:
+        watch(module, name)
+    return names

@@ -7,6 +7,7 @@ import torch
 
 from hf_specdec.kernels import _triton, cache, tree_attention
 from tests.architectures import tiny_model
+from tests.kernels.conftest import watched
 from tests.models import prompts, scripted_for, tiny_llama, tiny_mistral
 
 
@@ -24,16 +25,12 @@ MODELS = {
 @pytest.fixture
 def launches(monkeypatch):
     """The names of the kernels that were launched."""
-    names = []
-
-    def watch(module, name):
-        kernel = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *arguments: names.append(name) or kernel(*arguments))
-
-    watch(cache, "_write_triton")
-    watch(cache, "_move_triton")
-    watch(tree_attention, "_tree_attention_triton")
-    return names
+    return watched(
+        monkeypatch,
+        (cache, "_write_triton"),
+        (cache, "_move_triton"),
+        (tree_attention, "_tree_attention_triton"),
+    )
 
 
 @pytest.mark.parametrize(("name", "padding"), [*((name, True) for name in MODELS), ("llama", False)])

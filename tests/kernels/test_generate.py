@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_specdec.kernels import _triton, acceptance, sampling
+from tests.kernels.conftest import watched
 from tests.models import prompts, scripted_for, tiny_llama
 from tests.sampled import sampled_speculator
 
@@ -13,16 +14,9 @@ from tests.sampled import sampled_speculator
 @pytest.fixture
 def launches(monkeypatch):
     """The names of the kernels of acceptance that were launched."""
-    names = []
-
-    def watch(module, name):
-        kernel = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *arguments: names.append(name) or kernel(*arguments))
-
-    watch(acceptance, "_follow_triton")
-    watch(acceptance, "_reject_triton")
-    watch(sampling, "_sample_triton")
-    return names
+    return watched(
+        monkeypatch, (acceptance, "_follow_triton"), (acceptance, "_reject_triton"), (sampling, "_sample_triton")
+    )
 
 
 @pytest.fixture

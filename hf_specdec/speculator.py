@@ -199,7 +199,8 @@ def load_speculator(
         resources = _resources(generator_class, resolved, target_model, draft_model)
     source = target_model.config
     name, revision = (getattr(source, attribute, None) or None for attribute in ("_name_or_path", "_commit_hash"))
-    profile = _profile(target_model, resolved, generator_class.network(resources))
+    is_adaptive = resolved.num_speculative_tokens == AUTO
+    profile = _profile(target_model, resolved, generator_class.network(resources)) if is_adaptive else None
     return Speculator(resolved, generator_class, resources, None, name, revision, profile)
 
 

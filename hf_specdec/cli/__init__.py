@@ -1,4 +1,5 @@
-"""The command line `hf-specdec`: try the methods on the embedded model, generate text with any model, train drafts.
+"""The command line `hf-specdec`: try the methods on the embedded model, generate text with any model, train drafts,
+find and publish them on the Hub.
 
 Results go to standard output, everything else (progress, statistics, errors) to standard error. Commands import torch
 when they run, so that help and usage errors appear at once.

@@ -50,6 +50,7 @@ __all__ = [
     "generate",
     "install",
     "load_speculator",
+    "metrics",
     "record",
     "register_candidate_generator",
     "store_settings",
@@ -57,6 +58,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from . import metrics
     from .candidate_generators import register_candidate_generator
     from .candidate_generators.base import CandidateGenerator
     from .config import SpeculativeConfig
@@ -69,10 +71,12 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str):
-    if name not in _LAZY:
-        raise AttributeError(f"module 'hf_specdec' has no attribute '{name}'")
     from importlib import import_module
 
+    if name == "metrics":
+        return import_module(".metrics", __name__)
+    if name not in _LAZY:
+        raise AttributeError(f"module 'hf_specdec' has no attribute '{name}'")
     return getattr(import_module(f".{_LAZY[name]}", __name__), name)
 
 

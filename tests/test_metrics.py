@@ -1,12 +1,22 @@
 """The statistics of a call add up, and the trace of its cycles tells the whole text."""
 
 import json
+import subprocess
+import sys
 import threading
+from collections import Counter
+from dataclasses import asdict
+from time import perf_counter, sleep
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hf_specdec import SpecDecodingStats, load_speculator, record
+from hf_specdec.control.controller import SpeculationController
+from hf_specdec.metrics import begin_call
+from hf_specdec.metrics.stats import StatsReader
 from tests.models import prompts, scripted_for
 
 
@@ -59,7 +69,11 @@ def test_counts_are_those_of_the_trace(model, batch_size, tree, settings):
     per_position = stats.num_accepted_tokens_per_pos
     assert sum(per_position) == stats.num_accepted_tokens
     assert per_position == sorted(per_position, reverse=True)
-    assert len(per_position) == max((max(depth_of(row.parents)) for row in drafted), default=0)
+    depths = Counter(max(depth_of(row.parents)) for row in drafted)
+    assert len(per_position) == max(depths, default=0)
+    assert stats.num_drafts_per_depth == [depths[depth] for depth in range(1, len(per_position) + 1)]
+    without = [cycle for cycle in call.cycles if not any(row.draft_tokens for row in cycle.rows)]
+    assert sum(stats.num_cycles_without_drafts.values()) == len(without)
     assert stats.num_committed_tokens == batch_size + sum(len(row.committed_tokens) for row in rows)
 
     reached = sum(min(row.num_accepted + 1, max(depth_of(row.parents))) for row in drafted)
@@ -123,6 +137,105 @@ def test_times(model):
     assert stats.total_seconds == pytest.approx(sum(parts))
 
 
+def test_time_to_first_token_begins_with_the_call(model, monkeypatch):
+    def load_slowly(*args, **settings):
+        sleep(0.02)
+        return load_speculator(*args, **settings)
+
+    monkeypatch.setattr("hf_specdec.integration.load_speculator", load_slowly)
+    began = perf_counter()
+    with record() as made:
+        model.generate(**prompts(1), spec_method="ngram", max_new_tokens=3)
+    elapsed, stats = perf_counter() - began, made.calls[0].stats
+    assert stats.setup_seconds > 0.02
+    assert stats.time_to_first_token == stats.setup_seconds + stats.prefill_seconds
+    assert stats.time_to_first_token < stats.setup_seconds + stats.total_seconds <= elapsed
+
+
+def test_timings_of_the_cycles(model):
+    speculator = load_speculator(model, "ngram")
+    with record(timings=True, trace=True) as made:
+        model.generate(**prompts(3), do_sample=False, max_new_tokens=30, assistant=speculator)
+    call = made.calls[0]
+    stats, timings = call.stats, call.timings
+    assert len(timings) == len(call.cycles) == stats.num_target_forwards - 1
+    for timing, cycle in zip(timings, call.cycles):
+        assert timing.num_committed == sum(len(row.committed_tokens) for row in cycle.rows)
+        assert timing.draft_seconds > 0
+        assert timing.verify_seconds > 0
+        assert timing.seconds >= timing.draft_seconds + timing.verify_seconds
+    assert sum(call.verify_seconds) == pytest.approx(stats.verify_seconds)
+    # The rest is the reading of the prompt.
+    assert 0 < sum(call.draft_seconds) < stats.draft_seconds
+    assert sum(call.cycle_seconds) < stats.total_seconds - stats.prefill_seconds
+
+
+class TestCyclesWithoutDrafts:
+    settings = {"do_sample": False, "max_new_tokens": 12}
+
+    def reasons(self, model, inputs, **settings):
+        with record() as made:
+            model.generate(**inputs, **{**self.settings, **settings})
+        stats = made.calls[0].stats
+        assert sum(stats.num_cycles_without_drafts.values()) <= stats.num_target_forwards - 1
+        return stats.num_cycles_without_drafts
+
+    def test_more_rows_than_may_draft(self, model):
+        settings = {"speculative": {"method": "ngram", "disable_by_batch_size": 1}}
+        assert self.reasons(model, prompts(2), **settings) == {"batch_size": 11}
+
+    def test_one_token_is_left(self, model):
+        assert self.reasons(model, prompts(1), spec_method="ngram", max_new_tokens=2) == {"length_limit": 1}
+
+    def test_no_match(self, model):
+        inputs = {"input_ids": torch.tensor([[1, 2, 3]])}
+        reasons = self.reasons(model, inputs, spec_method="ngram", max_new_tokens=3)
+        assert reasons == {"nothing_found": 1, "length_limit": 1}
+
+    def test_drafts_do_not_pay(self, model, monkeypatch):
+        monkeypatch.setattr(SpeculationController, "_choose", lambda self, rows: 0)
+        settings = {"spec_method": "ngram", "num_speculative_tokens": "auto"}
+        assert self.reasons(model, prompts(1), **settings) == {"does_not_pay": 10, "length_limit": 1}
+
+    def test_every_cycle_drafts(self, model):
+        text = model.generate(**prompts(1), do_sample=False, max_new_tokens=40)
+        speculator = scripted_for(text, prompts(1), k=3, accuracy=1.0)
+        assert self.reasons(model, prompts(1), assistant=speculator, max_new_tokens=9) == {}
+
+
+CYCLES = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 4), st.sampled_from(["", "batch_size", "other"])),
+    max_size=20,
+)
+
+
+@given(CYCLES, st.sets(st.integers(0, 19)))
+def test_what_is_read_bit_by_bit_adds_up(cycles, reads):
+    """Whenever it is read: the sums of what was new are the statistics, and nothing is ever negative."""
+    stats, total = SpecDecodingStats(), SpecDecodingStats()
+    reader = StatsReader(stats)
+    for index, (nodes, depth, accepted, reason) in enumerate(cycles):
+        stats.count(nodes, min(depth, nodes), min(accepted, depth, nodes), accepted + 1)
+        stats.verify_seconds += 0.1
+        if reason:
+            stats.count_without_drafts(reason)
+        if index in reads:
+            total.add(reader.read())
+    new = reader.read()
+    assert min(new.num_drafts_per_depth, default=0) >= 0
+    assert new.verify_seconds >= 0
+    assert all(new.num_cycles_without_drafts.values())
+    total.add(new)
+    assert total.verify_seconds == pytest.approx(stats.verify_seconds)
+    assert {**asdict(total), "verify_seconds": 0} == {**asdict(stats), "verify_seconds": 0}
+    assert asdict(reader.read()) == {**asdict(SpecDecodingStats()), **padding(stats)}
+
+
+def padding(stats):
+    zeros = [0] * len(stats.num_drafts_per_depth)
+    return {"num_drafts_per_depth": zeros, "num_accepted_tokens_per_pos": zeros}
+
+
 def test_text_and_json(model):
     _, call = traced(model, prompts(2))
     as_dict = call.stats.to_dict()
@@ -180,6 +293,7 @@ def test_switched_off_by_batch_size(model):
     stats = ours.speculative
     assert stats.notes == ["no drafts: 3 rows are more than disable_by_batch_size=2"]
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_row_cycles) == (0, 0, 33)
+    assert stats.num_cycles_without_drafts == {"batch_size": 11}
     assert stats.mean_acceptance_length == 1
     assert all(not row.draft_tokens for cycle in made.calls[0].cycles for row in cycle.rows)
     two = {name: value[:2] for name, value in inputs.items()}
@@ -195,4 +309,15 @@ def test_record_sees_calls_of_other_threads(model):
         )
         thread.start()
         thread.join()
+    assert not begin_call(SpecDecodingStats(), "model").observers
     assert [call.stats.num_committed_tokens for call in collected.calls] == [4]
+
+
+def test_import_is_light():
+    """Neither torch nor prometheus_client is imported before it is needed."""
+    program = (
+        "import sys, hf_specdec; hf_specdec.metrics.record; hf_specdec.metrics.log_every(5); "
+        "print({'torch', 'transformers', 'prometheus_client'} & set(sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "set()"

@@ -1,10 +1,9 @@
-"""Statistics of speculative decoding: of one call, and of the calls inside a `with record()` block."""
+"""Statistics of one call: what it drafted, accepted and spent."""
 
 from __future__ import annotations
 
-import threading
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from itertools import zip_longest
 
 
 # Acceptance rules that keep the target's distribution.
@@ -21,6 +20,7 @@ class SpecDecodingStats:
             "typical" was asked for and the target is greedy, or "block" and the method draws nothing.
         batch_size (`int`): Rows of the call.
         num_drafts (`int`): Non-empty drafts verified, one per row and cycle.
+        num_drafts_per_depth (`list[int]`): Of the drafts, how many were 1, 2, ... tokens deep: of chains, long.
         num_draft_tokens (`int`): Tokens in them.
         num_accepted_tokens (`int`): Tokens of them that were committed.
         num_accepted_tokens_per_pos (`list[int]`): Of these, how many at depth 1, 2, ... of a draft.
@@ -28,14 +28,23 @@ class SpecDecodingStats:
             left before its end, the one after them.
         num_committed_tokens (`int`): Tokens generated, those without a draft included.
         num_row_cycles (`int`): Verifications, counted per row: a forward over 4 active rows counts 4.
+        num_cycles_without_drafts (`dict[str, int]`): Verifications of the anchors alone, counted per forward, by
+            reason: "batch_size" (a setting allows none for so many rows), "does_not_pay" (the adaptive length chose
+            none, or measured plain decoding), "length_limit" (one token is left to generate), "nothing_found" (the
+            method had no draft).
         num_target_forwards (`int`): Forwards of the target model, the prefill included.
         draft_seconds, verify_seconds, prefill_seconds, total_seconds (`float`): Wall-clock time. Verification is the
-            target's forward, acceptance and stop rules.
+            target's forward, acceptance and stop rules. The total begins with the prefill.
+        setup_seconds (`float`): Before that: from the call of `generate()` on, with transformers' preparation and, in
+            a drafter's first call, its loading.
         attention (`str`): What computed the attention of the last verification: "tree kernel" (of Triton, on a GPU),
             "masked", or how many layers each and why.
         graphs (`str`): Whether verifications ran as CUDA graphs: "on", or "off" and why.
         num_graph_replays (`int`): Verifications that did.
         num_graph_captures (`int`): Graphs that were captured for it in this call, rather than in earlier ones.
+        draft_graphs (`str`): The same of what draft networks read and draft in a cycle; empty where there are none: on
+            other devices, and for methods without a network that has slots.
+        num_draft_graph_replays, num_draft_graph_captures (`int`): Their graphs that ran, and those captured for it.
         peak_memory_bytes (`int`): Most memory of the target's GPU that torch has had in use, since the process began
             or its peak statistics were reset. 0 on a CPU.
         notes (`list[str]`): What was switched off or limited in this call, and why; what a rule made of the text.
@@ -45,21 +54,27 @@ class SpecDecodingStats:
     rejection_sample_method: str = "standard"
     batch_size: int = 0
     num_drafts: int = 0
+    num_drafts_per_depth: list[int] = field(default_factory=list)
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_reached_tokens: int = 0
     num_committed_tokens: int = 0
     num_row_cycles: int = 0
+    num_cycles_without_drafts: dict[str, int] = field(default_factory=dict)
     num_target_forwards: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    setup_seconds: float = 0.0
     prefill_seconds: float = 0.0
     total_seconds: float = 0.0
     attention: str = "masked"
     graphs: str = "off: not on a CUDA device"
     num_graph_replays: int = 0
     num_graph_captures: int = 0
+    draft_graphs: str = ""
+    num_draft_graph_replays: int = 0
+    num_draft_graph_captures: int = 0
     peak_memory_bytes: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -67,6 +82,11 @@ class SpecDecodingStats:
     def other_seconds(self) -> float:
         """Seconds outside of prefill, drafting and verification: bookkeeping and streaming."""
         return self.total_seconds - self.prefill_seconds - self.draft_seconds - self.verify_seconds
+
+    @property
+    def time_to_first_token(self) -> float:
+        """Seconds from the call of `generate()` until every row had its first token, which the streamer got."""
+        return self.setup_seconds + self.prefill_seconds
 
     @property
     def is_lossless(self) -> bool:
@@ -106,15 +126,43 @@ class SpecDecodingStats:
         self.num_draft_tokens += num_nodes
         self.num_accepted_tokens += num_accepted
         self.num_reached_tokens += min(num_accepted + 1, max_depth)
-        per_position = self.num_accepted_tokens_per_pos
-        per_position.extend([0] * (max_depth - len(per_position)))
+        per_position, per_depth = self.num_accepted_tokens_per_pos, self.num_drafts_per_depth
+        if len(per_depth) < max_depth:
+            longer = [0] * (max_depth - len(per_depth))
+            per_position.extend(longer)
+            per_depth.extend(longer)
+        per_depth[max_depth - 1] += 1
         for depth in range(num_accepted):
             per_position[depth] += 1
 
+    def count_without_drafts(self, reason: str, cycles: int = 1) -> None:
+        """Adds cycles in which no row had a draft."""
+        counts = self.num_cycles_without_drafts
+        counts[reason] = counts.get(reason, 0) + cycles
+
+    def add(self, other: SpecDecodingStats) -> None:
+        """Adds another's counts and seconds. What is no sum (method, notes, memory, ...) stays."""
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in _LISTS:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for index, count in enumerate(theirs):
+                mine[index] += count
+        for reason, count in other.num_cycles_without_drafts.items():
+            self.count_without_drafts(reason, count)
+
     def to_dict(self) -> dict:
         """All counts and rates as plain values, for JSON."""
-        rates = ("acceptance_rate", "draft_acceptance_rate", "mean_acceptance_length", "other_seconds")
-        return {**asdict(self), **{name: getattr(self, name) for name in ("is_lossless", *rates)}}
+        derived = (
+            "is_lossless",
+            "acceptance_rate",
+            "draft_acceptance_rate",
+            "mean_acceptance_length",
+            "other_seconds",
+            "time_to_first_token",
+        )
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
     def __str__(self) -> str:
         rule = "" if self.rejection_sample_method == "standard" else f", {self.rejection_sample_method} acceptance"
@@ -129,93 +177,41 @@ class SpecDecodingStats:
         )
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+_LISTS = ("num_drafts_per_depth", "num_accepted_tokens_per_pos")
+# The other counts, and the seconds; the most memory is no sum.
+_SUMS = tuple(item.name for item in fields(SpecDecodingStats) if item.type in ("int", "float"))
+_SUMS = tuple(name for name in _SUMS if name != "peak_memory_bytes")
 
 
-@dataclass
-class RowTrace:
-    """One row of one cycle, as plain lists and ints.
-
-    Attributes:
-        row (`int`): Row of the call.
-        draft_tokens (`list[int]`): The drafted nodes' tokens.
-        parents (`list[int]`): Their parents, -1 for a child of the anchor.
-        num_accepted (`int`): Draft tokens that were committed.
-        committed_tokens (`list[int]`): Tokens committed: the accepted ones and one more of the target's.
-    """
-
-    row: int
-    draft_tokens: list[int]
-    parents: list[int]
-    num_accepted: int
-    committed_tokens: list[int]
-
-
-@dataclass
-class CycleTrace:
-    """One draft and its verification; `rows` are the rows that were active."""
-
-    rows: list[RowTrace]
-
-
-@dataclass
-class CallRecord:
-    """One `generate()` call. `cycles` is filled by `record(trace=True)`; its first entry follows the prefill."""
-
-    stats: SpecDecodingStats
-    cycles: list[CycleTrace] = field(default_factory=list)
-
-
-@dataclass
-class Record:
-    """The calls made inside a `with record()` block, in the order in which they began."""
-
-    trace: bool = False
-    calls: list[CallRecord] = field(default_factory=list)
-
-
-_open_records: list[Record] = []
-_lock = threading.Lock()
-
-
-@contextmanager
-def record(trace: bool = False):
-    """Collects the statistics of every speculative `generate()` that begins while the block is open.
-
-    Calls made by pipelines and in other threads count too: a streaming application generates in a thread of its own.
+class StatsReader:
+    """Reads a call's statistics bit by bit while the call fills them.
 
     Args:
-        trace (`bool`): Also keep every cycle: drafts, parents, accepted and committed tokens of each row.
-
-    Example:
-
-    ```python
-    with hf_specdec.record(trace=True) as r:
-        model.generate(**inputs, spec_method="ngram")
-    r.calls[0].stats.mean_acceptance_length
-    r.calls[0].cycles[0].rows[0].draft_tokens
-    ```
+        stats (`SpecDecodingStats`): The call's.
     """
-    collected = Record(trace)
-    with _lock:
-        _open_records.append(collected)
-    try:
-        yield collected
-    finally:
-        with _lock:
-            # By identity: two records with the same calls are equal.
-            _open_records[:] = [other for other in _open_records if other is not collected]
+
+    def __init__(self, stats: SpecDecodingStats):
+        self.stats = stats
+        self._read = SpecDecodingStats()
+
+    def read(self) -> SpecDecodingStats:
+        """The counts and seconds that were added since the last time; what is no sum is not filled."""
+        difference = SpecDecodingStats()
+        # By the attributes' dicts, because this is done in every cycle.
+        now, before, new = vars(self.stats), vars(self._read), vars(difference)
+        for name in _SUMS:
+            new[name] = now[name] - before[name]
+            before[name] = now[name]
+        for name in _LISTS:
+            new[name] = [count - known for count, known in zip_longest(now[name], before[name], fillvalue=0)]
+            before[name] = now[name][:]
+        known = self._read.num_cycles_without_drafts
+        for reason, count in self.stats.num_cycles_without_drafts.items():
+            if count != known.get(reason, 0):
+                difference.count_without_drafts(reason, count - known.get(reason, 0))
+                known[reason] = count
+        return difference
 
 
-def begin_call(stats: SpecDecodingStats) -> list[CallRecord]:
-    """Adds a call to every open record; returns those entries that want its cycles."""
-    tracing = []
-    with _lock:
-        open_records = list(_open_records)
-    for open_record in open_records:
-        entry = CallRecord(stats)
-        open_record.calls.append(entry)
-        if open_record.trace:
-            tracing.append(entry)
-    return tracing
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

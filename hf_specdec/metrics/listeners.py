@@ -1,0 +1,116 @@
+"""Who is told of the calls of this process while they run.
+
+A call asks once, when it begins, who listens: one that began before somebody listened goes on untold, and one that has
+begun is told to its end. With nobody listening a cycle does nothing for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from time import perf_counter
+
+from .stats import SpecDecodingStats, StatsReader
+
+
+class CallObserver:
+    """Is told of one call, in the thread that makes it.
+
+    Attributes:
+        trace (`list[CycleTrace]`, *optional*): The loop adds each cycle's tokens to it; `None`: they are not needed.
+    """
+
+    trace: list | None = None
+
+    def end_prefill(self, new: SpecDecodingStats) -> None:
+        """Every row has its first token, and the drafter has read the prompts. `new`: counts and seconds until now."""
+
+    def end_cycle(self, new: SpecDecodingStats, seconds: float) -> None:
+        """A cycle has ended. `new`: what it counted; `seconds`: since the end of the one before, or of the prefill."""
+
+    def end_call(self, new: SpecDecodingStats) -> None:
+        """The call has ended, or failed. `new`: what a cycle or prefill that failed had counted."""
+
+
+class Listener:
+    """Gives every call that begins an observer."""
+
+    def begin_call(self, stats: SpecDecodingStats, model_name: str) -> CallObserver | None:
+        """`stats` are filled as the call goes on; `model_name` is the target's. `None`: no more needs to be told."""
+        raise NotImplementedError
+
+
+class CallProgress:
+    """Tells the observers of one call how it gets on. As a context it also tells them that the call has ended.
+
+    Args:
+        stats (`SpecDecodingStats`): The call's, which the loop fills.
+        observers (`list[CallObserver]`): Often none.
+
+    Attributes:
+        traces (`list[list[CycleTrace]]`): Where the loop adds each cycle's tokens.
+    """
+
+    def __init__(self, stats: SpecDecodingStats, observers: list[CallObserver]):
+        self.observers = observers
+        self.traces = [observer.trace for observer in observers if observer.trace is not None]
+        self._reader = StatsReader(stats) if observers else None
+        self._cycle_began = 0.0
+
+    def __enter__(self) -> CallProgress:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if not self.observers:
+            return
+        new = self._reader.read()
+        for observer in self.observers:
+            observer.end_call(new)
+
+    def end_prefill(self) -> None:
+        if not self.observers:
+            return
+        self._cycle_began = perf_counter()
+        new = self._reader.read()
+        for observer in self.observers:
+            observer.end_prefill(new)
+
+    def end_cycle(self) -> None:
+        """The cycle's counts and seconds are in the statistics."""
+        if not self.observers:
+            return
+        began, self._cycle_began = self._cycle_began, perf_counter()
+        new = self._reader.read()
+        for observer in self.observers:
+            observer.end_cycle(new, self._cycle_began - began)
+
+
+_listeners: list[Listener] = []
+_lock = threading.Lock()
+
+
+def add_listener(listener: Listener) -> None:
+    """Calls that begin from now on are told to it, whichever thread makes them."""
+    with _lock:
+        _listeners.append(listener)
+
+
+def remove_listener(listener: Listener) -> None:
+    with _lock:
+        # By identity: two records with the same calls are equal.
+        _listeners[:] = [other for other in _listeners if other is not listener]
+
+
+def begin_call(stats: SpecDecodingStats, model_name: str) -> CallProgress:
+    """Tells everybody who listens that a call begins.
+
+    Args:
+        stats (`SpecDecodingStats`): The call's, which it fills.
+        model_name (`str`): Of the target.
+
+    Returns:
+        `CallProgress`, to be told how the call gets on.
+    """
+    with _lock:
+        listeners = list(_listeners)
+    observers = [listener.begin_call(stats, model_name) for listener in listeners]
+    return CallProgress(stats, [observer for observer in observers if observer is not None])

@@ -3,6 +3,7 @@
     python benchmarks/overhead.py                     # everything, 15 to 20 minutes on two cores
     python benchmarks/overhead.py --quick             # a small part of it, about two minutes
     python benchmarks/overhead.py --targets demo --contexts 128 --dtypes float32 --json out.json
+    python benchmarks/overhead.py --against FOLDER    # this version of the package beside the one in a folder
 
 In one run all sides decode the same prompts with the same model, dtype and matmul precision, in turn. Times are those
 of decoding alone: the prefill and the first cycle, in which the drafters read the prompt, are left out. benchmarks/
@@ -41,6 +42,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging
+from versions import compare as compare_versions
 
 from hf_specdec import demo, generate, load_speculator
 from hf_specdec.benchmarking import describe_environment
@@ -456,9 +458,18 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         help="cpu: the process's own time, for one thread on a busy machine",
     )
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="FOLDER",
+        help="only compare this version with the one in a folder, such as a checkout of an earlier commit, by the "
+        "processor time of the same calls; --rounds (10) and --new-tokens apply",
+    )
     options = parser.parse_args(arguments)
     quick = {"contexts": [128, 2048], "dtypes": ["float32", "bfloat16"], "batch_sizes": [1, 4], "rounds": 2}
     full = {"contexts": [128, 2048, 8192], "dtypes": list(PRECISIONS), "batch_sizes": [1, 4, 16], "rounds": 4}
+    if options.against is not None:
+        full["rounds"], options.clock = 10, "cpu"
     defaults = {**quick, "new_tokens": 32} if options.quick else {**full, "new_tokens": 64}
     for name, value in defaults.items():
         if getattr(options, name) is None:
@@ -496,6 +507,12 @@ def main() -> None:
         f"{versions}. {options.rounds} rounds, {options.new_tokens} tokens a row, {options.clock} time; milliseconds "
         "are those of the fastest round."
     )
+    if options.against is not None:
+        found = compare_versions(options.against, options.rounds, options.new_tokens, console)
+        if options.json:
+            rows = [asdict(row) for row in found]
+            options.json.write_text(json.dumps({"environment": described, "versions": rows}, indent=2))
+        return
     bench = Bench(options, console)
     bench.run()
     aims = _aims(bench.results)

@@ -8,12 +8,15 @@ Shapes: B rows of the batch, N draft nodes of a row, T = N + 1 verified nodes (n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+
+from .transfers import read_together, upload, upload_together
 
 
 if TYPE_CHECKING:
@@ -29,8 +32,8 @@ class DraftTree:
             Draft tokens, parents before their children. Columns from `num_nodes` on are padding.
         parents (`torch.LongTensor` of shape `(N,)` or `(B, N)`):
             Index of each node's parent, -1 for a child of the anchor. `parents[i] < i`.
-        num_nodes (`torch.LongTensor` of shape `(B,)`):
-            Valid nodes of each row, 0 to N.
+        num_nodes (`torch.LongTensor` of shape `(B,)`, or `list[int]`):
+            Valid nodes of each row, 0 to N; a list where the host knows them. The attribute is a tensor.
         probs (`torch.FloatTensor` of shape `(B, N, V)`, *optional*):
             The distribution each node was sampled from, in the order in which siblings were drawn. `None` if the
             draft was chosen deterministically (a point mass on the drafted token).
@@ -39,6 +42,10 @@ class DraftTree:
         is_chain (`bool`): Node i is the child of node i - 1.
         shape (`TokenTree`, *optional*): The static tree that all rows share; what follows from it is computed once.
         node_parents (`list[list[int]]`, *optional*): The parents of the valid nodes on the host, like `node_lists`.
+
+    Attributes:
+        node_counts (`list[int]`, *optional*): `num_nodes` on the host.
+        why_empty (`str`): For the statistics, where no row has a draft: "nothing_found", or why none was tried.
     """
 
     tokens: torch.LongTensor
@@ -49,19 +56,28 @@ class DraftTree:
     is_chain: bool = False
     shape: TokenTree | None = field(default=None, repr=False)
     node_parents: list[list[int]] | None = field(default=None, repr=False)
+    node_counts: list[int] | None = field(default=None, init=False, repr=False)
+    why_empty: str = field(default="nothing_found", init=False, repr=False)
+
+    def __post_init__(self):
+        if isinstance(self.num_nodes, list):
+            self.node_counts = self.num_nodes
+            self.num_nodes = _counts_tensor(self.num_nodes, self.tokens.device)
+        elif self.node_lists is not None:
+            self.node_counts = list(map(len, self.node_lists))
 
     @classmethod
     def chain(
         cls,
         tokens: torch.LongTensor,
-        num_nodes: torch.LongTensor | None = None,
+        num_nodes: torch.LongTensor | list[int] | None = None,
         probs: torch.FloatTensor | None = None,
         node_lists: list[list[int]] | None = None,
     ) -> DraftTree:
         """Drafts without branches from tokens of shape `(B, N)`; `num_nodes=None` means that all N are valid."""
         batch_size, size = tokens.shape
         if num_nodes is None:
-            num_nodes = torch.full((batch_size,), size, dtype=torch.long, device=tokens.device)
+            num_nodes = [size] * batch_size
         return cls(tokens, chain_parents(size, tokens.device), num_nodes, probs, node_lists, is_chain=True)
 
     @classmethod
@@ -79,20 +95,25 @@ class DraftTree:
             parents (`list[list[int]]`, *optional*): Each token's parent, -1 for a child of the anchor. Where no row
                 branches, the drafts are chains all the same, which cost less to verify.
         """
-        size = max(map(len, drafts), default=0)
-        tokens = torch.tensor(_padded(drafts, size, 0), dtype=torch.long, device=device).view(len(drafts), size)
-        num_nodes = torch.tensor([len(draft) for draft in drafts], device=device)
+        device, counts = torch.device(device), list(map(len, drafts))
+        size = max(counts, default=0)
+        tokens = _flat(_padded(drafts, size, 0))
         if parents is None or all(row == list(range(-1, len(row) - 1)) for row in parents):
-            return cls.chain(tokens, num_nodes, node_lists=drafts)
+            tokens, num_nodes = upload_together(device, tokens, counts)
+            return cls.chain(tokens.view(len(drafts), size), num_nodes, node_lists=drafts)
         # Rows that share their parents, as a single one does, share a topology and its masks.
         shared = all(row == parents[0] for row in parents)
-        padded = parents[0] if shared else _padded(parents, size, -1)
-        return cls(tokens, torch.tensor(padded, device=device), num_nodes, node_lists=drafts, node_parents=parents)
+        padded = parents[0] if shared else _flat(_padded(parents, size, -1))
+        tokens, num_nodes, padded = upload_together(device, tokens, counts, padded)
+        padded = padded if shared else padded.view(len(drafts), size)
+        return cls(tokens.view(len(drafts), size), padded, num_nodes, node_lists=drafts, node_parents=parents)
 
     @classmethod
-    def empty(cls, batch_size: int, device: torch.device | str = "cpu") -> DraftTree:
+    def empty(cls, batch_size: int, device: torch.device | str = "cpu", why: str = "nothing_found") -> DraftTree:
         """No drafts: the cycle verifies the anchors alone, which is plain decoding."""
-        return cls.from_lists([[] for _ in range(batch_size)], device)
+        draft = cls.from_lists([[] for _ in range(batch_size)], device)
+        draft.why_empty = why
+        return draft
 
     @property
     def batch_size(self) -> int:
@@ -111,35 +132,83 @@ class DraftTree:
         if self.shape is not None:
             return self.shape.topology(self.tokens.device)
         if self.parents.dim() == 1:
-            parents = self.parents.tolist() if self.node_parents is None else self.node_parents[0]
-            return static_topology(tuple(parents), self.tokens.device)
+            known = self.node_parents[0] if self.node_parents else []
+            if len(known) == self.size:
+                return static_topology(tuple(known), self.tokens.device)
+            if self.parents.device.type == "cpu":
+                return static_topology(tuple(self.parents.tolist()), self.tokens.device)
+        # Asking a device for the parents would make the host wait.
         return TreeTopology.from_parents(self.parents)
+
+    def without_probs(self) -> DraftTree:
+        """The same without its distributions, for those who keep it when they are not needed any more."""
+        if self.probs is None:
+            return self
+        draft = copy(self)
+        draft.probs = None
+        return draft
+
+    def unknown_tables(self, tokens: bool = False) -> dict[str, torch.LongTensor]:
+        """What the host does not know of the drafts, for a transfer that is made anyway; [`learn`] takes it.
+
+        Args:
+            tokens (`bool`): Whether their tokens are wanted, too, and not only their shapes.
+        """
+        tables = {}
+        if self.node_counts is None:
+            tables["num_nodes"] = self.num_nodes[:, None]
+        if self.node_parents is None and self.shape is None and not self.is_chain:
+            tables["parents"] = self.parents.expand(self.tokens.shape)
+        if tokens and self.node_lists is None:
+            tables["tokens"] = self.tokens
+        return tables
+
+    def learn(self, tables: dict[str, list[list[int]]]) -> None:
+        """Takes what was asked for as [`unknown_tables`], now on the host."""
+        if "num_nodes" in tables:
+            self.node_counts = [row[0] for row in tables["num_nodes"]]
+        if "parents" in tables:
+            self.node_parents = self._valid(tables["parents"])
+        if "tokens" in tables:
+            self.node_lists = self._valid(tables["tokens"])
+
+    def _valid(self, rows: list[list[int]]) -> list[list[int]]:
+        return [row[:count] for row, count in zip(rows, self.node_counts)]
+
+    def _read(self, tokens: bool = False) -> None:
+        """Reads what the host does not know, in one transfer."""
+        unknown = self.unknown_tables(tokens)
+        if unknown:
+            self.learn(read_together(unknown))
 
     def token_lists(self) -> list[list[int]]:
         """The valid tokens of each row as lists of ints (one transfer to the host if the drafter gave none)."""
-        if self.node_lists is None:
-            counts = self.num_nodes.tolist()
-            self.node_lists = [row[:count] for row, count in zip(self.tokens.tolist(), counts)]
+        self._read(tokens=True)
         return self.node_lists
 
     def parent_lists(self) -> list[list[int]]:
         """The parents of each row's valid nodes as lists of ints."""
-        if self.node_parents is not None:
-            return self.node_parents
-        counts = [len(tokens) for tokens in self.token_lists()]
-        parents = self.parents.tolist() if self.shape is None else list(self.shape.parents)
-        if self.parents.dim() == 1:
-            return [parents[:count] for count in counts]
-        return [row[:count] for row, count in zip(parents, counts)]
+        if self.node_parents is None:
+            self._read()
+        if self.node_parents is None:
+            parents = range(-1, self.size - 1) if self.is_chain else self.shape.parents
+            self.node_parents = [list(parents[:count]) for count in self.node_counts]
+        return self.node_parents
+
+    def counts(self) -> list[int]:
+        """How many nodes of each row are valid."""
+        if self.node_counts is None:
+            self._read()
+        return self.node_counts
 
     def max_depths(self) -> list[int]:
         """How deep each row's draft is."""
         if self.is_chain:
-            return list(map(len, self.token_lists()))
+            return self.counts()
         if self.shape is not None:
             # The deepest nodes come last.
             depths = (0, *self.shape.depths)
-            return [depths[len(tokens)] for tokens in self.token_lists()]
+            return [depths[count] for count in self.counts()]
         return [max(node_depths(parents), default=0) for parents in self.parent_lists()]
 
 
@@ -187,6 +256,17 @@ def _padded(rows: list[list[int]], size: int, filler: int) -> list[list[int]]:
     return [row + [filler] * (size - len(row)) for row in rows]
 
 
+def _flat(rows: list[list[int]]) -> list[int]:
+    return [value for row in rows for value in row]
+
+
+def _counts_tensor(counts: list[int], device: torch.device) -> torch.LongTensor:
+    # One number for all is written where it is wanted, and not copied there.
+    if min(counts, default=0) == max(counts, default=0):
+        return torch.full((len(counts),), counts[0] if counts else 0, dtype=torch.long, device=device)
+    return upload(counts, device)
+
+
 @lru_cache(maxsize=256)
 def chain_parents(size: int, device: torch.device) -> torch.LongTensor:
     """Parents of a chain of `size` draft nodes: -1, 0, 1, ..."""
@@ -202,5 +282,5 @@ def chain_topology(size: int, device: torch.device) -> TreeTopology:
 
 @lru_cache(maxsize=256)
 def static_topology(parents: tuple[int, ...], device: torch.device) -> TreeTopology:
-    topology = TreeTopology.from_parents(torch.tensor(parents, dtype=torch.long, device=device))
+    topology = TreeTopology.from_parents(upload(parents, device))
     return replace(topology, max_depth=max(node_depths(parents), default=0))

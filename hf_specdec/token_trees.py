@@ -22,6 +22,7 @@ import torch
 
 from .drafts import DraftTree, TreeTopology, chain_topology, static_topology
 from .errors import SpecConfigError
+from .transfers import upload
 
 
 Path = tuple[int, ...]
@@ -275,7 +276,7 @@ class TokenTree:
         return DraftTree(
             tokens,
             _parents_tensor(tree.parents, tokens.device),
-            torch.tensor(counts, device=tokens.device),
+            counts,
             is_chain=tree.is_chain,
             shape=tree,
         )
@@ -292,7 +293,7 @@ def _prefix(tree: TokenTree, depth: int) -> TokenTree:
 
 @lru_cache(maxsize=256)
 def _parents_tensor(parents: tuple[int, ...], device: torch.device) -> torch.LongTensor:
-    return torch.tensor(parents, dtype=torch.long, device=device)
+    return upload(parents, device)
 
 
 @lru_cache(maxsize=256)
@@ -309,7 +310,7 @@ def _levels(tree: TokenTree, device: torch.device) -> tuple[Level, ...]:
             [place[path[:-1]] * width + path[-1] for path in read],
             [place[path[:-1]] for path in read],
         )
-        levels.append(Level(width, *(torch.tensor(index, dtype=torch.long, device=device) for index in indices)))
+        levels.append(Level(width, *(upload(index, device) for index in indices)))
     return tuple(levels)
 
 

@@ -16,6 +16,7 @@ from hf_specdec.candidate_generators import available_methods
 from hf_specdec.candidate_generators.base import DraftStep
 from hf_specdec.kernels.sampling import sample_from_probs
 from hf_specdec.logits.randomness import DRAFT
+from hf_specdec.transfers import upload
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,11 @@ class SampledCandidateGenerator(CandidateGenerator):
             return DraftTree.empty(len(step.rows), self.session.device)
         parents, tokens, laws, depths = zip(*nodes)
         device = self.session.device
-        counts = torch.tensor([sum(d <= room for d in depths) for room in step.max_draft_tokens], device=device)
+        counts = [sum(d <= room for d in depths) for room in step.max_draft_tokens]
         tokens, laws = torch.stack(tokens, dim=1), torch.stack(laws, dim=1)
         if set(self.options.widths) == {1}:
             return DraftTree.chain(tokens, counts, laws)
-        return DraftTree(tokens, torch.tensor(parents, device=device), counts, laws)
+        return DraftTree(tokens, upload(parents, device), counts, laws)
 
     def _children(self, step, width, first_node, token, path):
         """Draws `width` different tokens behind `token` in every row: tokens `(B,)` and their law `(B, V)` each."""

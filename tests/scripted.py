@@ -14,6 +14,7 @@ import torch
 from hf_specdec import CandidateGenerator, DraftTree, SpeculativeConfig, Speculator, register_candidate_generator
 from hf_specdec.candidate_generators import available_methods
 from hf_specdec.candidate_generators.base import DraftStep
+from hf_specdec.transfers import upload
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,11 @@ class ScriptedCandidateGenerator(CandidateGenerator):
             for row, length, room, row_parents in zip(step.rows, step.lengths, step.max_draft_tokens, parents)
         ]
         size = len(parents[0])
-        tokens = torch.tensor([draft + [0] * (size - len(draft)) for draft in drafts])
-        is_static = self.script.tree != "random"
-        return DraftTree(
-            tokens.to(self.session.device),
-            torch.tensor(parents[0] if is_static else parents, device=self.session.device),
-            torch.tensor([len(draft) for draft in drafts], device=self.session.device),
-        )
+        tokens = [draft + [0] * (size - len(draft)) for draft in drafts]
+        parents = parents[0] if self.script.tree != "random" else parents
+        # As tensors alone, like a drafter that works on the device.
+        tables = tokens, parents, list(map(len, drafts))
+        return DraftTree(*(upload(table, self.session.device) for table in tables))
 
     def _parents(self) -> list[int]:
         if self.script.tree != "random":

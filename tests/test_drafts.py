@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec.drafts import DraftTree, TreeTopology
+from hf_specdec.token_trees import TokenTree
 
 
 @st.composite
@@ -74,3 +75,55 @@ def test_rows_of_one_shape_share_a_topology(batch_size):
     other = DraftTree.from_lists([[5, 6, 7, 8]], parents=[parents])
     assert draft.topology is other.topology
     assert draft.topology.max_depth == 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(parent_lists(max_size=8), min_size=1, max_size=4), st.booleans(), st.booleans())
+def test_what_the_host_does_not_know(parents, knows_counts, with_tokens):
+    """It is learnt from the tables that are asked for, and then nothing is left to be read."""
+    tokens = [list(range(10, 10 + len(row))) for row in parents]
+    given = DraftTree.from_lists(tokens, parents=parents)
+    counts = given.counts() if knows_counts else given.num_nodes
+    draft = DraftTree(given.tokens, given.parents, counts, is_chain=given.is_chain)
+    tables = draft.unknown_tables(tokens=with_tokens)
+    assert ("num_nodes" in tables) == (not knows_counts)
+    assert ("parents" in tables) == (not draft.is_chain)
+    assert ("tokens" in tables) == with_tokens
+    draft.learn({name: table.tolist() for name, table in tables.items()})
+    assert draft.unknown_tables(tokens=with_tokens) == {}
+    assert draft.counts() == list(map(len, parents))
+    assert draft.parent_lists() == parents
+    assert draft.max_depths() == given.max_depths()
+    assert draft.token_lists() == tokens
+
+
+def test_drafts_that_the_host_knows():
+    assert DraftTree.from_lists([[1, 2], [3]]).unknown_tables(tokens=True) == {}
+    assert DraftTree.chain(torch.ones(2, 3, dtype=torch.long)).unknown_tables() == {}
+    tree = TokenTree.from_paths([(0,), (1,), (0, 0)])
+    assert tree.draft(torch.ones(2, 3, dtype=torch.long), [2, 1]).unknown_tables() == {}
+
+
+@pytest.mark.parametrize("counts", [[3, 3], [1, 3], [0, 0]])
+def test_counts_as_a_list(counts):
+    draft = DraftTree.chain(torch.ones(2, 3, dtype=torch.long), counts)
+    assert draft.num_nodes.tolist() == draft.counts() == counts
+    assert draft.max_depths() == counts
+
+
+def test_topology_of_parents_that_were_read_before():
+    """The first row may end before the others, the nodes of the topology do not."""
+    parents = torch.tensor([-1, -1, 0, 1])
+    draft = DraftTree(torch.ones(2, 4, dtype=torch.long), parents, [2, 4])
+    assert draft.parent_lists() == [[-1, -1], [-1, -1, 0, 1]]
+    assert torch.equal(draft.topology.ancestors, TreeTopology.from_parents(parents).ancestors)
+
+
+def test_without_probs():
+    draft = DraftTree.chain(torch.ones(2, 3, dtype=torch.long), [1, 3], torch.rand(2, 3, 5))
+    topology = draft.topology
+    light = draft.without_probs()
+    assert light.probs is None
+    assert draft.probs is not None
+    assert light.counts() == [1, 3]
+    assert light.topology is topology

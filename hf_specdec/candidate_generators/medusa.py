@@ -25,6 +25,7 @@ from ..metrics import LOSSLESS_RULES
 from ..models.medusa import NUM_RANKS, MedusaHeads, fitting_heads, load_medusa
 from ..models.settings import is_int
 from ..token_trees import MAX_NODES, TokenTree, prior_accuracies
+from ..transfers import select_rows, upload
 from .base import CandidateGenerator, Commit, DraftStep, Session
 
 
@@ -230,7 +231,7 @@ class MedusaCandidateGenerator(CandidateGenerator):
             self.tree = self._default_tree()
 
     def keep_rows(self, keep: list[int]) -> None:
-        self.hidden = self.hidden[keep]
+        self.hidden = select_rows(self.hidden, keep)
 
     def close(self) -> None:
         self.hidden = self.candidates = None
@@ -320,10 +321,10 @@ def node_cost(session: Session, dtype: torch.dtype) -> float:
 @lru_cache(maxsize=256)
 def _candidate_of_node(tree: TokenTree, count: int, device: torch.device) -> torch.LongTensor:
     """Where each node's token stands among the candidates of all heads, `count` a head."""
-    return torch.tensor([(d - 1) * count + rank for d, rank in zip(tree.depths, tree.ranks)], device=device)
+    return upload([(d - 1) * count + rank for d, rank in zip(tree.depths, tree.ranks)], device)
 
 
 @lru_cache(maxsize=256)
 def _is_committed(lengths: tuple[int, ...], depth: int, device: torch.device) -> torch.BoolTensor:
     """Which depths each row has committed a token of: `(D, B, 1)`."""
-    return (torch.arange(depth)[:, None] < torch.tensor(lengths))[..., None].to(device)
+    return (torch.arange(depth, device=device)[:, None] < upload(lengths, device))[..., None]

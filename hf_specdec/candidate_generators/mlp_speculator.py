@@ -13,7 +13,7 @@ node, H hidden size of the target.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
@@ -25,6 +25,7 @@ from ..models.draft_model import vocabulary_size
 from ..models.mlp_speculator import MLPSpeculator, MLPStage, fitting_speculator, load_mlp_speculator
 from ..models.settings import is_int
 from ..token_trees import TokenTree
+from ..transfers import select_rows, upload
 from .base import CandidateGenerator, Commit, DraftStep, Session
 from .options import check_integer
 
@@ -163,7 +164,7 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         self.states = commit.anchor_states("last")
 
     def keep_rows(self, keep: list[int]) -> None:
-        self.states = self.states[keep]
+        self.states = select_rows(self.states, keep)
 
     def propose(self, step: DraftStep) -> DraftTree:
         limits = self.draft_depths(step)
@@ -198,8 +199,7 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
                 tokens = best_tokens(scores)
             drafted.append(tokens)
             tokens = self._readable(tokens)
-        counts = torch.tensor(limits, device=self.session.device)
-        return DraftTree.chain(torch.stack(drafted, dim=1), counts, torch.stack(laws, dim=1) if laws else None)
+        return DraftTree.chain(torch.stack(drafted, dim=1), limits, torch.stack(laws, dim=1) if laws else None)
 
     def _draft_static(self, state: torch.Tensor, anchors: torch.LongTensor, limits: list[int]) -> DraftTree:
         """The candidates of the given ranks; only nodes that have children are read."""
@@ -318,17 +318,22 @@ class GrownTree:
             levels.insert(0, chosen)
         chosen = torch.cat(levels, dim=1)
         counts = chosen.sum(1)
-        # Waits for the device: how many prefixes the sequences share is not known before.
-        widest = int(counts.max())
+        # How many prefixes the sequences share is not known before. A GPU is not asked: padding costs it less.
+        widest = int(counts.max()) if counts.device.type == "cpu" else len(plan)
         return chosen.byte().sort(dim=1, descending=True, stable=True).indices[:, :widest], counts
 
     def _num_nodes_within(self, nodes: torch.LongTensor, counts: torch.LongTensor, limits: list[int]):
         """How many of the valid nodes are not deeper than their row's limit; they come first."""
-        depths = torch.arange(len(self.level_sizes), device=nodes.device) + 1
-        depths = depths.repeat_interleave(torch.tensor(self.level_sizes, device=nodes.device))
-        fits = depths[nodes] <= torch.tensor(limits, device=nodes.device)[:, None]
+        depths = _depths_of_levels(tuple(self.level_sizes), nodes.device)
+        fits = depths[nodes] <= upload(limits, nodes.device)[:, None]
         is_valid = torch.arange(nodes.shape[1], device=nodes.device) < counts[:, None]
         return (fits & is_valid).sum(1)
+
+
+@lru_cache(maxsize=256)
+def _depths_of_levels(sizes: tuple[int, ...], device: torch.device) -> torch.LongTensor:
+    """The depth of each node, level by level."""
+    return upload([depth for depth, size in enumerate(sizes, start=1) for _ in range(size)], device)
 
 
 def _plan(config, loaded: LoadedSpeculator, session: Session, why_chains: str | None) -> TokenTree | GrowthPlan:

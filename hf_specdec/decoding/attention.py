@@ -67,6 +67,11 @@ class TreeMask:
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
         return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
+    def stand_in(self, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """A mask without numbers, to be handed over where all attention goes by the tree; reading it raises."""
+        rows, nodes = self.tree.ancestors.shape
+        return torch.empty((rows, 1, nodes, columns), dtype=dtype, device="meta")
+
 
 @dataclass
 class VerificationForward:
@@ -103,7 +108,8 @@ class VerificationForward:
 
 
 def _memory(mask: torch.Tensor) -> tuple:
-    return mask.data_ptr(), mask.shape, mask.device
+    # Not the address: what only stands for a mask has none.
+    return mask.untyped_storage()._cdata, mask.storage_offset(), mask.shape
 
 
 # The running forward. Unset outside of one.

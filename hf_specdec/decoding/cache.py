@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from ..errors import UnsupportedModelError
 from ..kernels.cache import WritePlan, move_slots, write_slots
+from ..transfers import upload
 from .recurrent import RecurrentState, load_state
 
 
@@ -265,8 +266,8 @@ class SlotCache(Cache):
         """
         # The anchor alone lies in place, too.
         if path is not None and path.shape[1] > 1:
-            starts = torch.tensor(self.lengths).to(path.device, non_blocking=True)
-            move_slots([buffer for layer in self.layers for buffer in layer.buffers], starts, path)
+            buffers = [buffer for layer in self.layers for buffer in layer.buffers]
+            move_slots(buffers, upload(self.lengths, path.device), path)
         self.lengths = [length + count for length, count in zip(self.lengths, counts)]
 
     def keep_rows(self, keep: list[int]) -> None:

@@ -23,7 +23,7 @@ from ..kernels.cache import WritePlan
 from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE
 from .attention import TREE_KERNEL, TreeMask
 from .cache import SlotCache, SlotLayer
-from .masks import FULL, node_masks
+from .masks import FULL, RowState, node_masks
 from .target import SlotModel, SlotOutput
 
 
@@ -101,10 +101,10 @@ class FunctionalSlotModel(SlotModel):
         replayed = self._replay(tokens, topology)
         if replayed is not None:
             return replayed
-        plan = self.cache.plan_write(tokens.shape[1])
-        masks = self._masks_of_spans(topology, tokens)
+        plan, rows = self._plan_write(tokens)
+        masks = self._masks_of_spans(topology, tokens, rows)
         stream = F.embedding(tokens, self._embedding)
-        rotary = self._rotary_at(topology, stream)
+        rotary = self._rotary_at(topology, stream, rows)
         states = {}
         for index, (layer, slots) in enumerate(zip(self._layers, self.cache.layers)):
             if index in self.states:
@@ -117,29 +117,31 @@ class FunctionalSlotModel(SlotModel):
             states["last"] = last
         return SlotOutput(F.linear(last, self._head), states)
 
-    def _masks_of_spans(self, topology: TreeTopology, tokens: torch.LongTensor) -> list:
+    def _masks_of_spans(self, topology: TreeTopology, tokens: torch.LongTensor, rows: RowState) -> list:
         """What each layer's attention is given as mask, by span."""
-        tree, spans, nodes = self._tree(topology, tokens), self.profile.spans, tokens.shape[1]
+        tree, spans, nodes = self._tree(topology, tokens, rows), self.profile.spans, tokens.shape[1]
         fits = self._head.dtype in DTYPES and self._layers[0].attention.head_size <= MAX_HEAD_SIZE
         has_kernel = tree is not None and fits
         self.attention_layers = Counter({TREE_KERNEL: len(self._layers)} if has_kernel else {})
         if has_kernel:
             return [TreeMask(tree, span) for span in spans]
         # One new token in rows of equal length sees every slot.
-        if nodes == 1 and self._has_full_span and self.rows.is_uniform:
+        if nodes == 1 and self._has_full_span and rows.is_uniform:
             return [None] * len(spans)
         # The query heads of a group become further positions of their key/value head.
         repeats = self._layers[0].attention.groups if nodes > 1 else 1
-        return node_masks(topology, self.rows, self.cache.plan.columns, spans, self._head.dtype, repeats)
+        return node_masks(topology, rows, self.cache.plan.columns, spans, self._head.dtype, repeats)
 
-    def _rotary_at(self, topology: TreeTopology, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotary_at(
+        self, topology: TreeTopology, like: torch.Tensor, rows: RowState
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine `(R | 1, T, 1, D / 2)` of each node's position."""
         cosine, sine = self._rotary.up_to(self.cache.plan.columns + max(self.offsets), like)
         first, nodes = self.cache.lengths[0] + self.offsets[0], topology.depths.shape[-1]
         inside = self.max_position is None or first + nodes <= self.max_position + 1
-        if topology.is_chain and inside and self.rows.is_uniform and len(set(self.offsets)) == 1:
+        if topology.is_chain and inside and rows.is_uniform and len(set(self.offsets)) == 1:
             return cosine[first : first + nodes], sine[first : first + nodes]
-        positions = self.positions(topology)
+        positions = self.positions(topology, rows)
         return cosine[positions], sine[positions]
 
 

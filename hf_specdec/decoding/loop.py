@@ -1,8 +1,15 @@
-"""The decoding loop: prefill, then cycles of draft -> verify -> accept -> commit until every row stops."""
+"""The decoding loop: prefill, then cycles of draft -> verify -> accept -> commit until every row stops.
+
+A cycle on a GPU waits for it once, for the verdict. What the next forward does not depend on (statistics, traces,
+streamers) is done in front of the next wait, while the GPU works.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -17,6 +24,7 @@ from ..logits.sampling import DraftSampler
 from ..logits.verifier import Verdict, Verifier, take_nodes
 from ..metrics import CycleTrace, RowTrace, SpecDecodingStats, begin_call
 from ..models.draft_model import vocabulary_size
+from ..transfers import select_rows, upload
 from .cache import SlotCache, compact, dynamic_cache
 from .functional import slot_model
 from .graphs import CallGraphs, call_graphs
@@ -38,6 +46,7 @@ class Request:
         streamer (`BaseStreamer`, *optional*): Has seen nothing yet.
         synced_gpus (`bool`): Go on with forwards until all ranks have finished.
         past_key_values (`DynamicCache`, *optional*): The user's; read at the start, brought up to date at the end.
+        began (`float`): `perf_counter()` when `generate()` was called.
     """
 
     model: torch.nn.Module
@@ -49,6 +58,7 @@ class Request:
     streamer: object | None = None
     synced_gpus: bool = False
     past_key_values: object | None = None
+    began: float = field(default_factory=perf_counter)
 
 
 class DecodingLoop:
@@ -74,6 +84,7 @@ class DecodingLoop:
         self.keeps_cache = bool(config.return_dict_in_generate) or request.past_key_values is not None
         self.finished_states: dict[int, list] = {}
         self.streamed = 0
+        self.deferred: deque[Callable[[], None]] = deque()
 
         stack = ProcessorStack(request.logits_processor)
         uniforms = self._uniforms() if config.do_sample else None
@@ -144,16 +155,12 @@ class DecodingLoop:
 
     def _run(self):
         began = perf_counter()
+        self.stats.setup_seconds = began - self.request.began
         try:
             self._check_prompt_tokens()
             self.verifier.rule.check_depth(self.generator.num_speculative_tokens)
-            self.traces = begin_call(self.stats)
-            self._prefill()
-            while self.model._has_unfinished_sequences(self.stop.all_finished, self.request.synced_gpus, self.device):
-                if self.stop.all_finished:
-                    self._idle_forward()
-                else:
-                    self._cycle()
+            with begin_call(self.stats, _model_name(self.model)) as self.progress:
+                self._decode()
         finally:
             self.generator.close()
         self._stream(end=True)
@@ -161,6 +168,20 @@ class DecodingLoop:
         self.stats.attention = self.target.attention
         self._count_graphs()
         return self._output()
+
+    def _decode(self) -> None:
+        self.verifier.reads_drafts = bool(self.progress.traces)
+        try:
+            self._prefill()
+            self.progress.end_prefill()
+            while self.model._has_unfinished_sequences(self.stop.all_finished, self.request.synced_gpus, self.device):
+                if self.stop.all_finished:
+                    self._idle_forward()
+                else:
+                    self._cycle()
+        finally:
+            # Also where a forward has failed: what was committed before is counted and streamed.
+            self._catch_up()
 
     # Prefill
 
@@ -218,15 +239,27 @@ class DecodingLoop:
 
     def _cycle(self) -> None:
         began = perf_counter()
-        draft = self.generator.propose(self._step())
+        draft = self._propose()
         drafted = perf_counter()
         output = self._verify(draft)
         # On a GPU the forward has only been launched; the verdict waits for it.
-        verdict = self.verifier.verify(draft, output.logits, self.rows, self._positions(1))
+        verdict = self.verifier.verify(draft, output.logits, self.rows, self._positions(1), self._catch_up)
         verified = perf_counter()
         self._commit(draft, output, verdict)
         self.stats.draft_seconds += drafted - began
         self.stats.verify_seconds += verified - drafted
+        self._afterwards(self.progress.end_cycle)
+
+    def _afterwards(self, work: Callable[[], None]) -> None:
+        """Does what the next forward does not depend on: at once, or beside that forward where it runs by itself."""
+        if _runs_by_itself(self.device) and not self.stop.all_finished:
+            self.deferred.append(work)
+        else:
+            work()
+
+    def _catch_up(self) -> None:
+        while self.deferred:
+            self.deferred.popleft()()
 
     def _positions(self, ahead: int) -> list[int]:
         """Position of each row's anchor plus `ahead`, padding not counted."""
@@ -237,6 +270,13 @@ class DecodingLoop:
         depth = self.generator.num_speculative_tokens
         room = [self.stop.max_length - self.sequences.lengths[row] - 1 for row in self.rows]
         return DraftStep(self.rows, self.anchors, self._positions(1), [max(min(depth, free), 0) for free in room])
+
+    def _propose(self) -> DraftTree:
+        step = self._step()
+        draft = self.generator.propose(step)
+        if max(step.max_draft_tokens) == 0 < self.generator.num_speculative_tokens:
+            draft.why_empty = "length_limit"
+        return draft
 
     def _verify(self, draft: DraftTree) -> SlotOutput:
         tokens = self.anchors[:, None] if draft.size == 0 else torch.cat([self.anchors[:, None], draft.tokens], dim=1)
@@ -250,9 +290,9 @@ class DecodingLoop:
         counts = list(map(len, verdict.token_lists))
         self.target.commit(counts, None if draft.is_chain else verdict.path)
         self.recorder.add(self.rows, verdict, output.logits, output.all_hidden_states)
-        self._count(draft, verdict)
-        self._stream()
-        self.anchors = _last_tokens(verdict.tokens, counts)
+        self._afterwards(partial(self._count, draft.without_probs(), verdict, self.rows))
+        self._afterwards(self._stream)
+        self.anchors = _last_tokens(verdict)
         began = perf_counter()
         self._observe(verdict, {key: take_nodes(value, verdict.path) for key, value in output.hidden_states.items()})
         self.stats.draft_seconds += perf_counter() - began
@@ -273,7 +313,7 @@ class DecodingLoop:
         self.target.keep_rows(keep)
         self.generator.keep_rows(keep)
         self.rows = [self.rows[index] for index in keep]
-        self.anchors = self.anchors[keep]
+        self.anchors = select_rows(self.anchors, keep)
 
     def _store_states(self, indices: list[int]) -> None:
         for index in indices:
@@ -285,22 +325,29 @@ class DecodingLoop:
 
     # What others see
 
-    def _count(self, draft: DraftTree, verdict: Verdict) -> None:
-        drafted = draft.token_lists()
+    def _count(self, draft: DraftTree, verdict: Verdict, rows: list[int]) -> None:
+        drafted = draft.counts()
         counts = zip(drafted, draft.max_depths(), verdict.num_accepted, verdict.token_lists)
-        for tokens, depth, accepted, committed in counts:
-            self.stats.count(len(tokens), depth, accepted, len(committed))
-        if self.traces:
-            rows = zip(self.rows, drafted, draft.parent_lists(), verdict.num_accepted, verdict.token_lists)
-            trace = CycleTrace([RowTrace(row, list(t), p, n, list(c)) for row, t, p, n, c in rows])
-            for record in self.traces:
-                record.cycles.append(trace)
+        for nodes, depth, accepted, committed in counts:
+            self.stats.count(nodes, depth, accepted, len(committed))
+        if not any(drafted):
+            self.stats.count_without_drafts(draft.why_empty)
+        if self.progress.traces:
+            drafts = draft.token_lists(), draft.parent_lists()
+            traced = zip(rows, *drafts, verdict.num_accepted, verdict.token_lists)
+            cycle = CycleTrace([RowTrace(row, list(t), list(p), n, list(c)) for row, t, p, n, c in traced])
+            for trace in self.progress.traces:
+                trace.append(cycle)
 
     def _count_graphs(self) -> None:
         graphs, device = self.target.graphs, self.model.device
         if graphs is not None:
             self.stats.graphs = str(graphs)
             self.stats.num_graph_replays, self.stats.num_graph_captures = graphs.num_replays, graphs.num_captures
+        drafts = self.generator.session.draft_graphs
+        self.stats.draft_graphs = "; ".join(dict.fromkeys(map(str, drafts)))
+        self.stats.num_draft_graph_replays = sum(graphs.num_replays for graphs in drafts)
+        self.stats.num_draft_graph_captures = sum(graphs.num_captures for graphs in drafts)
         if device.type == "cuda":
             self.stats.peak_memory_bytes = torch.cuda.max_memory_allocated(device)
 
@@ -349,6 +396,16 @@ class DecodingLoop:
         return user_cache
 
 
+def _runs_by_itself(device: torch.device) -> bool:
+    """Whether a forward goes on when its call has returned. On a CPU there is nothing to be done beside it."""
+    return device.type != "cpu"
+
+
+def _model_name(model) -> str:
+    """Repo id or folder of the model; of one that was made from a config alone, its class."""
+    return model.config._name_or_path or type(model).__name__
+
+
 def _shared_seed(model) -> int:
     """A seed from torch's generator. Ranks that hold parts of one model draw the same tokens: rank 0's seed counts."""
     seed = seed_from_torch()
@@ -359,11 +416,12 @@ def _shared_seed(model) -> int:
     return shared[0]
 
 
-def _last_tokens(tokens: torch.LongTensor, counts: list[int]) -> torch.LongTensor:
-    """Token `counts[b] - 1` of each row of `(B, M)`."""
-    if len(counts) == 1:
-        return tokens[:, counts[0] - 1]
-    return tokens.gather(1, tokens.new_tensor(counts)[:, None] - 1)[:, 0]
+def _last_tokens(verdict: Verdict) -> torch.LongTensor:
+    """The last committed token of each row, `(R,)`."""
+    tokens = verdict.token_lists
+    if len(tokens) == 1:
+        return verdict.tokens[:, len(tokens[0]) - 1]
+    return upload([row[-1] for row in tokens], verdict.tokens.device)
 
 
 def _pad_token(config) -> int:

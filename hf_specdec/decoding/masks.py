@@ -9,13 +9,14 @@ Shapes: R rows, T nodes, S slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 
 from ..drafts import TreeTopology
 from ..kernels.tree_attention import SlotTree, pack_ancestors
+from ..transfers import upload
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,27 @@ class RowState:
         lengths (`list[int]`): Slots in use, left padding included.
         starts (`list[int]`): First real slot of each row.
         offsets (`list[int]`): What is added to a row's position ids, where the user began to count elsewhere than 0.
+        device_lengths (`dict`): The lengths on devices; whoever knows that others have them there may share theirs.
     """
 
     lengths: list[int]
     starts: list[int]
     offsets: list[int]
+    device_lengths: dict[torch.device, torch.LongTensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def is_uniform(self) -> bool:
         return len(set(self.lengths)) == 1 and not any(self.starts)
+
+    def lengths_on(self, device: torch.device) -> torch.LongTensor:
+        """The lengths `(R,)`, copied to a device once."""
+        if device not in self.device_lengths:
+            self.device_lengths[device] = upload(self.lengths, device)
+        return self.device_lengths[device]
+
+    def starts_on(self, device: torch.device) -> torch.LongTensor:
+        """The starts `(R,)`, which stay the same from cycle to cycle."""
+        return _on_device(tuple(self.starts), device)
 
 
 def node_positions(topology: TreeTopology, rows: RowState) -> torch.LongTensor:
@@ -62,18 +75,20 @@ def node_positions(topology: TreeTopology, rows: RowState) -> torch.LongTensor:
     first = [length - start + offset for length, start, offset in zip(rows.lengths, rows.starts, rows.offsets)]
     if len(set(first)) == 1:
         return (depths + first[0]).expand(len(first), -1)
-    return torch.tensor(first, device=depths.device)[:, None] + depths
+    # Only the lengths change from cycle to cycle.
+    lead = tuple(offset - start for start, offset in zip(rows.starts, rows.offsets))
+    return (rows.lengths_on(depths.device) + _on_device(lead, depths.device))[:, None] + depths
 
 
-def slot_tree(topology: TreeTopology, rows: RowState, lengths: torch.LongTensor) -> SlotTree:
-    """The nodes of a forward for the tree attention kernel; `lengths` `(R,)` are those of `rows`, on the device."""
-    starts = _on_device(tuple(rows.starts), lengths.device)
-    return SlotTree(lengths, starts, ancestor_bits(topology), topology.depths)
+def slot_tree(topology: TreeTopology, rows: RowState) -> SlotTree:
+    """The nodes of a forward for the tree attention kernel."""
+    device = topology.depths.device
+    return SlotTree(rows.lengths_on(device), rows.starts_on(device), ancestor_bits(topology), topology.depths)
 
 
 @lru_cache(maxsize=256)
 def _on_device(values: tuple[int, ...], device: torch.device) -> torch.LongTensor:
-    return torch.tensor(values).to(device, non_blocking=True)
+    return upload(values, device)
 
 
 def ancestor_bits(topology: TreeTopology) -> torch.LongTensor:
@@ -148,8 +163,7 @@ def _mixed_slots(rows: RowState, columns: int, span: Span) -> list[tuple[int, in
 
 def _visible(topology, rows, slots, span) -> torch.BoolTensor:
     """Whether each node sees each of the given slots, `(R, T, slots)`."""
-    lengths = torch.tensor(rows.lengths, device=slots.device)[:, None]
-    starts = torch.tensor(rows.starts, device=slots.device)[:, None]
+    lengths, starts = rows.lengths_on(slots.device)[:, None], rows.starts_on(slots.device)[:, None]
     num_rows, nodes = len(rows.lengths), topology.depths.shape[-1]
     committed = (slots >= starts) & (slots < lengths)
     node_of_slot = (slots - lengths).clamp(0, nodes - 1)

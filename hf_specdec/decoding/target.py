@@ -23,7 +23,8 @@ from ..errors import UnsupportedModelError
 from ..kernels._triton import use_triton
 from ..kernels.cache import WritePlan
 from ..kernels.tree_attention import MAX_NODES, SlotTree
-from .attention import TreeMask, VerificationForward, attention_switch, describe_layers
+from ..transfers import upload
+from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_switch, describe_layers
 from .cache import SlotCache
 from .masks import FULL, RowState, Span, node_masks, node_positions, slot_tree
 from .recurrent import RecurrentLayers, RecurrentState, mixers
@@ -249,6 +250,7 @@ class SlotModel:
         self._taps = StateTaps(model, states)
         self._kwargs = forward_kwargs or {}
         self._attention = attention_switch(model)
+        self._needs_no_masks = False
         # That of the hidden states; a model's first parameter may belong to a vision tower of another type.
         embedding = model.get_input_embeddings().weight
         self._mask_dtype = embedding.dtype if embedding.is_floating_point() else model.dtype
@@ -293,7 +295,7 @@ class SlotModel:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         inputs = {"input_ids": input_ids, "past_key_values": self.cache, "use_cache": True, "return_dict": True}
         if any(starts):
-            first = torch.tensor(starts, device=input_ids.device)[:, None]
+            first = upload(starts, input_ids.device)[:, None]
             inputs["attention_mask"] = (positions >= first).long()
             positions = (positions - first).clamp_(min=0)
         if self.profile.takes_position_ids:
@@ -328,12 +330,19 @@ class SlotModel:
         replayed = self._replay(tokens, topology)
         if replayed is not None:
             return replayed
-        plan = self.cache.plan_write(tokens.shape[1])
-        forward = VerificationForward(self._tree(topology, tokens), plan.columns)
-        positions = self.positions(topology) if self.profile.takes_position_ids else None
-        output = self._read(tokens, positions, self._masks(topology, forward), forward)
+        plan, rows = self._plan_write(tokens)
+        forward = VerificationForward(self._tree(topology, tokens, rows), plan.columns)
+        positions = self.positions(topology, rows) if self.profile.takes_position_ids else None
+        output = self._read(tokens, positions, self._masks(topology, forward, rows), forward)
         self.attention_layers = forward.layers
         return output
+
+    def _plan_write(self, tokens: torch.LongTensor) -> tuple[WritePlan, RowState]:
+        """Where the next forward writes, and where the rows stand in front of it."""
+        plan, rows = self.cache.plan_write(tokens.shape[1]), self.rows
+        # Nodes go behind the committed slots: one copy to the device serves both.
+        rows.device_lengths = plan.device_starts
+        return plan, rows
 
     def _replay(self, tokens: torch.LongTensor, topology: TreeTopology) -> SlotOutput | None:
         """The forward as a graph; `None` where it has to run without one."""
@@ -352,8 +361,12 @@ class SlotModel:
         num_nodes = nodes.tokens.shape[1]
         self.cache.plan = WritePlan.on_device(columns, nodes.lengths, num_nodes)
         forward = VerificationForward(nodes.tree if use_triton(nodes.tokens) else None, columns)
-        masks = [TreeMask(nodes.tree, span).additive(columns, self._mask_dtype) for span in self.profile.spans]
+        make = TreeMask.stand_in if self._needs_no_masks else TreeMask.additive
+        masks = [make(TreeMask(nodes.tree, span), columns, self._mask_dtype) for span in self.profile.spans]
         output = self._read(nodes.tokens, nodes.positions, self._named(masks, forward), forward)
+        # A forward runs at least once before it is captured, and then shows whether anything looks at the masks.
+        num_layers = sum(layer.is_initialized for layer in self.cache.layers)
+        self._needs_no_masks = set(forward.layers) == {TREE_KERNEL} and forward.layers.total() >= num_layers
         return output, forward.layers
 
     def _read(self, tokens, positions, masks, forward: VerificationForward) -> SlotOutput:
@@ -365,11 +378,11 @@ class SlotModel:
             output = self.model(**inputs, **self._kwargs)
         return SlotOutput(output.logits, states, output.get("hidden_states"))
 
-    def _tree(self, topology: TreeTopology, tokens: torch.LongTensor) -> SlotTree | None:
+    def _tree(self, topology: TreeTopology, tokens: torch.LongTensor, rows: RowState) -> SlotTree | None:
         """The nodes for the tree attention kernel, where it runs."""
         if tokens.shape[1] > MAX_NODES or not use_triton(tokens):
             return None
-        return slot_tree(topology, self.rows, self.cache.plan.starts(tokens.device))
+        return slot_tree(topology, rows)
 
     @property
     def attention(self) -> str:
@@ -390,19 +403,18 @@ class SlotModel:
         recurrent = {} if self.recurrent is None else self.recurrent.row_states(row)
         return self.cache.row_states(row), recurrent
 
-    def positions(self, topology: TreeTopology) -> torch.LongTensor:
+    def positions(self, topology: TreeTopology, rows: RowState) -> torch.LongTensor:
         """Position ids of the nodes, `(R, T)`."""
-        positions = node_positions(topology, self.rows)
+        positions = node_positions(topology, rows)
         return positions if self.max_position is None else positions.clamp(max=self.max_position)
 
-    def _masks(self, topology: TreeTopology, forward: VerificationForward):
+    def _masks(self, topology: TreeTopology, forward: VerificationForward, rows: RowState):
         columns = forward.columns
         if self.profile.takes_flat_mask:
             slots = torch.arange(columns, device=topology.depths.device)
-            starts = torch.tensor(self.starts, device=slots.device)[:, None]
-            ends = torch.tensor(self.cache.lengths, device=slots.device)[:, None] + topology.depths.shape[-1]
-            return ((slots >= starts) & (slots < ends)).long()
-        masks = node_masks(topology, self.rows, columns, self.profile.spans, self._mask_dtype)
+            starts, lengths = rows.starts_on(slots.device)[:, None], rows.lengths_on(slots.device)[:, None]
+            return ((slots >= starts) & (slots < lengths + topology.depths.shape[-1])).long()
+        masks = node_masks(topology, rows, columns, self.profile.spans, self._mask_dtype)
         return self._named(masks, forward)
 
     def _named(self, masks: list[torch.Tensor], forward: VerificationForward):

@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import torch
 
+from ..transfers import upload
 from ._triton import tl, triton, use_triton
 
 
@@ -29,26 +30,26 @@ class WritePlan:
         firsts (`list[int]` of length R, *optional*): First slot of each row. Kernels take them where there is an
             offset, too. Empty where only the device knows them.
         nodes (`int`): T, where `firsts` are given.
+        device_starts (`dict`): `firsts` on devices, as far as they have been asked for.
     """
 
     columns: int
     offset: int | None
     firsts: list[int] | None = None
     nodes: int = 0
-    _starts: dict = field(default_factory=dict)
+    device_starts: dict[torch.device, torch.LongTensor] = field(default_factory=dict)
     _flat_indices: dict = field(default_factory=dict)
 
     @classmethod
     def on_device(cls, columns: int, starts: torch.LongTensor, nodes: int) -> WritePlan:
         """A plan whose first slots `(R,)` are known on the device alone, as in a captured forward."""
-        return cls(columns, None, firsts=[], nodes=nodes, _starts={starts.device: starts})
+        return cls(columns, None, firsts=[], nodes=nodes, device_starts={starts.device: starts})
 
     def starts(self, device: torch.device) -> torch.LongTensor:
         """First slot of each row on `device`, `(R,)`."""
-        if device not in self._starts:
-            # Not made on the device, which would wait for what runs there.
-            self._starts[device] = torch.tensor(self.firsts).to(device, non_blocking=True)
-        return self._starts[device]
+        if device not in self.device_starts:
+            self.device_starts[device] = upload(self.firsts, device)
+        return self.device_starts[device]
 
     def flat_index(self, heads: int, capacity: int, device: torch.device) -> torch.LongTensor:
         """Index of every (row, head, node) in a buffer `(B, H, C, D)` on `device`, seen as `(B * H * C, D)`."""
@@ -243,7 +244,7 @@ def _move_triton(buffers, starts, path):
 
 @lru_cache(maxsize=64)
 def _addresses(addresses: tuple[int, ...], device: torch.device) -> torch.LongTensor:
-    return torch.tensor(addresses).to(device, non_blocking=True)
+    return upload(addresses, device)
 
 
 def _integer_of(itemsize: int):

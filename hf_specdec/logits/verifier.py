@@ -10,6 +10,7 @@ Shapes: R active rows, N draft nodes, T = N + 1 verified nodes, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,7 @@ from ..drafts import DraftTree
 from ..errors import SpecConfigError, SpecDecError
 from ..kernels.acceptance import Acceptance, reject_chain, reject_tree
 from ..kernels.sampling import sample_from_probs
+from ..transfers import read_together, upload
 from .acceptance import best_tokens
 from .processors import ProcessorStack
 from .randomness import ACCEPT, TARGET
@@ -54,6 +56,7 @@ class Verifier:
         rule (`StandardRule`): The acceptance rule, with the random numbers of the call.
         keep_scores (`bool`): Whether the processed scores are wanted.
         equal_lengths (`bool`): All rows must advance by the same number of tokens.
+        reads_drafts (`bool`): Someone wants to know the draft tokens; they come with the verdict.
 
     Raises:
         SpecConfigError: The rule judges whole drafts, and something must see one position after the other.
@@ -64,6 +67,7 @@ class Verifier:
     rule: StandardRule
     keep_scores: bool = False
     equal_lengths: bool = False
+    reads_drafts: bool = False
     score_steps: list = field(default_factory=list)
 
     def __post_init__(self):
@@ -89,24 +93,35 @@ class Verifier:
                 "Use rejection_sample_method='standard'."
             )
 
-    def verify(self, draft: DraftTree, logits: torch.Tensor, rows: list[int], positions: list[int]) -> Verdict:
-        """Commits what the target accepts of a draft, and one more token.
+    def verify(
+        self,
+        draft: DraftTree,
+        logits: torch.Tensor,
+        rows: list[int],
+        positions: list[int],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Verdict:
+        """Commits what the target accepts of a draft, and one more token. Waits for the device.
 
         Args:
             draft (`DraftTree`): The drafts of the active rows.
             logits (`torch.Tensor` of shape `(R, T, V)`): The target's logits behind the anchor and every node.
             rows (`list[int]` of length R): Which row of the call each active row is.
             positions (`list[int]` of length R): Position of the first token to commit, padding not counted.
+            meanwhile (`Callable`, *optional*): What the host does before it waits, and before anything of this
+                verification is shown to processors and criteria.
         """
         if self._walks:
+            if meanwhile is not None:
+                meanwhile()
             return _Walk(self, draft, logits, rows, positions).run()
-        return self._verify_at_once(draft, logits, rows, positions)
+        return self._verify_at_once(draft, logits, rows, positions, meanwhile)
 
-    def _verify_at_once(self, draft, logits, rows, positions) -> Verdict:
+    def _verify_at_once(self, draft, logits, rows, positions, meanwhile) -> Verdict:
         plain_greedy = self.rule.uniforms is None and not self.stack and not self.keep_scores
         scores = logits if plain_greedy else self._node_scores(draft, logits, rows)
         acceptance = self.rule.judge(draft, scores, rows, positions)
-        counts, tokens = _to_host(acceptance)
+        counts, tokens = _to_host(acceptance, draft, self.reads_drafts, meanwhile)
         token_lists = [row[: count + 1] for row, count in zip(tokens, counts)]
         if self.stop.is_known:
             kept = self.stop.append(rows, token_lists)
@@ -177,8 +192,11 @@ class _Walk:
         return self._verdict()
 
     def _scores(self, active) -> torch.Tensor:
-        logits = self.logits[active, [self.nodes[i] for i in active]]
+        places = upload([active, [self.nodes[i] for i in active]], self.logits.device)
+        logits = self.logits[places[0], places[1]]
         stack, sequences = self.verifier.stack, self.verifier.stop.sequences
+        if not stack.reads_tokens:
+            return stack.all_nodes(logits)
         rows = [self.rows[i] for i in active]
         if stack.knows_all or len(sequences.lengths) == 1:
             return stack.rows([sequences.row(row) for row in rows], logits, rows)
@@ -206,12 +224,12 @@ class _Walk:
         if width == 0:
             return self._draw(active, probs), [None] * len(active)
         device = probs.device
-        picks = torch.tensor([star + [1] * (width - len(star)) for star in stars], device=device) - 1
-        index = torch.tensor(active, device=device)[:, None]
+        picks = upload([star + [1] * (width - len(star)) for star in stars], device) - 1
+        index = upload(active, device)[:, None]
         star = DraftTree(
             self.draft.tokens[index, picks],
             torch.full((width,), -1, device=device),
-            torch.tensor(list(map(len, stars)), device=device),
+            list(map(len, stars)),
             self.draft.probs[index, picks],
         )
         # Only the first row of target probabilities is looked at; the token behind an accepted child comes later.
@@ -221,9 +239,14 @@ class _Walk:
         star.is_chain = width == 1
         reject = reject_chain if star.is_chain else reject_tree
         accepted = reject(star, target, accept_uniforms, target_uniforms)
-        counts, tokens = _to_host(accepted)
-        children = accepted.path[:, 1].tolist()
-        tokens = [row[0] for row in tokens]
+        tables = {
+            "counts": accepted.num_accepted[:, None],
+            "new": accepted.tokens[:, :1],
+            "path": accepted.path[:, :2],
+        }
+        found = read_together(tables)
+        counts, children = ([row[-1] for row in found[name]] for name in ("counts", "path"))
+        tokens = _checked([row[0] for row in found["new"]])
         nodes = [star[child - 1] if count else None for star, count, child in zip(stars, counts, children)]
         return tokens, nodes
 
@@ -265,8 +288,8 @@ class _Walk:
     def _verdict(self) -> Verdict:
         device = self.logits.device
         width = max(map(len, self.paths))
-        path = torch.tensor([p + [p[-1]] * (width - len(p)) for p in self.paths], device=device)
-        tokens = torch.tensor([t + [0] * (width - len(t)) for t in self.token_lists], device=device)
+        path = upload([p + [p[-1]] * (width - len(p)) for p in self.paths], device)
+        tokens = upload([t + [0] * (width - len(t)) for t in self.token_lists], device)
         accepted = [
             sum(self.children[i][node].get(token) is not None for node, token in zip(path_i, tokens_i))
             for i, (path_i, tokens_i) in enumerate(zip(self.paths, self.token_lists))
@@ -302,10 +325,19 @@ def _node_paths(draft: DraftTree) -> list[list[list[int]]]:
     return all_paths
 
 
-def _to_host(acceptance: Acceptance) -> tuple[list[int], list[list[int]]]:
-    """Numbers of accepted drafts and committed tokens; the one synchronisation of a cycle."""
-    packed = torch.cat([acceptance.num_accepted[:, None], acceptance.tokens], dim=1).tolist()
-    return [row[0] for row in packed], [_checked(row[1:]) for row in packed]
+def _to_host(
+    acceptance: Acceptance, draft: DraftTree, with_tokens: bool, meanwhile: Callable[[], None] | None
+) -> tuple[list[int], list[list[int]]]:
+    """Numbers of accepted drafts and committed tokens; the one synchronisation of a cycle.
+
+    Whatever the host does not know of the draft comes with them.
+    """
+    unknown = draft.unknown_tables(with_tokens)
+    tables = {"accepted": acceptance.num_accepted[:, None], "committed": acceptance.tokens, **unknown}
+    found = read_together(tables, meanwhile)
+    if unknown:
+        draft.learn(found)
+    return [row[0] for row in found["accepted"]], [_checked(row) for row in found["committed"]]
 
 
 def _checked(tokens: list[int]) -> list[int]:

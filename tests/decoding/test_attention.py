@@ -13,13 +13,21 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 from hf_specdec import UnsupportedModelError
-from hf_specdec.decoding import attention, target
-from hf_specdec.decoding.attention import NAME, VerificationForward, attention_switch, running, slot_attention
+from hf_specdec.decoding import attention, graphs, target
+from hf_specdec.decoding.attention import (
+    NAME,
+    TreeMask,
+    VerificationForward,
+    attention_switch,
+    running,
+    slot_attention,
+)
 from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, slot_tree
 from hf_specdec.drafts import chain_topology
 from hf_specdec.kernels.tree_attention import MAX_NODES
 from tests.architectures import CHAINS_ONLY, tiny_model
-from tests.test_architectures import Case, implementations
+from tests.tape import TapeBackend
+from tests.test_architectures import TREE, Case, implementations
 
 
 def tiny_llama(**values) -> LlamaForCausalLM:
@@ -162,7 +170,7 @@ def test_more_nodes_than_bits_are_masked(with_kernel):
 )
 def test_calls_beyond_the_kernel(change, reason):
     topology, rows = chain_topology(2, torch.device("cpu")), RowState([5, 4], [0, 1], [0, 0])
-    forward = VerificationForward(slot_tree(topology, rows, torch.tensor(rows.lengths)), columns=8)
+    forward = VerificationForward(slot_tree(topology, rows), columns=8)
     masks = node_masks(topology, rows, 8, (FULL, Span("sliding", 3)), torch.float32)
     forward.name_masks(masks, (FULL, Span("sliding", 3)))
     if change.get("attention_mask") == "a view":
@@ -294,3 +302,37 @@ def test_unknown_implementation_is_refused_before_the_first_forward():
     finally:
         AttentionInterface._global_mapping.pop("my_attention")
     assert not calls
+
+
+class TestMasksOfCaptures:
+    """Captured forwards make no masks where nothing looks at them."""
+
+    @pytest.fixture
+    def made(self, monkeypatch, with_kernel) -> list[str]:
+        """What stood in for masks in the forwards that were recorded, in order."""
+        monkeypatch.setattr(graphs, "capture_backend", lambda device: TapeBackend())
+        made = []
+        for name in ("additive", "stand_in"):
+            make = getattr(TreeMask, name)
+            monkeypatch.setattr(TreeMask, name, lambda *args, name=name, make=make: made.append(name) or make(*args))
+        return made
+
+    @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "gpt2"])
+    def test_left_out(self, name, made):
+        case = Case(name, tiny_model(name))
+        output = case.speculate(4, num_speculative_tokens=3, tree=TREE)
+        assert output.sequences.tolist() == case.expected(4).tolist()
+        stats = output.speculative
+        assert (stats.graphs, stats.attention) == ("on", "tree kernel")
+        # The first run shows that no layer looks at them.
+        num_spans = len(target.model_profile(case.model).spans)
+        runs = [made[index : index + num_spans] for index in range(0, len(made), num_spans)]
+        assert runs == [["additive"] * num_spans] + [["stand_in"] * num_spans] * (2 * stats.num_graph_captures - 1)
+
+    @pytest.mark.parametrize("name", ["doge", "falcon"])
+    def test_kept(self, name, made):
+        case = Case(name, tiny_model(name))
+        output = case.speculate(4, num_speculative_tokens=3, tree=TREE)
+        assert output.sequences.tolist() == case.expected(4).tolist()
+        assert output.speculative.graphs == "on"
+        assert set(made) == {"additive"}

@@ -119,7 +119,7 @@ def test_trees_say_what_masks_say(data, rows):
     """What the tree attention kernel is given, against the same definition."""
     parents = data.draw(parent_lists(len(rows.lengths)))
     columns = max(rows.lengths) + len(parents[0]) + 1
-    tree = slot_tree(topology_of(parents), rows, torch.tensor(rows.lengths))
+    tree = slot_tree(topology_of(parents), rows)
     for span in SPANS:
         visible = visible_slots(tree, columns, **TreeMask(tree, span).limits)
         for row, row_parents in enumerate(parents):

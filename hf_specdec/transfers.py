@@ -1,0 +1,79 @@
+"""Numbers between the host and a device, in as few copies as can be, and without waiting where nothing must be known.
+
+A copy to a GPU waits for everything that was launched before it, unless it is told to go on by itself. A copy to the
+host always waits: it is what a cycle of the decoding loop does once, for all that it wants to know.
+
+Shapes: B rows, X columns of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+
+def upload(values: Sequence, device: torch.device) -> torch.LongTensor:
+    """Integers, nested or not, as a tensor on `device`; the host goes on at once."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=torch.long)
+    # Pinned memory stays as it is until the copy has been made.
+    pinned = torch.tensor(values, dtype=torch.long, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
+
+
+def upload_together(device: torch.device, *tables: Sequence[int]) -> list[torch.LongTensor]:
+    """Several lists of integers in one copy; each begins at a multiple of 16 bytes, which kernels are compiled for."""
+    if device.type == "cpu":
+        return [upload(table, device) for table in tables]
+    sizes = [len(table) + len(table) % 2 for table in tables]
+    packed = [value for table in tables for value in (*table, *[0] * (len(table) % 2))]
+    parts = upload(packed, device).split(sizes)
+    return [part[: len(table)] for part, table in zip(parts, tables)]
+
+
+def read_together(
+    tables: Mapping[str, torch.LongTensor], meanwhile: Callable[[], None] | None = None
+) -> dict[str, list[list[int]]]:
+    """Tables of integers on the host, in one copy. Waits for the device.
+
+    Args:
+        tables (`Mapping[str, torch.LongTensor]`): Tensors of shape `(B, X)`, by name; X may differ.
+        meanwhile (`Callable`, *optional*): What the host does in front of the wait, while the device works.
+    """
+    packed = torch.cat(list(tables.values()), dim=1)
+    if meanwhile is not None:
+        meanwhile()
+    rows = packed.tolist()
+    found, begin = {}, 0
+    for name, table in tables.items():
+        end = begin + table.shape[1]
+        found[name] = [row[begin:end] for row in rows]
+        begin = end
+    return found
+
+
+class PendingRead:
+    """Values on their way to the host, while the device goes on with what is launched behind them.
+
+    Args:
+        values (`torch.Tensor`): Of any shape.
+    """
+
+    def __init__(self, values: torch.Tensor):
+        self._values, self._arrival = values, None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._arrival = torch.cuda.current_stream(values.device).record_event()
+
+    def get(self) -> torch.Tensor:
+        """The values; waits until they are there."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return self._values
+
+
+def select_rows(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """A copy of the rows of these numbers; unlike an index that is a list it does not wait."""
+    return values.index_select(0, upload(rows, values.device))

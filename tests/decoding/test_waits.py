@@ -1,0 +1,278 @@
+"""The host waits for the device once in a cycle, whatever is drafted."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdec import load_speculator, record
+from hf_specdec.decoding.loop import DecodingLoop
+from hf_specdec.models.medusa import MedusaHeads
+from hf_specdec.models.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from tests.candidate_generators import test_dflash, test_eagle
+from tests.models import VOCAB_SIZE, prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
+from tests.other_device import DEVICE, move, other_device
+from tests.sampled import sampled_speculator
+
+
+TREE = (-1, -1, 0, 0, 1, 2)
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+
+
+class Columns(BaseStreamer):
+    """Keeps the tokens of a single row."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, value):
+        self.tokens.extend(value.flatten().tolist())
+
+    def end(self):
+        pass
+
+
+class Watched:
+    """Runs calls on the other device.
+
+    Attributes:
+        cycles (`list[list[Wait]]`): The waits of each cycle of the last call.
+    """
+
+    def __init__(self, monkeypatch):
+        self.waits, self.cycles = [], []
+        cycle = DecodingLoop._cycle
+
+        def watched(loop):
+            before = len(self.waits)
+            cycle(loop)
+            if loop.device == DEVICE:
+                self.cycles.append(self.waits[before:])
+
+        monkeypatch.setattr(DecodingLoop, "_cycle", watched)
+
+    def generate(self, model, inputs, make_drafter, **arguments):
+        """What the model generates with the drafter that `make_drafter` makes for it, once it is on the device."""
+        self.cycles.clear()
+        with other_device() as self.waits:
+            model = move(model)
+            inputs = {name: move(values) for name, values in inputs.items()}
+            output = model.generate(**inputs, **{**GREEDY, **arguments}, assistant=make_drafter(model))
+            return output.cpu() if torch.is_tensor(output) else output
+
+    def check(self):
+        """One wait in each cycle, for the verdict."""
+        assert len(self.cycles) > 2
+        for waits in self.cycles:
+            # A drafter that has not drafted before reads the prompt first, once.
+            found = [(wait.what, wait.where.split()[-1]) for wait in waits if not wait.where.endswith(" prefill")]
+            assert found == [("read", "read_together")]
+
+
+@pytest.fixture
+def watched(monkeypatch) -> Watched:
+    return Watched(monkeypatch)
+
+
+def beside(model, network):
+    """The network, on the device of the model."""
+    return move(network) if model.device == DEVICE else network.to(model.device)
+
+
+def scripted(**script):
+    return lambda plain, inputs: lambda model: scripted_for(plain.cpu(), inputs, **script)
+
+
+def draft_model(**settings):
+    def make(model):
+        return load_speculator(model, draft_model=beside(model, tiny_llama(seed=1)), same_tokenizer=True, **settings)
+
+    return lambda plain, inputs: make
+
+
+def medusa(**settings):
+    def make(model):
+        torch.manual_seed(0)
+        heads = MedusaHeads(model.config.hidden_size, VOCAB_SIZE, 3)
+        for weight in (*heads.weights, *heads.lm_heads):
+            weight.data.normal_(0, 0.5)
+        return load_speculator(model, "medusa", draft_model=beside(model, heads), **settings)
+
+    return lambda plain, inputs: make
+
+
+def mlp_speculator(**settings):
+    def make(model):
+        torch.manual_seed(0)
+        sizes = {"n_predict": 3, "top_k_tokens_per_head": (4, 3, 2), "inner_dim": 24, "tie_weights": True}
+        config = MLPSpeculatorConfig(emb_dim=model.config.hidden_size, vocab_size=VOCAB_SIZE, **sizes)
+        return load_speculator(model, "mlp_speculator", draft_model=beside(model, MLPSpeculator(config)), **settings)
+
+    return lambda plain, inputs: make
+
+
+def eagle3(**settings):
+    def make(model):
+        torch.manual_seed(0)
+        network = test_eagle.head("eagle3", model.config.hidden_size, VOCAB_SIZE, aux_layer_ids=(0, 1))
+        return test_eagle.speculator_for(beside(model, network).attach(model), **settings)
+
+    return lambda plain, inputs: make
+
+
+def dflash(**settings):
+    def make(model):
+        torch.manual_seed(0)
+        sizes = {"mask_token_id": 3, "block_size": 4, "num_target_layers": 2, "target_layer_ids": (0, 1)}
+        network = test_dflash.draft(model.config.hidden_size, VOCAB_SIZE, **sizes)
+        return test_dflash.speculator_for(beside(model, network).attach(model), **settings)
+
+    return lambda plain, inputs: make
+
+
+def method(name, **settings):
+    return lambda plain, inputs: lambda model: load_speculator(model, name, **settings)
+
+
+DRAFTERS = {
+    "chains": scripted(k=4),
+    "trees": scripted(tree=TREE),
+    "a tree for each row": scripted(tree="random"),
+    "ngram": method("ngram"),
+    "draft model": draft_model(num_speculative_tokens=3),
+    "medusa": medusa(),
+    "medusa, measured": medusa(medusa_tree="measured"),
+    "mlp_speculator": mlp_speculator(),
+    "mlp_speculator, candidates": mlp_speculator(num_candidates=4),
+    "mlp_speculator, chain": mlp_speculator(num_speculative_tokens=2),
+    "eagle3, chain": eagle3(num_speculative_tokens=3),
+    "eagle3, static tree": eagle3(speculative_token_tree=[(0,), (1,), (0, 0), (1, 0)]),
+    "eagle3, dynamic tree": eagle3(depth=3, top_k=2, total_tokens=7),
+    "dflash": dflash(),
+    "dflash, tree": dflash(dflash_tree_budget=6),
+    "adaptive": draft_model(num_speculative_tokens="auto"),
+}
+
+
+DRAWN = {
+    "chains": lambda model: sampled_speculator(3),
+    "trees": lambda model: sampled_speculator(2, widths=(2, 2)),
+    "draft model": draft_model(num_speculative_tokens=3)(None, None),
+    "best tokens of a draft model": draft_model(draft_sample_method="greedy", num_speculative_tokens=3)(None, None),
+}
+
+
+class TestOneWaitACycle:
+    @pytest.mark.parametrize(
+        ("drafter", "batch_size"), [*((name, 3) for name in DRAFTERS), ("chains", 1), ("trees", 1), ("draft model", 1)]
+    )
+    def test_greedy(self, drafter, batch_size, watched):
+        model, inputs = tiny_llama(), prompts(batch_size)
+        plain = model.generate(**inputs, **GREEDY)
+        ours = watched.generate(model, inputs, DRAFTERS[drafter](plain, inputs))
+        assert ours.tolist() == plain.tolist()
+        watched.check()
+
+    @pytest.mark.parametrize("drafter", DRAWN)
+    def test_sampling(self, drafter, watched):
+        inputs, texts = prompts(2), []
+        for run in (watched.generate, here):
+            torch.manual_seed(3)
+            texts.append(run(tiny_llama(), inputs, DRAWN[drafter], do_sample=True, temperature=0.7, top_k=12))
+        assert texts[0].tolist() == texts[1].tolist()
+        watched.check()
+
+    @pytest.mark.parametrize("make", [tiny_mistral, tiny_gpt2])
+    def test_windows_and_learned_positions(self, make, watched):
+        model, inputs = make(), prompts(3)
+        plain = model.generate(**inputs, **GREEDY)
+        ours = watched.generate(model, inputs, scripted(tree=TREE)(plain, inputs))
+        assert ours.tolist() == plain.tolist()
+        watched.check()
+
+    def test_rows_end_apart(self, watched):
+        model, inputs = tiny_llama(), prompts(4)
+        texts = model.generate(**inputs, max_new_tokens=24, do_sample=False)[:, 7:].tolist()
+        # Rows of the batch leave it at different times.
+        settings = {"max_new_tokens": 24, "eos_token_id": [texts[0][5], texts[2][11]], "pad_token_id": 0}
+        plain = model.generate(**inputs, do_sample=False, **settings)
+        assert len({row.index(0) if 0 in row else -1 for row in plain[:, 7:].tolist()}) > 1
+        ours = watched.generate(model, inputs, scripted(k=2)(plain, inputs), **settings)
+        assert ours.tolist() == plain.tolist()
+        watched.check()
+
+    def test_what_is_returned_and_streamed(self, watched):
+        model, inputs = tiny_llama(), prompts(1)
+        plain = model.generate(**inputs, **GREEDY)
+        asked = {"output_scores": True, "output_logits": True, "output_hidden_states": True}
+        streamer = Columns()
+        make = scripted(tree=TREE)(plain, inputs)
+        output = watched.generate(model, inputs, make, streamer=streamer, return_dict_in_generate=True, **asked)
+        assert output.sequences.inner.tolist() == plain.tolist()
+        assert streamer.tokens == plain[0].tolist()
+        assert len(output.scores) == len(output.logits) == len(output.hidden_states) == 12
+        watched.check()
+
+    @pytest.mark.parametrize("script", [{"k": 4}, {"tree": TREE}, {"tree": "random"}])
+    def test_traces(self, script, watched):
+        """Tokens and parents of the drafts come with the verdict."""
+        inputs = prompts(2)
+        plain = tiny_llama().generate(**inputs, **GREEDY)
+        traces = []
+        for run in (watched.generate, here):
+            with record(trace=True) as made:
+                run(tiny_llama(), inputs, scripted(**script)(plain, inputs))
+            traces.append(made.calls[0].cycles)
+        assert traces[0] == traces[1]
+        watched.check()
+
+    def test_drafts_that_stop_by_themselves(self, watched):
+        """A draft model that may stop early is asked for it, a token later."""
+        model, inputs = tiny_llama(), prompts(2)
+        plain = model.generate(**inputs, **GREEDY)
+        make = draft_model(draft_confidence_threshold=0.5, num_speculative_tokens=6)(plain, inputs)
+        assert watched.generate(model, inputs, make).tolist() == plain.tolist()
+        places = {wait.where.split()[-1] for waits in watched.cycles for wait in waits}
+        assert places == {"read_together", "_draft"}
+        assert min(map(len, watched.cycles)) < 6
+
+
+def here(model, inputs, make_drafter, **arguments):
+    """The same call on the CPU."""
+    return model.generate(**inputs, **{**GREEDY, **arguments}, assistant=make_drafter(model))
+
+
+@pytest.mark.gpu
+class TestOnAGpu:
+    """There torch says itself where the host waits."""
+
+    @pytest.mark.parametrize("drafter", DRAFTERS)
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    def test_one_wait_a_cycle(self, drafter, batch_size, monkeypatch):
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU")
+        model, inputs = tiny_llama().cuda(), prompts(batch_size)
+        far = {name: values.cuda() for name, values in inputs.items()}
+        plain = model.generate(**far, **GREEDY)
+        assistant = DRAFTERS[drafter](plain, inputs)(model)
+        # Whatever is captured, compiled or kept for later is made in the first calls.
+        for _ in range(3):
+            model.generate(**far, **GREEDY, assistant=assistant)
+        cycle, waits = DecodingLoop._cycle, []
+
+        def watched(loop):
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                try:
+                    cycle(loop)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+            waits.append(sum("synchronizing" in str(warning.message) for warning in seen))
+
+        monkeypatch.setattr(DecodingLoop, "_cycle", watched)
+        assert torch.equal(model.generate(**far, **GREEDY, assistant=assistant), plain)
+        assert set(waits) == {1}

@@ -1,0 +1,127 @@
+"""Numbers between host and device: what arrives, in how many copies, and who waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_specdec.transfers import PendingRead, read_together, select_rows, upload, upload_together
+from tests.other_device import DEVICE, Elsewhere, move, other_device
+
+
+integers = st.integers(-(2**63), 2**63 - 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(integers, max_size=5), min_size=1, max_size=4))
+def test_tables_arrive_as_they_were(tables):
+    with other_device() as waits:
+        for device in (torch.device("cpu"), DEVICE):
+            arrived = upload_together(device, *tables)
+            assert [values.device.type for values in arrived] == [device.type] * len(tables)
+            assert [(values.inner if device == DEVICE else values).tolist() for values in arrived] == tables
+        assert waits == []
+
+
+def test_tables_begin_where_kernels_like_it():
+    with other_device():
+        parts = upload_together(DEVICE, [1, 2, 3], [4], [], [5, 6])
+    assert [part.inner.storage_offset() for part in parts] == [0, 4, 6, 6]
+    assert all(part.inner.is_contiguous() for part in parts)
+
+
+def test_no_numbers_are_integers_too():
+    assert upload([], torch.device("cpu")).dtype == torch.long
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data(), st.integers(1, 4))
+def test_one_wait_for_all_that_is_read(data, rows):
+    widths = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
+    tables = {
+        str(index): data.draw(st.lists(st.lists(integers, min_size=w, max_size=w), min_size=rows, max_size=rows))
+        for index, w in enumerate(widths)
+    }
+    done = []
+    with other_device() as waits:
+        far = {name: move(torch.tensor(table, dtype=torch.long).view(rows, -1)) for name, table in tables.items()}
+        assert read_together(far, meanwhile=lambda: done.append(len(waits))) == tables
+        assert [wait.what for wait in waits] == ["read"]
+    # In front of the wait.
+    assert done == [0]
+
+
+def test_rows_are_selected_without_waiting():
+    values = torch.arange(12).view(4, 3)
+    with other_device() as waits:
+        chosen = select_rows(move(values), [3, 0])
+        assert waits == []
+        assert chosen.inner.tolist() == [[9, 10, 11], [0, 1, 2]]
+        # As an index does.
+        move(values)[[3, 0]]
+        assert [wait.what for wait in waits] == ["blocking upload"]
+
+
+def test_pending_reads():
+    assert PendingRead(torch.tensor(True)).get()
+
+
+@pytest.mark.gpu
+def test_pending_reads_arrive():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    values = torch.arange(5, device="cuda")
+    pending = PendingRead(values * 2)
+    assert pending.get().tolist() == [0, 2, 4, 6, 8]
+
+
+class TestOtherDevice:
+    """The tool itself: what waits on a GPU is noted, what a GPU refuses is refused."""
+
+    WAITING = {
+        "item": lambda values: values[0].item(),
+        "truth": lambda values: bool((values > 1).all()),
+        "list": lambda values: values.tolist(),
+        "copy to the host": lambda values: values.cpu(),
+        "copy to the host, unfinished": lambda values: values.to("cpu", non_blocking=True),
+        "copy into a tensor of the host": lambda values: torch.zeros(3, dtype=torch.long).copy_(values),
+        "tensor from a list": lambda values: torch.tensor([1, 2], device=values.device),
+        "tensor like another": lambda values: values.new_tensor([1]),
+        "upload": lambda values: torch.ones(3).to(values.device),
+        "index from a list": lambda values: values[[0, 1]],
+        "index from the host": lambda values: values[torch.tensor([0, 1])],
+        "mask": lambda values: values[values > 1],
+        "nonzero": lambda values: values.nonzero(),
+        "repeat": lambda values: values.repeat_interleave(values),
+        "equal": lambda values: torch.equal(values, values),
+    }
+
+    @pytest.mark.parametrize("what", WAITING)
+    def test_waits(self, what):
+        with other_device() as waits:
+            self.WAITING[what](move(torch.tensor([1, 2, 3])))
+        assert len(waits) == 1
+        assert waits[0].where.startswith("tests.test_transfers:")
+
+    GOING_ON = {
+        "arithmetic": lambda values: (values + 1).cumsum(0).clamp(max=4),
+        "upload": lambda values: torch.ones(3).to(values.device, non_blocking=True),
+        "upload in place": lambda values: values.copy_(torch.ones(3), non_blocking=True),
+        "number": lambda values: values[1],
+        "fill": lambda values: values[1:].fill_(3),
+        "index": lambda values: values[values - 1],
+        "new tensors": lambda values: torch.arange(3, device=values.device) + values.new_zeros(3),
+        "mask by a number": lambda values: values.masked_fill(values > 1, 0),
+    }
+
+    @pytest.mark.parametrize("what", GOING_ON)
+    def test_does_not_wait(self, what):
+        with other_device() as waits:
+            assert isinstance(self.GOING_ON[what](move(torch.tensor([1, 2, 3]))), Elsewhere)
+        assert waits == []
+
+    def test_tensors_in_two_places(self):
+        with other_device(), pytest.raises(RuntimeError, match="on the CPU and on the other device"):
+            move(torch.ones(3)) + torch.ones(3)

@@ -15,7 +15,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from hf_specdec.decoding.graphs import CannotCaptureError, CaptureBackend, NoWaiting
+from hf_specdec.candidate_generators import denoising, dflash, eagle
+from hf_specdec.candidate_generators.slots import DraftInputs
+from hf_specdec.decoding import graphs
+from hf_specdec.decoding.graphs import CannotCaptureError, CaptureBackend, NodeInputs, NoWaiting
 
 
 class Tape(NoWaiting):
@@ -121,3 +124,33 @@ class TapeBackend(CaptureBackend):
 
     def end_call(self):
         self.calls.append("end")
+
+
+def tape_everything(monkeypatch) -> list[TapeBackend]:
+    """From now on what is captured goes onto tapes: returns the list of all backends."""
+    used: list[TapeBackend] = []
+
+    def backend(device: torch.device) -> TapeBackend:
+        used.append(TapeBackend())
+        return used[-1]
+
+    monkeypatch.setattr(graphs, "capture_backend", backend)
+    for module in (denoising, dflash, eagle):
+        # On a CPU it goes through numpy, which is not on a tape.
+        monkeypatch.setattr(module, "best_tokens", lambda scores: scores.argmax(-1))
+    return used
+
+
+def spoil_inputs(monkeypatch) -> None:
+    """From now on whatever a replay reads must have been filled for it."""
+    for inputs in (NodeInputs, DraftInputs):
+        monkeypatch.setattr(inputs, "fill", _filling_spoiled(inputs.fill))
+
+
+def _filling_spoiled(fill: Callable) -> Callable:
+    def fill_spoiled(self, *args, **kwargs) -> None:
+        for buffer in self.buffers:
+            spoil(buffer)
+        fill(self, *args, **kwargs)
+
+    return fill_spoiled

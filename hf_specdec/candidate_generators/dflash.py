@@ -3,7 +3,8 @@
 The draft reads the text through the target's hidden states alone: its keys and values for a token are made once, when
 the token is committed, and kept. A cycle puts the block behind them, the anchor and masks, and forgets it again. The
 tokens of the block are drafted as a chain, or the most probable prefixes as a tree (DDTree, arXiv:2604.12989). With
-several denoising steps the surest tokens are put in the place of their masks and the rest is predicted again.
+several denoising steps the surest tokens are put in the place of their masks and the rest is predicted again. On a GPU
+all of that is one graph; only drawn tokens are chosen outside of it, since processors of the user's come in between.
 
 Shapes: R active rows, C new tokens of the text, K drafted positions, S slots of the draft's cache, U its vocabulary,
 V that of the target.
@@ -12,7 +13,7 @@ V that of the target.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +24,13 @@ from ..errors import SpecConfigError
 from ..logits.acceptance import best_tokens
 from ..models.dflash import DFlashNetwork, check_mask_token, fitting_network, load_dflash
 from ..models.dflash_formats import BlockView
-from ..models.dflash_functional import lean_network
+from ..models.dflash_functional import FunctionalDFlash, lean_network
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 from .denoising import Denoising, keep_counts
-from .lattice import best_candidates, best_prefixes
+from .lattice import best_candidates, best_prefixes, num_prefixes, prefix_nodes
 from .options import check_draft_sample_method, check_integer
-from .slots import DraftSlots, KnownPrompt
-from .tensors import upload
+from .slots import DraftInputs, DraftSlots, Entries, KnownPrompt, begin_graphs
+from .tensors import last_of_each
 
 
 logger = logging.get_logger(__name__)
@@ -156,12 +157,18 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def num_draft_nodes(self) -> int:
         return self.tree_budget or self.num_speculative_tokens
 
+    @property
+    def most_committed(self) -> int:
+        """Most tokens of a row that a cycle leaves to be read."""
+        return self.num_speculative_tokens + 1
+
     # The text
 
     def prefill(self, prompt: Prompt) -> None:
         """Takes in the states of all tokens but the last one, which come again with the first committed token."""
         known = KnownPrompt(prompt)
-        self.text = DraftText(self.network, **known.slots(self.session.max_length, self.block_size))
+        slots = known.slots(self.session.max_length, self.block_size + self.most_committed)
+        self.text = DraftText(self.network, **slots, graphs=begin_graphs(self.network, self.config, self.session))
         for states, _, counts in known.chunks(_CHUNK_SIZE):
             self.text.extend(states, counts)
 
@@ -181,6 +188,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
             self.pending = self.pending.of_rows(keep)
 
     def close(self) -> None:
+        if self.text is not None:
+            self.text.close()
         self.text = self.pending = None
 
     # Drafting
@@ -191,64 +200,84 @@ class DFlashCandidateGenerator(CandidateGenerator):
             # There will never be room again.
             self.pending = None
             return DraftTree.empty(len(step.rows), self.session.device)
-        self._read_pending()
-        self.text.begin_block(self.block_size)
-        anchors = step.anchor_tokens.to(self.device)
-        if self.tree_budget:
-            return self._draft_tree(anchors, limits)
+        predicted = self._replay(limits)
+        if predicted is None:
+            self._read_pending()
+            self.text.begin_block(self.block_size)
+            predicted = self._predict(self.text, step.anchor_tokens.to(self.device), max(limits))
         if self.draws:
-            return self._draw_chain(anchors, step, limits)
-        tokens = self._chain(anchors, max(limits))[:, : max(limits)]
-        device = self.session.device
-        return DraftTree.chain(tokens.to(device), upload(limits, device))
+            return self._draw_chain(predicted, step, limits)
+        return self._tree(predicted, limits) if self.tree_budget else self._chain(predicted, limits)
 
-    def _logits(self, anchors: torch.LongTensor, masked: torch.LongTensor, count: int) -> torch.Tensor:
+    def _predict(self, text: DraftText, anchors: torch.LongTensor, count: int):
+        """What the block in front of which `anchors` `(R,)` stand says of its first `count` tokens.
+
+        Returns:
+            Logits `(R, count, U)` if tokens are drawn; tokens and log-probabilities of candidates for a tree, as
+            [`best_candidates`]; otherwise the tokens of a chain `(R, K)`, at least so many.
+        """
+        if self.draws:
+            return self._first_logits(text, anchors, count)
+        if self.tree_budget:
+            return best_candidates(self._first_logits(text, anchors, count), self.tree_budget, self.network.token_ids)
+        return self._chain_tokens(text, anchors, count)
+
+    def _chain(self, tokens: torch.LongTensor, limits: list[int]) -> DraftTree:
+        device = self.session.device
+        return DraftTree.chain(tokens[:, : max(limits)].to(device), limits)
+
+    def _tree(self, candidates, limits: list[int]) -> DraftTree:
+        """The most probable prefixes of the block."""
+        device = self.session.device
+        if isinstance(candidates, PrefixNodes):
+            return candidates.draft(self.tree_budget, limits, device)
+        tokens, log_probs = candidates
+        return best_prefixes(tokens.to(device), log_probs.to(device), self.tree_budget, limits)
+
+    def _logits(
+        self, text: DraftText, anchors: torch.LongTensor, masked: torch.LongTensor, count: int
+    ) -> torch.Tensor:
         """Logits `(R, count, U)` of the first positions that predict.
 
         Args:
+            text (`DraftText`): Ready for a block.
             anchors (`torch.LongTensor` of shape `(R,)`): First tokens of the blocks.
             masked (`torch.LongTensor` of shape `(R, K)`): Those behind; masks follow up to the size of a block.
             count (`int`): How many positions are wanted.
         """
         tokens = torch.cat((anchors[:, None], masked[:, : self.block_size - 1]), dim=1)
         tokens = F.pad(tokens, (0, self.block_size - tokens.shape[1]), value=self.mask_token_id)
-        output = self.network.predicting(self.text.read_block(tokens))
+        output = self.network.predicting(text.read_block(tokens))
         return self.network.logits(output[:, :count])
 
-    def _first_logits(self, anchors: torch.LongTensor, count: int) -> torch.Tensor:
-        return self._logits(anchors, anchors.new_empty((len(anchors), 0)), count)
+    def _first_logits(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.Tensor:
+        return self._logits(text, anchors, anchors.new_empty((len(anchors), 0)), count)
 
-    def _chain(self, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
+    def _chain_tokens(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
         """At least the first `count` tokens of the block, `(R, K)`."""
         network = self.network
         if network.markov_head is not None:
-            return self._corrected_chain(anchors, count)
+            return self._corrected_tokens(text, anchors, count)
         if self.num_steps > 1:
             # All of them compete for being kept.
             count = network.config.num_drafts(self.block_size)
         state = Denoising.start(len(anchors), count, self.mask_token_id, self.device)
         for keep in keep_counts(count, self.num_steps):
-            state.update(self._logits(anchors, state.inputs, count), keep, network.token_ids)
+            state.update(self._logits(text, anchors, state.inputs, count), keep, network.token_ids)
         return state.tokens
 
-    def _corrected_chain(self, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
+    def _corrected_tokens(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
         """The best tokens, each by the logits that the token before it has corrected."""
-        logits, tokens = self._first_logits(anchors, count), [anchors]
+        logits, tokens = self._first_logits(text, anchors, count), [anchors]
         for position in range(count):
             best = best_tokens(logits[:, position] + self.network.markov_head(tokens[-1]))
             tokens.append(self.network.target_ids(best))
         return torch.stack(tokens[1:], dim=1)
 
-    def _draft_tree(self, anchors: torch.LongTensor, limits: list[int]) -> DraftTree:
-        """The most probable prefixes of the block."""
-        logits, device = self._first_logits(anchors, max(limits)), self.session.device
-        tokens, log_probs = best_candidates(logits, self.tree_budget, self.network.token_ids)
-        return best_prefixes(tokens.to(device), log_probs.to(device), self.tree_budget, limits)
-
-    def _draw_chain(self, anchors: torch.LongTensor, step: DraftStep, limits: list[int]) -> DraftTree:
-        """Tokens drawn from the draft's laws, processed as the target's is."""
+    def _draw_chain(self, logits: torch.Tensor, step: DraftStep, limits: list[int]) -> DraftTree:
+        """Tokens drawn from the draft's laws `(R, K, U)`, processed as the target's is."""
         sampler, device, markov_head = self.session.sampler, self.session.device, self.network.markov_head
-        logits = self._first_logits(anchors, max(limits))
+        anchors = step.anchor_tokens.to(self.device)
         positions = [length - 1 for length in step.lengths]
         at_once = None
         if markov_head is None and not sampler.stack.reads_tokens:
@@ -265,7 +294,63 @@ class DFlashCandidateGenerator(CandidateGenerator):
             tokens, law = sampler.draw(scores, step.rows, positions, depth)
             drafted.append(tokens)
             laws.append(law)
-        return DraftTree.chain(torch.stack(drafted, dim=1), upload(limits, device), torch.stack(laws, dim=1))
+        return DraftTree.chain(torch.stack(drafted, dim=1), limits, torch.stack(laws, dim=1))
+
+    # Drafting in graphs
+
+    def _replay(self, limits: list[int]):
+        """What `_predict` returns, of the whole block, from a graph; `None` where there is none to run."""
+        new = self.pending
+        if self.text.graphs is None or new is None:
+            return None
+        kind = (self.block_size, self.num_speculative_tokens, self.num_steps, self.tree_budget, self.mask_token_id)
+        predicted = self.text.replay(
+            (*kind, self.draws),
+            Entries(new.tokens, new.hidden_states, new.counts),
+            self.most_committed,
+            self.block_size,
+            limits,
+            self._predict_statically,
+        )
+        if predicted is None:
+            return None
+        self.pending = None
+        if isinstance(predicted, PrefixNodes):
+            return predicted.of_rows(len(limits))
+        return predicted[: len(limits), : max(limits)]
+
+    def _predict_statically(self, inputs: DraftInputs, columns: int):
+        text = self.text.static(inputs, columns)
+        text.extend(inputs.states, inputs.counts)
+        text.begin_block(self.block_size)
+        anchors = last_of_each(inputs.tokens, inputs.counts)
+        predicted = self._predict(text, anchors, self.num_speculative_tokens)
+        if not self.tree_budget:
+            return predicted
+        tokens, log_probs = predicted
+        return PrefixNodes(*prefix_nodes(tokens, log_probs, self.tree_budget, inputs.limits), tokens.shape[-1])
+
+
+class PrefixNodes(NamedTuple):
+    """The most probable prefixes, made in a graph.
+
+    Attributes:
+        tokens, parents (`torch.LongTensor` of shape `(R, N)`): Of the nodes, as from [`prefix_nodes`].
+        width (`int`): C, candidates of each position.
+    """
+
+    tokens: torch.LongTensor
+    parents: torch.LongTensor
+    width: int
+
+    def of_rows(self, count: int) -> PrefixNodes:
+        return PrefixNodes(self.tokens[:count], self.parents[:count], self.width)
+
+    def draft(self, budget: int, limits: list[int], device: torch.device) -> DraftTree:
+        """Those of them that the rows have room for."""
+        counts = [num_prefixes(self.width, limit, budget) for limit in limits]
+        tokens, parents = (values[:, : max(counts)].to(device) for values in (self.tokens, self.parents))
+        return DraftTree(tokens, parents, counts)
 
 
 class DraftText(DraftSlots):
@@ -273,48 +358,50 @@ class DraftText(DraftSlots):
 
     Args:
         network (`DFlashNetwork`): The draft.
-        starts, offsets, capacity: As for [`DraftSlots`].
+        starts, offsets, capacity, options: As for [`DraftSlots`].
     """
 
-    def __init__(self, network: DFlashNetwork, starts: list[int], offsets: list[int], capacity: int):
-        super().__init__(network, starts, offsets, capacity)
-        self.network, self._lean = network, lean_network(network)
+    def __init__(self, network: DFlashNetwork, starts: list[int], offsets: list[int], capacity: int, **options):
+        super().__init__(network, starts, offsets, capacity, **options)
+        self._lean: DFlashNetwork | FunctionalDFlash = lean_network(network)
 
-    def extend(self, states: dict[Any, torch.Tensor], counts: list[int]) -> None:
+    def static(self, inputs: DraftInputs, columns: int) -> DraftText:
+        static = super().static(inputs, columns)
+        # Calls are not launched again.
+        static._lean = self.network
+        return static
+
+    def extend(self, states: dict[Any, torch.Tensor], counts: list[int] | torch.LongTensor) -> None:
         """Takes in the target's states `(R, C, th)` of the next tokens, the first `counts[r]` of each row."""
         fused = self.network.fuse(states)
-        positions = self._next_positions() + torch.arange(fused.shape[1], device=self.device)
-        self.cache.plan_write(fused.shape[1])
-        for layer, (keys, values) in enumerate(self._lean.context(fused, positions, self._bound)):
+        positions = self.rows.positions + torch.arange(fused.shape[1], device=self.device)
+        self.rows.plan_write(fused.shape[1])
+        bound = self.rows.position_bound
+        for layer, (keys, values) in enumerate(self._lean.context(fused, positions, bound)):
             self.cache.update(keys, values, layer)
-        self.cache.commit(counts)
+        self.rows.commit(counts)
 
     def begin_block(self, size: int) -> None:
         """Prepares for blocks of this size; they may be read more than once."""
         steps = torch.arange(size, device=self.device)
-        columns = self.cache.plan_write(size).columns
-        queries = self._column(self.cache.lengths) + steps
-        self._positions = self._next_positions() + steps
+        columns = self.rows.plan_write(size).columns
+        queries = self.rows.ends + steps
+        self._positions = self.rows.positions + steps
         self._masks = {view: self._mask(view, queries, columns) for view in self.network.views}
 
     def read_block(self, tokens: torch.LongTensor) -> torch.Tensor:
         """The network's output `(R, T, h)` for blocks `(R, T)`; nothing of them is kept."""
-        return self._lean(tokens, self._positions, self._masks, self.cache, self._bound)
-
-    @property
-    def _bound(self) -> int:
-        """Above all positions of the current plan."""
-        return self.cache.plan.columns + max(self.offsets)
+        return self._lean(tokens, self._positions, self._masks, self.cache, self.rows.position_bound)
 
     def _mask(self, view: BlockView, queries: torch.LongTensor, columns: int) -> torch.Tensor | None:
         """What a layer's mask adds: `(R | 1, 1, T, S)` for a block in the slots `queries` `(R | 1, T)`.
 
         Slots and positions follow each other alike, so their distances are the same.
         """
-        if view.sees_all and not any(self.starts) and len(set(self.cache.lengths)) == 1:
+        if view.sees_all and self.rows.is_uniform:
             return None
         slots = torch.arange(columns, device=self.device)
-        outside = (slots < self._column(self.starts)) | (slots > queries[:, -1:])
+        outside = (slots < self.rows.first_slots) | (slots > queries[:, -1:])
         hidden = outside[:, None] | view.hidden(queries[..., None] - slots)
         mask = torch.zeros(hidden.shape, dtype=self.network.dtype, device=self.device)
         return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[:, None]

@@ -10,6 +10,7 @@ Shapes: R rows that are drafted for, B active rows of the loop, T tokens fed, V 
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,15 +29,13 @@ from ..logits.processors import ProcessorStack
 from ..logits.sampling import DraftSampler
 from ..models.draft_model import Vocabularies, checkpoint_location, load_draft_model, match_vocabularies
 from ..models.settings import is_number
+from ..transfers import PendingRead, upload
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 from .options import check_draft_sample_method
 from .tensors import last_of_each
 
 
 logger = logging.get_logger(__name__)
-
-# On a GPU, asking whether all rows have stopped drafting waits for it: only every so many tokens.
-_TOKENS_PER_STOP_CHECK = 4
 
 
 @dataclass(frozen=True)
@@ -133,6 +132,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         super().__init__(config, resources, session)
         model = resources.model
         self.device = model.device
+        self._tokens_ahead = 0 if session.device.type == "cpu" else 1
         self.vocabularies = resources.vocabularies
         # The stock protocol has no sampler; it verifies drafts as point masses.
         self.sampler = session.sampler or _plain_sampler(self.vocabularies.target_size)
@@ -159,7 +159,10 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         if not self.rows:
             return
         self.model.cache.capacity = length + min(self.session.max_length - length, 1024) + 1
-        self.model.use_graphs(call_graphs(self.model.model, enforce_eager=self.config.enforce_eager))
+        graphs = call_graphs(self.model.model, enforce_eager=self.config.enforce_eager)
+        self.model.use_graphs(graphs)
+        if graphs is not None:
+            self.session.draft_graphs.append(graphs)
         tokens = prompt.input_ids[self.rows] if len(self.rows) < len(fits) else prompt.input_ids
         self.model.prefill(self._readable(tokens), [prompt.starts[row] for row in self.rows])
         self.pending = [[] for _ in self.rows]
@@ -225,10 +228,15 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             self.rows = []
 
     def _draft(self, anchor_positions: list[int], depths: list[int]):
-        """Draft tokens `(R, K)`, how many of them count in each row `(R,)`, and their laws `(R, K, V)` if drawn."""
-        limits = torch.tensor(depths, device=self.session.device)
-        counts = limits
+        """Draft tokens `(R, K)`, how many of them count in each row `(R,)`, and their laws `(R, K, V)` if drawn.
+
+        Waits for the device where rows may stop before their limits, for nothing else.
+        """
+        stops = self.options.confidence_threshold > 0
+        # The host knows the limits; where rows stop by themselves, the device does.
+        counts = upload(depths, self.session.device) if stops else depths
         drafted, laws = [], []
+        have_stopped: deque[PendingRead] = deque()
         logits = self._feed_pending()
         for depth in range(max(depths)):
             scores = self.sampler.scores(logits.to(self.session.device), self.rows, drafted)
@@ -238,9 +246,11 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             else:
                 tokens = best_tokens(scores)
             drafted.append(tokens)
-            if self.options.confidence_threshold > 0:
+            if stops:
                 counts = self._stop_doubtful(counts, scores, tokens, depth + 1)
-                if self._all_stopped(counts, depth + 1):
+                have_stopped.append(PendingRead((counts <= depth + 1).all()))
+                # A GPU is asked about the token before, so that it always has one more to work on.
+                if len(have_stopped) > self._tokens_ahead and have_stopped.popleft().get():
                     break
             if depth + 1 < max(depths):
                 logits = self._feed(self._readable(tokens)[:, None])
@@ -253,17 +263,12 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         doubtful = confidence < self.options.confidence_threshold
         return torch.where(doubtful, counts.clamp(max=drafted), counts)
 
-    def _all_stopped(self, counts: torch.Tensor, drafted: int) -> bool:
-        if counts.device.type != "cpu" and drafted % _TOKENS_PER_STOP_CHECK:
-            return False
-        return bool((counts <= drafted).all())
-
     def _feed_pending(self) -> torch.Tensor:
         """Feeds what the target has committed since the last cycle; logits `(R, W)` behind each row's anchor."""
         counts = list(map(len, self.pending))
         width = max(counts)
         # Shorter rows are padded on the right: those slots lie behind the row and are written again.
-        tokens = torch.tensor([row + row[-1:] * (width - len(row)) for row in self.pending], device=self.device)
+        tokens = upload([row + row[-1:] * (width - len(row)) for row in self.pending], self.device)
         output = self.model.forward(self._readable(tokens), chain_topology(width - 1, self.device))
         self.model.commit(counts)
         if self.model.recurrent is not None:
@@ -289,12 +294,17 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         """The drafts in the loop's order of rows; rows that are not drafted for get none."""
         if order == list(range(len(step.rows))):
             return DraftTree.chain(tokens, counts, probs)
-        index = torch.tensor(order, device=tokens.device)
+        index = upload(order, tokens.device)
 
         def spread(values: torch.Tensor) -> torch.Tensor:
             return values.new_zeros((len(step.rows), *values.shape[1:])).index_copy_(0, index, values)
 
-        return DraftTree.chain(spread(tokens), spread(counts), None if probs is None else spread(probs))
+        if isinstance(counts, list):
+            known = dict(zip(order, counts))
+            counts = [known.get(index, 0) for index in range(len(step.rows))]
+        else:
+            counts = spread(counts)
+        return DraftTree.chain(spread(tokens), counts, None if probs is None else spread(probs))
 
     def keep_rows(self, keep: list[int]) -> None:
         """Nothing yet: the next `propose` names the rows that are left."""

@@ -8,6 +8,9 @@ The draft reads entries, each a token and the state that the token before it lef
 are kept; those of drafted nodes, which have the draft's own states, are forgotten at the end of the cycle. The last
 kept entry is the anchor's, and its logits propose the first drafted tokens.
 
+On a GPU a cycle is one graph, which reads what was committed and grows the whole draft. Of drawn chains each token is
+one, since processors of the user's come in between.
+
 Shapes: R active rows, T entries, F nodes of a level that are read, W candidates of each, C candidates of a whole tree,
 S slots of the draft's cache, h hidden size of the draft, U its vocabulary.
 """
@@ -15,12 +18,16 @@ S slots of the draft's cache, h hidden size of the draft, U its vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from ..decoding.graphs import padded_size
 from ..decoding.masks import FULL
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
@@ -29,10 +36,11 @@ from ..models.eagle import EagleNetwork, fitting_network, load_eagle
 from ..models.lean import lean_forward
 from ..models.settings import is_int, is_number
 from ..token_trees import TokenTree
+from ..transfers import select_rows, upload
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 from .options import check_draft_sample_method, check_integer
-from .slots import DraftSlots, KnownPrompt
-from .tensors import last_of_each, upload
+from .slots import DraftInputs, DraftSlots, Entries, KnownPrompt, begin_graphs
+from .tensors import last_of_each
 
 
 # Draft tokens of the default chain.
@@ -227,56 +235,74 @@ class EagleCandidateGenerator(CandidateGenerator):
 
         There is an entry where the state of a token and the next token are known.
         """
-        known = KnownPrompt(prompt)
-        self.entries = self.make_entries(**known.slots(self.session.max_length, self.num_reads))
+        known, network = KnownPrompt(prompt), self.network
+        slots = known.slots(self.session.max_length, self.num_reads + self.most_committed)
+        self.entries = self.make_entries(**slots, graphs=begin_graphs(network, self.config, self.session))
         for states, tokens, counts in known.chunks(_CHUNK_SIZE):
-            self.entries.read(tokens, self.network.fuse(states), counts)
+            new = self.entries.gather(Entries(tokens, states, counts))
+            self.entries.read(new.tokens, network.fuse(new.states), new.counts)
 
     def observe(self, commit: Commit) -> None:
         """Keeps what was committed; the next draft reads it, so that a call that ends here pays nothing."""
         self._read_pending()
         self.pending = commit
 
-    def _read_pending(self) -> None:
+    def _take_pending(self) -> Entries | None:
+        """What is still to be read."""
         new, self.pending = self.pending, None
-        if new is None:
-            return
-        counts = new.counts
-        hidden, output = self.entries.read(new.tokens, self.network.fuse(new.hidden_states), counts)
-        self.hidden = last_of_each(hidden, counts)
-        self.logits = self.network.logits(last_of_each(output, counts))
+        return None if new is None else self.entries.gather(Entries(new.tokens, new.hidden_states, new.counts))
+
+    def _read_pending(self) -> None:
+        self._read_new(self._take_pending())
+
+    def _read_new(self, new: Entries | None) -> None:
+        if new is not None:
+            self.hidden, self.logits = self._read(self.entries, new)
+
+    def _read(self, entries: DraftEntries, new: Entries) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the last entry of each row hands on `(R, h)`, and the logits behind it `(R, U)`."""
+        hidden = new.states[_OWN] if _OWN in new.states else self.network.fuse(new.states)
+        hidden, output = entries.read(new.tokens, hidden, new.counts)
+        return last_of_each(hidden, new.counts), self.network.logits(last_of_each(output, new.counts))
 
     def keep_rows(self, keep: list[int]) -> None:
         self.entries.keep_rows(keep)
         if self.pending is not None:
             self.pending = self.pending.of_rows(keep)
         if self.hidden is not None:
-            self.hidden, self.logits = self.hidden[keep], self.logits[keep]
+            self.hidden, self.logits = select_rows(self.hidden, keep), select_rows(self.logits, keep)
 
     def close(self) -> None:
+        if self.entries is not None:
+            self.entries.close()
         self.entries = self.pending = self.hidden = self.logits = None
 
     # Drafting
 
     def propose(self, step: DraftStep) -> DraftTree:
-        limits = self.draft_depths(step)
-        if max(limits) <= 0:
+        limits = RowLimits(self.draft_depths(step), self.threshold)
+        if limits.deepest <= 0:
             # There will never be room again.
             self.pending = None
             return DraftTree.empty(len(step.rows), self.session.device)
-        self._read_pending()
-        self.entries.begin_draft(self.num_reads)
+        new = self._take_pending()
         if self.draws:
-            return self._draw_chain(step, limits)
-        return self._draft_dynamic(limits) if isinstance(self.plan, DynamicTree) else self._draft_static(limits)
+            return self._draw_chain(new, step, limits)
+        return self._replay_draft(new, limits) or self._draft(new, limits)
 
-    def _draw_chain(self, step: DraftStep, limits: list[int]) -> DraftTree:
+    def _draft(self, new: Entries | None, limits: RowLimits) -> DraftTree:
+        self._read_new(new)
+        self.entries.begin_draft(self.num_reads)
+        grown = self._grow(self.entries, self.hidden, self.logits, limits)
+        return self._tree(grown, limits.depths)
+
+    def _draw_chain(self, new: Entries | None, step: DraftStep, limits: RowLimits) -> DraftTree:
         """Tokens drawn from the draft's law, processed as the target's is."""
         sampler, device = self.session.sampler, self.session.device
-        hidden, logits = self.hidden[:, None], self.logits
-        chances = hidden.new_zeros((len(limits), 1), dtype=torch.float32)
+        read = self._begin_chain(new)
+        hidden, logits, lengths = self.hidden, self.logits, self.entries.cache.lengths
+        chances = hidden.new_zeros((len(step.rows), 1), dtype=torch.float32)
         positions = [length - 1 for length in step.lengths]
-        parent = torch.zeros(1, dtype=torch.long, device=self.device)
         drafted, laws = [], []
         while True:
             scores = sampler.scores(self.network.target_logits(logits).to(device), step.rows, drafted)
@@ -284,59 +310,93 @@ class EagleCandidateGenerator(CandidateGenerator):
             drafted.append(tokens)
             laws.append(law)
             chances = chances + law.gather(1, tokens[:, None]).log().to(self.device)
-            limits = self._without_doubtful(limits, chances, len(drafted))
-            if len(drafted) == max(limits):
+            limits.end_doubtful(chances, len(drafted))
+            if len(drafted) == limits.deepest:
                 break
-            hidden, output = self.entries.read_nodes(tokens[:, None], hidden, parent)
-            logits = self.network.logits(output)[:, 0]
-        counts = upload(limits, device)
-        return DraftTree.chain(torch.stack(drafted, dim=1), counts, torch.stack(laws, dim=1))
+            hidden, logits = read(tokens, hidden)
+        self.entries.cache.lengths = lengths
+        return DraftTree.chain(torch.stack(drafted, dim=1), limits.depths, torch.stack(laws, dim=1))
 
-    def _draft_static(self, limits: list[int]) -> DraftTree:
+    def _begin_chain(self, new: Entries | None) -> Callable:
+        """Reads new entries. Returns what reads the next token of a chain.
+
+        It takes tokens `(R,)` and what the entries before them have handed on `(R, h)`, and returns what they hand on
+        themselves and the logits behind them `(R, U)`.
+        """
+        entries = self.entries
+        if entries.graphs is None or not entries.reads_chains:
+            self._read_new(new)
+            entries.begin_draft(self.num_reads)
+            parent = torch.zeros(1, dtype=torch.long, device=self.device)
+
+            def read(tokens: torch.LongTensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                hidden, output = entries.read_nodes(tokens[:, None], hidden[:, None], parent)
+                return hidden[:, 0], self.network.logits(output)[:, 0]
+
+            return read
+        if new is not None:
+            self.hidden, self.logits = self._replay_read(new, self.most_committed)
+        return lambda tokens, hidden: self._replay_read(
+            Entries(tokens[:, None], {_OWN: hidden[:, None]}, [1] * len(tokens)), 1
+        )
+
+    def _grow(self, entries: DraftEntries, hidden, logits, limits: RowLimits | StaticLimits) -> Grown:
+        """The draft behind the last entries.
+
+        Args:
+            entries (`DraftEntries`): Ready for a draft.
+            hidden (`torch.Tensor` of shape `(R, h)`): What the last entries hand on.
+            logits (`torch.Tensor` of shape `(R, U)`): Behind them.
+            limits (`RowLimits` or `StaticLimits`): How deep each row is drafted.
+        """
+        grow = self._grow_dynamic if isinstance(self.plan, DynamicTree) else self._grow_static
+        return grow(entries, hidden[:, None], logits[:, None], limits)
+
+    def _grow_static(self, entries, hidden, logits, limits) -> Grown:
         """The candidates of the given ranks; only nodes that have children are read."""
-        hidden, logits = self.hidden[:, None], self.logits[:, None]
         chances = hidden.new_zeros(hidden.shape[:2], dtype=torch.float32) if self.threshold else None
         drafted = []
-        for depth, level in enumerate(self.plan.up_to(max(limits)).levels(self.device), start=1):
+        for depth, level in enumerate(self.plan.up_to(limits.deepest).levels(self.device), start=1):
             tokens, chances = self._candidates(logits, level.width, chances)
             drafted.append(tokens[:, level.picks])
-            if depth < max(limits) and chances is not None:
+            if depth < limits.deepest and chances is not None:
                 chances = chances[:, level.read_picks]
-                limits = self._without_doubtful(limits, chances, depth)
-            if depth == max(limits):
+                limits.end_doubtful(chances, depth)
+            if depth == limits.deepest:
                 break
             parents = level.read_parents
-            hidden, output = self.entries.read_nodes(tokens[:, level.read_picks], _of(hidden, parents), parents)
+            hidden, output = entries.read_nodes(tokens[:, level.read_picks], _of(hidden, parents), parents)
             logits = self.network.logits(output)
-        return self.plan.up_to(max(limits)).draft(torch.cat(drafted, dim=1).to(self.session.device), limits)
+        return Grown(torch.cat(drafted, dim=1))
 
-    def _draft_dynamic(self, limits: list[int]) -> DraftTree:
+    def _grow_dynamic(self, entries, hidden, logits, limits) -> Grown:
         """Level by level the best nodes are continued, and the best of all that were looked at are drafted."""
         width = self.plan.top_k
-        hidden, logits = self.hidden[:, None], self.logits[:, None]
         chances = hidden.new_zeros(hidden.shape[:2], dtype=torch.float32)
         # The anchor, and the nodes that were read, each with its place among the candidates.
         read = [torch.full_like(chances, -1, dtype=torch.long)]
         grown: list[tuple[torch.Tensor, torch.Tensor]] = []
-        sizes = [0]  # candidates of the first levels together
+        sizes = [0]
         while True:
             tokens, chances = self._candidates(logits, width, chances)
             grown.append((tokens, chances))
             sizes.append(sizes[-1] + tokens.shape[1])
             # Stable: of equally probable nodes the first one counts, so that a parent comes before its child.
             chances, order = chances.sort(dim=1, descending=True, stable=True)
-            if len(grown) < max(limits):
-                limits = self._without_doubtful(limits, chances, len(grown))
-            count = self._num_fruitful(grown, chances[:, :width]) if len(grown) < max(limits) else 0
+            if len(grown) < limits.deepest:
+                limits.end_doubtful(chances, len(grown))
+            if len(grown) == limits.deepest:
+                break
+            count = width if entries.rows.is_static else self._num_fruitful(grown, chances[:, :width])
             if not count:
                 break
             best, chances = order[:, :count], chances[:, :count]
             parents = best // width
             read.append(best + sizes[-2])
-            hidden, output = self.entries.read_nodes(tokens.gather(1, best), _of(hidden, parents), parents)
+            hidden, output = entries.read_nodes(tokens.gather(1, best), _of(hidden, parents), parents)
             logits = self.network.logits(output)
-        found = (torch.cat(parts, dim=1).to(self.session.device) for parts in (*zip(*grown), read))
-        return self._best_nodes(*found, [sizes[min(limit, len(grown))] for limit in limits])
+        tokens, chances, read = (torch.cat(parts, dim=1) for parts in (*zip(*grown), read))
+        return self._best_nodes(tokens, limits.within(chances, sizes), read, sizes)
 
     def _num_fruitful(self, grown: list[tuple[torch.Tensor, torch.Tensor]], chances: torch.Tensor) -> int:
         """How many of the nodes that could be continued next are; what is drafted does not depend on it.
@@ -356,28 +416,37 @@ class EagleCandidateGenerator(CandidateGenerator):
         least = found.topk(places, dim=1).values[:, -1:]
         return int((chances >= least).sum(1).max())
 
-    def _best_nodes(self, tokens, chances, read, sizes: list[int]) -> DraftTree:
-        """Drafts the most probable candidates of each row.
+    def _best_nodes(self, tokens, chances, read, sizes: list[int]) -> Grown:
+        """The most probable candidates of each row.
 
         Args:
             tokens (`torch.LongTensor` of shape `(R, C)`): The candidates, level by level.
-            chances (`torch.FloatTensor` of shape `(R, C)`): Log-probability of the path to each.
+            chances (`torch.FloatTensor` of shape `(R, C)`): Log-probability of the path to each, -inf where the row
+                has no room for it.
             read (`torch.LongTensor` of shape `(R, C / W)`): What they continue, W candidates after the other: places
                 among the candidates, -1 for the anchor.
-            sizes (`list[int]`): How many of the candidates each row has room for.
+            sizes (`list[int]`): Candidates of the first 0, 1, ... levels together.
         """
-        device = tokens.device
-        if min(sizes) < max(sizes):
-            outside = torch.arange(tokens.shape[1], device=device) >= upload(sizes, device)[:, None]
-            chances = chances.masked_fill(outside, -math.inf)
-        counts = [min(size, self.plan.total_tokens - 1) for size in sizes]
+        count = min(sizes[-1], self.plan.total_tokens - 1)
         order = chances.sort(dim=1, descending=True, stable=True).indices
-        chosen = order[:, : max(counts)].sort(dim=1).values
+        chosen = order[:, :count].sort(dim=1).values
         # Where each candidate has gone; entry 0 is the anchor.
-        places = tokens.new_full((len(sizes), tokens.shape[1] + 1), -1)
-        places.scatter_(1, chosen + 1, torch.arange(max(counts), device=device).expand_as(chosen))
+        places = tokens.new_full((len(tokens), tokens.shape[1] + 1), -1)
+        places.scatter_(1, chosen + 1, torch.arange(count, device=tokens.device).expand_as(chosen))
         parents = places.gather(1, read.gather(1, chosen // self.plan.top_k) + 1)
-        return DraftTree(tokens.gather(1, chosen), parents, upload(counts, device))
+        return Grown(tokens.gather(1, chosen), parents, sizes)
+
+    def _tree(self, grown: Grown, limits: list[int]) -> DraftTree:
+        """What was grown, as far as each row may draft."""
+        device = self.session.device
+        tokens, parents, sizes = grown
+        if sizes is None:
+            plan = self.plan.up_to(max(limits))
+            return plan.draft(tokens[:, : len(plan)].to(device), limits)
+        deepest = len(sizes) - 1
+        counts = [min(sizes[min(limit, deepest)], self.plan.total_tokens - 1) for limit in limits]
+        tokens, parents = (values[:, : max(counts)].to(device) for values in (tokens, parents))
+        return DraftTree(tokens, parents, counts)
 
     def _candidates(self, logits: torch.Tensor, width: int, chances: torch.Tensor | None):
         """The best continuations of each node.
@@ -398,17 +467,147 @@ class EagleCandidateGenerator(CandidateGenerator):
         tokens = self.network.target_ids(best.indices).flatten(1)
         return tokens, None if chances is None else (chances[..., None] + best.values).flatten(1)
 
-    def _without_doubtful(self, limits: list[int], chances: torch.FloatTensor, depth: int) -> list[int]:
-        """The limits of the rows, cut to `depth` where no node that would be continued is likely enough.
+    # Drafting in graphs
+
+    def _replay_read(self, new: Entries, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `_read` returns, from a graph if there is one."""
+        output = self.entries.replay(("read",), new, width, self.num_reads, new.counts, self._read_statically)
+        if output is None:
+            return self._read(self.entries, new)
+        hidden, logits = output
+        return hidden[: len(new.tokens)], logits[: len(new.tokens)]
+
+    def _read_statically(self, inputs: DraftInputs, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._read(self.entries.static(inputs, columns), inputs)
+
+    def _replay_draft(self, new: Entries | None, limits: RowLimits) -> DraftTree | None:
+        """The cycle as one graph.
+
+        The graph drafts as deep as its size is, and what is deeper than a row's limit is cut off. Only a threshold
+        lets the host wait for it, to learn how much has to be verified.
+        """
+        if self.entries.graphs is None or new is None:
+            return None
+        depth, num_rows = self.static_depth(limits.deepest), len(limits.depths)
+        output = self.entries.replay(
+            (self.plan, depth, self.threshold),
+            new,
+            self.most_committed,
+            self.num_reads,
+            limits.depths,
+            partial(self._draft_statically, depth),
+            None if isinstance(self.plan, DynamicTree) else self.plan.up_to(depth).levels(self.device),
+        )
+        if output is None:
+            return None
+        self.hidden, self.logits, grown, depths = output
+        self.hidden, self.logits = self.hidden[:num_rows], self.logits[:num_rows]
+        depths = depths[:num_rows].tolist() if self.threshold else limits.depths
+        return self._tree(grown.of_rows(num_rows), depths)
+
+    def _draft_statically(self, depth: int, inputs: DraftInputs, columns: int):
+        entries, limits = self.entries.static(inputs, columns), StaticLimits(inputs.limits, depth, self.threshold)
+        hidden, logits = self._read(entries, inputs)
+        entries.begin_draft(self.num_reads)
+        return hidden, logits, self._grow(entries, hidden, logits, limits), limits.depths
+
+    def static_depth(self, deepest: int) -> int:
+        """How deep a graph drafts that serves limits of up to `deepest`."""
+        return min(padded_size(deepest), self.plan.max_depth)
+
+    @property
+    def most_committed(self) -> int:
+        """Most entries of a row that a cycle leaves to be read."""
+        return self.plan.max_depth + 1
+
+
+# The key of what the draft itself has handed on, in the place of the target's states.
+_OWN = "own"
+
+
+class Grown(NamedTuple):
+    """A draft as deep as it was grown; rows may have room for less.
+
+    Attributes:
+        tokens (`torch.LongTensor` of shape `(R, N)`): Its nodes' tokens.
+        parents (`torch.LongTensor` of shape `(R, N)`, *optional*): Their parents, of a dynamic tree.
+        sizes (`list[int]`, *optional*): How many nodes of it are at most 0, 1, ... deep, if so many are drafted.
+    """
+
+    tokens: torch.LongTensor
+    parents: torch.LongTensor | None = None
+    sizes: list[int] | None = None
+
+    def of_rows(self, count: int) -> Grown:
+        return Grown(self.tokens[:count], None if self.parents is None else self.parents[:count], self.sizes)
+
+
+class RowLimits:
+    """How deep each row is drafted.
+
+    Args:
+        depths (`list[int]`): At most so deep.
+        threshold (`float`): Probability that a node must exceed to be continued; 0 for any.
+    """
+
+    def __init__(self, depths: list[int], threshold: float):
+        self.depths, self.threshold = depths, threshold
+
+    @property
+    def deepest(self) -> int:
+        return max(self.depths)
+
+    def end_doubtful(self, chances: torch.FloatTensor, depth: int) -> None:
+        """Ends rows at `depth` where no node that would be continued is likely enough.
 
         Args:
             chances (`torch.FloatTensor` of shape `(R, F)`): Log-probability of the path to each of these nodes.
         """
         if not self.threshold:
-            return limits
+            return
         # Waits for the device: what is not continued need not be launched.
         likely = (chances.amax(1) > math.log(self.threshold)).tolist()
-        return [limit if is_likely else min(limit, depth) for limit, is_likely in zip(limits, likely)]
+        self.depths = [limit if is_likely else min(limit, depth) for limit, is_likely in zip(self.depths, likely)]
+
+    def within(self, chances: torch.FloatTensor, sizes: list[int]) -> torch.FloatTensor:
+        """The log-probabilities `(R, C)` of candidates, -inf for those that are too deep for their row.
+
+        Args:
+            sizes (`list[int]`): Candidates of the first 0, 1, ... levels together.
+        """
+        ends = [sizes[min(depth, len(sizes) - 1)] for depth in self.depths]
+        if min(ends) == max(ends):
+            return chances
+        return _cut(chances, upload(ends, chances.device))
+
+
+class StaticLimits:
+    """The same for a capture, in a tensor; the draft is as deep as the graph, whatever the rows' limits are.
+
+    Args:
+        depths (`torch.LongTensor` of shape `(R,)`): At most so deep.
+        deepest (`int`): The depth of the graph.
+        threshold (`float`): As for [`RowLimits`].
+    """
+
+    def __init__(self, depths: torch.LongTensor, deepest: int, threshold: float):
+        self.depths, self.deepest, self.threshold = depths, deepest, threshold
+
+    def end_doubtful(self, chances: torch.FloatTensor, depth: int) -> None:
+        if self.threshold:
+            likely = chances.amax(1) > math.log(self.threshold)
+            self.depths = torch.where(likely, self.depths, self.depths.clamp(max=depth))
+
+    def within(self, chances: torch.FloatTensor, sizes: list[int]) -> torch.FloatTensor:
+        ends = torch.zeros_like(self.depths)
+        for depth, (before, size) in enumerate(pairwise(sizes), start=1):
+            ends = ends + (size - before) * (self.depths >= depth)
+        return _cut(chances, ends)
+
+
+def _cut(chances: torch.FloatTensor, ends: torch.LongTensor) -> torch.FloatTensor:
+    places = torch.arange(chances.shape[1], device=chances.device)
+    return chances.masked_fill(places >= ends[:, None], -math.inf)
 
 
 class DraftEntries(DraftSlots):
@@ -416,20 +615,32 @@ class DraftEntries(DraftSlots):
 
     Args:
         network (`EagleNetwork`): The draft.
-        starts, offsets, capacity: As for [`DraftSlots`].
+        starts, offsets, capacity, options: As for [`DraftSlots`].
 
     Attributes:
         num_read (`int`): Nodes of the current draft that have been read.
+        reads_chains (`bool`): The nodes of a chain may be read as entries that are taken back later.
     """
 
     num_read = 0
+    reads_chains = True
 
-    def __init__(self, network: EagleNetwork, starts: list[int], offsets: list[int], capacity: int):
-        super().__init__(network, starts, offsets, capacity)
+    def __init__(self, network: EagleNetwork, starts: list[int], offsets: list[int], capacity: int, **options):
+        super().__init__(network, starts, offsets, capacity, **options)
         self.dtype, self.span = network.dtype, network.span
         self._forward = lean_forward(network, max(offsets))
 
-    def read(self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: list[int]):
+    def static(self, inputs: DraftInputs, columns: int) -> DraftEntries:
+        static = super().static(inputs, columns)
+        # Calls are not launched again, and the lean forward has a table that ends with this call.
+        static._forward = self.network
+        return static
+
+    def gather(self, new: Entries) -> Entries:
+        """What has to be read when there are new entries: these."""
+        return new
+
+    def read(self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: list[int] | torch.LongTensor):
         """Reads entries behind those of each row and keeps the first `counts[r]` of them.
 
         Args:
@@ -440,22 +651,21 @@ class DraftEntries(DraftSlots):
             Both outputs of the network, of shape `(R, T, h)`.
         """
         count = tokens.shape[1]
-        plan = self.cache.plan_write(count)
-        mask = self._mask_behind(self.cache.lengths, count, plan.columns)
-        positions = self._next_positions() + torch.arange(count, device=self.device)
+        plan = self.rows.plan_write(count)
+        mask = self._mask_behind(count, plan.columns)
+        positions = self.rows.positions + torch.arange(count, device=self.device)
         outputs = self._forward(tokens.to(self.device), hidden, positions, mask, self.cache)
-        self.cache.commit(counts)
+        self.rows.commit(counts)
         return outputs
 
     def begin_draft(self, num_nodes: int) -> None:
         """Prepares for a draft of which at most `num_nodes` nodes are read."""
-        ends = self._column(self.cache.lengths)
-        columns = max(self.cache.lengths) + num_nodes
+        ends, columns = self.rows.ends, self.rows.columns(num_nodes)
         # A node sees what its parent sees, and itself. At first, that is what the last entry of each row sees.
-        self._mask = self._mask_behind([length - 1 for length in self.cache.lengths], 1, columns)[:, 0]
+        self._mask = self._mask_behind(1, columns, back=1)[:, 0]
         self._slots = ends + torch.arange(num_nodes, device=self.device)
         self._keys = torch.arange(columns, device=self.device).expand(len(ends), -1)
-        self._ends, self._positions = ends, self._next_positions()
+        self._ends, self._positions = ends, self.rows.positions
         self._depth = self.num_read = 0
 
     def read_nodes(self, tokens: torch.LongTensor, hidden: torch.Tensor, parents: torch.LongTensor):
@@ -471,7 +681,7 @@ class DraftEntries(DraftSlots):
             Both outputs of the network, of shape `(R, F, h)`.
         """
         first, self.num_read = self.num_read, self.num_read + tokens.shape[1]
-        plan = self.cache.plan_write(tokens.shape[1], ahead=first)
+        plan = self.rows.plan_write(tokens.shape[1], ahead=first)
         self._mask = _of(self._mask, parents)
         slots = self._slots[:, first : self.num_read]
         self._mask.scatter_(2, slots[..., None].expand(len(self._mask), -1, 1), 0.0)
@@ -488,18 +698,18 @@ class DraftEntries(DraftSlots):
         hidden = self.span.hidden(query, self._keys)
         self._mask.masked_fill_(hidden[:, None], torch.finfo(self._mask.dtype).min)
 
-    def _mask_behind(self, lengths: list[int], count: int, columns: int) -> torch.Tensor:
-        """Additive mask `(R | 1, 1, count, columns)` of the entries in the next `count` slots behind these lengths."""
+    def _mask_behind(self, count: int, columns: int, back: int = 0) -> torch.Tensor:
+        """Additive mask `(R | 1, 1, count, columns)` of entries in `count` slots from `back` before each row's end"""
         lowest = torch.finfo(self.dtype).min
         mask = torch.zeros((1, 1, count, columns), dtype=self.dtype, device=self.device)
-        first = lengths[0]
-        if self.span == FULL and not any(self.starts) and lengths.count(first) == len(lengths):
+        if self.span == FULL and self.rows.is_uniform:
+            first = self.cache.lengths[0] - back
             mask[..., first:] = torch.full_like(mask[..., first:], lowest).triu_(1)
             return mask
-        own = self._column(lengths)[..., None] + torch.arange(count, device=self.device)[:, None]
+        own = (self.rows.ends - back)[..., None] + torch.arange(count, device=self.device)[:, None]
         slots = torch.arange(columns, device=self.device)
         # Padding sees itself: something without any weight would be no number.
-        hidden = (slots > own) | ((slots < self._column(self.starts)[..., None]) & (slots != own))
+        hidden = (slots > own) | ((slots < self.rows.first_slots[..., None]) & (slots != own))
         distant = self.span.hidden(own, slots)
         return torch.where(hidden if distant is None else hidden | distant, lowest, mask[0])[:, None]
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 
 from ..drafts import DraftTree
+from ..transfers import upload
 from .denoising import confidences
-from .tensors import upload
 
 
 # Devices whose kernels are dearer than a heap on the host.
@@ -72,7 +72,9 @@ def best_prefixes(
     log_probs = log_probs.nan_to_num(nan=_IMPOSSIBLE, neginf=_IMPOSSIBLE)
     if tokens.device.type in _HOST_DEVICES:
         return _from_heaps(tokens, log_probs, budget, limits)
-    return _from_levels(tokens, log_probs, budget, limits)
+    drafted, parents = _from_levels(tokens, log_probs, budget, upload(limits, tokens.device))
+    counts = [num_prefixes(width, limit, budget) for limit in limits]
+    return DraftTree(drafted[:, : max(counts)], parents[:, : max(counts)], counts)
 
 
 def _from_heaps(
@@ -104,9 +106,25 @@ def _pop_best(
     return drafted, parents
 
 
+def prefix_nodes(
+    tokens: torch.LongTensor, log_probs: torch.FloatTensor, budget: int, limits: torch.LongTensor
+) -> tuple[torch.LongTensor, torch.LongTensor]:
+    """The same by operations of fixed shapes alone, as graphs need them.
+
+    Args:
+        tokens, log_probs, budget: As for [`best_prefixes`].
+        limits (`torch.LongTensor` of shape `(R,)`): How deep each row may draft.
+
+    Returns:
+        `tuple`: The nodes' tokens and parents `(R, N)`. Of these the first `num_prefixes` of a row count.
+    """
+    log_probs = log_probs.nan_to_num(nan=_IMPOSSIBLE, neginf=_IMPOSSIBLE)
+    return _from_levels(tokens, log_probs, budget, limits)
+
+
 def _from_levels(
-    tokens: torch.LongTensor, log_probs: torch.FloatTensor, budget: int, limits: Sequence[int]
-) -> DraftTree:
+    tokens: torch.LongTensor, log_probs: torch.FloatTensor, budget: int, limits: torch.LongTensor
+) -> tuple[torch.LongTensor, torch.LongTensor]:
     """All rows at once, one position after the other.
 
     The best prefixes of the first positions are kept in a list, in the order of their ranks: a prefix, then at once
@@ -115,8 +133,7 @@ def _from_levels(
     """
     device = tokens.device
     depth, width = log_probs.shape[1:]
-    counts = [_num_prefixes(width, limit, budget) for limit in limits]
-    too_deep = torch.arange(depth, device=device) >= upload(limits, device)[:, None]
+    too_deep = torch.arange(depth, device=device) >= limits[:, None]
     log_probs = log_probs.double().masked_fill(too_deep[..., None], -math.inf)
 
     # Cells number the candidates, position by position from 1 on; 0 is the anchor.
@@ -132,12 +149,11 @@ def _from_levels(
 
     parents = _preorder_parents(_depths(cells, width))
     # From the order of the ranks to that of the probabilities, without the anchor.
-    order = _descending(totals[:, 1:])[:, : max(counts)] + 1
+    order = _descending(totals[:, 1:])[:, : num_prefixes(width, depth, budget)] + 1
     nodes = torch.arange(order.shape[1], device=device).expand_as(order)
     places = torch.full_like(cells, -1).scatter_(1, order, nodes)
     parents = places.gather(1, parents.gather(1, order))
-    drafted = tokens.flatten(1).gather(1, cells.gather(1, order) - 1)
-    return DraftTree(drafted, parents, upload(counts, device))
+    return tokens.flatten(1).gather(1, cells.gather(1, order) - 1), parents
 
 
 def _descending(values: torch.Tensor) -> torch.LongTensor:
@@ -157,7 +173,7 @@ def _preorder_parents(depths: torch.LongTensor) -> torch.LongTensor:
     return torch.where(is_above, indices, 0).amax(-1)
 
 
-def _num_prefixes(width: int, depth: int, budget: int) -> int:
+def num_prefixes(width: int, depth: int, budget: int) -> int:
     """How many of the prefixes of up to `depth` positions fit into the budget."""
     total, level = 0, 1
     for _ in range(depth):

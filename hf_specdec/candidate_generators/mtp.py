@@ -15,7 +15,6 @@ Shapes: R active rows, T entries, W entries of the window that is read again, h 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,9 +26,11 @@ from ..hub import detect
 from ..models.draft_model import load_draft_model
 from ..models.mtp import MtpNetwork, fitting_network, load_mtp
 from ..token_trees import TokenTree
+from ..transfers import select_rows, upload
 from .base import Session
 from .eagle import DraftEntries, DynamicTree, EagleCandidateGenerator, ExtrapolationOptions
-from .tensors import last_of_each, upload
+from .slots import Entries
+from .tensors import last_of_each
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,13 @@ class MtpCandidateGenerator(EagleCandidateGenerator):
             )
         return TokenTree.chain(min(length, num_layers))
 
+    def static_depth(self, deepest: int) -> int:
+        # A chain of layers reads with all of them, sooner or later.
+        return super().static_depth(deepest) if self.mode == "reuse" else self.plan.max_depth
+
     def make_entries(self, **slots) -> DraftEntries:
         if self.mode == "reuse":
-            return super().make_entries(**slots)
+            return super().make_entries(**slots, num_layers=1)
         return LayerEntries(self.network, self.plan.max_depth, **slots)
 
 
@@ -134,35 +139,48 @@ class LayerEntries(DraftEntries):
     Args:
         network (`MtpNetwork`): The layers.
         depth (`int`): K, how many of them are used.
-        starts, offsets, capacity: As for one layer.
+        starts, offsets, capacity, options: As for one layer.
     """
 
-    def __init__(self, network: MtpNetwork, depth: int, starts: list[int], offsets: list[int], capacity: int):
-        super().__init__(network, starts, offsets, capacity)
-        self.depth = depth
-        # The layer that has read the window last, the window's tokens and states, and what that layer has handed on.
-        self._layer = depth - 1
-        self._counts = [0] * len(starts)
-        self._tokens = torch.zeros((len(starts), 0), dtype=torch.long, device=self.device)
-        self._hidden = self._handed_on = None
+    reads_chains = False
 
-    def read(self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: list[int]):
-        tokens = tokens.to(self.device)
-        self._catch_up(tokens, counts)
+    def __init__(
+        self, network: MtpNetwork, depth: int, starts: list[int], offsets: list[int], capacity: int, **options
+    ):
+        super().__init__(network, starts, offsets, capacity, **options, num_layers=depth)
+        self.depth = depth
+        # The layer that has read the window last, the window, and what that layer has handed on.
+        self._layer = depth - 1
+        nothing = torch.zeros((len(starts), 0), dtype=torch.long, device=self.device)
+        self._window = Entries(nothing, {}, [0] * len(starts))
+        self._handed_on: torch.Tensor | None = None
+
+    def gather(self, new: Entries) -> Entries:
+        """The window that ends with the new entries, which goes back to what is right in all layers."""
+        old = self._window
+        self._catch_up(new)
         # Entry t from the end, counted before these, was read by layer j with t - j drafted tokens too many.
-        again = [min(max(self.depth - new, 0), old) for new, old in zip(counts, self._counts)]
-        first = [old - count for old, count in zip(self._counts, again)]
-        self.cache.lengths = [length - count for length, count in zip(self.cache.lengths, again)]
+        again = [min(max(self.depth - added, 0), known) for added, known in zip(new.counts, old.counts)]
+        self._go_back(again)
+        self._window = new._replace(tokens=new.tokens.to(self.device))
         if any(again):
-            window = _Window(first, self._counts, counts, self.device)
-            self._tokens, self._hidden = window.of(self._tokens, tokens), window.of(self._hidden, hidden)
-        else:
-            self._tokens, self._hidden = tokens, hidden
-        self._counts = [count + new for count, new in zip(again, counts)]
-        self._place()
-        outputs = self._read_layer(0, self._tokens, self._hidden)
-        self.cache.commit(self._counts)
-        return tuple(_from(output, again, tokens.shape[1]) for output in outputs)
+            first = [known - count for known, count in zip(old.counts, again)]
+            places = _Places(first, old.counts, new.counts, self.device)
+            states = {key: places.of(old.states[key], value) for key, value in new.states.items()}
+            counts = [count + added for count, added in zip(again, new.counts)]
+            self._window = Entries(places.of(old.tokens, new.tokens), states, counts)
+        return self._window
+
+    def read(self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: list[int] | torch.LongTensor):
+        """Reads the window with the first layer; the arguments are those of one layer."""
+        self._begin_window(tokens, counts)
+        outputs = self._read_layer(0, tokens, hidden)
+        self.rows.commit(counts)
+        return outputs
+
+    def skip(self, counts: list[int]) -> None:
+        self._layer = self.depth - 1
+        super().skip(counts)
 
     def begin_draft(self, num_nodes: int) -> None:
         self._shifted, self.num_read = self._tokens, 0
@@ -170,45 +188,52 @@ class LayerEntries(DraftEntries):
     def read_nodes(self, tokens: torch.LongTensor, hidden: torch.Tensor, parents: torch.LongTensor):
         """Reads the window with the next layer; the arguments are those of one node behind the one read before."""
         self.num_read += 1
-        last = upload(self._counts, self.device)[:, None] - 1
-        self._shifted = F.pad(self._shifted[:, 1:], (0, 1)).scatter(1, last, tokens.to(self.device))
+        counts = self._counts if torch.is_tensor(self._counts) else upload(self._counts, self.device)
+        shifted = F.pad(self._shifted[:, 1:], (0, 1))
+        self._shifted = shifted.scatter(1, counts[:, None] - 1, tokens.to(self.device))
         outputs = self._read_layer(self._layer + 1, self._shifted, self._handed_on)
         return tuple(last_of_each(output, self._counts)[:, None] for output in outputs)
 
     def keep_rows(self, keep: list[int]) -> None:
         super().keep_rows(keep)
-        self._counts = [self._counts[row] for row in keep]
-        self._tokens = self._tokens[keep]
-        if self._hidden is not None:
-            self._hidden, self._handed_on = self._hidden[keep], self._handed_on[keep]
+        tokens, states, counts = self._window
+        states = {key: select_rows(value, keep) for key, value in states.items()}
+        self._window = Entries(select_rows(tokens, keep), states, [counts[row] for row in keep])
+        if self._handed_on is not None:
+            self._handed_on = select_rows(self._handed_on, keep)
 
-    def _catch_up(self, tokens: torch.LongTensor, counts: list[int]) -> None:
+    def _catch_up(self, new: Entries) -> None:
         """Lets the layers read the window that no draft has needed; what they lack of tokens will be read again."""
         if self._layer == self.depth - 1:
             return
+        tokens, _, counts = self._window
         ends = self.cache.lengths
-        self.cache.lengths = [end - count for end, count in zip(ends, self._counts)]
-        self._place()
-        known = _Window([0] * len(counts), self._counts, counts, self.device).of(self._tokens, tokens)
-        known, width = F.pad(known, (0, self.depth)), self._tokens.shape[1]
+        self._go_back(counts)
+        self._begin_window(tokens, counts)
+        known = _Places([0] * len(counts), counts, new.counts, self.device).of(tokens, new.tokens)
+        known, width = F.pad(known, (0, self.depth)), tokens.shape[1]
         for layer in range(self._layer + 1, self.depth):
             self._read_layer(layer, known[:, layer : layer + width], self._handed_on)
         self.cache.lengths = ends
 
-    def _place(self) -> None:
+    def _go_back(self, counts: list[int]) -> None:
+        self.cache.lengths = [length - count for length, count in zip(self.cache.lengths, counts)]
+
+    def _begin_window(self, tokens: torch.LongTensor, counts: list[int] | torch.LongTensor) -> None:
         """Prepares for reading the window behind each row's length."""
-        count = self._tokens.shape[1]
-        plan = self.cache.plan_write(count)
-        self._window_mask = self._mask_behind(self.cache.lengths, count, plan.columns)
-        self._window_positions = self._next_positions() + torch.arange(count, device=self.device)
+        count = tokens.shape[1]
+        plan = self.rows.plan_write(count)
+        self._mask = self._mask_behind(count, plan.columns)
+        self._positions = self.rows.positions + torch.arange(count, device=self.device)
+        self._tokens, self._counts = tokens, counts
 
     def _read_layer(self, layer: int, tokens: torch.LongTensor, hidden: torch.Tensor):
-        outputs = self._forward(tokens, hidden, self._window_positions, self._window_mask, self.cache, layer)
+        outputs = self._forward(tokens, hidden, self._positions, self._mask, self.cache, layer)
         self._layer, self._handed_on = layer, outputs[0]
         return outputs
 
 
-class _Window:
+class _Places:
     """Entries `first[r]` to `ends[r]` of each row of an old tensor, and behind them the first `counts[r]` of a new."""
 
     def __init__(self, first: list[int], ends: list[int], counts: list[int], device: torch.device):
@@ -221,12 +246,3 @@ class _Window:
         places = torch.where(self.index < 0, old.shape[1] - 1 - self.index, self.index)
         rows = torch.arange(len(places), device=places.device)[:, None]
         return torch.cat((old, new.to(old)), dim=1)[rows, places]
-
-
-def _from(values: torch.Tensor, first: Sequence[int], count: int) -> torch.Tensor:
-    """Entries `first[r]` to `first[r] + count` of each row of `(R, W, h)`, as far as there are any."""
-    if min(first) == max(first):
-        return values[:, first[0] : first[0] + count]
-    index = upload(first, values.device)[:, None] + torch.arange(count, device=values.device)
-    rows = torch.arange(len(values), device=values.device)[:, None]
-    return values[rows, index.clamp(max=values.shape[1] - 1)]

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-
-def upload(values: Sequence, device: torch.device) -> torch.LongTensor:
-    """Numbers, nested or not, on `device`; unlike `torch.tensor` on a GPU it does not wait for what runs there."""
-    return torch.tensor(values).to(device, non_blocking=True)
+from ..transfers import upload
 
 
-def last_of_each(values: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def last_of_each(values: torch.Tensor, counts: Sequence[int] | torch.LongTensor) -> torch.Tensor:
     """Entry `counts[r] - 1` of each row of `(R, T, ...)`: `(R, ...)`."""
-    if min(counts) == max(counts):
-        return values[:, counts[0] - 1]
-    last = upload(counts, values.device) - 1
-    return values[torch.arange(len(counts), device=values.device), last]
+    if not torch.is_tensor(counts):
+        if min(counts) == max(counts):
+            return values[:, counts[0] - 1]
+        counts = upload(counts, values.device)
+    return values[torch.arange(len(counts), device=values.device), counts - 1]

@@ -1,8 +1,8 @@
-"""CUDA graphs of forwards over slots: verifications, plain decoding, and the steps of a draft model.
+"""CUDA graphs of forwards over slots: verifications, plain decoding, and what draft networks do in a cycle.
 
 A forward of a few tokens launches hundreds of kernels from Python, which takes longer than they run. A graph is
 recorded once and launches all of them in one go. It repeats the same kernels on the same memory, so everything that
-changes from cycle to cycle is read from tensors that stay where they are: the inputs of the nodes, and the slots.
+changes from cycle to cycle is read from tensors that stay where they are: the inputs, and the slots.
 
 Rows and nodes are padded to few sizes, so that a handful of graphs serves all forwards. Graphs and slots belong to a
 model and outlive the call; one call at a time has them, others go on without.
@@ -17,7 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,10 @@ from ..drafts import TreeTopology
 from ..kernels.tree_attention import MAX_NODES, SlotTree
 from .masks import RowState, ancestor_bits
 from .target import SlotModel, SlotOutput, model_profile
+
+
+if TYPE_CHECKING:
+    from .cache import SlotCache
 
 
 logger = logging.get_logger(__name__)
@@ -78,6 +82,10 @@ class NodeInputs:
         padding = [0] * (num_rows - len(first))
         table = torch.tensor([values + padding for values in (rows.lengths, rows.starts, first, last)])
         self._rows.copy_(table, non_blocking=True)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        return [self.tokens, self.ancestors, self.depths, self._rows]
 
     @property
     def tree(self) -> SlotTree:
@@ -284,17 +292,11 @@ def padded_rows(count: int) -> int:
 
 @dataclass
 class CapturedForward:
-    """A recorded forward: its inputs, its output for R rows and T nodes, and how to run it again."""
+    """A recorded forward: its inputs, its output, and how to run it again."""
 
-    inputs: NodeInputs
-    output: SlotOutput
-    layers: Counter
+    inputs: Any
+    output: Any
     replay: Callable[[], None]
-
-    def output_of(self, rows: int, nodes: int) -> SlotOutput:
-        """What concerns the nodes in use; to be read before the next forward."""
-        states = {key: state[:rows, :nodes] for key, state in self.output.hidden_states.items()}
-        return SlotOutput(self.output.logits[:rows, :nodes], states)
 
 
 class ModelGraphs:
@@ -362,13 +364,22 @@ class CallGraphs:
         backend (`CaptureBackend`): Captures its forwards, if nothing has been captured before.
         largest (`int`): Nodes of a full draft; such forwards get graphs of their own size.
         why_eager (`str`, *optional*): Why this call runs without graphs.
+        shared (`tuple[nn.Module, ...]`): Modules of others that its forwards go through.
 
     Attributes:
         num_replays, num_captures (`int`): Forwards that ran as graphs; those that were captured for it.
+        all_captures (`int`): Captures of the process, failed ones included, for those who time forwards.
     """
 
+    all_captures: ClassVar[int] = 0
+
     def __init__(
-        self, model: torch.nn.Module, backend: CaptureBackend, largest: int = 1, why_eager: str | None = None
+        self,
+        model: torch.nn.Module,
+        backend: CaptureBackend,
+        largest: int = 1,
+        why_eager: str | None = None,
+        shared: tuple[torch.nn.Module, ...] = (),
     ):
         self.num_replays = self.num_captures = 0
         self._largest = largest
@@ -376,9 +387,9 @@ class CallGraphs:
         self._why_eager = why_eager
         self._shared: ModelGraphs | None = None
         if why_eager is None:
-            shared = _graphs_of(model)
-            if shared.acquire(self, backend, _captured_state(model)):
-                self._shared = shared
+            graphs = _graphs_of(model)
+            if graphs.acquire(self, backend, _captured_state((model, *shared))):
+                self._shared = graphs
             else:
                 self._why_eager = "another call is using the graphs of the model"
 
@@ -394,48 +405,84 @@ class CallGraphs:
 
     def forward(self, driver: SlotModel, tokens: torch.LongTensor, topology: TreeTopology) -> SlotOutput | None:
         """The output of [`SlotModel.forward`] from a graph; `None` where the forward has to run without one."""
-        if self.why_eager is not None or tokens.shape[1] > MAX_NODES:
+        rows, nodes = tokens.shape
+        if nodes > MAX_NODES:
             return None
-        shared, (rows, nodes) = self._shared, tokens.shape
         size = padded_rows(rows), self._padded_nodes(nodes)
-        columns = self._columns(driver, size[1])
-        key = (*size, columns, driver.states)
-        shared.uses[key] += 1
-        captured = shared.forwards.get(key)
-        if captured is None and shared.uses[key] <= _USES_BEFORE_CAPTURE:
-            return None
-        inputs = NodeInputs(*size, tokens.device) if captured is None else captured.inputs
-        inputs.fill(tokens, topology, driver.rows, driver.max_position)
-        driver.cache.plan_write(nodes)
+
+        def fill(inputs: NodeInputs) -> None:
+            inputs.fill(tokens, topology, driver.rows, driver.max_position)
+            driver.cache.plan_write(nodes)
+
+        captured = self.run(
+            (*size, driver.states),
+            lambda: NodeInputs(*size, tokens.device),
+            fill,
+            driver.read_static,
+            driver.cache,
+            ahead=size[1],
+        )
         if captured is None:
-            captured = self._capture(driver, inputs, columns)
-            if captured is None:
-                return None
-            shared.forwards[key] = captured
-        captured.replay()
-        self.num_replays += 1
-        driver.attention_layers = captured.layers
-        return captured.output_of(rows, nodes)
+            return None
+        output, driver.attention_layers = captured.output
+        # Only what concerns the nodes in use.
+        states = {key: state[:rows, :nodes] for key, state in output.hidden_states.items()}
+        return SlotOutput(output.logits[:rows, :nodes], states)
 
     def _padded_nodes(self, nodes: int) -> int:
         padded = padded_size(nodes)
         return min(padded, self._largest) if nodes <= self._largest else padded
 
-    def _columns(self, driver: SlotModel, nodes: int) -> int:
+    def run(
+        self,
+        key: tuple,
+        make_inputs: Callable[[], Any],
+        fill: Callable[[Any], None],
+        read: Callable[[Any, int], Any],
+        cache: SlotCache,
+        ahead: int,
+    ) -> CapturedForward | None:
+        """Runs a forward as a graph.
+
+        Args:
+            key (`tuple`): What is built into it: its sizes, and whatever else it does not read from its inputs.
+            make_inputs (`Callable`): Makes the buffers that it reads; they live as long as the graph.
+            fill (`Callable`): Fills them, in front of each run.
+            read (`Callable`): The forward. Takes the inputs, and how many slots it is to read; returns tensors.
+            cache (`SlotCache`): The slots.
+            ahead (`int`): Slots behind the longest row that it writes.
+
+        Returns:
+            [`CapturedForward`] that has run, its output to be read before the next one runs; `None` where the forward
+            has to run without a graph.
+        """
+        if self.why_eager is not None:
+            return None
+        columns = self._columns(cache, ahead)
+        key, shared = (*key, columns), self._shared
+        shared.uses[key] += 1
+        captured = shared.forwards.get(key)
+        if captured is None and shared.uses[key] <= _USES_BEFORE_CAPTURE:
+            return None
+        inputs = make_inputs() if captured is None else captured.inputs
+        fill(inputs)
+        if captured is None:
+            captured = self._capture(inputs, lambda: read(inputs, columns))
+            if captured is None:
+                return None
+            shared.forwards[key] = captured
+        captured.replay()
+        self.num_replays += 1
+        return captured
+
+    def _columns(self, cache: SlotCache, ahead: int) -> int:
         """How many slots the graph reads: a size that stays the same in the call, unless the slots must grow."""
-        cache = driver.cache
-        needed = max(cache.lengths) + nodes
+        needed = max(cache.lengths) + ahead
         cache.reserve(needed)
         return min(padded_size(max(needed, cache.capacity)), cache.allocated)
 
-    def _capture(self, driver: SlotModel, inputs: NodeInputs, columns: int) -> CapturedForward | None:
-        layers: Counter = Counter()
-
-        def run() -> SlotOutput:
-            nonlocal layers
-            output, layers = driver.read_static(inputs, columns)
-            return output
-
+    def _capture(self, inputs: Any, run: Callable[[], Any]) -> CapturedForward | None:
+        CallGraphs.all_captures += 1
         try:
             with torch.inference_mode(False), torch.no_grad():
                 replay, output = self._shared.backend.capture(run)
@@ -443,7 +490,7 @@ class CallGraphs:
             self._shared.fail(error, self._name)
             return None
         self.num_captures += 1
-        return CapturedForward(inputs, output, layers, replay)
+        return CapturedForward(inputs, output, replay)
 
     def close(self) -> None:
         """Ends the call; the graphs are free for the next one."""
@@ -457,33 +504,66 @@ class CallGraphs:
 def call_graphs(
     model: torch.nn.Module, largest: int = 1, enforce_eager: bool = False, all_hidden_states: bool = False
 ) -> CallGraphs | None:
-    """The graphs of a model for one call; `None` where its device has none.
+    """The graphs of a causal language model for one call; `None` where its device has none.
 
     Args:
         largest (`int`): Nodes of a full draft, the anchor included.
         enforce_eager (`bool`): The user wants none.
         all_hidden_states (`bool`): The forwards return the hidden states of all layers.
     """
-    backend = capture_backend(model.device)
+    backend = _backend_of(model)
     if backend is None:
         return None
-    why_eager = "enforce_eager=True" if enforce_eager else None
-    if all_hidden_states:
-        why_eager = why_eager or "the hidden states of all layers are returned"
-    why_eager = why_eager or next((why for why, holds in _WHY_EAGER.items() if holds(model)), None)
-    graphs = CallGraphs(model, backend, largest, why_eager)
+    profile = model_profile(model)
+    reasons = {
+        "enforce_eager=True": enforce_eager,
+        "the hidden states of all layers are returned": all_hidden_states,
+        "it has layers with a recurrent state": profile.is_recurrent,
+        "it tells positions from the slots of its cache": profile.counts_slots,
+    }
+    return _call_graphs(model, (), backend, reasons, largest)
+
+
+def draft_graphs(network: torch.nn.Module, enforce_eager: bool = False) -> CallGraphs | None:
+    """The graphs of a draft network for one call; `None` where its device has none.
+
+    Args:
+        network (`nn.Module`): The network, with `shared_modules`: those of the target that its forward goes through.
+        enforce_eager (`bool`): The user wants none.
+    """
+    backend = _backend_of(network)
+    if backend is None:
+        return None
+    return _call_graphs(network, network.shared_modules, backend, {"enforce_eager=True": enforce_eager})
+
+
+def _backend_of(model: torch.nn.Module) -> CaptureBackend | None:
+    return capture_backend(next(model.parameters()).device)
+
+
+def _call_graphs(
+    model: torch.nn.Module,
+    shared: tuple[torch.nn.Module, ...],
+    backend: CaptureBackend,
+    reasons: dict[str, bool],
+    largest: int = 1,
+) -> CallGraphs:
+    parts = (model, *shared)
+    why_eager = next((why for why, holds in reasons.items() if holds), None)
+    why_eager = why_eager or next((why for why, holds in _WHY_EAGER.items() if holds(parts)), None)
+    graphs = CallGraphs(model, backend, largest, why_eager, shared)
     if graphs.why_eager is not None:
         logger.info(f"{type(model).__name__} runs without CUDA graphs: {graphs.why_eager}.")
     return graphs
 
 
-def _devices(model: torch.nn.Module) -> set[torch.device]:
-    return {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+def _weights(parts: tuple[torch.nn.Module, ...]) -> list[torch.Tensor]:
+    return [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
 
 
-def _is_watched(model: torch.nn.Module) -> bool:
-    """Whether code of others runs in the forward: a graph would leave it out."""
-    return any("forward" in vars(module) or any(map(_is_foreign, _hooks(module))) for module in model.modules())
+def _is_watched(module: torch.nn.Module) -> bool:
+    """Whether code of others runs in the module's forward: a graph would leave it out."""
+    return "forward" in vars(module) or any(map(_is_foreign, _hooks(module)))
 
 
 def _hooks(module: torch.nn.Module) -> list[Callable]:
@@ -495,33 +575,30 @@ def _is_foreign(hook: Callable) -> bool:
     return (getattr(hook, "__module__", None) or "").partition(".")[0] not in ("transformers", "hf_specdec")
 
 
-def _has_wrapped_weights(model: torch.nn.Module) -> bool:
-    return any(map(is_traceable_wrapper_subclass, (*model.parameters(), *model.buffers())))
+def _any_module(holds: Callable[[torch.nn.Module], bool]) -> Callable[[tuple[torch.nn.Module, ...]], bool]:
+    return lambda parts: any(holds(module) for part in parts for module in part.modules())
 
 
-def _has_adapters(model: torch.nn.Module) -> bool:
-    return any(hasattr(module, "active_adapter") for module in model.modules())
-
-
-# What cannot be captured, or would not follow a change made between two calls.
-_WHY_EAGER: dict[str, Callable[[torch.nn.Module], bool]] = {
-    "it has layers with a recurrent state": lambda model: model_profile(model).is_recurrent,
-    "it tells positions from the slots of its cache": lambda model: model_profile(model).counts_slots,
-    "it is split over several processes": lambda model: (getattr(model, "tp_size", None) or 1) > 1,
-    "its weights are wrapped tensors, whose addresses are not known": _has_wrapped_weights,
-    "its weights lie on several devices": lambda model: len(_devices(model)) > 1,
-    "it is in training mode": lambda model: model.training,
-    "it is compiled": lambda model: any(module._compiled_call_impl for module in model.modules()),
-    "it has adapters, which may be switched": _has_adapters,
-    "its modules have hooks, or forwards of their own": _is_watched,
-    "autocast is on": lambda model: torch.is_autocast_enabled(model.device.type),
+# What cannot be captured, or would not follow a change made between two calls: of a model, and modules of others that
+# its forward goes through.
+_WHY_EAGER: dict[str, Callable[[tuple[torch.nn.Module, ...]], bool]] = {
+    "it is split over several processes": lambda parts: (getattr(parts[0], "tp_size", None) or 1) > 1,
+    "its weights are wrapped tensors, whose addresses are not known": lambda parts: any(
+        map(is_traceable_wrapper_subclass, _weights(parts))
+    ),
+    "its weights lie on several devices": lambda parts: len({tensor.device for tensor in _weights(parts)}) > 1,
+    "it is in training mode": lambda parts: any(part.training for part in parts),
+    "it is compiled": _any_module(lambda module: bool(module._compiled_call_impl)),
+    "it has adapters, which may be switched": _any_module(lambda module: hasattr(module, "active_adapter")),
+    "its modules have hooks, or forwards of their own": _any_module(_is_watched),
+    "autocast is on": lambda parts: torch.is_autocast_enabled(next(parts[0].parameters()).device.type),
 }
 
 
-def _captured_state(model: torch.nn.Module) -> tuple:
+def _captured_state(parts: tuple[torch.nn.Module, ...]) -> tuple:
     """What graphs hold on to: the addresses of all weights, and how attention is computed."""
-    tensors = (*model.parameters(), *model.buffers())
-    return model.config._attn_implementation, tuple((tensor.data_ptr(), tensor.dtype) for tensor in tensors)
+    attention = getattr(getattr(parts[0], "config", None), "_attn_implementation", None)
+    return attention, tuple((tensor.data_ptr(), tensor.dtype) for tensor in _weights(parts))
 
 
 _models: weakref.WeakKeyDictionary[torch.nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()

@@ -86,6 +86,12 @@ class DraftNetwork(nn.Module):
         """Reads from `target_model` what the draft has not itself."""
         raise NotImplementedError(f"{type(self).__name__} must implement attach().")
 
+    @property
+    def shared_modules(self) -> tuple[nn.Module, ...]:
+        """Modules of the target that the draft goes through: its embedding and lm_head, unless it has its own."""
+        shared = {"embedding": self.embed_tokens, "head": self.lm_head}
+        return tuple(getattr(self._target, name) for name, own in shared.items() if own is None)
+
     def target_ids(self, draft_ids: torch.LongTensor) -> torch.LongTensor:
         """The target's ids of draft ids, of any shape."""
         return draft_ids if self.token_ids is None else self.token_ids[draft_ids]

@@ -130,6 +130,12 @@ class MtpNetwork(nn.Module):
         self._target = _SharedParts(target_model)
         return self
 
+    @property
+    def shared_modules(self) -> tuple[nn.Module, ...]:
+        """Modules of the target that the layers go through."""
+        target = self._target
+        return target.embedding, target.head, target.norm, target.rotary
+
     def fuse(self, states: dict) -> torch.Tensor:
         """What `forward` takes as `hidden` for entries with states of the target.
 

@@ -31,7 +31,7 @@ from hf_specdec.kernels.tree_attention import MAX_NODES
 from tests.architectures import CHAINS_ONLY, supported, tiny_model
 from tests.models import prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.sampled import sampled_speculator
-from tests.tape import NothingToHost, Tape, TapeBackend, spoil
+from tests.tape import NothingToHost, Tape, TapeBackend, spoil_inputs, tape_everything
 from tests.test_architectures import TREE, Case
 
 
@@ -45,23 +45,8 @@ def device(request) -> torch.device:
 @pytest.fixture
 def backends(device, monkeypatch) -> list[TapeBackend]:
     """What is captured goes onto tapes, on a GPU into graphs. Whatever a replay reads must have been filled for it."""
-    used = []
-
-    def backend(where):
-        used.append(TapeBackend())
-        return used[-1]
-
-    if device.type == "cpu":
-        monkeypatch.setattr(graphs, "capture_backend", backend)
-    fill = NodeInputs.fill
-
-    def fill_spoiled(self, *args, **kwargs):
-        for buffer in (self.tokens, self.ancestors, self.depths, self._rows):
-            spoil(buffer)
-        fill(self, *args, **kwargs)
-
-    monkeypatch.setattr(NodeInputs, "fill", fill_spoiled)
-    return used
+    spoil_inputs(monkeypatch)
+    return tape_everything(monkeypatch) if device.type == "cpu" else []
 
 
 @pytest.fixture
@@ -235,7 +220,7 @@ class TestReuse:
         """Powers of two, and what the call's full drafts need."""
         model = tiny_llama().to(device)
         check_scripted(model, prompts(3), k=5)
-        rows, nodes, columns, _ = zip(*graphs._models[model].forwards)
+        rows, nodes, _, columns = zip(*graphs._models[model].forwards)
         assert set(rows) == {4}
         assert 6 in nodes
         assert set(nodes) <= {1, 2, 4, 6}

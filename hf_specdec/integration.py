@@ -11,6 +11,7 @@ import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ def generate_speculatively(
 
     `original` is transformers' own `generate` function.
     """
+    began = perf_counter()
     named = (spec_method, spec_model, speculative, assistant)
     configured = configured_settings(model, args, kwargs) if all(item is None for item in named) else None
     speculative = speculative if configured is None else configured
@@ -136,6 +138,7 @@ def generate_speculatively(
             streamer=streamer,
             synced_gpus=_must_sync(model) if synced_gpus is None else synced_gpus,
             past_key_values=user_cache,
+            began=began,
         )
         return DecodingLoop(request, speculator).run()
 

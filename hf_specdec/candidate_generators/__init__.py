@@ -22,6 +22,9 @@ _GENERATORS: dict[str, str | type] = {
 
 KNOWN_METHODS = tuple(_GENERATORS)
 
+# Stands between the two methods of a combination.
+COMBINING = "+"
+
 METHOD_ALIASES = {
     "prompt_lookup": "ngram",
     "prompt_lookup_decoding": "ngram",
@@ -42,13 +45,30 @@ def available_methods() -> tuple[str, ...]:
     return tuple(_GENERATORS)
 
 
+def parts_of(name: str) -> tuple[str, ...]:
+    """The methods that a name combines, without aliases: "suffix+eagle3" gives both, and "eagle3" itself alone."""
+    return tuple(METHOD_ALIASES.get(part, part) for part in name.split(COMBINING))
+
+
+def is_method_name(text: str) -> bool:
+    """Whether a text is the name of a method, or of a combination that has a known part, and no path or repo id."""
+    parts = parts_of(text)
+    known = [part in _GENERATORS for part in parts]
+    return known[0] if len(parts) == 1 else any(known) and "/" not in text
+
+
 def resolve_candidate_generator(name: str) -> type:
-    """The class of a method, imported on first use.
+    """The class of a method or of a combination of two, imported on first use.
 
     Raises:
-        SpecConfigError: The name is unknown.
+        SpecConfigError: The name is unknown, or its parts cannot be combined.
     """
-    name = METHOD_ALIASES.get(name, name)
+    parts = parts_of(name)
+    if len(parts) > 1:
+        from .combined import combined_generator
+
+        return combined_generator(parts)
+    (name,) = parts
     if name not in _GENERATORS:
         raise _unknown_method(name)
     found = _GENERATORS[name]
@@ -66,11 +86,14 @@ def register_candidate_generator(name: str, generator: type) -> None:
         generator (`type`): A subclass of `hf_specdec.CandidateGenerator` with its own `options_class`.
 
     Raises:
-        SpecConfigError: The name is taken, or the class is not a candidate generator of this package.
+        SpecConfigError: The name is taken or would be read as a combination, or the class is not a candidate
+            generator of this package.
     """
     from ..config import AUTO
     from .base import CandidateGenerator
 
+    if COMBINING in name:
+        raise SpecConfigError(f"spec_method='{name}' would be read as a combination. Name it without '{COMBINING}'.")
     if name in _GENERATORS or name in METHOD_ALIASES or name == AUTO:
         raise SpecConfigError(f"spec_method='{name}' is taken. Register the candidate generator under another name.")
     if not (isinstance(generator, type) and issubclass(generator, CandidateGenerator)):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -26,11 +27,13 @@ from transformers.generation.candidate_generator import CandidateGenerator as Hf
 from ..drafts import DraftTree
 from ..errors import SpecConfigError, UnsupportedModelError
 from ..logits.randomness import NODES_PER_ANCHOR
+from ..transfers import select_rows, upload
 from .tensors import last_of_each
 
 
 if TYPE_CHECKING:
     from ..config import SpeculativeConfig
+    from ..decoding.graphs import CallGraphs
     from ..logits.sampling import DraftSampler
 
 
@@ -48,6 +51,7 @@ class Session:
         sampler (`DraftSampler`): How to draw a draft token from draft logits as the target would draw it.
         takes_trees (`bool`): Whether the target can verify branches; if not, drafts must be chains.
         notes (`list[str]`): What is limited or switched off in this call, and why; part of the statistics.
+        draft_graphs (`list[CallGraphs]`): The CUDA graphs of draft networks in this call; part of the statistics.
     """
 
     batch_size: int
@@ -56,6 +60,7 @@ class Session:
     sampler: DraftSampler | None = None
     takes_trees: bool = True
     notes: list[str] = field(default_factory=list)
+    draft_graphs: list[CallGraphs] = field(default_factory=list)
 
 
 @dataclass
@@ -133,11 +138,40 @@ class Commit:
         """The active rows at these positions, in this order."""
         return Commit(
             [self.rows[index] for index in keep],
-            self.tokens[keep],
+            select_rows(self.tokens, keep),
             [self.token_lists[index] for index in keep],
             [self.num_accepted[index] for index in keep],
-            {key: states[keep] for key, states in self.hidden_states.items()},
+            {key: select_rows(states, keep) for key, states in self.hidden_states.items()},
         )
+
+    @classmethod
+    def joined(cls, commits: list[Commit]) -> Commit:
+        """Successive commits of the same rows as one, for a drafter whose drafts are not among them."""
+        first, width = commits[0], sum(commit.tokens.shape[1] for commit in commits)
+        tokens = torch.cat([commit.tokens for commit in commits], dim=1)
+        keys = first.hidden_states
+        states = {key: torch.cat([commit.hidden_states[key] for commit in commits], dim=1) for key in keys}
+        places = [_places(row_counts, commits) for row_counts in zip(*(commit.counts for commit in commits))]
+        longest = max(map(len, places))
+        if any(len(row) < width for row in places):
+            # What was padding in the middle goes to the end.
+            index = upload([row + row[-1:] * (longest - len(row)) for row in places], tokens.device)
+            tokens = tokens.gather(1, index)
+            states = {key: _entries(value, index.to(value.device)) for key, value in states.items()}
+        lists = [sum(lists, []) for lists in zip(*(commit.token_lists for commit in commits))]
+        return cls(first.rows, tokens, lists, [0] * len(first.rows), states)
+
+
+def _places(counts: tuple[int, ...], commits: list[Commit]) -> list[int]:
+    """Where a row's tokens stand in the commits that are written one after the other."""
+    ends = accumulate(commit.tokens.shape[1] for commit in commits)
+    begins = [end - commit.tokens.shape[1] for end, commit in zip(ends, commits)]
+    return [place for begin, count in zip(begins, counts) for place in range(begin, begin + count)]
+
+
+def _entries(values: torch.Tensor, index: torch.LongTensor) -> torch.Tensor:
+    """Of each row's values `(B, W, H)` those at `(B, M)`: `(B, M, H)`."""
+    return values[torch.arange(len(index), device=index.device)[:, None], index]
 
 
 class CandidateGenerator(HfCandidateGenerator):
@@ -156,6 +190,9 @@ class CandidateGenerator(HfCandidateGenerator):
             share what was loaded; `None`: in all of them.
         needs_prompt_tokens (`bool`): Cannot draft for a prompt that is given as embeddings alone.
         draws (`bool`, *optional*): Draft tokens are drawn, and their distributions handed over. `None`: not known.
+        rates_drafts (`bool`): `draft_chances` says how good the last drafts are, as the first part of a combination
+            must.
+        parts (`tuple[type, ...]`): The generators of which this one consists; the last one may have a draft model.
 
     Args:
         config (`SpeculativeConfig`): The settings of the call.
@@ -169,6 +206,8 @@ class CandidateGenerator(HfCandidateGenerator):
     most_speculative_tokens: ClassVar[int | None] = None
 
     needs_prompt_tokens: ClassVar[bool] = False
+    rates_drafts: ClassVar[bool] = False
+    parts: ClassVar[tuple[type[CandidateGenerator], ...]] = ()
     draws: bool | None = None
     # Generators without settings have the standard acceptance rule.
     config: SpeculativeConfig | None = None
@@ -199,6 +238,11 @@ class CandidateGenerator(HfCandidateGenerator):
     def num_draft_nodes(self) -> int:
         """Most nodes of a row's draft; more than `num_speculative_tokens`, its depth, for a tree."""
         return self.num_speculative_tokens
+
+    @property
+    def draft_chances(self) -> list[list[float]]:
+        """For each row of the last drafts its estimates of the chance that 1, 2, ... draft tokens are accepted."""
+        raise NotImplementedError(f"{type(self).__name__} does not rate its drafts.")
 
     @classmethod
     def default_length(cls, options: Any) -> int:
@@ -320,7 +364,7 @@ class CandidateGenerator(HfCandidateGenerator):
 
 
 class NoDrafts(CandidateGenerator):
-    """Plain decoding in the same loop: every cycle verifies the anchors alone."""
+    """Plain decoding in the same loop, because of the batch size: every cycle verifies the anchors alone."""
 
     default_num_speculative_tokens = 0
 
@@ -329,7 +373,7 @@ class NoDrafts(CandidateGenerator):
         self.num_speculative_tokens = 0
 
     def propose(self, step: DraftStep) -> DraftTree:
-        return DraftTree.empty(len(step.rows), self.session.device)
+        return DraftTree.empty(len(step.rows), self.session.device, why="batch_size")
 
 
 class StockCandidateGenerator(CandidateGenerator):

@@ -120,12 +120,14 @@ class NgramCandidateGenerator(CandidateGenerator):
     options_class = NgramOptions
     default_num_speculative_tokens = 24
     draws = False
+    rates_drafts = True
     loaded_by = ()
 
     def __init__(self, config: SpeculativeConfig, resources: Any, session: Session):
         super().__init__(config, resources, session)
         self._indexes: dict[int, NgramIndex] = {}
         self._rows: list[int] = []
+        self._best: list[tuple[int, int]] = []  # of each row's last draft: its longest match, and the tokens from it
         self._num_matches = self.options.most_matches if session.takes_trees else 1
         if self._num_matches < (self.options.num_matches or 1):
             session.notes.append("ngram drafts from one match: the target cannot verify trees.")
@@ -151,12 +153,18 @@ class NgramCandidateGenerator(CandidateGenerator):
 
     def propose(self, step: DraftStep) -> DraftTree:
         longest = self.shared_length(len(step.rows))
+        self._best = []
         drafts = [
             self._draft(self._indexes[row], longest, min(room, self._room_in_model(length)))
             for row, length, room in zip(step.rows, step.lengths, step.max_draft_tokens)
         ]
         tokens, parents = map(list, zip(*drafts)) if drafts else ([], [])
         return DraftTree.from_lists(tokens, self.session.device, parents)
+
+    @property
+    def draft_chances(self) -> list[list[float]]:
+        """Of the best match alone: where l tokens agree, one more is taken to agree in l of l + 1 cases."""
+        return [[(match / (match + 1)) ** depth for depth in range(1, count + 1)] for match, count in self._best]
 
     def observe(self, commit: Commit) -> None:
         for row, tokens in zip(commit.rows, commit.token_lists):
@@ -178,12 +186,15 @@ class NgramCandidateGenerator(CandidateGenerator):
         """Tokens and parents of what followed the best matches, none deeper than `longest` and `room`."""
         depth = min(longest, room)
         if depth <= 0:
+            self._best.append((0, 0))
             return [], []
         is_tied = not self.options.has_fixed_range
+        matches = self._matches(index)
         chains = [
             index.continuation(end, min(depth, _DRAFT_TOKENS_PER_MATCHED * match) if is_tied else depth)
-            for match, end in self._matches(index)
+            for match, end in matches
         ]
+        self._best.append((matches[0][0], len(chains[0])) if matches else (0, 0))
         return merge(chains, self._most_nodes(longest))
 
     def _matches(self, index: NgramIndex) -> list[tuple[int, int]]:

@@ -312,6 +312,7 @@ class SuffixCandidateGenerator(CandidateGenerator):
     options_class = SuffixOptions
     default_num_speculative_tokens = SuffixOptions.max_tree_depth
     draws = False
+    rates_drafts = True
     loaded_by = (
         "suffix_decoding_max_tree_depth",
         "suffix_decoding_max_cached_requests",
@@ -342,6 +343,9 @@ class SuffixCandidateGenerator(CandidateGenerator):
         self._call = next(_CALLS)
         self._requests: list[tuple[int, int]] = []
         self._contexts: list[list[int]] = []
+        # Of the last drafts: what the cache has found for each row, and how deep the row may draft.
+        self._found: list[SuffixDecodingDraft | None] = []
+        self._rooms: list[int] = []
         # Hosts of the stock protocol never call close(); then the garbage collector must not leave trees behind.
         self._stop_all = weakref.finalize(self, resources.stop_requests, self._requests)
         self._stop_all.atexit = False
@@ -360,11 +364,20 @@ class SuffixCandidateGenerator(CandidateGenerator):
     def propose(self, step: DraftStep) -> DraftTree:
         most_nodes = self.shared_length(len(step.rows))
         drafts, parents = [], []
-        for request, context, room in zip(self._requests, self._contexts, self.draft_depths(step)):
+        self._found, self._rooms = [], self.draft_depths(step)
+        for request, context, room in zip(self._requests, self._contexts, self._rooms):
             draft_tokens, draft_parents = self._draft(request, context, room, most_nodes)
             drafts.append(draft_tokens)
             parents.append(draft_parents)
         return DraftTree.from_lists(drafts, self.session.device, parents)
+
+    @property
+    def draft_chances(self) -> list[list[float]]:
+        """Sums of the estimated probabilities by depth; all together they are the paper's score."""
+        return [
+            [] if found is None else _sums_by_depth(found.probs, found.parents)[:room]
+            for found, room in zip(self._found, self._rooms)
+        ]
 
     def observe(self, commit: Commit) -> None:
         for position, (request, tokens) in enumerate(zip(self._requests, commit.token_lists)):
@@ -385,6 +398,7 @@ class SuffixCandidateGenerator(CandidateGenerator):
     ) -> tuple[list[int], list[int]]:
         """A row's tokens and their parents, at most `most_nodes` and none deeper than `room`."""
         if room <= 0:
+            self._found.append(None)
             return [], []
         options = self.options
         limit = most_nodes if self._drafts_trees else min(most_nodes, room)
@@ -397,12 +411,23 @@ class SuffixCandidateGenerator(CandidateGenerator):
             min_token_prob=options.min_token_prob,
             use_tree_spec=self._drafts_trees,
         )
+        self._found.append(draft)
         if len(draft.token_ids) > room:
             return _cut(draft.token_ids, draft.parents, room)
         return draft.token_ids, draft.parents
 
     def _tail(self, tokens: list[int]) -> list[int]:
         return tokens[-self.options.max_tree_depth :]
+
+
+def _sums_by_depth(values: list[float], parents: list[int]) -> list[float]:
+    """Sums over the nodes at depth 1, 2, ..."""
+    sums: list[float] = []
+    for value, depth in zip(values, node_depths(parents)):
+        if depth > len(sums):
+            sums.append(0.0)
+        sums[depth - 1] += value
+    return sums
 
 
 def _cut(tokens: list[int], parents: list[int], depth: int) -> tuple[list[int], list[int]]:

@@ -21,6 +21,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from ..candidate_generators import parts_of
 from ..config import AUTO, METHODS_WITHOUT_MODEL, SpeculativeConfig
 from ..errors import SpecConfigError
 from .discover import is_repo_id
@@ -234,7 +235,7 @@ def _metadata(config: SpeculativeConfig, target: str | None, relation: str) -> d
 
 def _tags(config: SpeculativeConfig) -> list[str]:
     what = [] if config.method in METHODS_WITHOUT_MODEL else ["draft-model"]
-    return ["speculative-decoding", *what, config.method]
+    return ["speculative-decoding", *what, *parts_of(config.method)]
 
 
 # -------------------------------------------------------------------------------------------------- the card's text
@@ -247,7 +248,7 @@ def _body(
     target: str | None,
     target_revision: str | None,
 ) -> list[str]:
-    title = _TITLES.get(config.method, config.method)
+    title = " and ".join(_TITLES.get(method, method) for method in parts_of(config.method))
     of = f" for `{target}`" if target else ""
     at = f" at revision `{target_revision}`" if target_revision else ""
     settings = settings_to_publish(config, with_place=False)
@@ -343,16 +344,18 @@ _COLUMNS = {
     "acceptance length": ("mean_acceptance_length", "{:.2f}"),
     "acceptance rate": ("acceptance_rate", "{:.0%}"),
 }
+_BATCHED_COLUMNS = {"batch size": ("batch_size", "{}"), **_COLUMNS}
 
 
 def _measurements(report: Mapping[str, Any], method: str) -> list[str]:
     rows = _rows(report, method)
+    columns = _BATCHED_COLUMNS if len({str(row.get("batch_size")) for row in rows}) > 1 else _COLUMNS
     return [
         _MEASURED,
         "",
-        f"| decoding | {' | '.join(_COLUMNS)} |",
-        f"|---|{'---:|' * len(_COLUMNS)}",
-        *(f"| {_cell(row['method'])} | {' | '.join(_figures(row))} |" for row in rows),
+        f"| decoding | {' | '.join(columns)} |",
+        f"|---|{'---:|' * len(columns)}",
+        *(f"| {_cell(row['method'])} | {' | '.join(_figures(row, columns))} |" for row in rows),
         "",
         *_circumstances(report),
     ]
@@ -371,7 +374,7 @@ def _rows(report: Mapping[str, Any], method: str) -> list[Mapping[str, Any]]:
     rows = report.get("rows") if isinstance(report, Mapping) else None
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) and "method" in row for row in rows):
         raise SpecConfigError(
-            "The report has no `rows` with a `method`. Pass what `hf-specdec demo --json` has printed."
+            "The report has no `rows` with a `method`. Pass what `hf-specdec bench --json` has printed, or the demo."
         )
     names = [str(row["method"]) for row in rows]
     of_method = [name == method or name.startswith(f"{method}_") for name in names]
@@ -380,8 +383,8 @@ def _rows(report: Mapping[str, Any], method: str) -> list[Mapping[str, Any]]:
     return [row for row, name, belongs in zip(rows, names, of_method) if belongs or name == "plain"]
 
 
-def _figures(row: Mapping[str, Any]) -> list[str]:
-    values = ((row.get(key), form) for key, form in _COLUMNS.values())
+def _figures(row: Mapping[str, Any], columns: Mapping[str, tuple[str, str]]) -> list[str]:
+    values = ((row.get(key), form) for key, form in columns.values())
     is_number = [
         (value, form, isinstance(value, (int, float)) and not isinstance(value, bool)) for value, form in values
     ]

@@ -27,7 +27,7 @@ from huggingface_hub.utils import HFValidationError, build_hf_headers, hf_raise_
 from transformers import CONFIG_MAPPING
 from transformers.utils import logging
 
-from ..candidate_generators import KNOWN_METHODS
+from ..candidate_generators import KNOWN_METHODS, parts_of
 from ..config import AUTO, METHODS_WITHOUT_MODEL, SpeculativeConfig
 from ..errors import CheckpointFormatError, SpecConfigError
 from ..models.draft_model import compare_token_tables, token_table
@@ -120,7 +120,9 @@ class Candidate:
     def configured(self, asked: SpeculativeConfig) -> SpeculativeConfig:
         """The settings of a call for this drafter: its own, and over them those of the call that its method has."""
         own = {"model": self.model, **self.settings}
-        if asked.num_speculative_tokens or asked.speculative_token_tree or asked.options.values:
+        has_shape = self.method not in METHODS_WITHOUT_MODEL
+        says_shape = has_shape and (asked.speculative_token_tree or asked.options.values)
+        if asked.num_speculative_tokens or says_shape:
             # The call says itself what shape its drafts have.
             own = _without(own, "num_speculative_tokens", "speculative_token_tree")
         config = asked.for_method(self.method, **own)
@@ -425,15 +427,18 @@ class Search:
             found = self.examined(self._path_of(config.model), "entry", relation="exact", **location)
             if found.method is None:
                 return found
-            if config.method not in (None, found.method):
+            if config.method is not None and parts_of(config.method)[-1] != found.method:
                 raise SpecConfigError(f"{_ENTRY} names the method '{config.method}', and it is {found.method}'s.")
             # With the method it is known what its settings are.
-            return replace(found, settings={**found.settings, **_settings_of(_read_entry(entry, method=found.method))})
+            method = config.method or found.method
+            settings = {**found.settings, **_settings_of(_read_entry(entry, method=method))}
+            return replace(found, method=method, settings=settings)
         except SpecConfigError as error:
             return replace(named, problems=(str(error),))
 
     def _drafter_without_model(self, named: Candidate, config: SpeculativeConfig) -> Candidate:
-        if config.method in KNOWN_METHODS and config.method not in (*METHODS_WITHOUT_MODEL, "mtp"):
+        drafting = parts_of(config.method)[-1]
+        if drafting in KNOWN_METHODS and drafting not in (*METHODS_WITHOUT_MODEL, "mtp"):
             raise SpecConfigError(f"{_ENTRY} names the method '{config.method}' and no model for it.")
         return replace(named, settings=_settings_of(config))
 
@@ -626,10 +631,12 @@ def _looks_like_drafter(info: ModelInfo, base_model: str) -> bool:
 
 
 def _without_weights(search: Search) -> Iterator[Candidate]:
-    """What works with every target."""
+    """What works with every target. How much of it pays differs from text to text, so that it is measured."""
     is_missing = find_spec("arctic_inference") is None
-    yield Candidate("suffix", problems=("The package arctic-inference is not installed.",) if is_missing else ())
-    yield Candidate("ngram")
+    settings = {"num_speculative_tokens": AUTO}
+    problems = ("The package arctic-inference is not installed.",) if is_missing else ()
+    yield Candidate("suffix", settings=settings, problems=problems)
+    yield Candidate("ngram", settings=settings)
 
 
 _SEARCHES: dict[str, Callable[[Search], Iterator[Candidate]]] = {

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from .. import __version__
+from ..candidate_generators import parts_of
 from ..config import CONFIG_NAME, SpeculativeConfig
 from ..errors import SpecConfigError
 from .card import CARD_NAME, load_card, make_card, repository_name
@@ -167,7 +168,7 @@ def _save_weights(speculator: Speculator, folder: Path) -> None:
         return
     files = None if config.model is None else RepoFiles.of(config)
     # Of a whole model that has multi-token-prediction layers only these are wanted.
-    if files is not None and not (config.method == "mtp" and detect(files).method == "draft_model"):
+    if files is not None and not (parts_of(config.method)[-1] == "mtp" and detect(files).method == "draft_model"):
         _copy_checkpoint(files, folder, with_code=config.trust_remote_code)
     elif isinstance(network, PreTrainedModel):
         network.save_pretrained(folder)

@@ -17,7 +17,7 @@ from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers.utils import logging
 
-from ..candidate_generators import METHOD_ALIASES, available_methods
+from ..candidate_generators import is_method_name
 from ..config import AUTO, CONFIG_NAME, METHODS_WITHOUT_MODEL, SpeculativeConfig, describe_settings
 from ..errors import CheckpointFormatError, SpecConfigError
 from .files import MAX_CONFIG_BYTES, RepoFiles
@@ -155,8 +155,7 @@ def settings_of_generation_config(value: Any) -> Any:
             f"{IN_GENERATION_CONFIG} must be an object of settings, the name of a method, or the repo id or folder of "
             f"a drafter, got {value!r}. Write the settings as an object."
         )
-    is_method = value == AUTO or value in METHOD_ALIASES or value in available_methods()
-    return {"method" if is_method else "model": value}
+    return {"method" if value == AUTO or is_method_name(value) else "model": value}
 
 
 def with_saved_settings(config: SpeculativeConfig) -> SpeculativeConfig:

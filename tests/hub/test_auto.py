@@ -84,6 +84,15 @@ class TestPlaces:
         assert stats.method == "eagle3"
         assert "named by the target" in stats.notes[0]
 
+    @pytest.mark.parametrize("method", ["eagle3", "ngram+eagle3"])
+    def test_method_of_an_entry(self, hub, method):
+        entry = {"speculative": {"method": method, "model": "user/head", "num_speculative_tokens": 3}}
+        hub.add("user/target", EAGLE / "target", files={"generation_config.json": json.dumps(entry)})
+        hub.add("user/head", EAGLE)
+        stats = generate(load())
+        assert stats.method == method
+        assert "named by the target" in stats.notes[0]
+
     def test_cache(self, target, hub, monkeypatch):
         hub.add("user/head", EAGLE)
         snapshot_download("user/head")
@@ -99,8 +108,36 @@ class TestPlaces:
         assert stats.method == "eagle3"
         assert "on the Hub, made for the target" in stats.notes[0]
 
-    def test_nothing_found(self, target):
-        assert generate(load()).method == FALLBACK
+    def test_nothing_found(self, target, log):
+        model = load()
+        for _ in range(2):
+            stats = generate(model)
+            assert stats.method == FALLBACK
+            assert stats.notes[0] == f"method='auto' chose {FALLBACK}: no drafter with weights was found"
+            # How much is drafted is measured.
+            assert any(note.startswith("adaptive length: ") for note in stats.notes)
+        assert log == [f"INFO: Speculation: {stats.notes[0]}."]
+
+    def test_nothing_found_and_no_suffix_trees(self, target, monkeypatch):
+        monkeypatch.setattr("hf_specdec.hub.discover.find_spec", lambda name: None)
+        stats = generate(load())
+        assert stats.method == "ngram"
+        assert stats.notes[0].startswith("method='auto' chose ngram: no drafter with weights was found")
+
+    def test_nothing_that_loads(self, target, hub, log):
+        tensors = load_file(EAGLE / "model.safetensors")
+        del tensors["norm.weight"]
+        hub.add("user/broken", EAGLE, files={"model.safetensors": save(tensors)}, card=card_of(target, "eagle3"))
+        stats = generate(load())
+        assert stats.notes[0] == f"method='auto' chose {FALLBACK}: what was found cannot be loaded, as warnings say"
+        assert "user/broken" in log[0]
+
+    @pytest.mark.parametrize(
+        ("given", "length"),
+        [({}, "auto"), ({"num_speculative_tokens": 5}, 5), ({"prompt_lookup_max": 3}, "auto"), ({"depth": 3}, "auto")],
+    )
+    def test_length_without_weights(self, target, given, length):
+        assert load_speculator(load(), "auto", **given).config.num_speculative_tokens == length
 
     def test_model_that_was_never_saved(self, hub):
         assert generate(tiny_llama()).method == FALLBACK
@@ -108,12 +145,16 @@ class TestPlaces:
     def test_offline_and_nothing_cached(self, target, monkeypatch):
         model = load()
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        assert generate(model).method == FALLBACK
+        stats = generate(model)
+        assert stats.method == FALLBACK
+        assert "(on the Hub: not searched, it is offline)" in stats.notes[0]
 
     def test_hub_that_fails(self, target, hub, no_backoff):
         model = load()
         hub.fault("/api/*", status=500)
-        assert generate(model).method == FALLBACK
+        stats = generate(model)
+        assert stats.method == FALLBACK
+        assert "no drafter with weights was found (on the Hub: " in stats.notes[0]
 
     def test_hub_that_hangs(self, target, hub, monkeypatch):
         model = load()

@@ -1,0 +1,744 @@
+"""Combined drafting: the text is the target's whoever drafts, and who is asked late drafts as well as ever."""
+
+import copy
+import json
+import pickle
+from dataclasses import field, make_dataclass
+from functools import cache
+from itertools import count as counting
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, pipeline
+from transformers.generation.streamers import BaseStreamer
+from typer.testing import CliRunner
+
+from hf_specdec import (
+    CandidateGenerator,
+    SpecConfigError,
+    SpeculativeConfig,
+    Speculator,
+    cli,
+    demo,
+    forget_speculators,
+    load_speculator,
+    record,
+    register_candidate_generator,
+)
+from hf_specdec.candidate_generators import (
+    combined,
+    parts_of,
+    resolve_candidate_generator,
+    unregister_candidate_generator,
+)
+from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
+from hf_specdec.candidate_generators.combined import DrafterChoice, Experience, UnreadText, merged, part_configs
+from hf_specdec.drafts import DraftTree
+from hf_specdec.errors import MissingDependencyError
+from tests.candidate_generators.test_suffix import needs_library
+from tests.models import VOCAB_SIZE, prompts
+from tests.sampled import SampledCandidateGenerator
+from tests.statistics import chi_square_pvalue
+from tests.test_sampling import (
+    P_VALUE,
+    SETTINGS,
+    V,
+    exact_distribution,
+    no_drafts,
+    sample,
+    sampled_counts,
+    small_model,
+)
+
+
+MODELS = {
+    "eagle3": {"model": demo.eagle3_path()},
+    "eagle": {"model": demo.eagle_path(), "depth": 3, "top_k": 3, "total_tokens": 9},
+    "draft_model": {"model": demo.draft_path(), "same_tokenizer": True},
+    "medusa": {"model": demo.medusa_path()},
+    "mlp_speculator": {"model": demo.mlp_speculator_path()},
+    "dflash": {"model": demo.dflash_path()},
+    "mtp": {"model": demo.mtp_path()},
+}
+RETRIEVAL = ["ngram", pytest.param("suffix", marks=needs_library)]
+every_model = pytest.mark.parametrize("method", MODELS)
+
+
+def pair(method, retrieval="ngram", **options):
+    return {**MODELS[method], "method": f"{retrieval}+{method}", **options}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return demo.load_target()
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    tokenizer = demo.load_tokenizer()
+    texts = [prompt.text[-300:] for prompt in (*demo.prompts()[:2], demo.prompts()[-1])]
+
+    def batch(size):
+        encoded = tokenizer(texts[:size], return_tensors="pt", padding=size > 1)
+        return {key: encoded[key] for key in ("input_ids", "attention_mask")}
+
+    return batch
+
+
+@pytest.fixture(scope="module")
+def plain(target, inputs):
+    """Plain greedy texts, made once."""
+    return cache(lambda batch_size: generated(target, inputs(batch_size))[0])
+
+
+def decide(monkeypatch, pattern):
+    """Whoever drafts is said by the pattern, `pattern(row, cycle)` or one value a cycle again and again."""
+    cycles, asked = counting(), []
+    rule = pattern if callable(pattern) else lambda row, cycle: pattern[cycle % len(pattern)]
+
+    def asks(choice, rows, chances, num_retrieved, lengths, num_unread):
+        cycle = next(cycles)
+        asked.append([bool(rule(row, cycle)) and length > 0 for row, length in zip(rows, lengths)])
+        return asked[-1]
+
+    monkeypatch.setattr(DrafterChoice, "asks", asks)
+    return asked
+
+
+def in_turns(row, cycle):
+    """All retrieved, all drafted, and mixed in two ways."""
+    return (cycle % 4 == 1) or (cycle % 4 > 1 and (row + cycle) % 2)
+
+
+def by_parity(row, cycle):
+    """Half of the rows each."""
+    return (row + cycle) % 2
+
+
+def generated(target, inputs, **arguments):
+    with record(trace=True) as made:
+        text = target.generate(**inputs, **{"do_sample": False, "max_new_tokens": 24, **arguments})
+    return text, made.calls[0] if made.calls else None
+
+
+class TestGreedy:
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    @pytest.mark.parametrize("retrieval", RETRIEVAL)
+    def test_own_choice(self, target, inputs, plain, retrieval, batch_size):
+        for _ in range(2):
+            ours, call = generated(target, inputs(batch_size), speculative=pair("eagle3", retrieval))
+            assert torch.equal(ours, plain(batch_size))
+            assert call.stats.method == f"{retrieval}+eagle3"
+            assert call.stats.num_accepted_tokens > 10
+
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    @every_model
+    def test_whoever_drafts(self, target, inputs, plain, method, batch_size, monkeypatch):
+        asked = decide(monkeypatch, in_turns)
+        ours, call = generated(target, inputs(batch_size), speculative=pair(method))
+        assert torch.equal(ours, plain(batch_size))
+        assert any(map(any, asked))
+        assert not all(map(all, asked))
+        if batch_size > 1:
+            assert any(any(rows) and not all(rows) for rows in asked)
+
+    @needs_library
+    def test_trees_of_both(self, target, inputs, plain, monkeypatch):
+        decide(monkeypatch, in_turns)
+        options = {"suffix_decoding_use_tree_spec": True, "suffix_decoding_max_spec_factor": 4.0}
+        ours, call = generated(target, inputs(3), speculative=pair("eagle", "suffix", **options))
+        assert torch.equal(ours, plain(3))
+        branching = [row for cycle in call.cycles for row in cycle.rows if len(set(row.parents)) < len(row.parents)]
+        assert branching
+
+    @pytest.mark.parametrize("method", ["eagle3", "draft_model", "medusa"])
+    def test_rows_that_end_apart(self, target, inputs, method, monkeypatch):
+        settings = {**inputs(3), "pad_token_id": 0}
+        plain, _ = generated(target, settings)
+        stop = int(plain[1, settings["input_ids"].shape[1] + 6])
+        ended, _ = generated(target, settings, eos_token_id=stop)
+        for pattern in (in_turns, [0, 0, 0, 0, 1]):
+            with monkeypatch.context() as patch:
+                decide(patch, pattern)
+                assert torch.equal(generated(target, settings, eos_token_id=stop, speculative=pair(method))[0], ended)
+
+    @pytest.mark.parametrize(
+        "processing",
+        [
+            {"repetition_penalty": 1.3},
+            {"no_repeat_ngram_size": 3},
+            {"logits_processor": [lambda input_ids, scores: scores - 2 * scores.softmax(-1)]},
+            {"max_new_tokens": 1},
+            {"max_new_tokens": 2},
+        ],
+        ids=lambda processing: next(iter(processing)),
+    )
+    def test_processors_and_limits(self, target, inputs, processing, monkeypatch):
+        decide(monkeypatch, in_turns)
+        plain, _ = generated(target, inputs(3), **processing)
+        ours, _ = generated(target, inputs(3), speculative=pair("eagle3"), **processing)
+        assert torch.equal(ours, plain)
+
+    def test_streamer_and_scores(self, target, inputs, monkeypatch):
+        decide(monkeypatch, in_turns)
+        wanted = {"return_dict_in_generate": True, "output_scores": True}
+        plain, _ = generated(target, inputs(2), **wanted)
+        ours, _ = generated(target, inputs(2), speculative=pair("eagle3"), **wanted)
+        assert torch.equal(ours.sequences, plain.sequences)
+        torch.testing.assert_close(torch.stack(ours.scores), torch.stack(plain.scores), atol=1e-3, rtol=1e-3)
+
+        class Tokens(BaseStreamer):
+            def __init__(self):
+                self.seen = []
+
+            def put(self, value):
+                self.seen += value.flatten().tolist()
+
+            def end(self):
+                self.seen.append("end")
+
+        streamer = Tokens()
+        text, _ = generated(target, inputs(1), speculative=pair("eagle3"), streamer=streamer)
+        assert streamer.seen == [*text[0].tolist(), "end"]
+
+    def test_target_that_takes_no_trees(self, monkeypatch):
+        torch.manual_seed(0)
+        config = BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.5)
+        bloom = BloomForCausalLM(config).eval()
+        bloom.generation_config.pad_token_id = 0
+        decide(monkeypatch, in_turns)
+        for batch_size in (1, 2):
+            batch = prompts(batch_size, padding=False)
+            plain, _ = generated(bloom, batch, eos_token_id=None)
+            speculator = load_speculator(bloom, "ngram+draft_model", draft_model=bloom)
+            ours, call = generated(bloom, batch, eos_token_id=None, assistant=speculator)
+            assert torch.equal(ours, plain)
+            assert call.stats.num_accepted_tokens > 5
+
+    def test_longest_text_that_is_drafted_for(self, target, inputs, plain, monkeypatch):
+        decide(monkeypatch, [1, 0])
+        longest = inputs(1)["input_ids"].shape[1] + 10
+        ours, call = generated(target, inputs(1), speculative=pair("eagle3", max_model_len=longest))
+        assert torch.equal(ours, plain(1))
+        assert call.cycles[0].rows[0].draft_tokens
+        assert not call.cycles[-1].rows[0].draft_tokens
+
+
+class TestSampling:
+    @pytest.mark.parametrize("method", ["eagle3", "draft_model", "medusa"])
+    def test_text_depends_on_the_seed_alone(self, target, inputs, method, monkeypatch):
+        settings = {"max_new_tokens": 24, "temperature": 0.8, "top_k": 20}
+        alone = sample(target, inputs(3), assistant=no_drafts(), **settings)
+        assert torch.equal(sample(target, inputs(3), speculative=pair(method), **settings), alone)
+        decide(monkeypatch, in_turns)
+        assert torch.equal(sample(target, inputs(3), speculative=pair(method), **settings), alone)
+
+    @pytest.mark.parametrize(
+        ("law", "rule"), [("plain", "standard"), ("repetition_penalty_and_top_p", "standard"), ("plain", "block")]
+    )
+    def test_drawn_and_retrieved_drafts_in_one_batch(self, drawing, law, rule, monkeypatch):
+        """Half of the rows verify drafts that were drawn, the others retrieved ones."""
+        asked = decide(monkeypatch, by_parity)
+        speculator = load_speculator(small_model(), drawing, num_speculative_tokens=3, rejection_sample_method=rule)
+        counts, stats = sampled_counts(SETTINGS[law], speculator)
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS[law])) > P_VALUE
+        assert any(0 < sum(rows) < len(rows) for rows in asked)
+        by_part = [int(note.split(": ")[1].split()[0]) for note in stats.notes if "tokens accepted from" in note]
+        assert min(by_part) > 100
+
+    def test_fails_for_retrieved_drafts_that_are_judged_by_the_wrong_law(self, drawing, monkeypatch):
+        def wrongly_merged(retrieved, drafted, from_model):
+            draft = merged(retrieved, drafted, from_model)
+            if draft.probs is not None:
+                draft.probs[~torch.tensor(from_model)] = 1 / V
+            return draft
+
+        decide(monkeypatch, by_parity)
+        monkeypatch.setattr(combined, "merged", wrongly_merged)
+        counts, _ = sampled_counts(
+            SETTINGS["plain"], load_speculator(small_model(), drawing, num_speculative_tokens=3)
+        )
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS["plain"])) < 1e-6
+
+    @pytest.mark.parametrize(("method", "draws"), [(None, False), ("greedy", False), ("probabilistic", True)])
+    def test_drafts_are_drawn_only_on_request(self, target, inputs, method, draws, monkeypatch):
+        made, make = [], Speculator.candidate_generator
+        monkeypatch.setattr(
+            Speculator, "candidate_generator", lambda *arguments: made.append(make(*arguments)) or made[-1]
+        )
+        speculative = pair("draft_model", draft_sample_method=method)
+        sample(target, inputs(1), max_new_tokens=6, speculative=speculative)
+        assert made[0].draws is draws
+
+
+@pytest.fixture
+def drawing():
+    """A combination whose second drafter draws, from a law that is unlike the target's."""
+    register_candidate_generator("drawn", type("Drawn", (SampledCandidateGenerator,), {"draws": True}))
+    yield "ngram+drawn"
+    unregister_candidate_generator("drawn")
+
+
+class TestToldLate:
+    @every_model
+    def test_drafts_are_as_good_after_a_pause(self, target, inputs, method, monkeypatch):
+        """A drafter that is told late drafts what one that is always asked drafts at the same place."""
+
+        def drafts(pattern):
+            with monkeypatch.context() as patch:
+                asked = decide(patch, pattern)
+                text, call = generated(target, inputs(1), max_new_tokens=48, speculative=pair(method))
+            length, found = 0, {}
+            for cycle, (is_asked,) in zip(call.cycles, asked):
+                (row,) = cycle.rows
+                if is_asked:
+                    found[length] = row.draft_tokens
+                length += len(row.committed_tokens)
+            return found, text
+
+        always, text = drafts([1])
+        places = []
+        # The first drafts come after the whole prompt, and after several commits of different lengths.
+        for pattern in ([0, 1], [0, 0, 1, 1], [0, 0, 0, 1]):
+            sometimes, again = drafts(pattern)
+            assert torch.equal(again, text)
+            places += [place for place in sometimes if place in always]
+            assert all(sometimes[place] == always[place] for place in sometimes if place in always)
+        assert len(places) >= 2
+
+    def test_much_is_handed_over_before_it_is_asked_for(self, target, inputs, plain, monkeypatch):
+        monkeypatch.setattr(combined, "_MOST_UNREAD_TOKENS", 20)
+        for pattern in ([0, 0, 0, 1], in_turns):
+            with monkeypatch.context() as patch:
+                decide(patch, pattern)
+                assert torch.equal(generated(target, inputs(3), speculative=pair("eagle3"))[0], plain(3))
+
+    def test_nothing_is_read_for_who_is_never_asked(self, target, inputs, monkeypatch):
+        decide(monkeypatch, [0])
+        monkeypatch.setattr("hf_specdec.candidate_generators.eagle.DraftEntries.read", None)
+        text, call = generated(target, inputs(1), speculative=pair("eagle3"))
+        assert call.stats.notes[-1] == "eagle3: 0 tokens accepted from 0 drafts"
+
+    @given(st.data())
+    @settings(max_examples=40, deadline=None)
+    def test_joined_commits(self, data):
+        num_rows, num_commits = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+        texts, commits = [[] for _ in range(num_rows)], []
+        for _ in range(num_commits):
+            counts = data.draw(st.lists(st.integers(1, 4), min_size=num_rows, max_size=num_rows))
+            width = max(counts) + data.draw(st.integers(0, 1))
+            tokens = torch.randint(1, 50, (num_rows, width))
+            lists = [row[:count] for row, count in zip(tokens.tolist(), counts)]
+            states = {key: tokens[..., None] * factor + torch.zeros(3) for key, factor in (("last", 1), (2, 10))}
+            commits.append(Commit(list(range(num_rows)), tokens, lists, [0] * num_rows, states))
+            for text, new in zip(texts, lists):
+                text += new
+        joined = Commit.joined(commits)
+        assert joined.token_lists == texts
+        for row, text in enumerate(texts):
+            assert joined.tokens[row, : len(text)].tolist() == text
+            assert joined.hidden_states["last"][row, : len(text), 1].tolist() == text
+            assert joined.hidden_states[2][row, : len(text), 0].tolist() == [10 * token for token in text]
+        assert joined.tokens.shape == joined.hidden_states[2].shape[:2]
+
+    def test_prompt_is_handed_over_before_rows_leave(self):
+        told = []
+        drafter = SimpleNamespace(
+            target_hidden_states=(),
+            prefill=lambda prompt: told.append(len(prompt.starts)),
+            observe=lambda commit: told.append(commit.token_lists),
+        )
+        unread = UnreadText(drafter)
+        unread.begin(Prompt(torch.ones(2, 5, dtype=torch.long), [0, 0]))
+        unread.add(Commit([0, 1], torch.tensor([[1], [2]]), [[1], [2]], [0, 0]))
+        assert (unread.num_tokens, told) == (6, [])
+        unread.keep_rows([1])
+        assert (unread.num_tokens, told) == (0, [2, [[1], [2]]])
+        unread.add(Commit([1], torch.tensor([[3]]), [[3]], [0]))
+        unread.hand_over()
+        assert told[2:] == [[[3]]]
+
+
+class TestMerging:
+    @given(st.data())
+    @settings(max_examples=60, deadline=None)
+    def test_each_row_has_its_own_draft(self, data):
+        num_rows = data.draw(st.integers(1, 4))
+        from_model = data.draw(st.lists(st.booleans(), min_size=num_rows, max_size=num_rows))
+
+        def trees(branching):
+            tokens, parents = [], []
+            for _ in range(num_rows):
+                size = data.draw(st.integers(0, 5))
+                tokens.append(data.draw(st.lists(st.integers(0, V - 1), min_size=size, max_size=size)))
+                low = -1 if branching else None
+                parents.append([data.draw(st.integers(low, i - 1)) if branching else i - 1 for i in range(size)])
+            return DraftTree.from_lists(tokens, parents=parents)
+
+        retrieved, drafted = trees(data.draw(st.booleans())), trees(data.draw(st.booleans()))
+        draft = merged(retrieved, drafted, from_model)
+        for row, is_drafted in enumerate(from_model):
+            source = drafted if is_drafted else retrieved
+            assert draft.token_lists()[row] == source.token_lists()[row]
+            assert draft.parent_lists()[row] == source.parent_lists()[row]
+        assert draft.is_chain or not (retrieved.is_chain and drafted.is_chain)
+
+    def test_retrieved_trees_beside_drawn_chains_are_chains(self):
+        retrieved = DraftTree.from_lists([[1, 2, 3, 4], [5]], parents=[[-1, -1, 0, 2], [-1]])
+        laws = torch.full((2, 2, V), 1 / V)
+        drafted = DraftTree.chain(torch.tensor([[0, 1], [2, 3]]), [2, 2], laws)
+        draft = merged(retrieved, drafted, [False, True])
+        assert draft.is_chain
+        assert draft.token_lists() == [[1, 3, 4], [2, 3]]
+        assert draft.probs[0].argmax(-1).tolist() == [1, 3, 4]
+        assert draft.probs[0].sum(-1).tolist() == [1.0, 1.0, 1.0] == draft.probs[0].amax(-1).tolist()
+        assert torch.equal(draft.probs[1, :2], laws[1])
+
+
+class TestRatings:
+    text = [7, 8, 9, 1, 2, 3, 4, 5, 6, 1, 2, 3]
+
+    def rated(self, method, rooms, **options):
+        config = SpeculativeConfig(method, **options)
+        kind = resolve_candidate_generator(method)
+        target = SimpleNamespace(config=LlamaConfig(vocab_size=100))
+        session = Session(len(rooms), 100, torch.device("cpu"))
+        generator = kind(config, kind.load(config, target), session)
+        generator.prefill(Prompt(torch.tensor([self.text] * len(rooms)), [0] * len(rooms)))
+        step = DraftStep(list(range(len(rooms))), torch.tensor([3] * len(rooms)), [12] * len(rooms), rooms)
+        return generator.propose(step), generator.draft_chances
+
+    def test_ngram(self):
+        draft, chances = self.rated("ngram", [10, 2, 0])
+        assert draft.token_lists() == [[4, 5, 6, 1, 2, 3], [4, 5], []]
+        assert chances[0] == pytest.approx([0.75**depth for depth in range(1, 7)])
+        assert chances[1:] == [pytest.approx([0.75, 0.75**2]), []]
+
+    @needs_library
+    @pytest.mark.parametrize("use_tree_spec", [False, True])
+    def test_suffix(self, use_tree_spec):
+        draft, chances = self.rated("suffix", [10, 2, 0], suffix_decoding_use_tree_spec=use_tree_spec)
+        assert list(map(len, chances)) == draft.max_depths() == [3, 2, 0]
+        # Seen once before: the end of the text counts as another occurrence.
+        assert chances[0] == pytest.approx([0.5, 0.5, 0.5])
+        assert chances[1] == chances[0][:2]
+
+
+class World:
+    """Rows with known costs and acceptance, in which a choice is made in each cycle.
+
+    Args:
+        draft_seconds, seconds_per_node (`float`): Beside a verification of 1.
+        accepted (`float`): Of the second drafter, in the mean.
+        retrieved (`list[tuple[float, float]]`): Score and true acceptance of the retrieved drafts, again and again.
+    """
+
+    def __init__(self, draft_seconds, accepted, retrieved, experience=None, num_rows=1):
+        self.draft_seconds, self.accepted, self.retrieved = draft_seconds, accepted, retrieved
+        self.choice = DrafterChoice(experience or Experience(), num_rows, 4, 4)
+        self.rows, self.seconds, self.tokens, self.num_asked = list(range(num_rows)), 0.0, 0.0, 0
+
+    def run(self, num_cycles):
+        for cycle in range(num_cycles):
+            score, truth = self.retrieved[cycle % len(self.retrieved)]
+            chances = [[score / 8] * 8 for _ in self.rows]
+            asked = self.choice.asks(self.rows, chances, 8, [4] * len(self.rows), 1)
+            self.num_asked += any(asked)
+            draft_seconds = self.draft_seconds if any(asked) else None
+            committed = sum(1 + (self.accepted if is_asked else truth) for is_asked in asked)
+            self.choice.observe_cycle(len(self.rows), 9, draft_seconds, 1.0, 1, committed)
+            for row, is_asked in zip(self.rows, asked):
+                if is_asked:
+                    self.choice.observe_drafted(self.accepted, False)
+                self.choice.observe_retrieved(row, chances[row], truth)
+            self.tokens += committed
+            self.seconds += 1.0 + (draft_seconds or 0.0)
+        return self
+
+    def best(self):
+        """Tokens per second of the best choice for each kind of cycle: never, always or where it promises more."""
+        truths, cost, gain = [t for _, t in self.retrieved], self.draft_seconds, self.accepted
+        values = []
+        for which in range(2 ** len(truths)):
+            asked = [which >> index & 1 for index in range(len(truths))]
+            tokens = sum(1 + (gain if a else t) for a, t in zip(asked, truths))
+            values.append(tokens / sum(1 + cost * a for a in asked))
+        return max(values)
+
+
+class TestChoice:
+    @pytest.mark.parametrize("draft_seconds", [0.05, 0.5, 1.0, 4.0])
+    @pytest.mark.parametrize("accepted", [0.1, 1.0, 3.0])
+    @pytest.mark.parametrize("retrieved", [[(0.0, 0.0)], [(6.0, 6.0)], [(0.0, 0.0), (5.0, 5.0)], [(4.0, 0.4)]])
+    def test_speed_is_that_of_the_best_choice(self, draft_seconds, accepted, retrieved):
+        experience = Experience()
+        World(draft_seconds, accepted, retrieved, experience).run(40).choice.leave_to(experience)
+        world = World(draft_seconds, accepted, retrieved, experience).run(300)
+        assert world.tokens / world.seconds > 0.93 * world.best()
+
+    def test_score_that_promises_too_much_is_not_trusted(self):
+        world = World(0.1, 2.0, [(6.0, 0.2)]).run(40)
+        assert world.num_asked > 30
+
+    def test_copied_text_asks_nobody(self):
+        assert World(0.1, 3.0, [(7.0, 7.0)]).run(100).num_asked == 0
+
+    def test_what_it_has_not_read_must_be_worth_reading(self):
+        choice = DrafterChoice(Experience(mean_accepted=2.0, num_drafts=50), 1, 4, 4)
+        for _ in range(3):
+            choice.observe_cycle(1, 5, 0.1, 1.0, 1, 1)
+            choice.observe_cycle(1, 5, 5.0, 1.0, 500, 1)
+        for _ in range(100):
+            choice.observe_cycle(1, 1, None, 1.0, 0, 1)
+        waited = 0
+        while not choice.asks([0], [[]], 0, [4], 500)[0]:
+            waited += 1
+        # Each cycle without it loses 2 tokens of about a second each, and reading the text costs 5.
+        assert 2 <= waited <= 3
+        assert choice.asks([0], [[]], 0, [4], 3) == [True]
+
+    @pytest.mark.parametrize("num_cycles", [30, 600])
+    def test_drafter_that_has_become_good_is_found_again(self, num_cycles):
+        experience = Experience()
+        bad = World(1.0, 0.0, [(0.0, 0.0)], experience).run(200)
+        bad.choice.leave_to(experience)
+        assert bad.num_asked < 20
+        asked = 0
+        # In one long call, or in many short ones.
+        for _ in range(600 // num_cycles):
+            good = World(1.0, 4.0, [(0.0, 0.0)], experience).run(num_cycles)
+            good.choice.leave_to(experience)
+            asked += good.num_asked
+        assert asked > 200
+
+    def test_rows_with_good_drafts_keep_them(self):
+        choice = DrafterChoice(Experience(), 3, 4, 4)
+        assert choice.asks([0, 1, 2], [[0.9] * 8, [], [0.1]], 8, [4, 4, 4], 1) == [False, True, True]
+        assert choice.asks([0, 1, 2], [[0.9] * 8, [], [0.1]], 8, [4, 0, 4], 1) == [False, False, True]
+
+
+class TestSettings:
+    def test_names(self):
+        assert parts_of("prompt_lookup+deepseek_mtp") == ("ngram", "mtp")
+        config = SpeculativeConfig.resolve("prompt_lookup+assistant_model", model="folder")
+        assert (config.method, config.model) == ("ngram+draft_model", "folder")
+        assert resolve_candidate_generator("ngram+eagle3") is resolve_candidate_generator("ngram+eagle3")
+
+    @pytest.mark.parametrize(
+        ("name", "match"),
+        [
+            ("ngram+toyy", "Unknown spec_method='toyy'"),
+            ("sufix+eagle3", "Unknown spec_method='sufix'. Did you mean 'suffix'"),
+            ("ngram+", "Unknown spec_method=''"),
+            ("ngram+auto", "Unknown spec_method='auto'"),
+            ("eagle3+ngram", "Write 'ngram+eagle3'"),
+            ("eagle3+medusa", "names two that draft with weights"),
+            ("ngram+suffix", "names two that retrieve"),
+            ("ngram+ngram", "names one method twice"),
+            ("eagle+eagle", "names one method twice"),
+            ("ngram+suffix+eagle3", "names 3"),
+        ],
+    )
+    def test_what_cannot_be_combined(self, name, match):
+        for spelling in (name, {"method": name}):
+            with pytest.raises(SpecConfigError, match=match.replace("+", r"\+")):
+                SpeculativeConfig.resolve(spelling, model="folder")
+
+    def test_registered_names_have_no_plus(self):
+        with pytest.raises(SpecConfigError, match="would be read as a combination"):
+            register_candidate_generator("my+method", CandidateGenerator)
+
+    def test_settings_of_both_methods(self, tmp_path):
+        given = {
+            "method": "ngram+eagle3",
+            "model": "folder",
+            "num_speculative_tokens": 3,
+            "retrieval_num_speculative_tokens": 9,
+            "prompt_lookup_max": 4,
+            "aux_layer_ids": [0, 1],
+            "rejection_sample_method": "block",
+        }
+        config = SpeculativeConfig.from_dict(given)
+        assert config.to_dict() == given
+        assert SpeculativeConfig.resolve(json.dumps(given)) == config == copy.deepcopy(config)
+        assert pickle.loads(pickle.dumps(config)) == config
+        assert hash(config) == hash(SpeculativeConfig.from_dict(given))
+        assert config.compute_hash() != config.replace(prompt_lookup_max=5).compute_hash()
+        config.save_pretrained(tmp_path)
+        assert SpeculativeConfig.from_pretrained(tmp_path) == config
+        retrieval, model = part_configs(config)
+        assert retrieval.to_dict() == {
+            "method": "ngram", "num_speculative_tokens": 9, "prompt_lookup_max": 4, "rejection_sample_method": "block"
+        }  # fmt: skip
+        assert model == SpeculativeConfig(
+            "eagle3", "folder", num_speculative_tokens=3, aux_layer_ids=[0, 1], rejection_sample_method="block",
+            draft_sample_method="greedy",
+        )  # fmt: skip
+        assert config.replace(method="eagle3").to_dict().keys() == {
+            "method", "model", "num_speculative_tokens", "rejection_sample_method"
+        }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("settings", "match"),
+        [
+            ({"suffix_decoding_max_tree_depth": 9}, "belongs to method 'suffix', got method='ngram\\+eagle3'"),
+            ({"prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min=5"),
+            ({"top_k": 0}, "`top_k` must be an integer"),
+            ({"retrieval_num_speculative_tokens": 0}, "`retrieval_num_speculative_tokens` must be an integer of at"),
+            ({"prompt_lookup_mx": 3}, "Did you mean 'prompt_lookup_max'"),
+        ],
+    )
+    def test_wrong_settings(self, settings, match):
+        with pytest.raises(SpecConfigError, match=match):
+            SpeculativeConfig("ngram+eagle3", "folder", **settings)
+
+    def test_token_trees_are_for_the_second_method(self):
+        assert SpeculativeConfig("ngram+eagle3", "folder", speculative_token_tree=[(0,), (1,)])
+        with pytest.raises(SpecConfigError, match="belongs to the methods that draft trees"):
+            SpeculativeConfig("ngram+draft_model", "folder", speculative_token_tree=[(0,), (1,)])
+
+    def test_lengths(self, target):
+        session = Session(1, 500, torch.device("cpu"))
+        for options, lengths in (
+            ({}, (24, 4)),
+            ({"num_speculative_tokens": 2}, (24, 2)),
+            ({"retrieval_num_speculative_tokens": 3, "num_speculative_tokens": 5}, (3, 5)),
+        ):
+            generator = load_speculator(target, **pair("eagle3", **options)).candidate_generator(session)
+            found = (generator.retrieval.num_speculative_tokens, generator.model.num_speculative_tokens)
+            assert found == lengths
+            assert generator.num_speculative_tokens == max(lengths)
+
+    def test_parts_share_what_is_loaded(self, target):
+        forget_speculators(target)
+        both = load_speculator(target, **pair("eagle3"))
+        alone = load_speculator(target, method="eagle3", **MODELS["eagle3"])
+        assert both.resources.model is alone.resources
+        assert both.resources.retrieval is None
+        assert load_speculator(target, **pair("eagle3")).resources is both.resources
+        other = load_speculator(target, **pair("eagle3", num_speculative_tokens=2))
+        assert other.resources is both.resources
+
+    def test_loaded_draft_model(self, target, inputs, plain):
+        network = load_speculator(target, method="eagle3", **MODELS["eagle3"]).resources
+        speculator = load_speculator(target, "ngram+eagle3", draft_model=network)
+        assert speculator.resources.model is network
+        assert torch.equal(generated(target, inputs(1), spec_method="ngram+eagle3", assistant=network)[0], plain(1))
+        with pytest.raises(SpecConfigError, match="method='medusa' cannot draft with a"):
+            load_speculator(target, "ngram+medusa", draft_model=network)
+
+    def test_draft_model_that_only_transformers_can_drive(self, target):
+        class Stock(CandidateGenerator):
+            options_class = make_dataclass("Options", (), frozen=True)
+
+            @classmethod
+            def load(cls, config, target_model):
+                return torch.nn.Linear(1, 1)
+
+            @classmethod
+            def stock_assistant(cls, resources):
+                return resources
+
+        register_candidate_generator("stock", Stock)
+        try:
+            with pytest.raises(SpecConfigError, match="cannot be combined with a Linear"):
+                load_speculator(target, "ngram+stock")
+            forget_speculators(target)
+        finally:
+            unregister_candidate_generator("stock")
+
+    def test_options_of_one_name(self):
+        class Twin(CandidateGenerator):
+            options_class = make_dataclass("Options", [("prompt_lookup_max", int, field(default=1))], frozen=True)
+
+        register_candidate_generator("twin", Twin)
+        try:
+            with pytest.raises(SpecConfigError, match="both methods have an option `prompt_lookup_max`"):
+                SpeculativeConfig("ngram+twin")
+        finally:
+            unregister_candidate_generator("twin")
+
+    def test_missing_library(self, target, monkeypatch):
+        monkeypatch.setattr("hf_specdec.candidate_generators.suffix.MIN_LIBRARY_VERSION", "999")
+        forget_speculators(target)
+        with pytest.raises(MissingDependencyError, match="needs the package arctic-inference"):
+            load_speculator(target, **pair("eagle3", "suffix"))
+
+
+class TestUse:
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    def test_adaptive_length(self, target, inputs, batch_size):
+        plain, _ = generated(target, inputs(batch_size), max_new_tokens=40)
+        for _ in range(2):
+            ours, call = generated(
+                target, inputs(batch_size), max_new_tokens=40,
+                speculative=pair("eagle3", num_speculative_tokens="auto"),
+            )  # fmt: skip
+            assert torch.equal(ours, plain)
+            assert any(note.startswith("adaptive length: ") for note in call.stats.notes)
+
+    def test_statistics_by_part(self, target, inputs, monkeypatch):
+        decide(monkeypatch, [0, 1])
+        _, call = generated(target, inputs(1), speculative=pair("eagle3"))
+        found = [note for note in call.stats.notes if "tokens accepted from" in note]
+        assert [note.split(":")[0] for note in found] == ["ngram", "eagle3"]
+        accepted = [int(note.split(": ")[1].split()[0]) for note in found]
+        assert sum(accepted) == call.stats.num_accepted_tokens
+        assert sum(row.num_accepted for cycle in call.cycles[1::2] for row in cycle.rows) == accepted[1]
+
+    def test_calls_teach_the_next_one(self, target, inputs, monkeypatch):
+        forget_speculators(target)
+        speculator = load_speculator(target, **pair("eagle3"))
+        generated(target, inputs(1), assistant=speculator, repetition_penalty=1.5)
+        known = speculator.resources.experience
+        assert known.num_drafts > 0
+        assert known.latency.verify
+        assert known.draft_latency.verify
+        assert load_speculator(target, **pair("eagle3")).resources.experience is known
+
+    def test_saved_drafter(self, target, inputs, plain, tmp_path):
+        speculator = load_speculator(target, **pair("eagle3", num_speculative_tokens=2, prompt_lookup_max=3))
+        folder = speculator.save_pretrained(tmp_path / "saved")
+        again = load_speculator(target, str(folder))
+        assert again.config.replace(model=None) == speculator.config.replace(model=None)
+        assert torch.equal(generated(target, inputs(1), spec_model=str(folder))[0], plain(1))
+        assert "n-gram speculation and EAGLE-3 head" in (folder / "README.md").read_text().lower().replace(
+            "eagle-3", "EAGLE-3"
+        )
+
+    def test_pipeline_and_generation_config(self, target, inputs):
+        arguments = {"do_sample": False, "max_new_tokens": 16}
+        text = demo.prompts()[0].text
+        generator = pipeline("text-generation", model=target, tokenizer=demo.load_tokenizer(), device="cpu")
+        plain = generator(text, **arguments)
+        with record() as made:
+            assert generator(text, **arguments, speculative=pair("eagle3")) == plain
+        assert made.calls[0].stats.method == "ngram+eagle3"
+        target.generation_config.speculative = pair("eagle3")
+        try:
+            with record() as made:
+                assert generator(text, **arguments) == plain
+            assert made.calls[0].stats.method == "ngram+eagle3"
+        finally:
+            del target.generation_config.speculative
+
+    def test_command_line(self):
+        results = [
+            CliRunner().invoke(cli.app, ["generate", "--json", "-n", "16", "--method", method, "def read(path):\n"])
+            for method in ("off", "ngram+eagle3")
+        ]
+        plain, ours = (json.loads(result.stdout) for result in results)
+        assert ours["stats"]["method"] == "ngram+eagle3"
+        assert ours["token_ids"] == plain["token_ids"]
+
+    def test_stock_assisted_decoding(self, target, inputs, monkeypatch):
+        batch = inputs(1)
+        plain, _ = generated(target, batch)
+        speculator = load_speculator(target, **pair("draft_model", num_speculative_tokens=3))
+        generator = speculator.candidate_generator(Session(1, plain.shape[1], torch.device("cpu")))
+        decide(monkeypatch, [0, 0, 1])
+        monkeypatch.setattr(target, "_get_candidate_generator", lambda *args, **kwargs: generator)
+        assert torch.equal(generated(target, batch, prompt_lookup_num_tokens=2)[0], plain)

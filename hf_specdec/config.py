@@ -63,6 +63,7 @@ _VLLM_KEYS = frozenset(
         "num_speculative_tokens",
         "draft_tensor_parallel_size",
         "quantization",
+        "num_speculative_tokens_per_batch_size",
         "max_model_len",
         "revision",
         "code_revision",
@@ -130,11 +131,11 @@ def _canonical_quantization(value: Any) -> Any:
 
 
 def _canonical_method(name: Any) -> str | None:
-    from .candidate_generators import METHOD_ALIASES
+    from .candidate_generators import COMBINING, parts_of
 
     if name is not None and not isinstance(name, str):
         raise SpecConfigError(f"`method` must be the name of a method, got {name!r} ({type(name).__name__}).")
-    return METHOD_ALIASES.get(name, name)
+    return None if name is None else COMBINING.join(parts_of(name))
 
 
 def _token_tree(value: Any) -> Any:
@@ -143,6 +144,60 @@ def _token_tree(value: Any) -> Any:
     from .token_trees import parse_token_tree
 
     return parse_token_tree(value)
+
+
+def _lengths_by_batch_size(value: Any) -> Any:
+    """Pairs of a number of rows and the length from there on, in increasing order; neighbours differ in length."""
+    if value is None:
+        return None
+    is_mapping = isinstance(value, Mapping)
+    entries = list(value.items()) if is_mapping else value
+    if not isinstance(entries, (list, tuple)) or not entries:
+        raise _no_lengths_by_batch_size(value)
+    ranges = sorted(_range_of_rows(entry, value) for entry in entries)
+    last, pairs = 0, []
+    for first, end, length in ranges:
+        if first <= last:
+            raise SpecConfigError(
+                f"`num_speculative_tokens_per_batch_size` says twice what holds for {first} rows, got {value!r}. Let "
+                "its ranges not overlap."
+            )
+        last = end
+        if not pairs or pairs[-1][1] != length:
+            pairs.append((first, length))
+    if pairs[0][0] != 1:
+        raise SpecConfigError(
+            f"`num_speculative_tokens_per_batch_size` must begin at 1 row, got {value!r}, which begins at "
+            f"{pairs[0][0]}."
+        )
+    if not any(length for _, length in pairs):
+        raise SpecConfigError(
+            f"`num_speculative_tokens_per_batch_size` must allow drafts somewhere, got {value!r}. Leave speculation "
+            "out to generate without drafts."
+        )
+    return tuple(pairs)
+
+
+def _range_of_rows(entry: Any, value: Any) -> tuple[int, int, int]:
+    """First and last number of rows, and the length, of `(rows, k)` or `(first, last, k)`."""
+    if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3):
+        raise _no_lengths_by_batch_size(value)
+    # JSON has only strings for the keys of a mapping.
+    numbers_given = [int(item) if isinstance(item, str) and item.isdecimal() else item for item in entry]
+    if not all(map(_is_int, numbers_given)):
+        raise _no_lengths_by_batch_size(value)
+    first, last, length = numbers_given if len(entry) == 3 else (numbers_given[0], *numbers_given)
+    if not 1 <= first <= last or length < 0:
+        raise _no_lengths_by_batch_size(value)
+    return int(first), int(last), int(length)
+
+
+def _no_lengths_by_batch_size(value: Any) -> SpecConfigError:
+    return SpecConfigError(
+        "`num_speculative_tokens_per_batch_size` must be a list of [first, last, k], such as [[1, 8, 5], [9, 32, 2], "
+        "[33, 128, 0]] for numbers of rows and the draft tokens there, or a mapping from the number of rows from "
+        f"which on a k holds, {{1: 5, 9: 2, 33: 0}}; rows are at least 1, k at least 0. Got {value!r}."
+    )
 
 
 def _acceptance_rates(value: Any) -> Any:
@@ -174,13 +229,17 @@ class SpeculativeConfig:
 
     Attributes:
         method (`str`, *optional*):
-            Name of the method, or "auto" for a drafter that is found for the target. `None` only while it has yet to
-            be read from the checkpoint of `model`, which is also what "auto" beside a `model` means.
+            Name of the method, or "auto" for a drafter that is found for the target. "suffix+eagle3" combines a
+            method that retrieves with one that drafts with weights. `None` only while it has yet to be read from the
+            checkpoint of `model`, which is also what "auto" beside a `model` means.
         model (`str`, *optional*):
             Repo id or local folder of the draft model or draft head.
         num_speculative_tokens (`int` or "auto", *optional*):
             Speculation length k: draft tokens of a chain per cycle, at least 1. "auto": each cycle the length that
             pays, down to plain decoding. `None`: the method's default.
+        num_speculative_tokens_per_batch_size (`tuple[tuple[int, int], ...]`, *optional*):
+            Most draft tokens by the number of active rows: pairs of a number of rows and the k that holds from there
+            on, 0 for none. vLLM's `[[first, last, k], ...]` and mappings `{rows: k}` are taken. Of trees, the depth.
         speculative_token_tree (`tuple[tuple[int, ...], ...]`, *optional*):
             Static draft tree as paths of child ranks, for the methods that draft trees. All spellings of
             [`~token_trees.parse_token_tree`] are taken.
@@ -211,6 +270,9 @@ class SpeculativeConfig:
             Whether code from the draft model's repository may run.
         enforce_eager (`bool`, defaults to `False`):
             Launch every forward from Python, and capture nothing in CUDA graphs. Nothing is captured on a CPU.
+        control_profile (`str`, *optional*):
+            For "auto": file of `hf-specdec calibrate` to begin with. `None`: that of the cache folder, if there is
+            one.
         disable_by_batch_size (`int`, *optional*):
             Generate without drafts where the batch has more rows than this.
         disable_padded_drafter_batch (`bool`, defaults to `False`):
@@ -236,7 +298,7 @@ class SpeculativeConfig:
     method: str | None = _setting(
         None,
         "Name of the method. Left out, it is read from the checkpoint of `model`. `auto` finds a drafter for the "
-        "target.",
+        "target. `suffix+eagle3` combines one that retrieves (`suffix`, `ngram`) with one that drafts with weights.",
     )
     model: str | None = _setting(
         None,
@@ -249,6 +311,13 @@ class SpeculativeConfig:
         "Speculation length k: draft tokens of a chain per cycle, at least 1. `auto`: in each cycle the length that "
         "pays, down to plain decoding. Left out, the method's default.",
         minimum=1,
+    )
+    num_speculative_tokens_per_batch_size: tuple | None = _setting(
+        None,
+        "Most draft tokens by the number of active rows: `[[1, 8, 5], [9, 32, 2], [33, 128, 0]]` (first, last, k; 0: "
+        "none) or `{1: 5, 9: 2, 33: 0}` (from so many rows on). The last k holds for all larger batches. Of trees, "
+        "the depth.",
+        normalize=_lengths_by_batch_size,
     )
     speculative_token_tree: tuple | None = _setting(
         None,
@@ -326,6 +395,12 @@ class SpeculativeConfig:
     enforce_eager: bool = _setting(
         False,
         "Launch every forward from Python, and capture nothing in CUDA graphs. Nothing is captured on a CPU.",
+    )
+    control_profile: str | None = _setting(
+        None,
+        "For `num_speculative_tokens='auto'`: file of `hf-specdec calibrate` to begin with. Left out, that of the "
+        "cache folder, if there is one.",
+        normalize=_plain_path,
     )
     disable_by_batch_size: int | None = _setting(
         None,
@@ -420,6 +495,11 @@ class SpeculativeConfig:
     def fixed_length(self) -> int | None:
         """`num_speculative_tokens` where it is a number; `None` where it is left out or "auto"."""
         return None if self.num_speculative_tokens == AUTO else self.num_speculative_tokens
+
+    def most_tokens(self, num_rows: int) -> int | None:
+        """What `num_speculative_tokens_per_batch_size` says for so many active rows; `None` without it."""
+        lengths = self.num_speculative_tokens_per_batch_size
+        return None if lengths is None else next(k for first, k in reversed(lengths) if first <= num_rows)
 
     def replace(self, **changes) -> SpeculativeConfig:
         """A copy with some settings changed.
@@ -565,6 +645,12 @@ class SpeculativeConfig:
         settings.setdefault(
             "num_speculative_tokens", resolve_candidate_generator(self.method).default_length(self.options)
         )
+        lengths = self.num_speculative_tokens_per_batch_size
+        if lengths is not None:
+            # vLLM wants ranges; the last one holds for everything above it there, too.
+            ends = [first - 1 for first, _ in lengths[1:]] + [lengths[-1][0]]
+            settings["num_speculative_tokens_per_batch_size"] = [[a, b, k] for (a, k), b in zip(lengths, ends)]
+            settings["num_speculative_tokens"] = max(settings["num_speculative_tokens"], max(k for _, k in lengths))
         if self.quantization == "bitsandbytes_4bit":
             settings["quantization"] = "bitsandbytes"
         unknown = settings.keys() - _VLLM_KEYS
@@ -598,6 +684,7 @@ class SpeculativeConfig:
         self._check_acceptance_rule()
         self._check_model_settings()
         self._check_token_tree()
+        self._check_lengths()
 
     def _check_acceptance_rule(self) -> None:
         rule = self.rejection_sample_method
@@ -639,13 +726,31 @@ class SpeculativeConfig:
                     f"the `model`, or leave out `{name}`."
                 )
 
+    def _check_lengths(self) -> None:
+        if self.control_profile is not None and self.num_speculative_tokens != AUTO:
+            raise SpecConfigError(
+                f"`control_profile`={self.control_profile!r} is for num_speculative_tokens='auto', got "
+                f"{self.num_speculative_tokens!r}. Leave it out, or set 'auto'."
+            )
+        k, lengths = self.fixed_length, self.num_speculative_tokens_per_batch_size
+        if lengths is None or k is None or self.speculative_token_tree is not None:
+            return
+        longest = max(length for _, length in lengths)
+        if longest > k:
+            raise SpecConfigError(
+                f"`num_speculative_tokens_per_batch_size` has k={longest}, more than `num_speculative_tokens`={k}, "
+                "which is the most. Raise or leave out `num_speculative_tokens`."
+            )
+
     def _check_token_tree(self) -> None:
-        from .candidate_generators import KNOWN_METHODS
+        from .candidate_generators import KNOWN_METHODS, parts_of
 
         tree, k = self.speculative_token_tree, self.fixed_length
         if tree is None:
             return
-        if self.method in KNOWN_METHODS and self.method not in TREE_METHODS:
+        # Of a combination the one with weights.
+        method = None if self.method is None else parts_of(self.method)[-1]
+        if method in KNOWN_METHODS and method not in TREE_METHODS:
             raise SpecConfigError(
                 f"`speculative_token_tree` belongs to the methods that draft trees ({', '.join(TREE_METHODS)}), got "
                 f"method='{self.method}'. Leave it out and set `num_speculative_tokens`."
@@ -701,11 +806,13 @@ def _check_is_named(flat: Mapping[str, Any]) -> None:
 
 
 def _read_text(text: str) -> dict[str, Any]:
+    from .candidate_generators import is_method_name
+
     if text.startswith("{"):
         return _read_json(text, "the JSON text")
     if not text:
         raise SpecConfigError("Speculation needs a method or a model, got an empty string.")
-    if text in _method_names():
+    if text == AUTO or is_method_name(text):
         return {"method": text}
     if "/" not in text and not os.path.exists(text):
         close = difflib.get_close_matches(text.lower(), _method_names(), n=1, cutoff=0.8)
@@ -781,9 +888,10 @@ def _concerns(setting: Field, method: str) -> bool:
     """Whether a setting of all methods can be given together with this one."""
     if method in METHODS_WITHOUT_MODEL and setting.metadata["describes_model"]:
         return False
-    from .candidate_generators import KNOWN_METHODS
+    from .candidate_generators import KNOWN_METHODS, parts_of
 
-    return setting.name != "speculative_token_tree" or method in TREE_METHODS or method not in KNOWN_METHODS
+    last = parts_of(method)[-1]
+    return setting.name != "speculative_token_tree" or last in TREE_METHODS or last not in KNOWN_METHODS
 
 
 def _option_fields(options: Any) -> list[Field]:

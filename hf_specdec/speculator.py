@@ -16,10 +16,11 @@ import torch
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
 from transformers.utils import logging
 
-from .candidate_generators import resolve_candidate_generator
+from .candidate_generators import parts_of, resolve_candidate_generator
 from .candidate_generators.base import CandidateGenerator, NoDrafts, Session, StockCandidateGenerator
 from .config import AUTO, SpeculativeConfig
-from .control import ControlProfile
+from .control import ControlProfile, ScheduledLength, SpeculationController
+from .control.store import find_profile
 from .decoding.graphs import forget_graphs
 from .errors import SpecConfigError, SpecDecError
 from .hub.detect import reads_target_cache
@@ -27,6 +28,10 @@ from .hub.discover import Access, Candidate, Search, Target
 
 
 logger = logging.get_logger(__name__)
+
+
+# Draft tokens per token of a match where lengths are adaptive and the settings leave the default.
+_ADAPTIVE_SPEC_FACTOR = 2.0
 
 
 class Speculator:
@@ -74,28 +79,48 @@ class Speculator:
             session.notes.append(f"no drafts: {session.batch_size} rows are more than disable_by_batch_size={limit}")
             logger.info(f"Speculation is off for this call: {session.notes[-1]}.")
             return NoDrafts(self.config, None, session)
-        if self.config.num_speculative_tokens == AUTO:
-            return self._adaptive_generator(session)
-        return self.generator_class(self.config, self.resources, session)
-
-    def _adaptive_generator(self, session: Session) -> CandidateGenerator:
-        """A generator of the longest drafts that may be chosen, under a controller that chooses."""
+        is_adaptive = self.config.num_speculative_tokens == AUTO
+        if not is_adaptive and self.config.num_speculative_tokens_per_batch_size is None:
+            return self.generator_class(self.config, self.resources, session)
         from .control.generator import AdaptiveCandidateGenerator
 
         generator = self.generator_class(self._longest_drafts, self.resources, session)
+        choose = self.controller if is_adaptive else self._scheduled_length
+        return AdaptiveCandidateGenerator(generator, choose(generator))
+
+    def controller(self, generator: CandidateGenerator) -> SpeculationController:
+        """What chooses the lengths of one call with num_speculative_tokens="auto"."""
+        most_tokens = self.config.most_tokens if self.config.num_speculative_tokens_per_batch_size else None
         usual = self.generator_class.default_length(self.config.options)
-        return AdaptiveCandidateGenerator(generator, self.profile, usual)
+        most, num_rows = generator.num_speculative_tokens, generator.session.batch_size
+        return SpeculationController(most, num_rows, self.profile, usual, most_tokens)
+
+    def _scheduled_length(self, generator: CandidateGenerator) -> ScheduledLength:
+        return ScheduledLength(self.config.most_tokens)
 
     @cached_property
     def _longest_drafts(self) -> SpeculativeConfig:
-        """The settings with the largest length that may be chosen in the place of "auto"."""
+        """The settings with the largest length that may be chosen in a cycle."""
+        if self.config.num_speculative_tokens != AUTO:
+            return self._with_scheduled_length
         changes: dict[str, Any] = {"num_speculative_tokens": None}
         if not self.config.speculative_token_tree:
             changes["num_speculative_tokens"] = self.generator_class.most_speculative_tokens
         if getattr(self.config.options, "draft_sample_method", "") is None:
             # The text of drawn drafts depends on where they end, and that on measured times.
             changes["draft_sample_method"] = "greedy"
+        if getattr(self.config.options, "max_spec_factor", None) == 1.0:
+            # What is accepted decides how far a match is continued.
+            changes["suffix_decoding_max_spec_factor"] = _ADAPTIVE_SPEC_FACTOR
         return self.config.replace(**changes)
+
+    @property
+    def _with_scheduled_length(self) -> SpeculativeConfig:
+        """The settings with the largest length by batch size, where neither a length nor a tree is given."""
+        config = self.config
+        if config.num_speculative_tokens is not None or config.speculative_token_tree:
+            return config
+        return config.replace(num_speculative_tokens=max(k for _, k in config.num_speculative_tokens_per_batch_size))
 
     @property
     def stock_assistant(self) -> torch.nn.Module | None:
@@ -154,8 +179,8 @@ class StockSpeculator:
 
 # For each target what has been loaded for it, by method and by the settings that were read in loading.
 _loaded: WeakKeyDictionary[torch.nn.Module, dict] = WeakKeyDictionary()
-# For each target which drafter was found for it, by the settings that a search depends on.
-_found: WeakKeyDictionary[torch.nn.Module, dict[tuple, Candidate]] = WeakKeyDictionary()
+# For each target which drafter was found for it and why it was chosen, by the settings that a search depends on.
+_found: WeakKeyDictionary[torch.nn.Module, dict[tuple, tuple[Candidate, str]]] = WeakKeyDictionary()
 # For each target what calls with adaptive length have learnt, by settings, drafter, device and data type.
 _learnt: WeakKeyDictionary[torch.nn.Module, dict[tuple, tuple[Callable, ControlProfile]]] = WeakKeyDictionary()
 _lock = threading.Lock()
@@ -213,26 +238,38 @@ def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig) -> Spe
         with _lock:
             known = _found.get(target_model, {}).get(key)
         if known is not None:
-            return _load_candidate(target_model, config, known)
+            return _load_candidate(target_model, config, *known)
         failures = []
-        for candidate in Search(Target.of_model(target_model), access).usable():
+        search = Search(Target.of_model(target_model), access)
+        for candidate in search.usable():
+            reason = _why_without_weights(search, failures) if candidate.place == "none" else candidate.reason
             try:
-                speculator = _load_candidate(target_model, config, candidate)
+                speculator = _load_candidate(target_model, config, candidate, reason)
             except (SpecDecError, OSError, torch.OutOfMemoryError) as error:
                 failures.append(f"{candidate}: {error}")
                 logger.warning(f"method='auto' passes over {failures[-1]}")
                 continue
             with _lock:
-                _found.setdefault(target_model, {})[key] = candidate
+                _found.setdefault(target_model, {})[key] = candidate, reason
             logger.info(f"Speculation: {speculator.note}.")
             return speculator
     raise SpecConfigError(f"method='auto' finds nothing that can be loaded with these settings. {' '.join(failures)}")
 
 
-def _load_candidate(target_model: torch.nn.Module, config: SpeculativeConfig, candidate: Candidate) -> Speculator:
+def _load_candidate(
+    target_model: torch.nn.Module, config: SpeculativeConfig, candidate: Candidate, reason: str
+) -> Speculator:
     speculator = load_speculator(target_model, candidate.configured(config))
-    speculator.note = f"method='auto' chose {candidate}: {candidate.reason}"
+    speculator.note = f"method='auto' chose {candidate}: {reason}"
     return speculator
+
+
+def _why_without_weights(search: Search, failures: list[str]) -> str:
+    """What has come of the search for a drafter with weights, in one line."""
+    if failures:
+        return "what was found cannot be loaded, as warnings say"
+    limits = "; ".join(note.partition("\n")[0] for note in search.notes)
+    return "no drafter with weights was found" + (f" ({limits})" if limits else "")
 
 
 def _resources(generator_class, config, target_model, draft_model):
@@ -246,8 +283,11 @@ def _resources(generator_class, config, target_model, draft_model):
     loaded = _loaded.setdefault(target_model, {})
     # Of loaded draft models only the last one is remembered, or an evaluation loop would keep all of its checkpoints.
     if key not in loaded or loaded[key][1] is not draft_model:
-        given = {} if draft_model is None else {"draft_model": draft_model}
-        loaded[key] = (generator_class.load(config, target_model, **given), draft_model)
+        given: dict[str, Any] = {} if draft_model is None else {"draft_model": draft_model}
+        if generator_class.parts:
+            # Weights are shared with calls that use that part alone.
+            given["load_part"] = _resources
+        loaded[key] = (generator_class.load(config, target_model, **given), draft_model, generator_class)
     return loaded[key][0]
 
 
@@ -260,7 +300,8 @@ def _profile(
         learnt = _learnt.setdefault(target_model, {})
         # Of the networks with these settings the last one counts, as of loaded draft models.
         if key not in learnt or learnt[key][0]() is not network:
-            learnt[key] = ((lambda: None) if network is None else ref(network), ControlProfile())
+            profile = find_profile(target_model, config, network)
+            learnt[key] = ((lambda: None) if network is None else ref(network), profile)
         return learnt[key][1]
 
 
@@ -272,6 +313,8 @@ def _method_of(draft_model: torch.nn.Module) -> str:
 
 
 def _check_takes(generator_class: type[CandidateGenerator], method: str, draft_model: torch.nn.Module) -> None:
+    if generator_class.parts:
+        generator_class, method = generator_class.parts[-1], parts_of(method)[-1]
     kind, own = type(draft_model).__name__, _method_of(draft_model)
     if "draft_model" not in inspect.signature(generator_class.load).parameters:
         raise SpecConfigError(
@@ -297,6 +340,12 @@ def forget_speculators(target_model: torch.nn.Module | None = None) -> None:
     """
     forget_graphs(target_model)
     with _lock:
+        for loaded in list(_loaded.values()) if target_model is None else [_loaded.get(target_model, {})]:
+            for resources, _, generator_class in loaded.values():
+                network = generator_class.network(resources)
+                # Without one, all graphs would be meant.
+                if network is not None:
+                    forget_graphs(network)
         for memory in (_loaded, _found, _learnt):
             if target_model is None:
                 memory.clear()

@@ -25,7 +25,10 @@ from hf_specdec import (
     integration,
     load_speculator,
     record,
+    register_candidate_generator,
 )
+from hf_specdec.candidate_generators import unregister_candidate_generator
+from hf_specdec.candidate_generators.ngram import NgramCandidateGenerator
 from hf_specdec.decoding import functional
 from hf_specdec.models.medusa import MedusaHeads
 from tests.models import prompts, scripted_for, tiny_llama
@@ -277,6 +280,17 @@ class TestWaysToAsk:
         assert load_speculator(model, draft_model=twin).resources.model is twin
         forget_speculators(model)
         assert load_speculator(model, "suffix").resources is not memory
+
+    def test_what_was_loaded_is_forgotten_when_its_method_is_gone(self):
+        class PassingMethod(NgramCandidateGenerator):
+            pass
+
+        model = tiny_llama()
+        register_candidate_generator("passing", PassingMethod)
+        load_speculator(model, "passing")
+        unregister_candidate_generator("passing")
+        forget_speculators(model)
+        assert not hf_specdec.speculator._loaded.get(model)
 
     @pytest.mark.parametrize("drafts_for_itself", [True, False])
     def test_targets_can_be_freed(self, drafts_for_itself):

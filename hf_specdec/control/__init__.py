@@ -2,6 +2,7 @@
 
 from .controller import ControlProfile, SpeculationController
 from .latency import LatencyModel
+from .schedule import ScheduledLength
 
 
-__all__ = ["ControlProfile", "LatencyModel", "SpeculationController"]
+__all__ = ["ControlProfile", "LatencyModel", "ScheduledLength", "SpeculationController"]

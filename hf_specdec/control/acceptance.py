@@ -10,8 +10,9 @@ Drafters that stop on their own (no match, no confidence) have the second below 
 drafted is a token that was not accepted. From them follow the expected tokens of a limit, 1 + sum of products, and
 how deep drafts get.
 
-What is older than the window is forgotten. A run of outcomes that does not fit is taken for a change of the text, and
-all before it is forgotten at once.
+A call begins with the rates of earlier calls, as if it had seen a few such outcomes itself. What is older than the
+window is forgotten. A run of outcomes that does not fit is taken for a change of the text, and all before it is
+forgotten at once.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ _FIRST_WEIGHT = 4.0
 _PRIOR_WEIGHT = 2.0
 _ROW_PRIOR_WEIGHT = 6.0
 
+# Outcomes that the rates of earlier calls count for, for each row.
+_CALLS_WEIGHT = 6.0
+
 # Standard deviations that a rate may be better than it is expected to be.
 _HOPE = 1.5
 
@@ -44,6 +48,9 @@ _WEIGHT_OF_RECENT = 3.0
 class Rate:
     """A running mean of outcomes.
 
+    Args:
+        mean, weight (`float`): Where it begins.
+
     Attributes:
         mean (`float`): From 0 to 1.
         weight (`float`): Outcomes it stands for, at most the window.
@@ -51,8 +58,9 @@ class Rate:
 
     __slots__ = ("_last", "_recent", "_run", "mean", "weight")
 
-    def __init__(self):
-        self.mean = self._recent = self.weight = 0.0
+    def __init__(self, mean: float = 0.0, weight: float = 0.0):
+        self.mean = self._recent = mean
+        self.weight = weight
         self._last, self._run = False, 0
 
     def observe(self, outcome: bool, window: int) -> bool:
@@ -77,10 +85,16 @@ class Rate:
 
 
 class PositionRates:
-    """Rates of positions 1 to K."""
+    """Rates of positions 1 to K.
 
-    def __init__(self, most: int):
-        self.rates = [Rate() for _ in range(most)]
+    Args:
+        most (`int`): K.
+        known (`Sequence[float]`): What is known of the first positions, for `weight` outcomes.
+    """
+
+    def __init__(self, most: int, known: Sequence[float] = (), weight: float = 0.0):
+        self.rates = [Rate(mean, weight) for mean in known[:most]]
+        self.rates += [Rate() for _ in range(most - len(self.rates))]
 
     def observe(self, reached: int, limit: int, window: int, known: int | None = None) -> None:
         """Adds one draft.
@@ -102,17 +116,15 @@ class PositionRates:
         for rate in self.rates[position + 1 :]:
             rate.weight = min(rate.weight, 1.0)
 
-    def expected(self, priors: Sequence[float]) -> list[float]:
-        """The rate of each position.
+    def expected(self, prior: float) -> list[float]:
+        """The rate of each position; one that is little known is expected to be like the one before it.
 
         Args:
-            priors (`Sequence[float]`): What is expected of the first positions. One behind them that is little known
-                is expected to be like the one before it.
+            prior (`float`): What is expected of the first one.
         """
-        found = [self.rates[0].expected(priors[0], _FIRST_WEIGHT)]
-        for position, rate in enumerate(self.rates[1:], start=1):
-            prior = priors[position] if position < len(priors) else found[-1]
-            found.append(rate.expected(prior, _PRIOR_WEIGHT))
+        found = [self.rates[0].expected(prior, _FIRST_WEIGHT)]
+        for rate in self.rates[1:]:
+            found.append(rate.expected(found[-1], _PRIOR_WEIGHT))
         return found
 
     def hoped(self, expected: Sequence[float]) -> list[float]:
@@ -129,7 +141,7 @@ class AcceptanceModel:
     Args:
         most (`int`): K, the deepest position.
         num_rows (`int`): Rows of the call.
-        accepted_before, drafted_before (`Sequence[float]`): What earlier calls let expect of the first positions.
+        accepted_before, drafted_before (`Sequence[float]`): The rates of the first positions in earlier calls.
     """
 
     def __init__(
@@ -139,12 +151,13 @@ class AcceptanceModel:
         accepted_before: Sequence[float] = (),
         drafted_before: Sequence[float] = (),
     ):
-        self.most = most
-        self.accepted_before = accepted_before or (FIRST_RATE,)
-        self.drafted_before = drafted_before or (1.0,)
+        # What is expected of the first position before it is known.
+        self._first_rate = accepted_before[0] if accepted_before else FIRST_RATE
+        self._first_depth = drafted_before[0] if drafted_before else 1.0
         self.window = WINDOW * num_rows
-        self.accepted = PositionRates(most)
-        self.drafted = PositionRates(most)
+        weight = _CALLS_WEIGHT * num_rows
+        self.accepted = PositionRates(most, accepted_before, weight)
+        self.drafted = PositionRates(most, drafted_before, weight)
         self.rows: dict[int, tuple[PositionRates, PositionRates]] = {}
         if num_rows > 1:
             self.rows = {row: (PositionRates(most), PositionRates(most)) for row in range(num_rows)}
@@ -169,7 +182,13 @@ class AcceptanceModel:
 
     def expected(self) -> tuple[list[float], list[float]]:
         """Rates of all rows together: of acceptance, and of being drafted at all, by position."""
-        return self.accepted.expected(self.accepted_before), self.drafted.expected(self.drafted_before)
+        return self.accepted.expected(self._first_rate), self.drafted.expected(self._first_depth)
+
+    def known(self) -> tuple[list[float], list[float]]:
+        """The same of the positions that anything is known of."""
+        pairs = zip(self.expected(), (self.accepted, self.drafted))
+        accepted, drafted = ([mean for mean, rate in zip(means, of.rates) if rate.weight] for means, of in pairs)
+        return accepted, drafted
 
     def hoped(self) -> list[float]:
         """How good the acceptance of all rows together might be."""

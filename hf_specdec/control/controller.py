@@ -1,10 +1,11 @@
 """The speculation length of each cycle: that with the most expected tokens per second, plain decoding included.
 
-    value(k) = sum over rows of (1 + S_1 + ... + S_k) / E[T_draft(W) + T_verify(nodes(W))]
+    value(k) = R * mean over rows of (1 + S_1 + ... + S_k) / E[T_draft(W) + T_verify(nodes(W))]
 
-S_i is the chance that a row's token i is accepted, W <= k how deep the deepest draft of the batch gets. Both come from
-[`~control.acceptance`], the times from [`~control.latency`]. k = 0 is plain decoding: nothing is drafted, and one
-token a row is committed in T_verify(1).
+The mean is the harmonic one: a call ends with its slowest row, and a row that is twice as fast leaves early, but does
+not do the work of others. S_i is the chance that a row's token i is accepted, W <= k how deep the deepest draft of the
+batch gets. Both come from [`~control.acceptance`], the times from [`~control.latency`]. k = 0 is plain decoding:
+nothing is drafted, and one token a row is committed in T_verify(1).
 
 What is not tried is not known, so other lengths are tried now and then: those that may well be better than they are
 known to be, and those whose last trial is long ago. A trial has a price: its time minus the time in which its tokens
@@ -16,15 +17,17 @@ Pure Python, a few microseconds a cycle; no tensor, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import mul
+from math import inf
+from operator import add, mul
 from typing import Any
 
 from ..errors import SpecConfigError
 from .acceptance import AcceptanceModel
 from .latency import LatencyModel
+from .schedule import lengths_note
 
 
 # Another length must promise so much more to be taken. Drafts must promise so much more than plain decoding, or there
@@ -32,11 +35,10 @@ from .latency import LatencyModel
 _HYSTERESIS = 1.02
 _LEAST_GAIN = 1.015
 
-# Part of all time that trials may cost. In times of a plain cycle: what they may cost before anything was earned, in
-# the first call and in later ones, and the most that can be saved up.
+# Part of all time that trials may cost. In times of a plain cycle: what they may cost before anything was earned, and
+# the most that can be saved up beside what the drafter's reading takes.
 _TRIAL_SHARE = 0.01
 _FIRST_BUDGET = 4.0
-_NEXT_BUDGET = 0.5
 _LARGEST_BUDGET = 8.0
 
 # Cycles between two plans, and at least between two trials.
@@ -47,11 +49,11 @@ _TRIAL_EVERY = 8
 # a slow one, so both are measured again unless the draft is hopelessly slow.
 _HOPELESS = 2.0
 
+# A trial that takes so much less time than expected is repeated: machines stall, but they do not hurry.
+_CHEAP = 0.7
+
 # Positions that are reached so seldom end the search.
 _NEGLIGIBLE = 1e-3
-
-# Weight of the last call in what the next one expects.
-_CALL_WEIGHT = 0.3
 
 
 @dataclass
@@ -61,17 +63,18 @@ class ControlProfile:
     Attributes:
         latency (`LatencyModel`): Costs.
         accepted, drafted (`list[float]`): Rates by position; empty before the first call.
+        budget (`float`): Seconds that trials may cost, saved up by earlier calls.
     """
 
     latency: LatencyModel = field(default_factory=LatencyModel)
     accepted: list[float] = field(default_factory=list)
     drafted: list[float] = field(default_factory=list)
+    budget: float = 0.0
 
-    def learn(self, latency: LatencyModel, accepted: Sequence[float], drafted: Sequence[float]) -> None:
+    def learn(self, latency: LatencyModel, acceptance: AcceptanceModel, budget: float = 0.0) -> None:
         """Takes in what a call has found."""
-        self.latency = latency
-        self.accepted = _mixed(self.accepted, accepted)
-        self.drafted = _mixed(self.drafted, drafted)
+        self.latency, self.budget = latency, max(budget, 0.0)
+        self.accepted, self.drafted = acceptance.known()
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
@@ -86,11 +89,6 @@ class ControlProfile:
         """
         latency = LatencyModel.from_dict(values)
         return cls(latency, _rates("accepted", values), _rates("drafted", values))
-
-
-def _mixed(before: Sequence[float], now: Sequence[float]) -> list[float]:
-    known = [old + _CALL_WEIGHT * (new - old) for old, new in zip(before, now)]
-    return known + list(now[len(known) :])
 
 
 def _rates(name: str, values: Mapping[str, Any]) -> list[float]:
@@ -144,8 +142,10 @@ class SpeculationController:
     Args:
         most (`int`): K, the largest limit.
         num_rows (`int`): Rows of the call.
-        profile (`ControlProfile`, *optional*): What earlier calls have found.
+        profile (`ControlProfile`, *optional*): What earlier calls have found; learns from this one when it is closed.
         usual (`int`, *optional*): The length to begin with where nothing is known; K if not given.
+        most_tokens (`Callable[[int], int]`, *optional*): A rule of the user's that stands above: active rows -> the
+            largest limit.
 
     Attributes:
         length (`int`): The limit that is used outside of trials.
@@ -153,10 +153,19 @@ class SpeculationController:
         sum_limits (`int`): Of the limits of all cycles.
     """
 
-    def __init__(self, most: int, num_rows: int, profile: ControlProfile | None = None, usual: int | None = None):
-        profile = profile or ControlProfile()
-        self.most, self.num_rows = most, num_rows
+    def __init__(
+        self,
+        most: int,
+        num_rows: int,
+        profile: ControlProfile | None = None,
+        usual: int | None = None,
+        most_tokens: Callable[[int], int] | None = None,
+    ):
+        self.profile = profile = profile or ControlProfile()
+        self.most = most
         self.usual = most if usual is None else min(usual, most)
+        self._most_tokens = most_tokens
+        self._cap = most  # of the present number of rows
         self.latency = profile.latency.for_another_call()
         self.acceptance = AcceptanceModel(most, num_rows, profile.accepted, profile.drafted)
         self.length: int | None = None
@@ -166,7 +175,8 @@ class SpeculationController:
         self._row_limits: dict[int, int] = {}
         self._is_first_call = not self.latency.knows_anything
         self._first_cycles = [self.usual, 0, self.usual, 0] if self._is_first_call else []
-        self._budget: float | None = None  # seconds
+        self._budget: float | None = None if self._is_first_call else profile.budget  # seconds
+        self._num_unread, self._num_left = 0, inf
         self._trial: int | None = None  # the limit that is being tried
         self._follow_up: int | None = None  # a trial that has just paid
         self._last_trial = 0
@@ -174,13 +184,18 @@ class SpeculationController:
 
     # Choosing
 
-    def limits(self, rows: list[int]) -> list[int]:
+    def limits(self, rows: list[int], num_unread: int = 0, num_left: float = inf) -> list[int]:
         """How deep each of the active rows may draft in this cycle; 0 for all: decode plainly.
 
         Args:
             rows (`list[int]`): Rows of the call.
+            num_unread (`int`): Tokens, of all rows together, that the drafter would read before it drafts.
+            num_left (`float`): Tokens that a row may still get.
         """
-        limit = self._choose(rows)
+        self._num_unread, self._num_left = num_unread, max(num_left, 1.0)
+        if self._most_tokens is not None:
+            self._cap = min(self._most_tokens(len(rows)), self.most)
+        limit = min(self._choose(rows), self._cap)
         self.sum_limits += limit
         self.num_plain_cycles += limit == 0
         self._last_used[limit] = self.num_cycles
@@ -189,13 +204,19 @@ class SpeculationController:
             return [self._row_limits[row] for row in rows]
         return [limit] * len(rows)
 
+    @property
+    def why_none(self) -> str:
+        """Why the last cycle had no drafts, if it had none."""
+        return "does_not_pay" if self._cap else "batch_size"
+
     def _choose(self, rows: list[int]) -> int:
         self._trial = None
+        if self._cap == 0:
+            return 0
         if self._first_cycles and not self._is_hopeless(rows):
             return self._first_cycles.pop(0)
         if not self.latency.knows_anything:
-            # Nothing has been found to draft yet.
-            return self.usual
+            return 0 if self.latency.draft else self.usual
         if self._plan is None or self._plan.rows != rows or self.num_cycles % _PLAN_EVERY == 0:
             self._make_plan(rows)
         self._trial = self._worth_a_trial()
@@ -215,7 +236,7 @@ class SpeculationController:
         self._plan, accepted, depths = self._expect(rows)
         self.length = self._best_length()
         if self._budget is None:
-            self._budget = (_FIRST_BUDGET if self._is_first_call else _NEXT_BUDGET) * self._plan.seconds[0]
+            self._budget = _FIRST_BUDGET * self._plan.seconds[0]
         self._row_limits = {}
         if len(rows) > 1 and self.length > 0:
             limits = self._limits_of_rows(accepted, depths)
@@ -234,19 +255,21 @@ class SpeculationController:
         accepted, depths = self._chances(rows)
         num_rows = len(rows)
         tokens, seconds = [float(num_rows)], [self._plain_seconds(num_rows)]
-        total, spent, deeper = tokens[0], 0.0, 1.0
+        totals, spent, deeper = [1.0] * num_rows, 0.0, 1.0
         cost = self._cycle_seconds(0, num_rows)
-        for position in range(self.most):
-            gain = sum(chances[position] for chances in accepted)
-            if gain < _NEGLIGIBLE * num_rows:
+        # What the drafter must read first is spread over the tokens that are left.
+        reading = self.latency.reading_seconds(self._num_unread) / (self._num_left * num_rows)
+        for position in range(self._cap):
+            gains = [chances[position] for chances in accepted]
+            if sum(gains) < _NEGLIGIBLE * num_rows:
                 break
-            total += gain
+            totals = list(map(add, totals, gains))
             reached = _at_least_one(chances[position] for chances in depths)
             spent += (deeper - reached) * cost
             deeper = reached
             cost = self._cycle_seconds(position + 1, num_rows)
-            tokens.append(total)
-            seconds.append(spent + deeper * cost)
+            tokens.append(batch_tokens(totals))
+            seconds.append(spent + deeper * cost + reading * tokens[-1])
         return _Plan(list(rows), tokens, seconds), accepted, depths
 
     def _chances(self, rows: list[int]) -> tuple[list[list[float]], list[list[float]]]:
@@ -301,7 +324,8 @@ class SpeculationController:
         """A length to try instead of the chosen one, if there is one that the budget pays for."""
         plan, again = self._plan, self._follow_up
         self._follow_up = None
-        self._budget = min(self._budget + _TRIAL_SHARE * plan.seconds[self.length], _LARGEST_BUDGET * plan.seconds[0])
+        most = _LARGEST_BUDGET * plan.seconds[0] + self._reading_price
+        self._budget = min(self._budget + _TRIAL_SHARE * plan.seconds[self.length], most)
         if again is not None and again != self.length and self._price(again) <= self._budget:
             return again
         if self._budget <= 0 or self.num_cycles - self._last_trial < _TRIAL_EVERY:
@@ -317,7 +341,7 @@ class SpeculationController:
         """The best length if acceptance were as good as it might be, of those that the budget pays for."""
         plan, num_rows = self._plan, len(self._plan.rows)
         best, limit, tokens = plan.value(self.length), None, 1.0
-        furthest = max(2 * self.length, self.usual)
+        furthest = min(max(2 * self.length, self.usual), self._cap)
         for depth, chance in enumerate(accumulate(self.acceptance.hoped()[:furthest], mul), start=1):
             tokens += chance
             if chance < _NEGLIGIBLE:
@@ -342,13 +366,19 @@ class SpeculationController:
         """Lengths that are worth knowing: none, those around the chosen one, and doubled ones."""
         length = self.length
         limits = {0, 1, length - 1, length + 1, 2 * length, self.usual}
-        return {limit for limit in limits if 0 <= limit <= self.most and limit != length}
+        return {limit for limit in limits if 0 <= limit <= self._cap and limit != length}
 
     def _price(self, limit: int) -> float:
         """Expected seconds that a trial costs."""
         plan = self._plan
         tokens = plan.tokens[min(limit, len(plan.tokens) - 1)]
-        return max(self._expected_seconds(limit) - tokens / plan.value(self.length), 0.0)
+        reading = self._reading_price if limit else 0.0
+        return max(self._expected_seconds(limit) - tokens / plan.value(self.length), 0.0) + reading
+
+    @property
+    def _reading_price(self) -> float:
+        """Seconds in which the drafter would read text that it need not know otherwise."""
+        return 0.0 if self.length else self.latency.reading_seconds(self._num_unread)
 
     def _expected_seconds(self, limit: int) -> float:
         """Of a cycle with this limit; where drafts seldom get so deep, that of one that does."""
@@ -365,7 +395,7 @@ class SpeculationController:
         num_nodes: int,
         draft_seconds: float | None,
         verify_seconds: float,
-        is_catching_up: bool = False,
+        reading: tuple[int, float] | None = None,
     ) -> None:
         """Takes in a cycle.
 
@@ -374,12 +404,13 @@ class SpeculationController:
             num_nodes (`int`): Draft nodes of a row, padding included.
             draft_seconds (`float`, *optional*): Of the drafter in the cycle; `None` if it was not asked.
             verify_seconds (`float`): The rest of the cycle.
-            is_catching_up (`bool`): The drafter also read what had been committed without it.
+            reading (`tuple[int, float]`, *optional*): Tokens of all rows that the drafter was told of first, and the
+                seconds which that took. It may have read them in the time of the draft only.
         """
         num_rows, deepest = len(outcomes), max(outcome.depth for outcome in outcomes)
         self.latency.observe_verification(num_rows, num_nodes + 1, verify_seconds)
-        if draft_seconds is not None and not (is_catching_up and self._knows_draft(num_rows, deepest)):
-            self.latency.observe_draft(num_rows, deepest, draft_seconds)
+        if draft_seconds is not None:
+            self._observe_draft(num_rows, deepest, draft_seconds, reading)
         if deepest > 0:
             known = self._nodes.get(deepest, num_nodes)
             self._nodes[deepest] = known + 0.2 * (num_nodes - known)
@@ -388,26 +419,66 @@ class SpeculationController:
                 is_cut = outcome.num_committed <= outcome.num_accepted
                 self.acceptance.observe(outcome.row, outcome.limit, outcome.depth, outcome.num_accepted, is_cut)
         if self._trial is not None:
-            self._pay(sum(outcome.num_committed for outcome in outcomes), deepest, num_rows)
+            self._pay(outcomes, deepest, (draft_seconds or 0.0) + verify_seconds)
+
+    def _observe_draft(
+        self, num_rows: int, depth: int, draft_seconds: float, reading: tuple[int, float] | None
+    ) -> None:
+        late = 0.0
+        if reading is None or not self._knows_draft(num_rows, depth):
+            self.latency.observe_draft(num_rows, depth, draft_seconds)
+        else:
+            late = max(draft_seconds - self.latency.draft_seconds(depth, num_rows), 0.0)
+        if reading is not None:
+            num_tokens, seconds = reading
+            self.latency.observe_reading(num_tokens, seconds + late)
 
     def _knows_draft(self, num_rows: int, depth: int) -> bool:
         table = self.latency.draft.get(num_rows)
         return table is not None and depth in table.levels
 
-    def _pay(self, num_committed: int, deepest: int, num_rows: int) -> None:
-        """Takes from the budget what the trial has cost, or gives it what it has gained."""
-        # The expected seconds, not the measured ones: a stall of the machine is not the trial's.
-        seconds = self._cycle_seconds(deepest, num_rows) if self._trial else self._plain_seconds(num_rows)
-        loss = seconds - num_committed / self._plan.value(self.length)
-        self._budget -= loss
-        if loss < 0:
+    def _pay(self, outcomes: list[RowOutcome], deepest: int, measured: float) -> None:
+        """Takes from the budget what the trial has cost, or gives it what it has gained.
+
+        It is compared with what the chosen length would have made of the same drafts: where a text is easy, every
+        length gains, and it shall not be the trial's merit.
+        """
+        expected = self._cycle_seconds(deepest, len(outcomes)) if self._trial else self._plain_seconds(len(outcomes))
+        # A stall of the machine is not the trial's.
+        seconds = min(expected, measured)
+        gained = batch_tokens([outcome.num_committed for outcome in outcomes])
+        gained -= batch_tokens(list(map(self._tokens_instead, outcomes)))
+        loss = seconds - self._plan.seconds[self.length] - gained / self._plan.value(self.length)
+        self._budget -= loss + (self._reading_price if self._trial else 0.0)
+        if loss < 0 or seconds < _CHEAP * expected:
             self._follow_up = self._trial
             self._plan = None
+
+    def _tokens_instead(self, outcome: RowOutcome) -> float:
+        """Expected tokens of the chosen length where the trial had this outcome."""
+        accepted, length = outcome.num_accepted, self._row_limits.get(outcome.row, self.length)
+        if accepted < self._trial or length <= accepted:
+            return min(accepted, length) + 1.0
+        # Everything was accepted; how much of more would have been is not known.
+        tokens, num_rows = self._plan.tokens, len(self._plan.rows)
+        behind = tokens[min(length, len(tokens) - 1)] - tokens[min(accepted, len(tokens) - 1)]
+        reached = tokens[accepted] - tokens[accepted - 1] if 0 < accepted < len(tokens) else num_rows
+        return accepted + 1 + behind / max(reached, _NEGLIGIBLE)
+
+    def close(self) -> str:
+        """Ends the call: its profile learns what was found. Returns a line for the call's statistics."""
+        self.profile_into(self.profile)
+        return lengths_note("adaptive length", self.num_cycles, self.num_plain_cycles, self.sum_limits)
 
     def profile_into(self, profile: ControlProfile) -> None:
         """Leaves what was found to the next call."""
         if self.num_cycles:
-            profile.learn(self.latency, *self.acceptance.expected())
+            profile.learn(self.latency, self.acceptance, self._budget or 0.0)
+
+
+def batch_tokens(tokens: list[float]) -> float:
+    """Tokens of a batch, where every row has the harmonic mean of the rows' tokens."""
+    return len(tokens) ** 2 / sum(1 / count for count in tokens)
 
 
 def _at_least_one(chances) -> float:

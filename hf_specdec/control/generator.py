@@ -1,23 +1,23 @@
-"""A candidate generator whose drafts have the length that pays: it stands between the loop and a method's own.
+"""A candidate generator whose drafts have lengths chosen from cycle to cycle: between the loop and a method's own.
 
-The loop and the method know nothing of it. It asks the controller for each row's limit, and hands the limits on as the
-room that the rows have. Where nothing is to be drafted the method is not asked and not told: what is committed
-meanwhile is kept, and given to it at once when it drafts again. So a cycle without drafts costs what plain decoding in
-the loop costs.
+The loop and the method know nothing of it. It asks for each row's limit whatever chooses, a controller that learns or
+a rule by the number of rows, and hands the limits on as the room that the rows have. Where nothing is to be drafted
+the method is not asked and not told: the prompt and what is committed meanwhile are kept, and given to it at once when
+it drafts. So a cycle without drafts costs what plain decoding in the loop costs, and a drafter that is known to be
+useless does not even read the prompt.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from time import perf_counter
 
-import torch
 from transformers.utils import logging
 
 from ..candidate_generators.base import CandidateGenerator, Commit, DraftStep, Prompt
 from ..drafts import DraftTree
 from .clock import CycleClock
-from .controller import ControlProfile, RowOutcome, SpeculationController
+from .controller import RowOutcome, SpeculationController
+from .schedule import ScheduledLength
 
 
 logger = logging.get_logger(__name__)
@@ -31,58 +31,62 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
 
     Args:
         generator (`CandidateGenerator`): The method's, for this call.
-        profile (`ControlProfile`): What earlier calls have found; learns from this one.
-        usual (`int`): The length to begin with where nothing is known.
+        controller (`SpeculationController` or `ScheduledLength`): Chooses the lengths.
     """
 
-    def __init__(self, generator: CandidateGenerator, profile: ControlProfile, usual: int):
-        self.generator, self.profile = generator, profile
+    def __init__(self, generator: CandidateGenerator, controller: SpeculationController | ScheduledLength):
+        self.generator, self.controller = generator, controller
         self.session, self.config = generator.session, generator.config
         self.num_speculative_tokens = generator.num_speculative_tokens
         self.target_hidden_states = generator.target_hidden_states
         self.needs_prompt_tokens, self.draws = generator.needs_prompt_tokens, generator.draws
-        self.controller = SpeculationController(
-            generator.num_speculative_tokens, self.session.batch_size, profile, usual
-        )
-        self._clock = CycleClock(self.session.device)
+        self._clock, self._reading_clock = CycleClock(self.session.device), CycleClock(self.session.device)
+        # What the method has not been told of, the rows that have left meanwhile among it.
+        self._prompt: Prompt | None = None
+        self._kept = list(range(self.session.batch_size))
         self._held: list[Commit] = []
+        self._num_unread = self._num_read = 0
         self._draft: DraftTree | None = None  # of this cycle, if the method was asked for one
         self._limits: list[int] = []
-        self._is_catching_up = self._has_begun = False
 
     @property
     def num_draft_nodes(self) -> int:
         return self.generator.num_draft_nodes
 
     def prefill(self, prompt: Prompt) -> None:
-        self.generator.prefill(prompt)
+        self._prompt = prompt
+        self._num_unread = prompt.input_ids.numel()
 
     def propose(self, step: DraftStep) -> DraftTree:
         self._clock.begin()
-        self._has_begun = True
-        self._limits = list(map(min, self.controller.limits(step.rows), step.max_draft_tokens))
+        num_left = self.session.max_length - min(step.lengths)
+        limits = self.controller.limits(step.rows, self._num_unread, num_left)
+        self._limits = list(map(min, limits, step.max_draft_tokens))
         if max(self._limits) <= 0:
             self._draft = None
-            return DraftTree.empty(len(step.rows), self.session.device)
-        self._is_catching_up = bool(self._held)
-        self._hand_over()
+            return DraftTree.empty(len(step.rows), self.session.device, why=self.controller.why_none)
+        self._num_read = self._num_unread
+        if self._num_unread:
+            self._reading_clock.begin()
+            self._hand_over()
+            self._reading_clock.drafted()
+            self._clock.begin()
         self._draft = self.generator.propose(replace(step, max_draft_tokens=self._limits))
         self._clock.drafted()
         return self._draft
 
     def observe(self, commit: Commit) -> None:
-        if not self._has_begun:
-            self.generator.observe(commit)
-            return
         if self._draft is None:
-            self._count(commit, 0.0)
+            if self.controller.num_cycles:
+                self._count(commit, 0.0)
             self._held.append(commit)
+            self._num_unread += commit.tokens.numel()
             if len(self._held) >= _MOST_HELD:
                 self._hand_over()
             return
-        began = perf_counter()
+        began = self._clock.now()
         self.generator.observe(commit)
-        self._count(commit, perf_counter() - began)
+        self._count(commit, self._clock.now() - began)
 
     def _count(self, commit: Commit, observing: float) -> None:
         draft_seconds, verify_seconds = self._clock.end()
@@ -92,41 +96,34 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
             draft_seconds, verify_seconds = draft_seconds + observing, verify_seconds - observing
             num_nodes, depths = self._draft.size, self._draft.max_depths()
         outcomes = list(map(RowOutcome, commit.rows, self._limits, depths, commit.num_accepted, commit.counts))
-        self.controller.observe(outcomes, num_nodes, draft_seconds, verify_seconds, self._is_catching_up)
+        reading = (self._num_read, self._reading_clock.end()[0]) if self._num_read else None
+        self._num_read = 0
+        self.controller.observe(outcomes, num_nodes, draft_seconds, verify_seconds, reading)
 
     def _hand_over(self) -> None:
-        """Tells the method what was committed without it."""
+        """Tells the method of the prompt and of what was committed without it."""
+        if self._prompt is not None:
+            self.generator.prefill(self._prompt)
+            self._prompt = None
+            if len(self._kept) < self.session.batch_size:
+                self.generator.keep_rows(self._kept)
         if self._held:
-            self.generator.observe(_joined(self._held))
+            self.generator.observe(Commit.joined(self._held))
             self._held = []
+        self._num_unread = 0
 
     def keep_rows(self, keep: list[int]) -> None:
         self._held = [commit.of_rows(keep) for commit in self._held]
-        self.generator.keep_rows(keep)
+        if self._prompt is None:
+            self.generator.keep_rows(keep)
+        else:
+            # The prompt has all rows.
+            self._kept = [self._kept[index] for index in keep]
 
     def close(self) -> None:
         self.generator.close()
-        self._held = []
-        controller = self.controller
-        if controller.num_cycles == 0:
-            return
-        controller.profile_into(self.profile)
-        mean = controller.sum_limits / controller.num_cycles
-        note = (
-            f"adaptive length: at most {mean:.1f} draft tokens a cycle on average, "
-            f"{controller.num_plain_cycles} of {controller.num_cycles} cycles without drafts"
-        )
-        self.session.notes.append(note)
-        logger.info(f"{note}.")
-
-
-def _joined(commits: list[Commit]) -> Commit:
-    """Several commits of the same rows as one. Without drafts every row gets one token a cycle, so none is padded."""
-    first = commits[0]
-    return Commit(
-        first.rows,
-        torch.cat([commit.tokens for commit in commits], dim=1),
-        [sum(lists, []) for lists in zip(*(commit.token_lists for commit in commits))],
-        [0] * len(first.rows),
-        {key: torch.cat([commit.hidden_states[key] for commit in commits], dim=1) for key in first.hidden_states},
-    )
+        self._prompt, self._held = None, []
+        if self.controller.num_cycles:
+            note = self.controller.close()
+            self.session.notes.append(note)
+            logger.info(f"{note}.")

@@ -31,9 +31,13 @@ _SELDOM = 6
 _PART = 0.02
 _FAR = 1.3
 
+# So many measurements that are far below the level in a row are believed at once.
+_AT_ONCE = 2
+
 # From so many measurements on a size is known, and its measurements tell the pace.
 _KNOWN = 3
 _PACE_WINDOW = 5
+_LARGEST_PACE = 1000.0
 
 # One measurement of a known size counts at most as so many times longer or shorter. So does a size that is not known,
 # beside what its neighbours let expect.
@@ -62,6 +66,10 @@ class TimeTable:
             self._measured[size] = deque(maxlen=_LAST_MEASUREMENTS)
             insort(self.sizes, size)
         measured = self._measured[size]
+        if len(measured) >= _AT_ONCE and max(list(measured)[1 - _AT_ONCE :] + [seconds]) * _FAR < self.levels[size]:
+            # Machines stall, but they do not hurry: it has become faster.
+            measured.clear()
+            measured.extend([seconds] * (_AT_ONCE - 1))
         is_seldom = self._num_measurements - self._last.get(size, 0) > _SELDOM
         self._num_measurements += 1
         self._last[size] = self._num_measurements
@@ -131,6 +139,9 @@ class TimeTable:
 class Pace:
     """By how much everything takes longer than its level: the median of the last measurements.
 
+    It falls at once: machines stall, but they do not hurry. Else what is measured when a stall is over would be taken
+    for much faster than it is.
+
     Attributes:
         factor (`float`): 1 at first.
     """
@@ -140,8 +151,9 @@ class Pace:
         self._last: deque[float] = deque(maxlen=_PACE_WINDOW)
 
     def observe(self, factor: float) -> None:
+        factor = min(max(factor, 1 / _LARGEST_PACE), _LARGEST_PACE)
         self._last.append(factor)
-        self.factor = sorted(self._last)[len(self._last) // 2]
+        self.factor = min(sorted(self._last)[len(self._last) // 2], _FAR * factor)
 
 
 class LatencyModel:
@@ -152,12 +164,15 @@ class LatencyModel:
             depth, and of verifications by nodes, the anchor included.
         pace (`Pace`): Of everything.
         draft_pace (`Pace`): Of drafts, on top of that.
+        reading (`TimeTable`): Seconds in which the drafter reads text that it was not told of, such as the prompts, by
+            tokens of all rows together.
     """
 
     def __init__(self):
         self.draft: dict[int, TimeTable] = {}
         self.verify: dict[int, TimeTable] = {}
         self.pace, self.draft_pace = Pace(), Pace()
+        self.reading = TimeTable()
 
     def for_another_call(self) -> LatencyModel:
         """A copy whose measurements count little: the call may have another context, and the machine other work."""
@@ -165,6 +180,7 @@ class LatencyModel:
         model.draft = {rows: table.aged() for rows, table in self.draft.items()}
         model.verify = {rows: table.aged() for rows, table in self.verify.items()}
         model.pace.factor, model.draft_pace.factor = self.pace.factor, self.draft_pace.factor
+        model.reading = self.reading.aged()
         return model
 
     def observe_draft(self, num_rows: int, depth: int, seconds: float) -> None:
@@ -198,11 +214,27 @@ class LatencyModel:
             self.pace.observe(seconds / table.levels[num_nodes])
         table.observe(num_nodes, seconds / self.pace.factor)
 
+    def observe_reading(self, num_tokens: int, seconds: float) -> None:
+        """Adds the time in which the drafter has read text.
+
+        Args:
+            num_tokens (`int`): Tokens of all rows together.
+            seconds (`float`): What that took.
+        """
+        if _is_time(seconds):
+            self.reading.observe(_power_of_two(num_tokens), seconds / self.pace.factor)
+
+    def reading_seconds(self, num_tokens: int) -> float:
+        """Seconds in which the drafter would read so many tokens; 0 for none, and as long as nothing was measured."""
+        if not num_tokens or not self.reading.sizes:
+            return 0.0
+        return self.pace.factor * self.reading.predict(_power_of_two(num_tokens))
+
     def draft_seconds(self, depth: int, num_rows: int) -> float:
         """Seconds of a draft of this depth; 0 as long as none was measured.
 
-        One that was hardly measured takes no longer than a deeper one. In front of and behind what was measured, the
-        time is in proportion to the depth.
+        A draft takes no longer than a deeper one, and no longer in proportion than a shallower one. In front of and
+        behind what was measured, the time is in proportion to the depth.
         """
         table = self._table(self.draft, num_rows)
         if table is None:
@@ -224,8 +256,7 @@ class LatencyModel:
     @property
     def knows_anything(self) -> bool:
         """Whether there are times of drafts and of verifications with and without drafts."""
-        sizes = [size for table in self.verify.values() for size in table.sizes]
-        return bool(self.draft) and 1 in sizes and max(sizes) > 1
+        return bool(self.draft) and any(1 in table.levels for table in self.verify.values())
 
     def _table(self, tables: dict[int, TimeTable], num_rows: int) -> TimeTable | None:
         """The table of this number of rows, or of the nearest."""
@@ -241,10 +272,11 @@ class LatencyModel:
             ("draft_seconds", self.draft, pace * self.draft_pace.factor),
             ("verify_seconds", self.verify, pace),
         )
-        return {
+        tables = {
             name: {str(rows): table.to_dict(factor) for rows, table in sorted(tables.items())}
             for name, tables, factor in parts
         }
+        return {**tables, "reading_seconds": self.reading.to_dict(pace)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LatencyModel:
@@ -259,10 +291,11 @@ class LatencyModel:
                 for rows, seconds in values[name].items():
                     if seconds:
                         tables[_size(rows, least=1)] = TimeTable.from_dict(seconds)
+            model.reading = TimeTable.from_dict(values["reading_seconds"])
         except (KeyError, AttributeError, TypeError) as error:
             raise SpecConfigError(
-                f"A latency profile holds `draft_seconds` and `verify_seconds`, each {{rows: {{size: seconds}}}}, got "
-                f"{values!r}. Measure it again."
+                "A latency profile holds `draft_seconds` and `verify_seconds`, each {rows: {size: seconds}}, and "
+                f"`reading_seconds`, {{tokens: seconds}}, got {values!r}. Measure it again."
             ) from error
         return model
 
@@ -273,9 +306,16 @@ def _draft_level(table: TimeTable, depth: int) -> float:
         return table.predict(first) * depth / first
     if depth > last:
         return table.predict(last) * depth / max(last, 1)
-    if table.knows(depth):
-        return table.levels[depth]
-    return min(table.predict(size) for size in [depth, *table.sizes[bisect_left(table.sizes, depth) :]])
+    # What was measured of this depth may be old, or of a time when the machine was cold or busy.
+    place = bisect_left(table.sizes, depth)
+    deeper = [table.predict(size) for size in [depth, *table.sizes[place:]]]
+    shallower = [table.levels[size] * depth / size for size in table.sizes[:place] if size > 0]
+    return min(deeper + shallower)
+
+
+def _power_of_two(num_tokens: int) -> int:
+    """The size that stands for so many tokens."""
+    return 1 << max(num_tokens - 1, 0).bit_length()
 
 
 def _is_time(seconds: float) -> bool:

@@ -113,7 +113,20 @@ def test_what_is_no_time_is_not_taken(seconds):
     model = LatencyModel()
     model.observe_verification(1, 1, seconds)
     model.observe_draft(1, 1, seconds)
-    assert model.to_dict() == {"draft_seconds": {}, "verify_seconds": {}}
+    model.observe_reading(1, seconds)
+    assert model.to_dict() == {"draft_seconds": {}, "verify_seconds": {}, "reading_seconds": {}}
+
+
+def test_what_reading_takes_is_known_by_tokens():
+    model = LatencyModel()
+    assert model.reading_seconds(100) == 0
+    model.observe_reading(16, 1.0)
+    model.observe_reading(250, 5.0)
+    assert model.reading_seconds(0) == 0
+    assert model.reading_seconds(16) == pytest.approx(1.0)
+    assert model.reading_seconds(256) == pytest.approx(5.0)
+    assert 1.0 < model.reading_seconds(60) < 5.0 < model.reading_seconds(300)
+    assert model.for_another_call().reading_seconds(16) == pytest.approx(1.0)
 
 
 def keyed(keys, values, **size):
@@ -124,7 +137,13 @@ def keyed(keys, values, **size):
 tables = keyed(st.integers(1, 64), keyed(st.integers(0, 64), st.floats(1e-6, 1e3), min_size=1, max_size=5), max_size=3)
 rates = st.lists(st.floats(0, 1), max_size=4)
 stored = st.fixed_dictionaries(
-    {"draft_seconds": tables, "verify_seconds": tables, "accepted": rates, "drafted": rates}
+    {
+        "draft_seconds": tables,
+        "verify_seconds": tables,
+        "reading_seconds": keyed(st.integers(1, 4096), st.floats(1e-6, 1e3), max_size=3),
+        "accepted": rates,
+        "drafted": rates,
+    }
 )
 
 
@@ -135,6 +154,7 @@ def test_a_profile_comes_back_from_json(values):
     assert again.pop("draft_seconds").keys() == values["draft_seconds"].keys()
     for rows, times in values["verify_seconds"].items():
         assert again["verify_seconds"][rows] == pytest.approx(times)
+    assert again["reading_seconds"] == pytest.approx(values["reading_seconds"])
     assert [again["accepted"], again["drafted"]] == [values["accepted"], values["drafted"]]
 
 
@@ -146,11 +166,42 @@ def test_a_profile_comes_back_from_json(values):
         ({"verify_seconds": {"1": {"1": "fast"}}}, "positive numbers of seconds, got 'fast'"),
         ({"verify_seconds": {"0": {"1": 2.0}}}, "integers of at least 1, got '0'"),
         ({"draft_seconds": {"1": {"x": 2.0}}}, "integers of at least 0, got 'x'"),
+        ({"reading_seconds": [1.0]}, "`reading_seconds`, {tokens: seconds}"),
         ({"accepted": [1.5]}, "`accepted` of a profile must be a list of rates"),
         ({"drafted": None}, "`drafted` of a profile must be a list of rates"),
     ],
 )
 def test_a_damaged_profile_is_refused(change, message):
-    values = {"draft_seconds": {}, "verify_seconds": {}, "accepted": [], "drafted": [], **change}
+    empty = {name: {} for name in ("draft_seconds", "verify_seconds", "reading_seconds")}
+    values = {**empty, "accepted": [], "drafted": [], **change}
     with pytest.raises(SpecConfigError, match=message):
         ControlProfile.from_dict(values)
+
+
+def test_a_fall_is_believed_after_two_measurements():
+    table = TimeTable()
+    fill(table, {1: 1.0, 6: 2.0}, repeats=8)
+    table.observe(6, 0.2)
+    assert table.predict(6) > 1.5
+    fill(table, {1: 1.0}, repeats=30)
+    table.observe(6, 0.2)
+    assert table.predict(6) == pytest.approx(0.2)
+
+
+def test_what_follows_a_stall_is_not_taken_for_fast():
+    model = LatencyModel()
+    for _ in range(10):
+        model.observe_verification(1, 1, 1.0)
+    for _ in range(5):
+        model.observe_verification(1, 1, 50.0)
+    model.observe_verification(1, 1, 1.0)
+    model.observe_verification(1, 8, 2.0)
+    assert model.verify_seconds(8, 1) == pytest.approx(2.0, rel=0.3)
+
+
+def test_a_draft_costs_no_more_in_proportion_than_a_shallower_one():
+    model = LatencyModel()
+    for _ in range(5):
+        model.observe_draft(1, 4, 1.0)
+        model.observe_draft(1, 8, 20.0)
+    assert model.draft_seconds(8, 1) == pytest.approx(2.0)

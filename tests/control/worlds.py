@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hf_specdec.control import ControlProfile, SpeculationController
-from hf_specdec.control.controller import RowOutcome
+from hf_specdec.control.controller import RowOutcome, batch_tokens
 
 
 @dataclass
@@ -45,8 +45,8 @@ class World:
         self.random = random.Random(self.seed)
 
     def tokens(self, limit: int) -> float:
-        """Expected tokens of a cycle with full drafts of this length."""
-        return sum(rate**position for rate in self.acceptance for position in range(limit + 1))
+        """Expected tokens of a cycle with full drafts of this length, which end with the slowest row."""
+        return batch_tokens([sum(rate**position for position in range(limit + 1)) for rate in self.acceptance])
 
     def seconds(self, limit: int) -> float:
         return self.verify(1) if limit == 0 else self.draft(limit) + self.verify(limit + 1)

@@ -1,0 +1,88 @@
+"""`hf-specdec calibrate`: what num_speculative_tokens="auto" begins with, measured and stored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .common import EMBEDDED, DebugOption, DeviceOption, Dtype, DtypeOption, JsonOption, load_target, reported_errors
+from .pairs import (
+    SPEC_HELP,
+    PromptsOption,
+    TargetOption,
+    ThreadsOption,
+    TrustOption,
+    chosen_prompts,
+    chosen_threads,
+    quiet,
+    spec_settings,
+    tokenised,
+)
+
+
+def calibrate_command(
+    target: TargetOption = EMBEDDED,
+    spec: Annotated[str, typer.Option("--spec", "-s", help=SPEC_HELP)] = "draft_model",
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File. Left out: in the cache folder, where calls look for it.")
+    ] = None,
+    prompts: PromptsOption = None,
+    batch_size: Annotated[
+        list[int] | None, typer.Option("--batch-size", "-b", min=1, help="Prompts at once; may be repeated.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=2, help="Tokens per prompt.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Calls with each batch of prompts.")] = 2,
+    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Measure what drafts of each length cost and how many are accepted, and store it for later calls.
+
+    Calls with num_speculative_tokens="auto", the same target, drafter, settings, device and data type begin with it.
+    They learn without it, too.
+    """
+    with reported_errors(debug):
+        from ..benchmarking import num_threads
+        from ..config import AUTO
+        from ..control.calibration import calibrate
+        from ..control.store import profile_identity, save_profile
+        from ..speculator import load_speculator
+
+        with quiet(), num_threads(chosen_threads(threads, target)):
+            chosen = chosen_prompts(prompts, target, max_new_tokens)
+            model, tokenizer = load_target(target, dtype, device, trust_remote_code)
+            speculator = load_speculator(model, spec_settings(spec, target), num_speculative_tokens=AUTO)
+            batches = [
+                batch.inputs for size in batch_size or [1] for batch in tokenised(chosen, model, tokenizer, size, True)
+            ]
+            profile = calibrate(model, speculator, batches, max_new_tokens, rounds)
+            network = speculator.generator_class.network(speculator.resources)
+            file = save_profile(profile, profile_identity(model, speculator.config, network), out)
+        if as_json:
+            typer.echo(json.dumps({"file": str(file), **profile.to_dict()}, indent=2))
+        else:
+            _print(file, profile.to_dict())
+
+
+def _print(file: Path, profile: dict[str, Any]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("rows", "length", "draft ms", "verify ms", box=SIMPLE_HEAD)
+    for rows, verify in profile["verify_seconds"].items():
+        drafts = profile["draft_seconds"].get(rows, {})
+        for nodes, seconds in verify.items():
+            length = str(int(nodes) - 1)
+            draft = f"{1000 * drafts[length]:.2f}" if length in drafts and length != "0" else ""
+            table.add_row(rows, length, draft, f"{1000 * seconds:.2f}")
+    console = Console()
+    console.print(table)
+    console.print(f"Accepted, by position: {', '.join(f'{rate:.2f}' for rate in profile['accepted'])}")
+    console.print(f"Written to {file}", soft_wrap=True)

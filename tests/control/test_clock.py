@@ -1,0 +1,54 @@
+"""What a cycle took: the thread's time where that tells more, and nothing where a graph was captured."""
+
+from __future__ import annotations
+
+from math import isnan
+from time import perf_counter, sleep, thread_time
+
+import pytest
+import torch
+
+from hf_specdec.control import LatencyModel
+from hf_specdec.control.clock import CycleClock, clock_of
+from hf_specdec.decoding.graphs import CallGraphs
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_one_thread_is_timed_without_what_others_do(one_thread):
+    assert clock_of(torch.device("cpu")) is thread_time
+    clock = CycleClock(torch.device("cpu"))
+    clock.begin()
+    sleep(0.05)
+    clock.drafted()
+    draft, rest = clock.end()
+    assert draft < 0.02
+    assert rest < 0.02
+
+
+def test_several_threads_are_timed_on_the_wall(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert clock_of(torch.device("cpu")) is perf_counter
+    assert clock_of(torch.device("meta")) is perf_counter
+
+
+def test_a_cycle_with_a_capture_has_no_times():
+    clock, latency = CycleClock(torch.device("cpu")), LatencyModel()
+    clock.begin()
+    clock.drafted()
+    CallGraphs.all_captures += 1
+    draft, rest = clock.end()
+    assert isnan(draft)
+    assert isnan(rest)
+    latency.observe_draft(1, 3, draft)
+    latency.observe_verification(1, 4, rest)
+    assert not latency.draft
+    assert not latency.verify
+    clock.begin()
+    assert clock.end()[0] is None

@@ -6,6 +6,7 @@ of them down alike. A method starts every round without memory of the rounds bef
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -121,15 +122,20 @@ def make_batches(
     batch_size: int = 1,
     max_new_tokens: int | None = None,
     device: torch.device | str = "cpu",
+    *,
+    fill: bool = False,
+    add_special_tokens: bool = True,
 ) -> list[Batch]:
     """Tokenised batches of prompts of the same kind and length of answer, in the order of the prompts.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The model's, with a padding token and padding on the left.
         prompts: Objects with `name`, `kind`, `text` and `max_new_tokens`.
-        batch_size (`int`): Rows of a batch; the last ones of a kind may be smaller.
+        batch_size (`int`): Rows of a batch; the last ones of a kind may be smaller, unless they are filled.
         max_new_tokens (`int`, *optional*): Upper limit in tokens.
         device (`torch.device` or `str`): Where the model is.
+        fill (`bool`): Fill the last batch of a kind with the kind's first prompts once more.
+        add_special_tokens (`bool`): Those of the tokenizer; a chat template has written its own.
     """
     groups: dict[tuple[str, int], list] = {}
     for prompt in prompts:
@@ -139,7 +145,14 @@ def make_batches(
         length = longest if max_new_tokens is None else min(longest, max_new_tokens)
         for start in range(0, len(group), batch_size):
             rows = group[start : start + batch_size]
-            inputs = tokenizer([row.text for row in rows], return_tensors="pt", padding=len(rows) > 1).to(device)
+            if fill:
+                rows += list(itertools.islice(itertools.cycle(group), batch_size - len(rows)))
+            inputs = tokenizer(
+                [row.text for row in rows],
+                return_tensors="pt",
+                padding=len(rows) > 1,
+                add_special_tokens=add_special_tokens,
+            ).to(device)
             tensors = {key: inputs[key] for key in ("input_ids", "attention_mask")}
             batches.append(Batch(tuple(row.name for row in rows), kind, tensors, length))
     return batches
@@ -233,18 +246,24 @@ def run(model: PreTrainedModel, batch: Batch, speculator: Speculator | None) -> 
     """One greedy call; without a speculator plain generation."""
     arguments = {"max_new_tokens": batch.max_new_tokens, "do_sample": False}
     with record() as recorded:
-        began = _now(model)
+        began = now(model)
         sequences = generate(model, **batch.inputs, **arguments, assistant=speculator)
-        seconds = _now(model) - began
-    generated = sequences[:, batch.inputs["input_ids"].shape[1] :].tolist()
+        seconds = now(model) - began
     stats = recorded.calls[0].stats if recorded.calls else None
-    return Sample([_until_end(row, model.generation_config.eos_token_id) for row in generated], seconds, stats)
+    return Sample(new_tokens(model, batch, sequences), seconds, stats)
 
 
-def _now(model: PreTrainedModel) -> float:
+def now(model: PreTrainedModel) -> float:
+    """Seconds, when the model's device has done what it was given to do."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return perf_counter()
+
+
+def new_tokens(model: PreTrainedModel, batch: Batch, sequences: torch.LongTensor) -> list[list[int]]:
+    """What `generate()` has added to the rows of a batch, without the padding behind their ends."""
+    generated = sequences[:, batch.inputs["input_ids"].shape[1] :].tolist()
+    return [_until_end(row, model.generation_config.eos_token_id) for row in generated]
 
 
 def _until_end(tokens: list[int], eos_token_id: int | list[int] | None) -> list[int]:

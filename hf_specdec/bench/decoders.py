@@ -1,0 +1,263 @@
+"""The ways of decoding that are compared: plain generation, the methods, and transformers' own assisted generation."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..benchmarking import PLAIN
+from ..candidate_generators.combined import part_configs
+from ..config import AUTO, SpeculativeConfig
+from ..errors import MissingDependencyError, SpecConfigError
+from ..speculator import Speculator, load_speculator
+
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from ..candidate_generators.base import CandidateGenerator
+
+
+# Names of transformers' own ways begin with this.
+STOCK = "stock_"
+
+# Draft tokens of prompt lookup where no `ngram` beside it has a length of its own: the number in transformers' docs.
+_PROMPT_LOOKUP_TOKENS = 10
+
+
+@dataclass
+class Decoder:
+    """One way of decoding.
+
+    Attributes:
+        name (`str`): Of its row in the results.
+        arguments (`dict`): Of `generate()`, beside those that all ways share.
+        settings (`dict`): What it was asked to be, as plain JSON types.
+        speculator (`Speculator`, *optional*): Of the methods of this package.
+        network (`torch.nn.Module`, *optional*): What drafts, where that is a model.
+        max_batch_size (`int`, *optional*): Most rows that it takes.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+    speculator: Speculator | None = None
+    network: torch.nn.Module | None = None
+    max_batch_size: int | None = None
+
+    def forget_texts(self, model: PreTrainedModel) -> None:
+        """Takes from the method what it remembers of earlier texts. Weights stay loaded, and so do learnt costs."""
+        if self.speculator is None:
+            return
+        old = self.speculator
+        resources = _without_texts(old.generator_class, old.config, old.resources, model)
+        self.speculator = Speculator(old.config, old.generator_class, resources, old.note, profile=old.profile)
+        self.arguments = {"assistant": self.speculator}
+
+    def draft_bytes(self, model: PreTrainedModel) -> int | None:
+        """Bytes of the drafter's weights that are not the target's own; `None` where that is not known."""
+        if self.network is None:
+            return 0 if self.speculator is not None or self.name == PLAIN else None
+        own = {tensor.data_ptr() for tensor in _tensors(model)}
+        tensors = {tensor.data_ptr(): tensor for tensor in _tensors(self.network)}
+        return sum(tensor.nbytes for pointer, tensor in tensors.items() if pointer not in own)
+
+
+def _without_texts(
+    generator_class: type[CandidateGenerator], config: SpeculativeConfig, resources: Any, model: PreTrainedModel
+) -> Any:
+    """What a method has loaded, without texts: only what drafts without a network keeps these."""
+    if generator_class.parts:
+        own = _without_texts(generator_class.parts[0], part_configs(config)[0], resources.retrieval, model)
+        return replace(resources, retrieval=own)
+    return generator_class.load(config, model) if generator_class.network(resources) is None else resources
+
+
+def plain_decoder() -> Decoder:
+    # The settings of a generation config must not speed up the baseline.
+    return Decoder(PLAIN, {"spec_method": "off"})
+
+
+def load_decoders(
+    model: PreTrainedModel, specs: Sequence[Mapping[str, Any]], *, skip_missing: bool = False
+) -> tuple[list[Decoder], dict[str, str]]:
+    """Loads the methods, all before the first forward.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        specs (`Sequence[Mapping]`): What [`read_spec`] returns.
+        skip_missing (`bool`): Leave out methods whose optional package is missing.
+
+    Returns:
+        The methods, with names that differ, and for each one left out the reason.
+
+    Raises:
+        SpecConfigError: Settings are wrong, or do not fit the target.
+        MissingDependencyError: An optional package is missing, and must not be.
+    """
+    loaded, missing = [], {}
+    for spec in specs:
+        settings = dict(spec)
+        title = settings.pop("name", None)
+        try:
+            speculator = load_speculator(model, settings.pop("config", None), **settings)
+        except MissingDependencyError as error:
+            if not skip_missing:
+                raise
+            missing[title or spec.get("method") or spec["config"]] = str(error)
+        else:
+            loaded.append((title or speculator.method, speculator))
+    names = _distinct([title for title, _ in loaded], [speculator.config for _, speculator in loaded])
+    return [
+        Decoder(
+            name,
+            {"assistant": speculator},
+            speculator.config.to_dict(),
+            speculator,
+            speculator.generator_class.network(speculator.resources),
+            1 if speculator.stock_assistant is not None else None,
+        )
+        for name, (_, speculator) in zip(names, loaded)
+    ], missing
+
+
+def stock_decoders(decoders: Sequence[Decoder]) -> list[Decoder]:
+    """transformers' own assisted generation: prompt lookup, and what corresponds to the methods with the same k.
+
+    Whether they can run shows when they do; all of them take one row.
+    """
+    found = [_prompt_lookup(decoders)]
+    for decoder in decoders:
+        if decoder.speculator.method == "draft_model":
+            found.append(_assisted(decoder))
+        elif decoder.speculator.method == "mtp":
+            found.append(Decoder(f"{STOCK}{decoder.name}", {"spec_method": "off", "use_mtp": True}, max_batch_size=1))
+    for decoder in found:
+        shown = {
+            key: value for key, value in decoder.arguments.items() if key not in ("spec_method", "assistant_model")
+        }
+        decoder.settings = {**decoder.settings, **shown}
+    return found
+
+
+def _prompt_lookup(decoders: Sequence[Decoder]) -> Decoder:
+    lengths = [decoder.speculator.config.fixed_length for decoder in decoders if decoder.speculator.method == "ngram"]
+    count = next((length for length in lengths if length is not None), _PROMPT_LOOKUP_TOKENS)
+    arguments = {"spec_method": "off", "prompt_lookup_num_tokens": count}
+    return Decoder(f"{STOCK}prompt_lookup", arguments, max_batch_size=1)
+
+
+def _assisted(decoder: Decoder) -> Decoder:
+    """The same draft model in transformers' loop, with as many draft tokens in every cycle."""
+    config, generator_class = decoder.speculator.config, decoder.speculator.generator_class
+    # Shares the weights; its generation config is its own.
+    assistant = copy.copy(decoder.network)
+    assistant.generation_config = copy.deepcopy(assistant.generation_config)
+    settings: dict[str, Any] = {}
+    if config.num_speculative_tokens != AUTO:
+        settings = {
+            "num_assistant_tokens": config.fixed_length or generator_class.default_length(config.options),
+            "num_assistant_tokens_schedule": "constant",
+            "assistant_confidence_threshold": 0.0,
+        }
+        assistant.generation_config.update(**settings)
+    arguments = {"spec_method": "off", "assistant_model": assistant}
+    return Decoder(f"{STOCK}{decoder.name}", arguments, settings, network=decoder.network, max_batch_size=1)
+
+
+def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+# ------------------------------------------------------------------------------------------------------------ `--spec`
+
+
+def read_spec(text: str, named: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    """The settings that the text of a `--spec` means.
+
+    Args:
+        text (`str`): A method, a repo id, a folder, JSON, or any of the first three followed by settings:
+            `eagle3,model=user/head,k=4`, where `k` is `num_speculative_tokens`.
+        named (`Mapping`, *optional*): Settings that have a name, or hold for a method without a `model`.
+
+    Returns:
+        `dict` of flat settings; other forms under `config`, which is what [`load_speculator`] takes first. `name` is
+        that of the named settings.
+    """
+    named = named or {}
+    if text in named:
+        return {"name": text, **named[text]}
+    if text.startswith("{"):
+        settings = _json_object(text)
+    elif ("=" in text or "," in text) and not os.path.exists(text):
+        settings = _pairs(text)
+    else:
+        settings = {"method": text} if _drafter(text) in named else {"config": text}
+    own = {} if "model" in settings else named.get(_drafter(settings.get("method")), {})
+    return {**own, **settings}
+
+
+def _drafter(method: Any) -> str:
+    """The method that has the model: of `suffix+eagle3` the second."""
+    return str(method).rpartition("+")[2]
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise SpecConfigError(f"--spec '{text}' is no JSON: {error}.") from error
+
+
+def _pairs(text: str) -> dict[str, Any]:
+    first, *rest = text.split(",")
+    settings: dict[str, Any] = {}
+    if "=" in first:
+        rest = [first, *rest]
+    else:
+        settings["model" if "/" in first or os.path.exists(first) else "method"] = first.strip()
+    for part in rest:
+        key, equals, value = map(str.strip, part.partition("="))
+        if not equals or not key:
+            raise SpecConfigError(
+                f"--spec '{text}': '{part}' is no key=value. Write lists and texts with commas as JSON: "
+                "'{\"method\": ..., ...}'."
+            )
+        settings["num_speculative_tokens" if key == "k" else key] = _value(value)
+    return settings
+
+
+def _value(text: str) -> Any:
+    """Numbers, true, false and null as in JSON, everything else as text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _distinct(titles: Sequence[str], configs: Sequence[SpeculativeConfig]) -> list[str]:
+    """Names by title; those that would be the same also say what they are."""
+    names = [
+        title if titles.count(title) == 1 else "_".join([title, *_variant(config)])
+        for title, config in zip(titles, configs)
+    ]
+    return [
+        name if names.count(name) == 1 else f"{name}_{names[: index + 1].count(name)}"
+        for index, name in enumerate(names)
+    ]
+
+
+def _variant(config: SpeculativeConfig) -> list[str]:
+    settings = config.to_dict()
+    model = settings.pop("model", None)
+    settings.pop("method", None)
+    length = settings.pop("num_speculative_tokens", None)
+    parts = [] if length is None else [f"k{length}"]
+    parts += [f"{key}={value}" for key, value in settings.items()]
+    return parts or ([Path(str(model)).name] if model else [])

@@ -1,0 +1,221 @@
+"""Prompts to measure on: files of the user's own, Spec-Bench's questions, those of the demo."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SpecConfigError
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+DEMO = "demo"
+SPEC_BENCH = "spec-bench"
+
+SPEC_BENCH_URL = (
+    "https://raw.githubusercontent.com/hemingkx/Spec-Bench/66230f10cb0a02aced5ef3ce1e85163c16160454/data/spec_bench/"
+    "question.jsonl"
+)
+SPEC_BENCH_SHA256 = "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
+_DOWNLOAD_SECONDS = 60
+
+# Spec-Bench's tables have these, the categories of MT-Bench, in one column.
+_MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+
+# What a record may call its text, its name and its sort of text.
+_TEXT_KEYS = ("prompt", "text", "turns", "question", "instruction")
+_NAME_KEYS = ("name", "question_id", "id")
+_KIND_KEYS = ("category", "kind", "task")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt.
+
+    Attributes:
+        name (`str`): Unique among those it is used with.
+        text (`str`): What the model reads.
+        kind (`str`): What sort of text it asks for; figures are also given by kind.
+        max_new_tokens (`int`): How many tokens to generate at most.
+    """
+
+    name: str
+    text: str
+    kind: str = "prompt"
+    max_new_tokens: int = 256
+
+
+def read_prompts(source: str, max_new_tokens: int = 256, per_kind: int | None = None) -> list[Prompt]:
+    """The prompts that `--prompts` names.
+
+    Args:
+        source (`str`): "demo", "spec-bench", or a file. A file of JSON (an object a line, or one list) has records
+            with a text under `prompt`, `text`, `turns` (the first turn), `question` or `instruction`, and optionally
+            `name` or `question_id`, `category`, and `max_new_tokens`; strings are texts. Any other file is text: its
+            paragraphs, or where no line is empty its lines.
+        max_new_tokens (`int`): How many tokens to generate; a record's own number holds where it is smaller.
+        per_kind (`int`, *optional*): Only so many of each kind, the first ones.
+
+    Raises:
+        SpecConfigError: The file cannot be read or fetched, or a record is no prompt.
+    """
+    if source == DEMO:
+        from .. import demo
+
+        prompts = [Prompt(item.name, item.text, item.kind, item.max_new_tokens) for item in demo.prompts()]
+    elif source == SPEC_BENCH:
+        prompts = [_of_spec_bench(prompt) for prompt in _read_file(spec_bench_file(), max_new_tokens)]
+    else:
+        prompts = _read_file(Path(source), max_new_tokens)
+    prompts = [replace(prompt, max_new_tokens=min(prompt.max_new_tokens, max_new_tokens)) for prompt in prompts]
+    return prompts if per_kind is None else list(_first_of_each_kind(prompts, per_kind))
+
+
+def as_chat(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """The prompts as the user's message in the chat template, to be tokenised without special tokens."""
+    return [
+        replace(
+            prompt,
+            text=tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt.text}], add_generation_prompt=True, tokenize=False
+            ),
+        )
+        for prompt in prompts
+    ]
+
+
+def _first_of_each_kind(prompts: Sequence[Prompt], count: int) -> Iterator[Prompt]:
+    taken: dict[str, int] = {}
+    for prompt in prompts:
+        taken[prompt.kind] = taken.get(prompt.kind, 0) + 1
+        if taken[prompt.kind] <= count:
+            yield prompt
+
+
+# --------------------------------------------------------------------------------------------------------- Spec-Bench
+
+
+def spec_bench_file() -> Path:
+    """Where Spec-Bench's questions (Xia et al., arXiv 2401.07851) lie; they are downloaded on first use.
+
+    Raises:
+        SpecConfigError: They are not there and cannot be downloaded.
+    """
+    from huggingface_hub import constants
+
+    path = Path(constants.HF_HOME) / "hf_specdec" / "spec_bench" / "question.jsonl"
+    if path.is_file():
+        return path
+    if constants.HF_HUB_OFFLINE:
+        raise _no_spec_bench("HF_HUB_OFFLINE is set", path)
+    try:
+        with urllib.request.urlopen(SPEC_BENCH_URL, timeout=_DOWNLOAD_SECONDS) as response:
+            content = response.read()
+        if hashlib.sha256(content).hexdigest() != SPEC_BENCH_SHA256:
+            raise _no_spec_bench("what came is another file", path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Written beside it first: two processes may do this at once, or one be interrupted.
+        part = path.with_suffix(".part")
+        part.write_bytes(content)
+        part.replace(path)
+    except OSError as error:
+        raise _no_spec_bench(str(error), path) from error
+    return path
+
+
+def _no_spec_bench(reason: str, path: Path) -> SpecConfigError:
+    return SpecConfigError(
+        f"Spec-Bench's questions are not on this machine and cannot be downloaded from {SPEC_BENCH_URL}: {reason}. "
+        f"Fetch the file by other means and save it as {path}, or pass its path to --prompts."
+    )
+
+
+def _of_spec_bench(prompt: Prompt) -> Prompt:
+    return replace(prompt, kind="mt_bench") if prompt.kind in _MT_BENCH else prompt
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def _read_file(path: Path, max_new_tokens: int) -> list[Prompt]:
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecConfigError(
+            f"The prompts in '{path}' cannot be read: {error}. Pass a file, '{SPEC_BENCH}' or '{DEMO}'."
+        ) from error
+    if path.suffix in (".json", ".jsonl") or content.lstrip()[:1] == "{":
+        records = list(_records(content, str(path)))
+    else:
+        records = [(f"{path}, {index}", text) for index, text in enumerate(_texts(content), start=1)]
+    if not records:
+        raise SpecConfigError(f"'{path}' has no prompts. Put one in each line, as text or as JSON with a `prompt`.")
+    width = len(str(len(records)))
+    prompts = [
+        _prompt(record, place, f"prompt {number:0{width}}", max_new_tokens)
+        for number, (place, record) in enumerate(records, start=1)
+    ]
+    _check_names(prompts, path)
+    return prompts
+
+
+def _texts(content: str) -> list[str]:
+    """Paragraphs, or the lines where no line is empty."""
+    paragraphs = re.split(r"\n\s*\n", content.strip("\n"))
+    texts = paragraphs if len(paragraphs) > 1 else content.splitlines()
+    return [text for text in texts if text.strip()]
+
+
+def _records(content: str, path: str) -> Iterator[tuple[str, Any]]:
+    """The records of one list, or of one object a line, each with the place where it stands."""
+    if content.lstrip()[:1] == "[":
+        for number, record in enumerate(_parsed(content, path), start=1):
+            yield f"{path}, entry {number}", record
+        return
+    for number, line in enumerate(content.splitlines(), start=1):
+        if line.strip():
+            yield f"{path}, line {number}", _parsed(line, f"{path}, line {number}")
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SpecConfigError(f'{place}: no JSON: {error}. Write an object such as {{"prompt": ...}}.') from error
+
+
+def _prompt(record: Any, place: str, name: str, max_new_tokens: int) -> Prompt:
+    record = record if isinstance(record, dict) else {"prompt": record}
+    text = _first(record, _TEXT_KEYS)
+    if isinstance(text, list) and text:
+        text = text[0]
+    if not isinstance(text, str) or not text.strip():
+        raise SpecConfigError(
+            f"{place}: a prompt is a text, or an object with one of {', '.join(_TEXT_KEYS)}; got {record!r:.80}."
+        )
+    longest = record.get("max_new_tokens", max_new_tokens)
+    if not isinstance(longest, int) or isinstance(longest, bool) or longest < 2:
+        raise SpecConfigError(f"{place}: `max_new_tokens` must be a number of at least 2, got {longest!r}.")
+    return Prompt(str(_first(record, _NAME_KEYS, name)), text, str(_first(record, _KIND_KEYS, "prompt")), longest)
+
+
+def _first(record: dict[str, Any], keys: Iterable[str], default: Any = None) -> Any:
+    return next((record[key] for key in keys if record.get(key) is not None), default)
+
+
+def _check_names(prompts: Sequence[Prompt], path: Path) -> None:
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.name in seen:
+            raise SpecConfigError(f"'{path}' has two prompts named '{prompt.name}'. Give each its own name.")
+        seen.add(prompt.name)

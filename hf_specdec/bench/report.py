@@ -1,0 +1,177 @@
+"""What was measured, as plain JSON types: the figures of every way of decoding at every batch size.
+
+`rows` have a figure under its name, and under `spread` of the same name low, high and n.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..benchmarking import PLAIN, find_differences
+from .decoders import Decoder
+from .figures import Figure, median_and_quartiles, median_and_range, percentiles, pooled
+from .measure import Call, Measurement, Round
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..benchmarking import Batch
+
+
+def make_rows(
+    model: PreTrainedModel, decoders: Sequence[Decoder], found: Measurement, *, greedy: bool
+) -> list[dict[str, Any]]:
+    """A row for each batch size and way of decoding that could run, plain generation first.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        decoders (`Sequence[Decoder]`): The ways of decoding.
+        found (`Measurement`): At least one round.
+        greedy (`bool`): Texts are to be those of plain generation.
+    """
+    rows = []
+    for size, batches in found.batches.items():
+        rounds = [one[size] for one in found.rounds]
+        for decoder in decoders:
+            if decoder.name in rounds[0]:
+                row = {"method": decoder.name, "batch_size": size, "settings": decoder.settings}
+                row |= _figures(rounds, decoder.name, range(len(batches)), greedy)
+                row |= _details(rounds, decoder.name, greedy)
+                row |= _same_texts(rounds, decoder.name, batches) if greedy else {"identical": None}
+                row["draft_bytes"] = decoder.draft_bytes(model)
+                row["kinds"] = _by_kind(rounds, decoder.name, batches, greedy)
+                rows.append(row)
+    return rows
+
+
+def _by_kind(rounds: Sequence[Round], name: str, batches: Sequence[Batch], greedy: bool) -> dict[str, dict[str, Any]]:
+    kinds = dict.fromkeys(batch.kind for batch in batches)
+    return {
+        kind: _figures(rounds, name, [index for index, batch in enumerate(batches) if batch.kind == kind], greedy)
+        for kind in kinds
+    }
+
+
+def _figures(rounds: Sequence[Round], name: str, indices: Sequence[int], greedy: bool) -> dict[str, Any]:
+    """Speed and acceptance over some batches."""
+    speeds = [_tokens_per_second(one[name], indices) for one in rounds]
+    plain = [_tokens_per_second(one[PLAIN], indices) for one in rounds]
+    calls = [one[name][index] for one in rounds for index in indices]
+    with_texts = _with_own_texts(rounds, greedy)
+    texts = [one[name][index] for one in with_texts for index in indices]
+    figures = {
+        "tokens_per_second": median_and_range(speeds),
+        "speedup": median_and_range([speed / base for speed, base in zip(speeds, plain)]),
+        "first_token_seconds": median_and_quartiles([call.first_token_seconds for call in calls], "calls"),
+        "mean_acceptance_length": _acceptance_length(texts),
+        **_rates(texts),
+        "draft_share": _draft_share(calls),
+    }
+    return {
+        **{key: None if figure is None else figure.value for key, figure in figures.items()},
+        "num_tokens": sum(rounds[-1][name][index].num_tokens for index in indices),
+        "spread": {key: figure.spread_to_dict() for key, figure in figures.items() if figure is not None},
+    }
+
+
+def _with_own_texts(rounds: Sequence[Round], greedy: bool) -> Sequence[Round]:
+    """Rounds with texts of their own: greedy ones repeat the same text, which is no further evidence of acceptance."""
+    return rounds[-1:] if greedy else rounds
+
+
+def _tokens_per_second(calls: Sequence[Call], indices: Sequence[int]) -> float:
+    return sum(calls[index].num_tokens for index in indices) / sum(calls[index].seconds for index in indices)
+
+
+def _acceptance_length(calls: Sequence[Call]) -> Figure:
+    """Over all cycles of rows, the first token of each row apart."""
+    cycles = [len(call.cycle_seconds) if call.stats is None else call.stats.num_row_cycles for call in calls]
+    if not any(cycles):
+        return Figure(1.0, 1.0, 1.0, 0, "cycles", "bootstrap")
+    return pooled([call.mean_acceptance_length * n for call, n in zip(calls, cycles)], cycles, "cycles")
+
+
+def _rates(calls: Sequence[Call]) -> dict[str, Figure | None]:
+    """Accepted draft tokens among those that were compared, and among all; `None` where nothing is known of drafts."""
+    stats = [call.stats for call in calls if call.stats is not None]
+    accepted = [one.num_accepted_tokens for one in stats]
+    return {
+        "acceptance_rate": pooled(accepted, [one.num_reached_tokens for one in stats], "draft tokens"),
+        "draft_acceptance_rate": pooled(accepted, [one.num_draft_tokens for one in stats], "draft tokens"),
+    }
+
+
+def _draft_share(calls: Sequence[Call]) -> Figure | None:
+    """Share of the time that goes into drafting; on a GPU, what the drafter has waited for."""
+    known = [(call.stats.draft_seconds, call.seconds) for call in calls if call.stats is not None]
+    return pooled(*zip(*known)) if known else None
+
+
+def _details(rounds: Sequence[Round], name: str, greedy: bool) -> dict[str, Any]:
+    """What a cycle takes, how deep drafts are accepted, and memory, over all batches."""
+    calls = [call for one in rounds for call in one[name]]
+    cycles = np.concatenate([call.cycle_seconds for call in calls])
+    positions = _accepted_per_position([call for one in _with_own_texts(rounds, greedy) for call in one[name]])
+    stats = [call.stats for call in calls if call.stats is not None]
+    memory = [call.memory_bytes for call in calls if call.memory_bytes is not None]
+    return {
+        "cycle_seconds": {**percentiles(cycles), "n": len(cycles), "over": "cycles"} if len(cycles) else None,
+        "accepted_per_position": [figure.value for figure in positions],
+        "accepted_per_position_spread": [figure.spread_to_dict() for figure in positions],
+        "peak_memory_bytes": max(memory, default=None),
+        "is_lossless": all(one.is_lossless for one in stats),
+        "notes": _distinct([note for one in stats for note in one.notes]),
+    }
+
+
+def _distinct(notes: Sequence[str]) -> list[str]:
+    """The notes of calls; of those that differ in their numbers alone the first, and how many there are."""
+    alike: dict[str, list[str]] = {}
+    for note in notes:
+        alike.setdefault(re.sub(r"[\d.]+", "#", note), []).append(note)
+    return [
+        group[0] if len(set(group)) == 1 else f"{group[0]} (in one of {len(group)} calls)" for group in alike.values()
+    ]
+
+
+def _accepted_per_position(calls: Sequence[Call]) -> list[Figure]:
+    """Share of the drafts of which at least 1, 2, ... tokens were accepted."""
+    stats = [call.stats for call in calls if call.stats is not None and call.stats.num_drafts]
+    depth = max((len(one.num_accepted_tokens_per_pos) for one in stats), default=0)
+    counts = [[*one.num_accepted_tokens_per_pos, *[0] * depth][:depth] for one in stats]
+    drafts = [one.num_drafts for one in stats]
+    return [pooled(accepted, drafts, "drafts") for accepted in zip(*counts)]
+
+
+def _same_texts(rounds: Sequence[Round], name: str, batches: Sequence[Batch]) -> dict[str, Any]:
+    """Rows whose tokens are those of plain generation, of all rounds, and where the others first differ."""
+    differences: dict[str, int] = {}
+    same = total = 0
+    for one in rounds:
+        differences |= find_differences(one[PLAIN], one[name], batches)
+        for plain, other in zip(one[PLAIN], one[name]):
+            same += sum(tokens == right for tokens, right in zip(other.tokens, plain.tokens))
+            total += len(plain.tokens)
+    return {
+        "identical": same == total,
+        "same_texts": same,
+        "num_texts": total,
+        "first_differences": differences,
+    }
+
+
+def unavailable(found: Measurement, missing: Mapping[str, str]) -> list[dict[str, Any]]:
+    """What could not run, at which batch size (`None`: at all), and why."""
+    return [
+        *({"method": name, "batch_size": None, "reason": reason} for name, reason in missing.items()),
+        *(
+            {"method": name, "batch_size": size, "reason": reason}
+            for size, reasons in found.refused.items()
+            for name, reason in reasons.items()
+        ),
+    ]

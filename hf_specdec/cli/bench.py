@@ -1,0 +1,465 @@
+"""`hf-specdec bench`: methods beside plain generation and transformers' own, on any model and prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import SpecConfigError
+from .common import (
+    EMBEDDED,
+    EXIT_INTERRUPTED,
+    DebugOption,
+    DeviceOption,
+    Dtype,
+    JsonOption,
+    counted,
+    load_target,
+    progress_bars,
+    reported_errors,
+)
+from .demo import demo_methods
+from .generate import sampling_arguments
+from .pairs import TargetOption, ThreadsOption, TrustOption, chosen_threads, prepare_padding
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..bench.decoders import Decoder
+    from ..bench.measure import Measurement
+    from ..bench.prompts import Prompt
+    from ..benchmarking import Batch
+
+
+_prompt_option = partial(typer.Option, rich_help_panel="Prompts")
+_sampling_option = partial(typer.Option, rich_help_panel="Sampling")
+_output_option = partial(typer.Option, rich_help_panel="Output")
+
+_MOST_POSITIONS = 8
+_WIDTH_OF_FILES = 120
+
+
+def bench_command(
+    target: TargetOption = EMBEDDED,
+    specs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--spec",
+            "-s",
+            help="A method or a drafter (repo id, folder), also with settings (eagle3,model=user/head,k=4), or JSON. "
+            "May be repeated. Left out: ngram and suffix; for the embedded target all methods of the demo.",
+        ),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        _prompt_option(
+            "--prompts",
+            "-p",
+            help="A file (JSON lines, or text), 'spec-bench', or 'demo'. Left out: demo for the embedded target.",
+        ),
+    ] = None,
+    num_prompts: Annotated[
+        int | None, _prompt_option(min=1, help="Take so many prompts of each kind. Left out: all.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, _prompt_option("--max-new-tokens", "-n", min=2, help="Most tokens to generate per prompt.")
+    ] = 256,
+    raw: Annotated[
+        bool, _prompt_option("--raw", help="Take prompts as they are, also where there is a chat template.")
+    ] = False,
+    batch_sizes: Annotated[str, typer.Option(help="Prompts generated together: numbers separated by commas.")] = "1",
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is timed.")] = 3,
+    max_seconds: Annotated[
+        float | None, typer.Option(min=0, help="Begin no further round that is likely to end after so many seconds.")
+    ] = None,
+    stock: Annotated[
+        bool, typer.Option("--stock/--no-stock", help="Also time transformers' own assisted generation.")
+    ] = True,
+    sample: Annotated[
+        bool, _sampling_option("--sample", help="Sample instead of greedy decoding, as the target's config says.")
+    ] = False,
+    temperature: Annotated[float | None, _sampling_option(min=0.0, help="Sample at this temperature.")] = None,
+    top_p: Annotated[
+        float | None, _sampling_option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this probability.")
+    ] = None,
+    top_k: Annotated[int | None, _sampling_option(min=0, help="Sample from so many likeliest tokens; 0: all.")] = None,
+    seed: Annotated[int, _sampling_option(help="Seed of the first round; each round has its own.")] = 0,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Data type of the target. auto: the checkpoint's; float32 for the embedded model.")
+    ] = Dtype.auto,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+    plot: Annotated[Path | None, _output_option(help="Folder for charts (PNG). Needs matplotlib.")] = None,
+    output: Annotated[Path | None, _output_option("--output", "-o", help="Also write the JSON to this file.")] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compare methods with plain generation and with transformers' own assisted generation, on your model and prompts.
+
+    In every round each batch is generated in all ways, one after the other. Ctrl-C ends after the rounds that are
+    complete.
+    """
+    options = locals()
+    with reported_errors(debug):
+        report = _run_bench(options)
+        text = json.dumps(report, indent=2)
+        if output is not None:
+            _write(output, text)
+        if as_json:
+            typer.echo(text)
+        else:
+            _print_bench(report)
+        if plot is not None:
+            from ..bench.plots import draw
+
+            for path in draw(report, plot):
+                Console(stderr=True).print(Text(f"Wrote {path}.", style="dim"), soft_wrap=True)
+        if report["settings"]["interrupted"]:
+            raise typer.Exit(EXIT_INTERRUPTED)
+
+
+# ----------------------------------------------------------------------------------------------------------- measuring
+
+
+def _run_bench(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Measures as the options say; what it returns is what `--json` prints."""
+    # All that can be checked without the target is checked before it is loaded.
+    sizes, sampling, specs = _batch_sizes(options["batch_sizes"]), _sampling(options), _read_specs(options)
+    prompts = _read_prompts(options)
+    _check_outputs(options["plot"], options["output"])
+    from .. import benchmarking
+    from ..bench import decoders as decoding
+    from ..bench.measure import Measurement
+    from ..bench.report import make_rows, unavailable
+
+    with benchmarking.num_threads(chosen_threads(options["threads"], options["target"])):
+        model, tokenizer = load_target(
+            options["target"], options["dtype"], options["device"], options["trust_remote_code"]
+        )
+        chat = tokenizer.chat_template is not None and not options["raw"]
+        found = Measurement(_batches(model, tokenizer, prompts, sizes, chat))
+        # What nobody asked for by name may be missing.
+        methods, missing = decoding.load_decoders(model, specs, skip_missing=not options["specs"])
+        stock = decoding.stock_decoders(methods) if options["stock"] else []
+        decoders = [decoding.plain_decoder(), *stock, *methods]
+        _measure(model, decoders, found, sampling, options)
+        environment = benchmarking.describe_environment(model.device, model.dtype)
+    settings = {
+        "target": options["target"],
+        "prompts": {prompt.name: prompt.kind for prompt in prompts},
+        "prompts_source": options["prompts"] or EMBEDDED,
+        "chat_template": chat,
+        "max_new_tokens": options["max_new_tokens"],
+        "batch_size": sizes[0] if len(sizes) == 1 else sizes,
+        "batch_sizes": sizes,
+        "repeated_prompts": {str(size): _num_repeated(prompts, found.batches[size]) for size in sizes},
+        "rounds": len(found.rounds),
+        "rounds_asked": options["rounds"],
+        "interrupted": found.interrupted,
+        "decoding": _described_sampling(sampling),
+        "sampling": sampling,
+        "seed": options["seed"],
+    }
+    rows = make_rows(model, decoders, found, greedy=not sampling["do_sample"])
+    left_out = unavailable(found, missing)
+    return {"rows": rows, "unavailable": left_out, "settings": settings, "environment": environment}
+
+
+def _measure(
+    model: PreTrainedModel,
+    decoders: list[Decoder],
+    found: Measurement,
+    sampling: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> None:
+    """Fills `found`, with progress bars."""
+    from ..bench.measure import measure, warm_up
+
+    with progress_bars() as begin:
+        step = begin("Warming up", len(found.batches) * len(decoders))
+        found.refused = warm_up(model, decoders, found.batches, sampling, step)
+        calls = sum(len(found.batches[size]) * (len(decoders) - len(why)) for size, why in found.refused.items())
+        measure(
+            model,
+            decoders,
+            found,
+            options["rounds"],
+            sampling,
+            seed=options["seed"],
+            max_seconds=options["max_seconds"],
+            on_step=begin("Measuring", calls * options["rounds"]),
+        )
+
+
+def _batch_sizes(text: str) -> list[int]:
+    try:
+        sizes = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        sizes = [0]
+    if sizes[0] < 1:
+        raise SpecConfigError(
+            f"--batch-sizes must be numbers from 1 separated by commas, such as 1,4,16; got '{text}'."
+        )
+    return sizes
+
+
+def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Greedy unless `--sample` or one of its options says otherwise."""
+    given = [options[name] for name in ("temperature", "top_p", "top_k")]
+    if options["sample"] and all(value is None for value in given):
+        return {"do_sample": True}
+    if options["sample"] and options["temperature"] == 0.0:
+        raise SpecConfigError("--sample and --temperature 0, which is greedy, exclude each other. Leave one out.")
+    return sampling_arguments(*given)
+
+
+def _described_sampling(sampling: Mapping[str, Any]) -> str:
+    details = ", ".join(f"{key} {value}" for key, value in sampling.items() if key != "do_sample")
+    return "greedy" if not sampling["do_sample"] else f"sampled ({details})" if details else "sampled"
+
+
+def _read_specs(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    from ..bench.decoders import read_spec
+    from ..config import METHODS_WITHOUT_MODEL
+
+    named = demo_methods() if options["target"] == EMBEDDED else {}
+    chosen = options["specs"] or list(named) or METHODS_WITHOUT_MODEL
+    return [read_spec(text, named) for text in chosen]
+
+
+def _read_prompts(options: Mapping[str, Any]) -> list[Prompt]:
+    from ..bench.prompts import DEMO, SPEC_BENCH, read_prompts
+
+    source = options["prompts"]
+    if source is None and options["target"] != EMBEDDED:
+        raise SpecConfigError(
+            f"--prompts is missing. Pass a file with prompts such as those you will generate from, or '{SPEC_BENCH}'."
+        )
+    return read_prompts(source or DEMO, options["max_new_tokens"], options["num_prompts"])
+
+
+def _check_outputs(plot: Path | None, output: Path | None) -> None:
+    """Hours of measuring must not end in a file that cannot be written."""
+    if plot is not None:
+        from ..bench.plots import check_can_draw
+
+        check_can_draw(plot)
+    if output is not None and not output.absolute().parent.is_dir():
+        raise SpecConfigError(f"--output '{output}': there is no folder '{output.absolute().parent}'. Make it first.")
+
+
+def _batches(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt], sizes: list[int], chat: bool
+) -> dict[int, list[Batch]]:
+    from ..bench.prompts import as_chat
+    from ..benchmarking import make_batches
+
+    prepare_padding(tokenizer)
+    texts = as_chat(prompts, tokenizer) if chat else prompts
+    batches = {
+        size: make_batches(tokenizer, texts, size, device=model.device, fill=True, add_special_tokens=not chat)
+        for size in sizes
+    }
+    _check_lengths(model, [batch for group in batches.values() for batch in group])
+    return batches
+
+
+def _check_lengths(model: PreTrainedModel, batches: Iterable[Batch]) -> None:
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for batch in batches:
+        lengths = batch.inputs["attention_mask"].sum(dim=1).tolist()
+        for name, length in zip(batch.names, lengths):
+            if longest is not None and length + batch.max_new_tokens > longest:
+                raise SpecConfigError(
+                    f"Prompt '{name}' has {length} tokens, and with {batch.max_new_tokens} new ones is longer than "
+                    f"the target's context of {longest}. Lower --max-new-tokens, or take it out."
+                )
+
+
+def _num_repeated(prompts: list[Prompt], batches: list[Batch]) -> int:
+    """Rows that repeat a prompt, to fill the batches of its kind."""
+    return sum(len(batch.names) for batch in batches) - len(prompts)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise SpecConfigError(f"--output '{path}' cannot be written: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------------------ printing
+
+
+def _print_bench(report: Mapping[str, Any]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH_OF_FILES)
+    settings = report["settings"]
+    for size in settings["batch_sizes"]:
+        rows = [row for row in report["rows"] if row["batch_size"] == size]
+        refused = [row for row in report["unavailable"] if row["batch_size"] in (size, None)]
+        console.print(Text(f"\nBatch size {size}", style="bold"))
+        console.print(_speed_table(rows, refused))
+        if len({*settings["prompts"].values()}) > 1:
+            console.print(_kind_table(rows))
+        if any(row["accepted_per_position"] for row in rows):
+            console.print(_draft_table(rows))
+    for note in _notes(report):
+        console.print(Text(note, style="dim"), soft_wrap=not console.is_terminal)
+
+
+def _speed_table(rows: list[Mapping[str, Any]], refused: list[Mapping[str, Any]]) -> Table:
+    headings = ("tokens/s\n(range)", "speed-up\n(range)", "first token\nms", "cycle ms\np50 p95 p99", "same\ntexts")
+    table = _table("way of decoding", headings)
+    for row in rows:
+        cycles = row["cycle_seconds"]
+        table.add_row(
+            row["method"],
+            _with_range(row, "tokens_per_second", 0),
+            "1" if row["method"] == "plain" else _with_range(row, "speedup", 2),
+            f"{1000 * row['first_token_seconds']:.1f}",
+            " ".join(f"{1000 * cycles[key]:.1f}" for key in ("p50", "p95", "p99")) if cycles else "-",
+            _texts(row),
+        )
+    for row in refused:
+        table.add_row(row["method"], *["-"] * len(headings), style="dim")
+    return table
+
+
+def _kind_table(rows: list[Mapping[str, Any]]) -> Table:
+    kinds = list(rows[0]["kinds"])
+    table = _table("speed-up by kind", kinds)
+    for row in rows[1:]:
+        table.add_row(row["method"], *(_with_range(row["kinds"][kind], "speedup", 2) for kind in kinds))
+    return table
+
+
+def _draft_table(rows: list[Mapping[str, Any]]) -> Table:
+    positions = max(min(len(row["accepted_per_position"]), _MOST_POSITIONS) for row in rows)
+    headings = (
+        "accept.\nlength",
+        "accept.\nrate",
+        f"drafts (%) with\n1 to {positions} accepted",
+        "draft\ntime",
+        "weights\nMB",
+    )
+    table = _table("drafts", headings)
+    for row in rows[1:]:
+        shares = row["accepted_per_position"][:_MOST_POSITIONS]
+        table.add_row(
+            row["method"],
+            f"{row['mean_acceptance_length']:.2f}",
+            _percent(row["acceptance_rate"]),
+            " ".join(f"{100 * share:.0f}" for share in shares) or "-",
+            _percent(row["draft_share"]),
+            "-" if row["draft_bytes"] is None else f"{row['draft_bytes'] / 1e6:.1f}",
+        )
+    return table
+
+
+def _table(first: str, headings: Iterable[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=0)
+    table.add_column(first, no_wrap=True)
+    for heading in headings:
+        # Where there is little room, a range goes below its figure.
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _with_range(row: Mapping[str, Any], key: str, digits: int) -> str:
+    spread = row["spread"][key]
+    if spread["n"] == 1:
+        return f"{row[key]:.{digits}f}"
+    return f"{row[key]:.{digits}f} ({spread['low']:.{digits}f}-{spread['high']:.{digits}f})"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f} %"
+
+
+def _texts(row: Mapping[str, Any]) -> Text | str:
+    if row["identical"] is None or row["method"] == "plain":
+        return "-"
+    return Text(f"{row['same_texts']}/{row['num_texts']}", style="green" if row["identical"] else "red")
+
+
+def _notes(report: Mapping[str, Any]) -> list[str]:
+    settings, environment = report["settings"], report["environment"]
+    machine = environment["gpu"] or f"{environment['cpu']}, {counted(environment['threads'], 'thread')}"
+    kinds = list(dict.fromkeys(settings["prompts"].values()))
+    notes = [
+        f"{settings['target']} in {environment['dtype']}; {counted(len(settings['prompts']), 'prompt')} "
+        f"({', '.join(kinds)}), at most {settings['max_new_tokens']} new tokens, {settings['decoding']}"
+        f"{', chat template' if settings['chat_template'] else ''}; {machine}; torch {environment['torch']}, "
+        f"transformers {environment['transformers']}.",
+        f"Speeds: median (smallest-largest) of {counted(settings['rounds'], 'round')}, all ways in turn. First token: "
+        "median of all calls. Cycle: draft and verification; for plain generation a token. n and the spread of every "
+        "figure are in the JSON (--json, --output).",
+    ]
+    if settings["rounds"] < settings["rounds_asked"]:
+        reason = "interrupted" if settings["interrupted"] else "--max-seconds"
+        notes.append(f"{settings['rounds']} of {counted(settings['rounds_asked'], 'round')}: {reason}.")
+    if any(row["method"].startswith("stock_") for row in (*report["rows"], *report["unavailable"])):
+        notes.append("stock_*: transformers' own assisted generation.")
+    repeated = {size: count for size, count in settings["repeated_prompts"].items() if count}
+    if repeated:
+        shown = ", ".join(f"{count} at batch size {size}" for size, count in repeated.items())
+        notes.append(f"Prompts repeated to fill batches: {shown}. That favours methods that remember texts (suffix).")
+    peaks = [row for row in report["rows"] if row["peak_memory_bytes"] is not None]
+    if peaks:
+        shown = ", ".join(
+            f"{row['method']} {row['peak_memory_bytes'] / 1e6:.0f} (batch {row['batch_size']})" for row in peaks
+        )
+        notes.append(f"Most GPU memory of a call beyond all loaded weights, MB: {shown}.")
+    notes += [f"{_where(row)}: {note}." for row in report["rows"] for note in row["notes"]]
+    notes += [_difference(row) for row in report["rows"] if row["identical"] is False]
+    return notes + _refusals(report["unavailable"])
+
+
+def _refusals(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line for each reason."""
+    reasons: dict[tuple[str, int | None], list[str]] = {}
+    for row in rows:
+        reasons.setdefault((row["reason"], row["batch_size"]), []).append(row["method"])
+    places: dict[tuple[str, str], list[int | None]] = {}
+    for (reason, size), methods in reasons.items():
+        places.setdefault((reason, ", ".join(methods)), []).append(size)
+    return [
+        f"{methods} cannot run{_at_sizes(sizes)}: {reason.rstrip('.')}." for (reason, methods), sizes in places.items()
+    ]
+
+
+def _at_sizes(sizes: list[int | None]) -> str:
+    known = [str(size) for size in sizes if size is not None]
+    return f" at batch size {' and '.join(known)}" if known else ""
+
+
+def _where(row: Mapping[str, Any]) -> str:
+    return row["method"] if row["batch_size"] is None else f"{row['method']} at batch size {row['batch_size']}"
+
+
+def _difference(row: Mapping[str, Any]) -> str:
+    prompt, index = next(iter(row["first_differences"].items()))
+    others = len(row["first_differences"]) - 1
+    why = "Its acceptance rule is not lossless."
+    if row["is_lossless"]:
+        why = (
+            "Where two tokens are equally likely up to rounding, either may win; `hf-specdec verify` tells such ties "
+            "from errors."
+        )
+    return (
+        f"{_where(row)} differs from plain generation on '{prompt}' from new token {index + 1} on"
+        f"{f', and on {others} more' if others else ''}. {why}"
+    )

@@ -12,12 +12,17 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .advise import advise_command
+from .bench import bench_command
+from .calibrate import calibrate_command
 from .demo import demo_command, demo_methods
 from .discover import discover_command
+from .doctor import doctor_command
 from .generate import generate_command
 from .inspect import inspect_command
 from .publish import card_command, export_command
 from .train import train_command
+from .verify import verify_command
 
 
 __all__ = ["app", "demo_methods", "main"]
@@ -29,13 +34,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("advise")(advise_command)
+app.command("bench")(bench_command)
+app.command("calibrate")(calibrate_command)
 app.command("card")(card_command)
 app.command("demo")(demo_command)
 app.command("discover")(discover_command)
+app.command("doctor")(doctor_command)
 app.command("export-custom-generate")(export_command)
 app.command("generate")(generate_command)
 app.command("inspect")(inspect_command)
 app.command("train")(train_command)
+app.command("verify")(verify_command)
 
 
 def main() -> None:

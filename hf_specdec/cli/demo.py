@@ -70,6 +70,9 @@ def demo_command(
     threads: Annotated[
         int, typer.Option(min=1, help="CPU threads. For a model as small as the embedded one, one is best.")
     ] = 1,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Also each method with num_speculative_tokens='auto', in a row of its own.")
+    ] = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -80,7 +83,7 @@ def demo_command(
     """
     with reported_errors(debug):
         report = _run_demo(
-            _chosen_methods(methods), max_new_tokens, rounds, max_seconds, batch_size, dtype, device, threads
+            _chosen_methods(methods, auto), max_new_tokens, rounds, max_seconds, batch_size, dtype, device, threads
         )
         if as_json:
             typer.echo(json.dumps(report, indent=2))
@@ -94,8 +97,16 @@ def demo_command(
             raise typer.Exit(EXIT_DIFFERENT)
 
 
-def _chosen_methods(names: str | None) -> dict[str, dict[str, Any]]:
-    """The demo's methods that the user named; all without a choice."""
+def _chosen_methods(names: str | None, auto: bool = False) -> dict[str, dict[str, Any]]:
+    """The demo's methods that the user named; all without a choice. With `auto`, each with adaptive length, too."""
+    chosen = _named_methods(names)
+    if not auto:
+        return chosen
+    adaptive = {f"{name} auto": {**settings, "num_speculative_tokens": "auto"} for name, settings in chosen.items()}
+    return {name: table[name] for own in chosen for table, name in ((chosen, own), (adaptive, f"{own} auto"))}
+
+
+def _named_methods(names: str | None) -> dict[str, dict[str, Any]]:
     table = demo_methods()
     if names is None:
         return table

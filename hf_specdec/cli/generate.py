@@ -50,7 +50,8 @@ def generate_command(
     ] = None,
     spec_model: Annotated[str | None, typer.Option(help="Draft model: a repo id or a folder.")] = None,
     num_speculative_tokens: Annotated[
-        int | None, typer.Option("--num-speculative-tokens", "-k", help="Draft tokens per cycle.")
+        str | None,
+        typer.Option("--num-speculative-tokens", "-k", help="Draft tokens per cycle, or auto for what pays."),
     ] = None,
     config: Annotated[
         str | None, typer.Option(help="Speculation settings as JSON, or the path of a JSON file or a saved folder.")
@@ -90,13 +91,14 @@ def generate_command(
     with reported_errors(debug):
         text = _read_prompt(prompt, file)
         embedded = model == EMBEDDED
-        sampling = _sampling_arguments(temperature, top_p, top_k)
+        sampling = sampling_arguments(temperature, top_p, top_k)
+        length = _read_length(num_speculative_tokens)
         from .. import benchmarking
 
         with benchmarking.num_threads(1 if threads is None and embedded else threads):
             target, tokenizer = load_target(model, dtype, device, trust_remote_code)
             inputs = {key: value.to(target.device) for key, value in _encode(tokenizer, text, chat, model).items()}
-            speculator = _load_speculator(target, embedded, method, spec_model, num_speculative_tokens, config)
+            speculator = _load_speculator(target, embedded, method, spec_model, length, config)
             _seed(seed)
             tokens, statistics = _generate(
                 target, tokenizer, inputs, speculator, stream=not as_json, max_new_tokens=max_new_tokens, **sampling
@@ -127,7 +129,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     return text
 
 
-def _sampling_arguments(temperature: float | None, top_p: float | None, top_k: int | None) -> dict[str, Any]:
+def sampling_arguments(temperature: float | None, top_p: float | None, top_k: int | None) -> dict[str, Any]:
     """Greedy unless a sampling option says otherwise."""
     filters = {key: value for key, value in (("top_p", top_p), ("top_k", top_k)) if value is not None}
     if temperature == 0.0 or (temperature is None and not filters):
@@ -156,12 +158,17 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool, name: str
     return {key: encoded[key] for key in ("input_ids", "attention_mask")}
 
 
+def _read_length(text: str | None) -> int | str | None:
+    """The number of `-k`, or what else was given, for the settings to judge."""
+    return int(text) if text is not None and text.removeprefix("-").isdecimal() else text
+
+
 def _load_speculator(
     target: PreTrainedModel,
     embedded: bool,
     method: str | None,
     spec_model: str | None,
-    num_speculative_tokens: int | None,
+    num_speculative_tokens: int | str | None,
     config: str | None,
 ) -> Speculator | None:
     """The speculator that the options mean; `None` for plain generation."""
@@ -171,13 +178,17 @@ def _load_speculator(
         if extra:
             raise SpecConfigError(f"--method {method} generates without drafts. Leave out {' and '.join(extra)}.")
         return None
+    from ..candidate_generators import parts_of
     from ..speculator import load_speculator
 
     if method is None and spec_model is None and config is None:
         method = "draft_model" if embedded else "ngram"
     settings = {"method": method, "model": spec_model, "num_speculative_tokens": num_speculative_tokens}
     if embedded and spec_model is None and config is None:
-        settings |= demo_methods().get(method, {})
+        *_, drafting = parts_of(method)
+        settings |= demo_methods().get(drafting, {})
+        if drafting != method:
+            settings["method"] = method
     return load_speculator(target, config, **settings)
 
 

@@ -1,0 +1,143 @@
+"""`hf-specdec verify`: is the output that of plain generation, and if not, is it a numerical tie or a bug?"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .common import (
+    EMBEDDED,
+    EXIT_DIFFERENT,
+    DebugOption,
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    JsonOption,
+    counted,
+    dtype_name,
+    load_target,
+    progress_bars,
+    reported_errors,
+)
+from .pairs import (
+    SPEC_HELP,
+    PromptsOption,
+    RawOption,
+    TargetOption,
+    ThreadsOption,
+    TrustOption,
+    chosen_prompts,
+    chosen_threads,
+    named_specs,
+    quiet,
+    tokenised,
+)
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..diagnosis import Verification
+
+
+def verify_command(
+    target: TargetOption = EMBEDDED,
+    specs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--spec",
+            "-s",
+            help=f"{SPEC_HELP} May be repeated. Left out: ngram; for the embedded target its draft model.",
+        ),
+    ] = None,
+    prompts: PromptsOption = None,
+    raw: RawOption = False,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens per prompt.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts generated together.")] = 1,
+    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compare greedy output with plain generation; judge each difference.
+
+    The first token that differs is looked up in the target's own logits. If both tokens are equally likely up to the
+    rounding error of the data type, as measured on this text, it is a numerical tie, else a bug. Exits with 1 if there
+    is a bug.
+    """
+    with reported_errors(debug):
+        from ..benchmarking import num_threads
+        from ..diagnosis import verify
+
+        chosen = chosen_prompts(prompts, target, max_new_tokens)
+        methods = named_specs(specs or ["draft_model" if target == EMBEDDED else "ngram"], target)
+        with quiet(), num_threads(chosen_threads(threads, target)):
+            model, tokenizer = load_target(target, dtype, device, trust_remote_code)
+            batches = tokenised(chosen, model, tokenizer, batch_size, raw)
+            with progress_bars() as begin:
+                steps = len(batches) * (len(methods) + 1)
+                found = verify(model, methods, batches, on_step=begin("Comparing the outputs", steps))
+        report = {
+            "target": target,
+            "dtype": dtype_name(model.dtype),
+            "device": str(model.device),
+            "max_new_tokens": max_new_tokens,
+            "batch_size": batch_size,
+            "methods": [_described(item, tokenizer) for item in found],
+        }
+        if as_json:
+            typer.echo(json.dumps(report, indent=2))
+        else:
+            _print(report)
+    if any(item.bugs for item in found):
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _described(found: Verification, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """As JSON types, with the texts of the tokens."""
+    row = found.to_dict()
+    for item in row["differences"]:
+        for key in ("plain", "speculative"):
+            token = item[f"{key}_token"]
+            item[f"{key}_text"] = None if token is None else tokenizer.decode([token])
+    return row
+
+
+def _print(report: dict[str, Any]) -> None:
+    console = Console()
+    table = Table("method", box=SIMPLE_HEAD)
+    for heading in ("texts", "equal", "numerical ties", "bugs"):
+        table.add_column(heading, justify="right")
+    for row in report["methods"]:
+        bugs = Text(str(row["num_bugs"]), style="bold red" if row["num_bugs"] else "green")
+        table.add_row(row["method"], *(str(row[key]) for key in ("num_texts", "num_equal", "num_ties")), bugs)
+    console.print(table)
+    for row in report["methods"]:
+        for item in row["differences"]:
+            console.print(Text(f"{row['method']}, {_sentence(item)}"), soft_wrap=True)
+    notes = (
+        f"Greedy, at most {counted(report['max_new_tokens'], 'token')}, batch size {report['batch_size']}, "
+        f"{report['dtype']} on {report['device']}."
+    )
+    console.print(Text(notes, style="dim"), soft_wrap=True)
+
+
+def _sentence(item: dict[str, Any]) -> str:
+    where = f"'{item['prompt']}', new token {item['index'] + 1}"
+    if item["margin"] is None:
+        one, other = ("plain", "speculative") if item["plain_token"] is None else ("speculative", "plain")
+        return f"{where}: the {one} text has ended and the {other} one goes on. This is a bug."
+    return (
+        f"{where}: plain {item['plain_text']!r} with logit {item['plain_logit']:.6g}, speculative "
+        f"{item['speculative_text']!r} with {item['speculative_logit']:.6g} (reference in {item['reference_dtype']}). "
+        f"The margin {item['margin']:.3g} is {'within' if item['verdict'] == 'numerical tie' else 'beyond'} the "
+        f"tolerance {item['tolerance']:.3g}, twice the rounding error of this text: {item['verdict']}."
+    )

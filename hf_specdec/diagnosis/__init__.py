@@ -1,0 +1,29 @@
+"""What is wrong, and what is best: does speculation write the right text, does a drafter fit, which one pays.
+
+verify      greedy texts beside those of plain generation; each difference is a numerical tie or a bug
+doctor      target and drafter: what fits, what does not, and why few drafts are accepted
+advise      which way of speculating is the fastest on the user's own prompts
+"""
+
+from .advice import Advice, Option, Rejection, advise
+from .checks import Finding
+from .doctor import Diagnosis, diagnose
+from .prompts import general_prompts
+from .verification import BUG, TIE, Difference, Verification, verify
+
+
+__all__ = [
+    "BUG",
+    "TIE",
+    "Advice",
+    "Diagnosis",
+    "Difference",
+    "Finding",
+    "Option",
+    "Rejection",
+    "Verification",
+    "advise",
+    "diagnose",
+    "general_prompts",
+    "verify",
+]

@@ -1,0 +1,391 @@
+"""Which way of speculating is the fastest for a target, by measuring on the user's own prompts.
+
+What there is to choose from comes from discovery (MTP layers of the target's checkpoint, drafters that the target or
+the Hub names, the methods without weights) and from the user. What does not fit into the memory or does not load is
+left out, with the reason; all others generate the same prompts beside plain generation, in turn. Of the fastest one
+other speculation lengths are then measured. The equations of [`~control.theory`] say why the others lose.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..bench.decoders import Decoder, load_decoders, plain_decoder
+from ..bench.measure import Call, Measurement, measure, warm_up
+from ..bench.report import make_rows
+from ..benchmarking import PLAIN, Batch, describe_environment, total_stats
+from ..config import AUTO, SpeculativeConfig
+from ..control.theory import break_even_acceptance, optimal_length
+from ..errors import SpecDecError
+from ..hub.discover import Access, Candidate, Search, Target
+from .machine import free_bytes
+
+
+# A smaller speed-up is not worth a configuration.
+_WORTHWHILE = 1.05
+
+# Ways with this share of the largest speed-up are measured again beside other lengths of the fastest.
+_NEAR = 0.8
+
+# Of the drafters that discovery has found, the best ones are measured.
+DEFAULT_MOST_DRAFTERS = 4
+
+_METHODS_FOR_ALL = ("ngram", "suffix")
+
+_GREEDY = {"do_sample": False}
+
+
+@dataclass
+class Option:
+    """One way of speculating, as measured.
+
+    Attributes:
+        name (`str`): Short and unique.
+        settings (`dict`): Flat settings of [`SpeculativeConfig`].
+        origin (`str`): Where it comes from, for people.
+        speedup (`float`): Over plain generation in the same rounds, the median.
+        speedup_range (`tuple[float, float]`): Smallest and largest of the rounds.
+        tokens_per_second (`float`): The median of the rounds.
+        mean_acceptance_length (`float`): Tokens of a row per verification.
+        acceptance_rate (`float`): Accepted draft tokens among those judged.
+        drafted_share (`float`): Of the cycles, those with a draft.
+        draft_length (`float`): Draft tokens of a cycle, the deepest path of a tree, on average.
+        draft_seconds, verify_seconds (`float`): Of a cycle, on average.
+        plain_seconds (`float`): Of a token in plain generation, on average.
+        break_even (`float`, *optional*): The acceptance rate from which on chains of this length and cost would be
+            faster than plain generation; `None` if not even 1 is enough.
+        draft_bytes (`int`, *optional*): Weights that it needs beside the target's.
+        verdict (`str`): Why it wins or loses.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    origin: str
+    speedup: float
+    speedup_range: tuple[float, float]
+    tokens_per_second: float
+    mean_acceptance_length: float
+    acceptance_rate: float
+    drafted_share: float
+    draft_length: float
+    draft_seconds: float
+    verify_seconds: float
+    plain_seconds: float
+    break_even: float | None
+    draft_bytes: int | None
+    verdict: str = ""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """One way of speculating that was not measured, and why."""
+
+    name: str
+    origin: str
+    reason: str
+
+
+@dataclass
+class Advice:
+    """What to use for a target.
+
+    Attributes:
+        target (`str`): Its name.
+        best (`Option`, *optional*): What to use; `None`: plain generation.
+        options (`list[Option]`): All that was measured, the fastest first.
+        rejected (`list[Rejection]`): What was not.
+        notes (`list[str]`): What could not be searched, and other limits of the advice.
+        rounds (`int`): Rounds that were measured.
+        free_bytes (`int`): Memory that was free on the device.
+        environment (`dict`): Hardware and versions that the figures hold for.
+    """
+
+    target: str
+    best: Option | None = None
+    options: list[Option] = field(default_factory=list)
+    rejected: list[Rejection] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    rounds: int = 0
+    free_bytes: int = 0
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def snippets(self) -> dict[str, str]:
+        """The recommended configuration as Python, as JSON and as a part of `generation_config.json`."""
+        if self.best is None:
+            return {"python": "model.generate(**inputs)", "json": "null", "generation_config": "{}"}
+        settings = self.best.settings
+        text = json.dumps(settings)
+        return {
+            "python": f"model.generate(**inputs, speculative={settings!r})",
+            "json": text,
+            "generation_config": json.dumps({"speculative": settings}),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain Python and JSON types."""
+        return {**asdict(self), "snippets": self.snippets}
+
+
+def advise(
+    target_model: PreTrainedModel,
+    batches: Sequence[Batch],
+    *,
+    specs: Mapping[str, Any] | None = None,
+    discover: bool = True,
+    local_files_only: bool = False,
+    most_drafters: int = DEFAULT_MOST_DRAFTERS,
+    rounds: int = 3,
+    max_seconds: float | None = None,
+    try_lengths: bool = True,
+    on_step: Callable[[str], None] | None = None,
+) -> Advice:
+    """Measures what there is for a target and recommends the fastest.
+
+    Args:
+        target_model (`PreTrainedModel`): The target.
+        batches (`Sequence[Batch]`): What to generate, from [`~benchmarking.make_batches`].
+        specs (`Mapping[str, Any]`, *optional*): Further ways of speculating by name: what `load_speculator` takes.
+        discover (`bool`): Look for drafters as spec_method="auto" does.
+        local_files_only (`bool`): Not on the Hub.
+        most_drafters (`int`): Of those found, how many are measured at most; methods without weights come on top.
+        rounds (`int`): Of timing.
+        max_seconds (`float`, *optional*): Begin no further round that is likely to end later.
+        try_lengths (`bool`): Also measure other speculation lengths of the fastest one.
+        on_step (`Callable`, *optional*): Called with the name of each step as it begins.
+
+    Raises:
+        SpecConfigError: Plain generation fails, or a way of `specs` has wrong settings.
+    """
+    say = on_step or (lambda step: None)
+    found = Advice(_name_of(target_model), free_bytes=free_bytes(target_model.device))
+    adviser = _Adviser(target_model, list(batches), found, say)
+    for name, spec in (specs or {}).items():
+        settings = SpeculativeConfig.resolve(spec).to_dict()
+        adviser.add(name, settings, "named by the user")
+    if discover:
+        say("Looking for drafters")
+        adviser.search(local_files_only, most_drafters)
+    for method in _METHODS_FOR_ALL:
+        adviser.add(method, {"method": method}, "needs no weights")
+    adviser.measure(rounds, max_seconds)
+    if try_lengths:
+        adviser.measure_lengths(rounds, max_seconds)
+    adviser.judge()
+    found.environment = describe_environment(target_model.device, target_model.dtype)
+    return found
+
+
+class _Adviser:
+    """Gathers ways of speculating, measures and compares them."""
+
+    def __init__(self, model: PreTrainedModel, batches: list[Batch], advice: Advice, say: Callable[[str], None]):
+        self.model, self.batches, self.advice, self.say = model, batches, advice, say
+        self.size = max(len(batch.names) for batch in batches)
+        self.room = advice.free_bytes
+        self.decoders: dict[str, Decoder] = {}
+        self.origins: dict[str, str] = {}
+
+    # What there is
+
+    def search(self, local_files_only: bool, most: int) -> None:
+        """Adds the drafters that discovery finds, the best ranked first."""
+        search = Search(Target.of_model(self.model), Access(local_files_only=local_files_only))
+        count = 0
+        for candidate in search.all():
+            if candidate.place == "none":
+                continue
+            if candidate.problems:
+                self._reject(str(candidate), candidate.reason, " ".join(candidate.problems))
+            elif count == most:
+                self._reject(str(candidate), candidate.reason, f"Only the {most} best ranked ones are measured.")
+            else:
+                count += self._add_candidate(candidate)
+        self.advice.notes += [f"Less may have been found {note}." for note in search.notes]
+
+    def _add_candidate(self, candidate: Candidate) -> bool:
+        if candidate.num_bytes is not None and candidate.num_bytes > self.room:
+            reason = (
+                f"Its {candidate.num_bytes / 1e9:.2f} GB do not fit into the {self.room / 1e9:.2f} GB that are free."
+            )
+            self._reject(str(candidate), candidate.reason, reason)
+            return False
+        settings = candidate.configured(SpeculativeConfig(method=AUTO)).to_dict()
+        return self.add(str(candidate), settings, candidate.reason)
+
+    def add(self, name: str, settings: dict[str, Any], origin: str) -> bool:
+        """Loads one way of speculating, unless it is there already; whether that went well."""
+        if any(decoder.settings == settings for decoder in self.decoders.values()):
+            return False
+        self.say(f"Loading {name}")
+        before = free_bytes(self.model.device)
+        try:
+            (decoder,), _ = load_decoders(self.model, [settings])
+        except (SpecDecError, OSError, torch.OutOfMemoryError) as error:
+            self._reject(name, origin, " ".join(str(error).split()))
+            return False
+        if decoder.max_batch_size is not None and self.size > decoder.max_batch_size:
+            self._reject(name, origin, f"It drafts for {decoder.max_batch_size} row, and batches have {self.size}.")
+            return False
+        self.room -= max(before - free_bytes(self.model.device), 0)
+        number = 1
+        decoder.name = name
+        while decoder.name in self.decoders:
+            number += 1
+            decoder.name = f"{name} ({number})"
+        self.decoders[decoder.name], self.origins[decoder.name] = decoder, origin
+        return True
+
+    def _reject(self, name: str, origin: str, reason: str) -> None:
+        self.advice.rejected.append(Rejection(name, origin, reason))
+
+    # What it is worth
+
+    def measure(self, rounds: int, max_seconds: float | None, names: Sequence[str] | None = None) -> None:
+        """Times the ways of speculating beside plain generation and adds what was found."""
+        chosen = [decoder for name, decoder in self.decoders.items() if names is None or name in names]
+        decoders = [plain_decoder(), *chosen]
+        found = Measurement({self.size: self.batches})
+        self.say("Warming up")
+        found.refused = warm_up(self.model, decoders, found.batches, _GREEDY, lambda: None)
+        for name, reason in found.refused[self.size].items():
+            self._reject(name, self.origins[name], reason)
+        self.say("Measuring")
+        measure(self.model, decoders, found, rounds, _GREEDY, max_seconds=max_seconds, on_step=lambda: None)
+        self.advice.rounds = len(found.rounds)
+        rows = {row["method"]: row for row in make_rows(self.model, decoders, found, greedy=True)}
+        plain_seconds = _plain_seconds([call for one in found.rounds for call in one[self.size][PLAIN]])
+        for decoder in chosen:
+            if decoder.name in rows:
+                calls = [call for one in found.rounds for call in one[self.size][decoder.name]]
+                self.advice.options.append(self._option(decoder, rows[decoder.name], calls, plain_seconds))
+        self.advice.options.sort(key=lambda option: -option.speedup)
+
+    def _option(self, decoder: Decoder, row: dict[str, Any], calls: Sequence[Call], plain_seconds: float) -> Option:
+        # transformers' own assisted generation keeps none.
+        stats = total_stats([call.stats for call in calls if call.stats is not None])
+        # Of a batch all rows that are active share a cycle.
+        cycles = max(stats.num_target_forwards - len(calls), 1)
+        draft_seconds, verify_seconds = stats.draft_seconds / cycles, stats.verify_seconds / cycles
+        length = sum(map(_sum_of_depths, calls)) / max(stats.num_drafts, 1)
+        spread = row["spread"]["speedup"]
+        return Option(
+            decoder.name,
+            decoder.settings,
+            self.origins[decoder.name],
+            row["speedup"],
+            (spread["low"], spread["high"]),
+            row["tokens_per_second"],
+            row["mean_acceptance_length"],
+            stats.acceptance_rate,
+            stats.num_drafts / max(stats.num_row_cycles, 1),
+            length,
+            draft_seconds,
+            verify_seconds,
+            plain_seconds,
+            break_even_acceptance(max(round(length), 1), draft_seconds, verify_seconds, plain_seconds),
+            row["draft_bytes"],
+        )
+
+    def measure_lengths(self, rounds: int, max_seconds: float | None) -> None:
+        """Other speculation lengths of the fastest way, beside it and those that come near it."""
+        options = self.advice.options
+        if not options or options[0].settings.get("num_speculative_tokens") == AUTO:
+            return
+        best = options[0]
+        before = set(self.decoders)
+        settings = {key: value for key, value in best.settings.items() if key != "speculative_token_tree"}
+        for k in dict.fromkeys((_best_length(best), AUTO)):
+            if k and k != best.settings.get("num_speculative_tokens"):
+                self.add(f"{best.name}, k={k}", {**settings, "num_speculative_tokens": k}, best.origin)
+        added = set(self.decoders) - before
+        if added:
+            # Once more, so that all that may win is compared in the same rounds.
+            near = [option for option in options if option.speedup >= _NEAR * best.speedup]
+            self.advice.options = [option for option in options if option not in near]
+            self.measure(rounds, max_seconds, [*(option.name for option in near), *added])
+
+    def judge(self) -> None:
+        """Chooses, and says for each why it wins or loses."""
+        advice = self.advice
+        fastest = advice.options[0] if advice.options else None
+        if fastest is not None and _surely_faster(fastest):
+            advice.best = fastest
+        for option in advice.options:
+            option.verdict = _verdict(option, advice.best)
+        repeating = next((option for option in advice.options if option.settings == {"method": "ngram"}), None)
+        if repeating is not None:
+            advice.notes.append(
+                f"How repetitive the texts are: in {repeating.drafted_share:.0%} of the cycles ngram finds something "
+                f"to repeat, and {repeating.acceptance_rate:.0%} of what it drafts then is accepted."
+            )
+
+
+def _name_of(model: PreTrainedModel) -> str:
+    return str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+
+
+def _surely_faster(option: Option) -> bool:
+    """In every round, and by enough to be worth a configuration."""
+    return option.speedup >= _WORTHWHILE and option.speedup_range[0] > 1
+
+
+def _sum_of_depths(call: Call) -> int:
+    """Of all drafts of a call."""
+    per_depth = [] if call.stats is None else call.stats.num_drafts_per_depth
+    return sum(depth * count for depth, count in enumerate(per_depth, start=1))
+
+
+def _plain_seconds(calls: Sequence[Call]) -> float:
+    """Of a token behind the first one, which reads the prompt."""
+    seconds = [second for call in calls for second in call.cycle_seconds]
+    return sum(seconds) / len(seconds) if seconds else 0.0
+
+
+def _best_length(option: Option) -> int:
+    """The speculation length that the measured acceptance and costs make the best, by the equations."""
+    k = max(option.draft_length, 1.0)
+
+    def draft(length: int) -> float:
+        return option.draft_seconds * length / k
+
+    def verify(length: int) -> float:
+        # Between a plain step and the measured verification; beyond it on along the same line.
+        slope = max(option.verify_seconds - option.plain_seconds, 0.0) / k
+        return option.plain_seconds + slope * length
+
+    return optimal_length(option.acceptance_rate, draft, verify, most=max(2 * round(k), 4))
+
+
+def _verdict(option: Option, best: Option | None) -> str:
+    seconds = option.plain_seconds or float("inf")
+    cost = (option.draft_seconds + option.verify_seconds) / seconds
+    share = 100 * option.draft_seconds / max(option.draft_seconds + option.verify_seconds, 1e-12)
+    facts = (
+        f"{option.mean_acceptance_length:.2f} tokens a cycle, which costs {cost:.2f} plain steps ({share:.0f} % of it "
+        "drafting)"
+    )
+    if option is best:
+        return f"The fastest: {facts}."
+    if option.speedup < _WORTHWHILE:
+        if option.break_even is None:
+            need = "no acceptance would be enough"
+        else:
+            need = f"chains of its length need an acceptance rate of {option.break_even:.2f}"
+        return f"Not worth it: {facts}; {need}, and it has {option.acceptance_rate:.2f}."
+    if best is None:
+        return f"Not surely faster: in one round {option.speedup_range[0]:.2f}x; {facts}."
+    if option.speedup_range[1] >= best.speedup_range[0]:
+        return f"As fast as the fastest, within the spread of the rounds: {facts}."
+    best_cost = (best.draft_seconds + best.verify_seconds) / seconds
+    if option.mean_acceptance_length < best.mean_acceptance_length and cost < best_cost:
+        return f"Fewer tokens a cycle than the fastest, which its lower cost does not make up for: {facts}."
+    if option.mean_acceptance_length < best.mean_acceptance_length:
+        return f"Fewer tokens a cycle than the fastest: {facts}."
+    return f"A dearer cycle than that of the fastest: {facts}."

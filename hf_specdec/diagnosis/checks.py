@@ -1,0 +1,267 @@
+"""What can be seen of a pair without generating: its files, its tables of tokens, its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..config import SpeculativeConfig
+from ..errors import CheckpointFormatError
+from ..hub.detect import Detection, detect
+from ..hub.files import RepoFiles
+from ..hub.inspect import target_problems
+from ..models.draft_model import checkpoint_location, compare_token_tables, token_table, vocabulary_size
+from ..speculator import Speculator
+
+
+Status = Literal["ok", "warning", "error"]
+
+# Where configs of heads say which states of the target they read.
+_LAYER_KEYS = (
+    "aux_layer_ids",
+    "eagle_aux_hidden_state_layer_ids",
+    "layer_ids",
+    "target_layer_ids",
+    "aux_hidden_state_layer_ids",
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        check (`str`): What was looked at.
+        status (`str`): "ok", "warning" or "error".
+        found (`str`): What was found, in sentences.
+        remedy (`str`): What to do; empty where there is nothing to do.
+    """
+
+    check: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+
+# ---------------------------------------------------------------------------------------------- what the files say
+
+
+def checkpoint_findings(
+    files: RepoFiles, config: SpeculativeConfig, target_model: PreTrainedModel
+) -> Iterator[Finding]:
+    """About the checkpoint of `config.model`: what it is, and whether configs and shapes fit the target's."""
+    try:
+        found = detect(files)
+    except CheckpointFormatError as error:
+        yield Finding("checkpoint", "error", str(error), "Pass a drafter of a known format.")
+        return
+    size = f", {found.num_bytes / 1e6:.1f} MB" if found.num_bytes else ""
+    yield Finding("checkpoint", "ok", f"{found.method} in the format {found.format} ({found.producer}){size}.")
+    for problem in found.problems:
+        yield Finding("checkpoint", "error", problem, "Choose another drafter: `hf-specdec discover` lists some.")
+    yield from _method_findings(found, config)
+    # MTP layers of a whole model are in the target's own checkpoint, and fit by being its own.
+    is_own = config.method == "mtp" and found.method == "draft_model"
+    for problem in [] if is_own else target_problems(found, target_model.config.to_dict()):
+        yield Finding("sizes", "error", problem, "Choose a drafter that was made for this target.")
+    yield from _base_findings(found, target_model)
+    yield from _length_findings(found, config)
+
+
+def _method_findings(found: Detection, config: SpeculativeConfig) -> Iterator[Finding]:
+    # Of two combined methods the second has the checkpoint.
+    method = config.method.rpartition("+")[2]
+    if method == found.method or (method == "mtp" and found.mtp_layers):
+        yield Finding("method", "ok", f"The method '{method}' is the checkpoint's.")
+        return
+    yield Finding(
+        "method",
+        "error",
+        f"The checkpoint is for '{found.method}', and the method '{method}' was asked for.",
+        "Leave the method out: it is read from the checkpoint.",
+    )
+
+
+def _base_findings(found: Detection, target_model: PreTrainedModel) -> Iterator[Finding]:
+    made_for, name = found.target.name, str(getattr(target_model.config, "_name_or_path", "") or "")
+    if made_for is None or found.method == "draft_model":
+        return
+    if _same_model(made_for, name):
+        yield Finding("made for", "ok", f"It was made for '{made_for}'.")
+        return
+    yield Finding(
+        "made for",
+        "warning",
+        f"It was made for '{made_for}', and the target is '{name or 'not loaded from a checkpoint'}'.",
+        "Use it with that model, or with one that differs little from it, such as a light fine-tune.",
+    )
+
+
+def _same_model(one: str, other: str) -> bool:
+    """By the ends of the names: folders have paths, snapshots of the cache the repo id as a part of it."""
+    end = one.rstrip("/").rpartition("/")[2].lower()
+    parts = other.lower().replace("--", "/").split("/")
+    return end in parts
+
+
+def _length_findings(found: Detection, config: SpeculativeConfig) -> Iterator[Finding]:
+    most, k = found.num_draft_tokens, config.fixed_length
+    if most and k and k > most:
+        yield Finding(
+            "draft length",
+            "warning",
+            f"num_speculative_tokens={k}, and the checkpoint was made for {most}.",
+            f"Use {most}, or leave it out.",
+        )
+
+
+def tokenizer_findings(config: SpeculativeConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+    """About the tokenizer and the chat template beside the drafter, against the target's."""
+    if config.model is None:
+        return
+    location = checkpoint_location(config)
+    theirs = token_table(config.model, location)
+    is_whole = config.method.rpartition("+")[2] == "draft_model"
+    if theirs is None:
+        if is_whole and not getattr(config.options, "same_tokenizer", False):
+            yield Finding(
+                "tokenizer",
+                "warning",
+                "The draft model has no tokenizer beside it, so that the tables cannot be compared.",
+                "Make sure that it speaks the target's tokens, and say so by same_tokenizer=True.",
+            )
+        return
+    try:
+        compare_token_tables(tokenizer.get_vocab(), theirs, ["target", config.model])
+    except CheckpointFormatError as error:
+        status: Status = "error" if is_whole else "warning"
+        yield Finding("tokenizer", status, str(error), "Use a drafter with the target's tokenizer.")
+    else:
+        yield Finding("tokenizer", "ok", f"Both tokenizers have the same {len(theirs)} tokens.")
+    yield from _template_findings(config, location, tokenizer)
+
+
+def _template_findings(
+    config: SpeculativeConfig, location: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Finding]:
+    own = getattr(AutoTokenizer.from_pretrained(config.model, **location), "chat_template", None)
+    if own is None or tokenizer.chat_template is None:
+        return
+    if own == tokenizer.chat_template:
+        yield Finding("chat template", "ok", "Both have the same chat template.")
+    else:
+        yield Finding(
+            "chat template",
+            "warning",
+            "The chat template beside the drafter is not the target's: it was trained on text of another form.",
+            "Use the template of the drafter's training, thinking mode included, or a drafter that knows this one.",
+        )
+
+
+# ------------------------------------------------------------------------------------------------- what was loaded
+
+
+def network_findings(
+    speculator: Speculator, target_model: PreTrainedModel, files: RepoFiles | None
+) -> Iterator[Finding]:
+    """About the loaded draft network: weights, data types, states that it reads, vocabulary, context."""
+    network = speculator.generator_class.network(speculator.resources)
+    if network is None:
+        return
+    yield from _weight_findings(network)
+    yield from _dtype_findings(network, target_model)
+    yield from _layer_findings(network, files)
+    ids = token_ids(network)
+    if ids is not None:
+        size = vocabulary_size(target_model)
+        yield Finding("draft vocabulary", "ok", f"{len(ids)} of the target's {size} tokens can be drafted.")
+    yield from _context_findings(speculator, network, target_model)
+
+
+def _weight_findings(network: nn.Module) -> Iterator[Finding]:
+    matrices = {name: tensor for name, tensor in network.named_parameters() if tensor.is_floating_point()}
+    broken = [name for name, tensor in matrices.items() if not bool(tensor.isfinite().all())]
+    empty = [name for name, tensor in matrices.items() if tensor.dim() > 1 and not bool(tensor.any())]
+    if broken:
+        yield Finding(
+            "weights", "error", f"NaN or infinite values in {_few(broken)}.", "Pass an undamaged checkpoint."
+        )
+    if empty:
+        yield Finding("weights", "warning", f"Nothing but zeros in {_few(empty)}.", "Is it trained to the end?")
+    if not broken and not empty:
+        count = sum(tensor.numel() for tensor in matrices.values())
+        yield Finding("weights", "ok", f"{count / 1e6:.2f} M parameters, all finite.")
+
+
+def _dtype_findings(network: nn.Module, target_model: PreTrainedModel) -> Iterator[Finding]:
+    own = next((tensor.dtype for tensor in network.parameters() if tensor.is_floating_point()), None)
+    names = [str(dtype).removeprefix("torch.") for dtype in (own, target_model.dtype)]
+    if getattr(target_model, "is_quantized", False):
+        yield Finding(
+            "dtype",
+            "warning",
+            "The target is quantised: its states are not quite those that drafters are trained on.",
+            "Compare the acceptance with that of the unquantised target if it is low.",
+        )
+    elif own is torch.float16 and target_model.dtype is torch.bfloat16:
+        yield Finding(
+            "dtype",
+            "warning",
+            "The drafter computes in float16, and states of a bfloat16 target may overflow it.",
+            "Leave `dtype` out, or set it to bfloat16.",
+        )
+    else:
+        yield Finding("dtype", "ok", f"The drafter computes in {names[0]}, the target in {names[1]}.")
+
+
+def _layer_findings(network: nn.Module, files: RepoFiles | None) -> Iterator[Finding]:
+    keys = getattr(network, "target_hidden_states", ())
+    if not keys or keys == ("last",) or files is None:
+        return
+    shown = ", ".join(map(str, keys))
+    if getattr(network, "spec_method", "") == "mtp" or _states_layers(files.config):
+        yield Finding("layers", "ok", f"It reads the target's states {shown} (i enters decoder layer i).")
+        return
+    yield Finding(
+        "layers",
+        "warning",
+        f"Its config does not say which states of the target it reads; the usual ones were taken: {shown}.",
+        "Make sure that it was trained on these; `aux_layer_ids` names others.",
+    )
+
+
+def _states_layers(config: Any) -> bool:
+    """Whether a config names layers, at its top or one level below."""
+    places = [config, *(value for value in config.values() if isinstance(value, dict))]
+    return any(place.get(key) is not None for place in places for key in _LAYER_KEYS)
+
+
+def token_ids(network: nn.Module) -> torch.LongTensor | None:
+    """The target's ids of a network's own draft vocabulary; `None` where it has the target's."""
+    ids = getattr(network, "token_ids", None)
+    return getattr(network, "token_map", None) if ids is None else ids
+
+
+def _context_findings(speculator: Speculator, network: nn.Module, target_model: PreTrainedModel) -> Iterator[Finding]:
+    if speculator.method != "draft_model":
+        return
+    longest = [
+        getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        for model in (network, target_model)
+    ]
+    if None not in longest and longest[0] < longest[1]:
+        yield Finding(
+            "context",
+            "warning",
+            f"The draft model reads at most {longest[0]} tokens, the target {longest[1]}.",
+            f"Beyond that nothing is drafted. `max_model_len={longest[0]}` says so explicitly.",
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,358 @@
+"""Does a drafter fit its target, and if few of its drafts are accepted, why?
+
+First what configs, tables and tensors say, then whether it loads, then a probe: the target goes on from a few prompts,
+and what the drafter drafts at every token is compared with that. Nothing here raises for what is wrong with the pair;
+it becomes a finding, with what was found and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..bench.prompts import Prompt
+from ..benchmarking import Batch, make_batches
+from ..config import METHODS_WITHOUT_MODEL, SpeculativeConfig
+from ..errors import SpecDecError
+from ..hub.files import RepoFiles
+from ..speculator import Speculator, load_speculator
+from .checks import Finding, Status, checkpoint_findings, network_findings, token_ids, tokenizer_findings
+from .probe import Acceptance, consistent_meaning, measure_acceptance, variants
+from .prompts import chat_forms, general_prompts
+
+
+# The share of first draft tokens that a healthy drafter of each method has accepted at least, on text of its kind.
+# Medusa heads and MLP speculators know no attention.
+HEALTHY_FIRST_RATES = {
+    "eagle3": 0.4,
+    "dflash": 0.4,
+    "mtp": 0.4,
+    "eagle": 0.4,
+    "draft_model": 0.3,
+    "mlp_speculator": 0.15,
+    "medusa": 0.1,
+}
+
+# Below this share nothing of the drafts is more than chance.
+_CHANCE = 0.05
+
+# A second position that is accepted this much more rarely than the first is no slow decline.
+_FALL = 0.5
+
+# Prompts of the probe that are generated together.
+_BATCH_SIZE = 4
+
+# Drafts below which no share of them is worth a word.
+_FEWEST = 20
+
+# How much of the target's text a table of what each draft token stands for must explain.
+_MEANT = 0.2
+
+# Of what the target writes, tokens that a draft vocabulary may lack.
+_MOST_MISSING = 0.1
+
+
+@dataclass
+class Diagnosis:
+    """All findings about a pair.
+
+    Attributes:
+        target, drafter (`str`): Their names.
+        findings (`list[Finding]`): In the order of the checks; the causes of a low acceptance last.
+        acceptance (`dict[str, Acceptance]`): As measured, by the form of the prompts: "raw" and, where the target has
+            a template, "chat" and "chat, no thinking"; "sampled" where its generation config samples.
+    """
+
+    target: str
+    drafter: str
+    findings: list[Finding] = field(default_factory=list)
+    acceptance: dict[str, Acceptance] = field(default_factory=dict)
+
+    @property
+    def status(self) -> Status:
+        """The worst of all findings."""
+        found = {finding.status for finding in self.findings}
+        return next(status for status in ("error", "warning", "ok") if status in found or status == "ok")
+
+    @property
+    def causes(self) -> list[Finding]:
+        """Why few drafts are accepted, as far as a probe has shown it."""
+        return [finding for finding in self.findings if finding.check == "cause"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain Python and JSON types."""
+        return {
+            "target": self.target,
+            "drafter": self.drafter,
+            "status": self.status,
+            "findings": [asdict(finding) for finding in self.findings],
+            "acceptance": {form: found.to_dict() for form, found in self.acceptance.items()},
+        }
+
+
+def diagnose(
+    target_model: PreTrainedModel,
+    spec: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompts: Sequence[Prompt] | None = None,
+    max_new_tokens: int = 64,
+    try_variants: bool = True,
+    on_step: Callable[[str], None] | None = None,
+) -> Diagnosis:
+    """Checks a drafter against a target, and probes what is accepted.
+
+    Args:
+        target_model (`PreTrainedModel`): The target.
+        spec (`Any`): What `load_speculator` takes: a config, dict, JSON, method, repo id or path.
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        prompts (`Sequence[Prompt]`, *optional*): What to probe with, without a chat template. `None`: a few general
+            ones, of `max_new_tokens` tokens.
+        max_new_tokens (`int`): See there.
+        try_variants (`bool`): Also probe the drafter with other wirings, each about as long as the first probe.
+        on_step (`Callable`, *optional*): Called with the name of each step as it begins.
+    """
+    say = on_step or (lambda step: None)
+    found = Diagnosis(str(getattr(target_model.config, "_name_or_path", "") or type(target_model).__name__), str(spec))
+    add = found.findings.append
+    say("Checking the checkpoint")
+    try:
+        # Without the target's limits: those are for loading to refuse.
+        config = SpeculativeConfig.resolve(spec)
+    except (SpecDecError, OSError) as error:
+        add(Finding("settings", "error", str(error)))
+        return found
+    found.drafter = config.model or config.method
+    files = None
+    if config.model is not None:
+        files = RepoFiles.of(config)
+        found.findings += checkpoint_findings(files, config, target_model)
+    found.findings += tokenizer_findings(config, tokenizer)
+    say("Loading the drafter")
+    speculator = _loaded(target_model, config, found.findings)
+    if speculator is None:
+        return found
+    found.findings += network_findings(speculator, target_model, files)
+    if speculator.stock_assistant is not None:
+        add(Finding("acceptance", "ok", "Not probed: it drafts in transformers' own assisted generation."))
+        return found
+    prompts = general_prompts(max_new_tokens) if prompts is None else prompts
+    try:
+        _Examination(found, speculator, target_model, tokenizer, prompts, say).run(try_variants)
+    except SpecDecError as error:
+        add(Finding("generate", "error", str(error)))
+    return found
+
+
+def _loaded(target_model: PreTrainedModel, config: SpeculativeConfig, findings: list[Finding]) -> Speculator | None:
+    try:
+        speculator = load_speculator(target_model, config)
+    except (SpecDecError, OSError, torch.OutOfMemoryError) as error:
+        findings.append(Finding("loading", "error", " ".join(str(error).split())))
+        return None
+    findings.append(Finding("loading", "ok", f"It loads as '{speculator.method}'."))
+    return speculator
+
+
+def _num_drafts(found: Acceptance) -> int:
+    return found.reached[0] if found.reached else 0
+
+
+# ------------------------------------------------------------------------------------------------------- the probe
+
+
+class _Examination:
+    """The probe of a loaded drafter; adds to the findings of a diagnosis."""
+
+    def __init__(self, diagnosis, speculator, model, tokenizer, prompts, say):
+        self.diagnosis: Diagnosis = diagnosis
+        self.speculator: Speculator = speculator
+        self.model, self.say = model, say
+        network = speculator.generator_class.network(speculator.resources)
+        # Without a network there is nothing to save, and drafts in a batch share a length.
+        can_pad = tokenizer.padding_side == "left" and tokenizer.pad_token is not None
+        size = _BATCH_SIZE if network is not None and can_pad else 1
+        # Of one kind, so that they can be generated together.
+        prompts = [replace(prompt, kind="") for prompt in prompts]
+        self.batches: dict[str, list[Batch]] = {"raw": make_batches(tokenizer, prompts, size, device=model.device)}
+        for form, chats in chat_forms(prompts, tokenizer).items():
+            self.batches[form] = make_batches(tokenizer, chats, size, device=model.device, add_special_tokens=False)
+
+    def _add(self, check: str, status: Status, found: str, remedy: str = "") -> None:
+        self.diagnosis.findings.append(Finding(check, status, found, remedy))
+
+    def _measure(self, form: str, **sampling: Any) -> Acceptance:
+        return measure_acceptance(self.model, self.speculator, self.batches[form], **sampling)
+
+    def run(self, try_variants: bool) -> None:
+        """Measures, judges, and looks for causes."""
+        for form in self.batches:
+            self.say(f"Probing the acceptance, {form} prompts")
+            self.diagnosis.acceptance[form] = self._measure(form)
+        found = self.diagnosis.acceptance
+        # Where one form of prompts is worse, the other tells more about the pair.
+        form = max(found, key=lambda name: (_num_drafts(found[name]) >= _FEWEST, found[name].first_rate))
+        best = found[form]
+        if _num_drafts(best) < _FEWEST:
+            self._add(
+                "acceptance",
+                "warning",
+                f"Only {_num_drafts(best)} drafts in {best.num_places} places: too few to tell anything.",
+                "Probe with more or longer prompts.",
+            )
+            return
+        is_healthy = self._judge(best)
+        if self.speculator.config.model is None and self.speculator.method in METHODS_WITHOUT_MODEL:
+            return
+        causes = [*self._template(), *self._vocabulary(best), *self._meaning(best), *self._temperature(form, best)]
+        if try_variants:
+            causes += self._wirings(form, best)
+        if not is_healthy and not causes:
+            causes = self._unexplained(best)
+        for cause, remedy in causes:
+            self._add("cause", "warning", cause, remedy)
+
+    def _judge(self, found: Acceptance) -> bool:
+        method, first = self.speculator.method, found.first_rate
+        rates = ", ".join(f"{100 * rate:.0f}" for rate in found.rates[:8])
+        shown = f"{found.acceptance_length:.2f} tokens a cycle; accepted by position: {rates} %."
+        healthy = HEALTHY_FIRST_RATES.get(method)
+        if healthy is None:
+            remedy = "" if first >= _CHANCE else "These prompts repeat little. Try a method with a drafter."
+            self._add("acceptance", "ok" if first >= _CHANCE else "warning", shown, remedy)
+            return True
+        if first < _CHANCE:
+            self._add("acceptance", "warning", f"{shown} The first position is near chance.")
+        elif first < healthy:
+            what = (
+                f"{shown} Healthy drafters of this method have at least {100 * healthy:.0f} % at the first position."
+            )
+            self._add("acceptance", "warning", what)
+        elif self._falls(found):
+            self._add("acceptance", "warning", f"{shown} It is high at the first position and falls at once.")
+        else:
+            self._add("acceptance", "ok", shown)
+            return True
+        return False
+
+    @staticmethod
+    def _falls(found: Acceptance) -> bool:
+        rates = found.rates
+        return len(rates) > 1 and found.reached[1] >= _FEWEST and rates[1] < _FALL * rates[0]
+
+    # Causes, each with a remedy
+
+    def _template(self) -> Iterator[tuple[str, str]]:
+        found = self.diagnosis.acceptance
+        raw, chat, silent = (found.get(form) for form in ("raw", "chat", "chat, no thinking"))
+        if chat is None:
+            return
+        figures = f"{raw.acceptance_length:.2f} tokens a cycle without, {chat.acceptance_length:.2f} with it"
+        if silent is not None and (silent.is_above(chat) or chat.is_above(silent)):
+            better, worse = ("without", "with") if silent.is_above(chat) else ("with", "without")
+            yield (
+                f"Answers {worse} thinking are drafted for less well: {chat.acceptance_length:.2f} tokens a cycle "
+                f"with it, {silent.acceptance_length:.2f} without. The drafter was trained on answers {better} it.",
+                f"Pass enable_thinking={better == 'with'} to the chat template where the task allows it.",
+            )
+        elif chat.is_above(raw):
+            yield (
+                f"Prompts without the chat template are drafted for less well: {figures}.",
+                "Put prompts into the chat template, as in the drafter's training.",
+            )
+        elif raw.is_above(chat):
+            yield (
+                f"Prompts in the target's chat template are drafted for less well: {figures}. The drafter was trained "
+                "on text without it, or with another one.",
+                "Use a drafter that was trained on chats with this template.",
+            )
+
+    def _vocabulary(self, found: Acceptance) -> Iterator[tuple[str, str]]:
+        ids = token_ids(self.speculator.generator_class.network(self.speculator.resources) or nn.Identity())
+        if ids is None:
+            return
+        known = set(ids.tolist())
+        missing = sum(token not in known for token in found.tokens) / max(len(found.tokens), 1)
+        shown = f"{100 * missing:.1f} % of the tokens that the target wrote are not in the draft vocabulary"
+        if missing > _MOST_MISSING:
+            yield (
+                f"{shown} ({len(known)} tokens): each of them ends a draft.",
+                "Use a drafter whose vocabulary was chosen on text of this kind, or has all tokens.",
+            )
+        else:
+            self._add("vocabulary", "ok", f"{shown}.")
+
+    def _meaning(self, found: Acceptance) -> Iterator[tuple[str, str]]:
+        consistent, commonest = consistent_meaning(found.first_tokens)
+        pairs = found.first_tokens
+        direct = sum(drafted == meant for drafted, meant in pairs) / len(pairs)
+        if consistent > max(_MEANT, 2 * direct, 2 * commonest):
+            yield (
+                f"Draft tokens stand for other tokens, always the same ones: {100 * direct:.0f} % of the first ones "
+                f"are right as they are, {100 * consistent:.0f} % once each is taken for what the target wrote there "
+                "before. The table of draft ids, or the tokenizer, is another one.",
+                "Pass the `d2t` that belongs to the rows of the draft's lm_head, or a drafter with this tokenizer.",
+            )
+
+    def _temperature(self, form: str, greedy: Acceptance) -> Iterator[tuple[str, str]]:
+        settings = self.model.generation_config
+        if not settings.do_sample:
+            return
+        self.say("Probing the acceptance, sampled")
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            sampled = self._measure(form, do_sample=True)
+        self.diagnosis.acceptance["sampled"] = sampled
+        if greedy.is_above(sampled):
+            temperature = 1.0 if settings.temperature is None else settings.temperature
+            yield (
+                f"The target's generation config samples (temperature {temperature:g}): "
+                f"{sampled.acceptance_length:.2f} tokens a cycle, and {greedy.acceptance_length:.2f} for "
+                "greedy text. What is drawn at random is hard to foresee.",
+                "Lower the temperature if the task allows it, and speculate fewer tokens.",
+            )
+
+    def _wirings(self, form: str, base: Acceptance) -> Iterator[tuple[str, str]]:
+        """The wiring with which the most is accepted, if that is more than with the drafter's own."""
+        best = None
+        for variant in variants(self.model, self.speculator):
+            self.say("Probing other wirings")
+            found = measure_acceptance(self.model, variant.speculator, self.batches[form], variant.wiring)
+            if found.is_better_than(base) and (best is None or found.is_better_than(best[1])):
+                best = (variant, found)
+        if best is not None:
+            variant, found = best
+            yield (
+                f"{variant.cause} Wired so, {found.acceptance_length:.2f} tokens a cycle instead of "
+                f"{base.acceptance_length:.2f}.",
+                variant.remedy,
+            )
+
+    def _unexplained(self, found: Acceptance) -> list[tuple[str, str]]:
+        """What remains where no probe has helped."""
+        if found.first_rate >= HEALTHY_FIRST_RATES[self.speculator.method]:
+            return [
+                (
+                    "The first draft token is good and those behind it are not: the drafter does not go on from its "
+                    "own states and tokens as it does from the target's. It was trained for one step only (no "
+                    "training-time test), or its positions or its recurrence are not those of its training.",
+                    "Draft one token (num_speculative_tokens=1), or train it on its own drafts.",
+                )
+            ]
+        named = [finding for finding in self.diagnosis.findings if finding.check in ("made for", "tokenizer")]
+        named = [finding for finding in named if finding.status != "ok"]
+        if named:
+            return [(f"It belongs to another model. {named[0].found}", named[0].remedy)]
+        return [
+            (
+                "No other wiring helps: the weights were most likely trained for another model, another version of "
+                "this one or a very different kind of text, or are not trained to the end.",
+                "Compare the name and the revision of the target with those in the drafter's card, and the prompts "
+                "with what it was trained on.",
+            )
+        ]

@@ -1,0 +1,49 @@
+"""Prompts for those who name none, and the forms that a chat template gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..bench.prompts import Prompt
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# New prose, new code, a text to repeat with changes, and a list.
+_GENERAL = {
+    "explain": "Explain in a few sentences why the sky is blue and sunsets are red.",
+    "code": "Write a Python function that merges two sorted lists into one sorted list, with a docstring.",
+    "rewrite": "Rewrite this paragraph in the past tense and change nothing else:\n\nThe ship leaves the harbour at "
+    "dawn. The captain looks at the map, the crew sets the sails, and the wind carries the ship to the open sea. In "
+    "the evening the crew sees an island, and the captain decides to stay there for the night.",
+    "list": "List the planets of the solar system in order, with one fact about each of them.",
+}
+
+
+def general_prompts(max_new_tokens: int = 128) -> list[Prompt]:
+    """A few prompts that any language model can go on from, each of its own kind."""
+    return [Prompt(name, text, name, max_new_tokens) for name, text in _GENERAL.items()]
+
+
+def chat_forms(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Prompt]]:
+    """The prompts in the chat template, once for each of its modes; to be tokenised without special tokens.
+
+    Returns:
+        "chat": the mode that the template has by itself. "chat, no thinking": where it can be told not to think.
+        Empty without a template.
+    """
+    template = tokenizer.chat_template
+    if template is None:
+        return {}
+    modes = {"chat": {}} | ({"chat, no thinking": {"enable_thinking": False}} if "enable_thinking" in template else {})
+    return {name: [_in_template(prompt, tokenizer, **mode) for prompt in prompts] for name, mode in modes.items()}
+
+
+def _in_template(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, **mode) -> Prompt:
+    message = [{"role": "user", "content": prompt.text}]
+    text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False, **mode)
+    return replace(prompt, text=text)

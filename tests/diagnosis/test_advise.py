@@ -1,0 +1,177 @@
+"""What can be measured is measured, what cannot is named with the reason, and the advice can be used as it is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_specdec import SpeculativeConfig, cli, demo, forget_speculators
+from hf_specdec.bench.prompts import Prompt
+from hf_specdec.benchmarking import make_batches
+from hf_specdec.diagnosis import advice, advise
+
+
+@pytest.fixture(scope="module")
+def target():
+    return demo.load_target()
+
+
+@pytest.fixture(scope="module")
+def batches():
+    chosen = demo.prompts()[1:6:4]
+    prompts = [Prompt(prompt.name, prompt.text, prompt.kind, 24) for prompt in chosen]
+    return make_batches(demo.load_tokenizer(), prompts)
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded(target):
+    yield
+    forget_speculators(target)
+
+
+def ask(target, batches, **options):
+    return advise(target, batches, **{"rounds": 1, "local_files_only": True, "try_lengths": False, **options})
+
+
+def names(found):
+    return {option.name for option in found.options}
+
+
+def test_free_methods_and_named_drafters_are_measured(target, batches):
+    found = ask(target, batches, specs={"head": demo.eagle_path()})
+    missing = {item.name for item in found.rejected if "arctic" in item.reason}
+    assert names(found) | missing == {"head", "ngram", "suffix"}
+    speeds = [option.speedup for option in found.options]
+    assert speeds == sorted(speeds, reverse=True)
+    for option in found.options:
+        assert option.mean_acceptance_length >= 1
+        assert 0 <= option.acceptance_rate <= 1
+        assert 0 < option.drafted_share <= 1
+        assert min(option.plain_seconds, option.verify_seconds) > 0
+        assert option.verdict
+    head = next(option for option in found.options if option.name == "head")
+    assert 1 <= head.draft_length <= 4
+    assert head.draft_bytes > 0
+    assert head.settings["method"] == "eagle"
+    assert any("How repetitive" in note for note in found.notes)
+    assert any("it is offline" in note for note in found.notes)
+
+
+def test_the_fastest_is_recommended_as_it_can_be_used(target, batches, monkeypatch):
+    monkeypatch.setattr(advice, "_WORTHWHILE", 0.0)
+    monkeypatch.setattr(advice, "_surely_faster", lambda option: True)
+    found = ask(target, batches, discover=False)
+    assert found.best is found.options[0]
+    assert found.best.verdict.startswith("The fastest")
+    settings = json.loads(found.snippets["json"])
+    assert SpeculativeConfig.resolve(settings).method == found.best.settings["method"]
+    assert json.loads(found.snippets["generation_config"]) == {"speculative": settings}
+    python = found.snippets["python"].replace("model.generate", "dict").replace("**inputs, ", "")
+    assert eval(python) == {"speculative": settings}
+    assert json.loads(json.dumps(found.to_dict()))["best"]["name"] == found.best.name
+
+
+def test_nothing_is_recommended_that_is_not_faster(target, batches, monkeypatch):
+    monkeypatch.setattr(advice, "_WORTHWHILE", 1e9)
+    found = ask(target, batches, discover=False)
+    assert found.best is None
+    assert found.snippets["python"] == "model.generate(**inputs)"
+    assert all(option.verdict.startswith("Not worth it") for option in found.options)
+
+
+def test_other_lengths_are_measured_beside_the_fastest(target, batches):
+    found = ask(target, batches, specs={"draft": cli.demo_methods()["draft_model"]}, discover=False, try_lengths=True)
+    tried = [option for option in found.options if ", k=" in option.name]
+    assert any(option.settings["num_speculative_tokens"] == "auto" for option in tried)
+    assert len(names(found)) == len(found.options)
+
+
+def test_a_drafter_that_the_target_names_is_found(batches):
+    target = demo.load_target()
+    target.generation_config.speculative = {"model": demo.mtp_path()}
+    found = ask(target, batches)
+    option = next(option for option in found.options if option.settings["method"] == "mtp")
+    assert option.origin == "named by the target"
+    forget_speculators(target)
+
+
+def test_what_does_not_fit_into_memory_is_not_loaded(batches, monkeypatch):
+    target = demo.load_target()
+    target.generation_config.speculative = {"model": demo.mtp_path()}
+    monkeypatch.setattr(advice, "free_bytes", lambda device: 1000)
+    found = ask(target, batches)
+    assert any("do not fit" in item.reason for item in found.rejected)
+    assert all(option.settings["method"] != "mtp" for option in found.options)
+
+
+def test_what_does_not_load_is_named(target, batches, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
+    found = ask(target, batches, specs={"broken": {"method": "eagle3", "model": str(tmp_path)}}, discover=False)
+    assert [item.name for item in found.rejected if item.origin == "named by the user"] == ["broken"]
+    assert "ngram" in names(found)
+
+
+def option(**changes):
+    figures = {
+        "speedup": 1.5,
+        "speedup_range": (1.4, 1.6),
+        "tokens_per_second": 100.0,
+        "mean_acceptance_length": 3.0,
+        "acceptance_rate": 0.8,
+        "drafted_share": 1.0,
+        "draft_length": 4.0,
+        "draft_seconds": 0.4,
+        "verify_seconds": 1.2,
+        "plain_seconds": 1.0,
+        "break_even": 0.4,
+        "draft_bytes": 0,
+    }
+    return advice.Option("x", {"method": "x"}, "", **{**figures, **changes})
+
+
+def test_the_best_length_follows_acceptance_and_costs():
+    long = advice._best_length(option(acceptance_rate=0.95, draft_seconds=0.04, verify_seconds=1.0))
+    short = advice._best_length(option(acceptance_rate=0.5, draft_seconds=1.2, verify_seconds=1.4))
+    assert long == 8  # twice what was drafted, the most that is looked at
+    assert short <= 1
+
+
+def test_verdicts():
+    best = option()
+    verdicts = {
+        "Not worth it": option(speedup=0.9, speedup_range=(0.8, 1.0)),
+        "As fast as the fastest": option(speedup=1.45, speedup_range=(1.3, 1.5)),
+        "Fewer tokens a cycle": option(speedup=1.2, speedup_range=(1.1, 1.3), mean_acceptance_length=2.0),
+        "A dearer cycle": option(speedup=1.2, speedup_range=(1.1, 1.3), verify_seconds=2.0),
+    }
+    for beginning, loser in verdicts.items():
+        assert advice._verdict(loser, best).startswith(beginning)
+    assert "acceptance rate of 0.40, and it has 0.80" in advice._verdict(verdicts["Not worth it"], best)
+    assert advice._verdict(option(), None).startswith("Not surely faster")
+
+
+def test_command():
+    arguments = [
+        "advise",
+        "-s",
+        "medusa",
+        "-p",
+        "import os\n",
+        "-n",
+        "12",
+        "--rounds",
+        "1",
+        "--no-lengths",
+        "--offline",
+    ]
+    result = CliRunner().invoke(cli.app, [*arguments, "--json"], prog_name="hf-specdec")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert "medusa" in {option["name"] for option in report["options"]}
+    assert report["environment"]["dtype"] == "float32"
+    result = CliRunner().invoke(cli.app, arguments, prog_name="hf-specdec")
+    assert result.exit_code == 0
+    assert "plain generation" in result.stdout
+    assert "medusa:" in result.stdout

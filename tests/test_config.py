@@ -481,6 +481,9 @@ COMMON_VALUES = {
     "token": WORDS | st.booleans(),
     "trust_remote_code": st.booleans(),
     "enforce_eager": st.booleans(),
+    "num_speculative_tokens_per_batch_size": st.dictionaries(st.integers(2, 99), st.just(1), max_size=3).map(
+        lambda lengths: {1: 1, **lengths}
+    ),
     "disable_by_batch_size": st.integers(1),
     "disable_padded_drafter_batch": st.booleans(),
     "rejection_sample_method": st.sampled_from(["standard", "block"]),
@@ -516,7 +519,8 @@ tree_settings = st.fixed_dictionaries(
 class TestRoundTrips:
     def test_strategies_cover_every_setting(self):
         of_rules = {key for choices in RULE_VALUES.values() for values in choices for key in values}
-        assert {"method", "model", "speculative_token_tree", *COMMON_VALUES, *of_rules} == set(COMMON)
+        others = {"method", "model", "speculative_token_tree", "control_profile"}
+        assert {*others, *COMMON_VALUES, *of_rules} == set(COMMON)
         assert {item.key for item in describe_settings("toy")} == set(TOY_VALUES)
 
     @settings(max_examples=60, deadline=None)

@@ -111,7 +111,8 @@ class DraftTree:
     @classmethod
     def empty(cls, batch_size: int, device: torch.device | str = "cpu", why: str = "nothing_found") -> DraftTree:
         """No drafts: the cycle verifies the anchors alone, which is plain decoding."""
-        draft = cls.from_lists([[] for _ in range(batch_size)], device)
+        tokens = torch.empty((batch_size, 0), dtype=torch.long, device=device)
+        draft = cls.chain(tokens, node_lists=[[] for _ in range(batch_size)])
         draft.why_empty = why
         return draft
 

@@ -41,8 +41,9 @@ _TRIAL_SHARE = 0.01
 _FIRST_BUDGET = 4.0
 _LARGEST_BUDGET = 8.0
 
-# Cycles between two plans, and at least between two trials.
+# Cycles between two plans, with drafts and without, and at least between two trials.
 _PLAN_EVERY = 4
+_PLAIN_PLAN_EVERY = 8
 _TRIAL_EVERY = 8
 
 # With nothing known about times, the first cycles draft the usual length and nothing. The first run of a size is often
@@ -217,9 +218,11 @@ class SpeculationController:
             return self._first_cycles.pop(0)
         if not self.latency.knows_anything:
             return 0 if self.latency.draft else self.usual
-        if self._plan is None or self._plan.rows != rows or self.num_cycles % _PLAN_EVERY == 0:
+        every = _PLAN_EVERY if self.length else _PLAIN_PLAN_EVERY
+        is_new = self._plan is None or self._plan.rows != rows or self.num_cycles % every == 0
+        if is_new:
             self._make_plan(rows)
-        self._trial = self._worth_a_trial()
+        self._trial = self._worth_a_trial(is_new)
         return self.length if self._trial is None else self._trial
 
     def _is_hopeless(self, rows: list[int]) -> bool:
@@ -320,7 +323,7 @@ class SpeculationController:
 
     # Trials
 
-    def _worth_a_trial(self) -> int | None:
+    def _worth_a_trial(self, is_new_plan: bool) -> int | None:
         """A length to try instead of the chosen one, if there is one that the budget pays for."""
         plan, again = self._plan, self._follow_up
         self._follow_up = None
@@ -328,7 +331,7 @@ class SpeculationController:
         self._budget = min(self._budget + _TRIAL_SHARE * plan.seconds[self.length], most)
         if again is not None and again != self.length and self._price(again) <= self._budget:
             return again
-        if self._budget <= 0 or self.num_cycles - self._last_trial < _TRIAL_EVERY:
+        if not is_new_plan or self._budget <= 0 or self.num_cycles - self._last_trial < _TRIAL_EVERY:
             return None
         chosen = self._most_hopeful()
         if chosen is None:

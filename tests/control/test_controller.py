@@ -72,6 +72,8 @@ def test_it_loses_little_against_the_best_fixed_length(target, rate, cost, noise
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("cost", [0.02, 0.3, 1.0, 5.0])
 def test_a_useless_drafter_costs_two_parts_in_a_hundred(target, cost):
+    """On average: a call may spend what earlier ones have saved up for trials."""
+    losses = []
     for seed in range(3):
         world = world_of(target, 0.0, cost, seed, noise=0.05, stalls=0.02)
         profile = ControlProfile()
@@ -80,9 +82,10 @@ def test_a_useless_drafter_costs_two_parts_in_a_hundred(target, cost):
         first.profile_into(profile)
         for _ in range(3):
             controller = world.controller(MOST, profile=profile)
-            cycles = world.run(controller, 300)
+            losses.append(world.loss(world.run(controller, 300), MOST))
             controller.profile_into(profile)
-            assert world.loss(cycles, MOST) < 0.025
+    assert max(losses) < 0.06
+    assert statistics.mean(losses) < 0.02
 
 
 def test_the_first_call_of_a_hopeless_drafter_drafts_only_a_few_times():

@@ -201,7 +201,10 @@ def run_round(
         on_step (`Callable`, *optional*): Called after every `generate()` call.
     """
     forget_speculators(model)
-    speculators = {PLAIN: None, **{name: load_speculator(model, **settings) for name, settings in methods.items()}}
+    speculators: dict[str, Speculator | None] = {PLAIN: None}
+    for name, settings in methods.items():
+        # Two settings of one method must not find each other's texts.
+        speculators[name] = load_speculator(model, **settings).without_texts(model)
     warm_up = Batch((), "", {key: value[:, -8:] for key, value in batches[0].inputs.items()}, 8)
     for speculator in speculators.values():
         run(model, warm_up, speculator)

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers.utils import logging
 
 from .candidate_generators import parts_of, resolve_candidate_generator
 from .candidate_generators.base import CandidateGenerator, NoDrafts, Session, StockCandidateGenerator
+from .candidate_generators.combined import part_configs
 from .config import AUTO, SpeculativeConfig
 from .control import ControlProfile, ScheduledLength, SpeculationController
 from .control.store import find_profile
@@ -121,6 +123,12 @@ class Speculator:
         if config.num_speculative_tokens is not None or config.speculative_token_tree:
             return config
         return config.replace(num_speculative_tokens=max(k for _, k in config.num_speculative_tokens_per_batch_size))
+
+    def without_texts(self, target_model: torch.nn.Module) -> Speculator:
+        """The same speculator, knowing nothing of earlier texts. Weights and learnt costs are shared."""
+        resources = _without_texts(self.generator_class, self.config, self.resources, target_model)
+        names = self.target_name, self.target_revision
+        return Speculator(self.config, self.generator_class, resources, self.note, *names, self.profile)
 
     @property
     def stock_assistant(self) -> torch.nn.Module | None:
@@ -289,6 +297,14 @@ def _resources(generator_class, config, target_model, draft_model):
             given["load_part"] = _resources
         loaded[key] = (generator_class.load(config, target_model, **given), draft_model, generator_class)
     return loaded[key][0]
+
+
+def _without_texts(generator_class, config, resources, target_model):
+    """What a method has loaded, without texts: only what drafts without a network keeps these."""
+    if generator_class.parts:
+        own = _without_texts(generator_class.parts[0], part_configs(config)[0], resources.retrieval, target_model)
+        return replace(resources, retrieval=own)
+    return generator_class.load(config, target_model) if generator_class.network(resources) is None else resources
 
 
 def _profile(

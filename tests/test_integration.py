@@ -292,6 +292,19 @@ class TestWaysToAsk:
         forget_speculators(model)
         assert not hf_specdec.speculator._loaded.get(model)
 
+    def test_speculator_without_texts(self):
+        model, draft = tiny_llama(), tiny_llama(seed=1)
+        suffix = load_speculator(model, "suffix")
+        fresh = suffix.without_texts(model)
+        assert fresh.resources is not suffix.resources
+        assert (fresh.config, fresh.profile) == (suffix.config, suffix.profile)
+        of_draft = load_speculator(model, draft_model=draft)
+        assert of_draft.without_texts(model).resources is of_draft.resources
+        combined = load_speculator(model, "suffix+draft_model", draft_model=draft)
+        fresh = combined.without_texts(model)
+        assert fresh.resources.retrieval is not combined.resources.retrieval
+        assert fresh.resources.model is combined.resources.model
+
     @pytest.mark.parametrize("drafts_for_itself", [True, False])
     def test_targets_can_be_freed(self, drafts_for_itself):
         model = tiny_llama()

@@ -6,12 +6,11 @@ import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..benchmarking import PLAIN
-from ..candidate_generators.combined import part_configs
 from ..config import AUTO, SpeculativeConfig
 from ..errors import MissingDependencyError, SpecConfigError
 from ..speculator import Speculator, load_speculator
@@ -20,8 +19,6 @@ from ..speculator import Speculator, load_speculator
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
-
-    from ..candidate_generators.base import CandidateGenerator
 
 
 # Names of transformers' own ways begin with this.
@@ -53,12 +50,9 @@ class Decoder:
 
     def forget_texts(self, model: PreTrainedModel) -> None:
         """Takes from the method what it remembers of earlier texts. Weights stay loaded, and so do learnt costs."""
-        if self.speculator is None:
-            return
-        old = self.speculator
-        resources = _without_texts(old.generator_class, old.config, old.resources, model)
-        self.speculator = Speculator(old.config, old.generator_class, resources, old.note, profile=old.profile)
-        self.arguments = {"assistant": self.speculator}
+        if self.speculator is not None:
+            self.speculator = self.speculator.without_texts(model)
+            self.arguments = {"assistant": self.speculator}
 
     def draft_bytes(self, model: PreTrainedModel) -> int | None:
         """Bytes of the drafter's weights that are not the target's own; `None` where that is not known."""
@@ -67,16 +61,6 @@ class Decoder:
         own = {tensor.data_ptr() for tensor in _tensors(model)}
         tensors = {tensor.data_ptr(): tensor for tensor in _tensors(self.network)}
         return sum(tensor.nbytes for pointer, tensor in tensors.items() if pointer not in own)
-
-
-def _without_texts(
-    generator_class: type[CandidateGenerator], config: SpeculativeConfig, resources: Any, model: PreTrainedModel
-) -> Any:
-    """What a method has loaded, without texts: only what drafts without a network keeps these."""
-    if generator_class.parts:
-        own = _without_texts(generator_class.parts[0], part_configs(config)[0], resources.retrieval, model)
-        return replace(resources, retrieval=own)
-    return generator_class.load(config, model) if generator_class.network(resources) is None else resources
 
 
 def plain_decoder() -> Decoder:

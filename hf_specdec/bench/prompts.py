@@ -81,17 +81,20 @@ def read_prompts(source: str, max_new_tokens: int = 256, per_kind: int | None = 
     return prompts if per_kind is None else list(_first_of_each_kind(prompts, per_kind))
 
 
-def as_chat(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """The prompts as the user's message in the chat template, to be tokenised without special tokens."""
-    return [
-        replace(
-            prompt,
-            text=tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt.text}], add_generation_prompt=True, tokenize=False
-            ),
-        )
-        for prompt in prompts
-    ]
+def as_chat(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, **options) -> list[Prompt]:
+    """The prompts as the user's message in the chat template, to be tokenised without special tokens.
+
+    Args:
+        prompts (`Sequence[Prompt]`): The prompts.
+        tokenizer (`PreTrainedTokenizerBase`): Has the template.
+        options: What the template takes, such as `enable_thinking`.
+    """
+
+    def in_template(text: str) -> str:
+        message = [{"role": "user", "content": text}]
+        return tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False, **options)
+
+    return [replace(prompt, text=in_template(prompt.text)) for prompt in prompts]
 
 
 def _first_of_each_kind(prompts: Sequence[Prompt], count: int) -> Iterator[Prompt]:

@@ -19,7 +19,6 @@ from .common import (
     DtypeOption,
     JsonOption,
     counted,
-    load_target,
     reported_errors,
     shown_size,
 )
@@ -31,9 +30,8 @@ from .pairs import (
     ThreadsOption,
     TrustOption,
     chosen_prompts,
-    chosen_threads,
+    loaded_target,
     named_specs,
-    quiet,
     tokenised,
 )
 
@@ -80,14 +78,12 @@ def advise_command(
     beside plain generation. Prints the fastest as Python and JSON, and why the others lose.
     """
     with reported_errors(debug):
-        from ..benchmarking import num_threads
         from ..diagnosis import advise
         from .demo import demo_methods
 
         chosen = chosen_prompts(prompts, target, max_new_tokens)
         named = list(demo_methods()) if target == EMBEDDED and specs is None else specs or []
-        with quiet(), num_threads(chosen_threads(threads, target)):
-            model, tokenizer = load_target(target, dtype, device, trust_remote_code)
+        with loaded_target(target, dtype, device, threads, trust_remote_code) as (model, tokenizer):
             batches = tokenised(chosen, model, tokenizer, batch_size, raw)
             with Console(stderr=True).status("Looking", spinner="dots") as status:
                 found = advise(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import EMBEDDED, DebugOption, DeviceOption, Dtype, DtypeOption, JsonOption, load_target, reported_errors
+from .common import EMBEDDED, DebugOption, DeviceOption, Dtype, DtypeOption, JsonOption, reported_errors
 from .pairs import (
     SPEC_HELP,
     PromptsOption,
@@ -16,8 +16,7 @@ from .pairs import (
     ThreadsOption,
     TrustOption,
     chosen_prompts,
-    chosen_threads,
-    quiet,
+    loaded_target,
     spec_settings,
     tokenised,
 )
@@ -48,15 +47,13 @@ def calibrate_command(
     They learn without it, too.
     """
     with reported_errors(debug):
-        from ..benchmarking import num_threads
         from ..config import AUTO
         from ..control.calibration import calibrate
         from ..control.store import profile_identity, save_profile
         from ..speculator import load_speculator
 
-        with quiet(), num_threads(chosen_threads(threads, target)):
-            chosen = chosen_prompts(prompts, target, max_new_tokens)
-            model, tokenizer = load_target(target, dtype, device, trust_remote_code)
+        chosen = chosen_prompts(prompts, target, max_new_tokens)
+        with loaded_target(target, dtype, device, threads, trust_remote_code) as (model, tokenizer):
             speculator = load_speculator(model, spec_settings(spec, target), num_speculative_tokens=AUTO)
             batches = [
                 batch.inputs for size in batch_size or [1] for batch in tokenised(chosen, model, tokenizer, size, True)

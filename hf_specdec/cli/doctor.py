@@ -17,7 +17,6 @@ from .common import (
     Dtype,
     DtypeOption,
     JsonOption,
-    load_target,
     reported_errors,
 )
 from .pairs import (
@@ -27,9 +26,8 @@ from .pairs import (
     ThreadsOption,
     TrustOption,
     chosen_prompts,
-    chosen_threads,
+    loaded_target,
     prepare_padding,
-    quiet,
     spec_settings,
 )
 
@@ -59,12 +57,10 @@ def doctor_command(
     and counts what is accepted by position. Exits with 1 if there is an error; warnings leave it at 0.
     """
     with reported_errors(debug):
-        from ..benchmarking import num_threads
         from ..diagnosis import diagnose
 
-        with quiet(), num_threads(chosen_threads(threads, target)):
-            chosen = chosen_prompts(prompts, target, max_new_tokens)
-            model, tokenizer = load_target(target, dtype, device, trust_remote_code)
+        chosen = chosen_prompts(prompts, target, max_new_tokens)
+        with loaded_target(target, dtype, device, threads, trust_remote_code) as (model, tokenizer):
             prepare_padding(tokenizer)
             console = Console(stderr=True)
             with console.status("Checking", spinner="dots") as status:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import EMBEDDED, quieten_loading
+from .common import EMBEDDED, Dtype, load_target, quieten_loading
 
 
 if TYPE_CHECKING:
@@ -69,6 +69,17 @@ def named_specs(specs: list[str], target: str) -> dict[str, Any]:
             name = f"{spec} ({number})"
         names[name] = spec_settings(spec, target)
     return names
+
+
+@contextmanager
+def loaded_target(
+    target: str, dtype: Dtype, device: str | None, threads: int | None, trust_remote_code: bool
+) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
+    """The target and its tokenizer, for a block that reports quietly and computes in the chosen number of threads."""
+    from ..benchmarking import num_threads
+
+    with quiet(), num_threads(chosen_threads(threads, target)):
+        yield load_target(target, dtype, device, trust_remote_code)
 
 
 def chosen_threads(threads: int | None, target: str) -> int | None:

@@ -21,7 +21,6 @@ from .common import (
     JsonOption,
     counted,
     dtype_name,
-    load_target,
     progress_bars,
     reported_errors,
 )
@@ -33,9 +32,8 @@ from .pairs import (
     ThreadsOption,
     TrustOption,
     chosen_prompts,
-    chosen_threads,
+    loaded_target,
     named_specs,
-    quiet,
     tokenised,
 )
 
@@ -74,13 +72,11 @@ def verify_command(
     is a bug.
     """
     with reported_errors(debug):
-        from ..benchmarking import num_threads
         from ..diagnosis import verify
 
         chosen = chosen_prompts(prompts, target, max_new_tokens)
         methods = named_specs(specs or ["draft_model" if target == EMBEDDED else "ngram"], target)
-        with quiet(), num_threads(chosen_threads(threads, target)):
-            model, tokenizer = load_target(target, dtype, device, trust_remote_code)
+        with loaded_target(target, dtype, device, threads, trust_remote_code) as (model, tokenizer):
             batches = tokenised(chosen, model, tokenizer, batch_size, raw)
             with progress_bars() as begin:
                 steps = len(batches) * (len(methods) + 1)

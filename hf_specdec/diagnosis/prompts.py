@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..bench.prompts import Prompt
+from ..bench.prompts import Prompt, as_chat
 
 
 if TYPE_CHECKING:
@@ -40,10 +39,4 @@ def chat_forms(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) ->
     if template is None:
         return {}
     modes = {"chat": {}} | ({"chat, no thinking": {"enable_thinking": False}} if "enable_thinking" in template else {})
-    return {name: [_in_template(prompt, tokenizer, **mode) for prompt in prompts] for name, mode in modes.items()}
-
-
-def _in_template(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, **mode) -> Prompt:
-    message = [{"role": "user", "content": prompt.text}]
-    text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False, **mode)
-    return replace(prompt, text=text)
+    return {name: as_chat(prompts, tokenizer, **mode) for name, mode in modes.items()}

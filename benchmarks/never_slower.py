@@ -6,10 +6,10 @@
 Hostile cases, beside plain generation: a draft model of random weights, one as large as the target, drafters on random
 text, batches of 8 and 32, short outputs, a long prompt. They are also compared with this package's loop without
 drafts, which is faster than `generate()` on a small model and would hide what drafts lose. Friendly cases, beside the
-best of the fixed lengths: the embedded drafters on the demo's prompts. All sides of a case take turns in every round
-and generate the same greedy text. A ratio is the median of those of the rounds. Times are those of the process on one
-thread, so that other processes matter little; each side has been warmed up by two calls, in which the controller
-learns.
+best of the fixed lengths: the embedded drafters on the demo's prompts. All sides of a case generate the same greedy
+text, in turns of some cycles each, so that a machine that is slow for a while is slow for all of them. Times are those
+of each side's own thread. A ratio is the median of those of the rounds. Each side has been warmed up by two calls, in
+which the controller learns.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from time import monotonic, process_time
+from time import monotonic
 
 import torch
-from common import random_prompts, without_end
+from common import in_turns, random_prompts, without_end
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import SpeculativeConfig, Speculator, demo, forget_speculators, load_speculator, record
 from hf_specdec.benchmarking import describe_environment
@@ -121,7 +122,7 @@ def make_cases(target: PreTrainedModel) -> list[Case]:
     return cases
 
 
-def make_sides(target: PreTrainedModel, case: Case) -> dict[str, Callable[[], torch.LongTensor]]:
+def make_sides(target: PreTrainedModel, case: Case) -> dict[str, Callable[[BaseStreamer], torch.LongTensor]]:
     """What generates the case's text in each way."""
     settings = {**case.inputs, "max_new_tokens": case.max_new_tokens, "do_sample": False}
 
@@ -132,13 +133,13 @@ def make_sides(target: PreTrainedModel, case: Case) -> dict[str, Callable[[], to
         elif case.method != "ngram":
             given["model"] = {"draft_model": demo.draft_path, "eagle3": demo.eagle3_path}[case.method]()
         speculator = load_speculator(target, **given)
-        return lambda: target.generate(**settings, assistant=speculator)
+        return lambda streamer: target.generate(**settings, assistant=speculator, streamer=streamer)
 
-    sides = {PLAIN: lambda: target.generate(**settings), AUTO: side("auto")}
+    sides = {PLAIN: lambda streamer: target.generate(**settings, streamer=streamer), AUTO: side("auto")}
     if case.kind == "friendly":
         return sides | {f"k={length}": side(length) for length in FIXED_LENGTHS[case.method]}
     bare = Speculator(SpeculativeConfig(method="ngram"), NoDrafts, None)
-    return sides | {LOOP: lambda: target.generate(**settings, assistant=bare)}
+    return sides | {LOOP: lambda streamer: target.generate(**settings, assistant=bare, streamer=streamer)}
 
 
 def measure(target: PreTrainedModel, case: Case, rounds: int, seconds: float) -> list[Row]:
@@ -147,22 +148,22 @@ def measure(target: PreTrainedModel, case: Case, rounds: int, seconds: float) ->
     forget_speculators(target)
     sides, end = make_sides(target, case), monotonic() + seconds
     names = list(sides)
-    for name in names * 2:
-        sides[name]()
+    for _ in range(2):
+        in_turns(list(sides.values()))
     times: dict[str, list[float]] = {name: [] for name in names}
-    plain = sides[PLAIN]()
     for number in range(rounds):
         if number >= _LEAST_ROUNDS and monotonic() > end:
             break
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            began = process_time()
-            with record() as r:
-                text = sides[name]()
-            times[name].append(process_time() - began)
-            if not torch.equal(text, plain):
+        order = names[number % len(names) :] + names[: number % len(names)]
+        with record() as r:
+            texts, seconds = in_turns([sides[name] for name in order])
+        for name, text, spent in zip(order, texts, seconds):
+            times[name].append(spent)
+            if not torch.equal(text, texts[order.index(PLAIN)]):
                 raise RuntimeError(f"{case.name}: the text of '{name}' is not that of plain generation.")
-            if name == AUTO:
-                length = r.calls[0].stats.mean_acceptance_length
+        # The first turns are in this order, and so are the records.
+        recorded = [name for name in order if name != PLAIN].index(AUTO)
+        length = r.calls[recorded].stats.mean_acceptance_length
     others = [name for name in names if name != AUTO]
     if case.kind == "friendly":
         others = [min(others, key=lambda name: statistics.median(times[name]))]

@@ -269,12 +269,14 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         width = max(counts)
         # Shorter rows are padded on the right: those slots lie behind the row and are written again.
         tokens = upload([row + row[-1:] * (width - len(row)) for row in self.pending], self.device)
-        output = self.model.forward(self._readable(tokens), chain_topology(width - 1, self.device))
+        # Logits of what was committed in a pause would cost more than reading it.
+        known = min(counts) - 1
+        output = self.model.forward(self._readable(tokens), chain_topology(width - 1, self.device), logits_from=known)
         self.model.commit(counts)
         if self.model.recurrent is not None:
             self.mark = self.model.recurrent.mark()
         self.pending = [[] for _ in self.rows]
-        return last_of_each(output.logits, counts)
+        return last_of_each(output.logits, [count - known for count in counts])
 
     def _feed(self, tokens: torch.LongTensor) -> torch.Tensor:
         """Feeds one token a row; logits `(R, W)` behind it."""

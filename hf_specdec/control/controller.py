@@ -1,11 +1,11 @@
 """The speculation length of each cycle: that with the most expected tokens per second, plain decoding included.
 
-    value(k) = R * mean over rows of (1 + S_1 + ... + S_k) / E[T_draft(W) + T_verify(nodes(W))]
+    value(k) = tokens(k) / E[T_draft(W) + T_verify(nodes(W))]
 
-The mean is the harmonic one: a call ends with its slowest row, and a row that is twice as fast leaves early, but does
-not do the work of others. S_i is the chance that a row's token i is accepted, W <= k how deep the deepest draft of the
-batch gets. Both come from [`~control.acceptance`], the times from [`~control.latency`]. k = 0 is plain decoding:
-nothing is drafted, and one token a row is committed in T_verify(1).
+For one row tokens(k) = 1 + S_1 + ... + S_k, where S_i is the chance that its token i is accepted. W <= k is how deep
+the deepest draft of the batch gets. The chances come from [`~control.acceptance`], the times from
+[`~control.latency`]. k = 0 is plain decoding: nothing is drafted, and one token a row is committed in T_verify(1).
+What the tokens of a batch are worth, whose rows end at different times, says [`batch_tokens`].
 
 What is not tried is not known, so other lengths are tried now and then: those that may well be better than they are
 known to be, and those whose last trial is long ago. A trial has a price: its time minus the time in which its tokens
@@ -17,11 +17,10 @@ Pure Python, a few microseconds a cycle; no tensor, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import inf
-from operator import add, mul
+from operator import add, mul, truediv
 from typing import Any
 
 from ..errors import SpecConfigError
@@ -120,11 +119,19 @@ class RowOutcome:
 
 @dataclass
 class _Plan:
-    """Expected tokens and seconds of a cycle by limit, for some rows."""
+    """Expected tokens and seconds of a cycle by limit, for some rows.
+
+    Attributes:
+        rows (`list[int]`): Rows of the call.
+        tokens (`list[float]`): What a cycle is worth, in tokens, see [`batch_tokens`].
+        seconds (`list[float]`): What it takes.
+        row_tokens (`list[list[float]]`): Tokens of each row, for each limit.
+    """
 
     rows: list[int]
     tokens: list[float]
     seconds: list[float]
+    row_tokens: list[list[float]]
 
     def value(self, limit: int) -> float:
         """Tokens per second."""
@@ -133,6 +140,12 @@ class _Plan:
     @property
     def best(self) -> int:
         return max(range(len(self.tokens)), key=self.value)
+
+    def worth(self, limit: int, other: int) -> float:
+        """What a token that one of two limits brings more than the other is worth, on average."""
+        one, two = (min(depth, len(self.tokens) - 1) for depth in (limit, other))
+        more = sum(self.row_tokens[one]) - sum(self.row_tokens[two])
+        return (self.tokens[one] - self.tokens[two]) / more if more else 1.0
 
 
 class SpeculationController:
@@ -177,7 +190,7 @@ class SpeculationController:
         self._is_first_call = not self.latency.knows_anything
         self._first_cycles = [self.usual, 0, self.usual, 0] if self._is_first_call else []
         self._budget: float | None = None if self._is_first_call else profile.budget  # seconds
-        self._num_unread, self._num_left = 0, inf
+        self._num_unread, self._left = 0, None
         self._trial: int | None = None  # the limit that is being tried
         self._follow_up: int | None = None  # a trial that has just paid
         self._last_trial = 0
@@ -185,15 +198,15 @@ class SpeculationController:
 
     # Choosing
 
-    def limits(self, rows: list[int], num_unread: int = 0, num_left: float = inf) -> list[int]:
+    def limits(self, rows: list[int], num_unread: int = 0, left: Sequence[float] | None = None) -> list[int]:
         """How deep each of the active rows may draft in this cycle; 0 for all: decode plainly.
 
         Args:
             rows (`list[int]`): Rows of the call.
             num_unread (`int`): Tokens, of all rows together, that the drafter would read before it drafts.
-            num_left (`float`): Tokens that a row may still get.
+            left (`Sequence[float]`, *optional*): Tokens that each of these rows may still get, if that is known.
         """
-        self._num_unread, self._num_left = num_unread, max(num_left, 1.0)
+        self._num_unread, self._left = num_unread, left
         if self._most_tokens is not None:
             self._cap = min(self._most_tokens(len(rows)), self.most)
         limit = min(self._choose(rows), self._cap)
@@ -257,27 +270,28 @@ class SpeculationController:
         """The plan, and for each row the chances that a token is accepted, and that a draft gets so deep."""
         accepted, depths = self._chances(rows)
         num_rows = len(rows)
-        tokens, seconds = [float(num_rows)], [self._plain_seconds(num_rows)]
-        totals, spent, deeper = [1.0] * num_rows, 0.0, 1.0
-        cost = self._cycle_seconds(0, num_rows)
+        left, fixed = self._left or [1.0] * num_rows, self.latency.fixed_part(num_rows)
+        row_tokens = [[1.0] * num_rows]
+        tokens, seconds = [batch_tokens(row_tokens[0], left, fixed)], [self._plain_seconds(num_rows)]
+        spent, deeper, cost = 0.0, 1.0, self._cycle_seconds(0, num_rows)
         # What the drafter must read first is spread over the tokens that are left.
-        reading = self.latency.reading_seconds(self._num_unread) / (self._num_left * num_rows)
+        reading = self.latency.reading_seconds(self._num_unread) / sum(self._left) if self._left else 0.0
         for position in range(self._cap):
             gains = [chances[position] for chances in accepted]
             if sum(gains) < _NEGLIGIBLE * num_rows:
                 break
-            totals = list(map(add, totals, gains))
+            row_tokens.append(list(map(add, row_tokens[-1], gains)))
             reached = _at_least_one(chances[position] for chances in depths)
             spent += (deeper - reached) * cost
             deeper = reached
             cost = self._cycle_seconds(position + 1, num_rows)
-            tokens.append(batch_tokens(totals))
+            tokens.append(batch_tokens(row_tokens[-1], left, fixed))
             seconds.append(spent + deeper * cost + reading * tokens[-1])
-        return _Plan(list(rows), tokens, seconds), accepted, depths
+        return _Plan(list(rows), tokens, seconds, row_tokens), accepted, depths
 
     def _chances(self, rows: list[int]) -> tuple[list[list[float]], list[list[float]]]:
         accepted, drafted = self.acceptance.expected()
-        if len(rows) == 1:
+        if not self.acceptance.rows:
             return [list(accumulate(accepted, mul))], [list(accumulate(drafted, mul))]
         pairs = [self.acceptance.expected_of_row(row, accepted, drafted) for row in rows]
         return (
@@ -308,6 +322,7 @@ class SpeculationController:
         that makes the cycle longer must bring more tokens than the batch makes in that time.
         """
         num_rows, rate = len(accepted), self._plan.value(self.length)
+        worth = self._plan.worth(self.length, 0)
         costs = [self._cycle_seconds(depth, num_rows) for depth in range(self.length + 1)]
         limits = []
         for row in range(num_rows):
@@ -315,7 +330,7 @@ class SpeculationController:
             for position in range(self.length):
                 others = _at_least_one(depths[other][position] for other in range(num_rows) if other != row)
                 longer = (1 - others) * depths[row][position] * (costs[position + 1] - costs[position])
-                gain += accepted[row][position] - rate * longer
+                gain += worth * accepted[row][position] - rate * longer
                 if gain >= best:
                     best, limit = gain, position + 1
             limits.append(limit)
@@ -449,9 +464,10 @@ class SpeculationController:
         expected = self._cycle_seconds(deepest, len(outcomes)) if self._trial else self._plain_seconds(len(outcomes))
         # A stall of the machine is not the trial's.
         seconds = min(expected, measured)
-        gained = batch_tokens([outcome.num_committed for outcome in outcomes])
-        gained -= batch_tokens(list(map(self._tokens_instead, outcomes)))
-        loss = seconds - self._plan.seconds[self.length] - gained / self._plan.value(self.length)
+        plan = self._plan
+        more = sum(outcome.num_committed - self._tokens_instead(outcome) for outcome in outcomes)
+        gained = more * plan.worth(self._trial, self.length)
+        loss = seconds - plan.seconds[self.length] - gained / plan.value(self.length)
         self._budget -= loss + (self._reading_price if self._trial else 0.0)
         if loss < 0 or seconds < _CHEAP * expected:
             self._follow_up = self._trial
@@ -479,9 +495,24 @@ class SpeculationController:
             profile.learn(self.latency, self.acceptance, self._budget or 0.0)
 
 
-def batch_tokens(tokens: list[float]) -> float:
-    """Tokens of a batch, where every row has the harmonic mean of the rows' tokens."""
-    return len(tokens) ** 2 / sum(1 / count for count in tokens)
+def batch_tokens(row_tokens: Sequence[float], left: Sequence[float], fixed: float) -> float:
+    """What a cycle of a batch is worth, in tokens; their sum if all rows are equal.
+
+    A row that gets r tokens a cycle leaves the batch after n = left / r cycles. Of a cycle's time a part f is the same
+    for any number of rows, and is paid until the slowest row has ended; the rest falls with the rows. So the call
+    takes as long as f max(n) + (1 - f) mean(n) cycles of all rows, and each of them is worth
+
+        sum(left) / (f max(n) + (1 - f) mean(n))
+
+    Args:
+        row_tokens (`Sequence[float]`): r of each row.
+        left (`Sequence[float]`): Tokens that each of them may still get; only their proportions matter.
+        fixed (`float`): f.
+    """
+    if len(row_tokens) == 1:
+        return row_tokens[0]
+    cycles = list(map(truediv, left, row_tokens))
+    return sum(left) / (fixed * max(cycles) + (1 - fixed) * sum(cycles) / len(cycles))
 
 
 def _at_least_one(chances) -> float:

@@ -46,6 +46,7 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         self._kept = list(range(self.session.batch_size))
         self._held: list[Commit] = []
         self._num_unread = self._num_read = 0
+        self._left = [self.session.max_length] * self.session.batch_size  # tokens that each row may still get
         self._draft: DraftTree | None = None  # of this cycle, if the method was asked for one
         self._limits: list[int] = []
 
@@ -56,11 +57,11 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
     def prefill(self, prompt: Prompt) -> None:
         self._prompt = prompt
         self._num_unread = prompt.input_ids.numel()
+        self._left = [left - prompt.input_ids.shape[1] for left in self._left]
 
     def propose(self, step: DraftStep) -> DraftTree:
         self._clock.begin()
-        num_left = self.session.max_length - min(step.lengths)
-        limits = self.controller.limits(step.rows, self._num_unread, num_left)
+        limits = self.controller.limits(step.rows, self._num_unread, [max(self._left[row], 1) for row in step.rows])
         self._limits = list(map(min, limits, step.max_draft_tokens))
         if max(self._limits) <= 0:
             self._draft = None
@@ -76,6 +77,8 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         return self._draft
 
     def observe(self, commit: Commit) -> None:
+        for row, count in zip(commit.rows, commit.counts):
+            self._left[row] -= count
         if self._draft is None:
             if self.controller.num_cycles:
                 self._count(commit, 0.0)

@@ -43,6 +43,9 @@ _LARGEST_PACE = 1000.0
 # beside what its neighbours let expect.
 _LARGEST_SURPRISE = 2.0
 
+# What is expected of the fixed part of a cycle, as long as only one number of rows was measured.
+_FIRST_FIXED_PART = 0.5
+
 
 class TimeTable:
     """Seconds by size.
@@ -244,14 +247,35 @@ class LatencyModel:
     def verify_seconds(self, num_nodes: float, num_rows: int) -> float:
         """Seconds of a verification of so many nodes a row; 1 as long as none was measured."""
         own = self.verify.get(num_rows)
-        if own is not None and own.sizes:
-            return self.pace.factor * own.predict(num_nodes)
+        if own is not None:
+            return self.pace.factor * self._verify_level(own, num_nodes, num_rows)
         table = self._table(self.verify, num_rows)
         if table is None:
             return 1.0
         # With other numbers of rows: what as many tokens took.
         others = min(self.verify, key=lambda rows: abs(log(rows / num_rows)))
         return self.pace.factor * table.predict(num_nodes * num_rows / others)
+
+    def _verify_level(self, own: TimeTable, num_nodes: float, num_rows: int) -> float:
+        """Of this number of rows. Fewer nodes than were measured take less in proportion to what other rows show."""
+        level, smallest = own.predict(num_nodes), own.sizes[0]
+        if num_nodes >= smallest:
+            return level
+        others = [rows for rows, table in self.verify.items() if table.sizes[0] <= num_nodes]
+        if not others:
+            return level
+        table = self.verify[min(others, key=lambda rows: abs(log(rows / num_rows)))]
+        return level * min(table.predict(num_nodes) / table.predict(smallest), 1.0)
+
+    def fixed_part(self, num_rows: int) -> float:
+        """The part of a plain cycle's time that is the same for any number of rows, from 0 to 1."""
+        seconds = {rows: table.levels[1] for rows, table in self.verify.items() if 1 in table.levels}
+        few, many = min(seconds, default=0), max(seconds, default=0)
+        if few == many:
+            return _FIRST_FIXED_PART
+        of_a_row = max((seconds[many] - seconds[few]) / (many - few), 0.0)
+        fixed = max(seconds[few] - of_a_row * few, 0.0)
+        return fixed / (fixed + of_a_row * num_rows)
 
     @property
     def knows_anything(self) -> bool:

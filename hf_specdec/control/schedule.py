@@ -5,7 +5,7 @@ The loop drops rows that have finished, so the number of rows falls in a call, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 
@@ -38,7 +38,7 @@ class ScheduledLength:
         self.most_tokens = most_tokens
         self.num_cycles = self.num_plain_cycles = self.sum_limits = 0
 
-    def limits(self, rows: list[int], num_unread: int = 0, num_left: float = 0) -> list[int]:
+    def limits(self, rows: list[int], num_unread: int = 0, left: Sequence[float] | None = None) -> list[int]:
         """How deep each of the active rows may draft in this cycle."""
         limit = self.most_tokens(len(rows))
         self.num_cycles += 1

@@ -97,8 +97,8 @@ class FunctionalSlotModel(SlotModel):
     def _layer_kinds(self, config) -> list[str]:
         return getattr(config, "layer_types", None) or [""] * len(self._layers)
 
-    def forward(self, tokens: torch.LongTensor, topology: TreeTopology) -> SlotOutput:
-        replayed = self._replay(tokens, topology)
+    def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
+        replayed = self._replay(tokens, topology, logits_from)
         if replayed is not None:
             return replayed
         plan, rows = self._plan_write(tokens)
@@ -112,10 +112,10 @@ class FunctionalSlotModel(SlotModel):
             stream = layer(stream, rotary, slots, plan, masks[self._span_of_layer[index]])
         if len(self._layers) in self.states:
             states[len(self._layers)] = stream
-        last = self._norm(stream)
         if "last" in self.states:
-            states["last"] = last
-        return SlotOutput(F.linear(last, self._head), states)
+            states["last"] = last = self._norm(stream)
+            return SlotOutput(F.linear(last[:, logits_from:], self._head), states)
+        return SlotOutput(F.linear(self._norm(stream[:, logits_from:]), self._head), states)
 
     def _masks_of_spans(self, topology: TreeTopology, tokens: torch.LongTensor, rows: RowState) -> list:
         """What each layer's attention is given as mask, by span."""

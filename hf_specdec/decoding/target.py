@@ -309,12 +309,16 @@ class SlotModel:
         """Collects the asked-for hidden states of the model's forwards inside: see [`captured_states`]."""
         return self._taps.captured(joined)
 
-    def forward(self, tokens: torch.LongTensor, topology: TreeTopology) -> SlotOutput:
+    def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
         """Reads nodes behind each row's committed slots.
 
         Args:
             tokens (`torch.LongTensor` of shape `(R, T)`): Anchor and draft tokens.
             topology (`TreeTopology`): Who sees whom among them.
+            logits_from (`int`): The first node whose logits are wanted.
+
+        Returns:
+            [`SlotOutput`] with the logits of these nodes, and the states of all.
 
         Raises:
             UnsupportedModelError: A tree for a model that can verify chains only.
@@ -327,13 +331,14 @@ class SlotModel:
                 f"{type(self.model).__name__} {why}, so it can verify chains, and got a draft tree. Draft without "
                 "branches."
             )
-        replayed = self._replay(tokens, topology)
+        replayed = self._replay(tokens, topology, logits_from)
         if replayed is not None:
             return replayed
         plan, rows = self._plan_write(tokens)
         forward = VerificationForward(self._tree(topology, tokens, rows), plan.columns)
         positions = self.positions(topology, rows) if self.profile.takes_position_ids else None
-        output = self._read(tokens, positions, self._masks(topology, forward, rows), forward)
+        masks = self._masks(topology, forward, rows)
+        output = self._read(tokens, positions, masks, forward, tokens.shape[1] - logits_from)
         self.attention_layers = forward.layers
         return output
 
@@ -344,9 +349,12 @@ class SlotModel:
         rows.device_lengths = plan.device_starts
         return plan, rows
 
-    def _replay(self, tokens: torch.LongTensor, topology: TreeTopology) -> SlotOutput | None:
+    def _replay(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int) -> SlotOutput | None:
         """The forward as a graph; `None` where it has to run without one."""
-        return None if self.graphs is None else self.graphs.forward(self, tokens, topology)
+        output = None if self.graphs is None else self.graphs.forward(self, tokens, topology)
+        if output is None:
+            return None
+        return SlotOutput(output.logits[:, logits_from:], output.hidden_states)
 
     def read_static(self, nodes: NodeInputs, columns: int) -> tuple[SlotOutput, Counter]:
         """The same forward from tensors that stay where they are, for a capture; nothing else changes with the text.
@@ -363,20 +371,22 @@ class SlotModel:
         forward = VerificationForward(nodes.tree if use_triton(nodes.tokens) else None, columns)
         make = TreeMask.stand_in if self._needs_no_masks else TreeMask.additive
         masks = [make(TreeMask(nodes.tree, span), columns, self._mask_dtype) for span in self.profile.spans]
-        output = self._read(nodes.tokens, nodes.positions, self._named(masks, forward), forward)
+        output = self._read(nodes.tokens, nodes.positions, self._named(masks, forward), forward, num_nodes)
         # A forward runs at least once before it is captured, and then shows whether anything looks at the masks.
         num_layers = sum(layer.is_initialized for layer in self.cache.layers)
         self._needs_no_masks = set(forward.layers) == {TREE_KERNEL} and forward.layers.total() >= num_layers
         return output, forward.layers
 
-    def _read(self, tokens, positions, masks, forward: VerificationForward) -> SlotOutput:
+    def _read(self, tokens, positions, masks, forward: VerificationForward, num_logits: int) -> SlotOutput:
         inputs = {"input_ids": tokens, "past_key_values": self.cache, "use_cache": True, "return_dict": True}
         inputs["attention_mask"] = masks
+        if num_logits < tokens.shape[1] and self.profile.takes_logits_to_keep:
+            inputs["logits_to_keep"] = num_logits
         if self.profile.takes_position_ids:
             inputs["position_ids"] = positions
         with self.captured() as states, self._attention(forward), self._states_kept(tokens.shape[1]):
             output = self.model(**inputs, **self._kwargs)
-        return SlotOutput(output.logits, states, output.get("hidden_states"))
+        return SlotOutput(output.logits[:, -num_logits:], states, output.get("hidden_states"))
 
     def _tree(self, topology: TreeTopology, tokens: torch.LongTensor, rows: RowState) -> SlotTree | None:
         """The nodes for the tree attention kernel, where it runs."""

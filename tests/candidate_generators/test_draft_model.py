@@ -192,10 +192,10 @@ class TestCache:
         for kind in {SlotModel, *SlotModel.__subclasses__()}:
             if "forward" in vars(kind):
 
-                def counted(self, tokens, topology, run=kind.forward):
+                def counted(self, tokens, topology, run=kind.forward, **wanted):
                     if self.model is draft:
                         shapes.append(tuple(tokens.shape))
-                    return run(self, tokens, topology)
+                    return run(self, tokens, topology, **wanted)
 
                 monkeypatch.setattr(kind, "forward", counted)
         options = {"num_speculative_tokens": k}

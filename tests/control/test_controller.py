@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec.control import ControlProfile, theory
-from hf_specdec.control.controller import RowOutcome, SpeculationController
-from tests.control.worlds import World
+from hf_specdec.control.controller import RowOutcome, SpeculationController, batch_tokens
+from tests.control.worlds import BatchWorld, World
 
 
 MOST = 12
@@ -155,6 +155,53 @@ def test_a_batch_has_the_length_that_its_rows_want_together():
     controller = world.controller(MOST)
     world.run(controller, 150)
     assert world.loss(world.run(controller, 200), MOST) < 0.06
+
+
+def test_calls_of_batches_whose_rows_end_at_different_times_lose_little():
+    """What fast rows gain is lost in waiting for the slow ones, as far as a cycle costs the same with fewer rows."""
+    chance, losses, beside_plain = random.Random(3), [], []
+    for seed in range(60):
+        num_rows, base = chance.choice([2, 4, 8, 16]), chance.uniform(0.05, 0.9)
+        few = max(num_rows // 4, 1)
+        rates = chance.choice(
+            [
+                [base] * num_rows,
+                [min(max(chance.gauss(base, 0.2), 0.0), 0.97) for _ in range(num_rows)],
+                [0.9] * few + [0.05] * (num_rows - few),
+                [0.05] * few + [0.8] * (num_rows - few),
+            ]
+        )
+        times = TARGETS[chance.choice(sorted(TARGETS))]
+        cost = chance.choice([0.02, 0.05, 0.1, 0.3])
+        world = BatchWorld(
+            rates,
+            lambda depth, cost=cost: cost * depth * 1e-3,
+            lambda nodes, times=times: times(nodes) * 1e-3,
+            seed=seed,
+            noise=0.08,
+            stalls=0.01,
+            num_tokens=128,
+            fixed=chance.choice([0.2, 0.5, 0.8, 1.0]),
+        )
+        profile = ControlProfile()
+        for _ in range(3):
+            world.call_under(profile, MOST)
+        ours = statistics.mean(world.call_under(profile, MOST) for _ in range(4))
+        others = [statistics.mean(world.fixed_length(k) for _ in range(3)) for k in range(MOST + 1)]
+        losses.append(1 - min(others) / ours)
+        beside_plain.append(others[0] / ours)
+    assert statistics.mean(losses) < 0.05
+    assert statistics.quantiles(losses, n=20)[-1] < 0.15
+    assert statistics.quantiles(beside_plain, n=20)[0] > 0.9
+
+
+def test_the_slowest_row_counts_as_far_as_cycles_cost_the_same_for_any_number_of_rows():
+    left = [64, 64, 64, 64]
+    assert batch_tokens([2, 2, 2, 2], left, fixed=1.0) == 8
+    assert batch_tokens([4, 4, 4, 1], left, fixed=1.0) == 4
+    assert batch_tokens([4, 4, 4, 1], left, fixed=0.0) == pytest.approx(16 / (3 / 4 + 1))
+    # A row that is nearly done is not the slowest one.
+    assert batch_tokens([4, 4, 4, 1], [64, 64, 64, 1], fixed=1.0) == pytest.approx(193 / 16)
 
 
 def test_a_row_whose_drafts_are_bad_does_not_widen_the_batch():

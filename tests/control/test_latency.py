@@ -108,6 +108,29 @@ def test_another_number_of_rows_is_expected_to_take_what_as_many_tokens_take():
     assert model.verify_seconds(4, 4) == pytest.approx(2.2)
 
 
+def test_fewer_nodes_than_were_measured_take_less_as_with_other_numbers_of_rows():
+    model = LatencyModel()
+    fill(table := TimeTable(), {1: 1.0, 8: 2.0})
+    model.verify[4] = table
+    fill(table := TimeTable(), {8: 1.5})
+    model.verify[2] = table
+    assert model.verify_seconds(1, 2) == pytest.approx(0.75)
+    assert model.verify_seconds(8, 2) == pytest.approx(1.5)
+
+
+def test_the_fixed_part_of_a_cycle_is_found_from_numbers_of_rows():
+    model = LatencyModel()
+    for rows in (2, 8):
+        fill(table := TimeTable(), {1: 0.6 + 0.05 * rows})
+        model.verify[rows] = table
+    assert model.fixed_part(8) == pytest.approx(0.6)
+    assert model.fixed_part(2) == pytest.approx(0.6 / 0.7)
+    fill(table := TimeTable(), {1: 0.5})
+    model.verify[16] = table
+    # More rows took no longer: all of it is fixed.
+    assert model.fixed_part(8) == 1.0
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_what_is_no_time_is_not_taken(seconds):
     model = LatencyModel()

@@ -46,7 +46,8 @@ class World:
 
     def tokens(self, limit: int) -> float:
         """Expected tokens of a cycle with full drafts of this length, which end with the slowest row."""
-        return batch_tokens([sum(rate**position for position in range(limit + 1)) for rate in self.acceptance])
+        rows = [sum(rate**position for position in range(limit + 1)) for rate in self.acceptance]
+        return batch_tokens(rows, [1.0] * len(rows), fixed=0.5)
 
     def seconds(self, limit: int) -> float:
         return self.verify(1) if limit == 0 else self.draft(limit) + self.verify(limit + 1)
@@ -96,3 +97,52 @@ class World:
         limits = [max(cycle.limits) for cycle in cycles]
         ours = sum(map(self.tokens, limits)) / sum(map(self.seconds, limits))
         return 1 - ours / self.rate(self.best(most))
+
+
+@dataclass
+class BatchWorld(World):
+    """Calls whose rows leave when they have all their tokens.
+
+    Attributes:
+        num_tokens (`int`): Of each row.
+        fixed (`float`): Part of a cycle's time that is the same for any number of rows; `draft` and `verify` are the
+            times of all of them.
+    """
+
+    num_tokens: int = 64
+    fixed: float = 0.5
+
+    def call(self, choose: Callable, report: Callable | None = None) -> float:
+        """True seconds of a call.
+
+        Args:
+            choose (`Callable`): Active rows, and the tokens that each may still get -> their limits.
+            report (`Callable`, *optional*): Takes the outcomes, the nodes and the seconds of each cycle.
+        """
+        num_rows = len(self.acceptance)
+        left, seconds = [self.num_tokens] * num_rows, 0.0
+        while any(left):
+            rows = [row for row in range(num_rows) if left[row]]
+            limits = [min(limit, left[row] - 1) for row, limit in zip(rows, choose(rows, [left[row] for row in rows]))]
+            outcomes = []
+            for row, limit in zip(rows, limits):
+                accepted = self._run(self.acceptance[row], limit)
+                outcomes.append(RowOutcome(row, limit, limit, accepted, accepted + 1))
+                left[row] -= accepted + 1
+            share, deepest = self.fixed + (1 - self.fixed) * len(rows) / num_rows, max(limits)
+            draft, verify = (self.draft(deepest) if deepest else 0.0) * share, self.verify(deepest + 1) * share
+            seconds += draft + verify
+            if report is not None:
+                report(outcomes, deepest, self.measured(draft) if deepest else None, self.measured(verify))
+        return seconds
+
+    def call_under(self, profile: ControlProfile, most: int) -> float:
+        """Seconds of a call under a controller, which the next one learns from."""
+        controller = self.controller(most, profile=profile)
+        seconds = self.call(lambda rows, left: controller.limits(rows, 0, left), controller.observe)
+        controller.close()
+        return seconds
+
+    def fixed_length(self, limit: int) -> float:
+        """Seconds of a call with one length."""
+        return self.call(lambda rows, left: [limit] * len(rows))

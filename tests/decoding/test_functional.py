@@ -171,6 +171,22 @@ class TestSameBits:
         model = make(name, dtype)
         assert_same_bits(model, [3, 0, 5], states=(2, "last", 0, model.config.num_hidden_layers))
 
+    @pytest.mark.parametrize("kind", [SlotModel, FunctionalSlotModel])
+    @pytest.mark.parametrize("states", [(), ("last", 1)])
+    def test_logits_of_the_last_nodes(self, kind, states):
+        model = make("llama")
+
+        def forward(**wanted):
+            driver = kind(model, SlotCache(12), states)
+            driver.prefill(prompts(2)["input_ids"], [0, 2])
+            tokens = torch.randint(VOCAB_SIZE, (2, 5), generator=torch.Generator().manual_seed(0))
+            return driver.forward(tokens, chain_topology(4, CPU), **wanted)
+
+        every, last = forward(), forward(logits_from=3)
+        assert last.logits.shape == (2, 2, VOCAB_SIZE)
+        torch.testing.assert_close(last.logits, every.logits[:, 3:])
+        assert all(map(torch.equal, last.hidden_states.values(), every.hidden_states.values()))
+
     def test_under_autocast(self):
         with torch.autocast("cpu", torch.bfloat16):
             assert_same_bits(make("qwen3"), [3, 0, 5])

@@ -7,6 +7,7 @@ Shapes: B rows of the batch, N draft nodes of a row, T = N + 1 verified nodes (n
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,8 @@ class DraftTree:
         is_chain (`bool`): Node i is the child of node i - 1.
         shape (`TokenTree`, *optional*): The static tree that all rows share; what follows from it is computed once.
         node_parents (`list[list[int]]`, *optional*): The parents of the valid nodes on the host, like `node_lists`.
+        chances (`torch.FloatTensor` of shape `(B, N)`, *optional*): Log-probability of the path to each node, -inf for
+            padding, by which a smaller tree can be cut out of this one.
 
     Attributes:
         node_counts (`list[int]`, *optional*): `num_nodes` on the host.
@@ -56,6 +59,7 @@ class DraftTree:
     is_chain: bool = False
     shape: TokenTree | None = field(default=None, repr=False)
     node_parents: list[list[int]] | None = field(default=None, repr=False)
+    chances: torch.FloatTensor | None = field(default=None, repr=False)
     node_counts: list[int] | None = field(default=None, init=False, repr=False)
     why_empty: str = field(default="nothing_found", init=False, repr=False)
 
@@ -148,6 +152,44 @@ class DraftTree:
         draft = copy(self)
         draft.probs = None
         return draft
+
+    def chances_by_rank(self) -> torch.FloatTensor | None:
+        """How likely the drafter thinks that the best node of a row is accepted, the next one, and so on.
+
+        Returns:
+            `torch.FloatTensor` of shape `(N,)`: Means over the rows, on the host for a tree that all of them share;
+            `None` for a chain, and where nothing says it.
+        """
+        if self.is_chain:
+            return None
+        if self.shape is not None:
+            return _prior_chances_by_rank(self.shape)
+        if self.chances is None or self.node_counts is None:
+            return None
+        return self.chances.exp().sort(dim=1, descending=True).values.mean(0)
+
+    def likeliest(self, count: int) -> DraftTree:
+        """At most `count` nodes of each row, those that are most likely to be right; a whole draft if none says so."""
+        if count >= self.size or self.probs is not None:
+            return self
+        if self.shape is not None:
+            return self._likeliest_of_shape(count)
+        if self.chances is None or self.node_counts is None:
+            return self
+        best = self.chances.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
+        # Where each node has gone; entry 0 is the anchor.
+        places = best.new_full((len(best), self.size + 1), -1)
+        places.scatter_(1, best + 1, torch.arange(count, device=best.device).expand_as(best))
+        parents = places.gather(1, self.parents.expand_as(self.tokens).gather(1, best) + 1)
+        counts = [min(own, count) for own in self.node_counts]
+        return DraftTree(self.tokens.gather(1, best), parents, counts, chances=self.chances.gather(1, best))
+
+    def _likeliest_of_shape(self, count: int) -> DraftTree:
+        tree, nodes = self.shape.likeliest(count)
+        tokens = self.tokens.index_select(1, _node_indices(nodes, self.tokens.device))
+        # Rows that may not draft so deep have the first nodes only.
+        counts = [bisect_left(nodes, own) for own in self.counts()]
+        return replace(tree.draft(tokens), num_nodes=counts)
 
     def unknown_tables(self, tokens: bool = False) -> dict[str, torch.LongTensor]:
         """What the host does not know of the drafts, for a transfer that is made anyway; [`learn`] takes it.
@@ -266,6 +308,16 @@ def _counts_tensor(counts: list[int], device: torch.device) -> torch.LongTensor:
     if min(counts, default=0) == max(counts, default=0):
         return torch.full((len(counts),), counts[0] if counts else 0, dtype=torch.long, device=device)
     return upload(counts, device)
+
+
+@lru_cache(maxsize=256)
+def _prior_chances_by_rank(shape: TokenTree) -> torch.FloatTensor:
+    return torch.tensor(sorted(shape.prior_chances, reverse=True))
+
+
+@lru_cache(maxsize=256)
+def _node_indices(nodes: tuple[int, ...], device: torch.device) -> torch.LongTensor:
+    return upload(nodes, device)
 
 
 @lru_cache(maxsize=256)

@@ -252,6 +252,16 @@ class TokenTree:
         """The tree without what lies deeper."""
         return self if depth >= self.max_depth else _prefix(self, max(depth, 0))
 
+    @cached_property
+    def prior_chances(self) -> tuple[float, ...]:
+        """Of each node, where nothing was measured."""
+        accuracies = prior_accuracies(self.max_depth, max(self.widths, default=1))
+        return tuple(math.prod(ranks[rank] for ranks, rank in zip(accuracies, path)) for path in self.paths)
+
+    def likeliest(self, count: int) -> tuple[TokenTree, tuple[int, ...]]:
+        """The tree of the `count` nodes that are likeliest where nothing was measured, and which nodes they are."""
+        return _likeliest(self, count)
+
     def topology(self, device: torch.device) -> TreeTopology:
         """Depths and ancestors, computed once per device."""
         return chain_topology(len(self), device) if self.is_chain else static_topology(self.parents, device)
@@ -289,6 +299,14 @@ class TokenTree:
 @lru_cache(maxsize=256)
 def _prefix(tree: TokenTree, depth: int) -> TokenTree:
     return TokenTree(tree.paths[: tree.num_nodes_to(depth)])
+
+
+@lru_cache(maxsize=256)
+def _likeliest(tree: TokenTree, count: int) -> tuple[TokenTree, tuple[int, ...]]:
+    # Of equal ones the first: parents come before their children.
+    order = sorted(range(len(tree)), key=lambda node: -tree.prior_chances[node])
+    nodes = tuple(sorted(order[:count]))
+    return TokenTree(tuple(tree.paths[node] for node in nodes)), nodes
 
 
 @lru_cache(maxsize=256)

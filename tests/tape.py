@@ -15,7 +15,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from hf_specdec.candidate_generators import denoising, dflash, eagle
+from hf_specdec.candidate_generators import denoising, dflash, eagle, mlp_speculator
+from hf_specdec.candidate_generators.draft_graphs import RowInputs
 from hf_specdec.candidate_generators.slots import DraftInputs
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.graphs import CannotCaptureError, CaptureBackend, NodeInputs, NoWaiting
@@ -135,7 +136,7 @@ def tape_everything(monkeypatch) -> list[TapeBackend]:
         return used[-1]
 
     monkeypatch.setattr(graphs, "capture_backend", backend)
-    for module in (denoising, dflash, eagle):
+    for module in (denoising, dflash, eagle, mlp_speculator):
         # On a CPU it goes through numpy, which is not on a tape.
         monkeypatch.setattr(module, "best_tokens", lambda scores: scores.argmax(-1))
     return used
@@ -143,7 +144,7 @@ def tape_everything(monkeypatch) -> list[TapeBackend]:
 
 def spoil_inputs(monkeypatch) -> None:
     """From now on whatever a replay reads must have been filled for it."""
-    for inputs in (NodeInputs, DraftInputs):
+    for inputs in (NodeInputs, DraftInputs, RowInputs):
         monkeypatch.setattr(inputs, "fill", _filling_spoiled(inputs.fill))
 
 

@@ -27,9 +27,10 @@ from ..models.dflash_formats import BlockView
 from ..models.dflash_functional import FunctionalDFlash, lean_network
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 from .denoising import Denoising, keep_counts
+from .draft_graphs import begin_graphs
 from .lattice import best_candidates, best_prefixes, num_prefixes, prefix_nodes
 from .options import check_draft_sample_method, check_integer
-from .slots import DraftInputs, DraftSlots, Entries, KnownPrompt, begin_graphs
+from .slots import DraftInputs, DraftSlots, Entries, KnownPrompt
 from .tensors import last_of_each
 
 
@@ -166,9 +167,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def prefill(self, prompt: Prompt) -> None:
         """Takes in the states of all tokens but the last one, which come again with the first committed token."""
-        known = KnownPrompt(prompt)
+        known, network = KnownPrompt(prompt), self.network
         slots = known.slots(self.session.max_length, self.block_size + self.most_committed)
-        self.text = DraftText(self.network, **slots, graphs=begin_graphs(self.network, self.config, self.session))
+        graphs = begin_graphs(network, network.shared_modules, self.config, self.session)
+        self.text = DraftText(network, **slots, graphs=graphs)
         for states, _, counts in known.chunks(_CHUNK_SIZE):
             self.text.extend(states, counts)
 

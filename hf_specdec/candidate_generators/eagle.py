@@ -38,8 +38,9 @@ from ..models.settings import is_int, is_number
 from ..token_trees import TokenTree
 from ..transfers import select_rows, upload
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from .draft_graphs import begin_graphs
 from .options import check_draft_sample_method, check_integer
-from .slots import DraftInputs, DraftSlots, Entries, KnownPrompt, begin_graphs
+from .slots import DraftInputs, DraftSlots, Entries, KnownPrompt
 from .tensors import last_of_each
 
 
@@ -237,7 +238,8 @@ class EagleCandidateGenerator(CandidateGenerator):
         """
         known, network = KnownPrompt(prompt), self.network
         slots = known.slots(self.session.max_length, self.num_reads + self.most_committed)
-        self.entries = self.make_entries(**slots, graphs=begin_graphs(network, self.config, self.session))
+        graphs = begin_graphs(network, network.shared_modules, self.config, self.session)
+        self.entries = self.make_entries(**slots, graphs=graphs)
         for states, tokens, counts in known.chunks(_CHUNK_SIZE):
             new = self.entries.gather(Entries(tokens, states, counts))
             self.entries.read(new.tokens, network.fuse(new.states), new.counts)
@@ -261,9 +263,12 @@ class EagleCandidateGenerator(CandidateGenerator):
 
     def _read(self, entries: DraftEntries, new: Entries) -> tuple[torch.Tensor, torch.Tensor]:
         """What the last entry of each row hands on `(R, h)`, and the logits behind it `(R, U)`."""
-        hidden = new.states[_OWN] if _OWN in new.states else self.network.fuse(new.states)
-        hidden, output = entries.read(new.tokens, hidden, new.counts)
+        hidden, output = entries.read(new.tokens, self._states_of(new), new.counts)
         return last_of_each(hidden, new.counts), self.network.logits(last_of_each(output, new.counts))
+
+    def _states_of(self, new: Entries) -> torch.Tensor:
+        """What the network takes for entries: the target's states, or what it has handed on itself `(R, T, h)`."""
+        return new.states[OWN] if OWN in new.states else self.network.fuse(new.states)
 
     def keep_rows(self, keep: list[int]) -> None:
         self.entries.keep_rows(keep)
@@ -324,21 +329,17 @@ class EagleCandidateGenerator(CandidateGenerator):
         themselves and the logits behind them `(R, U)`.
         """
         entries = self.entries
-        if entries.graphs is None or not entries.reads_chains:
-            self._read_new(new)
-            entries.begin_draft(self.num_reads)
-            parent = torch.zeros(1, dtype=torch.long, device=self.device)
+        if entries.graphs is not None and new is not None:
+            return self._begin_replayed_chain(new)
+        self._read_new(new)
+        entries.begin_draft(self.num_reads)
+        parent = torch.zeros(1, dtype=torch.long, device=self.device)
 
-            def read(tokens: torch.LongTensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-                hidden, output = entries.read_nodes(tokens[:, None], hidden[:, None], parent)
-                return hidden[:, 0], self.network.logits(output)[:, 0]
+        def read(tokens: torch.LongTensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden, output = entries.read_nodes(tokens[:, None], hidden[:, None], parent)
+            return hidden[:, 0], self.network.logits(output)[:, 0]
 
-            return read
-        if new is not None:
-            self.hidden, self.logits = self._replay_read(new, self.most_committed)
-        return lambda tokens, hidden: self._replay_read(
-            Entries(tokens[:, None], {_OWN: hidden[:, None]}, [1] * len(tokens)), 1
-        )
+        return read
 
     def _grow(self, entries: DraftEntries, hidden, logits, limits: RowLimits | StaticLimits) -> Grown:
         """The draft behind the last entries.
@@ -434,19 +435,19 @@ class EagleCandidateGenerator(CandidateGenerator):
         places = tokens.new_full((len(tokens), tokens.shape[1] + 1), -1)
         places.scatter_(1, chosen + 1, torch.arange(count, device=tokens.device).expand_as(chosen))
         parents = places.gather(1, read.gather(1, chosen // self.plan.top_k) + 1)
-        return Grown(tokens.gather(1, chosen), parents, sizes)
+        return Grown(tokens.gather(1, chosen), parents, sizes, chances.gather(1, chosen))
 
     def _tree(self, grown: Grown, limits: list[int]) -> DraftTree:
         """What was grown, as far as each row may draft."""
         device = self.session.device
-        tokens, parents, sizes = grown
+        tokens, parents, sizes, chances = grown
         if sizes is None:
             plan = self.plan.up_to(max(limits))
             return plan.draft(tokens[:, : len(plan)].to(device), limits)
         deepest = len(sizes) - 1
         counts = [min(sizes[min(limit, deepest)], self.plan.total_tokens - 1) for limit in limits]
-        tokens, parents = (values[:, : max(counts)].to(device) for values in (tokens, parents))
-        return DraftTree(tokens, parents, counts)
+        tokens, parents, chances = (values[:, : max(counts)].to(device) for values in (tokens, parents, chances))
+        return DraftTree(tokens, parents, counts, chances=chances)
 
     def _candidates(self, logits: torch.Tensor, width: int, chances: torch.Tensor | None):
         """The best continuations of each node.
@@ -468,6 +469,13 @@ class EagleCandidateGenerator(CandidateGenerator):
         return tokens, None if chances is None else (chances[..., None] + best.values).flatten(1)
 
     # Drafting in graphs
+
+    def _begin_replayed_chain(self, new: Entries) -> Callable:
+        """What `_begin_chain` does, with a graph for each token, which is an entry that is taken back later."""
+        self.hidden, self.logits = self._replay_read(new, self.most_committed)
+        return lambda tokens, hidden: self._replay_read(
+            Entries(tokens[:, None], {OWN: hidden[:, None]}, [1] * len(tokens)), 1
+        )
 
     def _replay_read(self, new: Entries, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What `_read` returns, from a graph if there is one."""
@@ -522,7 +530,7 @@ class EagleCandidateGenerator(CandidateGenerator):
 
 
 # The key of what the draft itself has handed on, in the place of the target's states.
-_OWN = "own"
+OWN = "own"
 
 
 class Grown(NamedTuple):
@@ -532,14 +540,18 @@ class Grown(NamedTuple):
         tokens (`torch.LongTensor` of shape `(R, N)`): Its nodes' tokens.
         parents (`torch.LongTensor` of shape `(R, N)`, *optional*): Their parents, of a dynamic tree.
         sizes (`list[int]`, *optional*): How many nodes of it are at most 0, 1, ... deep, if so many are drafted.
+        chances (`torch.FloatTensor` of shape `(R, N)`, *optional*): Log-probability of the path to each node.
     """
 
     tokens: torch.LongTensor
     parents: torch.LongTensor | None = None
     sizes: list[int] | None = None
+    chances: torch.FloatTensor | None = None
 
     def of_rows(self, count: int) -> Grown:
-        return Grown(self.tokens[:count], None if self.parents is None else self.parents[:count], self.sizes)
+        if self.parents is None:
+            return Grown(self.tokens[:count])
+        return Grown(self.tokens[:count], self.parents[:count], self.sizes, self.chances[:count])
 
 
 class RowLimits:
@@ -619,11 +631,9 @@ class DraftEntries(DraftSlots):
 
     Attributes:
         num_read (`int`): Nodes of the current draft that have been read.
-        reads_chains (`bool`): The nodes of a chain may be read as entries that are taken back later.
     """
 
     num_read = 0
-    reads_chains = True
 
     def __init__(self, network: EagleNetwork, starts: list[int], offsets: list[int], capacity: int, **options):
         super().__init__(network, starts, offsets, capacity, **options)

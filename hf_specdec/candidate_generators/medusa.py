@@ -4,6 +4,8 @@ Cai et al. 2024 (arXiv:2401.10774). Head i sees the state from which the anchor 
 guesses the i-th token behind it. The candidates of the heads are combined to a static tree: the node of path
 (r_1, .., r_d) carries the candidate of rank r_d of head d. Checkpoints: [`~models.medusa`].
 
+On a GPU the candidates come from one graph, whatever the tree is, so that a tree may change.
+
 Shapes: B active rows, D depth of the tree (heads used), N nodes, C candidates of a head, H hidden size.
 """
 
@@ -26,7 +28,8 @@ from ..models.medusa import NUM_RANKS, MedusaHeads, fitting_heads, load_medusa
 from ..models.settings import is_int
 from ..token_trees import MAX_NODES, TokenTree, prior_accuracies
 from ..transfers import select_rows, upload
-from .base import CandidateGenerator, Commit, DraftStep, Session
+from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from .draft_graphs import RowGraphs
 
 
 if TYPE_CHECKING:
@@ -177,7 +180,8 @@ class MedusaCandidateGenerator(CandidateGenerator):
         self.tree = self._fitting(tree or self._default_tree())
         self.num_speculative_tokens = self.heads.num_heads if self.counts else self.tree.max_depth
         self.hidden: torch.Tensor | None = None  # (B, H), from which each row's anchor was predicted
-        self.candidates: torch.LongTensor | None = None  # (D, B, C), of the last draft
+        self.candidates: torch.LongTensor | None = None  # (D, B, C), of the last draft, to be counted
+        self.graphs = RowGraphs(self.heads, (self.lm_head,) if self.heads.lm_heads is None else ())
 
     def _measures(self) -> bool:
         """Whether the tree follows what is counted. Rules that accept wrong tokens would be counted as right ones."""
@@ -202,6 +206,9 @@ class MedusaCandidateGenerator(CandidateGenerator):
     def num_draft_nodes(self) -> int:
         return self.num_nodes if self.counts else len(self.tree)
 
+    def prefill(self, prompt: Prompt) -> None:
+        self.graphs.begin(self.config, self.session)
+
     def propose(self, step: DraftStep) -> DraftTree:
         depths = self.draft_depths(step)
         tree = self.tree.up_to(max(depths))
@@ -212,13 +219,22 @@ class MedusaCandidateGenerator(CandidateGenerator):
         if self.counts:
             # What the tree leaves out is counted too, or it could not grow.
             depth, count = min(depth + 1, self.heads.num_heads), min(NUM_RANKS, self.heads.lm_head_size)
-        best = self.heads.top_tokens(self.hidden, count, self.lm_head, depth)
-        self.candidates = best = best.to(self.session.device)
-        flat = best.transpose(0, 1).flatten(1)
+        best = self._best_tokens(depth, count).to(self.session.device)
+        if self.counts:
+            self.candidates = best.transpose(0, 1)
+        flat = best.flatten(1)
         return tree.draft(flat.index_select(1, _candidate_of_node(tree, count, flat.device)), depths)
 
+    def _best_tokens(self, depth: int, count: int) -> torch.LongTensor:
+        """The `count` best tokens of each of the first `depth` heads, best first: `(B, D, C)`."""
+
+        def read(hidden: torch.Tensor) -> torch.LongTensor:
+            return self.heads.top_tokens(hidden, count, self.lm_head, depth).transpose(0, 1).contiguous()
+
+        return self.graphs.run((depth, count), read, {"hidden": self.hidden})
+
     def observe(self, commit: Commit) -> None:
-        if self.counts and self.candidates is not None:
+        if self.candidates is not None:
             self._count(commit.tokens, commit.counts)
         # What is committed without a draft says nothing of these.
         self.candidates = None
@@ -234,6 +250,7 @@ class MedusaCandidateGenerator(CandidateGenerator):
         self.hidden = select_rows(self.hidden, keep)
 
     def close(self) -> None:
+        self.graphs.close()
         self.hidden = self.candidates = None
 
 

@@ -6,6 +6,8 @@ trees, the best nodes of a tree that is grown level by level, or the published "
 of such a tree. The network keeps no cache: it starts anew from the target's state behind the final norm. Checkpoint:
 [`~models.mlp_speculator`].
 
+On a GPU a draft is one graph. Of chains that the call's processors look at, drawn ones among them, each token is one.
+
 Shapes: B active rows, N draft nodes, S nodes that were looked at, R nodes of a level that are read, W candidates of a
 node, H hidden size of the target.
 """
@@ -13,8 +15,8 @@ node, H hidden size of the target.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from typing import Literal
+from functools import cached_property, lru_cache, partial
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -26,7 +28,8 @@ from ..models.mlp_speculator import MLPSpeculator, MLPStage, fitting_speculator,
 from ..models.settings import is_int
 from ..token_trees import TokenTree
 from ..transfers import select_rows, upload
-from .base import CandidateGenerator, Commit, DraftStep, Session
+from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from .draft_graphs import RowGraphs
 from .options import check_integer
 
 
@@ -153,12 +156,19 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         self.device, self.dtype = weight.device, weight.dtype
         self.draws = self.asks_to_draw
         self.plan = _plan(config, resources, session, self.why_chains)
+        self.is_steered = self.plan.is_chain and (self.draws or _has_processors(session))
         self.num_speculative_tokens = self.plan.max_depth
         self.states: torch.Tensor | None = None  # (B, H): of each row, what its anchor was predicted from
+        self.graphs = RowGraphs(self.speculator)
+        # Targets of other vocabularies may share the network.
+        self.vocabulary = resources.vocab_size, self.last_token
 
     @property
     def num_draft_nodes(self) -> int:
         return len(self.plan)
+
+    def prefill(self, prompt: Prompt) -> None:
+        self.graphs.begin(self.config, self.session)
 
     def observe(self, commit: Commit) -> None:
         self.states = commit.anchor_states("last")
@@ -166,50 +176,85 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
     def keep_rows(self, keep: list[int]) -> None:
         self.states = select_rows(self.states, keep)
 
+    def close(self) -> None:
+        self.graphs.close()
+        self.states = None
+
     def propose(self, step: DraftStep) -> DraftTree:
         limits = self.draft_depths(step)
         depth = max(limits)
         if depth <= 0:
             return DraftTree.empty(len(step.rows), self.session.device)
-        state = self.speculator.start(self.states.to(self.device, self.dtype))
-        anchors = self._readable(step.anchor_tokens)
-        if isinstance(self.plan, GrowthPlan):
-            return self._grow(state, anchors, depth).draft(self.plan, limits)
-        if self.plan.is_chain:
-            return self._draft_chain(state, anchors, step, limits)
-        return self._draft_static(state, anchors, limits)
+        if self.is_steered:
+            return self._draft_steered(step, limits)
+        drafted = self._draft(step, depth)
+        if isinstance(drafted, ChosenNodes):
+            return drafted.draft(limits, self.session.device)
+        return self.plan.up_to(depth).draft(drafted.to(self.session.device), limits)
+
+    def _draft(self, step: DraftStep, depth: int) -> torch.LongTensor | ChosenNodes:
+        """What the plan says up to a depth: tokens `(B, N)`, or nodes that differ from row to row."""
+        plan = self.plan
+        if isinstance(plan, GrowthPlan):
+            read, constants = self._grow_best, None
+        elif plan.is_chain:
+            read, constants = self._best_chain, None
+        else:
+            read, constants = self._ranked, plan.up_to(depth).levels(self.device)
+        values = {"states": self.states, "anchors": step.anchor_tokens}
+        return self.graphs.run((plan, depth, *self.vocabulary), partial(read, depth), values, constants)
+
+    def _start(self, states: torch.Tensor) -> torch.Tensor:
+        """What stage 0 takes."""
+        return self.speculator.start(states.to(self.device, self.dtype))
 
     def _readable(self, tokens: torch.LongTensor) -> torch.LongTensor:
         """Tokens for a stage; those that the speculator lacks, such as padding, are read as its last one."""
         tokens = tokens.to(self.device)
         return tokens if self.last_token is None else tokens.clamp(max=self.last_token)
 
-    def _draft_chain(self, state: torch.Tensor, tokens: torch.LongTensor, step: DraftStep, limits) -> DraftTree:
-        """One token a stage: the best, or one drawn from the stage's distribution."""
+    def _draft_steered(self, step: DraftStep, limits: list[int]) -> DraftTree:
+        """One token a stage, the best or a drawn one, of its logits as the call's processors leave them."""
+        state, tokens = self.states, step.anchor_tokens
         drafted, laws = [], []
         positions = [length - 1 for length in step.lengths]
         for depth in range(max(limits)):
-            state, logits = self.stages[depth](state, tokens)
-            logits = logits.to(self.session.device)
-            scores = logits if self.sampler is None else self.sampler.scores(logits, step.rows, drafted)
+            values = {"state": state, "tokens": tokens}
+            state, logits = self.graphs.run((depth, *self.vocabulary), partial(self._read, depth), values)
+            scores = self.sampler.scores(logits.to(self.session.device), step.rows, drafted)
             if self.draws:
                 tokens, law = self.sampler.draw(scores, step.rows, positions, depth)
                 laws.append(law)
             else:
                 tokens = best_tokens(scores)
             drafted.append(tokens)
-            tokens = self._readable(tokens)
         return DraftTree.chain(torch.stack(drafted, dim=1), limits, torch.stack(laws, dim=1) if laws else None)
 
-    def _draft_static(self, state: torch.Tensor, anchors: torch.LongTensor, limits: list[int]) -> DraftTree:
+    def _read(self, depth: int, state: torch.Tensor, tokens: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stage of a depth, counted from 0; the first takes the target's states."""
+        return self.stages[depth](state if depth else self._start(state), self._readable(tokens))
+
+    def _best_chain(self, depth: int, states: torch.Tensor, anchors: torch.LongTensor) -> torch.LongTensor:
+        """The best token of each stage."""
+        state, tokens, drafted = self._start(states), self._readable(anchors), []
+        for stage in self.stages[:depth]:
+            state, logits = stage(state, tokens)
+            tokens = best_tokens(logits)
+            drafted.append(tokens)
+        return torch.stack(drafted, dim=1)
+
+    def _ranked(self, depth: int, states: torch.Tensor, anchors: torch.LongTensor) -> torch.LongTensor:
         """The candidates of the given ranks; only nodes that have children are read."""
-        state, tokens, drafted = state[:, None], anchors[:, None], []
-        for depth, level in enumerate(self.plan.up_to(max(limits)).levels(self.device)):
-            state, logits = self.stages[depth](state, tokens)
+        state, tokens, drafted = self._start(states)[:, None], self._readable(anchors)[:, None], []
+        for stage, level in zip(self.stages, self.plan.up_to(depth).levels(self.device)):
+            state, logits = stage(state, tokens)
             candidates = logits.topk(level.width).indices.flatten(1)
             drafted.append(candidates[:, level.picks])
             tokens, state = candidates[:, level.read_picks], state[:, level.read_parents]
-        return self.plan.up_to(max(limits)).draft(torch.cat(drafted, dim=1).to(self.session.device), limits)
+        return torch.cat(drafted, dim=1)
+
+    def _grow_best(self, depth: int, states: torch.Tensor, anchors: torch.LongTensor) -> ChosenNodes:
+        return self._grow(self._start(states), self._readable(anchors), depth).chosen(self.plan)
 
     def _grow(self, state: torch.Tensor, anchors: torch.LongTensor, depth: int) -> GrownTree:
         """Level by level the best continuations of the nodes that are read."""
@@ -232,7 +277,7 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
             nodes, num_nodes = read + num_nodes, num_nodes + levels[-1][0].shape[1]
             state = state.gather(1, (read // width)[..., None].expand(-1, -1, state.shape[-1]))
         sizes = [level[0].shape[1] for level in levels]
-        return GrownTree(*(torch.cat(parts, dim=1).to(self.session.device) for parts in zip(*levels)), sizes)
+        return GrownTree(*(torch.cat(parts, dim=1) for parts in zip(*levels)), sizes)
 
 
 @dataclass(frozen=True)
@@ -291,24 +336,23 @@ class GrownTree:
     scores: torch.FloatTensor
     level_sizes: list[int]
 
-    def draft(self, plan: GrowthPlan, limits: list[int]) -> DraftTree:
-        """The nodes that the plan chooses, without those that are deeper than a row's limit."""
-        nodes, counts = self._best_nodes(plan) if plan.num_candidates is None else self._best_sequences(plan)
-        if min(limits) < len(self.level_sizes):
-            counts = self._num_nodes_within(nodes, counts, limits)
+    def chosen(self, plan: GrowthPlan) -> ChosenNodes:
+        """The nodes that the plan chooses."""
+        nodes, counts = (self._best_nodes(plan), None) if plan.num_candidates is None else self._best_sequences(plan)
         tokens, parents = self.tokens.gather(1, nodes), self.parents.gather(1, nodes)
         # Where each node has gone; entry 0 is the anchor.
         places = parents.new_full((parents.shape[0], self.tokens.shape[1] + 1), -1)
         places.scatter_(1, nodes + 1, torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes))
-        return DraftTree(tokens, places.gather(1, parents + 1), counts)
+        return ChosenNodes(tokens, places.gather(1, parents + 1), nodes, counts, tuple(self.level_sizes))
 
-    def _best_nodes(self, plan: GrowthPlan) -> tuple[torch.LongTensor, torch.LongTensor]:
-        """The nodes `(B, N)` in the order of levels, and how many are valid `(B,)`."""
+    def _best_nodes(self, plan: GrowthPlan) -> torch.LongTensor:
+        """The nodes `(B, N)` in the order of levels."""
         # Stable: of equally probable nodes the parent comes before the child.
         best = self.scores.sort(dim=1, descending=True, stable=True).indices[:, : plan.num_nodes]
-        return best.sort(dim=1).values, best.new_full((best.shape[0],), best.shape[1])
+        return best.sort(dim=1).values
 
     def _best_sequences(self, plan: GrowthPlan) -> tuple[torch.LongTensor, torch.LongTensor]:
+        """The nodes `(B, N)` of the sequences, in the order of levels, and how many are valid `(B,)`."""
         leaves = self.scores[:, -self.level_sizes[-1] :]
         best = leaves.topk(min(plan.num_candidates, leaves.shape[1])).indices
         chosen = torch.zeros_like(leaves, dtype=torch.bool).scatter_(1, best, True)
@@ -317,23 +361,57 @@ class GrownTree:
             chosen = chosen.unflatten(1, (size, -1)).any(-1)
             levels.insert(0, chosen)
         chosen = torch.cat(levels, dim=1)
-        counts = chosen.sum(1)
-        # How many prefixes the sequences share is not known before. A GPU is not asked: padding costs it less.
-        widest = int(counts.max()) if counts.device.type == "cpu" else len(plan)
-        return chosen.byte().sort(dim=1, descending=True, stable=True).indices[:, :widest], counts
+        return chosen.byte().sort(dim=1, descending=True, stable=True).indices[:, : len(plan)], chosen.sum(1)
 
-    def _num_nodes_within(self, nodes: torch.LongTensor, counts: torch.LongTensor, limits: list[int]):
-        """How many of the valid nodes are not deeper than their row's limit; they come first."""
-        depths = _depths_of_levels(tuple(self.level_sizes), nodes.device)
-        fits = depths[nodes] <= upload(limits, nodes.device)[:, None]
-        is_valid = torch.arange(nodes.shape[1], device=nodes.device) < counts[:, None]
-        return (fits & is_valid).sum(1)
+
+class ChosenNodes(NamedTuple):
+    """The nodes of a tree that are drafted, in the order of levels.
+
+    Attributes:
+        tokens, parents (`torch.LongTensor` of shape `(B, N)`): Of the nodes.
+        places (`torch.LongTensor` of shape `(B, N)`): Which of the nodes that were looked at they are.
+        counts (`torch.LongTensor` of shape `(B,)`, *optional*): How many of them are valid; `None` for all.
+        level_sizes (`tuple[int, ...]`): Nodes of each level that were looked at.
+    """
+
+    tokens: torch.LongTensor
+    parents: torch.LongTensor
+    places: torch.LongTensor
+    counts: torch.LongTensor | None
+    level_sizes: tuple[int, ...]
+
+    def draft(self, limits: list[int], device: torch.device) -> DraftTree:
+        """Those of them that are not deeper than their row's limit."""
+        tokens, parents = self.tokens, self.parents
+        if self.counts is not None and self.counts.device.type == "cpu":
+            # How many prefixes sequences share is not known before. A GPU is not asked: padding costs it less.
+            widest = int(self.counts.max())
+            tokens, parents = tokens[:, :widest], parents[:, :widest]
+        if min(limits) < len(self.level_sizes):
+            counts = self._num_within(limits).to(device)
+        elif self.counts is not None:
+            counts = self.counts.to(device)
+        else:
+            counts = [tokens.shape[1]] * len(limits)
+        return DraftTree(tokens.to(device), parents.to(device), counts)
+
+    def _num_within(self, limits: list[int]) -> torch.LongTensor:
+        """How many of each row's valid nodes are not deeper than its limit; they come first."""
+        device = self.places.device
+        is_drafted = _depths_of_levels(self.level_sizes, device)[self.places] <= upload(limits, device)[:, None]
+        if self.counts is not None:
+            is_drafted &= torch.arange(self.places.shape[1], device=device) < self.counts[:, None]
+        return is_drafted.sum(1)
 
 
 @lru_cache(maxsize=256)
 def _depths_of_levels(sizes: tuple[int, ...], device: torch.device) -> torch.LongTensor:
     """The depth of each node, level by level."""
     return upload([depth for depth, size in enumerate(sizes, start=1) for _ in range(size)], device)
+
+
+def _has_processors(session: Session) -> bool:
+    return session.sampler is not None and bool(session.sampler.stack)
 
 
 def _plan(config, loaded: LoadedSpeculator, session: Session, why_chains: str | None) -> TokenTree | GrowthPlan:

@@ -10,12 +10,16 @@ Two ways lead to more than one draft token:
 In a chain, layer j reads as its entry t the token t + 1 + j, so the last entries of all layers but the first contain
 drafted tokens, and are wrong if these are not accepted. They are read again together with the next ones.
 
+On a GPU a cycle is one graph; where tokens of a chain are drawn, each layer is one.
+
 Shapes: R active rows, T entries, W entries of the window that is read again, h hidden size, K layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -28,8 +32,8 @@ from ..models.mtp import MtpNetwork, fitting_network, load_mtp
 from ..token_trees import TokenTree
 from ..transfers import select_rows, upload
 from .base import Session
-from .eagle import DraftEntries, DynamicTree, EagleCandidateGenerator, ExtrapolationOptions
-from .slots import Entries
+from .eagle import OWN, DraftEntries, DynamicTree, EagleCandidateGenerator, ExtrapolationOptions
+from .slots import DraftInputs, Entries
 from .tensors import last_of_each
 
 
@@ -129,6 +133,34 @@ class MtpCandidateGenerator(EagleCandidateGenerator):
             return super().make_entries(**slots, num_layers=1)
         return LayerEntries(self.network, self.plan.max_depth, **slots)
 
+    def _begin_replayed_chain(self, new: Entries) -> Callable:
+        if self.mode == "reuse":
+            return super()._begin_replayed_chain(new)
+        entries = self.entries
+        self.hidden, self.logits = self._replay_layer(0, new)
+        return lambda tokens, hidden: self._replay_layer(entries.layer + 1, entries.shifted_window(tokens))
+
+    def _replay_layer(self, layer: int, window: Entries) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a layer hands on behind the window `(R, h)`, and the logits there `(R, V)`."""
+        key, read = ("layer", layer), partial(self._read_window_statically, layer)
+        output = self.entries.replay(key, window, self.most_committed, 0, window.counts, read)
+        if output is None:
+            return self._read_window(self.entries, layer, window)[1:]
+        handed_on, hidden, logits = (values[: len(window.tokens)] for values in output)
+        self.entries.keep_read(layer, window, handed_on)
+        return hidden, logits
+
+    def _read_window_statically(self, layer: int, inputs: DraftInputs, columns: int) -> tuple[torch.Tensor, ...]:
+        return self._read_window(self.entries.static(inputs, columns), layer, inputs)
+
+    def _read_window(
+        self, entries: LayerEntries, layer: int, window: Entries | DraftInputs
+    ) -> tuple[torch.Tensor, ...]:
+        """What a layer hands on in the window `(R, W, h)`, and behind it `(R, h)`; and the logits there `(R, V)`."""
+        handed_on, output = entries.read_window(layer, window.tokens, self._states_of(window), window.counts)
+        last, last_output = (last_of_each(values, window.counts) for values in (handed_on, output))
+        return handed_on, last, self.network.logits(last_output)
+
 
 class LayerEntries(DraftEntries):
     """Keys and values of a chain of layers.
@@ -140,17 +172,18 @@ class LayerEntries(DraftEntries):
         network (`MtpNetwork`): The layers.
         depth (`int`): K, how many of them are used.
         starts, offsets, capacity, options: As for one layer.
-    """
 
-    reads_chains = False
+    Attributes:
+        layer (`int`): The one that has read the window last.
+    """
 
     def __init__(
         self, network: MtpNetwork, depth: int, starts: list[int], offsets: list[int], capacity: int, **options
     ):
         super().__init__(network, starts, offsets, capacity, **options, num_layers=depth)
         self.depth = depth
-        # The layer that has read the window last, the window, and what that layer has handed on.
-        self._layer = depth - 1
+        self.layer = depth - 1
+        # The window, and what this layer has handed on.
         nothing = torch.zeros((len(starts), 0), dtype=torch.long, device=self.device)
         self._window = Entries(nothing, {}, [0] * len(starts))
         self._handed_on: torch.Tensor | None = None
@@ -173,13 +206,28 @@ class LayerEntries(DraftEntries):
 
     def read(self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: list[int] | torch.LongTensor):
         """Reads the window with the first layer; the arguments are those of one layer."""
+        return self.read_window(0, tokens, hidden, counts)
+
+    def read_window(self, layer: int, tokens: torch.LongTensor, hidden: torch.Tensor, counts):
+        """Reads the window with a layer, behind each row's length, and keeps it; the arguments are those of `read`."""
         self._begin_window(tokens, counts)
-        outputs = self._read_layer(0, tokens, hidden)
+        outputs = self._read_layer(layer, tokens, hidden)
         self.rows.commit(counts)
         return outputs
 
+    def shifted_window(self, tokens: torch.LongTensor) -> Entries:
+        """The window as the next layer reads it, with the tokens `(R,)` at its end; it is taken back for that."""
+        self._go_back(self._counts)
+        return Entries(self._shift(self._tokens, tokens[:, None]), {OWN: self._handed_on}, self._counts)
+
+    def keep_read(self, layer: int, window: Entries, handed_on: torch.Tensor) -> None:
+        """Keeps what a layer has made of the window in a graph, `(R, T, h)` with T at least W."""
+        self._tokens, _, self._counts = window
+        self.layer, self._handed_on = layer, handed_on[:, : window.tokens.shape[1]]
+
     def skip(self, counts: list[int]) -> None:
-        self._layer = self.depth - 1
+        # A graph of a whole draft reads with all layers.
+        self.layer = self.depth - 1
         super().skip(counts)
 
     def begin_draft(self, num_nodes: int) -> None:
@@ -188,11 +236,14 @@ class LayerEntries(DraftEntries):
     def read_nodes(self, tokens: torch.LongTensor, hidden: torch.Tensor, parents: torch.LongTensor):
         """Reads the window with the next layer; the arguments are those of one node behind the one read before."""
         self.num_read += 1
-        counts = self._counts if torch.is_tensor(self._counts) else upload(self._counts, self.device)
-        shifted = F.pad(self._shifted[:, 1:], (0, 1))
-        self._shifted = shifted.scatter(1, counts[:, None] - 1, tokens.to(self.device))
-        outputs = self._read_layer(self._layer + 1, self._shifted, self._handed_on)
+        self._shifted = self._shift(self._shifted, tokens)
+        outputs = self._read_layer(self.layer + 1, self._shifted, self._handed_on)
         return tuple(last_of_each(output, self._counts)[:, None] for output in outputs)
+
+    def _shift(self, window: torch.LongTensor, tokens: torch.LongTensor) -> torch.LongTensor:
+        """The window `(R, W)` one token on, which ends with the tokens `(R, 1)`."""
+        counts = self._counts if torch.is_tensor(self._counts) else upload(self._counts, self.device)
+        return F.pad(window[:, 1:], (0, 1)).scatter(1, counts[:, None] - 1, tokens.to(self.device))
 
     def keep_rows(self, keep: list[int]) -> None:
         super().keep_rows(keep)
@@ -204,7 +255,7 @@ class LayerEntries(DraftEntries):
 
     def _catch_up(self, new: Entries) -> None:
         """Lets the layers read the window that no draft has needed; what they lack of tokens will be read again."""
-        if self._layer == self.depth - 1:
+        if self.layer == self.depth - 1:
             return
         tokens, _, counts = self._window
         ends = self.cache.lengths
@@ -212,7 +263,7 @@ class LayerEntries(DraftEntries):
         self._begin_window(tokens, counts)
         known = _Places([0] * len(counts), counts, new.counts, self.device).of(tokens, new.tokens)
         known, width = F.pad(known, (0, self.depth)), tokens.shape[1]
-        for layer in range(self._layer + 1, self.depth):
+        for layer in range(self.layer + 1, self.depth):
             self._read_layer(layer, known[:, layer : layer + width], self._handed_on)
         self.cache.lengths = ends
 
@@ -229,7 +280,7 @@ class LayerEntries(DraftEntries):
 
     def _read_layer(self, layer: int, tokens: torch.LongTensor, hidden: torch.Tensor):
         outputs = self._forward(tokens, hidden, self._positions, self._mask, self.cache, layer)
-        self._layer, self._handed_on = layer, outputs[0]
+        self.layer, self._handed_on = layer, outputs[0]
         return outputs
 
 

@@ -17,18 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..decoding.cache import SlotCache, SlotLayer
-from ..decoding.graphs import CallGraphs, draft_graphs, padded_rows
+from ..decoding.graphs import CallGraphs, padded_rows
 from ..kernels.cache import WritePlan
 from ..transfers import upload
-from .base import Prompt, Session
-
-
-def begin_graphs(network: torch.nn.Module, config, session: Session) -> CallGraphs | None:
-    """The graphs of a draft network for this call; `None` where its device has none."""
-    graphs = draft_graphs(network, config.enforce_eager)
-    if graphs is not None:
-        session.draft_graphs.append(graphs)
-    return graphs
+from .base import Prompt
+from .draft_graphs import fill_front
 
 
 class Entries(NamedTuple):
@@ -107,7 +100,7 @@ class DraftSlots:
         if self.graphs is None or not is_allocated or new.tokens.shape[1] > width:
             return None
         rows = padded_rows(len(new.tokens))
-        captured = self.graphs.run(
+        captured = self.graphs.run_on_slots(
             (type(self), rows, width, *new.states, *key),
             lambda: DraftInputs(rows, width, new.states, self.device, constants),
             lambda inputs: inputs.fill(new, limits, self.rows),
@@ -279,20 +272,12 @@ class DraftInputs:
 
     def fill(self, new: Entries, limits: list[int], rows: HostRows) -> None:
         """Copies in what the rows read. Rows of padding stand where the first one does, in slots of their own."""
-        _fill(self.tokens, new.tokens)
+        fill_front(self.tokens, new.tokens)
         for key, buffer in self.states.items():
-            _fill(buffer, new.states[key])
+            fill_front(buffer, new.states[key])
         table = (rows.cache.lengths, rows.starts, rows.next_positions, new.counts, limits)
         missing = self._rows.shape[1] - len(limits)
         self._rows.copy_(upload([[*values, *values[:1] * missing] for values in table], self._rows.device))
-
-
-def _fill(buffer: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies `(r, t, ...)` to the front of `(R, T, ...)`, zeros elsewhere: entries of padding must be numbers."""
-    rows, count = values.shape[:2]
-    if values.shape != buffer.shape:
-        buffer.zero_()
-    buffer[:rows, :count].copy_(values)
 
 
 class KnownPrompt:

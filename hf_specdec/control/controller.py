@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import inf
 from operator import add, mul, truediv
 from typing import Any
 
@@ -64,12 +65,14 @@ class ControlProfile:
         latency (`LatencyModel`): Costs.
         accepted, drafted (`list[float]`): Rates by position; empty before the first call.
         budget (`float`): Seconds that trials may cost, saved up by earlier calls.
+        calibration (`float`): Accepted over expected tokens of draft trees, see [`~control.tree_size`].
     """
 
     latency: LatencyModel = field(default_factory=LatencyModel)
     accepted: list[float] = field(default_factory=list)
     drafted: list[float] = field(default_factory=list)
     budget: float = 0.0
+    calibration: float = 1.0
 
     def learn(self, latency: LatencyModel, acceptance: AcceptanceModel, budget: float = 0.0) -> None:
         """Takes in what a call has found."""
@@ -78,7 +81,8 @@ class ControlProfile:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
-        return {**self.latency.to_dict(), "accepted": list(self.accepted), "drafted": list(self.drafted)}
+        rates = {"accepted": list(self.accepted), "drafted": list(self.drafted)}
+        return {**self.latency.to_dict(), **rates, "calibration": self.calibration}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ControlProfile:
@@ -87,8 +91,11 @@ class ControlProfile:
         Raises:
             SpecConfigError: It is not what `to_dict` writes.
         """
-        latency = LatencyModel.from_dict(values)
-        return cls(latency, _rates("accepted", values), _rates("drafted", values))
+        latency, calibration = LatencyModel.from_dict(values), values.get("calibration", 1.0)
+        if isinstance(calibration, bool) or not isinstance(calibration, (int, float)) or not 0 <= calibration < inf:
+            raise SpecConfigError(f"`calibration` of a profile must be a number of at least 0, got {calibration!r}.")
+        accepted, drafted = _rates("accepted", values), _rates("drafted", values)
+        return cls(latency, accepted, drafted, calibration=float(calibration))
 
 
 def _rates(name: str, values: Mapping[str, Any]) -> list[float]:

@@ -414,7 +414,7 @@ class CallGraphs:
             inputs.fill(tokens, topology, driver.rows, driver.max_position)
             driver.cache.plan_write(nodes)
 
-        captured = self.run(
+        captured = self.run_on_slots(
             (*size, driver.states),
             lambda: NodeInputs(*size, tokens.device),
             fill,
@@ -433,7 +433,7 @@ class CallGraphs:
         padded = padded_size(nodes)
         return min(padded, self._largest) if nodes <= self._largest else padded
 
-    def run(
+    def run_on_slots(
         self,
         key: tuple,
         make_inputs: Callable[[], Any],
@@ -442,15 +442,32 @@ class CallGraphs:
         cache: SlotCache,
         ahead: int,
     ) -> CapturedForward | None:
+        """Runs a forward that reads and writes slots as a graph, see [`CallGraphs.run`].
+
+        Args:
+            read (`Callable`): The forward. Takes the inputs, and how many slots it is to read; returns tensors.
+            cache (`SlotCache`): The slots.
+            ahead (`int`): Slots behind the longest row that it writes.
+        """
+        if self.why_eager is not None:
+            return None
+        columns = self._columns(cache, ahead)
+        return self.run((*key, columns), make_inputs, fill, lambda inputs: read(inputs, columns))
+
+    def run(
+        self,
+        key: tuple,
+        make_inputs: Callable[[], Any],
+        fill: Callable[[Any], None],
+        read: Callable[[Any], Any],
+    ) -> CapturedForward | None:
         """Runs a forward as a graph.
 
         Args:
             key (`tuple`): What is built into it: its sizes, and whatever else it does not read from its inputs.
             make_inputs (`Callable`): Makes the buffers that it reads; they live as long as the graph.
             fill (`Callable`): Fills them, in front of each run.
-            read (`Callable`): The forward. Takes the inputs, and how many slots it is to read; returns tensors.
-            cache (`SlotCache`): The slots.
-            ahead (`int`): Slots behind the longest row that it writes.
+            read (`Callable`): The forward. Takes the inputs, and returns tensors.
 
         Returns:
             [`CapturedForward`] that has run, its output to be read before the next one runs; `None` where the forward
@@ -458,8 +475,7 @@ class CallGraphs:
         """
         if self.why_eager is not None:
             return None
-        columns = self._columns(cache, ahead)
-        key, shared = (*key, columns), self._shared
+        shared = self._shared
         shared.uses[key] += 1
         captured = shared.forwards.get(key)
         if captured is None and shared.uses[key] <= _USES_BEFORE_CAPTURE:
@@ -467,7 +483,7 @@ class CallGraphs:
         inputs = make_inputs() if captured is None else captured.inputs
         fill(inputs)
         if captured is None:
-            captured = self._capture(inputs, lambda: read(inputs, columns))
+            captured = self._capture(inputs, lambda: read(inputs))
             if captured is None:
                 return None
             shared.forwards[key] = captured
@@ -524,17 +540,18 @@ def call_graphs(
     return _call_graphs(model, (), backend, reasons, largest)
 
 
-def draft_graphs(network: torch.nn.Module, enforce_eager: bool = False) -> CallGraphs | None:
+def draft_graphs(
+    network: torch.nn.Module, shared: tuple[torch.nn.Module, ...] = (), enforce_eager: bool = False
+) -> CallGraphs | None:
     """The graphs of a draft network for one call; `None` where its device has none.
 
     Args:
-        network (`nn.Module`): The network, with `shared_modules`: those of the target that its forward goes through.
+        network (`nn.Module`): The network.
+        shared (`tuple[nn.Module, ...]`): Modules of the target that its forward goes through.
         enforce_eager (`bool`): The user wants none.
     """
     backend = _backend_of(network)
-    if backend is None:
-        return None
-    return _call_graphs(network, network.shared_modules, backend, {"enforce_eager=True": enforce_eager})
+    return None if backend is None else _call_graphs(network, shared, backend, {"enforce_eager=True": enforce_eager})
 
 
 def _backend_of(model: torch.nn.Module) -> CaptureBackend | None:

@@ -43,7 +43,7 @@ class SpecDecodingStats:
         num_graph_replays (`int`): Verifications that did.
         num_graph_captures (`int`): Graphs that were captured for it in this call, rather than in earlier ones.
         draft_graphs (`str`): The same of what draft networks read and draft in a cycle; empty where there are none: on
-            other devices, and for methods without a network that has slots.
+            other devices, and for methods without a network.
         num_draft_graph_replays, num_draft_graph_captures (`int`): Their graphs that ran, and those captured for it.
         peak_memory_bytes (`int`): Most memory of the target's GPU that torch has had in use, since the process began
             or its peak statistics were reset. 0 on a CPU.

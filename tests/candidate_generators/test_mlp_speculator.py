@@ -31,6 +31,7 @@ from tests.test_sampling import (
 )
 
 
+CPU = torch.device("cpu")
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "mlp_speculator"
 NAMES = ("untied_plain", "untied_scaled", "tied_plain", "tied_scaled")
 
@@ -181,7 +182,7 @@ class TestPublishedDrafts:
         generator = generator_for(published_target, FIXTURES / name, 3, num_candidates=24)
         start = generator.speculator.start(expected["state"][:, 0])
         tree = generator._grow(start, expected["ind"][:, 0], 3)
-        draft = tree.draft(generator.plan, [3, 3, 3])
+        draft = tree.chosen(generator.plan).draft([3, 3, 3], CPU)
         for row, paths in enumerate(paths_of(draft)):
             leaves = [path for path in paths if len(path) == 3]
             order = tree.scores[row, -24:].argsort(descending=True)
@@ -323,7 +324,7 @@ class TestTrees:
         hidden, tokens = torch.randn(2, 5), torch.tensor([3, 4])
         plan = GrowthPlan(tuple(widths), 8, count)
         tree = self.generator(speculator, plan)._grow(hidden, tokens, len(widths))
-        draft = tree.draft(plan, [len(widths)] * 2)
+        draft = tree.chosen(plan).draft([len(widths)] * 2, CPU)
         for row, paths in enumerate(paths_of(draft)):
             scores = self.every_path(speculator, hidden[row], tokens[row], widths)
             leaves = sorted((p for p in scores if len(p) == len(widths)), key=scores.get, reverse=True)
@@ -339,7 +340,7 @@ class TestTrees:
         hidden, tokens = torch.randn(2, 5), torch.tensor([3, 4])
         plan = GrowthPlan(tuple(widths), num_nodes)
         tree = self.generator(speculator, plan)._grow(hidden, tokens, len(widths))
-        draft = tree.draft(plan, [len(widths)] * 2)
+        draft = tree.chosen(plan).draft([len(widths)] * 2, CPU)
         assert draft.size == len(plan)
         for row, paths in enumerate(paths_of(draft)):
             scores = self.every_path(speculator, hidden[row], tokens[row], widths)
@@ -358,7 +359,7 @@ class TestTrees:
             head.weight.mul_(1e4)
         plan = GrowthPlan((2, 2, 2), 3)
         tree = self.generator(speculator, plan)._grow(torch.randn(2, 5), torch.tensor([3, 4]), 3)
-        assert tree.draft(plan, [3, 3]).parents.tolist() == [[-1, 0, 1]] * 2
+        assert tree.chosen(plan).draft([3, 3], CPU).parents.tolist() == [[-1, 0, 1]] * 2
 
     def test_limits_of_the_rows(self, model, folder):
         hidden, tokens = torch.randn(4, 1, 32), torch.tensor([1, 2, 3, 4])

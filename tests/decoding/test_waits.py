@@ -12,7 +12,7 @@ from hf_specdec import load_speculator, record
 from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.models.medusa import MedusaHeads
 from hf_specdec.models.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
-from tests.candidate_generators import test_dflash, test_eagle
+from tests.candidate_generators import test_dflash, test_eagle, test_mtp
 from tests.models import VOCAB_SIZE, prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.other_device import DEVICE, move, other_device
 from tests.sampled import sampled_speculator
@@ -99,7 +99,7 @@ def medusa(**settings):
         heads = MedusaHeads(model.config.hidden_size, VOCAB_SIZE, 3)
         for weight in (*heads.weights, *heads.lm_heads):
             weight.data.normal_(0, 0.5)
-        return load_speculator(model, "medusa", draft_model=beside(model, heads), **settings)
+        return load_speculator(model, "medusa", draft_model=beside(model, heads.eval()), **settings)
 
     return lambda plain, inputs: make
 
@@ -109,7 +109,8 @@ def mlp_speculator(**settings):
         torch.manual_seed(0)
         sizes = {"n_predict": 3, "top_k_tokens_per_head": (4, 3, 2), "inner_dim": 24, "tie_weights": True}
         config = MLPSpeculatorConfig(emb_dim=model.config.hidden_size, vocab_size=VOCAB_SIZE, **sizes)
-        return load_speculator(model, "mlp_speculator", draft_model=beside(model, MLPSpeculator(config)), **settings)
+        network = MLPSpeculator(config).eval()
+        return load_speculator(model, "mlp_speculator", draft_model=beside(model, network), **settings)
 
     return lambda plain, inputs: make
 
@@ -119,6 +120,14 @@ def eagle3(**settings):
         torch.manual_seed(0)
         network = test_eagle.head("eagle3", model.config.hidden_size, VOCAB_SIZE, aux_layer_ids=(0, 1))
         return test_eagle.speculator_for(beside(model, network).attach(model), **settings)
+
+    return lambda plain, inputs: make
+
+
+def mtp(**settings):
+    def make(model):
+        network = test_mtp.random_mtp(3).eval()
+        return test_mtp.speculator_for(beside(model, network).attach(model), mode="chain", **settings)
 
     return lambda plain, inputs: make
 
@@ -148,9 +157,11 @@ DRAFTERS = {
     "mlp_speculator": mlp_speculator(),
     "mlp_speculator, candidates": mlp_speculator(num_candidates=4),
     "mlp_speculator, chain": mlp_speculator(num_speculative_tokens=2),
+    "mlp_speculator, static tree": mlp_speculator(speculative_token_tree=[(0,), (1,), (0, 0), (1, 0)]),
     "eagle3, chain": eagle3(num_speculative_tokens=3),
     "eagle3, static tree": eagle3(speculative_token_tree=[(0,), (1,), (0, 0), (1, 0)]),
     "eagle3, dynamic tree": eagle3(depth=3, top_k=2, total_tokens=7),
+    "mtp, layers": mtp(),
     "dflash": dflash(),
     "dflash, tree": dflash(dflash_tree_budget=6),
     "adaptive": draft_model(num_speculative_tokens="auto"),
@@ -161,6 +172,8 @@ DRAWN = {
     "chains": lambda model: sampled_speculator(3),
     "trees": lambda model: sampled_speculator(2, widths=(2, 2)),
     "draft model": draft_model(num_speculative_tokens=3)(None, None),
+    "mlp_speculator": mlp_speculator(draft_sample_method="probabilistic", num_speculative_tokens=3)(None, None),
+    "mtp, layers": mtp(draft_sample_method="probabilistic")(None, None),
     "best tokens of a draft model": draft_model(draft_sample_method="greedy", num_speculative_tokens=3)(None, None),
 }
 

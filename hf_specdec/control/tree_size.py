@@ -1,0 +1,113 @@
+"""How many nodes of a draft tree are verified: those that are worth their time.
+
+    tokens(N) = 1 + c * (q_1 + ... + q_N)                    value(N) = tokens(N) / (T_draft + T_verify(N))
+
+q_r is the chance that the node of rank r is accepted, as the drafter rates its own nodes, best first: the running mean
+of the probabilities of their paths, or for a static tree what is usual. c is what came of it: accepted over expected
+tokens of the nodes that were verified. The draft has been made when it is cut, so its time is the same for all sizes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import accumulate
+
+import torch
+
+from ..drafts import DraftTree
+from ..transfers import PendingRead
+from .latency import LatencyModel
+
+
+# Sizes that are looked at: steps of at most a half, so that their times are soon known.
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+
+# Another size must promise so much more.
+_HYSTERESIS = 1.02
+
+# Drafts between two plans, and the part that a new draft has in what is known of the ranks.
+_PLAN_EVERY = 8
+_PART = 0.1
+
+# Expected tokens that are remembered for c, and how many the c of earlier calls counts for.
+_WINDOW = 64.0
+_FIRST_WEIGHT = 8.0
+
+
+class TreeSize:
+    """Cuts the draft trees of one call.
+
+    Args:
+        latency (`LatencyModel`): Knows the times.
+        calibration (`float`): c, as earlier calls have found it.
+
+    Attributes:
+        size (`int`, *optional*): Nodes that are kept; all of them before anything is known.
+    """
+
+    def __init__(self, latency: LatencyModel, calibration: float = 1.0):
+        self.latency = latency
+        self.size: int | None = None
+        self._expected, self._accepted = _FIRST_WEIGHT, _FIRST_WEIGHT * calibration
+        self._chances: list[float] = []
+        self._arriving: PendingRead | None = None
+        self._num_drafts = 0
+
+    @property
+    def calibration(self) -> float:
+        """c."""
+        return self._accepted / self._expected
+
+    def cut(self, draft: DraftTree, depth: int) -> DraftTree:
+        """The draft with the nodes that pay.
+
+        Args:
+            draft (`DraftTree`): As it was drafted.
+            depth (`int`): How deep it was meant to be.
+        """
+        phase = self._num_drafts % _PLAN_EVERY
+        self._num_drafts += 1
+        if phase == 0:
+            chances = draft.chances_by_rank()
+            self._arriving = None if chances is None else PendingRead(chances)
+        elif phase == 1 and self._arriving is not None:
+            # It has long arrived.
+            self._learn_ranks(self._arriving.get().tolist())
+            self._plan(draft.batch_size, depth)
+        return draft if self.size is None else draft.likeliest(self.size)
+
+    def _learn_ranks(self, new: list[float]) -> None:
+        known = self._chances[: len(new)]
+        # Drafts of another depth have other nodes.
+        weight = _PART if len(known) == len(new) else 1.0
+        known += new[len(known) :]
+        self._chances = [old + weight * (value - old) for old, value in zip(known, new)]
+
+    def _plan(self, num_rows: int, depth: int) -> None:
+        expected = list(accumulate(self._chances, initial=0.0))
+        drafting = self.latency.draft_seconds(depth, num_rows)
+
+        def value(size: int) -> float:
+            seconds = drafting + self.latency.verify_seconds(size + 1, num_rows)
+            return (1 + self.calibration * expected[size]) / seconds
+
+        most = len(self._chances)
+        present = most if self.size is None else min(self.size, most)
+        best = max([*_SIZES[: bisect_left(_SIZES, most)], most], key=value)
+        if value(best) > _HYSTERESIS * value(present):
+            present = best
+        self.size = None if present == most else present
+
+    def observe(self, num_nodes: int, num_accepted: float) -> None:
+        """Takes in what came of a draft.
+
+        Args:
+            num_nodes (`int`): Nodes of a row that were verified.
+            num_accepted (`float`): Draft tokens that were accepted, on average over the rows.
+        """
+        if not self._chances:
+            return
+        expected = sum(self._chances[:num_nodes])
+        keep = max(1 - expected / _WINDOW, 0.0)
+        self._expected = keep * self._expected + expected
+        self._accepted = keep * self._accepted + num_accepted

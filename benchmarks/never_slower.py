@@ -4,12 +4,12 @@
     python benchmarks/never_slower.py --cases useless huge --json > never_slower.json
 
 Hostile cases, beside plain generation: a draft model of random weights, one as large as the target, drafters on random
-text, batches of 8 and 32, short outputs, a long prompt. They are also compared with this package's loop without
-drafts, which is faster than `generate()` on a small model and would hide what drafts lose. Friendly cases, beside the
-best of the fixed lengths: the embedded drafters on the demo's prompts. All sides of a case generate the same greedy
-text, in turns of some cycles each, so that a machine that is slow for a while is slow for all of them. Times are those
-of each side's own thread. A ratio is the median of those of the rounds. Each side has been warmed up by two calls, in
-which the controller learns.
+text, batches of 8 and 32, short outputs, a long prompt, large draft trees. They are also compared with this package's
+loop without drafts, which is faster than `generate()` on a small model and would hide what drafts lose. Friendly
+cases, beside the best of the fixed lengths: the embedded drafters on the demo's prompts. All sides of a case generate
+the same greedy text, in turns of some cycles each, so that a machine that is slow for a while is slow for all of them.
+Times are those of each side's own thread. A ratio is the median of those of the rounds. Each side has been warmed up
+by two calls, in which the controller learns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import cycle, islice
 from time import monotonic
 
 import torch
@@ -53,6 +54,7 @@ class Case:
         inputs (`dict`): Prompts of shape `(B, P)`.
         max_new_tokens (`int`): Tokens of each row.
         draft_model (`PreTrainedModel`, *optional*): In place of the embedded one.
+        options (`dict`): Further settings.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Case:
     inputs: dict
     max_new_tokens: int
     draft_model: PreTrainedModel | None = None
+    options: dict = field(default_factory=dict)
 
 
 @dataclass
@@ -100,9 +103,15 @@ def make_cases(target: PreTrainedModel) -> list[Case]:
         tokens = random_prompts(batch_size, length, vocab_size)
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
-    def texts(kind):
-        encoded = tokenizer(next(p.text for p in demo.prompts() if p.kind == kind), return_tensors="pt")
+    def encode(texts):
+        encoded = tokenizer(texts, return_tensors="pt", padding=True)
         return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+    def texts(kind):
+        return encode([next(p.text for p in demo.prompts() if p.kind == kind)])
+
+    def all_texts(batch_size):
+        return encode([p.text for p in islice(cycle(demo.prompts()), batch_size)])
 
     cases = [
         Case("useless draft model", "hostile", "draft_model", texts("complete"), 128, useless),
@@ -117,6 +126,11 @@ def make_cases(target: PreTrainedModel) -> list[Case]:
             Case(f"{method}, {name}", "hostile", method, noise(batch_size), 64)
             for method in ("ngram", "draft_model", "eagle3")
         ]
+    tree = {"depth": 4, "top_k": 8, "total_tokens": 32, "adaptive_threshold": 0.0}
+    cases += [
+        Case(f"eagle3 with trees of 31 nodes, batch {size}", "hostile", "eagle3", all_texts(size), 96, options=tree)
+        for size in (1, 8)
+    ]
     for kind in ("edit", "complete"):
         cases += [Case(f"{method}, {kind}", "friendly", method, texts(kind), 128) for method in FIXED_LENGTHS]
     return cases
@@ -127,7 +141,7 @@ def make_sides(target: PreTrainedModel, case: Case) -> dict[str, Callable[[BaseS
     settings = {**case.inputs, "max_new_tokens": case.max_new_tokens, "do_sample": False}
 
     def side(length):
-        given = {"method": case.method, "num_speculative_tokens": length}
+        given = {"method": case.method, "num_speculative_tokens": length, **case.options}
         if case.draft_model is not None:
             given["draft_model"] = case.draft_model
         elif case.method != "ngram":

@@ -127,3 +127,64 @@ def test_without_probs():
     assert draft.probs is not None
     assert light.counts() == [1, 3]
     assert light.topology is topology
+
+
+def chances_of(parents: list[int], draw) -> list[float]:
+    """Log-probabilities of the paths: no child is likelier than its parent."""
+    found: list[float] = []
+    for parent in parents:
+        found.append((found[parent] if parent >= 0 else 0.0) - draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 3), st.integers(1, 12), st.data())
+def test_a_smaller_tree_has_the_likeliest_nodes(size, batch_size, count, data):
+    rows = [[data.draw(st.integers(-1, node - 1)) for node in range(size)] for _ in range(batch_size)]
+    chances = [chances_of(row, data.draw) for row in rows]
+    tokens = torch.arange(batch_size * size).view(batch_size, size)
+    counts = [data.draw(st.integers(0, size)) for _ in rows]
+    for row, valid in zip(chances, counts):
+        row[valid:] = [-torch.inf] * (size - valid)
+    whole = DraftTree(tokens, torch.tensor(rows), counts, chances=torch.tensor(chances))
+    cut = whole.likeliest(count)
+    assert cut.size == min(count, size)
+    for row in range(batch_size):
+        valid, own = cut.counts()[row], whole.token_lists()[row]
+        assert valid == min(counts[row], count)
+        order = sorted(range(counts[row]), key=lambda node: (-chances[row][node], node))
+        kept = sorted(order[:valid])
+        assert cut.token_lists()[row] == [own[node] for node in kept]
+        # The same parents, by their tokens.
+        anchored = [-1, *own]
+        expected = [anchored[rows[row][node] + 1] for node in kept]
+        mine = [-1, *cut.token_lists()[row]]
+        assert [mine[parent + 1] for parent in cut.parent_lists()[row]] == expected
+
+
+@pytest.mark.parametrize("max_depths", [[3, 3], [3, 1], [2, 0]])
+@pytest.mark.parametrize("count", [1, 4, 9])
+def test_a_smaller_static_tree_is_static(max_depths, count):
+    tree = TokenTree.of_size(9, 3)
+    tokens = torch.arange(2 * len(tree)).view(2, -1)
+    cut = tree.draft(tokens, max_depths).likeliest(count)
+    assert cut.size <= count
+    assert cut.shape is not None
+    for row, depth in enumerate(max_depths):
+        first = row * len(tree)
+        paths = [tree.paths[token - first] for token in cut.token_lists()[row]]
+        assert all(len(path) <= depth for path in paths)
+        parents = [paths[parent] if parent >= 0 else () for parent in cut.parent_lists()[row]]
+        assert parents == [path[:-1] for path in paths]
+    ranked = tree.draft(tokens).chances_by_rank()
+    assert ranked.tolist() == sorted(ranked.tolist(), reverse=True)
+    assert ranked[0] == pytest.approx(0.6)
+
+
+def test_what_says_nothing_of_its_nodes_stays_whole():
+    chain = DraftTree.chain(torch.arange(6).view(1, 6))
+    assert chain.likeliest(2) is chain
+    assert chain.chances_by_rank() is None
+    tree = DraftTree.from_lists([[5, 6, 7]], parents=[[-1, -1, 0]])
+    assert tree.likeliest(2) is tree
+    assert tree.chances_by_rank() is None

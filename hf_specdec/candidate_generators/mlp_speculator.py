@@ -343,7 +343,8 @@ class GrownTree:
         # Where each node has gone; entry 0 is the anchor.
         places = parents.new_full((parents.shape[0], self.tokens.shape[1] + 1), -1)
         places.scatter_(1, nodes + 1, torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes))
-        return ChosenNodes(tokens, places.gather(1, parents + 1), nodes, counts, tuple(self.level_sizes))
+        parents, scores = places.gather(1, parents + 1), self.scores.gather(1, nodes)
+        return ChosenNodes(tokens, parents, scores, nodes, counts, tuple(self.level_sizes))
 
     def _best_nodes(self, plan: GrowthPlan) -> torch.LongTensor:
         """The nodes `(B, N)` in the order of levels."""
@@ -369,6 +370,7 @@ class ChosenNodes(NamedTuple):
 
     Attributes:
         tokens, parents (`torch.LongTensor` of shape `(B, N)`): Of the nodes.
+        scores (`torch.FloatTensor` of shape `(B, N)`): Log-probability of the path to each.
         places (`torch.LongTensor` of shape `(B, N)`): Which of the nodes that were looked at they are.
         counts (`torch.LongTensor` of shape `(B,)`, *optional*): How many of them are valid; `None` for all.
         level_sizes (`tuple[int, ...]`): Nodes of each level that were looked at.
@@ -376,6 +378,7 @@ class ChosenNodes(NamedTuple):
 
     tokens: torch.LongTensor
     parents: torch.LongTensor
+    scores: torch.FloatTensor
     places: torch.LongTensor
     counts: torch.LongTensor | None
     level_sizes: tuple[int, ...]
@@ -393,7 +396,9 @@ class ChosenNodes(NamedTuple):
             counts = self.counts.to(device)
         else:
             counts = [tokens.shape[1]] * len(limits)
-        return DraftTree(tokens.to(device), parents.to(device), counts)
+        # Where all nodes count, a smaller tree may be cut out of them.
+        chances = self.scores.to(device) if isinstance(counts, list) else None
+        return DraftTree(tokens.to(device), parents.to(device), counts, chances=chances)
 
     def _num_within(self, limits: list[int]) -> torch.LongTensor:
         """How many of each row's valid nodes are not deeper than its limit; they come first."""

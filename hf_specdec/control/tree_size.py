@@ -12,8 +12,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from itertools import accumulate
 
-import torch
-
 from ..drafts import DraftTree
 from ..transfers import PendingRead
 from .latency import LatencyModel

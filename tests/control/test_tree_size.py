@@ -1,0 +1,130 @@
+"""How many nodes of draft trees are verified: the number that pays, found from ratings, outcomes and times."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate
+
+import pytest
+import torch
+
+from hf_specdec import SpecConfigError, demo, forget_speculators, load_speculator, record
+from hf_specdec.control import ControlProfile, LatencyModel
+from hf_specdec.control.tree_size import TreeSize
+from hf_specdec.drafts import DraftTree
+from hf_specdec.token_trees import TokenTree
+
+
+def latency_of(verify, rows=1, draft=0.0):
+    """Known times: of drafts, and of verifications by nodes."""
+    model = LatencyModel()
+    for _ in range(5):
+        for nodes in (1, 2, 4, 8, 16, 24, 32, 33):
+            model.observe_verification(rows, nodes, verify(nodes))
+        model.observe_draft(rows, 4, max(draft, 1e-9))
+    return model
+
+
+def rated(chances):
+    """A draft of children of the anchor, rated so, in an order of its own."""
+    order = random.Random(0).sample(range(len(chances)), len(chances))
+    ratings = torch.tensor([[chances[rank] for rank in order]], dtype=torch.float64).log()
+    tokens = torch.tensor([order])
+    return DraftTree(tokens, torch.full_like(tokens[0], -1), [len(chances)], chances=ratings)
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.01, 0.03, 0.1, 1.0])
+@pytest.mark.parametrize("rate", [0.6, 1.0])
+def test_the_size_is_the_best_one(slope, rate):
+    """Ratings that are right by a factor: what is kept is the analytic optimum over all sizes, or nearly so."""
+    random_numbers = random.Random(1)
+    chances = [0.5 / rank for rank in range(1, 33)]
+
+    def verify(nodes):
+        return (1 + slope * (nodes - 1)) * 1e-3
+
+    trees = TreeSize(latency_of(verify, draft=0.2e-3))
+    for _ in range(400):
+        draft = trees.cut(rated(chances), 4)
+        accepted = sum(random_numbers.random() < rate * chances[token] for token in draft.token_lists()[0])
+        trees.observe(draft.size, accepted)
+    assert trees.calibration == pytest.approx(rate, rel=0.25)
+    tokens = [1 + rate * total for total in accumulate(chances, initial=0.0)]
+    values = [value / (0.2e-3 + verify(size + 1)) for size, value in enumerate(tokens)]
+    kept = trees.size or len(chances)
+    assert values[kept] > 0.97 * max(values[1:])
+
+
+def test_a_batch_has_smaller_trees():
+    chances = [0.4 / rank for rank in range(1, 33)]
+    sizes = []
+    for rows in (1, 16):
+        trees = TreeSize(latency_of(lambda nodes, rows=rows: 1e-3 * max(1, rows * nodes / 32), rows=rows))
+        for _ in range(2):
+            draft = rated(chances)
+            draft.tokens, draft.chances = draft.tokens.expand(rows, -1), draft.chances.expand(rows, -1)
+            draft.node_counts = draft.node_counts * rows
+            trees.cut(draft, 4)
+        sizes.append(trees.size or 32)
+    assert sizes[0] > 4 * sizes[1]
+
+
+def test_chains_are_left_alone():
+    trees = TreeSize(latency_of(lambda nodes: nodes * 1e-3))
+    chain = DraftTree.chain(torch.arange(8)[None])
+    for _ in range(20):
+        assert trees.cut(chain, 8) is chain
+        trees.observe(8, 3)
+    assert trees.calibration == 1.0
+
+
+def test_the_next_call_begins_with_the_calibration():
+    profile = ControlProfile(calibration=0.25)
+    assert ControlProfile.from_dict(profile.to_dict()).calibration == 0.25
+    with pytest.raises(SpecConfigError, match="calibration"):
+        ControlProfile.from_dict({**profile.to_dict(), "calibration": -1})
+
+
+DRAFTERS = {
+    "eagle3": (demo.eagle3_path, {"depth": 3, "top_k": 4, "total_tokens": 24}),
+    "eagle": (demo.eagle_path, {"depth": 3, "top_k": 4, "total_tokens": 24}),
+    "medusa": (demo.medusa_path, {"num_nodes": 24}),
+    "mlp_speculator": (demo.mlp_speculator_path, {"num_nodes": 24}),
+    "static": (demo.eagle3_path, {"speculative_token_tree": TokenTree.of_size(20, 3)}),
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return demo.load_target()
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_text_does_not_depend_on_the_size(target, name, batch_size, do_sample, monkeypatch):
+    tokenizer = demo.load_tokenizer()
+    tokenizer.padding_side = "left"
+    encoded = tokenizer([prompt.text for prompt in demo.prompts()[:batch_size]], return_tensors="pt", padding=True)
+    inputs = {key: encoded[key] for key in ("input_ids", "attention_mask")}
+    path, options = DRAFTERS[name]
+    method = "eagle3" if name == "static" else name
+    speculator = load_speculator(target, method=method, model=path(), num_speculative_tokens="auto", **options)
+    monkeypatch.setattr(
+        "hf_specdec.control.controller.SpeculationController.limits",
+        lambda controller, rows, *more: setattr(controller, "num_cycles", 1) or [controller.most] * len(rows),
+    )
+
+    def run(size):
+        monkeypatch.setattr(TreeSize, "_plan", lambda trees, *given: setattr(trees, "size", size))
+        torch.manual_seed(3)
+        with record() as r:
+            text = target.generate(**inputs, max_new_tokens=24, do_sample=do_sample, assistant=speculator)
+        return text, r.calls[0].stats
+
+    text, whole = run(None)
+    for size in (1, 3, 7):
+        other, cut = run(size)
+        assert torch.equal(other, text)
+        assert cut.num_draft_tokens / cut.num_drafts < whole.num_draft_tokens / whole.num_drafts
+    forget_speculators(target)

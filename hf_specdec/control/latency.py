@@ -145,13 +145,16 @@ class Pace:
     It falls at once: machines stall, but they do not hurry. Else what is measured when a stall is over would be taken
     for much faster than it is.
 
+    Args:
+        factor (`float`): What it begins with, as if it had been measured: one stall must not set it.
+
     Attributes:
-        factor (`float`): 1 at first.
+        factor (`float`): The pace.
     """
 
-    def __init__(self):
-        self.factor = 1.0
-        self._last: deque[float] = deque(maxlen=_PACE_WINDOW)
+    def __init__(self, factor: float = 1.0):
+        self.factor = factor
+        self._last: deque[float] = deque([factor] * _PACE_WINDOW, maxlen=_PACE_WINDOW)
 
     def observe(self, factor: float) -> None:
         factor = min(max(factor, 1 / _LARGEST_PACE), _LARGEST_PACE)
@@ -182,7 +185,7 @@ class LatencyModel:
         model = LatencyModel()
         model.draft = {rows: table.aged() for rows, table in self.draft.items()}
         model.verify = {rows: table.aged() for rows, table in self.verify.items()}
-        model.pace.factor, model.draft_pace.factor = self.pace.factor, self.draft_pace.factor
+        model.pace, model.draft_pace = Pace(self.pace.factor), Pace(self.draft_pace.factor)
         model.reading = self.reading.aged()
         return model
 

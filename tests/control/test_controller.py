@@ -9,26 +9,7 @@ from hypothesis import strategies as st
 
 from hf_specdec.control import ControlProfile, theory
 from hf_specdec.control.controller import RowOutcome, SpeculationController, batch_tokens
-from tests.control.worlds import BatchWorld, World
-
-
-MOST = 12
-
-# Relative times of a verification by nodes.
-TARGETS = {
-    "flat": lambda nodes: 1 + 0.01 * (nodes - 1),
-    "linear": lambda nodes: 1 + 0.15 * (nodes - 1),
-    "steep": lambda nodes: 1 + 0.5 * (nodes - 1),
-    "float32 on a CPU": lambda nodes: {1: 1.0, 2: 2.05, 3: 2.6, 4: 2.0}.get(nodes, 1.8 + 0.06 * max(nodes - 8, 0)),
-}
-
-
-def world_of(target, acceptance, cost, seed=0, **noise):
-    """A world in milliseconds, of a drafter that writes one token after the other."""
-    rates = acceptance if isinstance(acceptance, list) else [acceptance]
-    return World(
-        rates, lambda depth: cost * depth * 1e-3, lambda nodes: TARGETS[target](nodes) * 1e-3, seed=seed, **noise
-    )
+from tests.control.worlds import MOST, TARGETS, World, any_batch, any_world, world_of
 
 
 def used(cycles):
@@ -56,14 +37,7 @@ def test_it_loses_little_against_the_best_fixed_length():
     """In worlds of any kind; a few expensive drafters are given up too soon, where times are noisy."""
     chance, losses = random.Random(0), []
     for seed in range(60):
-        world = world_of(
-            chance.choice(sorted(TARGETS)),
-            chance.uniform(0, 0.95),
-            chance.uniform(0.005, 1.5),
-            seed,
-            noise=chance.choice([0.0, 0.05, 0.2]),
-            stalls=chance.choice([0.0, 0.02]),
-        )
+        world = any_world(chance, seed)
         profile = ControlProfile()
         first = world.controller(MOST, profile=profile)
         world.run(first, 400)
@@ -161,28 +135,7 @@ def test_calls_of_batches_whose_rows_end_at_different_times_lose_little():
     """What fast rows gain is lost in waiting for the slow ones, as far as a cycle costs the same with fewer rows."""
     chance, losses, beside_plain = random.Random(3), [], []
     for seed in range(60):
-        num_rows, base = chance.choice([2, 4, 8, 16]), chance.uniform(0.05, 0.9)
-        few = max(num_rows // 4, 1)
-        rates = chance.choice(
-            [
-                [base] * num_rows,
-                [min(max(chance.gauss(base, 0.2), 0.0), 0.97) for _ in range(num_rows)],
-                [0.9] * few + [0.05] * (num_rows - few),
-                [0.05] * few + [0.8] * (num_rows - few),
-            ]
-        )
-        times = TARGETS[chance.choice(sorted(TARGETS))]
-        cost = chance.choice([0.02, 0.05, 0.1, 0.3])
-        world = BatchWorld(
-            rates,
-            lambda depth, cost=cost: cost * depth * 1e-3,
-            lambda nodes, times=times: times(nodes) * 1e-3,
-            seed=seed,
-            noise=0.08,
-            stalls=0.01,
-            num_tokens=128,
-            fixed=chance.choice([0.2, 0.5, 0.8, 1.0]),
-        )
+        world = any_batch(chance, seed)
         profile = ControlProfile()
         for _ in range(3):
             world.call_under(profile, MOST)

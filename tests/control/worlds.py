@@ -10,6 +10,17 @@ from hf_specdec.control import ControlProfile, SpeculationController
 from hf_specdec.control.controller import RowOutcome, batch_tokens
 
 
+MOST = 12
+
+# Relative times of a verification by nodes.
+TARGETS = {
+    "flat": lambda nodes: 1 + 0.01 * (nodes - 1),
+    "linear": lambda nodes: 1 + 0.15 * (nodes - 1),
+    "steep": lambda nodes: 1 + 0.5 * (nodes - 1),
+    "float32 on a CPU": lambda nodes: {1: 1.0, 2: 2.05, 3: 2.6, 4: 2.0}.get(nodes, 1.8 + 0.06 * max(nodes - 8, 0)),
+}
+
+
 @dataclass
 class Cycle:
     """Limits of the rows, tokens committed, and true seconds."""
@@ -146,3 +157,48 @@ class BatchWorld(World):
     def fixed_length(self, limit: int) -> float:
         """Seconds of a call with one length."""
         return self.call(lambda rows, left: [limit] * len(rows))
+
+
+def world_of(target, acceptance, cost, seed=0, kind=World, **settings) -> World:
+    """A world in milliseconds, of a drafter that writes one token after the other."""
+    rates = acceptance if isinstance(acceptance, list) else [acceptance]
+    return kind(
+        rates, lambda depth: cost * depth * 1e-3, lambda nodes: TARGETS[target](nodes) * 1e-3, seed=seed, **settings
+    )
+
+
+def any_world(chance: random.Random, seed: int) -> World:
+    """One row, any acceptance, cheap and expensive drafters, quiet and noisy machines."""
+    return world_of(
+        chance.choice(sorted(TARGETS)),
+        chance.uniform(0, 0.95),
+        chance.uniform(0.005, 1.5),
+        seed,
+        noise=chance.choice([0.0, 0.05, 0.2]),
+        stalls=chance.choice([0.0, 0.02]),
+    )
+
+
+def any_batch(chance: random.Random, seed: int) -> BatchWorld:
+    """Rows of equal or different acceptance."""
+    num_rows, base = chance.choice([2, 4, 8, 16]), chance.uniform(0.05, 0.9)
+    few = max(num_rows // 4, 1)
+    rates = chance.choice(
+        [
+            [base] * num_rows,
+            [min(max(chance.gauss(base, 0.2), 0.0), 0.97) for _ in range(num_rows)],
+            [0.9] * few + [0.05] * (num_rows - few),
+            [0.05] * few + [0.8] * (num_rows - few),
+        ]
+    )
+    return world_of(
+        chance.choice(sorted(TARGETS)),
+        rates,
+        chance.choice([0.02, 0.05, 0.1, 0.3]),
+        seed,
+        kind=BatchWorld,
+        noise=0.08,
+        stalls=0.01,
+        num_tokens=128,
+        fixed=chance.choice([0.2, 0.5, 0.8, 1.0]),
+    )

@@ -120,7 +120,9 @@ def node_masks(
         Tensors of shape `(1, 1, repeats * T, S)` if all rows are alike, `(R, 1, repeats * T, S)` otherwise; S is
         `columns`.
     """
-    build = _uniform_mask if rows.is_uniform and topology.ancestors.dim() == 2 else _ragged_mask
+    build = _ragged_mask
+    if topology.ancestors.dim() == 2:
+        build = _uniform_mask if rows.is_uniform else _shifted_mask
     return [build(topology, rows, columns, span, dtype, repeats) for span in spans]
 
 
@@ -142,6 +144,39 @@ def _uniform_mask(topology, rows, columns, span, dtype, repeats):
         hidden = span.hidden((topology.depths + length)[:, None], keys)
         mask.masked_fill_(hidden.repeat(repeats, 1), torch.finfo(dtype).min)
     return mask
+
+
+def _shifted_mask(topology, rows, columns, span, dtype, repeats):
+    """Of rows that share a topology: the same picture in all of them, at the end of each row's text."""
+    padding_ends, text_ends = max(rows.starts), min(rows.lengths)
+    if span.kind != "full" or padding_ends > text_ends:
+        return _ragged_mask(topology, rows, columns, span, dtype, repeats)
+    device, width = topology.depths.device, columns - text_ends
+    num_rows, nodes = len(rows.lengths), topology.depths.shape[0]
+    mask = torch.zeros((num_rows, 1, repeats * nodes, columns), dtype=dtype, device=device)
+    if padding_ends:
+        mask[..., :padding_ends] = _padding_mask(tuple(rows.starts), dtype, device)
+    shift = text_ends + width - rows.lengths_on(device)
+    places = shift[:, None] + torch.arange(width, device=device)
+    picture = _picture(topology, dtype, repeats, width).index_select(1, places.view(-1))
+    mask[:, 0, :, text_ends:] = picture.view(-1, num_rows, width).transpose(0, 1)
+    return mask
+
+
+@lru_cache(maxsize=256)
+def _picture(topology: TreeTopology, dtype: torch.dtype, repeats: int, width: int) -> torch.Tensor:
+    """`width` slots of text, the new nodes, and as many slots behind them, as the nodes see them."""
+    block = _block(topology, dtype, repeats)
+    text = block.new_zeros((block.shape[0], width))
+    return torch.cat((text, block, torch.full_like(text, torch.finfo(dtype).min)), dim=1)
+
+
+@lru_cache(maxsize=256)
+def _padding_mask(starts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`(R, 1, 1, slots)`: hides what lies in front of each row, for the slots up to the last start."""
+    hidden = torch.arange(max(starts), device=device) < upload(starts, device)[:, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None, None]
 
 
 def _ragged_mask(topology, rows, columns, span, dtype, repeats):

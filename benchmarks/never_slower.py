@@ -170,8 +170,8 @@ def measure(target: PreTrainedModel, case: Case, rounds: int, seconds: float) ->
             break
         order = names[number % len(names) :] + names[: number % len(names)]
         with record() as r:
-            texts, seconds = in_turns([sides[name] for name in order])
-        for name, text, spent in zip(order, texts, seconds):
+            texts, spent_by_each = in_turns([sides[name] for name in order])
+        for name, text, spent in zip(order, texts, spent_by_each):
             times[name].append(spent)
             if not torch.equal(text, texts[order.index(PLAIN)]):
                 raise RuntimeError(f"{case.name}: the text of '{name}' is not that of plain generation.")

@@ -153,6 +153,11 @@ class DraftTree:
         draft.probs = None
         return draft
 
+    @property
+    def is_rated(self) -> bool:
+        """Whether it is a tree that says how likely its nodes are, or whose shape does."""
+        return not self.is_chain and self.probs is None and (self.shape is not None or self.chances is not None)
+
     def chances_by_rank(self) -> torch.FloatTensor | None:
         """How likely the drafter thinks that the best node of a row is accepted, the next one, and so on.
 
@@ -160,28 +165,22 @@ class DraftTree:
             `torch.FloatTensor` of shape `(N,)`: Means over the rows, on the host for a tree that all of them share;
             `None` for a chain, and where nothing says it.
         """
-        if self.is_chain:
+        if not self.is_rated:
             return None
         if self.shape is not None:
             return _prior_chances_by_rank(self.shape)
-        if self.chances is None or self.node_counts is None:
-            return None
         return self.chances.exp().sort(dim=1, descending=True).values.mean(0)
 
     def likeliest(self, count: int) -> DraftTree:
         """At most `count` nodes of each row, those that are most likely to be right; a whole draft if none says so."""
-        if count >= self.size or self.probs is not None:
+        if count >= self.size or not self.is_rated:
             return self
         if self.shape is not None:
             return self._likeliest_of_shape(count)
-        if self.chances is None or self.node_counts is None:
-            return self
         best = self.chances.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
-        # Where each node has gone; entry 0 is the anchor.
-        places = best.new_full((len(best), self.size + 1), -1)
-        places.scatter_(1, best + 1, torch.arange(count, device=best.device).expand_as(best))
-        parents = places.gather(1, self.parents.expand_as(self.tokens).gather(1, best) + 1)
-        counts = [min(own, count) for own in self.node_counts]
+        parents = renumbered(self.parents.expand_as(self.tokens).gather(1, best), best, self.size)
+        known = self.node_counts
+        counts = self.num_nodes.clamp(max=count) if known is None else [min(own, count) for own in known]
         return DraftTree(self.tokens.gather(1, best), parents, counts, chances=self.chances.gather(1, best))
 
     def _likeliest_of_shape(self, count: int) -> DraftTree:
@@ -285,6 +284,20 @@ class TreeTopology:
         step = itself.new_zeros((*parents.shape, size)).scatter_(-1, parents[..., None], -1.0)
         reach = torch.linalg.solve_triangular(step, itself.expand_as(step), upper=False, unitriangular=True)
         return cls(parents, reach.sum(-1).long() - 1, reach.bool(), size - 1)
+
+
+def renumbered(parents: torch.LongTensor, nodes: torch.LongTensor, size: int) -> torch.LongTensor:
+    """Parents among nodes that were picked out of more; each node's parent was picked, too, or is the anchor.
+
+    Args:
+        parents (`torch.LongTensor` of shape `(B, N)`): The parents of the picked nodes in the old numbers, -1: anchor.
+        nodes (`torch.LongTensor` of shape `(B, N)`): The picked nodes in the old numbers, in their new order.
+        size (`int`): How many there were.
+    """
+    # Where each node has gone; entry 0 is the anchor.
+    places = nodes.new_full((len(nodes), size + 1), -1)
+    places.scatter_(1, nodes + 1, torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes))
+    return places.gather(1, parents + 1)
 
 
 def node_depths(parents: Sequence[int]) -> list[int]:

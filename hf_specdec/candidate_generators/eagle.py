@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from ..decoding.graphs import padded_size
 from ..decoding.masks import FULL
-from ..drafts import DraftTree
+from ..drafts import DraftTree, renumbered
 from ..errors import SpecConfigError
 from ..logits.acceptance import best_tokens
 from ..models.eagle import EagleNetwork, fitting_network, load_eagle
@@ -263,10 +263,10 @@ class EagleCandidateGenerator(CandidateGenerator):
 
     def _read(self, entries: DraftEntries, new: Entries) -> tuple[torch.Tensor, torch.Tensor]:
         """What the last entry of each row hands on `(R, h)`, and the logits behind it `(R, U)`."""
-        hidden, output = entries.read(new.tokens, self._states_of(new), new.counts)
+        hidden, output = entries.read(new.tokens, self._entry_states(new), new.counts)
         return last_of_each(hidden, new.counts), self.network.logits(last_of_each(output, new.counts))
 
-    def _states_of(self, new: Entries) -> torch.Tensor:
+    def _entry_states(self, new: Entries) -> torch.Tensor:
         """What the network takes for entries: the target's states, or what it has handed on itself `(R, T, h)`."""
         return new.states[OWN] if OWN in new.states else self.network.fuse(new.states)
 
@@ -431,10 +431,7 @@ class EagleCandidateGenerator(CandidateGenerator):
         count = min(sizes[-1], self.plan.total_tokens - 1)
         order = chances.sort(dim=1, descending=True, stable=True).indices
         chosen = order[:, :count].sort(dim=1).values
-        # Where each candidate has gone; entry 0 is the anchor.
-        places = tokens.new_full((len(tokens), tokens.shape[1] + 1), -1)
-        places.scatter_(1, chosen + 1, torch.arange(count, device=tokens.device).expand_as(chosen))
-        parents = places.gather(1, read.gather(1, chosen // self.plan.top_k) + 1)
+        parents = renumbered(read.gather(1, chosen // self.plan.top_k), chosen, tokens.shape[1])
         return Grown(tokens.gather(1, chosen), parents, sizes, chances.gather(1, chosen))
 
     def _tree(self, grown: Grown, limits: list[int]) -> DraftTree:

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ..drafts import DraftTree
+from ..drafts import DraftTree, renumbered
 from ..errors import SpecConfigError
 from ..logits.acceptance import best_tokens
 from ..models.draft_model import vocabulary_size
@@ -339,11 +339,8 @@ class GrownTree:
     def chosen(self, plan: GrowthPlan) -> ChosenNodes:
         """The nodes that the plan chooses."""
         nodes, counts = (self._best_nodes(plan), None) if plan.num_candidates is None else self._best_sequences(plan)
-        tokens, parents = self.tokens.gather(1, nodes), self.parents.gather(1, nodes)
-        # Where each node has gone; entry 0 is the anchor.
-        places = parents.new_full((parents.shape[0], self.tokens.shape[1] + 1), -1)
-        places.scatter_(1, nodes + 1, torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes))
-        parents, scores = places.gather(1, parents + 1), self.scores.gather(1, nodes)
+        tokens, scores = self.tokens.gather(1, nodes), self.scores.gather(1, nodes)
+        parents = renumbered(self.parents.gather(1, nodes), nodes, self.tokens.shape[1])
         return ChosenNodes(tokens, parents, scores, nodes, counts, tuple(self.level_sizes))
 
     def _best_nodes(self, plan: GrowthPlan) -> torch.LongTensor:
@@ -385,19 +382,21 @@ class ChosenNodes(NamedTuple):
 
     def draft(self, limits: list[int], device: torch.device) -> DraftTree:
         """Those of them that are not deeper than their row's limit."""
-        tokens, parents = self.tokens, self.parents
+        tokens, parents, scores = self.tokens, self.parents, self.scores
         if self.counts is not None and self.counts.device.type == "cpu":
             # How many prefixes sequences share is not known before. A GPU is not asked: padding costs it less.
             widest = int(self.counts.max())
-            tokens, parents = tokens[:, :widest], parents[:, :widest]
+            tokens, parents, scores = tokens[:, :widest], parents[:, :widest], scores[:, :widest]
         if min(limits) < len(self.level_sizes):
             counts = self._num_within(limits).to(device)
         elif self.counts is not None:
             counts = self.counts.to(device)
         else:
             counts = [tokens.shape[1]] * len(limits)
-        # Where all nodes count, a smaller tree may be cut out of them.
-        chances = self.scores.to(device) if isinstance(counts, list) else None
+        chances = scores.to(device)
+        if not isinstance(counts, list):
+            is_padding = torch.arange(chances.shape[1], device=device) >= counts[:, None]
+            chances = chances.masked_fill(is_padding, -torch.inf)
         return DraftTree(tokens.to(device), parents.to(device), counts, chances=chances)
 
     def _num_within(self, limits: list[int]) -> torch.LongTensor:

@@ -157,7 +157,7 @@ class MtpCandidateGenerator(EagleCandidateGenerator):
         self, entries: LayerEntries, layer: int, window: Entries | DraftInputs
     ) -> tuple[torch.Tensor, ...]:
         """What a layer hands on in the window `(R, W, h)`, and behind it `(R, h)`; and the logits there `(R, V)`."""
-        handed_on, output = entries.read_window(layer, window.tokens, self._states_of(window), window.counts)
+        handed_on, output = entries.read_window(layer, window.tokens, self._entry_states(window), window.counts)
         last, last_output = (last_of_each(values, window.counts) for values in (handed_on, output))
         return handed_on, last, self.network.logits(last_output)
 

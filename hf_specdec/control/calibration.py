@@ -13,7 +13,11 @@ from .controller import ControlProfile, SpeculationController
 
 
 class SweepingController(SpeculationController):
-    """Goes through all limits from cycle to cycle, downwards, none included."""
+    """Goes through all limits from cycle to cycle, downwards, none included; trees stay whole."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.tree_size = None
 
     def _choose(self, rows: list[int]) -> int:
         return self.most - self.num_cycles % (self.most + 1)

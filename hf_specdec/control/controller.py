@@ -28,6 +28,7 @@ from ..errors import SpecConfigError
 from .acceptance import AcceptanceModel
 from .latency import LatencyModel
 from .schedule import lengths_note
+from .tree_size import TreeSize
 
 
 # Another length must promise so much more to be taken. Drafts must promise so much more than plain decoding, or there
@@ -65,14 +66,14 @@ class ControlProfile:
         latency (`LatencyModel`): Costs.
         accepted, drafted (`list[float]`): Rates by position; empty before the first call.
         budget (`float`): Seconds that trials may cost, saved up by earlier calls.
-        calibration (`float`): Accepted over expected tokens of draft trees, see [`~control.tree_size`].
+        rating_factor (`float`): Accepted over expected tokens of draft trees, see [`~control.tree_size`].
     """
 
     latency: LatencyModel = field(default_factory=LatencyModel)
     accepted: list[float] = field(default_factory=list)
     drafted: list[float] = field(default_factory=list)
     budget: float = 0.0
-    calibration: float = 1.0
+    rating_factor: float = 1.0
 
     def learn(self, latency: LatencyModel, acceptance: AcceptanceModel, budget: float = 0.0) -> None:
         """Takes in what a call has found."""
@@ -82,7 +83,7 @@ class ControlProfile:
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
         rates = {"accepted": list(self.accepted), "drafted": list(self.drafted)}
-        return {**self.latency.to_dict(), **rates, "calibration": self.calibration}
+        return {**self.latency.to_dict(), **rates, "rating_factor": self.rating_factor}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ControlProfile:
@@ -91,11 +92,11 @@ class ControlProfile:
         Raises:
             SpecConfigError: It is not what `to_dict` writes.
         """
-        latency, calibration = LatencyModel.from_dict(values), values.get("calibration", 1.0)
-        if isinstance(calibration, bool) or not isinstance(calibration, (int, float)) or not 0 <= calibration < inf:
-            raise SpecConfigError(f"`calibration` of a profile must be a number of at least 0, got {calibration!r}.")
+        latency, factor = LatencyModel.from_dict(values), values.get("rating_factor", 1.0)
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 <= factor < inf:
+            raise SpecConfigError(f"`rating_factor` of a profile must be a number of at least 0, got {factor!r}.")
         accepted, drafted = _rates("accepted", values), _rates("drafted", values)
-        return cls(latency, accepted, drafted, calibration=float(calibration))
+        return cls(latency, accepted, drafted, rating_factor=float(factor))
 
 
 def _rates(name: str, values: Mapping[str, Any]) -> list[float]:
@@ -170,6 +171,7 @@ class SpeculationController:
 
     Attributes:
         length (`int`): The limit that is used outside of trials.
+        tree_size (`TreeSize`, *optional*): Chooses how many nodes of trees are verified.
         num_cycles, num_plain_cycles (`int`): All, and those without drafts.
         sum_limits (`int`): Of the limits of all cycles.
     """
@@ -189,6 +191,7 @@ class SpeculationController:
         self._cap = most  # of the present number of rows
         self.latency = profile.latency.for_another_call()
         self.acceptance = AcceptanceModel(most, num_rows, profile.accepted, profile.drafted)
+        self.tree_size: TreeSize | None = TreeSize(self.latency, profile.rating_factor)
         self.length: int | None = None
         self.num_cycles = self.num_plain_cycles = self.sum_limits = 0
         self._nodes: dict[int, float] = {}
@@ -320,7 +323,9 @@ class SpeculationController:
         if known is None and self._nodes and depth > 0:
             nearest = min(self._nodes, key=lambda seen: abs(seen - depth))
             known = max(self._nodes[nearest] * depth / nearest, depth)
-        return depth if known is None else round(known)
+        nodes = depth if known is None else round(known)
+        cut = None if self.tree_size is None else self.tree_size.size
+        return nodes if cut is None else min(nodes, cut)
 
     def _limits_of_rows(self, accepted: list[list[float]], depths: list[list[float]]) -> list[int]:
         """The limit of each row, at most `length`.
@@ -364,14 +369,15 @@ class SpeculationController:
 
     def _most_hopeful(self) -> int | None:
         """The best length if acceptance were as good as it might be, of those that the budget pays for."""
-        plan, num_rows = self._plan, len(self._plan.rows)
+        plan = self._plan
         best, limit, tokens = plan.value(self.length), None, 1.0
         furthest = min(max(2 * self.length, self.usual), self._cap)
         for depth, chance in enumerate(accumulate(self.acceptance.hoped()[:furthest], mul), start=1):
             tokens += chance
             if chance < _NEGLIGIBLE:
                 break
-            value = tokens * num_rows / self._expected_seconds(depth)
+            # If the rows were alike; what they are worth then depends on what each still gets.
+            value = tokens * plan.tokens[0] / self._expected_seconds(depth)
             if depth != self.length and value > best and self._price(depth) <= self._budget:
                 best, limit = value, depth
         return limit
@@ -421,6 +427,7 @@ class SpeculationController:
         draft_seconds: float | None,
         verify_seconds: float,
         reading: tuple[int, float] | None = None,
+        num_drafted: int | None = None,
     ) -> None:
         """Takes in a cycle.
 
@@ -431,14 +438,16 @@ class SpeculationController:
             verify_seconds (`float`): The rest of the cycle.
             reading (`tuple[int, float]`, *optional*): Tokens of all rows that the drafter was told of first, and the
                 seconds which that took. It may have read them in the time of the draft only.
+            num_drafted (`int`, *optional*): Draft nodes of a row before the tree was cut, if it was.
         """
         num_rows, deepest = len(outcomes), max(outcome.depth for outcome in outcomes)
         self.latency.observe_verification(num_rows, num_nodes + 1, verify_seconds)
         if draft_seconds is not None:
             self._observe_draft(num_rows, deepest, draft_seconds, reading)
         if deepest > 0:
-            known = self._nodes.get(deepest, num_nodes)
-            self._nodes[deepest] = known + 0.2 * (num_nodes - known)
+            drafted = num_nodes if num_drafted is None else num_drafted
+            known = self._nodes.get(deepest, drafted)
+            self._nodes[deepest] = known + 0.2 * (drafted - known)
         for outcome in outcomes:
             if outcome.limit > 0:
                 is_cut = outcome.num_committed <= outcome.num_accepted
@@ -486,7 +495,7 @@ class SpeculationController:
         if accepted < self._trial or length <= accepted:
             return min(accepted, length) + 1.0
         # Everything was accepted; how much of more would have been is not known.
-        tokens, num_rows = self._plan.tokens, len(self._plan.rows)
+        tokens, num_rows = list(map(sum, self._plan.row_tokens)), len(self._plan.rows)
         behind = tokens[min(length, len(tokens) - 1)] - tokens[min(accepted, len(tokens) - 1)]
         reached = tokens[accepted] - tokens[accepted - 1] if 0 < accepted < len(tokens) else num_rows
         return accepted + 1 + behind / max(reached, _NEGLIGIBLE)
@@ -500,6 +509,8 @@ class SpeculationController:
         """Leaves what was found to the next call."""
         if self.num_cycles:
             profile.learn(self.latency, self.acceptance, self._budget or 0.0)
+            if self.tree_size is not None:
+                profile.rating_factor = self.tree_size.rating_factor
 
 
 def batch_tokens(row_tokens: Sequence[float], left: Sequence[float], fixed: float) -> float:

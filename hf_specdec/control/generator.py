@@ -18,7 +18,6 @@ from ..drafts import DraftTree
 from .clock import CycleClock
 from .controller import RowOutcome, SpeculationController
 from .schedule import ScheduledLength
-from .tree_size import TreeSize
 
 
 logger = logging.get_logger(__name__)
@@ -49,9 +48,7 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         self._num_unread = self._num_read = 0
         self._left = [self.session.max_length] * self.session.batch_size  # tokens that each row may still get
         self._draft: DraftTree | None = None  # of this cycle, if the method was asked for one
-        self._is_cut = False
-        learns = isinstance(controller, SpeculationController)
-        self.tree_size = TreeSize(controller.latency, controller.profile.calibration) if learns else None
+        self._drafted: DraftTree | None = None  # the same before it was cut
         self._limits: list[int] = []
 
     @property
@@ -76,9 +73,9 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
             self._hand_over()
             self._reading_clock.drafted()
             self._clock.begin()
-        drafted = self.generator.propose(replace(step, max_draft_tokens=self._limits))
-        self._draft = self.tree_size.cut(drafted, max(self._limits)) if self.tree_size else drafted
-        self._is_cut = self._draft is not drafted
+        self._drafted = self._draft = self.generator.propose(replace(step, max_draft_tokens=self._limits))
+        if self.controller.tree_size is not None:
+            self._draft = self.controller.tree_size.cut(self._drafted, max(self._limits))
         self._clock.drafted()
         return self._draft
 
@@ -103,15 +100,21 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         if self._draft is not None:
             # Observing is a part of drafting.
             draft_seconds, verify_seconds = draft_seconds + observing, verify_seconds - observing
-            num_nodes = self._draft.size
-            # A tree has cost its whole depth, however few of its nodes are left.
-            depths = self._limits if self._is_cut else self._draft.max_depths()
-            if self.tree_size:
-                self.tree_size.observe(num_nodes, sum(commit.num_accepted) / len(commit.rows))
+            num_nodes, depths = self._draft.size, self._drafted_depths()
+            if self.controller.tree_size is not None:
+                self.controller.tree_size.observe(self._draft, commit.num_accepted)
         outcomes = list(map(RowOutcome, commit.rows, self._limits, depths, commit.num_accepted, commit.counts))
         reading = (self._num_read, self._reading_clock.end()[0]) if self._num_read else None
         self._num_read = 0
-        self.controller.observe(outcomes, num_nodes, draft_seconds, verify_seconds, reading)
+        num_drafted = 0 if self._draft is None else self._drafted.size
+        self.controller.observe(outcomes, num_nodes, draft_seconds, verify_seconds, reading, num_drafted)
+
+    def _drafted_depths(self) -> list[int]:
+        """How deep the drafter went in each row: that is what it took, however few of the nodes are left."""
+        if self._drafted is self._draft or self.session.device.type == "cpu":
+            return self._drafted.max_depths()
+        # Asking a GPU would be a wait of its own.
+        return self._limits
 
     def _hand_over(self) -> None:
         """Tells the method of the prompt and of what was committed without it."""
@@ -138,7 +141,5 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         self._prompt, self._held = None, []
         if self.controller.num_cycles:
             note = self.controller.close()
-            if self.tree_size:
-                self.controller.profile.calibration = self.tree_size.calibration
             self.session.notes.append(note)
             logger.info(f"{note}.")

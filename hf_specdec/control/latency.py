@@ -272,7 +272,7 @@ class LatencyModel:
 
     def fixed_part(self, num_rows: int) -> float:
         """The part of a plain cycle's time that is the same for any number of rows, from 0 to 1."""
-        seconds = {rows: table.levels[1] for rows, table in self.verify.items() if 1 in table.levels}
+        seconds = {rows: table.levels[1] for rows, table in self.verify.items() if table.knows(1)}
         few, many = min(seconds, default=0), max(seconds, default=0)
         if few == many:
             return _FIRST_FIXED_PART

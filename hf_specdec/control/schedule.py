@@ -33,6 +33,7 @@ class ScheduledLength:
     """
 
     why_none = "batch_size"
+    tree_size = None  # trees stay whole
 
     def __init__(self, most_tokens: Callable[[int], int]):
         self.most_tokens = most_tokens

@@ -37,22 +37,23 @@ class TreeSize:
 
     Args:
         latency (`LatencyModel`): Knows the times.
-        calibration (`float`): c, as earlier calls have found it.
+        rating_factor (`float`): c, as earlier calls have found it.
 
     Attributes:
         size (`int`, *optional*): Nodes that are kept; all of them before anything is known.
     """
 
-    def __init__(self, latency: LatencyModel, calibration: float = 1.0):
+    def __init__(self, latency: LatencyModel, rating_factor: float = 1.0):
         self.latency = latency
         self.size: int | None = None
-        self._expected, self._accepted = _FIRST_WEIGHT, _FIRST_WEIGHT * calibration
+        self._expected, self._accepted = _FIRST_WEIGHT, _FIRST_WEIGHT * rating_factor
         self._chances: list[float] = []
         self._arriving: PendingRead | None = None
+        self._depth = 0  # of the draft whose chances arrive
         self._num_drafts = 0
 
     @property
-    def calibration(self) -> float:
+    def rating_factor(self) -> float:
         """c."""
         return self._accepted / self._expected
 
@@ -63,23 +64,24 @@ class TreeSize:
             draft (`DraftTree`): As it was drafted.
             depth (`int`): How deep it was meant to be.
         """
+        if not draft.is_rated:
+            return draft
         phase = self._num_drafts % _PLAN_EVERY
         self._num_drafts += 1
         if phase == 0:
-            chances = draft.chances_by_rank()
-            self._arriving = None if chances is None else PendingRead(chances)
-        elif phase == 1 and self._arriving is not None:
-            # It has long arrived.
+            self._arriving, self._depth = PendingRead(draft.chances_by_rank()), depth
+        elif phase == 1:
+            # They have long arrived.
             self._learn_ranks(self._arriving.get().tolist())
-            self._plan(draft.batch_size, depth)
+            self._plan(draft.batch_size, self._depth)
         return draft if self.size is None else draft.likeliest(self.size)
 
     def _learn_ranks(self, new: list[float]) -> None:
-        known = self._chances[: len(new)]
-        # Drafts of another depth have other nodes.
-        weight = _PART if len(known) == len(new) else 1.0
-        known += new[len(known) :]
-        self._chances = [old + weight * (value - old) for old, value in zip(known, new)]
+        if len(self._chances) != len(new):
+            # Drafts of another depth have other nodes.
+            self._chances = new
+            return
+        self._chances = [old + _PART * (value - old) for old, value in zip(self._chances, new)]
 
     def _plan(self, num_rows: int, depth: int) -> None:
         expected = list(accumulate(self._chances, initial=0.0))
@@ -87,7 +89,7 @@ class TreeSize:
 
         def value(size: int) -> float:
             seconds = drafting + self.latency.verify_seconds(size + 1, num_rows)
-            return (1 + self.calibration * expected[size]) / seconds
+            return (1 + self.rating_factor * expected[size]) / seconds
 
         most = len(self._chances)
         present = most if self.size is None else min(self.size, most)
@@ -96,16 +98,19 @@ class TreeSize:
             present = best
         self.size = None if present == most else present
 
-    def observe(self, num_nodes: int, num_accepted: float) -> None:
+    def observe(self, draft: DraftTree, num_accepted: list[int]) -> None:
         """Takes in what came of a draft.
 
         Args:
-            num_nodes (`int`): Nodes of a row that were verified.
-            num_accepted (`float`): Draft tokens that were accepted, on average over the rows.
+            draft (`DraftTree`): What was verified.
+            num_accepted (`list[int]`): Draft tokens of each row that were accepted.
         """
-        if not self._chances:
+        if not self._chances or not draft.is_rated:
             return
-        expected = sum(self._chances[:num_nodes])
+        totals = list(accumulate(self._chances, initial=0.0))
+        # On average over the rows: a batch is one outcome.
+        expected = sum(totals[min(count, len(self._chances))] for count in draft.counts()) / draft.batch_size
+        num_accepted = sum(num_accepted) / draft.batch_size
         keep = max(1 - expected / _WINDOW, 0.0)
         self._expected = keep * self._expected + expected
         self._accepted = keep * self._accepted + num_accepted

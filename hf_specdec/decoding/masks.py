@@ -156,18 +156,20 @@ def _shifted_mask(topology, rows, columns, span, dtype, repeats):
     mask = torch.zeros((num_rows, 1, repeats * nodes, columns), dtype=dtype, device=device)
     if padding_ends:
         mask[..., :padding_ends] = _padding_mask(tuple(rows.starts), dtype, device)
-    shift = text_ends + width - rows.lengths_on(device)
+    # A power of two: pictures are kept, and there are few then.
+    margin = 1 << (width - 1).bit_length()
+    shift = text_ends + margin - rows.lengths_on(device)
     places = shift[:, None] + torch.arange(width, device=device)
-    picture = _picture(topology, dtype, repeats, width).index_select(1, places.view(-1))
+    picture = _picture(topology, dtype, repeats, margin).index_select(1, places.view(-1))
     mask[:, 0, :, text_ends:] = picture.view(-1, num_rows, width).transpose(0, 1)
     return mask
 
 
 @lru_cache(maxsize=256)
-def _picture(topology: TreeTopology, dtype: torch.dtype, repeats: int, width: int) -> torch.Tensor:
-    """`width` slots of text, the new nodes, and as many slots behind them, as the nodes see them."""
+def _picture(topology: TreeTopology, dtype: torch.dtype, repeats: int, margin: int) -> torch.Tensor:
+    """`margin` slots of text, the new nodes, and as many slots behind them, as the nodes see them."""
     block = _block(topology, dtype, repeats)
-    text = block.new_zeros((block.shape[0], width))
+    text = block.new_zeros((block.shape[0], margin))
     return torch.cat((text, block, torch.full_like(text, torch.finfo(dtype).min)), dim=1)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from hf_specdec import SpecConfigError, demo, forget_speculators, load_speculator, record
 from hf_specdec.control import ControlProfile, LatencyModel
+from hf_specdec.control.calibration import SweepingController
 from hf_specdec.control.tree_size import TreeSize
 from hf_specdec.drafts import DraftTree
 from hf_specdec.token_trees import TokenTree
@@ -47,8 +48,8 @@ def test_the_size_is_the_best_one(slope, rate):
     for _ in range(400):
         draft = trees.cut(rated(chances), 4)
         accepted = sum(random_numbers.random() < rate * chances[token] for token in draft.token_lists()[0])
-        trees.observe(draft.size, accepted)
-    assert trees.calibration == pytest.approx(rate, rel=0.25)
+        trees.observe(draft, [accepted])
+    assert trees.rating_factor == pytest.approx(rate, rel=0.25)
     tokens = [1 + rate * total for total in accumulate(chances, initial=0.0)]
     values = [value / (0.2e-3 + verify(size + 1)) for size, value in enumerate(tokens)]
     kept = trees.size or len(chances)
@@ -69,20 +70,50 @@ def test_a_batch_has_smaller_trees():
     assert sizes[0] > 4 * sizes[1]
 
 
-def test_chains_are_left_alone():
+def test_what_is_not_rated_is_left_alone():
+    """Chains, and trees that were found in a text, also between others."""
     trees = TreeSize(latency_of(lambda nodes: nodes * 1e-3))
-    chain = DraftTree.chain(torch.arange(8)[None])
     for _ in range(20):
-        assert trees.cut(chain, 8) is chain
-        trees.observe(8, 3)
-    assert trees.calibration == 1.0
+        trees.cut(rated([0.5, 0.3, 0.1]), 4)
+    chain = DraftTree.chain(torch.arange(8)[None])
+    found = DraftTree.from_lists([[5, 6, 7]], parents=[[-1, -1, 0]])
+    for draft in [chain, found] * 20:
+        assert trees.cut(draft, 8) is draft
+        trees.observe(draft, [3])
+    assert trees.rating_factor == 1.0
 
 
-def test_the_next_call_begins_with_the_calibration():
-    profile = ControlProfile(calibration=0.25)
-    assert ControlProfile.from_dict(profile.to_dict()).calibration == 0.25
-    with pytest.raises(SpecConfigError, match="calibration"):
-        ControlProfile.from_dict({**profile.to_dict(), "calibration": -1})
+def test_rows_are_expected_to_accept_what_they_have_nodes_for():
+    trees = TreeSize(latency_of(lambda nodes: 1e-3, rows=2))
+    for _ in range(300):
+        draft = rated([0.5, 0.25, 0.25])
+        draft.tokens, draft.chances = draft.tokens.expand(2, -1), draft.chances.expand(2, -1)
+        draft.node_counts = [3, 0]
+        trees.cut(draft, 4)
+        trees.observe(draft, [1, 0])
+    assert trees.rating_factor == pytest.approx(1.0, rel=0.05)
+
+
+def test_other_drafts_have_other_ranks():
+    trees = TreeSize(latency_of(lambda nodes: 1e-3 * nodes))
+    for _ in range(10):
+        trees.cut(rated([0.9] * 16), 4)
+    assert trees.size is None
+    for _ in range(10):
+        trees.cut(rated([0.9, 0.01, 0.01, 0.01]), 2)
+    assert trees.size == 1
+
+
+def test_calibration_measures_whole_trees():
+    controller = SweepingController(4, 1)
+    assert controller.tree_size is None
+
+
+def test_the_next_call_begins_with_the_factor():
+    profile = ControlProfile(rating_factor=0.25)
+    assert ControlProfile.from_dict(profile.to_dict()).rating_factor == 0.25
+    with pytest.raises(SpecConfigError, match="rating_factor"):
+        ControlProfile.from_dict({**profile.to_dict(), "rating_factor": -1})
 
 
 DRAFTERS = {

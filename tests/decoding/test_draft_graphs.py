@@ -184,7 +184,10 @@ class Call:
     def propose(self, anchors: list[int], lengths: list[int], limits: list[int]) -> list[tuple]:
         draft = self.generator.propose(DraftStep(list(range(len(limits))), torch.tensor(anchors), lengths, limits))
         assert draft.size <= self.generator.num_draft_nodes
-        return list(zip(draft.token_lists(), draft.parent_lists(), draft.max_depths()))
+        shapes = draft.token_lists(), draft.parent_lists(), draft.max_depths()
+        # Sums of logarithms may be rounded otherwise in other sizes.
+        ratings = [None] * len(limits) if draft.chances is None else draft.chances.exp().round(decimals=3).tolist()
+        return list(zip(*shapes, [rating and rating[:count] for rating, count in zip(ratings, draft.counts())]))
 
     @property
     def graphs(self):
@@ -231,7 +234,7 @@ def run(kind: str, shape: dict, num_rows: int, seed: int, num_cycles: int = 5) -
         ours, eager = (call.propose([int(text[-1]) for text, _ in news], lengths, limits) for call in calls)
         assert ours == eager
         news = []
-        for tokens, parents, _ in ours:
+        for tokens, parents, *_ in ours:
             # Of a chain a part is accepted; of a tree anything may be.
             is_chain = parents == list(range(-1, len(parents) - 1))
             accepted = below((len(tokens) if is_chain else deepest) + 1)
@@ -465,7 +468,7 @@ class TestNetworksWithoutACache:
             call.observe([torch.ones(1, dtype=torch.long)], [_last(states)])
             expected = heads(states["last"][-1])[0].topk(width).indices.tolist()
             for _ in range(3):
-                assert call.propose([1], [6], [1]) == [(expected, [-1] * width, 1)]
+                assert call.propose([1], [6], [1]) == [(expected, [-1] * width, 1, None)]
             assert call.graphs.num_replays > 1
             call.generator.close()
 

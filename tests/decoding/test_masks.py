@@ -86,20 +86,20 @@ def expected_mask(row: int, rows: RowState, parents: list[int], columns: int, sp
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.data(), row_states(), st.integers(0, 3))
-def test_masks_show_each_node_the_text_it_stands_for(data, rows, spare_columns):
+@given(st.data(), row_states(), st.integers(0, 3), st.integers(1, 3))
+def test_masks_show_each_node_the_text_it_stands_for(data, rows, spare_columns, repeats):
     parents = data.draw(parent_lists(len(rows.lengths)))
     topology = topology_of(parents)
     columns = max(rows.lengths) + len(parents[0]) + 1
     if not rows.is_uniform:
         columns += spare_columns
-    masks = node_masks(topology, rows, columns, SPANS, torch.float32)
+    masks = node_masks(topology, rows, columns, SPANS, torch.float32, repeats)
     for span, mask in zip(SPANS, masks):
         assert mask.shape[0] in (1, len(rows.lengths))
         assert set(mask.unique().tolist()) <= {0.0, torch.finfo(torch.float32).min}
         visible = (mask == 0).expand(len(rows.lengths), -1, -1, -1)
         for row, row_parents in enumerate(parents):
-            assert visible[row, 0].tolist() == expected_mask(row, rows, row_parents, columns, span)
+            assert visible[row, 0].tolist() == repeats * expected_mask(row, rows, row_parents, columns, span)
 
 
 @settings(max_examples=100, deadline=None)

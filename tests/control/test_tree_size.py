@@ -95,7 +95,7 @@ def test_rows_are_expected_to_accept_what_they_have_nodes_for():
 
 
 def test_other_drafts_have_other_ranks():
-    trees = TreeSize(latency_of(lambda nodes: 1e-3 * nodes))
+    trees = TreeSize(latency_of(lambda nodes: 1e-3 * (1 + 0.05 * nodes)))
     for _ in range(10):
         trees.cut(rated([0.9] * 16), 4)
     assert trees.size is None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import isfinite, log
 from typing import Any
 
@@ -242,9 +242,9 @@ class LatencyModel:
         A draft takes no longer than a deeper one, and no longer in proportion than a shallower one. In front of and
         behind what was measured, the time is in proportion to the depth.
         """
-        table = self._table(self.draft, num_rows)
-        if table is None:
+        if not self.draft:
             return 0.0
+        table = self.draft[_nearest(self.draft, num_rows)]
         return self.pace.factor * self.draft_pace.factor * _draft_level(table, depth)
 
     def verify_seconds(self, num_nodes: float, num_rows: int) -> float:
@@ -252,12 +252,11 @@ class LatencyModel:
         own = self.verify.get(num_rows)
         if own is not None:
             return self.pace.factor * self._verify_level(own, num_nodes, num_rows)
-        table = self._table(self.verify, num_rows)
-        if table is None:
+        if not self.verify:
             return 1.0
         # With other numbers of rows: what as many tokens took.
-        others = min(self.verify, key=lambda rows: abs(log(rows / num_rows)))
-        return self.pace.factor * table.predict(num_nodes * num_rows / others)
+        others = _nearest(self.verify, num_rows)
+        return self.pace.factor * self.verify[others].predict(num_nodes * num_rows / others)
 
     def _verify_level(self, own: TimeTable, num_nodes: float, num_rows: int) -> float:
         """Of this number of rows. Fewer nodes than were measured take less in proportion to what other rows show."""
@@ -267,7 +266,7 @@ class LatencyModel:
         others = [rows for rows, table in self.verify.items() if table.sizes[0] <= num_nodes]
         if not others:
             return level
-        table = self.verify[min(others, key=lambda rows: abs(log(rows / num_rows)))]
+        table = self.verify[_nearest(others, num_rows)]
         return level * min(table.predict(num_nodes) / table.predict(smallest), 1.0)
 
     def fixed_part(self, num_rows: int) -> float:
@@ -284,13 +283,6 @@ class LatencyModel:
     def knows_anything(self) -> bool:
         """Whether there are times of drafts and of verifications with and without drafts."""
         return bool(self.draft) and any(1 in table.levels for table in self.verify.values())
-
-    def _table(self, tables: dict[int, TimeTable], num_rows: int) -> TimeTable | None:
-        """The table of this number of rows, or of the nearest."""
-        table = tables.get(num_rows)
-        if table is None and tables:
-            table = tables[min(tables, key=lambda rows: abs(log(rows / num_rows)))]
-        return table
 
     def to_dict(self) -> dict[str, Any]:
         """Seconds by rows and size, at the present pace, for JSON."""
@@ -338,6 +330,11 @@ def _draft_level(table: TimeTable, depth: int) -> float:
     deeper = [table.predict(size) for size in [depth, *table.sizes[place:]]]
     shallower = [table.levels[size] * depth / size for size in table.sizes[:place] if size > 0]
     return min(deeper + shallower)
+
+
+def _nearest(numbers: Collection[int], num_rows: int) -> int:
+    """The one of some numbers of rows that is this number or comes nearest to it, by their ratio."""
+    return num_rows if num_rows in numbers else min(numbers, key=lambda rows: abs(log(rows / num_rows)))
 
 
 def _power_of_two(num_tokens: int) -> int:

@@ -18,7 +18,7 @@ forgotten at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
+from math import inf, sqrt
 
 
 # Outcomes that a rate remembers, for each row that it is fed by.
@@ -142,6 +142,7 @@ class AcceptanceModel:
         most (`int`): K, the deepest position.
         num_rows (`int`): Rows of the call.
         accepted_before, drafted_before (`Sequence[float]`): The rates of the first positions in earlier calls.
+        drafts_before (`float`): Drafts that these rates stand for; from 6 a row on, more make no difference.
     """
 
     def __init__(
@@ -150,12 +151,13 @@ class AcceptanceModel:
         num_rows: int,
         accepted_before: Sequence[float] = (),
         drafted_before: Sequence[float] = (),
+        drafts_before: float = inf,
     ):
         # What is expected of the first position before it is known.
         self._first_rate = accepted_before[0] if accepted_before else FIRST_RATE
         self._first_depth = drafted_before[0] if drafted_before else 1.0
         self.window = WINDOW * num_rows
-        weight = _CALLS_WEIGHT * num_rows
+        weight = min(drafts_before, _CALLS_WEIGHT * num_rows)
         self.accepted = PositionRates(most, accepted_before, weight)
         self.drafted = PositionRates(most, drafted_before, weight)
         self.rows: dict[int, tuple[PositionRates, PositionRates]] = {}
@@ -183,6 +185,11 @@ class AcceptanceModel:
     def expected(self) -> tuple[list[float], list[float]]:
         """Rates of all rows together: of acceptance, and of being drafted at all, by position."""
         return self.accepted.expected(self._first_rate), self.drafted.expected(self._first_depth)
+
+    @property
+    def num_drafts(self) -> float:
+        """Drafts that the rates stand for, those of earlier calls among them."""
+        return self.accepted.rates[0].weight
 
     def known(self) -> tuple[list[float], list[float]]:
         """The same of the positions that anything is known of."""

@@ -25,7 +25,7 @@ from operator import add, mul, truediv
 from typing import Any
 
 from ..errors import SpecConfigError
-from .acceptance import AcceptanceModel
+from .acceptance import WINDOW, AcceptanceModel
 from .latency import LatencyModel
 from .schedule import lengths_note
 from .tree_size import TreeSize
@@ -65,6 +65,7 @@ class ControlProfile:
     Attributes:
         latency (`LatencyModel`): Costs.
         accepted, drafted (`list[float]`): Rates by position; empty before the first call.
+        num_drafts (`float`): Drafts that the rates stand for.
         budget (`float`): Seconds that trials may cost, saved up by earlier calls.
         rating_factor (`float`): Accepted over expected tokens of draft trees, see [`~control.tree_size`].
     """
@@ -72,6 +73,7 @@ class ControlProfile:
     latency: LatencyModel = field(default_factory=LatencyModel)
     accepted: list[float] = field(default_factory=list)
     drafted: list[float] = field(default_factory=list)
+    num_drafts: float = 0.0
     budget: float = 0.0
     rating_factor: float = 1.0
 
@@ -79,11 +81,17 @@ class ControlProfile:
         """Takes in what a call has found."""
         self.latency, self.budget = latency, max(budget, 0.0)
         self.accepted, self.drafted = acceptance.known()
+        self.num_drafts = acceptance.num_drafts
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
         rates = {"accepted": list(self.accepted), "drafted": list(self.drafted)}
-        return {**self.latency.to_dict(), **rates, "rating_factor": self.rating_factor}
+        return {
+            **self.latency.to_dict(),
+            **rates,
+            "num_drafts": self.num_drafts,
+            "rating_factor": self.rating_factor,
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ControlProfile:
@@ -92,11 +100,20 @@ class ControlProfile:
         Raises:
             SpecConfigError: It is not what `to_dict` writes.
         """
-        latency, factor = LatencyModel.from_dict(values), values.get("rating_factor", 1.0)
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 <= factor < inf:
-            raise SpecConfigError(f"`rating_factor` of a profile must be a number of at least 0, got {factor!r}.")
-        accepted, drafted = _rates("accepted", values), _rates("drafted", values)
-        return cls(latency, accepted, drafted, rating_factor=float(factor))
+        return cls(
+            LatencyModel.from_dict(values),
+            _rates("accepted", values),
+            _rates("drafted", values),
+            _number("num_drafts", values, WINDOW),
+            rating_factor=_number("rating_factor", values, 1.0),
+        )
+
+
+def _number(name: str, values: Mapping[str, Any], default: float) -> float:
+    number = values.get(name, default)
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < inf:
+        raise SpecConfigError(f"`{name}` of a profile must be a number of at least 0, got {number!r}.")
+    return float(number)
 
 
 def _rates(name: str, values: Mapping[str, Any]) -> list[float]:
@@ -190,7 +207,7 @@ class SpeculationController:
         self._most_tokens = most_tokens
         self._cap = most  # of the present number of rows
         self.latency = profile.latency.for_another_call()
-        self.acceptance = AcceptanceModel(most, num_rows, profile.accepted, profile.drafted)
+        self.acceptance = AcceptanceModel(most, num_rows, profile.accepted, profile.drafted, profile.num_drafts)
         self.tree_size: TreeSize | None = TreeSize(self.latency, profile.rating_factor)
         self.length: int | None = None
         self.num_cycles = self.num_plain_cycles = self.sum_limits = 0
@@ -483,11 +500,18 @@ class SpeculationController:
         plan = self._plan
         more = sum(outcome.num_committed - self._tokens_instead(outcome) for outcome in outcomes)
         gained = more * plan.worth(self._trial, self.length)
-        loss = seconds - plan.seconds[self.length] - gained / plan.value(self.length)
+        loss = seconds - self._seconds_instead(deepest) - gained / plan.value(self.length)
         self._budget -= loss + (self._reading_price if self._trial else 0.0)
         if loss < 0 or seconds < _CHEAP * expected:
             self._follow_up = self._trial
             self._plan = None
+
+    def _seconds_instead(self, deepest: int) -> float:
+        """Expected seconds of the chosen length where the drafts of the trial got so deep."""
+        if self.length == 0 or self.length > deepest >= self._trial:
+            # How deep the drafts would have become is not known.
+            return self._plan.seconds[self.length]
+        return self._cycle_seconds(min(deepest, self.length), len(self._plan.rows))
 
     def _tokens_instead(self, outcome: RowOutcome) -> float:
         """Expected tokens of the chosen length where the trial had this outcome."""

@@ -36,7 +36,7 @@ _AT_ONCE = 2
 
 # From so many measurements on a size is known, and its measurements tell the pace.
 _KNOWN = 3
-_PACE_WINDOW = 5
+_PACE_WINDOW = 7
 _LARGEST_PACE = 1000.0
 
 # One measurement of a known size counts at most as so many times longer or shorter. So does a size that is not known,
@@ -122,7 +122,7 @@ class TimeTable:
         table = TimeTable()
         for size in self.sizes:
             for _ in range(min(len(self._measured[size]), _KNOWN)):
-                table.observe(size, self.predict(size))
+                table.observe(size, self.levels[size])
         return table
 
     def to_dict(self, factor: float = 1.0) -> dict[str, float]:
@@ -231,10 +231,15 @@ class LatencyModel:
             self.reading.observe(_power_of_two(num_tokens), seconds / self.pace.factor)
 
     def reading_seconds(self, num_tokens: int) -> float:
-        """Seconds in which the drafter would read so many tokens; 0 for none, and as long as nothing was measured."""
+        """Seconds in which the drafter would read so many tokens; 0 for none, and as long as nothing was measured.
+
+        More than was ever measured is taken for as cheap: what it takes is known once it was read, and a slope
+        between a few tokens says nothing of a thousand.
+        """
         if not num_tokens or not self.reading.sizes:
             return 0.0
-        return self.pace.factor * self.reading.predict(_power_of_two(num_tokens))
+        size = min(_power_of_two(num_tokens), self.reading.sizes[-1])
+        return self.pace.factor * self.reading.predict(size)
 
     def draft_seconds(self, depth: int, num_rows: int) -> float:
         """Seconds of a draft of this depth; 0 as long as none was measured.
@@ -322,9 +327,9 @@ class LatencyModel:
 def _draft_level(table: TimeTable, depth: int) -> float:
     first, last = table.sizes[0], table.sizes[-1]
     if depth < first:
-        return table.predict(first) * depth / first
+        return _draft_level(table, first) * depth / first
     if depth > last:
-        return table.predict(last) * depth / max(last, 1)
+        return _draft_level(table, last) * depth / max(last, 1)
     # What was measured of this depth may be old, or of a time when the machine was cold or busy.
     place = bisect_left(table.sizes, depth)
     deeper = [table.predict(size) for size in [depth, *table.sizes[place:]]]

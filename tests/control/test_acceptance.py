@@ -95,6 +95,14 @@ def test_what_earlier_calls_found_is_where_a_call_begins():
     assert all(now > old + 0.3 for now, old in zip(model.expected()[0], before))
 
 
+def test_a_few_drafts_of_earlier_calls_count_for_no_more_than_they_are():
+    few, many = AcceptanceModel(3, 1, [0.0], drafts_before=2), AcceptanceModel(3, 1, [0.0], drafts_before=200)
+    assert few.num_drafts == 2 < many.num_drafts < 10
+    for model in (few, many):
+        model.observe(0, 3, 3, 3)
+    assert few.expected()[0][0] > many.expected()[0][0] + 0.05
+
+
 def test_a_rate_may_be_better_than_expected_while_little_is_known():
     model = AcceptanceModel(2, 1)
     few = model.hoped()[0] - model.expected()[0][0]

@@ -210,6 +210,17 @@ def test_a_profile_spares_the_next_call_the_search():
     assert world.loss(world.run(world.controller(MOST, profile=again), 20), MOST) < 0.06
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_first_call_of_a_few_tokens_does_not_keep_the_next_one_from_drafting(seed):
+    world, profile = world_of("flat", 0.0, 0.4, seed), ControlProfile()
+    # Nothing is accepted behind a text of a few tokens, and everything is done for the first time.
+    world.run(first := world.controller(MOST, profile=profile), 7)
+    first.close()
+    world = world_of("flat", 0.9, 0.1, seed)
+    cycles = world.run(world.controller(MOST, profile=profile), 80)
+    assert used(cycles[-20:]) >= 3
+
+
 def test_trials_of_all_calls_together_pay_for_the_reading_of_prompts():
     """A useless drafter must read 200 cycles' worth of text before it can draft anything in a call."""
     world, profile = world_of("flat", 0.0, 0.5), ControlProfile()
@@ -267,3 +278,23 @@ def test_a_trial_is_compared_with_the_chosen_length_on_the_same_draft():
     assert controller._tokens_instead(RowOutcome(0, 2, 2, 1, 2)) == 2
     controller._trial = 8
     assert controller._tokens_instead(RowOutcome(0, 8, 8, 6, 7)) == 5
+    # As long as this one would have taken for them, if they ended on their own. Else that is not known.
+    seconds = [controller._cycle_seconds(depth, 1) for depth in range(9)]
+    assert [controller._seconds_instead(depth) for depth in (0, 2, 4, 6, 8)] == [
+        seconds[min(k, 4)] for k in (0, 2, 4, 6, 8)
+    ]
+    controller._trial = 2
+    assert controller._seconds_instead(1) == seconds[1]
+    assert controller._seconds_instead(2) == controller._plan.seconds[4]
+
+
+def test_trials_of_drafts_that_end_early_gain_nothing():
+    """Text is found in one of ten cycles only: the other nine are short ones, whatever was allowed."""
+    controller, follow_ups = SpeculationController(12, 1, usual=6), 0
+    for cycle in range(600):
+        (limit,) = controller.limits([0])
+        depth = limit if cycle % 10 == 0 else 0
+        controller.observe([RowOutcome(0, limit, depth, depth, depth + 1)], depth, 1e-5, 1e-3 * (1 + 0.05 * depth))
+        follow_ups += controller._follow_up is not None
+    assert controller.length == 12
+    assert follow_ups < 20

@@ -148,8 +148,18 @@ def test_what_reading_takes_is_known_by_tokens():
     assert model.reading_seconds(0) == 0
     assert model.reading_seconds(16) == pytest.approx(1.0)
     assert model.reading_seconds(256) == pytest.approx(5.0)
-    assert 1.0 < model.reading_seconds(60) < 5.0 < model.reading_seconds(300)
+    assert 1.0 < model.reading_seconds(60) < 5.0
     assert model.for_another_call().reading_seconds(16) == pytest.approx(1.0)
+
+
+def test_more_than_was_ever_read_is_taken_for_as_cheap_until_it_is_read():
+    model = LatencyModel()
+    # The first tokens that a drafter reads are slow ones: their slope would make a prompt look endless.
+    model.observe_reading(1, 1.0)
+    model.observe_reading(8, 9.0)
+    assert model.reading_seconds(1000) == pytest.approx(9.0)
+    model.observe_reading(1000, 30.0)
+    assert model.reading_seconds(1000) == pytest.approx(30.0)
 
 
 def keyed(keys, values, **size):
@@ -166,6 +176,7 @@ stored = st.fixed_dictionaries(
         "reading_seconds": keyed(st.integers(1, 4096), st.floats(1e-6, 1e3), max_size=3),
         "accepted": rates,
         "drafted": rates,
+        "num_drafts": st.floats(0, 1e6),
     }
 )
 
@@ -178,7 +189,7 @@ def test_a_profile_comes_back_from_json(values):
     for rows, times in values["verify_seconds"].items():
         assert again["verify_seconds"][rows] == pytest.approx(times)
     assert again["reading_seconds"] == pytest.approx(values["reading_seconds"])
-    assert [again["accepted"], again["drafted"]] == [values["accepted"], values["drafted"]]
+    assert all(again[name] == values[name] for name in ("accepted", "drafted", "num_drafts"))
 
 
 @pytest.mark.parametrize(
@@ -192,6 +203,7 @@ def test_a_profile_comes_back_from_json(values):
         ({"reading_seconds": [1.0]}, "`reading_seconds`, {tokens: seconds}"),
         ({"accepted": [1.5]}, "`accepted` of a profile must be a list of rates"),
         ({"drafted": None}, "`drafted` of a profile must be a list of rates"),
+        ({"num_drafts": -1}, "`num_drafts` of a profile must be a number of at least 0, got -1"),
     ],
 )
 def test_a_damaged_profile_is_refused(change, message):
@@ -228,3 +240,35 @@ def test_a_draft_costs_no_more_in_proportion_than_a_shallower_one():
         model.observe_draft(1, 4, 1.0)
         model.observe_draft(1, 8, 20.0)
     assert model.draft_seconds(8, 1) == pytest.approx(2.0)
+
+
+def test_a_depth_in_front_of_what_was_measured_follows_the_deeper_ones():
+    model = LatencyModel()
+    # The only draft of four tokens was a slow one.
+    model.observe_draft(1, 4, 10.0)
+    for _ in range(5):
+        model.observe_draft(1, 5, 5.0)
+    assert model.draft_seconds(4, 1) == pytest.approx(5.0)
+    assert model.draft_seconds(2, 1) == pytest.approx(2.5)
+
+
+def test_another_call_remembers_what_was_measured_seldom():
+    model = LatencyModel()
+    for _ in range(5):
+        model.observe_verification(1, 1, 1.0)
+    for _ in range(2):
+        model.observe_verification(1, 6, 3.5)
+    # It counts as twice a plain one at most, so that it is measured again; that is not what was measured.
+    assert model.verify_seconds(6, 1) == pytest.approx(2.0)
+    model = model.for_another_call()
+    model.observe_verification(1, 6, 3.5)
+    assert model.verify_seconds(6, 1) == pytest.approx(3.5)
+
+
+def test_a_few_stalls_do_not_set_the_pace():
+    model = LatencyModel()
+    for _ in range(10):
+        model.observe_verification(1, 1, 1.0)
+    for seconds in (10.0, 10.0, 1.0, 1.0, 10.0):
+        model.observe_verification(1, 1, seconds)
+    assert model.pace.factor == pytest.approx(1.0)

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
-from math import inf
+from math import inf, sqrt
 from operator import add, mul, truediv
+from statistics import NormalDist
 from typing import Any
 
 from ..errors import SpecConfigError
@@ -299,6 +301,7 @@ class SpeculationController:
         num_rows = len(rows)
         left, fixed = self._left or [1.0] * num_rows, self.latency.fixed_part(num_rows)
         row_tokens = [[1.0] * num_rows]
+        squares = [0.0] * num_rows  # expected, of the accepted tokens of each row
         tokens, seconds = [batch_tokens(row_tokens[0], left, fixed)], [self._plain_seconds(num_rows)]
         spent, deeper, cost = 0.0, 1.0, self._cycle_seconds(0, num_rows)
         # What the drafter must read first is spread over the tokens that are left.
@@ -312,7 +315,8 @@ class SpeculationController:
             spent += (deeper - reached) * cost
             deeper = reached
             cost = self._cycle_seconds(position + 1, num_rows)
-            tokens.append(batch_tokens(row_tokens[-1], left, fixed))
+            squares = [square + (2 * position + 1) * gain for square, gain in zip(squares, gains)]
+            tokens.append(batch_tokens(row_tokens[-1], left, fixed, squares if self._left else None))
             seconds.append(spent + deeper * cost + reading * tokens[-1])
         return _Plan(list(rows), tokens, seconds, row_tokens), accepted, depths
 
@@ -537,24 +541,45 @@ class SpeculationController:
                 profile.rating_factor = self.tree_size.rating_factor
 
 
-def batch_tokens(row_tokens: Sequence[float], left: Sequence[float], fixed: float) -> float:
+def batch_tokens(
+    row_tokens: Sequence[float], left: Sequence[float], fixed: float, squares: Sequence[float] | None = None
+) -> float:
     """What a cycle of a batch is worth, in tokens; their sum if all rows are equal.
 
     A row that gets r tokens a cycle leaves the batch after n = left / r cycles. Of a cycle's time a part f is the same
     for any number of rows, and is paid until the slowest row has ended; the rest falls with the rows. So the call
-    takes as long as f max(n) + (1 - f) mean(n) cycles of all rows, and each of them is worth
+    takes as long as f E[max(n)] + (1 - f) mean(n) cycles of all rows, and each of them is worth
 
-        sum(left) / (f max(n) + (1 - f) mean(n))
+        sum(left) / (f E[max(n)] + (1 - f) mean(n))
+
+    Even of equal rows one is the slowest: drafts are accepted by chance. Where a row's tokens of a cycle have the
+    variance v, n has the standard deviation sqrt(n v) / r. The largest of m such numbers is expected to be z(m) of
+    them above their mean, m counting the rows that come within one of them of the slowest.
 
     Args:
         row_tokens (`Sequence[float]`): r of each row.
-        left (`Sequence[float]`): Tokens that each of them may still get; only their proportions matter.
+        left (`Sequence[float]`): Tokens that each of them may still get; only their proportions matter if there are
+            no squares.
         fixed (`float`): f.
+        squares (`Sequence[float]`, *optional*): Mean square of each row's accepted tokens of a cycle, which are
+            r - 1 on average; without them v is 0.
     """
     if len(row_tokens) == 1:
         return row_tokens[0]
     cycles = list(map(truediv, left, row_tokens))
-    return sum(left) / (fixed * max(cycles) + (1 - fixed) * sum(cycles) / len(cycles))
+    slowest = max(cycles)
+    if squares is not None:
+        row = cycles.index(slowest)
+        variance = max(squares[row] - (row_tokens[row] - 1) ** 2, 0.0)
+        deviation = sqrt(slowest * variance) / row_tokens[row]
+        slowest += _largest_of(sum(number >= slowest - deviation for number in cycles)) * deviation
+    return sum(left) / (fixed * slowest + (1 - fixed) * sum(cycles) / len(cycles))
+
+
+@cache
+def _largest_of(count: int) -> float:
+    """Expected largest of so many standard normal numbers (Blom, 1958)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 def _at_least_one(chances) -> float:

@@ -157,6 +157,27 @@ def test_the_slowest_row_counts_as_far_as_cycles_cost_the_same_for_any_number_of
     assert batch_tokens([4, 4, 4, 1], [64, 64, 64, 1], fixed=1.0) == pytest.approx(193 / 16)
 
 
+@pytest.mark.parametrize("rates", [[0.7] * 8, [0.5] * 2, [0.9] * 7 + [0.2]])
+@pytest.mark.parametrize("length", [1, 4])
+def test_of_equal_rows_one_is_the_slowest(rates, length):
+    num_tokens, chance = 200, random.Random(0)
+
+    def row_cycles(rate):
+        got = count = 0
+        while got < num_tokens:
+            accepted = next((i for i in range(length) if chance.random() >= rate), length)
+            got, count = got + accepted + 1, count + 1
+        return count
+
+    cycles = statistics.mean(max(map(row_cycles, rates)) for _ in range(300))
+    row_tokens = [sum(rate**i for i in range(length + 1)) for rate in rates]
+    squares = [sum((2 * i - 1) * rate**i for i in range(1, length + 1)) for rate in rates]
+    left = [num_tokens] * len(rates)
+    expected = sum(left) / batch_tokens(row_tokens, left, 1.0, squares)
+    assert expected == pytest.approx(cycles, rel=0.015)
+    assert expected > 1.01 * sum(left) / batch_tokens(row_tokens, left, 1.0) or len(set(rates)) > 1
+
+
 def test_a_row_whose_drafts_are_bad_does_not_widen_the_batch():
     """One row drafts well now and then, the other always and badly: a verification is as wide as its widest row."""
     world = World([0.95, 0.02], lambda depth: 1e-6, lambda nodes: (1 + 0.15 * (nodes - 1)) * 1e-3, depths=(0.7, 1.0))

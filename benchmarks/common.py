@@ -253,7 +253,7 @@ def in_turns(sides: list[Callable[[BaseStreamer], T]], slice_seconds: float = 0.
     second slows all of them down alike.
 
     Args:
-        sides (`list[Callable]`): Each makes one call with the streamer that it is given.
+        sides (`list[Callable]`): Each makes its calls with the streamer that it is given.
         slice_seconds (`float`): After so much time a call hands on with its next tokens.
 
     Returns:

@@ -4,14 +4,16 @@
     python -m benchmarks.simulated_control --worlds 500 --json worlds.json
 
 The times of a world have noise, and some of them are ten times too long. Its drafter and its target cost what they
-cost, whatever this machine does, so the figures do not depend on it. Three questions:
+cost, whatever this machine does, so the figures do not depend on it. Four questions:
 
 - grid: four targets, draft costs from 0.02 to 1, acceptance from 0.02 to 0.9: throughput lost against the best fixed
   length, 0 included, in the first 200 cycles of the first call, and in the 1000 cycles behind them;
 - any: worlds drawn at random, less kind ones among them: the same in a second call of 800 cycles;
 - batches: calls of 128 tokens of each row whose rows are accepted alike or not and leave when they are done: the same
   of the fourth to seventh call, beside the best fixed length and beside plain decoding (negative: gained). The best of
-  13 lengths is the luckiest of them, too, so that the first figure is somewhat too large.
+  13 lengths is the luckiest of them, too, so that the first figure is somewhat too large;
+- texts: 16 calls of 128 tokens of one row, whose texts are easy or hard by chance: beside the best length of each of
+  them, which takes an oracle, and beside plain decoding.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_specdec.control import ControlProfile
-from tests.control.worlds import MOST, TARGETS, World, any_batch, any_world, world_of
+from tests.control.worlds import MOST, TARGETS, BatchWorld, World, any_batch, any_world, world_of
 
 
 def grid() -> dict[str, list[float]]:
@@ -69,12 +71,36 @@ def batches(count: int) -> dict[str, list[float]]:
     return losses
 
 
+def texts(count: int) -> dict[str, list[float]]:
+    losses: dict[str, list[float]] = {"texts, beside the best length of each": [], "texts, beside plain decoding": []}
+    for seed in range(count):
+        chance, profile = random.Random(seed), ControlProfile()
+        world = world_of(
+            chance.choice(sorted(TARGETS)),
+            0.0,
+            chance.choice([0.02, 0.1, 0.3, 0.6]),
+            seed,
+            kind=BatchWorld,
+            noise=0.08,
+            stalls=0.01,
+            num_tokens=128,
+        )
+        ours = best = plain = 0.0
+        for _ in range(16):
+            world.acceptance = [chance.choice([0.2, 0.85])]
+            others = [statistics.mean(world.fixed_length(k) for _ in range(2)) for k in range(MOST + 1)]
+            ours, best, plain = ours + world.call_under(profile, MOST), best + min(others), plain + others[0]
+        for found, beside in zip(losses.values(), (best, plain)):
+            found.append(1 - beside / ours)
+    return losses
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, default=200, help="worlds that are drawn, of each kind")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
-    losses = grid() | any_worlds(arguments.worlds) | batches(arguments.worlds)
+    losses = grid() | any_worlds(arguments.worlds) | batches(arguments.worlds) | texts(arguments.worlds)
     table = Table("part of the throughput that is lost", "worlds", "mean", "95 of 100 lose less than", "most")
     rows = []
     for name, found in losses.items():

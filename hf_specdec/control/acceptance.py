@@ -10,15 +10,16 @@ Drafters that stop on their own (no match, no confidence) have the second below 
 drafted is a token that was not accepted. From them follow the expected tokens of a limit, 1 + sum of products, and
 how deep drafts get.
 
-A call begins with the rates of earlier calls, as if it had seen a few such outcomes itself. What is older than the
-window is forgotten. A run of outcomes that does not fit is taken for a change of the text, and all before it is
-forgotten at once.
+A call begins with the mean rates of earlier calls, as if it had seen a few such outcomes itself: few, since the next
+text may be another one. What is older than the window is forgotten. A run of outcomes that does not fit is taken for
+a change of the text, and all before it is forgotten at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf, sqrt
+from dataclasses import dataclass, field
+from math import sqrt
 
 
 # Outcomes that a rate remembers, for each row that it is fed by.
@@ -33,8 +34,11 @@ _FIRST_WEIGHT = 4.0
 _PRIOR_WEIGHT = 2.0
 _ROW_PRIOR_WEIGHT = 6.0
 
-# Outcomes that the rates of earlier calls count for, for each row.
-_CALLS_WEIGHT = 6.0
+# Outcomes that the rates of earlier calls count for, for each row; those of one call that count among them; and those
+# of all calls that are remembered.
+_CALLS_WEIGHT = 3.0
+_WEIGHT_OF_CALL = 16.0
+_MEMORY = 64.0
 
 # Standard deviations that a rate may be better than it is expected to be.
 _HOPE = 1.5
@@ -54,17 +58,21 @@ class Rate:
     Attributes:
         mean (`float`): From 0 to 1.
         weight (`float`): Outcomes it stands for, at most the window.
+        count, num_successes (`int`): All outcomes that were added, and those that were successes.
     """
 
-    __slots__ = ("_last", "_recent", "_run", "mean", "weight")
+    __slots__ = ("_last", "_recent", "_run", "count", "mean", "num_successes", "weight")
 
     def __init__(self, mean: float = 0.0, weight: float = 0.0):
         self.mean = self._recent = mean
         self.weight = weight
+        self.count = self.num_successes = 0
         self._last, self._run = False, 0
 
     def observe(self, outcome: bool, window: int) -> bool:
         """Adds an outcome. Returns whether it shows that the rate has changed."""
+        self.count += 1
+        self.num_successes += outcome
         self._run = self._run + 1 if outcome == self._last else 1
         self._last = outcome
         if not self.weight:
@@ -89,11 +97,11 @@ class PositionRates:
 
     Args:
         most (`int`): K.
-        known (`Sequence[float]`): What is known of the first positions, for `weight` outcomes.
+        means, weights (`Sequence[float]`): What is known of the first positions, and for how many outcomes.
     """
 
-    def __init__(self, most: int, known: Sequence[float] = (), weight: float = 0.0):
-        self.rates = [Rate(mean, weight) for mean in known[:most]]
+    def __init__(self, most: int, means: Sequence[float] = (), weights: Sequence[float] = ()):
+        self.rates = list(map(Rate, means[:most], weights))
         self.rates += [Rate() for _ in range(most - len(self.rates))]
 
     def observe(self, reached: int, limit: int, window: int, known: int | None = None) -> None:
@@ -135,31 +143,57 @@ class PositionRates:
         ]
 
 
+@dataclass
+class PastRates:
+    """Rates of positions over calls: a call counts for what was seen in it, however long it was not for everything.
+
+    Attributes:
+        means (`list[float]`): Of the positions that anything is known of.
+        weights (`list[float]`): Outcomes that each of them stands for.
+    """
+
+    means: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+
+    def add(self, rates: Sequence[Rate]) -> None:
+        """Adds what one call has seen of each position."""
+        for position, rate in enumerate(rates):
+            if not rate.count:
+                break
+            if position == len(self.means):
+                self.means.append(0.0)
+                self.weights.append(0.0)
+            mean, weight = rate.num_successes / rate.count, min(rate.count, _WEIGHT_OF_CALL)
+            total = self.weights[position] + weight
+            self.means[position] += (mean - self.means[position]) * weight / total
+            self.weights[position] = min(total, _MEMORY)
+
+    def expected(self, prior: float) -> list[float]:
+        """The rate of each of the positions; `prior` is what is expected of the first one where nothing is known."""
+        return PositionRates(len(self.means), self.means, self.weights).expected(prior) if self.means else []
+
+
 class AcceptanceModel:
     """What the drafts of a call can be expected to bring.
 
     Args:
         most (`int`): K, the deepest position.
         num_rows (`int`): Rows of the call.
-        accepted_before, drafted_before (`Sequence[float]`): The rates of the first positions in earlier calls.
-        drafts_before (`float`): Drafts that these rates stand for; from 6 a row on, more make no difference.
+        accepted_before, drafted_before (`PastRates`, *optional*): The rates of earlier calls.
     """
 
     def __init__(
         self,
         most: int,
         num_rows: int,
-        accepted_before: Sequence[float] = (),
-        drafted_before: Sequence[float] = (),
-        drafts_before: float = inf,
+        accepted_before: PastRates | None = None,
+        drafted_before: PastRates | None = None,
     ):
-        # What is expected of the first position before it is known.
-        self._first_rate = accepted_before[0] if accepted_before else FIRST_RATE
-        self._first_depth = drafted_before[0] if drafted_before else 1.0
         self.window = WINDOW * num_rows
-        weight = min(drafts_before, _CALLS_WEIGHT * num_rows)
-        self.accepted = PositionRates(most, accepted_before, weight)
-        self.drafted = PositionRates(most, drafted_before, weight)
+        most_weight = _CALLS_WEIGHT * num_rows
+        # What is expected of the first position before it is known.
+        self._first_rate, self.accepted = _begin(most, accepted_before, FIRST_RATE, most_weight)
+        self._first_depth, self.drafted = _begin(most, drafted_before, 1.0, most_weight)
         self.rows: dict[int, tuple[PositionRates, PositionRates]] = {}
         if num_rows > 1:
             self.rows = {row: (PositionRates(most), PositionRates(most)) for row in range(num_rows)}
@@ -186,17 +220,6 @@ class AcceptanceModel:
         """Rates of all rows together: of acceptance, and of being drafted at all, by position."""
         return self.accepted.expected(self._first_rate), self.drafted.expected(self._first_depth)
 
-    @property
-    def num_drafts(self) -> float:
-        """Drafts that the rates stand for, those of earlier calls among them."""
-        return self.accepted.rates[0].weight
-
-    def known(self) -> tuple[list[float], list[float]]:
-        """The same of the positions that anything is known of."""
-        pairs = zip(self.expected(), (self.accepted, self.drafted))
-        accepted, drafted = ([mean for mean, rate in zip(means, of.rates) if rate.weight] for means, of in pairs)
-        return accepted, drafted
-
     def hoped(self) -> list[float]:
         """How good the acceptance of all rows together might be."""
         return self.accepted.hoped(self.expected()[0])
@@ -211,3 +234,11 @@ class AcceptanceModel:
             [rate.expected(prior, weight) for rate, prior in zip(own_accepted.rates, accepted)],
             [rate.expected(prior, weight) for rate, prior in zip(own_drafted.rates, drafted)],
         )
+
+
+def _begin(most: int, past: PastRates | None, prior: float, most_weight: float) -> tuple[float, PositionRates]:
+    """What is expected of the first position of a call, and the rates that the call begins with."""
+    if past is None or not past.means:
+        return prior, PositionRates(most)
+    means = past.expected(prior)
+    return means[0], PositionRates(most, means, [min(weight, most_weight) for weight in past.weights])

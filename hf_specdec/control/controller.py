@@ -21,13 +21,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
-from math import inf, sqrt
+from math import sqrt
 from operator import add, mul, truediv
 from statistics import NormalDist
+from sys import float_info
 from typing import Any
 
 from ..errors import SpecConfigError
-from .acceptance import WINDOW, AcceptanceModel
+from .acceptance import WINDOW, AcceptanceModel, PastRates
 from .latency import LatencyModel
 from .schedule import lengths_note
 from .tree_size import TreeSize
@@ -66,32 +67,31 @@ class ControlProfile:
 
     Attributes:
         latency (`LatencyModel`): Costs.
-        accepted, drafted (`list[float]`): Rates by position; empty before the first call.
-        num_drafts (`float`): Drafts that the rates stand for.
+        accepted, drafted (`PastRates`): Rates by position.
         budget (`float`): Seconds that trials may cost, saved up by earlier calls.
         rating_factor (`float`): Accepted over expected tokens of draft trees, see [`~control.tree_size`].
     """
 
     latency: LatencyModel = field(default_factory=LatencyModel)
-    accepted: list[float] = field(default_factory=list)
-    drafted: list[float] = field(default_factory=list)
-    num_drafts: float = 0.0
+    accepted: PastRates = field(default_factory=PastRates)
+    drafted: PastRates = field(default_factory=PastRates)
     budget: float = 0.0
     rating_factor: float = 1.0
 
     def learn(self, latency: LatencyModel, acceptance: AcceptanceModel, budget: float = 0.0) -> None:
         """Takes in what a call has found."""
         self.latency, self.budget = latency, max(budget, 0.0)
-        self.accepted, self.drafted = acceptance.known()
-        self.num_drafts = acceptance.num_drafts
+        self.accepted.add(acceptance.accepted.rates)
+        self.drafted.add(acceptance.drafted.rates)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
-        rates = {"accepted": list(self.accepted), "drafted": list(self.drafted)}
         return {
             **self.latency.to_dict(),
-            **rates,
-            "num_drafts": self.num_drafts,
+            "accepted": list(self.accepted.means),
+            "accepted_weights": list(self.accepted.weights),
+            "drafted": list(self.drafted.means),
+            "drafted_weights": list(self.drafted.weights),
             "rating_factor": self.rating_factor,
         }
 
@@ -102,27 +102,34 @@ class ControlProfile:
         Raises:
             SpecConfigError: It is not what `to_dict` writes.
         """
-        return cls(
+        factor = values.get("rating_factor", 1.0)
+        if not _are_numbers([factor]):
+            raise SpecConfigError(f"`rating_factor` of a profile must be a number of at least 0, got {factor!r}.")
+        latency, accepted, drafted = (
             LatencyModel.from_dict(values),
             _rates("accepted", values),
             _rates("drafted", values),
-            _number("num_drafts", values, WINDOW),
-            rating_factor=_number("rating_factor", values, 1.0),
         )
+        return cls(latency, accepted, drafted, rating_factor=float(factor))
 
 
-def _number(name: str, values: Mapping[str, Any], default: float) -> float:
-    number = values.get(name, default)
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < inf:
-        raise SpecConfigError(f"`{name}` of a profile must be a number of at least 0, got {number!r}.")
-    return float(number)
+def _rates(name: str, values: Mapping[str, Any]) -> PastRates:
+    means = values.get(name)
+    if not _are_numbers(means, most=1.0):
+        raise SpecConfigError(f"`{name}` of a profile must be a list of rates from 0 to 1, got {means!r}.")
+    weights = values.get(f"{name}_weights", [WINDOW] * len(means))
+    if not _are_numbers(weights) or len(weights) != len(means):
+        raise SpecConfigError(
+            f"`{name}_weights` of a profile must be a list of {len(means)} numbers of at least 0, got {weights!r}."
+        )
+    return PastRates(list(map(float, means)), list(map(float, weights)))
 
 
-def _rates(name: str, values: Mapping[str, Any]) -> list[float]:
-    rates = values.get(name)
-    if not isinstance(rates, list) or not all(isinstance(rate, (int, float)) and 0 <= rate <= 1 for rate in rates):
-        raise SpecConfigError(f"`{name}` of a profile must be a list of rates from 0 to 1, got {rates!r}.")
-    return [float(rate) for rate in rates]
+def _are_numbers(values: Any, most: float = float_info.max) -> bool:
+    """Whether this is a list of finite numbers from 0 to `most`."""
+    return isinstance(values, list) and all(
+        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= most for value in values
+    )
 
 
 @dataclass
@@ -209,7 +216,7 @@ class SpeculationController:
         self._most_tokens = most_tokens
         self._cap = most  # of the present number of rows
         self.latency = profile.latency.for_another_call()
-        self.acceptance = AcceptanceModel(most, num_rows, profile.accepted, profile.drafted, profile.num_drafts)
+        self.acceptance = AcceptanceModel(most, num_rows, profile.accepted, profile.drafted)
         self.tree_size: TreeSize | None = TreeSize(self.latency, profile.rating_factor)
         self.length: int | None = None
         self.num_cycles = self.num_plain_cycles = self.sum_limits = 0

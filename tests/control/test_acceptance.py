@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hf_specdec.control.acceptance import AcceptanceModel, Rate
+from hf_specdec.control.acceptance import AcceptanceModel, PastRates, Rate
 
 
 def feed(model, rates, cycles, limit=None, row=0, seed=0, depths=None):
@@ -86,21 +86,41 @@ def test_rows_have_rates_of_their_own():
 
 
 def test_what_earlier_calls_found_is_where_a_call_begins():
-    model = AcceptanceModel(3, 1, [0.2, 0.1])
+    model = AcceptanceModel(3, 1, PastRates([0.2, 0.1], [50, 10]))
     before = model.expected()[0]
     assert before == pytest.approx([0.2, 0.1, 0.1], abs=0.1)
     # A few outcomes of its own weigh as much.
-    for _ in range(6):
+    for _ in range(4):
         model.observe(0, 3, 3, 3)
     assert all(now > old + 0.3 for now, old in zip(model.expected()[0], before))
 
 
 def test_a_few_drafts_of_earlier_calls_count_for_no_more_than_they_are():
-    few, many = AcceptanceModel(3, 1, [0.0], drafts_before=2), AcceptanceModel(3, 1, [0.0], drafts_before=200)
-    assert few.num_drafts == 2 < many.num_drafts < 10
-    for model in (few, many):
-        model.observe(0, 3, 3, 3)
-    assert few.expected()[0][0] > many.expected()[0][0] + 0.05
+    few, many = (AcceptanceModel(3, 1, PastRates([0.0], [weight])) for weight in (1, 60))
+    assert few.expected()[0][0] > many.expected()[0][0] + 0.2
+    assert few.hoped()[0] > many.hoped()[0] + 0.5
+
+
+def test_what_calls_leave_is_the_mean_of_calls_and_not_the_last_one():
+    past = PastRates()
+    for rate in (0.9, 0.1) * 6:
+        model = AcceptanceModel(4, 1, past)
+        feed(model, [rate] * 4, 200, seed=int(10 * rate))
+        past.add(model.accepted.rates)
+    assert past.means[0] == pytest.approx(0.5, abs=0.12)
+    # Deep positions are seen where texts are easy.
+    assert past.means[3] > 0.6
+
+
+def test_a_call_counts_for_what_was_seen_in_it():
+    past, model = PastRates([0.8, 0.8], [8, 8]), AcceptanceModel(2, 1)
+    past.add(model.accepted.rates)
+    assert past == PastRates([0.8, 0.8], [8, 8])
+    for _ in range(2):
+        model.observe(0, 2, 2, 0)
+    past.add(model.accepted.rates)
+    assert past.means == pytest.approx([0.64, 0.8])
+    assert past.weights == [10, 8]
 
 
 def test_a_rate_may_be_better_than_expected_while_little_is_known():

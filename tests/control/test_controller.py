@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec.control import ControlProfile, theory
+from hf_specdec.control.acceptance import PastRates
 from hf_specdec.control.controller import RowOutcome, SpeculationController, batch_tokens
 from tests.control.worlds import MOST, TARGETS, World, any_batch, any_world, world_of
 
@@ -262,9 +263,9 @@ def test_trials_of_all_calls_together_pay_for_the_reading_of_prompts():
 
 
 def test_a_call_that_never_drafts_teaches_nothing():
-    profile = ControlProfile(accepted=[0.5])
+    profile = ControlProfile(accepted=PastRates([0.5], [4.0]))
     SpeculationController(4, 1, profile).profile_into(profile)
-    assert profile.to_dict() == ControlProfile(accepted=[0.5]).to_dict()
+    assert profile.to_dict() == ControlProfile(accepted=PastRates([0.5], [4.0])).to_dict()
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

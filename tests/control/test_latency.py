@@ -176,7 +176,6 @@ stored = st.fixed_dictionaries(
         "reading_seconds": keyed(st.integers(1, 4096), st.floats(1e-6, 1e3), max_size=3),
         "accepted": rates,
         "drafted": rates,
-        "num_drafts": st.floats(0, 1e6),
     }
 )
 
@@ -189,7 +188,9 @@ def test_a_profile_comes_back_from_json(values):
     for rows, times in values["verify_seconds"].items():
         assert again["verify_seconds"][rows] == pytest.approx(times)
     assert again["reading_seconds"] == pytest.approx(values["reading_seconds"])
-    assert all(again[name] == values[name] for name in ("accepted", "drafted", "num_drafts"))
+    assert all(again[name] == values[name] for name in ("accepted", "drafted"))
+    assert len(again["accepted_weights"]) == len(values["accepted"])
+    assert ControlProfile.from_dict(again | {"draft_seconds": {}}).accepted == profile.accepted
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,15 @@ def test_a_profile_comes_back_from_json(values):
         ({"reading_seconds": [1.0]}, "`reading_seconds`, {tokens: seconds}"),
         ({"accepted": [1.5]}, "`accepted` of a profile must be a list of rates"),
         ({"drafted": None}, "`drafted` of a profile must be a list of rates"),
-        ({"num_drafts": -1}, "`num_drafts` of a profile must be a number of at least 0, got -1"),
+        (
+            {"accepted": [0.5], "accepted_weights": [-1.0]},
+            "`accepted_weights` of a profile must be a list of 1 numbers",
+        ),
+        (
+            {"accepted": [0.5], "accepted_weights": [1.0, 1.0]},
+            "`accepted_weights` of a profile must be a list of 1 num",
+        ),
+        ({"rating_factor": "high"}, "`rating_factor` of a profile must be a number of at least 0, got 'high'"),
     ],
 )
 def test_a_damaged_profile_is_refused(change, message):

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from hf_specdec import SpecConfigError, SpeculativeConfig, forget_speculators, load_speculator
 from hf_specdec.cli import app
 from hf_specdec.control import ControlProfile
+from hf_specdec.control.acceptance import PastRates
 from hf_specdec.control.calibration import calibrate
 from hf_specdec.control.store import find_profile, load_profile, profile_identity, profile_path, save_profile
 from tests.models import prompts, tiny_llama
@@ -39,7 +40,7 @@ def test_all_batch_sizes_are_measured_with_and_without_drafts(model):
     profile = measured(model)
     assert {1, 2} <= set(profile.latency.verify)
     assert profile.latency.knows_anything
-    assert profile.accepted
+    assert profile.accepted.means
 
 
 def test_a_fixed_length_needs_none(model):
@@ -54,7 +55,7 @@ def test_the_next_process_begins_with_it(model, folder):
     assert path.parent == folder
     forget_speculators(model)
     assert load_speculator(model, AUTO).profile.to_dict().keys() == profile.to_dict().keys()
-    assert load_speculator(model, AUTO).profile.accepted == pytest.approx(profile.accepted)
+    assert load_speculator(model, AUTO).profile.accepted == profile.accepted
     forget_speculators(model)
 
 
@@ -84,10 +85,10 @@ def test_a_named_file_must_be_of_this_pair(model, tmp_path):
 def test_a_stale_file_of_the_folder_is_left_alone(model, monkeypatch):
     config = SpeculativeConfig(**AUTO)
     identity = profile_identity(model, config, None)
-    save_profile(ControlProfile(accepted=[0.5]), {**identity, "torch": "1.0"})
+    save_profile(ControlProfile(accepted=PastRates([0.5], [4.0])), {**identity, "torch": "1.0"})
     said = []
     monkeypatch.setattr(hf_logging.get_logger("hf_specdec.control.store"), "warning", said.append)
-    assert find_profile(model, config, None).accepted == []
+    assert find_profile(model, config, None).accepted == PastRates()
     assert "torch" in said[0]
 
 

@@ -310,7 +310,8 @@ class SpeculationController:
         row_tokens = [[1.0] * num_rows]
         squares = [0.0] * num_rows  # expected, of the accepted tokens of each row
         tokens, seconds = [batch_tokens(row_tokens[0], left, fixed)], [self._plain_seconds(num_rows)]
-        spent, deeper, cost = 0.0, 1.0, self._cycle_seconds(0, num_rows)
+        costs = self._costs(num_rows)
+        spent, deeper = 0.0, 1.0
         # What the drafter must read first is spread over the tokens that are left.
         reading = self.latency.reading_seconds(self._num_unread) / sum(self._left) if self._left else 0.0
         for position in range(self._cap):
@@ -319,12 +320,11 @@ class SpeculationController:
                 break
             row_tokens.append(list(map(add, row_tokens[-1], gains)))
             reached = _at_least_one(chances[position] for chances in depths)
-            spent += (deeper - reached) * cost
+            spent += (deeper - reached) * costs[position]
             deeper = reached
-            cost = self._cycle_seconds(position + 1, num_rows)
             squares = [square + (2 * position + 1) * gain for square, gain in zip(squares, gains)]
             tokens.append(batch_tokens(row_tokens[-1], left, fixed, squares if self._left else None))
-            seconds.append(spent + deeper * cost + reading * tokens[-1])
+            seconds.append(spent + deeper * costs[position + 1] + reading * tokens[-1])
         return _Plan(list(rows), tokens, seconds, row_tokens), accepted, depths
 
     def _chances(self, rows: list[int]) -> tuple[list[list[float]], list[list[float]]]:
@@ -339,6 +339,13 @@ class SpeculationController:
 
     def _plain_seconds(self, num_rows: int) -> float:
         return self.latency.verify_seconds(1, num_rows)
+
+    def _costs(self, num_rows: int) -> list[float]:
+        """Seconds of a cycle whose deepest draft has each of the depths up to the largest."""
+        return [
+            draft + self.latency.verify_seconds(self._nodes_of_depth(depth) + 1, num_rows)
+            for depth, draft in enumerate(self.latency.draft_seconds_up_to(self._cap, num_rows))
+        ]
 
     def _cycle_seconds(self, depth: int, num_rows: int) -> float:
         """Of a cycle whose deepest draft has this depth."""
@@ -363,7 +370,7 @@ class SpeculationController:
         """
         num_rows, rate = len(accepted), self._plan.value(self.length)
         worth = self._plan.worth(self.length, 0)
-        costs = [self._cycle_seconds(depth, num_rows) for depth in range(self.length + 1)]
+        costs = self._costs(num_rows)
         limits = []
         for row in range(num_rows):
             best, limit, gain = 0.0, 0, 0.0

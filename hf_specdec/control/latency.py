@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection, Mapping
-from math import isfinite, log
+from math import inf, isfinite, log
 from typing import Any
 
 from ..errors import SpecConfigError
@@ -247,10 +247,14 @@ class LatencyModel:
         A draft takes no longer than a deeper one, and no longer in proportion than a shallower one. In front of and
         behind what was measured, the time is in proportion to the depth.
         """
+        return self.draft_seconds_up_to(depth, num_rows)[depth]
+
+    def draft_seconds_up_to(self, most: int, num_rows: int) -> list[float]:
+        """The same of all depths from 0 to `most`."""
         if not self.draft:
-            return 0.0
-        table = self.draft[_nearest(self.draft, num_rows)]
-        return self.pace.factor * self.draft_pace.factor * _draft_level(table, depth)
+            return [0.0] * (most + 1)
+        pace = self.pace.factor * self.draft_pace.factor
+        return [pace * level for level in _draft_levels(self.draft[_nearest(self.draft, num_rows)], most)]
 
     def verify_seconds(self, num_nodes: float, num_rows: int) -> float:
         """Seconds of a verification of so many nodes a row; 1 as long as none was measured."""
@@ -324,17 +328,22 @@ class LatencyModel:
         return model
 
 
-def _draft_level(table: TimeTable, depth: int) -> float:
+def _draft_levels(table: TimeTable, most: int) -> list[float]:
+    """What drafts of depths 0 to `most` take: what was measured of one may be old, or of a time when the machine was
+    cold or busy."""
     first, last = table.sizes[0], table.sizes[-1]
-    if depth < first:
-        return _draft_level(table, first) * depth / first
-    if depth > last:
-        return _draft_level(table, last) * depth / max(last, 1)
-    # What was measured of this depth may be old, or of a time when the machine was cold or busy.
-    place = bisect_left(table.sizes, depth)
-    deeper = [table.predict(size) for size in [depth, *table.sizes[place:]]]
-    shallower = [table.levels[size] * depth / size for size in table.sizes[:place] if size > 0]
-    return min(deeper + shallower)
+    levels = [table.predict(depth) for depth in range(first, last + 1)]
+    # No longer than a deeper one,
+    for place in range(len(levels) - 2, -1, -1):
+        levels[place] = min(levels[place], levels[place + 1])
+    # and no longer in proportion than a shallower one.
+    of_a_token = inf
+    for depth in range(max(first, 1), last + 1):
+        levels[depth - first] = min(levels[depth - first], of_a_token * depth)
+        of_a_token = min(of_a_token, table.levels.get(depth, inf) / depth)
+    shallower = [levels[0] * depth / max(first, 1) for depth in range(first)]
+    deeper = [levels[-1] * depth / max(last, 1) for depth in range(last + 1, most + 1)]
+    return (shallower + levels + deeper)[: most + 1]
 
 
 def _nearest(numbers: Collection[int], num_rows: int) -> int:

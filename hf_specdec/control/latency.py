@@ -332,18 +332,19 @@ def _draft_levels(table: TimeTable, most: int) -> list[float]:
     """What drafts of depths 0 to `most` take: what was measured of one may be old, or of a time when the machine was
     cold or busy."""
     first, last = table.sizes[0], table.sizes[-1]
-    levels = [table.predict(depth) for depth in range(first, last + 1)]
+    depths = sorted({*table.sizes, *range(first, min(last, most) + 1)})
+    levels = {depth: table.predict(depth) for depth in depths}
     # No longer than a deeper one,
-    for place in range(len(levels) - 2, -1, -1):
-        levels[place] = min(levels[place], levels[place + 1])
+    for depth, deeper in zip(depths[-2::-1], depths[:0:-1]):
+        levels[depth] = min(levels[depth], levels[deeper])
     # and no longer in proportion than a shallower one.
     of_a_token = inf
-    for depth in range(max(first, 1), last + 1):
-        levels[depth - first] = min(levels[depth - first], of_a_token * depth)
+    for depth in filter(None, depths):
+        levels[depth] = min(levels[depth], of_a_token * depth)
         of_a_token = min(of_a_token, table.levels.get(depth, inf) / depth)
-    shallower = [levels[0] * depth / max(first, 1) for depth in range(first)]
-    deeper = [levels[-1] * depth / max(last, 1) for depth in range(last + 1, most + 1)]
-    return (shallower + levels + deeper)[: most + 1]
+    in_front = [levels[first] * depth / first for depth in range(min(first, most + 1))]
+    behind = [levels[last] * depth / max(last, 1) for depth in range(last + 1, most + 1)]
+    return in_front + [levels[depth] for depth in range(first, min(last, most) + 1)] + behind
 
 
 def _nearest(numbers: Collection[int], num_rows: int) -> int:

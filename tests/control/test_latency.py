@@ -281,3 +281,10 @@ def test_a_few_stalls_do_not_set_the_pace():
     for seconds in (10.0, 10.0, 1.0, 1.0, 10.0):
         model.observe_verification(1, 1, seconds)
     assert model.pace.factor == pytest.approx(1.0)
+
+
+def test_depths_that_nobody_drafts_cost_nothing_to_know():
+    """Profiles are files, which may hold anything."""
+    seconds = {"draft_seconds": {"1": {"2": 1.0, "1000000000": 5.0}}, "verify_seconds": {}, "reading_seconds": {}}
+    model = LatencyModel.from_dict(seconds)
+    assert model.draft_seconds_up_to(4, 1) == pytest.approx([0.0, 0.5, 1.0, 1.0, 1.0], abs=1e-6)

@@ -34,8 +34,8 @@ _FIRST_WEIGHT = 4.0
 _PRIOR_WEIGHT = 2.0
 _ROW_PRIOR_WEIGHT = 6.0
 
-# Outcomes that the rates of earlier calls count for, for each row; those of one call that count among them; and those
-# of all calls that are remembered.
+# Outcomes that the rates of earlier calls count for, for each row, beside being the first position's prior; those of
+# one call that count among them; and those of all calls that are remembered.
 _CALLS_WEIGHT = 3.0
 _WEIGHT_OF_CALL = 16.0
 _MEMORY = 64.0
@@ -143,9 +143,9 @@ class PositionRates:
         ]
 
 
-@dataclass
+@dataclass(frozen=True)
 class PastRates:
-    """Rates of positions over calls: a call counts for what was seen in it, however long it was not for everything.
+    """Rates of positions over calls; never changed, since calls that run at the same time share them.
 
     Attributes:
         means (`list[float]`): Of the positions that anything is known of.
@@ -155,18 +155,20 @@ class PastRates:
     means: list[float] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
 
-    def add(self, rates: Sequence[Rate]) -> None:
-        """Adds what one call has seen of each position."""
+    def with_call(self, rates: Sequence[Rate]) -> PastRates:
+        """These rates and what one more call has seen of each position."""
+        means, weights = list(self.means), list(self.weights)
         for position, rate in enumerate(rates):
             if not rate.count:
                 break
-            if position == len(self.means):
-                self.means.append(0.0)
-                self.weights.append(0.0)
+            if position == len(means):
+                means.append(0.0)
+                weights.append(0.0)
             mean, weight = rate.num_successes / rate.count, min(rate.count, _WEIGHT_OF_CALL)
-            total = self.weights[position] + weight
-            self.means[position] += (mean - self.means[position]) * weight / total
-            self.weights[position] = min(total, _MEMORY)
+            total = weights[position] + weight
+            means[position] += (mean - means[position]) * weight / total
+            weights[position] = min(total, _MEMORY)
+        return PastRates(means, weights)
 
     def expected(self, prior: float) -> list[float]:
         """The rate of each of the positions; `prior` is what is expected of the first one where nothing is known."""

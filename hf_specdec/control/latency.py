@@ -127,7 +127,7 @@ class TimeTable:
 
     def to_dict(self, factor: float = 1.0) -> dict[str, float]:
         """Seconds by size, for JSON."""
-        return {str(size): self.predict(size) * factor for size in self.sizes}
+        return {str(size): self.levels[size] * factor for size in self.sizes}
 
     @classmethod
     def from_dict(cls, seconds: Mapping[str, float]) -> TimeTable:
@@ -239,7 +239,7 @@ class LatencyModel:
         if not num_tokens or not self.reading.sizes:
             return 0.0
         size = min(_power_of_two(num_tokens), self.reading.sizes[-1])
-        return self.pace.factor * self.reading.predict(size)
+        return self.pace.factor * self.reading.levels.get(size, self.reading.predict(size))
 
     def draft_seconds(self, depth: int, num_rows: int) -> float:
         """Seconds of a draft of this depth; 0 as long as none was measured.

@@ -106,7 +106,7 @@ def test_what_calls_leave_is_the_mean_of_calls_and_not_the_last_one():
     for rate in (0.9, 0.1) * 6:
         model = AcceptanceModel(4, 1, past)
         feed(model, [rate] * 4, 200, seed=int(10 * rate))
-        past.add(model.accepted.rates)
+        past = past.with_call(model.accepted.rates)
     assert past.means[0] == pytest.approx(0.5, abs=0.12)
     # Deep positions are seen where texts are easy.
     assert past.means[3] > 0.6
@@ -114,13 +114,14 @@ def test_what_calls_leave_is_the_mean_of_calls_and_not_the_last_one():
 
 def test_a_call_counts_for_what_was_seen_in_it():
     past, model = PastRates([0.8, 0.8], [8, 8]), AcceptanceModel(2, 1)
-    past.add(model.accepted.rates)
-    assert past == PastRates([0.8, 0.8], [8, 8])
+    assert past.with_call(model.accepted.rates) == past
     for _ in range(2):
         model.observe(0, 2, 2, 0)
-    past.add(model.accepted.rates)
-    assert past.means == pytest.approx([0.64, 0.8])
-    assert past.weights == [10, 8]
+    later = past.with_call(model.accepted.rates)
+    assert later.means == pytest.approx([0.64, 0.8])
+    assert later.weights == [10, 8]
+    # Calls that run at the same time have the same ones.
+    assert past == PastRates([0.8, 0.8], [8, 8])
 
 
 def test_a_rate_may_be_better_than_expected_while_little_is_known():

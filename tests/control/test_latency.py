@@ -155,11 +155,13 @@ def test_what_reading_takes_is_known_by_tokens():
 def test_more_than_was_ever_read_is_taken_for_as_cheap_until_it_is_read():
     model = LatencyModel()
     # The first tokens that a drafter reads are slow ones: their slope would make a prompt look endless.
-    model.observe_reading(1, 1.0)
+    for _ in range(3):
+        model.observe_reading(1, 1.0)
     model.observe_reading(8, 9.0)
     assert model.reading_seconds(1000) == pytest.approx(9.0)
     model.observe_reading(1000, 30.0)
     assert model.reading_seconds(1000) == pytest.approx(30.0)
+    assert model.for_another_call().reading_seconds(1000) == pytest.approx(30.0)
 
 
 def keyed(keys, values, **size):
@@ -269,9 +271,9 @@ def test_another_call_remembers_what_was_measured_seldom():
         model.observe_verification(1, 6, 3.5)
     # It counts as twice a plain one at most, so that it is measured again; that is not what was measured.
     assert model.verify_seconds(6, 1) == pytest.approx(2.0)
-    model = model.for_another_call()
-    model.observe_verification(1, 6, 3.5)
-    assert model.verify_seconds(6, 1) == pytest.approx(3.5)
+    for later in (model.for_another_call(), LatencyModel.from_dict(model.to_dict())):
+        later.observe_verification(1, 6, 3.5)
+        assert later.verify_seconds(6, 1) == pytest.approx(3.5)
 
 
 def test_a_few_stalls_do_not_set_the_pace():

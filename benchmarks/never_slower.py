@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="calls of each side")
     parser.add_argument("--quick", action="store_true", help="three rounds")
     parser.add_argument("--cases", nargs="*", help="only cases whose name has one of these words")
-    parser.add_argument("--max-seconds", type=float, default=720, help="all cases together, about")
+    parser.add_argument("--max-seconds", type=float, default=3000, help="all cases together, about")
     parser.add_argument(
         "--json", action="store_true", help="print JSON to standard output, all else to standard error"
     )

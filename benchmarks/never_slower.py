@@ -216,7 +216,7 @@ def show(rows: list[Row], console: Console) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="calls of each side")
+    parser.add_argument("--rounds", type=int, default=9, help="how often each side makes its calls")
     parser.add_argument("--quick", action="store_true", help="three rounds")
     parser.add_argument("--cases", nargs="*", help="only cases whose name has one of these words")
     parser.add_argument("--max-seconds", type=float, default=3000, help="all cases together, about")

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_specdec.control import ControlProfile
-from tests.control.worlds import MOST, TARGETS, BatchWorld, World, any_batch, any_world, world_of
+from tests.control.worlds import MOST, TARGETS, World, any_batch, any_world, batch_of, world_of
 
 
 def grid() -> dict[str, list[float]]:
@@ -75,16 +75,7 @@ def texts(count: int) -> dict[str, list[float]]:
     losses: dict[str, list[float]] = {"texts, beside the best length of each": [], "texts, beside plain decoding": []}
     for seed in range(count):
         chance, profile = random.Random(seed), ControlProfile()
-        world = world_of(
-            chance.choice(sorted(TARGETS)),
-            0.0,
-            chance.choice([0.02, 0.1, 0.3, 0.6]),
-            seed,
-            kind=BatchWorld,
-            noise=0.08,
-            stalls=0.01,
-            num_tokens=128,
-        )
+        world = batch_of(chance.choice(sorted(TARGETS)), 0.0, chance.choice([0.02, 0.1, 0.3, 0.6]), seed)
         ours = best = plain = 0.0
         for _ in range(16):
             world.acceptance = [chance.choice([0.2, 0.85])]

@@ -453,9 +453,7 @@ class SpeculationController:
     def _expected_seconds(self, limit: int) -> float:
         """Of a cycle with this limit; where drafts seldom get so deep, that of one that does."""
         plan = self._plan
-        if limit < len(plan.seconds):
-            return plan.seconds[limit]
-        return self._cycle_seconds(limit, len(plan.rows))
+        return plan.seconds[limit] if limit < len(plan.seconds) else plan.costs[limit]
 
     # Learning
 

@@ -234,13 +234,16 @@ def test_a_fall_is_believed_after_two_measurements():
     assert table.predict(6) == pytest.approx(0.2)
 
 
-def test_what_follows_a_stall_is_not_taken_for_fast():
+def after_plain_cycles(*seconds):
+    """What is known when one row has had plain cycles of these times."""
     model = LatencyModel()
-    for _ in range(10):
-        model.observe_verification(1, 1, 1.0)
-    for _ in range(5):
-        model.observe_verification(1, 1, 50.0)
-    model.observe_verification(1, 1, 1.0)
+    for measured in seconds:
+        model.observe_verification(1, 1, measured)
+    return model
+
+
+def test_what_follows_a_stall_is_not_taken_for_fast():
+    model = after_plain_cycles(*[1.0] * 10, *[50.0] * 5, 1.0)
     model.observe_verification(1, 8, 2.0)
     assert model.verify_seconds(8, 1) == pytest.approx(2.0, rel=0.3)
 
@@ -264,9 +267,7 @@ def test_a_depth_in_front_of_what_was_measured_follows_the_deeper_ones():
 
 
 def test_another_call_remembers_what_was_measured_seldom():
-    model = LatencyModel()
-    for _ in range(5):
-        model.observe_verification(1, 1, 1.0)
+    model = after_plain_cycles(*[1.0] * 5)
     for _ in range(2):
         model.observe_verification(1, 6, 3.5)
     # It counts as twice a plain one at most, so that it is measured again; that is not what was measured.
@@ -277,11 +278,7 @@ def test_another_call_remembers_what_was_measured_seldom():
 
 
 def test_a_few_stalls_do_not_set_the_pace():
-    model = LatencyModel()
-    for _ in range(10):
-        model.observe_verification(1, 1, 1.0)
-    for seconds in (10.0, 10.0, 1.0, 1.0, 10.0):
-        model.observe_verification(1, 1, seconds)
+    model = after_plain_cycles(*[1.0] * 10, 10.0, 10.0, 1.0, 1.0, 10.0)
     assert model.pace.factor == pytest.approx(1.0)
 
 

@@ -167,6 +167,11 @@ def world_of(target, acceptance, cost, seed=0, kind=World, **settings) -> World:
     )
 
 
+def batch_of(target, rates, cost, seed, **settings) -> BatchWorld:
+    """Calls of 128 tokens of each row, on a machine with some noise."""
+    return world_of(target, rates, cost, seed, kind=BatchWorld, noise=0.08, stalls=0.01, num_tokens=128, **settings)
+
+
 def any_world(chance: random.Random, seed: int) -> World:
     """One row, any acceptance, cheap and expensive drafters, quiet and noisy machines."""
     return world_of(
@@ -191,14 +196,5 @@ def any_batch(chance: random.Random, seed: int) -> BatchWorld:
             [0.05] * few + [0.8] * (num_rows - few),
         ]
     )
-    return world_of(
-        chance.choice(sorted(TARGETS)),
-        rates,
-        chance.choice([0.02, 0.05, 0.1, 0.3]),
-        seed,
-        kind=BatchWorld,
-        noise=0.08,
-        stalls=0.01,
-        num_tokens=128,
-        fixed=chance.choice([0.2, 0.5, 0.8, 1.0]),
-    )
+    target, cost = chance.choice(sorted(TARGETS)), chance.choice([0.02, 0.05, 0.1, 0.3])
+    return batch_of(target, rates, cost, seed, fixed=chance.choice([0.2, 0.5, 0.8, 1.0]))

@@ -10,6 +10,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import hypothesis
 import pytest
 import torch
 
@@ -19,6 +20,10 @@ from tests.models import letter_tokenizer, tiny_llama, tiny_mistral
 
 # Small models on a shared machine are slower with more.
 torch.set_num_threads(1)
+
+# A busy machine is slower at times.
+hypothesis.settings.register_profile("hf_specdec", deadline=None)
+hypothesis.settings.load_profile("hf_specdec")
 
 
 @pytest.fixture(scope="session")

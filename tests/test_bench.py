@@ -301,7 +301,7 @@ def test_text_files_have_paragraphs_or_lines(tmp_path):
     assert texts(write(tmp_path / "a.txt", "\none\n  two\n \n\n  three\n")) == ["one\n  two", "  three"]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=12))
 def test_json_keeps_every_text(tmp_path_factory, expected):
     folder = tmp_path_factory.mktemp("prompts")

@@ -523,7 +523,7 @@ class TestRoundTrips:
         assert {*others, *COMMON_VALUES, *of_rules} == set(COMMON)
         assert {item.key for item in describe_settings("toy")} == set(TOY_VALUES)
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(flat=flat_settings | tree_settings)
     def test_dict_json_pickle(self, flat):
         config = SpeculativeConfig(**flat)
@@ -535,7 +535,7 @@ class TestRoundTrips:
             assert hash(copied) == hash(config)
         assert eval(repr(config)) == config
 
-    @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(flat=flat_settings)
     def test_files(self, flat, tmp_path):
         config = SpeculativeConfig(**flat)
@@ -559,14 +559,14 @@ class TestRoundTrips:
 
 
 class TestHash:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(flat=flat_settings, data=st.data())
     def test_order_and_spelt_defaults_do_not_matter(self, flat, data):
         config = SpeculativeConfig(**flat)
         shuffled = dict(data.draw(st.permutations(list(config.to_dict(defaults=True).items()))))
         assert SpeculativeConfig.from_dict(shuffled).compute_hash() == config.compute_hash()
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(first=flat_settings, second=flat_settings)
     def test_equal_exactly_when_the_configurations_are(self, first, second):
         first, second = SpeculativeConfig(**first), SpeculativeConfig(**second)

@@ -23,7 +23,7 @@ def ancestors_of(parents: list[int]) -> list[list[bool]]:
     return reach
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(parent_lists())
 def test_topology_of_one_tree(parents):
     topology = TreeTopology.from_parents(torch.tensor(parents, dtype=torch.long))
@@ -34,7 +34,7 @@ def test_topology_of_one_tree(parents):
     assert topology.max_depth >= topology.depths.max()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 12), st.integers(1, 5), st.data())
 def test_topology_of_rows(size, batch_size, data):
     rows = [[data.draw(st.integers(-1, node - 1)) for node in range(size)] for _ in range(batch_size)]
@@ -50,7 +50,7 @@ def test_topology_of_a_deep_tree_is_exact():
     assert torch.equal(topology.ancestors, torch.ones(size + 1, size + 1, dtype=torch.bool).tril())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(parent_lists(max_size=8), min_size=1, max_size=4))
 def test_lists_of_trees(parents):
     tokens = [list(range(10, 10 + len(row))) for row in parents]
@@ -77,7 +77,7 @@ def test_rows_of_one_shape_share_a_topology(batch_size):
     assert draft.topology.max_depth == 2
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(parent_lists(max_size=8), min_size=1, max_size=4), st.booleans(), st.booleans())
 def test_what_the_host_does_not_know(parents, knows_counts, with_tokens):
     """It is learnt from the tables that are asked for, and then nothing is left to be read."""
@@ -137,7 +137,7 @@ def chances_of(parents: list[int], draw) -> list[float]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 12), st.integers(1, 3), st.integers(1, 12), st.data())
 def test_a_smaller_tree_has_the_likeliest_nodes(size, batch_size, count, data):
     rows = [[data.draw(st.integers(-1, node - 1)) for node in range(size)] for _ in range(batch_size)]

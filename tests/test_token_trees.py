@@ -123,7 +123,7 @@ class TestSpellings:
                 parse_token_tree(paths) == parse_token_tree(str(paths)) == parse_token_tree(json.dumps(paths)) == paths
             )
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(parents=parent_lists())
     def test_paths_and_parents(self, parents):
         """From parents to paths, and from the paths' own parents back to the same paths."""
@@ -214,7 +214,7 @@ class TestPublished:
 
 
 class TestGeometry:
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(tree=trees() | sparse_trees())
     def test_follows_from_the_paths(self, tree):
         for node, path in enumerate(tree.paths):
@@ -227,7 +227,7 @@ class TestGeometry:
             assert width == 1 + max(path[-1] for path in tree.paths if len(path) == depth)
         assert tree.is_chain == all(parent == node - 1 for node, parent in enumerate(tree.parents))
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(tree=trees() | sparse_trees())
     def test_topology(self, tree):
         topology = tree.topology(CPU)
@@ -239,7 +239,7 @@ class TestGeometry:
         assert topology.is_chain == tree.is_chain
         assert tree.topology(CPU) is topology
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(rows=st.lists(st.lists(st.integers(0, 9), min_size=7, max_size=7), min_size=1, max_size=3))
     def test_topology_of_rows(self, rows):
         """Trees that differ from row to row have each row's own topology."""
@@ -274,7 +274,7 @@ class TestGeometry:
 
 
 class TestDraft:
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(tree=trees() | sparse_trees(), data=st.data())
     def test_cut_to_the_rows_depths(self, tree, data):
         depths = data.draw(st.lists(st.integers(0, tree.max_depth + 2), min_size=1, max_size=4))
@@ -291,7 +291,7 @@ class TestDraft:
         for name in ("parents", "depths", "ancestors"):
             assert torch.equal(getattr(draft.topology, name), getattr(same.topology, name))
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(tree=trees() | sparse_trees(), depth=st.integers(-1, 13))
     def test_up_to(self, tree, depth):
         cut = tree.up_to(depth)
@@ -337,7 +337,7 @@ def all_paths(accuracies):
 
 
 class TestFromAccuracies:
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(accuracies=accuracy_tables(), num_nodes=st.integers(0, 45))
     def test_has_the_most_likely_nodes(self, accuracies, num_nodes):
         tree = TokenTree.from_accuracies(accuracies, num_nodes)

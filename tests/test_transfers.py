@@ -14,7 +14,7 @@ from tests.other_device import DEVICE, Elsewhere, move, other_device
 integers = st.integers(-(2**63), 2**63 - 1)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.lists(integers, max_size=5), min_size=1, max_size=4))
 def test_tables_arrive_as_they_were(tables):
     with other_device() as waits:
@@ -36,7 +36,7 @@ def test_no_numbers_are_integers_too():
     assert upload([], torch.device("cpu")).dtype == torch.long
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data(), st.integers(1, 4))
 def test_one_wait_for_all_that_is_read(data, rows):
     widths = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))

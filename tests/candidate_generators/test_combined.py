@@ -323,7 +323,7 @@ class TestToldLate:
         assert call.stats.notes[-1] == "eagle3: 0 tokens accepted from 0 drafts"
 
     @given(st.data())
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     def test_joined_commits(self, data):
         num_rows, num_commits = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
         texts, commits = [[] for _ in range(num_rows)], []
@@ -364,7 +364,7 @@ class TestToldLate:
 
 class TestMerging:
     @given(st.data())
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     def test_each_row_has_its_own_draft(self, data):
         num_rows = data.draw(st.integers(1, 4))
         from_model = data.draw(st.lists(st.booleans(), min_size=num_rows, max_size=num_rows))

@@ -105,7 +105,7 @@ def runs(draw):
 
 
 class TestSteps:
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(runs(), st.sampled_from(DTYPES))
     def test_equals_plain_arithmetic(self, run, dtype):
         rows, num_positions = run[0][0].shape[:2]

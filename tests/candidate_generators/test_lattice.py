@@ -115,13 +115,13 @@ def lists(log_probs: torch.Tensor) -> list:
 
 
 class TestPrefixes:
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(lattices(), st.integers(1, 100))
     def test_best_of_all(self, log_probs, budget):
         expected = [all_prefixes(row, budget) for row in lists(log_probs)]
         assert drafted_paths(log_probs, budget) == expected
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(lattices(), st.integers(1, 40), st.data())
     def test_limits(self, log_probs, budget, data):
         rows, depth = log_probs.shape[:2]

@@ -317,7 +317,7 @@ class TestTrees:
             front = grown
         return found
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(st.integers(0, 10_000), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 12))
     def test_candidates_are_the_best_sequences(self, seed, widths, count):
         speculator = self.random_speculator(seed)
@@ -333,7 +333,7 @@ class TestTrees:
             assert len(paths) == len(wanted) <= len(plan)
             assert draft.parent_lists()[row] == [paths.index(path[:-1]) if path[:-1] else -1 for path in paths]
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(st.integers(0, 10_000), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 20))
     def test_grown_trees_hold_the_best_of_what_was_read(self, seed, widths, num_nodes):
         speculator = self.random_speculator(seed)

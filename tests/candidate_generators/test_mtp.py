@@ -247,7 +247,7 @@ class TestLayersAgainstRecomputation:
 
     NETWORKS = {layers: random_mtp(layers) for layers in (1, 2, 3, 4)}
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(
         num_layers=st.integers(1, 4),
         lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3),

@@ -122,7 +122,7 @@ pieces = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(pieces, st.sets(st.integers(0, 11)), st.sampled_from([None, 1, 2, 5]), st.booleans(), st.integers(4, 200))
 def test_index_follows_the_definition(pieces, sorted_pieces, limit, first, max_tokens):
     index, text = NgramIndex(max_tokens=max_tokens), []
@@ -150,7 +150,7 @@ def test_few_of_many_matches():
     assert index.matches(200) == all_matches([*text, 7, 1])[:200]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 2), max_size=80))
 def test_prefixes_are_sorted_backwards(text):
     found = sort_prefixes(np.array(text, dtype=np.int64)).tolist()
@@ -369,7 +369,7 @@ def trees_after(texts: list[list[int]], room: int | list[int] = 1000, **options)
     return [paths_of(*row) for row in zip(draft.token_lists(), draft.parent_lists())]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.lists(st.integers(0, 3), max_size=10), max_size=6), st.integers(10, 30))
 def test_merged_chains_are_a_trie(chains, most):
     tokens, parents = merge(chains, 1000)
@@ -382,7 +382,7 @@ def test_merged_chains_are_a_trie(chains, most):
         assert tokens[: len(chains[0])] == chains[0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(pieces, st.integers(2, 6), st.integers(1, 30), st.sampled_from([{}, {"prompt_lookup_max": 2}]))
 def test_every_path_follows_a_match(pieces, num_matches, room, options):
     text = sum(pieces, [0])

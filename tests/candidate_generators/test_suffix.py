@@ -567,7 +567,7 @@ def test_huge_factor_does_not_overflow():
 
 
 @needs_library
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     rows=st.lists(
         st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(0, 12)), min_size=1, max_size=4

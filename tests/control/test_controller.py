@@ -283,7 +283,7 @@ def test_a_call_that_never_drafts_teaches_nothing():
     assert profile.to_dict() == ControlProfile(accepted=PastRates([0.5], [4.0])).to_dict()
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(st.integers(1, 5), st.integers(1, 8), st.data())
 def test_limits_are_lengths_whatever_happens(num_rows, most, data):
     controller = SpeculationController(most, num_rows)

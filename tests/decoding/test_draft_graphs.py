@@ -262,7 +262,7 @@ class TestDraftsEqualThoseWithoutGraphs:
         assert sum(counts) > 0
         assert str(draft_graphs(network_of(kind))) == "on"
 
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=12)
     @given(case=st.sampled_from(sorted(CASES)), num_rows=st.integers(1, 5), seed=st.integers(0, 10**6))
     def test_any_call(self, case, num_rows, seed):
         with pytest.MonkeyPatch.context() as patch:

@@ -85,7 +85,7 @@ def expected_mask(row: int, rows: RowState, parents: list[int], columns: int, sp
     return lines
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data(), row_states(), st.integers(0, 3), st.integers(1, 3))
 def test_masks_show_each_node_the_text_it_stands_for(data, rows, spare_columns, repeats):
     parents = data.draw(parent_lists(len(rows.lengths)))
@@ -102,7 +102,7 @@ def test_masks_show_each_node_the_text_it_stands_for(data, rows, spare_columns, 
             assert visible[row, 0].tolist() == repeats * expected_mask(row, rows, row_parents, columns, span)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data(), row_states())
 def test_positions_count_real_tokens_and_ancestors(data, rows):
     parents = data.draw(parent_lists(len(rows.lengths)))
@@ -113,7 +113,7 @@ def test_positions_count_real_tokens_and_ancestors(data, rows):
         assert positions[row].tolist() == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data(), row_states())
 def test_trees_say_what_masks_say(data, rows):
     """What the tree attention kernel is given, against the same definition."""

@@ -87,8 +87,17 @@ def test_a_damaged_cache_is_a_bug(moves_nothing, dtype):
     assert found.bugs
 
 
+def coarser_for_several_tokens(module, inputs, logits):
+    """Leaves bfloat16 logits of several tokens at once 3 bits behind the leading one; machines differ in theirs."""
+    if logits.dtype != torch.bfloat16 or logits.shape[1] == 1:
+        return logits
+    mantissa, exponent = torch.frexp(logits.float())
+    return torch.ldexp((mantissa * 16).round() / 16, exponent).to(logits.dtype)
+
+
 def test_rounding_is_a_tie():
     model = tiny_llama(initializer_range=0.02).to(torch.bfloat16)
+    model.lm_head.register_forward_hook(coarser_for_several_tokens)
     inputs = prompts(8, length=24, padding=False)
     found = check(model, inputs)
     assert found.differences

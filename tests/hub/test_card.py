@@ -85,7 +85,7 @@ CONFIGS = st.one_of(
 
 
 @given(CONFIGS, st.sampled_from([None, "user/target"]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_written_card_parses_into_the_same_settings(flat, target):
     config = SpeculativeConfig.from_dict(flat)
     card = make_card(config, name="user/head", target=target)

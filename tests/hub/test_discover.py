@@ -415,7 +415,7 @@ class TestFaults:
         max_leaves=8,
     )
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(entry=anything, key=st.sampled_from(["method", "model", "revision", "num_speculative_tokens", "options"]))
     def test_any_entry(self, entry, key):
         for found in (entry, {key: entry}, {"model": "user/absent", key: entry}):
@@ -424,7 +424,7 @@ class TestFaults:
             # What went wrong is said of the entry, not of the place.
             assert not any("named by the target" in note for note in search.notes)
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(value=anything, key=st.sampled_from(["hidden_size", "vocab_size", "num_hidden_layers", "architectures"]))
     def test_any_config_of_a_candidate(self, tmp_path, value, key):
         config = json.loads((EAGLE / "config.json").read_text())

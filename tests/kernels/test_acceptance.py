@@ -81,7 +81,7 @@ def drafted_batches(draw):
 
 
 @given(drafted_batches())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_follow_any_tree(device, batch):
     check_follow(*batch, device)
 

@@ -204,7 +204,7 @@ def test_the_tokenizer_gives_every_text_back():
     encode = demo.plain_encode(tokenizer)
 
     @given(st.text())
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     def check(text):
         assert tokenizer.decode(encode(text)) == text
 

@@ -11,12 +11,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
+from .threads import cached_property
 from .transfers import read_together, upload, upload_together
 
 

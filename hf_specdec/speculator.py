@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
@@ -27,6 +26,8 @@ from .decoding.graphs import forget_graphs
 from .errors import SpecConfigError, SpecDecError
 from .hub.detect import reads_target_cache
 from .hub.discover import Access, Candidate, Search, Target
+from .loaded import forget_records, keeps_alive, record_of
+from .threads import cached_property
 
 
 logger = logging.get_logger(__name__)
@@ -185,16 +186,6 @@ class StockSpeculator:
         return StockCandidateGenerator(self.generator, session)
 
 
-# For each target what has been loaded for it, by method and by the settings that were read in loading.
-_loaded: WeakKeyDictionary[torch.nn.Module, dict] = WeakKeyDictionary()
-# For each target which drafter was found for it and why it was chosen, by the settings that a search depends on.
-_found: WeakKeyDictionary[torch.nn.Module, dict[tuple, tuple[Candidate, str]]] = WeakKeyDictionary()
-# For each target what calls with adaptive length have learnt, by settings, drafter, device and data type.
-_learnt: WeakKeyDictionary[torch.nn.Module, dict[tuple, tuple[Callable, ControlProfile]]] = WeakKeyDictionary()
-_lock = threading.Lock()
-_search_lock = threading.Lock()
-
-
 def load_speculator(
     target_model: torch.nn.Module,
     config: Any = None,
@@ -228,8 +219,7 @@ def load_speculator(
     generator_class = resolve_candidate_generator(resolved.method)
     if draft_model is not None:
         _check_takes(generator_class, resolved.method, draft_model)
-    with _lock:
-        resources = _resources(generator_class, resolved, target_model, draft_model)
+    resources = _resources(generator_class, resolved, target_model, draft_model)
     source = target_model.config
     name, revision = (getattr(source, attribute, None) or None for attribute in ("_name_or_path", "_commit_hash"))
     is_adaptive = resolved.num_speculative_tokens == AUTO
@@ -241,10 +231,9 @@ def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig) -> Spe
     """The best drafter that is found for the target and that loads; a target is searched for once."""
     access = Access.of(config)
     key = (access, config.dtype, config.device, config.quantization)
-    # Threads that begin together shall not all search.
-    with _search_lock:
-        with _lock:
-            known = _found.get(target_model, {}).get(key)
+    record = record_of(target_model)
+    with record.searching:
+        known = record.found.get(key)
         if known is not None:
             return _load_candidate(target_model, config, *known)
         failures = []
@@ -257,8 +246,7 @@ def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig) -> Spe
                 failures.append(f"{candidate}: {error}")
                 logger.warning(f"method='auto' passes over {failures[-1]}")
                 continue
-            with _lock:
-                _found.setdefault(target_model, {})[key] = candidate, reason
+            record.found.put(key, (candidate, reason))
             logger.info(f"Speculation: {speculator.note}.")
             return speculator
     raise SpecConfigError(f"method='auto' finds nothing that can be loaded with these settings. {' '.join(failures)}")
@@ -282,21 +270,18 @@ def _why_without_weights(search: Search, failures: list[str]) -> str:
 
 def _resources(generator_class, config, target_model, draft_model):
     """What the method loads, shared by all configurations that load the same."""
-    if draft_model is target_model:
-        # Remembering it would keep the target alive for ever.
-        return generator_class.load(config, target_model, draft_model=draft_model)
+    given: dict[str, Any] = {} if draft_model is None else {"draft_model": draft_model}
+    if generator_class.parts:
+        # Weights are shared with calls that use that part alone.
+        given["load_part"] = _resources
+    load = partial(generator_class.load, config, target_model, **given)
     flat = config.to_dict(defaults=True)
     names = flat if generator_class.loaded_by is None else generator_class.loaded_by
     key = (config.method, draft_model is not None, json.dumps({name: flat[name] for name in sorted(names)}))
-    loaded = _loaded.setdefault(target_model, {})
-    # Of loaded draft models only the last one is remembered, or an evaluation loop would keep all of its checkpoints.
-    if key not in loaded or loaded[key][1] is not draft_model:
-        given: dict[str, Any] = {} if draft_model is None else {"draft_model": draft_model}
-        if generator_class.parts:
-            # Weights are shared with calls that use that part alone.
-            given["load_part"] = _resources
-        loaded[key] = (generator_class.load(config, target_model, **given), draft_model, generator_class)
-    return loaded[key][0]
+    record = record_of(target_model)
+    if draft_model is not None and not record.has(key, draft_model) and keeps_alive(draft_model, target_model):
+        return load()
+    return record.load_once(key, generator_class, load, draft_model)
 
 
 def _without_texts(generator_class, config, resources, target_model):
@@ -311,14 +296,14 @@ def _profile(
     target_model: torch.nn.Module, config: SpeculativeConfig, network: torch.nn.Module | None
 ) -> ControlProfile:
     """What the calls with these settings and this draft network have found about costs and acceptance."""
-    key = (config, target_model.device, target_model.dtype)
-    with _lock:
-        learnt = _learnt.setdefault(target_model, {})
+    record, key = record_of(target_model), (config, target_model.device, target_model.dtype)
+    with record.lock:
+        known = record.learnt.get(key)
         # Of the networks with these settings the last one counts, as of loaded draft models.
-        if key not in learnt or learnt[key][0]() is not network:
-            profile = find_profile(target_model, config, network)
-            learnt[key] = ((lambda: None) if network is None else ref(network), profile)
-        return learnt[key][1]
+        if known is None or known[0]() is not network:
+            known = (lambda: None) if network is None else ref(network), find_profile(target_model, config, network)
+            record.learnt.put(key, known)
+        return known[1]
 
 
 def _method_of(draft_model: torch.nn.Module) -> str:
@@ -355,15 +340,8 @@ def forget_speculators(target_model: torch.nn.Module | None = None) -> None:
     Which drafter was found for it is forgotten, too.
     """
     forget_graphs(target_model)
-    with _lock:
-        for loaded in list(_loaded.values()) if target_model is None else [_loaded.get(target_model, {})]:
-            for resources, _, generator_class in loaded.values():
-                network = generator_class.network(resources)
-                # Without one, all graphs would be meant.
-                if network is not None:
-                    forget_graphs(network)
-        for memory in (_loaded, _found, _learnt):
-            if target_model is None:
-                memory.clear()
-            else:
-                memory.pop(target_model, None)
+    for record in forget_records(target_model):
+        for entry in record.loaded:
+            # Without one, all graphs would be meant.
+            if (network := entry.network) is not None:
+                forget_graphs(network)

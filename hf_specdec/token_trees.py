@@ -14,7 +14,7 @@ import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ import torch
 
 from .drafts import DraftTree, TreeTopology, chain_topology, static_topology
 from .errors import SpecConfigError
+from .threads import cached_property
 from .transfers import upload
 
 

@@ -30,6 +30,7 @@ from hf_specdec import (
 from hf_specdec.candidate_generators import unregister_candidate_generator
 from hf_specdec.candidate_generators.ngram import NgramCandidateGenerator
 from hf_specdec.decoding import functional
+from hf_specdec.loaded import record_of
 from hf_specdec.models.medusa import MedusaHeads
 from tests.models import prompts, scripted_for, tiny_llama
 
@@ -290,7 +291,7 @@ class TestWaysToAsk:
         load_speculator(model, "passing")
         unregister_candidate_generator("passing")
         forget_speculators(model)
-        assert not hf_specdec.speculator._loaded.get(model)
+        assert not record_of(model).loaded
 
     def test_speculator_without_texts(self):
         model, draft = tiny_llama(), tiny_llama(seed=1)

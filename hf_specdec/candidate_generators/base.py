@@ -17,7 +17,6 @@ Shapes: B active rows, P padded prompt length, M committed tokens of a cycle, H 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,6 +26,7 @@ from transformers.generation.candidate_generator import CandidateGenerator as Hf
 from ..drafts import DraftTree
 from ..errors import SpecConfigError, UnsupportedModelError
 from ..logits.randomness import NODES_PER_ANCHOR
+from ..threads import cached_property
 from ..transfers import select_rows, upload
 from .tensors import last_of_each
 

@@ -12,7 +12,6 @@ Shapes: B active rows, D depth of the tree (heads used), N nodes, C candidates o
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -26,6 +25,7 @@ from ..errors import SpecConfigError
 from ..metrics import LOSSLESS_RULES
 from ..models.medusa import NUM_RANKS, MedusaHeads, fitting_heads, load_medusa
 from ..models.settings import is_int
+from ..threads import Lock
 from ..token_trees import MAX_NODES, TokenTree, prior_accuracies
 from ..transfers import select_rows, upload
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
@@ -106,7 +106,7 @@ class RankCounts:
         self._num_drafts = 0
         self._next_review = _FIRST_REVIEW
         self._counts: torch.Tensor | None = None  # (K, 1 + C): drafts in which the head counts, hits by rank
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def add(self, candidates: torch.LongTensor, tokens: torch.LongTensor, lengths: Sequence[int]) -> None:
         """Counts verified drafts; one small sum, read back only for a review.

@@ -15,7 +15,7 @@ node, H hidden size of the target.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from ..logits.acceptance import best_tokens
 from ..models.draft_model import vocabulary_size
 from ..models.mlp_speculator import MLPSpeculator, MLPStage, fitting_speculator, load_mlp_speculator
 from ..models.settings import is_int
+from ..threads import cached_property
 from ..token_trees import TokenTree
 from ..transfers import select_rows, upload
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session

@@ -11,7 +11,6 @@ import importlib.metadata
 import itertools
 import math
 import os
-import threading
 import weakref
 from array import array
 from collections import OrderedDict
@@ -27,6 +26,7 @@ from safetensors.numpy import save_file
 
 from ..drafts import DraftTree, node_depths
 from ..errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
+from ..threads import Lock
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 
 
@@ -147,8 +147,8 @@ class SuffixCache:
         self._library: SuffixDecodingCache = library(max_tree_depth, -1 if self._caches_responses else 0)
         self._responses: OrderedDict[Hashable, array] = OrderedDict()
         self._num_cached_tokens = 0
-        # Reentrant: the garbage collector may stop the requests of a forgotten generator while the lock is held.
-        self._lock = threading.RLock()
+        # The garbage collector may stop the requests of a forgotten generator in the thread that holds it.
+        self._lock = Lock()
 
     @property
     def active_requests(self) -> set[Hashable]:

@@ -12,7 +12,6 @@ Shapes: R rows, H query heads, K key/value heads, G = H / K, T nodes, S slots, D
 from __future__ import annotations
 
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from transformers.modeling_utils import AttentionInterface
 from ..errors import UnsupportedModelError
 from ..kernels._triton import use_triton
 from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE, SlotTree, tree_attention, visible_slots
+from ..threads import Lock
 from .masks import Span
 
 
@@ -237,7 +237,7 @@ class AttentionSwitch:
 
     def __init__(self, model: torch.nn.Module):
         self._changes = _changes(model)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._inside = 0
 
     @contextmanager
@@ -269,7 +269,7 @@ class AttentionSwitch:
 
 
 _switches: WeakKeyDictionary[torch.nn.Module, AttentionSwitch] = WeakKeyDictionary()
-_switches_lock = threading.Lock()
+_switches_lock = Lock()
 
 
 def attention_switch(model: torch.nn.Module) -> AttentionSwitch:

@@ -12,7 +12,6 @@ Shapes: R rows and T nodes of a graph, r and t of them in use.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from transformers.utils import logging
 
 from ..drafts import TreeTopology
 from ..kernels.tree_attention import MAX_NODES, SlotTree
+from ..threads import Lock
 from .masks import RowState, ancestor_bits
 from .target import SlotModel, SlotOutput, model_profile
 
@@ -227,7 +227,7 @@ class CudaBackend(CaptureBackend):
 
 
 # A capture begins by waiting for the whole device, which must not be in the middle of another one.
-_capture_lock = threading.Lock()
+_capture_lock = Lock()
 
 
 def capture_backend(device: torch.device) -> CaptureBackend | None:
@@ -314,7 +314,7 @@ class ModelGraphs:
         self.backend: CaptureBackend | None = None
         self._state: tuple | None = None
         self._owner: Callable[[], CallGraphs | None] = lambda: None
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def acquire(self, call: CallGraphs, backend: CaptureBackend, state: tuple) -> bool:
         """Gives the graphs to a call, unless another one has them.
@@ -619,7 +619,7 @@ def _captured_state(parts: tuple[torch.nn.Module, ...]) -> tuple:
 
 
 _models: weakref.WeakKeyDictionary[torch.nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
-_models_lock = threading.Lock()
+_models_lock = Lock()
 
 
 def _graphs_of(model: torch.nn.Module) -> ModelGraphs:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
@@ -31,6 +30,7 @@ from ..candidate_generators import KNOWN_METHODS, parts_of
 from ..config import AUTO, METHODS_WITHOUT_MODEL, SpeculativeConfig
 from ..errors import CheckpointFormatError, SpecConfigError
 from ..models.draft_model import compare_token_tables, token_table
+from ..threads import cached_property
 from .detect import Detection, TargetNeeds, detect
 from .files import RepoFiles
 from .formats import FORMATS

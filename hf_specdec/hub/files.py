@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +49,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
 from ..errors import CheckpointAccessError, CheckpointFormatError
+from ..threads import cached_property
 
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from ..errors import CheckpointFormatError
+from ..threads import cached_property
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ begun is told to its end. With nobody listening a cycle does nothing for it.
 
 from __future__ import annotations
 
-import threading
 from time import perf_counter
 
+from ..threads import Lock
 from .stats import SpecDecodingStats, StatsReader
 
 
@@ -85,7 +85,7 @@ class CallProgress:
 
 
 _listeners: list[Listener] = []
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def add_listener(listener: Listener) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 from time import perf_counter
 
 from ..errors import SpecConfigError
+from ..threads import Lock
 from .listeners import CallObserver, Listener, add_listener, remove_listener
 from .stats import SpecDecodingStats
 
@@ -33,7 +33,7 @@ class IntervalLog(Listener):
 
     def __init__(self, seconds: float):
         self.seconds = seconds
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._num_running = 0
         self._counted_until = 0.0
         self._begin_interval()
@@ -130,7 +130,7 @@ class _IfNobodyElse(logging.StreamHandler):
 
 
 _active: IntervalLog | None = None
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def log_every(seconds: float | None = 10.0) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import TYPE_CHECKING
 
 from ..errors import SpecConfigError
+from ..threads import Lock
 from .listeners import CallObserver, Listener, add_listener, remove_listener
 from .stats import SpecDecodingStats
 
@@ -82,7 +82,7 @@ class PrometheusMetrics(Listener):
         self._models: set[str] = set()
         self._reasons: set[str] = set()
         self._series: dict[tuple[str, str], _Series] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def begin_call(self, stats: SpecDecodingStats, model_name: str) -> CallObserver:
         with self._lock:
@@ -157,7 +157,7 @@ def _bounded(value: str, seen: set[str], most: int) -> str:
 
 
 _enabled: dict[CollectorRegistry, PrometheusMetrics] = {}
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def enable(registry: CollectorRegistry | None = None, model_name: str | None = None) -> None:

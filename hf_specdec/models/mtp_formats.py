@@ -18,13 +18,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
 from ..errors import CheckpointFormatError
+from ..threads import cached_property
 from .checkpoint import Checkpoint, listed
 
 

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hf_specdec import CheckpointFormatError, SpeculativeConfig, forget_speculators, load_speculator, speculator
+from hf_specdec import CheckpointFormatError, SpeculativeConfig, forget_speculators, load_speculator
 from hf_specdec.errors import CheckpointAccessError
+from hf_specdec.loaded import record_of
 from hf_specdec.models.mtp import new_mtp
 from tests.hub.server import STRANGERS_TOKEN, TOKEN
 from tests.models import prompts, tiny_llama
@@ -54,7 +55,7 @@ def head(hub, name="v2_shared_lm_head_safetensors", repo="user/head", **options)
 
 
 def is_remembered(target):
-    return bool(speculator._loaded.get(target))
+    return bool(record_of(target).loaded)
 
 
 class TestByName:

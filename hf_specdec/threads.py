@@ -1,0 +1,104 @@
+"""What threads share: locks that survive a fork, attributes that are computed once, maps that forget the oldest."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+from weakref import WeakSet
+
+
+Value = TypeVar("Value")
+
+
+class Lock:
+    """A reentrant lock for `with`. A forked child finds it open, unless the thread that forked holds it itself."""
+
+    def __init__(self):
+        self._lock = threading.RLock()
+        _locks.add(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exception) -> None:
+        self._lock.release()
+
+    def _open_in_child(self) -> None:
+        # Only the thread that forked has gone along: what another one holds would never be released.
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+        else:
+            self._lock = threading.RLock()
+
+
+_locks: WeakSet[Lock] = WeakSet()
+
+
+def _open_locks_in_child() -> None:
+    for lock in list(_locks):
+        lock._open_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_open_locks_in_child)
+
+
+class cached_property:
+    """As that of functools, which before Python 3.12 holds one lock of all instances while it computes."""
+
+    def __init__(self, function: Callable[[Any], Any]):
+        self._function = function
+        self._name = function.__name__
+        self.__doc__ = function.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        value = vars(instance)[self._name] = self._function(instance)
+        return value
+
+
+class Recent(Generic[Value]):
+    """A map of the values that were asked for last; the others are forgotten.
+
+    Args:
+        most (`int`): Values that it holds.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        self._values: OrderedDict[Hashable, Value] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: Hashable, default: Any = None) -> Value | Any:
+        with self._lock:
+            if key not in self._values:
+                return default
+            self._values.move_to_end(key)
+            return self._values[key]
+
+    def put(self, key: Hashable, value: Value) -> None:
+        with self._lock:
+            self._values[key] = value
+            self._values.move_to_end(key)
+            while len(self._values) > self._most:
+                self._values.popitem(last=False)
+
+    def forget(self, matches: Callable[[Any], bool]) -> None:
+        """Forgets the values with such keys."""
+        with self._lock:
+            for key in [key for key in self._values if matches(key)]:
+                del self._values[key]
+
+    def __contains__(self, key: Hashable) -> bool:
+        with self._lock:
+            return key in self._values
+
+    def __len__(self) -> int:
+        return len(self._values)

@@ -120,7 +120,7 @@ class Verifying:
 
     def run(self, nodes: int) -> float:
         """Milliseconds of a forward; the next one begins at the same length."""
-        tokens, topology = torch.zeros((1, nodes), dtype=torch.long), chain_topology(nodes - 1, "cpu")
+        tokens, topology = torch.zeros((1, nodes), dtype=torch.long), chain_topology(nodes - 1, torch.device("cpu"))
         clock = Clock()
         self.slots.forward(tokens, topology)
         return clock.lap()

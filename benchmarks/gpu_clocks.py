@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import Speculator
 from hf_specdec.decoding.functional import FunctionalSlotModel
+from hf_specdec.decoding.graphs import CapturedForward
 from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.decoding.target import SlotModel
 from hf_specdec.logits.rules import StandardRule, SyntheticRule
@@ -96,6 +98,24 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / (min(times) / 1000)
 
 
+# What torch warns of; a warning of the mode itself has other words.
+_WAITS = "called a synchronizing CUDA operation"
+
+
+@contextmanager
+def noted_waits() -> Iterator[list[str]]:
+    """Yields a list that has, behind the block, torch's message for each time that the host has waited for a GPU."""
+    waits: list[str] = []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            waits += [message for message in (str(warning.message) for warning in seen) if _WAITS in message]
+
+
 # --------------------------------------------------------------------------------------------------------- whole calls
 
 
@@ -134,7 +154,7 @@ class DeliveryStreamer(BaseStreamer):
 # ----------------------------------------------------------------------------------------------------- parts of cycles
 
 
-# Forwards of draft networks, their heads included. Of those that call each other the outermost counts.
+# Forwards of draft networks without graphs, their heads included. Of those that call each other the outermost counts.
 _NETWORK_FORWARDS = (
     (DFlashNetwork, ("forward", "context", "fuse", "logits")),
     (FunctionalDFlash, ("__call__", "context")),
@@ -157,7 +177,7 @@ class Cycle:
 
     Attributes:
         draft (`float`): Until the draft is there, what was committed being read first.
-        network (`float`): Of it, inside of the forwards of the draft network.
+        network (`float`): Of it, inside of the forwards of the draft network, and of the graphs in their place.
         target (`float`): The target's forward over anchor and draft: positions, masks, layers, head.
         accept (`float`): Which draft tokens are kept, and the new one.
         verify (`float`): The same with the transfer to the host, and the rules that end a text.
@@ -221,11 +241,17 @@ class Parts:
                 stack.enter_context(patch.object(kind, name, self._timed(getattr(kind, name), lambda *_, p=part: p)))
             for kind in (SlotModel, FunctionalSlotModel):
                 stack.enter_context(patch.object(kind, "forward", self._timed(kind.forward, self._whose)))
+            replay = self._timed(CapturedForward.replay, self._whose_replay)
+            stack.enter_context(patch.object(CapturedForward, "replay", replay))
             stack.enter_context(patch.object(DecodingLoop, "_cycle", self._cycle(DecodingLoop._cycle)))
             yield self
 
     def _whose(self, slots: SlotModel, *args) -> str:
         return "target" if slots.model is self.target else "network"
+
+    def _whose_replay(self, captured: CapturedForward) -> str:
+        # Those of the target run inside of its forward.
+        return "target" if "target" in self._inside else "network"
 
     def _cycle(self, cycle: Callable) -> Callable:
         timed = self._timed(cycle, lambda *_: "cycle")

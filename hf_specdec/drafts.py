@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from .threads import cached_property
-from .transfers import read_together, upload, upload_together
+from .transfers import kept_on_device, read_together, upload, upload_together
 
 
 if TYPE_CHECKING:
@@ -329,25 +329,25 @@ def _prior_chances_by_rank(shape: TokenTree) -> torch.FloatTensor:
     return torch.tensor(sorted(shape.prior_chances, reverse=True))
 
 
-@lru_cache(maxsize=256)
+@kept_on_device
 def _node_indices(nodes: tuple[int, ...], device: torch.device) -> torch.LongTensor:
     return upload(nodes, device)
 
 
-@lru_cache(maxsize=256)
+@kept_on_device
 def chain_parents(size: int, device: torch.device) -> torch.LongTensor:
     """Parents of a chain of `size` draft nodes: -1, 0, 1, ..."""
     return torch.arange(-1, size - 1, device=device)
 
 
-@lru_cache(maxsize=256)
+@kept_on_device
 def chain_topology(size: int, device: torch.device) -> TreeTopology:
     depths = torch.arange(size + 1, device=device)
     ancestors = depths[None, :] <= depths[:, None]
     return TreeTopology((depths - 1).clamp_(min=0), depths, ancestors, size, is_chain=True)
 
 
-@lru_cache(maxsize=256)
+@kept_on_device
 def static_topology(parents: tuple[int, ...], device: torch.device) -> TreeTopology:
     topology = TreeTopology.from_parents(upload(parents, device))
     return replace(topology, max_depth=max(node_depths(parents), default=0))

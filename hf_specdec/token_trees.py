@@ -23,7 +23,7 @@ import torch
 from .drafts import DraftTree, TreeTopology, chain_topology, static_topology
 from .errors import SpecConfigError
 from .threads import cached_property
-from .transfers import upload
+from .transfers import kept_on_device, upload
 
 
 Path = tuple[int, ...]
@@ -310,12 +310,12 @@ def _likeliest(tree: TokenTree, count: int) -> tuple[TokenTree, tuple[int, ...]]
     return TokenTree(tuple(tree.paths[node] for node in nodes)), nodes
 
 
-@lru_cache(maxsize=256)
+@kept_on_device
 def _parents_tensor(parents: tuple[int, ...], device: torch.device) -> torch.LongTensor:
     return upload(parents, device)
 
 
-@lru_cache(maxsize=256)
+@kept_on_device
 def _levels(tree: TokenTree, device: torch.device) -> tuple[Level, ...]:
     with_children = {path[:-1] for path in tree.paths}
     read: list[tuple[int, ...]] = [()]

@@ -8,9 +8,55 @@ Shapes: B rows, X columns of a table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, wraps
+from typing import Any
 
 import torch
+
+
+def kept_on_device(make: Callable) -> Callable:
+    """Decorator: what a function makes for a device, its last argument, is kept for when it is asked for again.
+
+    It is filled by the stream that was current when it was made, so every stream of a GPU has its own. Those who go on
+    reading it without asking again hold on to it, see [`holding`].
+    """
+
+    @lru_cache(maxsize=256)
+    def kept(stream, *arguments):
+        return make(*arguments)
+
+    @wraps(make)
+    def made_or_kept(*arguments):
+        value = kept(_stream_of(arguments[-1]), *arguments)
+        held = getattr(_holding, "values", None)
+        if held is not None:
+            held[id(value)] = value
+        return value
+
+    return made_or_kept
+
+
+def _stream_of(device: torch.device) -> int | None:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
+_holding = threading.local()
+
+
+@contextmanager
+def holding() -> Iterator[dict[int, Any]]:
+    """Yields a dict that gets all kept values that are asked for inside, in this thread.
+
+    A graph reads them where they were. With the dict they live as long as the graph, though they may not be kept.
+    """
+    _holding.values = held = {}
+    try:
+        yield held
+    finally:
+        _holding.values = None
 
 
 def upload(values: Sequence, device: torch.device) -> torch.LongTensor:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-from hf_specdec.decoding.graphs import _WAITING, _picks_by_mask
+from hf_specdec.decoding.graphs import _WAITING, FROM_LISTS, INDEXING, _picks_by_mask, parts_of_index
 
 
 DEVICE = torch.device("meta")
@@ -27,7 +27,6 @@ aten = torch.ops.aten
 
 _COPIES = (aten._to_copy, aten.copy_)
 _INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
-_FROM_LISTS = (torch.tensor, torch.as_tensor)
 
 
 class Wait(NamedTuple):
@@ -117,7 +116,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if function in _FROM_LISTS and _is_other(kwargs.get("device")):
+        if function in FROM_LISTS and _is_other(kwargs.get("device")):
             del kwargs["device"]
             return self._uploaded(function(*args, **kwargs))
         if args and isinstance(args[0], Elsewhere):
@@ -126,7 +125,7 @@ class _Functions(TorchFunctionMode):
             if function is torch.Tensor.tolist:
                 self.waits.append(Wait("read", _caller()))
                 return args[0].inner.tolist()
-            if function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            if function in INDEXING:
                 return function(args[0], self._index(args[1]), *args[2:])
         return function(*args, **kwargs)
 
@@ -135,7 +134,7 @@ class _Functions(TorchFunctionMode):
         return Elsewhere(values)
 
     def _index(self, index):
-        parts = index if isinstance(index, tuple) else (index,)
+        parts = parts_of_index(index)
         return tuple(self._uploaded(torch.tensor(part)) if isinstance(part, list) else part for part in parts)
 
 

@@ -21,9 +21,11 @@ import gpu_checks  # noqa: E402
 import gpu_clocks  # noqa: E402
 import gpu_models  # noqa: E402
 
-from hf_specdec import benchmarking, demo, generate  # noqa: E402
+from hf_specdec import benchmarking, demo, generate, record  # noqa: E402
 from hf_specdec.decoding.functional import is_plain_llama  # noqa: E402
+from hf_specdec.decoding.graphs import forget_graphs  # noqa: E402
 from hf_specdec.token_trees import TokenTree  # noqa: E402
+from tests.tape import tape_everything  # noqa: E402
 
 
 CPU = torch.device("cpu")
@@ -258,6 +260,19 @@ def test_parts_of_a_cycle(models, name):
     assert watch.holds
     assert len(watch.holds) % len(gpu_clocks.WORK) == 0
     assert min(watch.holds) > 0.5
+
+
+@pytest.mark.parametrize("name", ["eagle3, chain of 3", "medusa, tree of 63", "draft_model, chain of 5"])
+def test_replayed_drafts_are_forwards_of_the_network(models, name, monkeypatch):
+    """A graph calls none of the network's functions."""
+    tape_everything(monkeypatch)
+    try:
+        with record() as made:
+            parts = [parts_of(models, HeldWatch(), name) for _ in range(2)][-1]
+    finally:
+        forget_graphs()
+    assert made.calls[-1].stats.num_draft_graph_replays > 0
+    assert 0 < parts["network"] < parts["draft"]
 
 
 def test_no_host_gap_without_a_gpu(models):

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specdec.transfers import PendingRead, read_together, select_rows, upload, upload_together
+from hf_specdec import transfers
+from hf_specdec.candidate_generators import medusa, mlp_speculator
+from hf_specdec.decoding import masks
+from hf_specdec.drafts import _node_indices, chain_parents, chain_topology, static_topology
+from hf_specdec.kernels import cache, indexing
+from hf_specdec.token_trees import TokenTree, _levels, _parents_tensor
+from hf_specdec.transfers import (
+    PendingRead,
+    holding,
+    kept_on_device,
+    read_together,
+    select_rows,
+    upload,
+    upload_together,
+)
 from tests.other_device import DEVICE, Elsewhere, move, other_device
 
 
@@ -75,6 +92,54 @@ def test_pending_reads_arrive():
     values = torch.arange(5, device="cuda")
     pending = PendingRead(values * 2)
     assert pending.get().tolist() == [0, 2, 4, 6, 8]
+
+
+TREE, CPU = TokenTree.chain(3), torch.device("cpu")
+
+KEPT = {
+    indexing.arange: (3,),
+    masks._on_device: ((1, 2),),
+    masks._padding_mask: ((1, 2), torch.float32),
+    _node_indices: ((0, 1),),
+    chain_parents: (2,),
+    chain_topology: (2,),
+    static_topology: ((-1, -1, 0),),
+    _parents_tensor: ((-1, -1),),
+    _levels: (TREE,),
+    medusa._candidate_of_node: (TREE, 4),
+    medusa._is_committed: ((1, 2), 3),
+    mlp_speculator._depths_of_levels: ((1, 2),),
+    cache._addresses: ((16, 32),),
+}
+
+
+class TestKeptOnDevice:
+    @pytest.mark.parametrize("make", KEPT, ids=lambda make: make.__qualname__)
+    def test_every_stream_has_its_own(self, make, monkeypatch):
+        """What one stream is still filling must not be read by another one."""
+        made = {}
+        for stream in (1, 2, 1):
+            monkeypatch.setattr(transfers, "_stream_of", lambda device, stream=stream: stream)
+            found = make(*KEPT[make], CPU)
+            assert made.setdefault(stream, found) is found
+        assert made[1] is not made[2]
+
+    def test_what_is_held_outlives_the_others(self):
+        make = kept_on_device(lambda size, device: torch.ones(size, device=device))
+        before = make(1, CPU)
+        with holding() as held:
+            make(1, CPU)
+            inside = weakref.ref(make(2, CPU))
+        outside = weakref.ref(make(3, CPU))
+        for size in range(10, 300):
+            make(size, CPU)
+        gc.collect()
+        assert any(value is before for value in held.values())
+        assert inside() is not None
+        assert outside() is None
+        held.clear()
+        gc.collect()
+        assert inside() is None
 
 
 class TestOtherDevice:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -27,7 +26,7 @@ from ..models.medusa import NUM_RANKS, MedusaHeads, fitting_heads, load_medusa
 from ..models.settings import is_int
 from ..threads import Lock
 from ..token_trees import MAX_NODES, TokenTree, prior_accuracies
-from ..transfers import select_rows, upload
+from ..transfers import kept_on_device, select_rows, upload
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 from .draft_graphs import RowGraphs
 
@@ -335,13 +334,13 @@ def node_cost(session: Session, dtype: torch.dtype) -> float:
     return batch_size / (alone + 5 * batch_size)
 
 
-@lru_cache(maxsize=256)
+@kept_on_device
 def _candidate_of_node(tree: TokenTree, count: int, device: torch.device) -> torch.LongTensor:
     """Where each node's token stands among the candidates of all heads, `count` a head."""
     return upload([(d - 1) * count + rank for d, rank in zip(tree.depths, tree.ranks)], device)
 
 
-@lru_cache(maxsize=256)
+@kept_on_device
 def _is_committed(lengths: tuple[int, ...], depth: int, device: torch.device) -> torch.BoolTensor:
     """Which depths each row has committed a token of: `(D, B, 1)`."""
     return (torch.arange(depth, device=device)[:, None] < upload(lengths, device))[..., None]

@@ -15,7 +15,7 @@ node, H hidden size of the target.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from ..models.mlp_speculator import MLPSpeculator, MLPStage, fitting_speculator,
 from ..models.settings import is_int
 from ..threads import cached_property
 from ..token_trees import TokenTree
-from ..transfers import select_rows, upload
+from ..transfers import kept_on_device, select_rows, upload
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 from .draft_graphs import RowGraphs
 from .options import check_integer
@@ -409,7 +409,7 @@ class ChosenNodes(NamedTuple):
         return is_drafted.sum(1)
 
 
-@lru_cache(maxsize=256)
+@kept_on_device
 def _depths_of_levels(sizes: tuple[int, ...], device: torch.device) -> torch.LongTensor:
     """The depth of each node, level by level."""
     return upload([depth for depth, size in enumerate(sizes, start=1) for _ in range(size)], device)

@@ -18,8 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 from transformers.utils import logging
@@ -27,6 +29,7 @@ from transformers.utils import logging
 from ..drafts import TreeTopology
 from ..kernels.tree_attention import MAX_NODES, SlotTree
 from ..threads import Lock
+from ..transfers import holding
 from .masks import RowState, ancestor_bits
 from .target import SlotModel, SlotOutput, model_profile
 
@@ -113,14 +116,56 @@ class NoWaiting(TorchDispatchMode):
     In the middle of a capture they would fail as well, and leave the GPU's random numbers and memory pools unusable.
     """
 
+    def __init__(self):
+        super().__init__()
+        self._functions = _NothingFromLists()
+
+    def __enter__(self):
+        self._functions.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._functions.__exit__(*error)
+
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if operation.overloadpacket in _WAITING or _picks_by_mask(operation, args):
             raise CannotCaptureError(f"{operation} waits for the device")
+        if picks_from_host(operation, args):
+            raise CannotCaptureError(f"{operation} copies an index from the host")
         output = operation(*args, **kwargs)
         if operation.overloadpacket in _COPIES and len(_devices_of((args, output))) > 1:
             raise CannotCaptureError(f"{operation} copies between host and device")
         return output
+
+
+class _NothingFromLists(TorchFunctionMode):
+    """The same for lists that are copied to the device, and never become an operation on their way."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        data = args[function is torch.Tensor.new_tensor :] or tuple((kwargs or {}).values())
+        if function in FROM_LISTS and output.device.type != "cpu" and not torch.is_tensor(data[0]):
+            raise CannotCaptureError(f"{function.__name__}() copies from the host to the device")
+        if function in INDEXING and args[0].device.type != "cpu" and any(map(_is_list, parts_of_index(args[1]))):
+            raise CannotCaptureError("a list as an index is copied from the host to the device")
+        return output
+
+
+# They make tensors of lists.
+FROM_LISTS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
+
+# Lists may be indices.
+INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+
+
+def parts_of_index(index: Any) -> tuple:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _is_list(part: Any) -> bool:
+    return isinstance(part, (list, tuple, range, np.ndarray))
 
 
 aten = torch.ops.aten
@@ -141,8 +186,18 @@ _WAITING = {
 _COPIES = {aten._to_copy, aten.copy_}
 
 
+_PICKING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
+
+
+def picks_from_host(operation, args) -> bool:
+    """Whether a tensor on a device is indexed by one on the host."""
+    if operation.overloadpacket not in _PICKING or args[0].device.type == "cpu":
+        return False
+    return any(index is not None and index.device.type == "cpu" for index in args[1])
+
+
 def _picks_by_mask(operation, args) -> bool:
-    if operation.overloadpacket not in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
+    if operation.overloadpacket not in _PICKING:
         return False
     # A single number is filled in without counting the places.
     fills = operation.overloadpacket is not aten.index and args[2].numel() == 1
@@ -292,11 +347,21 @@ def padded_rows(count: int) -> int:
 
 @dataclass
 class CapturedForward:
-    """A recorded forward: its inputs, its output, and how to run it again."""
+    """A recorded forward.
+
+    Attributes:
+        inputs, output (`Any`): What it reads and writes.
+        repeat (`Callable`): Runs it again.
+        held (`Any`): What it reads beside its inputs.
+    """
 
     inputs: Any
     output: Any
-    replay: Callable[[], None]
+    repeat: Callable[[], None]
+    held: Any = None
+
+    def replay(self) -> None:
+        self.repeat()
 
 
 class ModelGraphs:
@@ -500,13 +565,13 @@ class CallGraphs:
     def _capture(self, inputs: Any, run: Callable[[], Any]) -> CapturedForward | None:
         CallGraphs.all_captures += 1
         try:
-            with torch.inference_mode(False), torch.no_grad():
-                replay, output = self._shared.backend.capture(run)
+            with torch.inference_mode(False), torch.no_grad(), holding() as held:
+                repeat, output = self._shared.backend.capture(run)
         except Exception as error:  # noqa: BLE001 - of any kind: whatever it was, the forward can run eagerly
             self._shared.fail(error, self._name)
             return None
         self.num_captures += 1
-        return CapturedForward(inputs, output, replay)
+        return CapturedForward(inputs, output, repeat, held)
 
     def close(self) -> None:
         """Ends the call; the graphs are free for the next one."""

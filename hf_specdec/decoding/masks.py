@@ -16,7 +16,7 @@ import torch
 
 from ..drafts import TreeTopology
 from ..kernels.tree_attention import SlotTree, pack_ancestors
-from ..transfers import upload
+from ..transfers import kept_on_device, upload
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def slot_tree(topology: TreeTopology, rows: RowState) -> SlotTree:
     return SlotTree(rows.lengths_on(device), rows.starts_on(device), ancestor_bits(topology), topology.depths)
 
 
-@lru_cache(maxsize=256)
+@kept_on_device
 def _on_device(values: tuple[int, ...], device: torch.device) -> torch.LongTensor:
     return upload(values, device)
 
@@ -173,7 +173,7 @@ def _picture(topology: TreeTopology, dtype: torch.dtype, repeats: int, margin: i
     return torch.cat((text, block, torch.full_like(text, torch.finfo(dtype).min)), dim=1)
 
 
-@lru_cache(maxsize=256)
+@kept_on_device
 def _padding_mask(starts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """`(R, 1, 1, slots)`: hides what lies in front of each row, for the slots up to the last start."""
     hidden = torch.arange(max(starts), device=device) < upload(starts, device)[:, None]

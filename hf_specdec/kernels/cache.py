@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 
-from ..transfers import upload
+from ..transfers import kept_on_device, upload
 from ._triton import tl, triton, use_triton
 
 
@@ -242,7 +241,7 @@ def _move_triton(buffers, starts, path):
             )  # fmt: skip
 
 
-@lru_cache(maxsize=64)
+@kept_on_device
 def _addresses(addresses: tuple[int, ...], device: torch.device) -> torch.LongTensor:
     return upload(addresses, device)
 

@@ -5,12 +5,12 @@ Shapes: B rows, X entries of a row.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
+from ..transfers import kept_on_device
 
-@lru_cache(maxsize=256)
+
+@kept_on_device
 def arange(size: int, device: torch.device) -> torch.LongTensor:
     """0 to `size` - 1, made once; not to be written to."""
     return torch.arange(size, device=device)

@@ -7,6 +7,7 @@ import logging
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -19,6 +20,7 @@ from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.graphs import (
     CallGraphs,
     CannotCaptureError,
+    CaptureBackend,
     NodeInputs,
     NoWaiting,
     SlotStore,
@@ -27,6 +29,7 @@ from hf_specdec.decoding.graphs import (
 )
 from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, node_positions
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
+from hf_specdec.kernels.indexing import arange
 from hf_specdec.kernels.tree_attention import MAX_NODES
 from tests.architectures import CHAINS_ONLY, supported, tiny_model
 from tests.models import prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
@@ -231,6 +234,33 @@ class TestReuse:
         for _ in range(2):
             assert check_scripted(model, inputs).num_graph_captures > 0
             forget_speculators(model)
+
+    def test_what_a_graph_reads_is_kept_alive(self, monkeypatch):
+        """Also what was made once for all who want it, and has had to make way since."""
+
+        class Forgetful(CaptureBackend):
+            def capture(self, run):
+                run()
+                return lambda: None, None
+
+        monkeypatch.setattr(graphs, "capture_backend", lambda device: Forgetful())
+        model, seen = tiny_llama(), []
+
+        def read(inputs):
+            places = arange(1000, torch.device("cpu"))
+            seen.append(weakref.ref(places))
+
+        call = call_graphs(model)
+        for _ in range(2):
+            captured = call.run(("key",), dict, lambda inputs: None, read)
+        for size in range(300):
+            arange(size, torch.device("cpu"))
+        assert captured is not None
+        assert seen[0]() is not None
+        del captured, call
+        graphs.forget_graphs(model)
+        gc.collect()
+        assert seen[0]() is None
 
     def test_models_are_not_kept_alive(self, device, backends):
         model = tiny_llama().to(device)
@@ -594,6 +624,34 @@ class TestNoWaiting:
         given = torch.ones(1 if waits is torch.Tensor.item else 2, device=device)
         with pytest.raises(CannotCaptureError), NoWaiting():
             waits(given)
+
+    @pytest.mark.parametrize(
+        "copies",
+        [
+            lambda far: torch.tensor([1, 2], device=far.device),
+            lambda far: torch.tensor(1.0, device=far.device),
+            lambda far: torch.as_tensor(np.arange(2), device=far.device),
+            lambda far: torch.asarray(obj=[1, 2], device=far.device),
+            lambda far: far.new_tensor([1.0]),
+            lambda far: far[[0, 1]],
+            lambda far: far[:, np.arange(2)],
+            lambda far: far[torch.arange(2)],
+            lambda far: far.__setitem__((0, [0, 1]), 1.0),
+        ],
+    )
+    def test_lists_that_go_to_the_device(self, copies, device):
+        """What would copy from memory that a graph does not keep; torch shows only a part of it as operations."""
+        far = torch.ones((2, 2), device="meta" if device.type == "cpu" else device)
+        with pytest.raises(CannotCaptureError), NoWaiting():
+            copies(far)
+
+    def test_what_stays_where_it_is(self, device):
+        far = torch.ones((2, 2), device="meta" if device.type == "cpu" else device)
+        with NoWaiting():
+            constant = torch.tensor([1.0, 2.0])[[1]]
+            assert far.new_ones(2).device == far[0, :1].device == torch.as_tensor(far).device == far.device
+            assert far[far.long()].shape == (2, 2, 2)
+        assert constant.tolist() == [2.0]
 
     def test_filling_a_mask(self, device):
         given = torch.ones(2, device=device)

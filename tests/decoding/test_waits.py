@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,11 @@ from tests.candidate_generators import test_dflash, test_eagle, test_mtp
 from tests.models import VOCAB_SIZE, prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.other_device import DEVICE, move, other_device
 from tests.sampled import sampled_speculator
+
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from gpu_clocks import noted_waits
 
 
 TREE = (-1, -1, 0, 0, 1, 2)
@@ -258,6 +265,27 @@ def here(model, inputs, make_drafter, **arguments):
     return model.generate(**inputs, **{**GREEDY, **arguments}, assistant=make_drafter(model))
 
 
+def test_what_torch_says_of_waits(monkeypatch):
+    """The first time that it is asked to watch, torch also warns of the mode itself."""
+
+    def say(what):
+        warnings.warn(what, stacklevel=2)
+
+    def set_mode(mode):
+        if mode == "warn":
+            say("Synchronization debug mode is a prototype feature and does not yet detect synchronizing operations")
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with noted_waits() as waits:
+        for _ in range(2):
+            say("called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:150.)")
+        say("something else")
+    assert len(waits) == 2
+    with pytest.raises(KeyError), noted_waits() as waits:
+        raise KeyError
+    assert not waits
+
+
 @pytest.mark.gpu
 class TestOnAGpu:
     """There torch says itself where the host waits."""
@@ -277,14 +305,9 @@ class TestOnAGpu:
         cycle, waits = DecodingLoop._cycle, []
 
         def watched(loop):
-            with warnings.catch_warnings(record=True) as seen:
-                warnings.simplefilter("always")
-                torch.cuda.set_sync_debug_mode("warn")
-                try:
-                    cycle(loop)
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
-            waits.append(sum("synchronizing" in str(warning.message) for warning in seen))
+            with noted_waits() as seen:
+                cycle(loop)
+            waits.append(len(seen))
 
         monkeypatch.setattr(DecodingLoop, "_cycle", watched)
         assert torch.equal(model.generate(**far, **GREEDY, assistant=assistant), plain)

@@ -171,7 +171,7 @@ SPECIAL = {
     "whisper": _CALM,
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "attention_head_dim": 32},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_key_value_heads": 4},
-    "zaya": {"num_experts_per_tok": 1},
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]},
     "xmod": {"default_language": "en_XX"},
     "youtu": _LATENT,
 }

@@ -103,7 +103,8 @@ class VerificationForward:
         key = (id(mask), groups)
         if key not in self._folded:
             # The mask is kept beside its folded form, so that its id cannot be reused while the entry lives.
-            self._folded[key] = (mask, mask.repeat(1, 1, groups, 1))
+            shared = mask[:1] if mask.stride(0) == 0 else mask
+            self._folded[key] = (mask, shared.repeat(1, 1, groups, 1))
         return self._folded[key][1]
 
 

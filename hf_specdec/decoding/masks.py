@@ -74,7 +74,8 @@ def node_positions(topology: TreeTopology, rows: RowState) -> torch.LongTensor:
     depths = topology.depths
     first = [length - start + offset for length, start, offset in zip(rows.lengths, rows.starts, rows.offsets)]
     if len(set(first)) == 1:
-        return (depths + first[0]).expand(len(first), -1)
+        # The sum lies in memory row by row, as models want their inputs; of a sum they would share one row.
+        return depths.expand(len(first), -1) + first[0]
     # Only the lengths change from cycle to cycle.
     lead = tuple(offset - start for start, offset in zip(rows.starts, rows.offsets))
     return (rows.lengths_on(depths.device) + _on_device(lead, depths.device))[:, None] + depths

@@ -40,8 +40,8 @@ class ModelProfile:
 
     Attributes:
         spans (`tuple[Span, ...]`): The distinct spans of its layers; one mask each.
-        layer_types (`tuple[str, ...]`, *optional*): Keys under which the model expects the masks, in the order of
-            `spans`; `None` if it takes a single mask.
+        layer_types (`tuple[str, ...]`, *optional*): Types of the layers that attend, in the order of `spans`, by which
+            the model asks for the masks; `None` if it takes a single mask.
         counts_slots (`bool`): Tells positions from the slots of its cache, whatever positions it is given. That is
             right for chains in rows of equal length only.
         takes_flat_mask (`bool`): Builds its position bias from a 2-D mask, and has no use for a ready 4-D one.
@@ -92,7 +92,7 @@ _SPAN_OF_LAYER_TYPE = {
     "hybrid_sliding": "sliding",
 }
 
-# What the mask is called where it is not called by the type of the layers.
+# What some models call the mask of such layers; others call it by the type of the layers.
 _MASK_OF_LAYER_TYPE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 
 # Layers that attend to nothing: those with a recurrent state alone, and those that work on each token by itself.
@@ -169,7 +169,7 @@ def _read_spans(config, layer_types, is_recurrent):
     if is_recurrent and len(set(spans)) <= 1:
         # One mask is understood to be for the attention; not all of these models call it by the types of their layers.
         return spans[:1] or (FULL,), None
-    return spans, tuple(_MASK_OF_LAYER_TYPE.get(key, key) for key in keys)
+    return spans, keys
 
 
 def check_reach(model: torch.nn.Module, prompt_lengths: list[int], max_new_tokens: int) -> None:
@@ -425,7 +425,8 @@ class SlotModel:
             starts, lengths = rows.starts_on(slots.device)[:, None], rows.lengths_on(slots.device)[:, None]
             return ((slots >= starts) & (slots < lengths + topology.depths.shape[-1])).long()
         masks = node_masks(topology, rows, columns, self.profile.spans, self._mask_dtype)
-        return self._named(masks, forward)
+        # Some models insist on a mask for every row; one that all rows share is only seen so often, not copied.
+        return self._named([mask.expand(len(rows.lengths), -1, -1, -1) for mask in masks], forward)
 
     def _named(self, masks: list[torch.Tensor], forward: VerificationForward):
         """The masks of all spans as the model expects them."""
@@ -433,7 +434,11 @@ class SlotModel:
             forward.name_masks(masks, self.profile.spans)
         if self.profile.layer_types is None:
             return masks[0]
-        masks = dict(zip(self.profile.layer_types, masks))
+        masks = {
+            name: mask
+            for layer_type, mask in zip(self.profile.layer_types, masks)
+            for name in (layer_type, _MASK_OF_LAYER_TYPE.get(layer_type, layer_type))
+        }
         return {**masks, **dict.fromkeys(_WITHOUT_ATTENTION)} if self.profile.is_recurrent else masks
 
     def keep_rows(self, keep: list[int]) -> None:

@@ -378,10 +378,19 @@ class TestWholeDrafts:
             sample(model, inputs, speculator, logits_processor=[Unknown()])
 
     @pytest.mark.parametrize("criteria", [{"stopping_criteria": [StopAt()]}, {"max_time": 60.0}])
-    def test_rows_that_must_grow_together(self, model, inputs, rule, criteria):
-        speculator = with_rule(scripted_for(inputs["input_ids"], inputs), **rule)
-        with nothing_runs(model), pytest.raises(SpecConfigError, match="watch all 3 rows.*Use .*='standard'"):
-            sample(model, inputs, speculator, **criteria)
+    def test_criteria_that_end_nothing_change_nothing(self, model, inputs, text, rule, criteria):
+        speculator = with_rule(scripted_for(text, inputs), **rule)
+        assert torch.equal(sample(model, inputs, speculator, **criteria), sample(model, inputs, speculator))
+
+    def test_criteria_of_many_rows_see_every_column(self, model, inputs, text, rule):
+        speculator = with_rule(scripted_for(text, inputs), **rule)
+        whole = sample(model, inputs, speculator).tolist()
+        criterion = StopAt(whole[0][18])
+        output = sample(model, inputs, speculator, stopping_criteria=[criterion], eos_token_id=VOCAB_SIZE).tolist()
+        end = whole[0].index(whole[0][18], 7) + 1
+        assert output[0][:end] == whole[0][:end]
+        assert not any(output[0][end:])
+        assert [len(tokens) for tokens, _ in criterion.shown] == list(range(8, len(output[0]) + 1))
 
     def test_model_whose_rows_grow_together(self, rule):
         torch.manual_seed(0)
@@ -390,7 +399,7 @@ class TestWholeDrafts:
         bloom.generation_config.pad_token_id = 0
         one, two = prompts(1), prompts(2, padding=False)
         speculator = with_rule(scripted_for(two["input_ids"], two), **rule)
-        with nothing_runs(bloom), pytest.raises(SpecConfigError, match="target model needs all 2 rows"):
+        with nothing_runs(bloom), pytest.raises(SpecConfigError, match="the order of its cache.*Use .*='standard'"):
             sample(bloom, two, speculator)
         assert sample(bloom, one, speculator).shape == (1, 7 + 24)
 

@@ -9,10 +9,11 @@ import time
 import pytest
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer, TextStreamer
 
 from hf_specdec import SpecConfigError
+from tests.architectures import tiny_model
 from tests.models import LETTERS, VOCAB_SIZE, prompts, scripted_for, tiny_llama
 
 
@@ -239,6 +240,23 @@ class StopAt(StoppingCriteria):
         return done if self.per_row else done.any().expand(input_ids.shape[0])
 
 
+class StopAfter(StoppingCriteria):
+    """Ends row i behind string i, which it looks for in the last tokens of rows that are not done yet."""
+
+    def __init__(self, strings, tokenizer, per_row):
+        self.strings, self.tokenizer, self.per_row = strings, tokenizer, per_row
+        self.done = [False] * len(strings)
+        self.num_calls = 0
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.num_calls += 1
+        texts = self.tokenizer.batch_decode(input_ids[:, PROMPT:][:, -3:])
+        for row, text in enumerate(texts):
+            if not self.done[row]:
+                self.done[row] = self.strings[row] in text
+        return torch.tensor(self.done) if self.per_row else all(self.done)
+
+
 class TestCustomCriteria:
     @pytest.mark.parametrize("batch_size", BATCH_SIZES)
     @pytest.mark.parametrize("tree", SHAPES)
@@ -266,6 +284,104 @@ class TestCustomCriteria:
         assert ours.calls == plain.calls
         assert ours.scores == plain.scores
         assert len(plain.scores[-1]) == output.sequences.shape[1] - PROMPT
+
+    @pytest.mark.parametrize("eos", [None, 63])
+    @pytest.mark.parametrize("kind", [StopAt, "one_answer", "max_time", "stop_strings"])
+    def test_rows_do_not_wait_for_each_other(self, model, texts, tokenizer, eos, kind):
+        """A criterion that ends nothing costs no cycles."""
+        inputs, text = texts[3]
+        criteria = {
+            StopAt: {"stopping_criteria": [lambda input_ids, scores: torch.zeros(3, dtype=torch.bool)]},
+            "one_answer": {"stopping_criteria": [lambda input_ids, scores: False]},
+            "max_time": {"max_time": 600.0},
+            "stop_strings": {"stop_strings": ["-_-_-"], "tokenizer": tokenizer},
+        }[kind]
+
+        def stats(**settings):
+            speculator = scripted_for(text, inputs, k=6, accuracy=0.7)
+            settings = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": eos, **settings}
+            return model.generate(**inputs, **settings, return_dict_in_generate=True, assistant=speculator).speculative
+
+        ours, free = stats(**criteria), stats()
+        assert ours.num_target_forwards == free.num_target_forwards
+        assert ours.num_accepted_tokens == free.num_accepted_tokens
+        assert ours.notes == []
+
+    @pytest.mark.parametrize("tree", SHAPES)
+    @pytest.mark.parametrize("eos", [None, 63, [6, 15]], ids=["no_eos", "eos_unseen", "eos_seen"])
+    @pytest.mark.parametrize("answers", ["rows", "all"])
+    def test_memory_of_its_own_for_every_row(self, compare, texts, tokenizer, tree, eos, answers):
+        """A criterion like those of evaluation harnesses: it remembers by index which rows are done."""
+        rows = zip(texts[3][1][:, PROMPT:], (7, 3, 12))
+        strings = ["".join(LETTERS[token] for token in row[at : at + 2]) for row, at in rows]
+        made = []
+
+        def make():
+            made.append(StopAfter(strings, tokenizer, answers == "rows"))
+            return {"stopping_criteria": StoppingCriteriaList(made[-1:])}
+
+        output = compare(3, tree, make=make, eos_token_id=eos)
+        assert output.shape[1] == PROMPT + (14 if eos in (None, 63) else 11)
+        plain, ours = made
+        assert ours.done == plain.done
+        assert ours.num_calls == plain.num_calls
+
+    def test_rows_that_have_gone_ahead_are_cut_back(self, model, texts):
+        inputs, text = texts[3]
+        fast = text.clone()
+        # The drafter knows nothing of two rows, and all of the one that ends first.
+        fast[1:, PROMPT:] = 0
+        settings = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": 63, "return_dict_in_generate": True}
+        settings["stopping_criteria"] = [lambda ids, scores: torch.tensor([ids.shape[1] >= PROMPT + 9, False, False])]
+        plain = model.generate(**inputs, **settings)
+        ours = model.generate(**inputs, **settings, assistant=scripted_for(fast, inputs, k=6, accuracy=1.0))
+        assert torch.equal(ours.sequences, plain.sequences)
+        assert "tokens behind the ends of rows have been generated and cut off" in ours.speculative.notes[0]
+        for mine, its in zip(ours.past_key_values.layers, plain.past_key_values.layers):
+            assert mine.keys.shape == its.keys.shape
+            torch.testing.assert_close(mine.keys[0, :, 2 : PROMPT + 8], its.keys[0, :, 2 : PROMPT + 8])
+            torch.testing.assert_close(mine.keys[1:, :, 2:], its.keys[1:, :, 2:])
+            assert not mine.keys[0, :, PROMPT + 8 :].any()
+
+    def test_time_ends_rows_where_the_criterion_has_seen_them(self, compare, texts):
+        def make():
+            seen = []
+            times = MaxTimeCriteria(max_time=-1.0)
+            return {"stopping_criteria": StoppingCriteriaList([times, lambda ids, _: seen.append(ids) or False])}
+
+        assert compare(3, make=make, eos_token_id=63).shape[1] == PROMPT + 1
+
+    def test_recurrent_states_are_not_cut_back(self):
+        """A state cannot be taken back: where it is returned, the rows wait, and a note says so."""
+        model = tiny_model("qwen3_next")
+        inputs = prompts(3)
+        settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+        whole = model.generate(**inputs, **settings)
+        stop = {"stopping_criteria": [lambda ids, scores: (ids[:, 9:] == whole[:, [14]]).any(1)]}
+        output = model.generate(
+            **inputs, **settings, **stop, return_dict_in_generate=True, assistant=scripted_for(whole, inputs)
+        )
+        cut = model.generate(**inputs, **settings, **stop)
+        assert torch.equal(output.sequences, cut)
+        assert cut.shape[1] < whole.shape[1]
+        assert "The rows wait for the slowest one in every cycle: stopping criteria" in output.speculative.notes[0]
+        # The cache is that of the text.
+        rest = whole.shape[1] - cut.shape[1]
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, cut.shape[1] - PROMPT), value=1)
+        settings |= {"max_new_tokens": rest, "attention_mask": mask}
+        assert torch.equal(model.generate(cut, **settings, past_key_values=output.past_key_values), whole)
+
+    def test_an_error_of_a_criterion_reaches_the_caller(self, model, texts):
+        def criterion(input_ids, scores):
+            if input_ids.shape[1] == PROMPT + 5:
+                raise KeyError("mine")
+            return False
+
+        inputs, text = texts[3]
+        call = {**inputs, "max_new_tokens": 20, "do_sample": False}
+        with pytest.raises(KeyError, match="mine"):
+            model.generate(**call, stopping_criteria=[criterion], assistant=scripted_for(text, inputs))
+        assert torch.equal(model.generate(**call, assistant=scripted_for(text, inputs)), text[:, : PROMPT + 20])
 
     def test_beside_a_processor_and_stop_strings(self, compare, texts, tokenizer):
         strings = [LETTERS[texts[3][1][0, PROMPT + 9]]]

@@ -78,12 +78,13 @@ class DecodingLoop:
         self.rows = list(range(self.batch_size))
 
         self.sequences = Sequences(request.input_ids, _pad_token(config))
-        self.stop = StopRules(request.stopping_criteria, self.sequences)
-        self.stats = SpecDecodingStats(method=speculator.method, batch_size=self.batch_size)
         self.recorder = OutputRecorder(self.batch_size, config)
+        self.stop = StopRules(request.stopping_criteria, self.sequences, self.recorder.scores)
+        self.stats = SpecDecodingStats(method=speculator.method, batch_size=self.batch_size)
         self.keeps_cache = bool(config.return_dict_in_generate) or request.past_key_values is not None
         self.finished_states: dict[int, list] = {}
         self.streamed = 0
+        self.num_unknown = 0
         self.deferred: deque[Callable[[], None]] = deque()
 
         stack = ProcessorStack(request.logits_processor)
@@ -97,10 +98,24 @@ class DecodingLoop:
             stack,
             self.stop,
             rule,
-            keep_scores=self.recorder.scores is not None,
-            equal_lengths=model_profile(self.model).counts_slots,
+            recorder=self.recorder.scores,
+            why_equal=self._why_equal(),
         )
+        if self.verifier.why_equal:
+            self.stats.notes.append(f"The rows wait for the slowest one in every cycle: {self.verifier.why_equal}.")
         self.target = self._slot_target()
+
+    def _why_equal(self) -> str | None:
+        """What of the target makes all rows advance by the same number of tokens, in words."""
+        profile = model_profile(self.model)
+        if self.batch_size > 1 and profile.counts_slots:
+            return "the target model tells positions from the order of its cache"
+        if self.keeps_cache and profile.is_recurrent and self.stop.may_cut_back:
+            return (
+                "stopping criteria may end a row before its last tokens, and the cache to be returned has a recurrent "
+                "state, which cannot be cut back"
+            )
+        return None
 
     def _uniforms(self) -> RowUniforms:
         return RowUniforms(_shared_seed(self.model), self.device)
@@ -166,6 +181,11 @@ class DecodingLoop:
         self._stream(end=True)
         self.stats.total_seconds = perf_counter() - began
         self.stats.attention = self.target.attention
+        if self.stop.num_cut_back:
+            self.stats.notes.append(
+                f"{self.stop.num_cut_back} tokens behind the ends of rows have been generated and cut off: a stopping "
+                "criterion is shown a column when all rows have reached it."
+            )
         self._count_graphs()
         return self._output()
 
@@ -220,6 +240,8 @@ class DecodingLoop:
         self.stats.num_target_forwards += 1
         offsets = _position_offsets(kwargs.get("position_ids"), target.cache.get_seq_length(), starts)
         target.start_slots(starts, offsets)
+        # The slots may begin before the given tokens: a continued cache, or embeddings.
+        self.num_unknown = target.cache.lengths[0] - request.input_ids.shape[1]
         # The last token is never read.
         first_new = max(own + offset for own, offset in zip(self._positions(0), target.offsets))
         target.max_position = first_new + room - 2
@@ -227,9 +249,7 @@ class DecodingLoop:
 
     def _start_drafting(self, verdict: Verdict, states: dict) -> None:
         began = perf_counter()
-        # The slots may begin before the given tokens: a continued cache, or embeddings.
-        unknown = self.target.cache.lengths[0] - self.request.input_ids.shape[1]
-        prompt_starts = [max(start - unknown, 0) for start in self.target.starts]
+        prompt_starts = [max(start - self.num_unknown, 0) for start in self.target.starts]
         self.generator.prefill(Prompt(self.request.input_ids, prompt_starts, states))
         self._observe(verdict, {key: value[:, -1:] for key, value in states.items()})
         self.stats.draft_seconds += perf_counter() - began
@@ -356,12 +376,7 @@ class DecodingLoop:
         streamer = self.request.streamer
         if streamer is None:
             return
-        lengths = self.sequences.num_generated
-        ready = (
-            max(lengths)
-            if self.stop.all_finished
-            else min(length for length, done in zip(lengths, self.stop.finished) if not done)
-        )
+        ready = self.stop.num_settled - self.sequences.prompt_length
         for column in self.sequences.new_columns(self.streamed, ready).unbind(1):
             streamer.put(column.clone())
         self.streamed = max(self.streamed, ready)
@@ -370,6 +385,7 @@ class DecodingLoop:
 
     def _output(self):
         config, sequences = self.request.generation_config, self.sequences.output()
+        self.recorder.cut(self.sequences.num_generated)
         cache = self._final_cache() if self.keeps_cache else None
         if not config.return_dict_in_generate:
             return sequences
@@ -387,6 +403,9 @@ class DecodingLoop:
         self._store_states(range(len(self.rows)))
         states = [self.finished_states[row] for row in range(self.batch_size)]
         slots, recurrent = zip(*states)
+        # The last token has not been read; of rows that were cut back, more than is left has.
+        read = [self.num_unknown + length - 1 for length in self.sequences.lengths]
+        slots = [[tuple(b[:, :end] for b in layer) for layer in row] for row, end in zip(slots, read)]
         cache = dynamic_cache(list(slots), self.model.config.get_text_config(decoder=True))
         store_states(cache, list(recurrent))
         user_cache = self.request.past_key_values

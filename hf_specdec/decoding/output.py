@@ -38,15 +38,20 @@ class StepRecorder:
     def add(self, rows: list[int], values: torch.Tensor, counts: list[int]) -> None:
         """Adds the first `counts[i]` entries of `values[i]` (shape `(R, M, ...)`) to row `rows[i]`."""
         for row, value, count in zip(rows, values, counts):
-            self.rows[row].append(value[:count])
+            self.rows[row].extend(value[:count])
+
+    def cut(self, lengths: list[int]) -> None:
+        """Drops what goes beyond each row's length."""
+        self.rows = [steps[:length] for steps, length in zip(self.rows, lengths)]
+
+    def step(self, index: int) -> torch.Tensor:
+        """What belongs to one generated token, `(B, ...)`."""
+        nothing = torch.zeros_like(next(steps[index] for steps in self.rows if len(steps) > index))
+        return torch.stack([steps[index] if len(steps) > index else nothing for steps in self.rows])
 
     def steps(self) -> tuple[torch.Tensor, ...]:
         """One tensor `(B, ...)` per generated token."""
-        some = next((parts[0] for parts in self.rows if parts), None)
-        if some is None:
-            return ()
-        rows = [torch.cat(parts) if parts else some[:0] for parts in self.rows]
-        return torch.nn.utils.rnn.pad_sequence(rows).unbind(0)
+        return tuple(map(self.step, range(max(map(len, self.rows)))))
 
 
 class OutputRecorder:
@@ -67,10 +72,11 @@ class OutputRecorder:
         self._states: list[StepRecorder] = []
 
     def add(self, rows, verdict, logits, hidden_states) -> None:
-        """Adds one verification: its verdict, logits `(R, T, V)` and, per layer, hidden states `(R, T, H)`."""
+        """Adds one verification: its verdict, logits `(R, T, V)` and, per layer, hidden states `(R, T, H)`.
+
+        The verifier adds the scores.
+        """
         counts = list(map(len, verdict.token_lists))
-        if self.scores is not None:
-            self.scores.add(rows, verdict.scores, counts)
         if self.logits is not None:
             self.logits.add(rows, take_nodes(logits, verdict.path).float(), counts)
         if self.wants_states:
@@ -84,6 +90,13 @@ class OutputRecorder:
             return
         for recorder, states in zip(self._states, hidden_states):
             recorder.add(rows, take_nodes(states, path), counts)
+
+    def cut(self, lengths: list[int]) -> None:
+        """Drops what goes beyond the tokens that each row has generated."""
+        for recorder in filter(None, (self.scores, self.logits)):
+            recorder.cut(lengths)
+        for recorder in self._states:
+            recorder.cut([length - 1 for length in lengths])
 
     def hidden_states(self) -> tuple | None:
         """For each generated token a tuple over layers, `(B, P, H)` for the first one and `(B, 1, H)` after it."""

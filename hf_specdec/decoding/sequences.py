@@ -18,6 +18,8 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
+from .output import StepRecorder
+
 
 class Sequences:
     """Prompts and what has been committed so far, kept on the host, where stop rules and streamers read them.
@@ -78,89 +80,144 @@ class Sequences:
 class StopRules:
     """The stopping criteria of a call, applied to every token of a block in order.
 
+    A criterion that this package does not know may look across the rows, keep state or count its calls. It is called
+    as in plain generation: with the whole batch, once for each column, in order, as soon as no row is shorter. So rows
+    do not wait for each other: one that has gone ahead is cut back to where the criterion ends it.
+
     Args:
         criteria (`StoppingCriteriaList`): What `generate()` prepared.
         sequences (`Sequences`): The rows, extended here with the tokens that are kept.
+        scores (`StepRecorder`, *optional*): Scores of all tokens appended so far, for criteria that read them.
 
     Attributes:
         max_length (`int`): Columns that a row may fill, the least of all `MaxLengthCriteria`.
-        is_known (`bool`): All criteria look at one row at a time and keep no state.
         rows_end_alone (`bool`): There is an end-of-sequence token, so plain generation pads finished rows instead of
             going on with them until all have finished.
+        ends (`list[int | None]`): For each row the column that ends it, as far as known.
+        num_cut_back (`int`): Tokens that had been appended before it was known that they are behind their row's end.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, sequences: Sequences):
+    def __init__(self, criteria: StoppingCriteriaList, sequences: Sequences, scores: StepRecorder | None = None):
         self.sequences = sequences
         self.max_length = min(c.max_length for c in criteria if type(c) is MaxLengthCriteria)
         self.eos_tokens = {
             int(token) for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.reshape(-1)
         }
         self._times = [c for c in criteria if type(c) is MaxTimeCriteria]
-        built_in = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
+        self._strings = StoppingCriteriaList(c for c in criteria if type(c) is StopStringCriteria)
+        built_in = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
         self._others = StoppingCriteriaList(c for c in criteria if type(c) not in built_in)
-        self.is_known = all(type(c) is StopStringCriteria for c in self._others)
         self.rows_end_alone = any(hasattr(c, "eos_token_id") for c in criteria)
-        self.finished = [False] * len(sequences.lengths)
+        self.ends: list[int | None] = [None] * len(sequences.lengths)
+        self.num_cut_back = 0
+        self._num_judged = sequences.prompt_length
+        self._scores = scores
+        self._steps: list[torch.Tensor] = []
 
     @property
     def all_finished(self) -> bool:
-        return all(self.finished)
+        if any(end is None for end in self.ends):
+            return False
+        return self.rows_end_alone or min(self.sequences.lengths) >= max(self.ends)
 
     def has_left(self, row: int) -> bool:
         """Whether a row takes no more tokens: it has finished, and plain generation would only pad it."""
-        return self.finished[row] and (self.rows_end_alone or self.sequences.lengths[row] >= self.max_length)
+        return self.ends[row] is not None and (self.rows_end_alone or self.sequences.lengths[row] >= self.max_length)
 
     @property
-    def need_equal_lengths(self) -> bool:
-        """Whether rows must advance together to end where plain generation ends them."""
-        ends_all = bool(self._others or self._times) and not self.rows_end_alone
-        return len(self.finished) > 1 and (not self.is_known or ends_all)
+    def may_cut_back(self) -> bool:
+        """Whether a row's end may become known when the row is longer already."""
+        watch_all = bool(self._strings or self._times) and not self.rows_end_alone
+        return len(self.ends) > 1 and (bool(self._others) or watch_all)
 
-    def append(self, rows: list[int], token_lists: list[list[int]], scores: tuple | None = None) -> list[list[int]]:
+    @property
+    def num_settled(self) -> int:
+        """Columns that will not change: all rows have reached them, or end before."""
+        lengths = self.sequences.lengths
+        if self.rows_end_alone:
+            growing = [length for length, end in zip(lengths, self.ends) if end is None]
+            return min(growing, default=max(lengths))
+        return min(lengths)
+
+    def append(self, rows: list[int], token_lists: list[list[int]]) -> list[list[int]]:
         """Appends each row's tokens up to and including the first one that ends the row.
 
         Args:
             rows (`list[int]`): Rows of the call.
             token_lists (`list[list[int]]`): Their new tokens, at least one each.
-            scores (`tuple`, *optional*): Scores of all positions so far, for criteria that read them.
 
         Returns:
-            The tokens kept of each row. `finished` says which rows have ended.
+            The tokens kept of each row; all of them where the row turns out to have ended before them.
         """
+        begins = [self.sequences.lengths[row] for row in rows]
         kept = [self._up_to_end(row, tokens) for row, tokens in zip(rows, token_lists)]
         self.sequences.extend(rows, kept)
+        if self._strings:
+            for row, begin in zip(rows, begins):
+                self._find_string(row, begin)
         if self._others:
-            kept = self._apply_others(rows, kept, scores)
+            self._show_columns()
         if self._times and any(bool(c(self.sequences.prefix(1, row=0), None)) for c in self._times):
-            self.finished = [True] * len(self.finished)
-        return kept
+            self._end_all()
+        if self.all_finished and not self.rows_end_alone:
+            for row in range(len(self.ends)):
+                self._cut_back(row, max(self.ends))
+        news = [self.sequences.lengths[row] - begin for row, begin in zip(rows, begins)]
+        self.num_cut_back -= sum(len(tokens) - new for tokens, new in zip(kept, news) if 0 < new)
+        return [tokens[:new] if new > 0 else tokens for tokens, new in zip(kept, news)]
+
+    def _end(self, row: int, column: int) -> None:
+        """A row ends with this column, if not before."""
+        end = self.ends[row]
+        self.ends[row] = column if end is None else min(end, column)
+        if self.rows_end_alone:
+            self._cut_back(row, column)
+
+    def _cut_back(self, row: int, column: int) -> None:
+        if self.sequences.lengths[row] > column:
+            self.num_cut_back += self.sequences.lengths[row] - column
+            self.sequences.truncate(row, column)
 
     def _up_to_end(self, row: int, tokens: list[int]) -> list[int]:
+        begin = self.sequences.lengths[row]
         # Plain generation looks at the length behind a token, so there is always room for one.
-        room = max(self.max_length - self.sequences.lengths[row], 1)
-        if len(tokens) >= room:
-            tokens = tokens[:room]
-            self.finished[row] = True
+        tokens = tokens[: max(self.max_length - begin, 1)]
         if not self.eos_tokens.isdisjoint(tokens):
             end = next(index for index, token in enumerate(tokens) if token in self.eos_tokens)
-            self.finished[row] = True
             tokens = tokens[: end + 1]
+            self._end(row, begin + len(tokens))
+        elif begin + len(tokens) >= self.max_length:
+            self._end(row, begin + len(tokens))
         return tokens
 
-    def _apply_others(self, rows, kept, scores):
-        if not self.is_known and len(self.finished) > 1:
-            length = max(self.sequences.lengths)
-            done = self._others(self.sequences.prefix(length), scores)
-            self.finished = [now or bool(new) for now, new in zip(self.finished, done)]
-            return kept
-        return [self._first_stop(row, tokens, scores) for row, tokens in zip(rows, kept)]
+    def _find_string(self, row: int, begin: int) -> None:
+        """Ends a row where its first stop string does, behind column `begin`."""
+        for length in range(begin + 1, self.sequences.lengths[row] + 1):
+            if bool(self._strings(self.sequences.prefix(length, row), None)):
+                self._end(row, length)
+                return
 
-    def _first_stop(self, row: int, tokens: list[int], scores) -> list[int]:
-        end = self.sequences.lengths[row]
-        for count in range(1, len(tokens) + 1):
-            prefix = self.sequences.prefix(end - len(tokens) + count, row)
-            if bool(self._others(prefix, scores)):
-                self.finished[row] = True
-                self.sequences.truncate(row, end - len(tokens) + count)
-                return tokens[:count]
-        return tokens
+    def _show_columns(self) -> None:
+        """Shows criteria every column that all rows have reached, until all have ended."""
+        while self._num_judged < self.num_settled and not self._ended_by(self._num_judged):
+            self._num_judged += 1
+            done = self._others(self.sequences.prefix(self._num_judged), self._scores_so_far())
+            for row in torch.as_tensor(done).nonzero()[:, 0].tolist():
+                self._end(row, self._num_judged)
+
+    def _ended_by(self, column: int) -> bool:
+        return all(end is not None and end <= column for end in self.ends)
+
+    def _scores_so_far(self) -> tuple | None:
+        if self._scores is None:
+            return None
+        while len(self._steps) < self._num_judged - self.sequences.prompt_length:
+            self._steps.append(self._scores.step(len(self._steps)))
+        return tuple(self._steps)
+
+    def _end_all(self) -> None:
+        """Time is over: rows end where they stand, or where others see them if that matters."""
+        together = bool(self._others) or not self.rows_end_alone
+        settled = self.num_settled
+        for row, length in enumerate(list(self.sequences.lengths)):
+            self._end(row, settled if together else length)

@@ -1,9 +1,9 @@
 """From target logits to committed tokens: processors, choice of a token at each node, acceptance, stop rules.
 
-Two ways lead to the same tokens. Where no processor and no criterion needs to see a position by itself, all nodes are
-judged at once. Otherwise the path is walked node by node, and every processor and criterion sees what it would have
-seen in plain generation, once per position. Rules that judge a draft as a whole cannot be walked; for them processors
-see every node of the draft with the tokens on its own path.
+Two ways lead to the same tokens. Where no processor needs to see a position by itself, all nodes are judged at once.
+Otherwise the path is walked node by node, and every processor sees what it would have seen in plain generation, once
+per position. Rules that judge a draft as a whole cannot be walked; for them processors see every node of the draft
+with the tokens on its own path.
 
 Shapes: R active rows, N draft nodes, T = N + 1 verified nodes, V vocabulary.
 """
@@ -11,7 +11,8 @@ Shapes: R active rows, N draft nodes, T = N + 1 verified nodes, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,6 +27,10 @@ from .randomness import ACCEPT, TARGET
 from .rules import StandardRule
 
 
+if TYPE_CHECKING:
+    from ..decoding.output import StepRecorder
+
+
 @dataclass
 class Verdict:
     """What one verification committed.
@@ -36,14 +41,12 @@ class Verdict:
         path (`torch.LongTensor` of shape `(R, M)`): Verified nodes that the tokens were predicted from, the anchor
             first; columns from a row's number of tokens on are padding.
         tokens (`torch.LongTensor` of shape `(R, M)`): The committed tokens, padded.
-        scores (`torch.Tensor` of shape `(R, M, V)`, *optional*): Processed scores along the path, if asked for.
     """
 
     token_lists: list[list[int]]
     num_accepted: list[int]
     path: torch.LongTensor
     tokens: torch.LongTensor
-    scores: torch.Tensor | None = None
 
 
 @dataclass
@@ -54,8 +57,9 @@ class Verifier:
         stack (`ProcessorStack`): Logits processors of the call.
         stop (`StopRules`): Stopping rules of the call; they append the kept tokens to the sequences.
         rule (`StandardRule`): The acceptance rule, with the random numbers of the call.
-        keep_scores (`bool`): Whether the processed scores are wanted.
-        equal_lengths (`bool`): All rows must advance by the same number of tokens.
+        recorder (`StepRecorder`, *optional*): Takes the processed scores along the path, those of tokens that are cut
+            off included. It has those of a token when the stopping rules see the token.
+        why_equal (`str`, *optional*): What makes all rows advance by the same number of tokens, in words.
         reads_drafts (`bool`): Someone wants to know the draft tokens; they come with the verdict.
 
     Raises:
@@ -65,28 +69,24 @@ class Verifier:
     stack: ProcessorStack
     stop: object
     rule: StandardRule
-    keep_scores: bool = False
-    equal_lengths: bool = False
+    recorder: StepRecorder | None = None
+    why_equal: str | None = None
     reads_drafts: bool = False
-    score_steps: list = field(default_factory=list)
 
     def __post_init__(self):
-        batch = len(self.stop.finished)
         if self.rule.judges_whole_drafts:
-            self._check_whole_drafts(batch)
-        self.equal_lengths |= self.stop.need_equal_lengths or (batch > 1 and not self.stack.knows_all)
-        needs_walk = self.equal_lengths or self.stack.reads_tokens or not self.stop.is_known
+            self._check_whole_drafts()
+        if not self.stack.knows_all and len(self.stop.ends) > 1:
+            names = ", ".join(self.stack.unknown_names)
+            self.why_equal = f"logits processors that this package does not know ({names}) see the whole batch at once"
+        needs_walk = self.why_equal is not None or self.stack.reads_tokens
         self._walks = needs_walk and not self.rule.judges_whole_drafts
 
-    def _check_whole_drafts(self, batch: int) -> None:
-        problem = None
+    def _check_whole_drafts(self) -> None:
+        problem = self.why_equal
         if not self.stack.knows_all:
             names = ", ".join(self.stack.unknown_names)
             problem = f"logits processors that this package does not know ({names}) must see one after the other"
-        elif batch > 1 and self.stop.need_equal_lengths:
-            problem = f"stopping criteria that watch all {batch} rows must see them grow together"
-        elif batch > 1 and self.equal_lengths:
-            problem = f"the target model needs all {batch} rows to grow together"
         if problem:
             raise SpecConfigError(
                 f"rejection_sample_method='{self.rule.name}' judges the positions of a draft together, but {problem}. "
@@ -118,15 +118,15 @@ class Verifier:
         return self._verify_at_once(draft, logits, rows, positions, meanwhile)
 
     def _verify_at_once(self, draft, logits, rows, positions, meanwhile) -> Verdict:
-        plain_greedy = self.rule.uniforms is None and not self.stack and not self.keep_scores
+        plain_greedy = self.rule.uniforms is None and not self.stack and self.recorder is None
         scores = logits if plain_greedy else self._node_scores(draft, logits, rows)
         acceptance = self.rule.judge(draft, scores, rows, positions)
         counts, tokens = _to_host(acceptance, draft, self.reads_drafts, meanwhile)
         token_lists = [row[: count + 1] for row, count in zip(tokens, counts)]
-        if self.stop.is_known:
-            kept = self.stop.append(rows, token_lists)
-        else:
-            kept = [self._append_one_by_one(token_lists[0], scores[0, acceptance.path[0]])]
+        if self.recorder is not None:
+            path = acceptance.path[:, : max(counts) + 1]
+            self.recorder.add(rows, take_nodes(scores, path), list(map(len, token_lists)))
+        kept = self.stop.append(rows, token_lists)
         width = max(map(len, kept))
         path = acceptance.path[:, :width]
         return Verdict(
@@ -134,7 +134,6 @@ class Verifier:
             [min(count, len(row)) for count, row in zip(counts, kept)],
             path,
             acceptance.tokens[:, :width],
-            take_nodes(scores, path) if self.keep_scores else None,
         )
 
     def _node_scores(self, draft, logits, rows) -> torch.Tensor:
@@ -150,18 +149,6 @@ class Verifier:
         rows_of_nodes = [row for row in rows for _ in range(logits.shape[1])]
         return self.stack.rows(sequences, logits.flatten(0, 1), rows_of_nodes).view(logits.shape)
 
-    def _append_one_by_one(self, tokens: list[int], scores: torch.Tensor) -> list[int]:
-        """Appends the tokens of the only row; its criteria see every position, with the scores `(M, V)` up to it."""
-        kept = []
-        for token, step in zip(tokens, scores):
-            if self.keep_scores:
-                self.score_steps.append(step[None])
-            self.stop.append([0], [[token]], tuple(self.score_steps) if self.keep_scores else None)
-            kept.append(token)
-            if self.stop.all_finished:
-                break
-        return kept
-
 
 class _Walk:
     """One verification along the path: at each depth the rows that still follow their draft are judged together."""
@@ -175,19 +162,19 @@ class _Walk:
         self.nodes = [0] * len(rows)
         self.token_lists: list[list[int]] = [[] for _ in rows]
         self.paths: list[list[int]] = [[] for _ in rows]
-        self.scores: list[list[torch.Tensor]] = [[] for _ in rows]
 
     def run(self) -> Verdict:
         stop, active = self.verifier.stop, list(range(len(self.rows)))
         while active:
             scores = self._scores(active)
-            if self.verifier.keep_scores:
-                self._record_scores(active, scores)
+            rows = [self.rows[i] for i in active]
+            if self.verifier.recorder is not None:
+                self.verifier.recorder.add(rows, scores[:, None], [1] * len(rows))
             tokens, next_nodes = self._choose(active, scores)
             for index, token in zip(active, tokens):
                 self.paths[index].append(self.nodes[index])
                 self.token_lists[index].append(token)
-            stop.append([self.rows[i] for i in active], [[t] for t in tokens], self._all_scores())
+            stop.append(rows, [[t] for t in tokens])
             active = self._follow(active, next_nodes)
         return self._verdict()
 
@@ -268,22 +255,11 @@ class _Walk:
             return []
         ended = [self.verifier.stop.has_left(self.rows[i]) for i in active]
         going = {i: node for i, node, end in zip(active, next_nodes, ended) if node is not None and not end}
-        if self.verifier.equal_lengths and len(going) < len(active) - sum(ended):
+        if self.verifier.why_equal and len(going) < len(active) - sum(ended):
             return []
         for i, node in going.items():
             self.nodes[i] = node
         return list(going)
-
-    def _record_scores(self, active, scores) -> None:
-        for index, row_scores in zip(active, scores):
-            self.scores[index].append(row_scores)
-        if not self.verifier.stop.is_known:
-            step = scores.new_zeros((len(self.verifier.stop.finished), scores.shape[-1]))
-            step[[self.rows[i] for i in active]] = scores
-            self.verifier.score_steps.append(step)
-
-    def _all_scores(self) -> tuple | None:
-        return tuple(self.verifier.score_steps) if self.verifier.keep_scores else None
 
     def _verdict(self) -> Verdict:
         device = self.logits.device
@@ -294,10 +270,7 @@ class _Walk:
             sum(self.children[i][node].get(token) is not None for node, token in zip(path_i, tokens_i))
             for i, (path_i, tokens_i) in enumerate(zip(self.paths, self.token_lists))
         ]
-        scores = None
-        if self.verifier.keep_scores:
-            scores = torch.stack([torch.stack(s + [s[-1]] * (width - len(s))) for s in self.scores])
-        return Verdict(self.token_lists, accepted, path, tokens, scores)
+        return Verdict(self.token_lists, accepted, path, tokens)
 
 
 def take_nodes(values: torch.Tensor, path: torch.LongTensor) -> torch.Tensor:

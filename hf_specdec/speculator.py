@@ -26,6 +26,7 @@ from .decoding.graphs import forget_graphs
 from .errors import SpecConfigError, SpecDecError
 from .hub.detect import reads_target_cache
 from .hub.discover import Access, Candidate, Search, Target
+from .hub.files import only_safetensors
 from .loaded import forget_records, keeps_alive, record_of
 from .threads import cached_property
 
@@ -255,7 +256,8 @@ def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig) -> Spe
 def _load_candidate(
     target_model: torch.nn.Module, config: SpeculativeConfig, candidate: Candidate, reason: str
 ) -> Speculator:
-    speculator = load_speculator(target_model, candidate.configured(config))
+    with only_safetensors():
+        speculator = load_speculator(target_model, candidate.configured(config))
     speculator.note = f"method='auto' chose {candidate}: {reason}"
     return speculator
 

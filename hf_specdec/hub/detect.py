@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import constants
 
 from ..errors import CheckpointAccessError, CheckpointFormatError
-from .files import MTP_FILES, WEIGHT_FILES, RepoFiles, TensorTable
+from .files import MEDUSA_FILES, MTP_FILES, WEIGHT_FILES, RepoFiles, TensorTable, is_pickled
 from .formats import Format, TensorNames, format_of
 
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from ..config import SpeculativeConfig
 
 
-# All names that weights have in some format, in the order of the loaders.
-_ALL_WEIGHT_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", *WEIGHT_FILES, MTP_FILES)
+# All names that weights have in some format.
+_ALL_WEIGHT_FILES = (*MEDUSA_FILES, MTP_FILES)
 
 # What has been read of repositories: every call of generate() asks again, and the answer must not take a second.
 _methods_on_the_hub: dict[tuple, str] = {}
@@ -85,7 +85,7 @@ class Detection:
     @property
     def is_pickled(self) -> bool:
         """Whether the weights are in a file of `torch.save`."""
-        return self.weight_file is not None and self.weight_file.endswith((".pt", ".bin", ".bin.index.json"))
+        return self.weight_file is not None and is_pickled(self.weight_file)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain Python and JSON types."""
@@ -99,9 +99,8 @@ def detect(files: RepoFiles) -> Detection:
         CheckpointAccessError: It cannot be reached.
         CheckpointFormatError: There is no readable `config.json`, it has no known format, or is ambiguous.
     """
-    config, weight_file = files.config, files.first_of(_ALL_WEIGHT_FILES)
-    tensors, problems = _tensors(files, weight_file)
-    row = format_of(files.name, config, tensors)
+    config = files.config
+    row, weight_file, tensors, problems = _read(files)
     problems += _own_problems(row, config, tensors)
     evidence = _Evidence(files, config, tensors)
     return Detection(
@@ -136,7 +135,7 @@ def detect_method(config: SpeculativeConfig, target_config: Any = None) -> str:
     if files.folder is None and key in _methods_on_the_hub:
         return _methods_on_the_hub[key]
     # What else is wrong with it is for its loader to say.
-    row = format_of(files.name, files.config, _tensors(files, files.first_of(_ALL_WEIGHT_FILES))[0])
+    row, *_ = _read(files)
     if row.unsupported:
         raise CheckpointFormatError(f"'{files.name}' {row.unsupported}")
     if files.folder is None:
@@ -163,6 +162,27 @@ def reads_target_cache(draft_model: Any) -> bool:
 def is_cache_reader(config: SpeculativeConfig) -> bool:
     """The same of the checkpoint `config.model`."""
     return read_config(config).get("model_type") in _CACHE_READERS
+
+
+def _read(files: RepoFiles) -> tuple[Format, str | None, TensorTable | None, list[str]]:
+    """The format, the weight file that its loader takes, the tensors in it, and what is wrong with the files.
+
+    Where several files lie side by side, those that the loader does not look at are no evidence.
+    """
+    seen = files.first_of(_ALL_WEIGHT_FILES)
+    tensors, problems = _tensors(files, seen)
+    row = format_of(files.name, files.config, tensors)
+    taken = files.first_of(row.files)
+    if taken == seen:
+        return row, seen, tensors, problems
+    tensors, problems = _tensors(files, taken)
+    own = format_of(files.name, files.config, tensors)
+    if own.method != row.method:
+        raise CheckpointFormatError(
+            f"The method of '{files.name}' is ambiguous: {seen} is of the format {row.name} (method '{row.method}'), "
+            f"and {taken} of {own.name} (method '{own.method}'). Name the method with `spec_method`."
+        )
+    return own, taken, tensors, problems
 
 
 def _tensors(files: RepoFiles, weight_file: str | None) -> tuple[TensorTable | None, list[str]]:

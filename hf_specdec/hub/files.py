@@ -10,9 +10,9 @@ import io
 import json
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -50,6 +50,7 @@ from transformers.utils import logging
 
 from ..errors import CheckpointAccessError, CheckpointFormatError
 from ..threads import cached_property
+from .pickles import Inflated, Unreadable, check_archive, is_archive, tensors_in
 
 
 if TYPE_CHECKING:
@@ -57,6 +58,24 @@ if TYPE_CHECKING:
 
 
 logger = logging.get_logger(__name__)
+
+_only_safetensors = ContextVar("only_safetensors", default=False)
+
+
+@contextmanager
+def only_safetensors() -> Iterator[None]:
+    """Inside of it no pickled weights are taken: for drafters that nobody has named."""
+    before = _only_safetensors.set(True)
+    try:
+        yield
+    finally:
+        _only_safetensors.reset(before)
+
+
+def is_pickled(name: str) -> bool:
+    """Whether a file of this name holds weights of `torch.save`, or is the index of such files."""
+    return name.endswith((".pt", ".pth", ".bin", ".bin.index.json"))
+
 
 # Where a checkpoint keeps its tensors, the safe formats first.
 WEIGHT_FILES = (
@@ -68,6 +87,10 @@ WEIGHT_FILES = (
 
 # Some targets have their MTP layers in a file that their index does not name.
 MTP_FILES = "*mtp*.safetensors"
+
+# Where the loaders of these look, the preferred first.
+MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", *WEIGHT_FILES)
+MTP_WEIGHT_FILES = (MTP_FILES, *WEIGHT_FILES)
 
 # Bytes. Real configs have some thousand, the index of a model with a hundred thousand tensors some ten million.
 MAX_CONFIG_BYTES = 4 * 2**20
@@ -150,8 +173,13 @@ class RepoFiles:
         return name in self.sizes or (self.folder is not None and (self.folder / name).is_file())
 
     def first_of(self, names: Sequence[str]) -> str | None:
-        """The file with the first of some names, which may be shell patterns; `None` where there is none."""
+        """The file with the first of some names, which may be shell patterns; `None` where there is none.
+
+        Pickled ones are not taken inside of [`only_safetensors`].
+        """
         own = [file for file in sorted(self.sizes) if "/" not in file]
+        if _only_safetensors.get():
+            own = [file for file in own if not is_pickled(file)]
         return next((file for name in names for file in own if fnmatchcase(file, name)), None)
 
     @cached_property
@@ -219,6 +247,11 @@ class RepoFiles:
             return self._downloaded(name)
         path = self.folder / name
         if not path.is_file():
+            if path.exists() and not path.is_dir():
+                raise CheckpointFormatError(
+                    f"'{self.name}': {name} is no ordinary file (a pipe, socket or device), so it is not opened. Pass "
+                    "the folder of a checkpoint."
+                )
             raise CheckpointAccessError(f"There is no {name} in '{self.folder}'. Pass the folder of a checkpoint.")
         if not path.resolve().is_relative_to(_outermost(self.folder.resolve())):
             raise CheckpointFormatError(
@@ -268,17 +301,40 @@ class RepoFiles:
     def pickled_header(self, name: str) -> dict[str, StoredTensor] | None:
         """The same of a file of `torch.save`; `None` where only reading it whole would tell.
 
-        Nothing in it is run, and of a file on the Hub only the parts that name its tensors are downloaded.
+        It is not unpickled, and of a file on the Hub only the parts that name its tensors are downloaded.
         """
         _check_is_inside(self.name, name)
         path, size = self._local(name), self.sizes.get(name)
         if path is not None:
             with path.open("rb") as file:
-                return _pickled_header(file)
+                return self._pickled_header(name, file)
         if size is None:
             return None
         with self._explained(name), io.BufferedReader(_RemoteFile(self._get_range(name), size), _BLOCK_BYTES) as file:
-            return _pickled_header(file)
+            return self._pickled_header(name, file)
+
+    def _pickled_header(self, name: str, file: io.BufferedIOBase) -> dict[str, StoredTensor] | None:
+        if not is_archive(file):
+            return None
+        try:
+            found = tensors_in(file)
+        except Inflated as error:
+            raise self.damaged(name, f"{error}, so it is not read") from error
+        except Unreadable as error:
+            logger.debug(f"Names of tensors cannot be read: {error}")
+            return None
+        return {key: StoredTensor(*tensor) for key, tensor in found.items()}
+
+    def pickled_path(self, name: str) -> Path:
+        """The local path of a file of `torch.save` that can be unpickled within its own size."""
+        path = self.path(name)
+        with path.open("rb") as file:
+            if is_archive(file):
+                try:
+                    check_archive(file)
+                except Unreadable as error:
+                    raise self.damaged(name, f"{error}, so it is not read", path) from error
+        return path
 
     def tensors(self, name: str) -> TensorTable | None:
         """The tensors of a weight file or of the shards of an index; `None` where only reading it whole would tell."""
@@ -626,29 +682,3 @@ class _RemoteFile(io.RawIOBase):
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
-
-
-def _pickled_header(file: io.BufferedIOBase) -> dict[str, StoredTensor] | None:
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    if file.read(4) != b"PK\3\4":
-        # Before torch 1.6 the tensors themselves came between their names.
-        return None
-    file.seek(0)
-    try:
-        # Such tensors have no data, so that none is read.
-        with FakeTensorMode(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = torch.load(file, map_location="cpu", weights_only=True)
-    except (HTTPError, OSError):
-        raise
-    except Exception as error:  # noqa: BLE001 - a damaged file may trip over anything
-        logger.debug(f"Names of tensors cannot be read: {error!r}")
-        return None
-    if not isinstance(found, dict) or not all(isinstance(k, str) and torch.is_tensor(t) for k, t in found.items()):
-        return None
-    return {
-        name: StoredTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
-        for name, tensor in found.items()
-    }

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import CheckpointFormatError
 from ..threads import cached_property
+from .files import MEDUSA_FILES, MTP_WEIGHT_FILES, WEIGHT_FILES
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Format:
         without (`tuple[str, ...]`): Names that must not be there.
         is_hint (`bool`): The marks also fit other checkpoints: they count where nothing else is known.
         unsupported (`str`, *optional*): Why this package cannot use it, where the method's own loader does not say.
+        files (`tuple[str, ...]`): Names that its weights may have, the preferred first: its loader looks for these.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Format:
     without: tuple[str, ...] = ()
     is_hint: bool = False
     unsupported: str | None = None
+    files: tuple[str, ...] = WEIGHT_FILES
 
     def is_marked(self, config: Mapping[str, Any]) -> bool:
         """Whether a config has one of the marks."""
@@ -173,21 +176,48 @@ _OWN_LM_HEAD = "|".join(f"0.{layer}.weight" for layer in range(1, 5))
 # that the tensors show.
 FORMATS = (
     # MTP layers in a checkpoint of their own
-    Format("mtp", "mtp", "hf_specdec", ("model_type=mtp",), ("mtp.fc.weight",), _TARGETS_OWN),
-    Format("mtp-speculators", "mtp", "speculators", ("speculators_model_type=mtp",), ("mtp_layers.",), _TARGETS_OWN),
-    Format("mtp-mimo", "mtp", "Xiaomi, FastMTP", (), ("mtp_layers.", ".input_proj.weight"), _TARGETS_OWN),
-    Format("mtp-ernie", "mtp", "Baidu", (), ("mtp_block.", "mtp_linear_proj."), _TARGETS_OWN),
-    Format("mtp-longcat", "mtp", "Meituan", (), ("mtp.layers.", ".eh_proj.weight"), _TARGETS_OWN),
-    Format("mtp-deepseek", "mtp", "DeepSeek, Z.ai, Tencent", (), ("layers.", ".eh_proj.weight"), _TARGETS_OWN),
+    Format("mtp", "mtp", "hf_specdec", ("model_type=mtp",), ("mtp.fc.weight",), _TARGETS_OWN, files=MTP_WEIGHT_FILES),
+    Format(
+        "mtp-speculators",
+        "mtp",
+        "speculators",
+        ("speculators_model_type=mtp",),
+        ("mtp_layers.",),
+        _TARGETS_OWN,
+        files=MTP_WEIGHT_FILES,
+    ),
+    Format(
+        "mtp-mimo",
+        "mtp",
+        "Xiaomi, FastMTP",
+        (),
+        ("mtp_layers.", ".input_proj.weight"),
+        _TARGETS_OWN,
+        files=MTP_WEIGHT_FILES,
+    ),
+    Format("mtp-ernie", "mtp", "Baidu", (), ("mtp_block.", "mtp_linear_proj."), _TARGETS_OWN, files=MTP_WEIGHT_FILES),
+    Format(
+        "mtp-longcat", "mtp", "Meituan", (), ("mtp.layers.", ".eh_proj.weight"), _TARGETS_OWN, files=MTP_WEIGHT_FILES
+    ),
+    Format(
+        "mtp-deepseek",
+        "mtp",
+        "DeepSeek, Z.ai, Tencent",
+        (),
+        ("layers.", ".eh_proj.weight"),
+        _TARGETS_OWN,
+        files=MTP_WEIGHT_FILES,
+    ),
     Format("gemma4-assistant", "mtp", "Google", ("model_type=gemma4(_unified)?_assistant",)),
     # Medusa
-    Format("medusa-vllm", "medusa", "vLLM", ("model_type=medusa",), ("blocks.0.layers.0.weight",)),
+    Format("medusa-vllm", "medusa", "vLLM", ("model_type=medusa",), ("blocks.0.layers.0.weight",), files=MEDUSA_FILES),
     Format(
         "medusa-original",
         "medusa",
         "FasterDecoding",
         ("medusa_num_heads=.*",),
         ("0.0.linear.weight", _OWN_LM_HEAD),
+        files=MEDUSA_FILES,
     ),
     Format(
         "medusa-v2",
@@ -196,6 +226,7 @@ FORMATS = (
         ("medusa_num_heads=.*&version=2",),
         ("0.0.linear.weight",),
         (_OWN_LM_HEAD,),
+        files=MEDUSA_FILES,
     ),
     Format(
         "medusa-merged",
@@ -203,6 +234,7 @@ FORMATS = (
         "FasterDecoding",
         ("medusa_num_heads=.*",),
         ("medusa_head.0.0.linear.weight",),
+        files=MEDUSA_FILES,
     ),
     # MLP speculators
     Format(

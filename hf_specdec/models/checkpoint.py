@@ -70,7 +70,7 @@ class Checkpoint:
             self.shapes, self._file_of = table, table.file_of
         else:
             for part in self.files.parts(file):
-                self._pickled |= self._unpickled(self.files.path(part))
+                self._pickled |= self._unpickled(self.files.pickled_path(part))
             self.shapes = {name: tuple(tensor.shape) for name, tensor in self._pickled.items()}
 
     def _unpickled(self, file: Path) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from transformers.utils.import_utils import is_bitsandbytes_available
 
 from ..errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
-from ..hub.files import WEIGHT_FILES, RepoFiles
+from ..hub.files import WEIGHT_FILES, RepoFiles, is_pickled
 
 
 logger = logging.get_logger(__name__)
@@ -48,26 +48,46 @@ def load_draft_model(config: Any, target_model: torch.nn.Module) -> torch.nn.Mod
             "spec_method='draft_model' needs a draft model. Pass its folder, repo id or the loaded model as "
             "`spec_model`."
         )
-    _fetch(RepoFiles.of(config))
-    model = _from_pretrained(config.model, checkpoint_location(config), _loading_arguments(config, target_model))
+    weights = _checked_weights(RepoFiles.of(config))
+    arguments = {"use_safetensors": not is_pickled(weights), **_loading_arguments(config, target_model)}
+    model = _from_pretrained(config.model, weights, checkpoint_location(config), arguments)
     if not config.quantization:
         model = model.to(draft_device(config, target_model))
     return model.eval()
 
 
-def _fetch(files: RepoFiles) -> None:
-    """Downloads a model of the Hub, with closer checks and clearer errors than those of transformers."""
-    if files.folder is not None:
-        return
+def _checked_weights(files: RepoFiles) -> str:
+    """The weight file of a model, or its index, when all that transformers will read has been checked and is here."""
     try:
         files.path("config.json")
         weights = files.first_of(WEIGHT_FILES)
-        for part in files.parts(weights) if weights else ():
-            files.path(part)
-            if part.endswith(".safetensors"):
+        if weights is None:
+            raise CheckpointFormatError(
+                f"'{files.name}' has none of the weight files that are read: {', '.join(WEIGHT_FILES)}. Pass a "
+                "complete causal language model, and name it as `spec_model` where its weights are pickled."
+            )
+        for part in files.parts(weights):
+            if is_pickled(part):
+                files.pickled_path(part)
+                files.pickled_header(part)
+            else:
+                files.path(part)
                 files.header(part)
+        if files.folder is None and "adapter_config.json" in files:
+            raise CheckpointFormatError(
+                f"'{files.name}' holds an adapter (adapter_config.json), and transformers would load the model "
+                "that it names in the place of this one. Merge the adapter, and pass the whole model."
+            )
+        for name in filter(_is_read_along, files.sizes if files.folder is not None else ()):
+            files.path(name)
     except CheckpointFormatError as error:
         raise type(error)(f"The draft model {error}") from error
+    return weights
+
+
+def _is_read_along(name: str) -> bool:
+    """Whether transformers may read a file of this name beside the weights: settings, tokenizer, code, adapters."""
+    return name.endswith((".json", ".jinja", ".model", ".py", ".txt")) or name.startswith("adapter_")
 
 
 def checkpoint_location(config: Any) -> dict[str, Any]:
@@ -119,10 +139,12 @@ def _usable_device(name: str) -> torch.device:
     return device
 
 
-def _from_pretrained(name: str, location: dict[str, Any], arguments: dict[str, Any]) -> torch.nn.Module:
+def _from_pretrained(name: str, weights: str, location: dict[str, Any], arguments: dict[str, Any]) -> torch.nn.Module:
     """The model, loaded completely: transformers would give weights that are missing random values."""
     try:
         model_config = AutoConfig.from_pretrained(name, **location)
+        if getattr(model_config, "transformers_weights", None) not in (None, weights):
+            raise ValueError(f"its config.json names other weights than {weights} (`transformers_weights`).")
         if model_config.is_encoder_decoder:
             raise ValueError(f"{type(model_config).__name__} is of an encoder-decoder model. Use a decoder-only one.")
         model, loading = AutoModelForCausalLM.from_pretrained(

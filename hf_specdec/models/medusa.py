@@ -30,7 +30,8 @@ import transformers
 from torch import nn
 
 from ..errors import CheckpointFormatError, SpecConfigError
-from .checkpoint import WEIGHT_FILES, Checkpoint, check_target, head_placement, save_checkpoint
+from ..hub.files import MEDUSA_FILES
+from .checkpoint import Checkpoint, check_target, head_placement, save_checkpoint
 from .draft_model import vocabulary_size
 from .settings import COUNT, FLAG, NAME, is_number
 
@@ -38,9 +39,6 @@ from .settings import COUNT, FLAG, NAME, is_number
 if TYPE_CHECKING:
     from ..config import SpeculativeConfig
 
-
-# Safe formats first; merged and converted checkpoints have the usual names.
-MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", *WEIGHT_FILES)
 
 # Ranks of a head's candidates whose accuracy a checkpoint may tell; no published tree asks for more.
 NUM_RANKS = 10

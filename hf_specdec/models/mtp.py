@@ -27,8 +27,8 @@ from ..decoding.attention import NAME, folding_masks
 from ..decoding.masks import FULL, Span
 from ..decoding.target import decoder_layers
 from ..errors import CheckpointFormatError, SpecConfigError, UnsupportedModelError
-from ..hub.files import MTP_FILES
-from .checkpoint import WEIGHT_FILES, Checkpoint, head_placement, hidden_size, save_checkpoint, tensor_shapes
+from ..hub.files import MTP_WEIGHT_FILES
+from .checkpoint import Checkpoint, head_placement, hidden_size, save_checkpoint, tensor_shapes
 from .draft_model import vocabulary_size
 from .draft_network import TargetParts
 from .mtp_formats import MTP_LAYOUT, WIDTH_KEY, MtpCheckpoint, MtpConfig, stored_tensors
@@ -402,7 +402,7 @@ def _checkpoint(config: SpeculativeConfig, target_model: nn.Module) -> Checkpoin
             )
         revision = config.revision or getattr(source, "_commit_hash", None)
         config = config.replace(model=str(name), revision=revision)
-    return Checkpoint(config, (MTP_FILES, *WEIGHT_FILES))
+    return Checkpoint(config, MTP_WEIGHT_FILES)
 
 
 def _check_sizes(checkpoint: Checkpoint, target_model: nn.Module) -> None:

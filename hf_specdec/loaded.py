@@ -1,24 +1,44 @@
 """What is kept for a target while it lives: drafters that were loaded, which one was found, what calls have learnt.
 
-Nothing that is kept refers to the target itself, or it would live for ever.
+Nothing that is kept refers to the target itself, or it would live for ever. What stays loaded is bounded: the least
+recently used leaves first, and with it its memory, unless a speculator that the user holds still has it.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Any
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Hashable, Iterable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
+from .errors import CheckpointFormatError, SpecConfigError
 from .threads import Lock, Recent
 
+
+if TYPE_CHECKING:
+    from .hub.files import RepoFiles
+
+
+# Bytes that a target's drafters may have; 512MB, 2GiB and the like are understood. Unset: as many as the target has,
+# and at least so many.
+CACHE_BYTES = "HF_SPECDEC_CACHE_BYTES"
+_LEAST_CACHE_BYTES = 2 * 2**30
 
 # Most drafters of a target that stay loaded, and most settings of which it is known what was found or learnt.
 _MOST_LOADED = 16
 _MOST_FOUND = 16
 _MOST_LEARNT = 64
+
+# How often files are read that change while they are.
+_MOST_READINGS = 3
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{letter}I": 2 ** (10 * power) for power, letter in enumerate("KMGT", start=1)}
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([KMGT]I?|)B?")
 
 
 class Loaded:
@@ -28,21 +48,60 @@ class Loaded:
         generator_class (`type`, *optional*): The method's candidate generator; `None` until something is loaded.
         resources (`Any`): What it has loaded.
         draft_model (`nn.Module`, *optional*): The draft model that was passed for it.
+        identity (`Hashable`): Of the files that were read, as by `RepoFiles.identity`.
+        weights (`dict[int, int]`): Bytes of each tensor of the network.
     """
 
     def __init__(self):
         self.lock = Lock()
+        self.empty()
+
+    def empty(self) -> None:
         self.generator_class: type | None = None
         self.resources: Any = None
         self.draft_model: torch.nn.Module | None = None
+        self.identity: Hashable = None
+        self.weights: dict[int, int] = {}
+
+    def fill(self, generator_class: type, resources: Any, draft_model: torch.nn.Module | None, identity: Hashable):
+        self.resources, self.draft_model, self.identity = resources, draft_model, identity
+        self.generator_class = generator_class
+        self.weights = {} if self.network is None else _weights(self.network)
+
+    def is_of(self, draft_model: torch.nn.Module | None, identity: Hashable) -> bool:
+        """Whether this is what would be loaded now. Files that are gone have left nothing else to load."""
+        if self.generator_class is None or self.draft_model is not draft_model:
+            return False
+        return identity in (None, self.identity)
 
     @property
     def network(self) -> torch.nn.Module | None:
         return None if self.generator_class is None else self.generator_class.network(self.resources)
 
+    @property
+    def text_bytes(self) -> int:
+        return self.generator_class.text_bytes(self.resources)
+
+
+def _weights(module: torch.nn.Module) -> dict[int, int]:
+    return {id(tensor): tensor.nbytes for tensors in (module.parameters(), module.buffers()) for tensor in tensors}
+
+
+def _num_bytes(entries: Iterable[Loaded]) -> int:
+    """Bytes of weights, those that several have counted once, and of remembered texts."""
+    weights: dict[int, int] = {}
+    num_bytes = 0
+    for entry in entries:
+        weights |= entry.weights
+        num_bytes += entry.text_bytes
+    return num_bytes + sum(weights.values())
+
 
 class TargetRecord:
     """What is known of one target.
+
+    Args:
+        target_model (`nn.Module`): The target, which is not kept alive.
 
     Attributes:
         found (`Recent`): The drafter that was found for it and why it was chosen, by the settings of the search.
@@ -52,7 +111,8 @@ class TargetRecord:
         lock (`Lock`): For what takes no time.
     """
 
-    def __init__(self):
+    def __init__(self, target_model: torch.nn.Module):
+        self._target = ref(target_model)
         self.found, self.learnt = Recent(_MOST_FOUND), Recent(_MOST_LEARNT)
         self.searching, self.lock = Lock(), Lock()
         self._loaded: OrderedDict[Hashable, Loaded] = OrderedDict()
@@ -63,38 +123,54 @@ class TargetRecord:
         with self.lock:
             return [entry for entry in self._loaded.values() if entry.generator_class is not None]
 
-    def has(self, key: Hashable, draft_model: torch.nn.Module) -> bool:
-        """Whether this draft model is what is loaded under a key."""
-        with self.lock:
-            return key in self._loaded and self._loaded[key].draft_model is draft_model
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is loaded."""
+        return _num_bytes(self.loaded)
 
     def load_once(
         self,
         key: Hashable,
         generator_class: type,
         load: Callable[[], Any],
+        files: RepoFiles | None = None,
         draft_model: torch.nn.Module | None = None,
     ) -> Any:
-        """What is loaded under a key, by `load` where nothing is yet.
+        """What is loaded under a key, by `load` where nothing is yet, or other files have come in their place.
 
         Threads that need the same wait for the one that loads it; what is under other keys, or of other targets, can
         be had and loaded meanwhile. Of draft models that were passed only the last one is kept, or an evaluation loop
         would keep all of its checkpoints.
+
+        Args:
+            key (`Hashable`): The method and the settings that it reads in loading.
+            generator_class (`type`): The method's candidate generator.
+            load (`Callable`): Loads.
+            files (`RepoFiles`, *optional*): What it reads.
+            draft_model (`nn.Module`, *optional*): The draft model that was passed.
+
+        Raises:
+            CheckpointFormatError: The files are changed all the time.
         """
+        most_bytes = cache_bytes()
         with self.lock:
             entry = self._loaded.setdefault(key, Loaded())
         with entry.lock:
-            if entry.generator_class is None or entry.draft_model is not draft_model:
+            if not entry.is_of(draft_model, None if files is None else files.identity()):
+                entry.empty()
+                if draft_model is not None and _keeps_alive(draft_model, self._target()):
+                    self._settle(key, entry, most_bytes)
+                    return load()
                 try:
-                    entry.resources = load()
-                    entry.generator_class, entry.draft_model = generator_class, draft_model
+                    resources, identity = _read(load, files)
+                    entry.fill(generator_class, resources, draft_model, identity)
                 finally:
-                    self._settle(key, entry)
+                    self._settle(key, entry, most_bytes)
             else:
-                self._settle(key, entry)
+                self._settle(key, entry, most_bytes)
             return entry.resources
 
-    def _settle(self, key: Hashable, entry: Loaded) -> None:
+    def _settle(self, key: Hashable, entry: Loaded, most_bytes: int | None) -> None:
         """Puts what was used last at the end, and lets go of what was not loaded and of what is too much."""
         with self.lock:
             if entry.generator_class is None:
@@ -103,8 +179,58 @@ class TargetRecord:
                 return
             self._loaded[key] = entry
             self._loaded.move_to_end(key)
-            while len(self._loaded) > _MOST_LOADED:
+            while len(self._loaded) > 1 and self._is_too_much(most_bytes):
                 self._loaded.popitem(last=False)
+
+    def _is_too_much(self, most_bytes: int | None) -> bool:
+        if len(self._loaded) > _MOST_LOADED:
+            return True
+        num_bytes = self.num_bytes
+        if most_bytes is None:
+            target = self._target()
+            most_bytes = _LEAST_CACHE_BYTES
+            if num_bytes > most_bytes and target is not None:
+                most_bytes = max(most_bytes, sum(_weights(target).values()))
+        return num_bytes > most_bytes
+
+
+def _read(load: Callable[[], Any], files: RepoFiles | None) -> tuple[Any, Hashable]:
+    """What `load` gives, and the identity of the files that it has read; again where they change meanwhile."""
+    if files is None or files.folder is None:
+        # All files of a repository are read from one commit.
+        return load(), None if files is None else files.identity()
+    before = files.identity()
+    for _ in range(_MOST_READINGS):
+        try:
+            resources, error = load(), None
+        except Exception as failure:  # noqa: BLE001 - raised below, unless the files have changed
+            resources, error = None, failure
+        began, before = before, files.identity()
+        if began == before:
+            if error is not None:
+                raise error
+            return resources, before
+    raise CheckpointFormatError(
+        f"The files of '{files.name}' change while they are read: something is writing them. Load the drafter when "
+        "they are complete, or write to another folder and rename that."
+    ) from error
+
+
+def cache_bytes() -> int | None:
+    """The limit of the environment variable `HF_SPECDEC_CACHE_BYTES`, `None` where it is not set.
+
+    Raises:
+        SpecConfigError: It is no size.
+    """
+    text = os.environ.get(CACHE_BYTES, "").strip()
+    if not text:
+        return None
+    match = _SIZE.fullmatch(text.upper())
+    if match is None:
+        raise SpecConfigError(
+            f"{CACHE_BYTES}={text[:200]!r} is no number of bytes. Set it to one such as 500000000, 512MB or 2GiB."
+        )
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 _records: WeakKeyDictionary[torch.nn.Module, TargetRecord] = WeakKeyDictionary()
@@ -116,7 +242,7 @@ def record_of(target_model: torch.nn.Module) -> TargetRecord:
     with _lock:
         record = _records.get(target_model)
         if record is None:
-            record = _records[target_model] = TargetRecord()
+            record = _records[target_model] = TargetRecord(target_model)
         return record
 
 
@@ -131,7 +257,21 @@ def forget_records(target_model: torch.nn.Module | None = None) -> list[TargetRe
         return taken
 
 
-def keeps_alive(draft_model: torch.nn.Module, target_model: torch.nn.Module) -> bool:
+def loaded_drafters() -> int:
+    """Drafters that are loaded in this process, of all targets."""
+    with _lock:
+        records = list(_records.values())
+    return sum(len(record.loaded) for record in records)
+
+
+def loaded_bytes() -> int:
+    """Bytes of their weights and of the texts that they remember."""
+    with _lock:
+        records = list(_records.values())
+    return _num_bytes(entry for record in records for entry in record.loaded)
+
+
+def _keeps_alive(draft_model: torch.nn.Module, target_model: torch.nn.Module | None) -> bool:
     """Whether the target would live as long as the draft model: it is part of it, or of what is loaded for it."""
     seen: set[int] = set()
     waiting = [draft_model]

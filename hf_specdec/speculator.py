@@ -26,8 +26,8 @@ from .decoding.graphs import forget_graphs
 from .errors import SpecConfigError, SpecDecError
 from .hub.detect import reads_target_cache
 from .hub.discover import Access, Candidate, Search, Target
-from .hub.files import only_safetensors
-from .loaded import forget_records, keeps_alive, record_of
+from .hub.files import file_identity, only_safetensors
+from .loaded import forget_records, record_of
 from .threads import cached_property
 
 
@@ -280,10 +280,8 @@ def _resources(generator_class, config, target_model, draft_model):
     flat = config.to_dict(defaults=True)
     names = flat if generator_class.loaded_by is None else generator_class.loaded_by
     key = (config.method, draft_model is not None, json.dumps({name: flat[name] for name in sorted(names)}))
-    record = record_of(target_model)
-    if draft_model is not None and not record.has(key, draft_model) and keeps_alive(draft_model, target_model):
-        return load()
-    return record.load_once(key, generator_class, load, draft_model)
+    files = generator_class.files(config, target_model) if draft_model is None else None
+    return record_of(target_model).load_once(key, generator_class, load, files, draft_model)
 
 
 def _without_texts(generator_class, config, resources, target_model):
@@ -298,7 +296,8 @@ def _profile(
     target_model: torch.nn.Module, config: SpeculativeConfig, network: torch.nn.Module | None
 ) -> ControlProfile:
     """What the calls with these settings and this draft network have found about costs and acceptance."""
-    record, key = record_of(target_model), (config, target_model.device, target_model.dtype)
+    record = record_of(target_model)
+    key = (config, target_model.device, target_model.dtype, file_identity(config.control_profile))
     with record.lock:
         known = record.learnt.get(key)
         # Of the networks with these settings the last one counts, as of loaded draft models.

@@ -116,7 +116,7 @@ def test_scraped_from_a_server(model):
     text = model.generate(**prompts(2), do_sample=False, max_new_tokens=40)
     tree = scripted_for(text, prompts(2), accuracy=0.7, tree=(-1, -1, 0, 1, 1))
     with served(registry=registry) as address, record(timings=True) as made:
-        assert scrape(address) == {}
+        assert {name for name, *_ in scrape(address)} == {"hf_specdec_loaded_drafters", "hf_specdec_loaded_bytes"}
         for batch_size in (1, 3):
             model.generate(**prompts(batch_size), **SETTINGS, spec_method="ngram")
         check(Series(scrape(address)), made.calls)
@@ -244,10 +244,10 @@ def test_threads(model, registry):
 def test_documentation_has_every_metric_and_no_other(registry):
     families = {family.name: family.type for family in registry.collect()}
     text = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
-    rows = re.findall(r"^\| `(hf_specdec_\w+)` \| (counter|histogram) \|", text, re.MULTILINE)
+    rows = re.findall(r"^\| `(hf_specdec_\w+)` \| (counter|gauge|histogram) \|", text, re.MULTILINE)
     assert {name.removesuffix("_total"): kind for name, kind in rows} == families
     queries = " ".join(re.findall(r"```promql\n(.*?)```", text, re.DOTALL))
-    endings = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"]}
+    endings = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_count", "_sum"]}
     samples = {f"{name}{ending}" for name, kind in families.items() for ending in endings[kind]}
     assert set(re.findall(r"hf_specdec_\w+", queries)) <= samples
 

@@ -25,6 +25,7 @@ from transformers.generation.candidate_generator import CandidateGenerator as Hf
 
 from ..drafts import DraftTree
 from ..errors import SpecConfigError, UnsupportedModelError
+from ..hub.files import RepoFiles
 from ..logits.randomness import NODES_PER_ANCHOR
 from ..threads import cached_property
 from ..transfers import select_rows, upload
@@ -222,6 +223,16 @@ class CandidateGenerator(HfCandidateGenerator):
     def network(cls, resources: Any) -> torch.nn.Module | None:
         """The draft network among what was loaded; `None` for methods without one."""
         return resources if isinstance(resources, torch.nn.Module) else None
+
+    @classmethod
+    def files(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> RepoFiles | None:
+        """The files that `load` reads, which is called again when they have changed; `None` where it reads none."""
+        return None if config.model is None else RepoFiles.of(config)
+
+    @classmethod
+    def text_bytes(cls, resources: Any) -> int:
+        """Bytes of memory that what was loaded has of texts, beside the weights of its network."""
+        return 0
 
     @classmethod
     def stock_assistant(cls, resources: Any) -> torch.nn.Module | None:

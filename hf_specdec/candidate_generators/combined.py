@@ -162,6 +162,14 @@ class CombinedCandidateGenerator(CandidateGenerator):
         return cls.parts[1].network(resources.model)
 
     @classmethod
+    def files(cls, config, target_model):
+        return cls.parts[1].files(part_configs(config)[1], target_model)
+
+    @classmethod
+    def text_bytes(cls, resources: CombinedResources) -> int:
+        return cls.parts[0].text_bytes(resources.retrieval) + cls.parts[1].text_bytes(resources.model)
+
+    @classmethod
     def stock_assistant(cls, resources: CombinedResources) -> torch.nn.Module | None:
         return cls.parts[1].stock_assistant(resources.model)
 

@@ -27,8 +27,9 @@ import torch.nn.functional as F
 
 from ..errors import SpecConfigError, UnsupportedModelError
 from ..hub import detect
+from ..hub.files import RepoFiles
 from ..models.draft_model import load_draft_model
-from ..models.mtp import MtpNetwork, fitting_network, load_mtp
+from ..models.mtp import MtpNetwork, fitting_network, load_mtp, placed
 from ..token_trees import TokenTree
 from ..transfers import select_rows, upload
 from .base import Session
@@ -83,6 +84,11 @@ class MtpCandidateGenerator(EagleCandidateGenerator):
         if config.model is not None and detect.is_cache_reader(config):
             return load_draft_model(config, target_model)
         return load_mtp(config, target_model)
+
+    @classmethod
+    def files(cls, config, target_model):
+        is_stored = config.model or getattr(target_model.config, "_name_or_path", None)
+        return RepoFiles.of(placed(config, target_model)) if is_stored else None
 
     @classmethod
     def stock_assistant(cls, resources: torch.nn.Module) -> torch.nn.Module | None:

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 # The first release whose calls are known to be the ones used here; the oldest have no suffix trees at all.
 MIN_LIBRARY_VERSION = "0.1.1"
 
+# Of the trees, for each token of a past response.
+_BYTES_PER_TOKEN = 320
+
 # Tokens that one native call adds. The calls hold the interpreter lock, for about 10 ms at this size.
 _PIECE = 4096
 
@@ -166,6 +169,11 @@ class SuffixCache:
     def num_cached_tokens(self) -> int:
         """Tokens in the global tree."""
         return self._num_cached_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """About the memory that they take."""
+        return _BYTES_PER_TOKEN * self._num_cached_tokens
 
     def start_request(self, req_id: Hashable, prompt_token_ids: Sequence[int] | np.ndarray) -> None:
         """Makes the tree of a request from its prompt.
@@ -336,6 +344,10 @@ class SuffixCandidateGenerator(CandidateGenerator):
         return SuffixCache(
             options.max_tree_depth, options.max_cached_requests, options.max_cached_tokens, vocab_size=vocab_size
         )
+
+    @classmethod
+    def text_bytes(cls, resources: SuffixCache) -> int:
+        return resources.num_bytes
 
     def __init__(self, config: SpeculativeConfig, resources: SuffixCache, session: Session):
         super().__init__(config, resources, session)

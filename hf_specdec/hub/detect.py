@@ -12,10 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import constants
-
 from ..errors import CheckpointAccessError, CheckpointFormatError
-from .files import MEDUSA_FILES, MTP_FILES, WEIGHT_FILES, RepoFiles, TensorTable, is_pickled
+from .files import MEDUSA_FILES, MTP_FILES, WEIGHT_FILES, ReadOfRepositories, RepoFiles, TensorTable, is_pickled
 from .formats import Format, TensorNames, format_of
 
 
@@ -26,8 +24,7 @@ if TYPE_CHECKING:
 # All names that weights have in some format.
 _ALL_WEIGHT_FILES = (*MEDUSA_FILES, MTP_FILES)
 
-# What has been read of repositories: every call of generate() asks again, and the answer must not take a second.
-_methods_on_the_hub: dict[tuple, str] = {}
+_methods_on_the_hub = ReadOfRepositories()
 
 # Model types of transformers whose only keys and values are their target's.
 _CACHE_READERS = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -131,22 +128,21 @@ def detect_method(config: SpeculativeConfig, target_config: Any = None) -> str:
             of this package can use.
     """
     files = RepoFiles.of(config)
-    key = (constants.ENDPOINT, files.name, files.revision, files.subfolder)
-    if files.folder is None and key in _methods_on_the_hub:
-        return _methods_on_the_hub[key]
+    known = None if files.folder is not None else _methods_on_the_hub.find(files)
+    if known is not None:
+        return known
     # What else is wrong with it is for its loader to say.
     row, *_ = _read(files)
     if row.unsupported:
         raise CheckpointFormatError(f"'{files.name}' {row.unsupported}")
     if files.folder is None:
-        _methods_on_the_hub[key] = row.method
+        _methods_on_the_hub.keep(files, row.method)
     return row.method
 
 
 def forget_method(name: str) -> None:
     """Forgets what has been read of a repository, which has changed."""
-    for key in [key for key in _methods_on_the_hub if key[1] == name]:
-        del _methods_on_the_hub[key]
+    _methods_on_the_hub.forget_name(name)
 
 
 def read_config(config: SpeculativeConfig) -> dict:

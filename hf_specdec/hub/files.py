@@ -10,7 +10,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
 from ..errors import CheckpointAccessError, CheckpointFormatError
-from ..threads import cached_property
+from ..threads import Recent, cached_property
 from .pickles import Inflated, Unreadable, check_archive, is_archive, tensors_in
 
 
@@ -96,6 +96,9 @@ MTP_WEIGHT_FILES = (MTP_FILES, *WEIGHT_FILES)
 MAX_CONFIG_BYTES = 4 * 2**20
 MAX_INDEX_BYTES = 64 * 2**20
 
+# What loaders read; logs and the like may change beside it.
+_PARTS_OF_CHECKPOINTS = (".json", ".safetensors", ".bin", ".pt", ".model", ".txt", ".py")
+
 # Large files are named by the SHA-256 of their content, others by that of git.
 _SHA256, _GIT_SHA1 = 64, 40
 _HEXADECIMAL = re.compile(r"[0-9a-f]+")
@@ -108,6 +111,43 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+
+
+class ReadOfRepositories(Recent[Any]):
+    """What has been read of repositories of the Hub, until the cache has another commit of them.
+
+    Every call of generate() asks again, and the answer must not take a second.
+    """
+
+    def __init__(self):
+        super().__init__(most=256)
+
+    def find(self, files: RepoFiles, default: Any = None) -> Any:
+        commit, (known_commit, value) = files.identity(), self.get(_key(files), (None, default))
+        if known_commit is None and commit is not None and _key(files) in self:
+            # It was read before anything was downloaded.
+            self.put(_key(files), (commit, value))
+        return value if known_commit in (None, commit) or commit is None else default
+
+    def keep(self, files: RepoFiles, value: Any) -> None:
+        self.put(_key(files), (files.identity(), value))
+
+    def forget_name(self, name: str) -> None:
+        """Forgets what has been read of a repository, which has changed."""
+        self.forget(lambda key: key[1] == name)
+
+
+def _key(files: RepoFiles) -> tuple:
+    return constants.ENDPOINT, files.name, files.revision, files.subfolder
+
+
+def file_identity(path: str | os.PathLike | None) -> tuple[int, int, int] | None:
+    """Size, time of the last change and number of a file; `None` where there is none."""
+    try:
+        found = os.stat(path) if path is not None else None
+    except (OSError, ValueError):
+        return None
+    return None if found is None else (found.st_size, found.st_mtime_ns, found.st_ino)
 
 
 class RepoFiles:
@@ -154,6 +194,21 @@ class RepoFiles:
 
     def __repr__(self) -> str:
         return f"RepoFiles({self.name!r}, revision={self.revision!r}, subfolder={self.subfolder!r})"
+
+    def identity(self) -> Hashable:
+        """Tells without reading them whether the files have changed: equal as long as they have not.
+
+        Of a folder the sizes and times of its files, at a few microseconds each; of a repository the commit in the
+        cache. `None` where there is nothing to look at.
+        """
+        if self.folder is None:
+            config = self._cached("config.json")
+            return None if config is None else str(config.parent)
+        try:
+            names = sorted(name for name in os.listdir(self.folder) if name.endswith(_PARTS_OF_CHECKPOINTS))
+        except OSError:
+            return None
+        return tuple((name, file_identity(self.folder / name)) for name in names)
 
     # What there is
 

@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers.utils import logging
 
 from ..candidate_generators import is_method_name
 from ..config import AUTO, CONFIG_NAME, METHODS_WITHOUT_MODEL, SpeculativeConfig, describe_settings
 from ..errors import CheckpointFormatError, SpecConfigError
-from .files import MAX_CONFIG_BYTES, RepoFiles
+from .files import MAX_CONFIG_BYTES, ReadOfRepositories, RepoFiles
 
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ _PLACE = ("model", "revision", "subfolder")
 # Values in a card's block. A static tree of the largest size has some thousand.
 _MOST_VALUES = 10_000
 
-# What has been read of repositories: every call of generate() asks again, and the answer must not take a second.
-_saved_on_the_hub: dict[tuple, dict[str, Any] | None] = {}
+_saved_on_the_hub = ReadOfRepositories()
+_UNKNOWN = object()
 
 
 def settings_to_publish(config: SpeculativeConfig, *, with_place: bool) -> dict[str, Any]:
@@ -185,23 +185,22 @@ def with_saved_settings(config: SpeculativeConfig) -> SpeculativeConfig:
 
 def _saved_beside(files: RepoFiles) -> dict[str, Any] | None:
     """`saved_settings`, asked of the Hub once; `None` also where nothing can be reached."""
-    key = (constants.ENDPOINT, files.name, files.revision, files.subfolder)
-    if key in _saved_on_the_hub:
-        return copy.deepcopy(_saved_on_the_hub[key])
+    known = _UNKNOWN if files.folder is not None else _saved_on_the_hub.find(files, _UNKNOWN)
+    if known is not _UNKNOWN:
+        return copy.deepcopy(known)
     try:
         found = saved_settings(files)
     except CheckpointFormatError:
         # Whoever reads the checkpoint itself says what is wrong.
         return None
     if files.folder is None:
-        _saved_on_the_hub[key] = copy.deepcopy(found)
+        _saved_on_the_hub.keep(files, copy.deepcopy(found))
     return found
 
 
 def forget_saved(name: str) -> None:
     """Forgets what has been read of a repository, which has changed."""
-    for key in [key for key in _saved_on_the_hub if key[1] == name]:
-        del _saved_on_the_hub[key]
+    _saved_on_the_hub.forget_name(name)
 
 
 def saved_settings(files: RepoFiles) -> dict[str, Any] | None:

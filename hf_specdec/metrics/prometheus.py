@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..errors import SpecConfigError
@@ -12,7 +13,7 @@ from .stats import SpecDecodingStats
 
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry, Counter, Histogram
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 
 _LABELS = ("model_name", "method")
@@ -49,10 +50,12 @@ class PrometheusMetrics(Listener):
     """
 
     def __init__(self, registry: CollectorRegistry, model_name: str | None = None):
-        from prometheus_client import Counter, Histogram
+        from prometheus_client import Counter, Gauge, Histogram
+
+        from ..loaded import loaded_bytes, loaded_drafters
 
         self.registry, self.model_name = registry, model_name
-        self._metrics: list[Counter | Histogram] = []
+        self._metrics: list[Counter | Gauge | Histogram] = []
 
         def counter(name: str, help: str, *labels: str) -> Counter:
             metric = Counter(f"hf_specdec_{name}", help, (*_LABELS, *labels), registry=registry)
@@ -63,6 +66,11 @@ class PrometheusMetrics(Listener):
             metric = Histogram(f"hf_specdec_{name}", help, _LABELS, buckets=buckets, registry=registry)
             self._metrics.append(metric)
             return metric
+
+        def gauge(name: str, help: str, value: Callable[[], float]) -> None:
+            metric = Gauge(f"hf_specdec_{name}", help, registry=registry)
+            metric.set_function(value)
+            self._metrics.append(metric)
 
         self.calls = counter("spec_decode_num_calls", "Speculative generate() calls that began.")
         self.counters = {field: counter(*named) for field, named in _COUNTERS.items()}
@@ -79,6 +87,8 @@ class PrometheusMetrics(Listener):
         self.first_token = histogram(
             "time_to_first_token_seconds", "From the call of generate() until all rows had one.", _FIRST_TOKEN_SECONDS
         )
+        gauge("loaded_drafters", "Drafters that stay loaded in this process.", loaded_drafters)
+        gauge("loaded_bytes", "Bytes of their weights and of the texts that they remember.", loaded_bytes)
         self._models: set[str] = set()
         self._reasons: set[str] = set()
         self._series: dict[tuple[str, str], _Series] = {}

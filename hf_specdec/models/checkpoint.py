@@ -160,7 +160,8 @@ class Checkpoint:
                     if file not in opened:
                         opened[file] = stack.enter_context(self._opened(file))
                     tensor = self._tensor(opened[file], file, name)
-                found[name] = tensor.to(device, dtype if tensor.is_floating_point() else None)
+                # A copy: the file is mapped into memory, and may be overwritten.
+                found[name] = tensor.to(device, dtype if tensor.is_floating_point() else None, copy=True)
         return found
 
     def _opened(self, file: str) -> safe_open:

@@ -380,7 +380,7 @@ def load_mtp(config: SpeculativeConfig, target_model: nn.Module) -> MtpNetwork:
     """
     check_family(target_model)
     dtype, device = head_placement(config, target_model)
-    checkpoint = _checkpoint(config, target_model)
+    checkpoint = Checkpoint(placed(config, target_model), MTP_WEIGHT_FILES)
     if config.model is not None:
         _check_sizes(checkpoint, target_model)
     found = MtpCheckpoint(checkpoint, len(decoder_layers(target_model)))
@@ -391,18 +391,23 @@ def load_mtp(config: SpeculativeConfig, target_model: nn.Module) -> MtpNetwork:
     return network.eval().requires_grad_(False)
 
 
-def _checkpoint(config: SpeculativeConfig, target_model: nn.Module) -> Checkpoint:
-    if config.model is None:
-        source = target_model.config
-        name = getattr(source, "_name_or_path", None)
-        if not name:
-            raise SpecConfigError(
-                f"This {type(target_model).__name__} was not loaded from a checkpoint, so there is none to read its "
-                "MTP layers from. Pass the folder or repo id of one as `spec_model`."
-            )
-        revision = config.revision or getattr(source, "_commit_hash", None)
-        config = config.replace(model=str(name), revision=revision)
-    return Checkpoint(config, MTP_WEIGHT_FILES)
+def placed(config: SpeculativeConfig, target_model: nn.Module) -> SpeculativeConfig:
+    """The settings with the checkpoint that has the MTP layers: unless another is named that of the target itself.
+
+    Raises:
+        SpecConfigError: The target was not loaded from a checkpoint.
+    """
+    if config.model is not None:
+        return config
+    source = target_model.config
+    name = getattr(source, "_name_or_path", None)
+    if not name:
+        raise SpecConfigError(
+            f"This {type(target_model).__name__} was not loaded from a checkpoint, so there is none to read its "
+            "MTP layers from. Pass the folder or repo id of one as `spec_model`."
+        )
+    revision = config.revision or getattr(source, "_commit_hash", None)
+    return config.replace(model=str(name), revision=revision)
 
 
 def _check_sizes(checkpoint: Checkpoint, target_model: nn.Module) -> None:

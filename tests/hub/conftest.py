@@ -9,6 +9,7 @@ from huggingface_hub.utils import _http
 from transformers.utils import hub as transformers_hub
 
 from hf_specdec.hub import detect, published
+from hf_specdec.hub.files import ReadOfRepositories
 from tests.hub.server import LoopbackHub
 
 
@@ -36,8 +37,8 @@ def hub(tmp_path_factory, monkeypatch):
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
             monkeypatch.delenv(name, raising=False)
         # Ports are used again, and with them what is remembered by address.
-        monkeypatch.setattr(detect, "_methods_on_the_hub", {})
-        monkeypatch.setattr(published, "_saved_on_the_hub", {})
+        monkeypatch.setattr(detect, "_methods_on_the_hub", ReadOfRepositories())
+        monkeypatch.setattr(published, "_saved_on_the_hub", ReadOfRepositories())
         huggingface_hub.close_session()
         yield hub
         huggingface_hub.close_session()

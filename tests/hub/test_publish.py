@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from hf_specdec import SpecConfigError, SpeculativeConfig, demo, forget_speculators, load_speculator, record
 from hf_specdec.cli import demo_methods
 from hf_specdec.hub.card import read_card
+from hf_specdec.hub.files import ReadOfRepositories
 from hf_specdec.models.eagle import load_eagle
 from tests.hub.server import TOKEN
 from tests.models import prompts, tiny_llama
@@ -230,7 +231,7 @@ def test_a_saved_drafter_is_found_offline(target, tmp_path, hub, monkeypatch):
     load_speculator(target, "ngram", num_speculative_tokens=3).push_to_hub("user/drafter", token=TOKEN)
     assert load_speculator(target, model="user/drafter").config.num_speculative_tokens == 3
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("hf_specdec.hub.published._saved_on_the_hub", {})
+    monkeypatch.setattr("hf_specdec.hub.published._saved_on_the_hub", ReadOfRepositories())
     assert load_speculator(target, model="user/drafter").config.num_speculative_tokens == 3
 
 

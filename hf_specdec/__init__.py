@@ -21,7 +21,11 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "CandidateGenerator": "candidate_generators.base",
+    "Commit": "candidate_generators.base",
+    "DraftStep": "candidate_generators.base",
     "DraftTree": "drafts",
+    "Prompt": "candidate_generators.base",
+    "Session": "candidate_generators.base",
     "SpecDecodingStats": "metrics",
     "SpeculativeConfig": "config",
     "Speculator": "speculator",
@@ -38,8 +42,12 @@ _LAZY = {
 __all__ = [
     "CandidateGenerator",
     "CheckpointFormatError",
+    "Commit",
+    "DraftStep",
     "DraftTree",
     "MissingDependencyError",
+    "Prompt",
+    "Session",
     "SpecConfigError",
     "SpecDecError",
     "SpecDecodingStats",
@@ -60,7 +68,7 @@ __all__ = [
 if TYPE_CHECKING:
     from . import metrics
     from .candidate_generators import register_candidate_generator
-    from .candidate_generators.base import CandidateGenerator
+    from .candidate_generators.base import CandidateGenerator, Commit, DraftStep, Prompt, Session
     from .config import SpeculativeConfig
     from .drafts import DraftTree
     from .hook import install, uninstall

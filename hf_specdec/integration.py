@@ -22,12 +22,13 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 from transformers.utils import logging
 
+from .candidate_generators import resolve_candidate_generator
 from .decoding.loop import DecodingLoop, Request
 from .decoding.target import model_profile
 from .errors import SpecConfigError
 from .hook import configured_settings, original_generate
 from .hub.published import IN_GENERATION_CONFIG, settings_of_generation_config
-from .speculator import Speculator, StockSpeculator, load_speculator
+from .speculator import GivenCandidateGenerator, Speculator, load_speculator
 
 
 logger = logging.get_logger(__name__)
@@ -158,7 +159,7 @@ def _generate_assisted(model, original, arguments: dict[str, Any], speculator: S
         )
     config, settings = speculator.config, assistant.generation_config
     own_length = settings.num_assistant_tokens
-    default = own_length or speculator.generator_class.default_length(config.options)
+    default = own_length or resolve_candidate_generator(config.method).default_length(config.options)
     try:
         settings.num_assistant_tokens = config.fixed_length or default
         return original(model, **arguments, assistant_model=assistant)
@@ -197,18 +198,13 @@ def _bind(original, model, args, kwargs) -> dict[str, Any]:
 def _speculator(model, spec_method, spec_model, num_speculative_tokens, speculative, assistant):
     settings = {"method": spec_method, "num_speculative_tokens": num_speculative_tokens}
     if assistant is not None:
-        is_loaded = isinstance(assistant, (Speculator, StockSpeculator, HfCandidateGenerator))
+        is_loaded = isinstance(assistant, (Speculator, HfCandidateGenerator))
         if is_loaded and all(other is None for other in (spec_model, speculative, *settings.values())):
-            return StockSpeculator(assistant) if isinstance(assistant, HfCandidateGenerator) else assistant
+            return assistant if isinstance(assistant, Speculator) else GivenCandidateGenerator(assistant)
         if not isinstance(assistant, torch.nn.Module):
-            remedy = (
-                " together with other speculative arguments. Load the speculator with these settings."
-                if is_loaded
-                else ". Use `spec_model` for a name."
-            )
             raise SpecConfigError(
                 "`assistant` takes a loaded speculator, a draft model or a candidate generator, got "
-                f"{type(assistant).__name__}{remedy}"
+                f"{_why_no_assistant(assistant, is_loaded)}"
             )
         if spec_model is not None:
             raise SpecConfigError("`assistant` and `spec_model` both name a draft model. Pass one of them.")
@@ -216,6 +212,17 @@ def _speculator(model, spec_method, spec_model, num_speculative_tokens, speculat
     if isinstance(spec_model, torch.nn.Module):
         return load_speculator(model, speculative, draft_model=spec_model, **settings)
     return load_speculator(model, speculative, model=spec_model, **settings)
+
+
+def _why_no_assistant(assistant: Any, is_loaded: bool) -> str:
+    """What was given as `assistant`, and what to do instead."""
+    if isinstance(assistant, type):
+        name = assistant.__name__
+        return f"the class {name}. Pass an instance, such as {name}(), or register the class and name `spec_method`."
+    kind = type(assistant).__name__
+    if is_loaded:
+        return f"{kind} together with other speculative arguments. Load the speculator with these settings."
+    return f"{kind}. Use `spec_model` for a name."
 
 
 # What plain generate() can do and a speculative call cannot: attribute of the generation config, the values that are

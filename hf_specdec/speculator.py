@@ -17,7 +17,8 @@ from transformers.generation.candidate_generator import CandidateGenerator as Hf
 from transformers.utils import logging
 
 from .candidate_generators import parts_of, resolve_candidate_generator
-from .candidate_generators.base import CandidateGenerator, NoDrafts, Session, StockCandidateGenerator
+from .candidate_generators.assisted import StockCandidateGenerator, UnboundCandidateGenerator
+from .candidate_generators.base import CandidateGenerator, NoDrafts, Session
 from .candidate_generators.combined import part_configs
 from .config import AUTO, SpeculativeConfig
 from .control import ControlProfile, ScheduledLength, SpeculationController
@@ -50,6 +51,7 @@ class Speculator:
         target_revision (`str`, *optional*): Its commit.
         profile (`ControlProfile`, *optional*): Costs and acceptance that earlier calls with
             num_speculative_tokens="auto" have found; each call learns from it and adds to it.
+        target (`PreTrainedModel`, *optional*): The target, which is not kept alive.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Speculator:
         target_name: str | None = None,
         target_revision: str | None = None,
         profile: ControlProfile | None = None,
+        target: torch.nn.Module | None = None,
     ):
         self.config = config
         self.generator_class = generator_class
@@ -69,13 +72,26 @@ class Speculator:
         self.target_name = target_name
         self.target_revision = target_revision
         self.profile = ControlProfile() if profile is None else profile
+        self._target = None if target is None else ref(target)
 
     @property
     def method(self) -> str:
         return self.config.method
 
-    def candidate_generator(self, session: Session) -> CandidateGenerator:
-        """A fresh candidate generator for one `generate()` call."""
+    @property
+    def target(self) -> torch.nn.Module | None:
+        """The target, as far as it is known and still there."""
+        return None if self._target is None else self._target()
+
+    def candidate_generator(self, session: Session | None = None) -> CandidateGenerator:
+        """A fresh candidate generator for one `generate()` call.
+
+        Args:
+            session (`Session`, *optional*): The call. Without it the generator is bound to the call that it is passed
+                to as `generate(assistant=...)`; transformers' own assisted decoding can drive it, too.
+        """
+        if session is None:
+            return UnboundCandidateGenerator(self)
         if self.note is not None:
             session.notes.append(self.note)
         limit = self.config.disable_by_batch_size
@@ -130,7 +146,7 @@ class Speculator:
         """The same speculator, knowing nothing of earlier texts. Weights and learnt costs are shared."""
         resources = _without_texts(self.generator_class, self.config, self.resources, target_model)
         names = self.target_name, self.target_revision
-        return Speculator(self.config, self.generator_class, resources, self.note, *names, self.profile)
+        return Speculator(self.config, self.generator_class, resources, self.note, *names, self.profile, target_model)
 
     @property
     def stock_assistant(self) -> torch.nn.Module | None:
@@ -169,22 +185,34 @@ class Speculator:
         return f"Speculator({self.config!r})"
 
 
-class StockSpeculator:
-    """Drives a candidate generator of transformers' own protocol through the loop, at batch size 1."""
+class GivenCandidateGenerator:
+    """Stands for a speculator in a call that was given a candidate generator.
 
-    method = "candidate_generator"
-    stock_assistant = None
+    Args:
+        generator (`HfCandidateGenerator`): One of this package, for any call, or one that only knows transformers'
+            own protocol, for batch size 1.
+    """
 
     def __init__(self, generator: HfCandidateGenerator):
-        self.generator = generator
+        is_own = isinstance(generator, CandidateGenerator)
+        self.generator = generator if is_own else StockCandidateGenerator(generator)
+
+    @property
+    def config(self) -> SpeculativeConfig | None:
+        return self.generator.config
+
+    @property
+    def method(self) -> str:
+        return "candidate_generator" if self.config is None else self.config.method
+
+    @property
+    def stock_assistant(self) -> torch.nn.Module | None:
+        """As that of a speculator, if one has made the generator."""
+        speculator = getattr(self.generator, "speculator", None)
+        return None if speculator is None else speculator.stock_assistant
 
     def candidate_generator(self, session: Session) -> CandidateGenerator:
-        if session.batch_size != 1:
-            raise SpecConfigError(
-                f"{type(self.generator).__name__} proposes for one row, the batch has {session.batch_size}. Name a "
-                "`spec_method` instead, or generate row by row."
-            )
-        return StockCandidateGenerator(self.generator, session)
+        return self.generator.bind(session)
 
 
 def load_speculator(
@@ -225,7 +253,7 @@ def load_speculator(
     name, revision = (getattr(source, attribute, None) or None for attribute in ("_name_or_path", "_commit_hash"))
     is_adaptive = resolved.num_speculative_tokens == AUTO
     profile = _profile(target_model, resolved, generator_class.network(resources)) if is_adaptive else None
-    return Speculator(resolved, generator_class, resources, None, name, revision, profile)
+    return Speculator(resolved, generator_class, resources, None, name, revision, profile, target_model)
 
 
 def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig) -> Speculator:

@@ -1,12 +1,22 @@
-"""What a drafting method owes the decoding loop.
+"""What a drafting method owes the decoding loop, and the loop it.
 
-A candidate generator is a method's state for one `generate()` call. The loop calls, in this order:
+A candidate generator is a method's state for one `generate()` call. The loop calls:
 
-    prefill(prompt)                   once, after the target has read the prompt
+    prefill(prompt)                   once, first, after the target has read the prompt: all rows, in their order
     observe(commit)                   after every cycle, the first token after the prompt included
-    propose(step) -> DraftTree        at the start of every cycle
-    keep_rows(keep)                   when rows of the batch have finished
-    close()                           always, also after an error
+    propose(step) -> DraftTree        at the start of a cycle, when something has been observed since the prompt
+    keep_rows(keep)                   when rows of the batch have finished, anywhere but between a draft and its commit
+    close()                           once, last, also after an error, and also where nothing else was ever called
+
+What a method may not take for granted:
+
+- Not every cycle asks it. Another drafter may have drafted the tokens of a commit, or nobody: the length may be chosen
+  from cycle to cycle, or depend on the number of rows. Then `num_accepted` is 0.
+- It may be told late. `prefill` may come many cycles after the prompt was read, and commits come joined to one.
+- Rows may finish before it has observed anything: `keep_rows` may come between `prefill` and the first `observe`.
+- A step may forbid drafts for some rows (`max_draft_tokens` of 0) and allow them later. Where it forbids them for all
+  rows, none of them will have room again.
+- The target, or the length of the text, may cut what was drafted; the commit says what has become of it.
 
 What outlives the call (draft weights, caches of past responses) is made once by the class method `load` and kept by
 the `Speculator`. A method knows nothing of the target's cache, of logits processors or of stopping rules.
@@ -24,11 +34,12 @@ import torch
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
 
 from ..drafts import DraftTree
-from ..errors import SpecConfigError, UnsupportedModelError
+from ..errors import SpecConfigError
 from ..hub.files import RepoFiles
 from ..logits.randomness import NODES_PER_ANCHOR
 from ..threads import cached_property
 from ..transfers import select_rows, upload
+from .options import NoOptions
 from .tensors import last_of_each
 
 
@@ -36,6 +47,7 @@ if TYPE_CHECKING:
     from ..config import SpeculativeConfig
     from ..decoding.graphs import CallGraphs
     from ..logits.sampling import DraftSampler
+    from .assisted import AssistedSide
 
 
 _LEAST_SHARED_LENGTH = 4
@@ -62,6 +74,11 @@ class Session:
     takes_trees: bool = True
     notes: list[str] = field(default_factory=list)
     draft_graphs: list[CallGraphs] = field(default_factory=list)
+
+    def join(self, call: Session) -> None:
+        """Becomes the session of a call for those who hold it already; its notes go to that of the call."""
+        call.notes[:0] = self.notes
+        vars(self).update(vars(call))
 
 
 @dataclass
@@ -181,7 +198,7 @@ class CandidateGenerator(HfCandidateGenerator):
     Class attributes are the capabilities that the loop reads; it never looks at a method's name.
 
     Attributes:
-        options_class (`type`): Frozen dataclass of the method's own options.
+        options_class (`type`): Frozen dataclass of the method's own options; without fields by default.
         target_hidden_states (`tuple`): States of the target the method needs: "last", the one behind the final norm,
             or boundaries: i is what enters decoder layer i.
         default_num_speculative_tokens (`int`): k when the user names none.
@@ -196,12 +213,12 @@ class CandidateGenerator(HfCandidateGenerator):
         parts (`tuple[type, ...]`): The generators of which this one consists; the last one may have a draft model.
 
     Args:
-        config (`SpeculativeConfig`): The settings of the call.
-        resources (`Any`): What `load` returned.
-        session (`Session`): The call.
+        config (`SpeculativeConfig`, *optional*): The settings of the call. `None`: all defaults.
+        resources (`Any`, *optional*): What `load` returned.
+        session (`Session`, *optional*): The call. `None`: it is not known yet, and comes with [`bind`].
     """
 
-    options_class: ClassVar[type]
+    options_class: ClassVar[type] = NoOptions
     target_hidden_states: ClassVar[tuple] = ()
     default_num_speculative_tokens: ClassVar[int] = 5
     most_speculative_tokens: ClassVar[int | None] = None
@@ -212,6 +229,7 @@ class CandidateGenerator(HfCandidateGenerator):
     draws: bool | None = None
     # Generators without settings have the standard acceptance rule.
     config: SpeculativeConfig | None = None
+    session: Session | None = None
     loaded_by: ClassVar[tuple[str, ...] | None] = None
 
     @classmethod
@@ -239,11 +257,46 @@ class CandidateGenerator(HfCandidateGenerator):
         """A draft model that only transformers' own assisted decoding can drive, not this package's loop."""
         return None
 
-    def __init__(self, config: SpeculativeConfig, resources: Any, session: Session):
+    def __init__(self, config: SpeculativeConfig | None = None, resources: Any = None, session: Session | None = None):
         self.config = config
-        self.options = config.options
+        self.options = self.options_class() if config is None else config.options
         self.session = session
-        self.num_speculative_tokens = config.num_speculative_tokens or self.default_length(config.options)
+        length = None if config is None else config.fixed_length
+        self.num_speculative_tokens = length or self.default_length(self.options)
+
+    def bind(self, session: Session) -> CandidateGenerator:
+        """Takes the generator for a call; the loop does so with what `generate(assistant=...)` was given.
+
+        Args:
+            session (`Session`): The call. It takes the place of one that the generator was made with.
+
+        Returns:
+            `CandidateGenerator`: What drafts in the call: the generator itself, or one that it has made.
+
+        Raises:
+            SpecConfigError: It has had its call, or was made for another number of rows.
+        """
+        own, name, mark = self.session, type(self).__name__, "_CandidateGenerator__call"
+        if own is not None and own.batch_size != session.batch_size and mark not in vars(self):
+            raise SpecConfigError(
+                f"This {name} was made for {own.batch_size} rows, and the batch has {session.batch_size}. Make it "
+                "without a session: the call brings its own."
+            )
+        # Of threads that come at once one is first.
+        call = object()
+        if vars(self).setdefault(mark, call) is not call:
+            raise SpecConfigError(
+                f"This {name} has been used. A candidate generator belongs to one call: make another one for each, or "
+                "pass the speculator itself, which any number of calls may share."
+            )
+        if own is None:
+            self.session = session
+        elif own is not session:
+            own.join(session)
+        if not hasattr(self, "num_speculative_tokens"):
+            # Of a class whose own `__init__` does without this one's.
+            self.num_speculative_tokens = self.default_num_speculative_tokens
+        return self
 
     @property
     def num_draft_nodes(self) -> int:
@@ -266,7 +319,7 @@ class CandidateGenerator(HfCandidateGenerator):
         A verification is as wide as its longest draft, so where the user has named no k the rows share the default:
         one good match must not make all others pay for its length.
         """
-        if self.config.num_speculative_tokens is not None:
+        if self.config is not None and self.config.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         return max(
             self.num_speculative_tokens // max(num_rows, 1), min(_LEAST_SHARED_LENGTH, self.num_speculative_tokens)
@@ -275,9 +328,10 @@ class CandidateGenerator(HfCandidateGenerator):
     def draft_depths(self, step: DraftStep) -> list[int]:
         """How deep each row may draft: at most k, in what the loop and `max_model_len` leave beside the bonus one."""
         depths = [min(most, self.num_speculative_tokens) for most in step.max_draft_tokens]
-        if self.config.max_model_len is None:
+        limit = None if self.config is None else self.config.max_model_len
+        if limit is None:
             return depths
-        free = [max(self.config.max_model_len - length - 1, 0) for length in step.lengths]
+        free = [max(limit - length - 1, 0) for length in step.lengths]
         return list(map(min, depths, free))
 
     @property
@@ -318,60 +372,29 @@ class CandidateGenerator(HfCandidateGenerator):
     def close(self) -> None:
         """Releases what belongs to the call. Called exactly once."""
 
-    # The stock protocol of transformers' assisted decoding, for batch size 1 and drafts without branches.
+    # The protocol of transformers' own assisted decoding, for batch size 1 and drafts without branches.
 
-    _seen_length = 0
-    _num_matches = 0
+    # The host then says which call is the first, and hands over its last output.
+    requires_model_outputs = True
 
-    @property
-    def requires_model_outputs(self) -> bool:
-        """Whether the host must hand over the target's hidden states."""
-        return bool(self.target_hidden_states)
+    @cached_property
+    def assisted_side(self) -> AssistedSide:
+        """How transformers' own assisted decoding drives this generator."""
+        from .assisted import AssistedSide
+
+        return AssistedSide(self)
 
     @property
     def model_kwargs_overrides(self) -> dict[str, Any]:
-        """Arguments of the host's next forward."""
-        return {"output_hidden_states": True}
+        """Arguments of the host's next forward, asked for right in front of it."""
+        return self.assisted_side.forward_kwargs()
 
-    def get_candidates(
-        self, input_ids: torch.LongTensor, *, model_outputs: Any = None, is_first_iteration: bool = False, **kwargs
-    ) -> tuple[torch.LongTensor, None]:
+    def get_candidates(self, input_ids: torch.LongTensor, **given) -> tuple[torch.LongTensor, None]:
         """Prompt plus draft of shape `(1, L + N)`; no logits, so the host verifies the drafts as point masses."""
-        if self.requires_model_outputs and is_first_iteration:
-            # The target has not read the prompt.
-            return input_ids, None
-        states = self._states_of(model_outputs) if self.requires_model_outputs else {}
-        self._catch_up(input_ids, states)
-        length = input_ids.shape[1]
-        room = max(self.session.max_length - length - 1, 0)
-        step = DraftStep([0], input_ids[:, -1], [length], [min(room, self.num_speculative_tokens)])
-        draft = first_path(self.propose(step))
-        return torch.cat([input_ids, draft.to(input_ids)[None]], dim=1), None
+        return self.assisted_side.candidates(input_ids, **given), None
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
-        self._num_matches = num_matches
-
-    def _states_of(self, model_outputs: Any) -> dict:
-        """The states asked for, from transformers' tuple: what enters each layer, and what the head reads."""
-        states = model_outputs.hidden_states
-        if len(states) - 1 in self.target_hidden_states:
-            raise UnsupportedModelError(
-                "The drafter reads what enters the target's final norm, and transformers' assisted decoding hands "
-                "over what leaves it. Use generate(..., spec_method=...), which captures the state."
-            )
-        return {key: states[-1] if key == "last" else states[key] for key in self.target_hidden_states}
-
-    def _catch_up(self, input_ids: torch.LongTensor, states: dict) -> None:
-        """Feeds what has been committed since the last call; the host only ever shows the whole sequence."""
-        if self._seen_length == 0:
-            self.prefill(Prompt(input_ids[:, :-1], [0], states))
-            self._seen_length = input_ids.shape[1] - 1
-            states = {key: value[:, -1:] for key, value in states.items()}
-        new = input_ids[:, self._seen_length :]
-        if new.shape[1]:
-            states = {key: value[:, : new.shape[1]] for key, value in states.items()}
-            self.observe(Commit([0], new, new.tolist(), [min(self._num_matches, new.shape[1] - 1)], states))
-        self._seen_length = input_ids.shape[1]
+        self.assisted_side.num_matches = int(num_matches)
 
 
 class NoDrafts(CandidateGenerator):
@@ -385,44 +408,3 @@ class NoDrafts(CandidateGenerator):
 
     def propose(self, step: DraftStep) -> DraftTree:
         return DraftTree.empty(len(step.rows), self.session.device, why="batch_size")
-
-
-class StockCandidateGenerator(CandidateGenerator):
-    """Lets a candidate generator of transformers' own protocol draft for the loop, at batch size 1.
-
-    Its drafts are verified as point masses, whatever they were drawn from, which keeps the target's distribution.
-    """
-
-    # How deep the host's generators draft is their own affair; this only bounds it.
-    default_num_speculative_tokens = 256
-
-    def __init__(self, generator: HfCandidateGenerator, session: Session):
-        self.generator = generator
-        self.session = session
-        self.num_speculative_tokens = self.default_num_speculative_tokens
-
-    def prefill(self, prompt: Prompt) -> None:
-        self.input_ids = prompt.input_ids
-        # The host's first call shows the prompt alone, and its generators with a model of their own count on it.
-        self.generator.get_candidates(prompt.input_ids)
-
-    def observe(self, commit: Commit) -> None:
-        self.input_ids = torch.cat([self.input_ids, commit.tokens], dim=1)
-        # The scores are not kept; transformers' own generators decide by the number of matches.
-        self.generator.update_candidate_strategy(self.input_ids, None, commit.num_accepted[0])
-
-    def propose(self, step: DraftStep) -> DraftTree:
-        candidates, _ = self.generator.get_candidates(self.input_ids)
-        draft = candidates[:, self.input_ids.shape[1] :][:, : step.max_draft_tokens[0]]
-        return DraftTree.chain(draft.to(self.session.device))
-
-
-def first_path(draft: DraftTree) -> torch.LongTensor:
-    """The path of the first row that always takes the first child: the chain for those who can only verify chains."""
-    tokens, parents = draft.token_lists()[0], draft.parent_lists()[0]
-    path, node = [], -1
-    for index, parent in enumerate(parents):
-        if parent == node:
-            path.append(tokens[index])
-            node = index
-    return torch.tensor(path, dtype=torch.long, device=draft.tokens.device)

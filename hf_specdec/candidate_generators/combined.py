@@ -596,7 +596,8 @@ def _check_parts(methods: tuple[str, ...], parts: tuple[type, ...]) -> None:
 
 def _options_class(methods: tuple[str, ...], parts: tuple[type, ...]) -> type[CombinedOptions]:
     """The options of both parts in one: an instance is one of each part's options class too."""
-    bases = (CombinedOptions, *(part.options_class for part in parts))
+    # Both may be without options.
+    bases = tuple(dict.fromkeys((CombinedOptions, *(part.options_class for part in parts))))
     names = [{name for item in fields(base) for name in (item.name, item.metadata.get("key"))} for base in bases]
     for index, own in enumerate(names):
         twice = (own & set().union(*names[:index])) - {None}

@@ -246,7 +246,8 @@ class MedusaCandidateGenerator(CandidateGenerator):
             self.tree = self._default_tree()
 
     def keep_rows(self, keep: list[int]) -> None:
-        self.hidden = select_rows(self.hidden, keep)
+        if self.hidden is not None:
+            self.hidden = select_rows(self.hidden, keep)
 
     def close(self) -> None:
         self.graphs.close()

@@ -175,7 +175,8 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         self.states = commit.anchor_states("last")
 
     def keep_rows(self, keep: list[int]) -> None:
-        self.states = select_rows(self.states, keep)
+        if self.states is not None:
+            self.states = select_rows(self.states, keep)
 
     def close(self) -> None:
         self.graphs.close()

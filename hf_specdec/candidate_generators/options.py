@@ -1,11 +1,17 @@
-"""Checks of options that several methods have."""
+"""Options of methods without any, and checks of options that several methods have."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SpecConfigError
 from ..models.settings import is_int
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Options of a method that has none."""
 
 
 def check_integer(name: str, value: Any, least: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -90,20 +91,27 @@ class DecodingLoop:
         stack = ProcessorStack(request.logits_processor)
         uniforms = self._uniforms() if config.do_sample else None
         self.generator: CandidateGenerator = speculator.candidate_generator(self._session(stack, uniforms))
+        with ExitStack() as if_it_fails:
+            if_it_fails.callback(self.generator.close)
+            self.verifier = self._verifier(stack, uniforms)
+            self.target = self._slot_target()
+            if_it_fails.pop_all()
+
+    def _verifier(self, stack: ProcessorStack, uniforms: RowUniforms | None) -> Verifier:
         rule = acceptance_rule(self.generator.config, self.generator.draws, uniforms, self._uniforms)
         self.stats.rejection_sample_method = rule.name
         if rule.note:
             self.stats.notes.append(rule.note)
-        self.verifier = Verifier(
+        verifier = Verifier(
             stack,
             self.stop,
             rule,
             recorder=self.recorder.scores,
             why_equal=self._why_equal(),
         )
-        if self.verifier.why_equal:
-            self.stats.notes.append(f"The rows wait for the slowest one in every cycle: {self.verifier.why_equal}.")
-        self.target = self._slot_target()
+        if verifier.why_equal:
+            self.stats.notes.append(f"The rows wait for the slowest one in every cycle: {verifier.why_equal}.")
+        return verifier
 
     def _why_equal(self) -> str | None:
         """What of the target makes all rows advance by the same number of tokens, in words."""
@@ -163,7 +171,6 @@ class DecodingLoop:
     def run(self):
         """Generates. Returns token ids `(B, L)`, or a `SpeculativeOutput` if the config asks for a dict."""
         try:
-            self.target.use_graphs(self._graphs())
             return self._run()
         finally:
             self.target.close()
@@ -172,6 +179,7 @@ class DecodingLoop:
         began = perf_counter()
         self.stats.setup_seconds = began - self.request.began
         try:
+            self.target.use_graphs(self._graphs())
             self._check_prompt_tokens()
             self.verifier.rule.check_depth(self.generator.num_speculative_tokens)
             with begin_call(self.stats, _model_name(self.model)) as self.progress:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from hf_specdec import CandidateGenerator, UnsupportedModelError
+from hf_specdec import CandidateGenerator, DraftTree, UnsupportedModelError
 from hf_specdec.decoding.target import captured_states, decoder_layers
 from tests.architectures import supported, tiny_model
 from tests.models import VOCAB_SIZE, prompts, tiny_llama
@@ -192,14 +192,24 @@ def test_the_stock_protocol_hands_over_the_same_states(model):
     class Reader(CandidateGenerator):
         target_hidden_states = (0, 1, "last")
 
-    reader = Reader.__new__(Reader)
+        def prefill(self, prompt):
+            self.states = prompt.hidden_states
+
+        def propose(self, step):
+            return DraftTree.empty(1)
+
+    def read(*keys):
+        reader = Reader()
+        reader.target_hidden_states = keys
+        reader.get_candidates(torch.cat([prompts(1)["input_ids"], torch.tensor([[3]])], dim=1), model_outputs=output)
+        return reader.states
+
     output, states = outputs_and_states(model, Reader.target_hidden_states, **prompts(1))
-    ours = reader._states_of(output)
+    ours = read(*Reader.target_hidden_states)
     assert ours.keys() == states.keys()
     assert all(torch.equal(ours[key], states[key]) for key in states)
-    reader.target_hidden_states = (1, 2)
     with pytest.raises(UnsupportedModelError, match="what enters the target's final norm"):
-        reader._states_of(output)
+        read(1, 2)
 
 
 def test_a_layer_list_that_cannot_be_found(monkeypatch):

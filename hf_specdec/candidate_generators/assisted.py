@@ -1,0 +1,255 @@
+"""The protocol of transformers' own assisted decoding, both ways.
+
+[`AssistedSide`] lets transformers drive a candidate generator of this package, and [`StockCandidateGenerator`] lets
+this package's loop drive one of transformers. The protocol knows one row, drafts without branches, and no end.
+
+Shapes: L tokens of the text, P of the prompt, N draft tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
+
+from ..drafts import DraftTree
+from ..errors import SpecConfigError, UnsupportedModelError
+from ..threads import cached_property
+from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+
+
+if TYPE_CHECKING:
+    from ..speculator import Speculator
+
+
+# The host does not say where a text ends at the latest; it cuts what goes beyond.
+_UNKNOWN_LENGTH = 2**31 - 1
+
+
+class AssistedSide:
+    """Tells a candidate generator as prefill and commits what transformers only shows as a text that grows.
+
+    Nothing is drafted before the target has read the prompt, as in this package's loop, so that both have the same
+    cycles.
+
+    Args:
+        generator (`CandidateGenerator`): Without a session it is bound to its call by the first request.
+        target (`PreTrainedModel`, *optional*): The model that is decoded. Hidden states are captured in its forwards,
+            by hooks that leave with each of them; without it they are those that the host hands over, which lack what
+            enters the final norm.
+
+    Attributes:
+        num_matches (`int`): Draft tokens that were accepted last.
+    """
+
+    def __init__(self, generator: CandidateGenerator, target: torch.nn.Module | None = None):
+        self.given, self.target = generator, target
+        self.generator: CandidateGenerator | None = None  # what drafts, once the call has begun
+        self.num_matches = 0
+        self._seen_length = self._start = 0
+        self._captured: dict | None = None
+        self._hooks = ExitStack()
+
+    def candidates(
+        self,
+        input_ids: torch.LongTensor,
+        *,
+        model_outputs: Any = None,
+        is_first_iteration: bool = False,
+        model_kwargs: dict[str, Any] | None = None,
+        **others,
+    ) -> torch.LongTensor:
+        """Text and draft of shape `(1, L + N)`.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, L)`): The text so far.
+            model_outputs (`ModelOutput`, *optional*): Of the target's last forward.
+            is_first_iteration (`bool`): The target has not read the prompt.
+            model_kwargs (`dict`, *optional*): Arguments of the target's forwards; of interest is the mask.
+            others: What the host says beside that.
+
+        Raises:
+            SpecConfigError: The generator has had its call, or the text has several rows.
+            UnsupportedModelError: The hidden states that it needs are not to be had.
+        """
+        if self.generator is None or is_first_iteration or input_ids.shape[1] < self._seen_length:
+            self._begin(input_ids, model_kwargs or {})
+        if is_first_iteration:
+            return input_ids
+        self._catch_up(input_ids, self._states(model_outputs))
+        length, generator = input_ids.shape[1], self.generator
+        room = max(generator.session.max_length - length - 1, 0)
+        depth = min(room, generator.num_speculative_tokens)
+        draft = first_path(generator.propose(DraftStep([0], input_ids[:, -1], [length - self._start], [depth])))
+        return torch.cat([input_ids, draft.to(input_ids)[None]], dim=1)
+
+    def _begin(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> None:
+        if len(input_ids) != 1:
+            raise SpecConfigError(
+                f"transformers' assisted decoding takes one row, and the batch has {len(input_ids)}. Pass the "
+                "candidate generator as generate(assistant=...), which takes batches."
+            )
+        session = self.given.session or Session(1, _UNKNOWN_LENGTH, input_ids.device, takes_trees=False)
+        self.generator = self.given.bind(session)
+        mask = model_kwargs.get("attention_mask")
+        if torch.is_tensor(mask) and mask.dim() == 2:
+            self._start = int(mask[0].ne(0).int().argmax())
+
+    def _catch_up(self, input_ids: torch.LongTensor, states: dict) -> None:
+        """Feeds what has been committed since the last request."""
+        if self._seen_length == 0:
+            self._seen_length = input_ids.shape[1] - 1
+            self.generator.prefill(Prompt(input_ids[:, :-1], [self._start], states))
+            states = {key: value[:, -1:] for key, value in states.items()}
+        new = input_ids[:, self._seen_length :]
+        if new.shape[1]:
+            states = {key: value[:, : new.shape[1]] for key, value in states.items()}
+            accepted = min(self.num_matches, new.shape[1] - 1)
+            self.generator.observe(Commit([0], new, new.tolist(), [accepted], states))
+        self._seen_length = input_ids.shape[1]
+
+    # Hidden states
+
+    def forward_kwargs(self) -> dict[str, Any]:
+        """Arguments of the target's next forward, in front of which this is called."""
+        keys = () if self.generator is None else self.generator.target_hidden_states
+        if not keys:
+            return {}
+        if self.target is None:
+            return {"output_hidden_states": True}
+        self._capture(keys)
+        return {}
+
+    def _capture(self, keys: tuple) -> None:
+        """Captures these states in the next forward, as this package's loop does; the hooks leave with it."""
+        from ..decoding.target import captured_states
+
+        self._hooks.close()
+        with ExitStack() as hooks:
+            # Also where the forward fails.
+            handle = self.target.register_forward_hook(lambda *forward: self._hooks.close(), always_call=True)
+            hooks.callback(handle.remove)
+            self._captured = hooks.enter_context(captured_states(self.target, keys))
+            self._hooks = hooks.pop_all()
+
+    def close(self) -> None:
+        """Ends the call, where one has begun here; the host does not say when that is."""
+        self._hooks.close()
+        generator, self.generator = self.generator, None
+        if generator is not None:
+            generator.close()
+
+    def _states(self, model_outputs: Any) -> dict:
+        """What the generator has asked for, each `(1, T, H)`."""
+        keys = self.generator.target_hidden_states
+        if not keys:
+            return {}
+        if self._captured is not None:
+            captured, self._captured = self._captured, {}
+            if len(captured) < len(keys):
+                raise UnsupportedModelError(
+                    f"The drafter reads hidden states of the {type(self.target).__name__} it was loaded for, and that "
+                    "has made no forward: another model is decoded. Load the speculator for that one."
+                )
+            return captured
+        return self._handed_over(model_outputs, keys)
+
+    def _handed_over(self, model_outputs: Any, keys: tuple) -> dict:
+        """From transformers' tuple: what enters each layer, and what the head reads."""
+        states = getattr(model_outputs, "hidden_states", None)
+        if states is None:
+            raise UnsupportedModelError(
+                "The drafter reads hidden states of the target, and the host hands over none. Use "
+                "generate(..., spec_method=...), which captures them."
+            )
+        if len(states) - 1 in keys:
+            raise UnsupportedModelError(
+                "The drafter reads what enters the target's final norm, and transformers' assisted decoding hands "
+                "over what leaves it. Make the speculator with `load_speculator(target, ...)`, which knows the target "
+                "and captures the state."
+            )
+        return {key: states[-1] if key == "last" else states[key] for key in keys}
+
+
+def first_path(draft: DraftTree) -> torch.LongTensor:
+    """The path of the first row that always takes the first child: the chain for those who can only verify chains."""
+    tokens, parents = draft.token_lists()[0], draft.parent_lists()[0]
+    path, node = [], -1
+    for index, parent in enumerate(parents):
+        if parent == node:
+            path.append(tokens[index])
+            node = index
+    return torch.tensor(path, dtype=torch.long, device=draft.tokens.device)
+
+
+class UnboundCandidateGenerator(CandidateGenerator):
+    """A candidate generator for one call that is not known yet: what [`Speculator.candidate_generator`] gives.
+
+    `generate(assistant=...)` binds it to its call, and so does the first request of transformers' own assisted
+    decoding, where `close()` ends it.
+
+    Args:
+        speculator (`Speculator`): Makes the method's generator once the call is known.
+    """
+
+    def __init__(self, speculator: Speculator):
+        self.speculator, self.config = speculator, speculator.config
+
+    def bind(self, session: Session) -> CandidateGenerator:
+        super().bind(session)
+        return self.speculator.candidate_generator(session)
+
+    @cached_property
+    def assisted_side(self) -> AssistedSide:
+        return AssistedSide(self, self.speculator.target)
+
+    def close(self) -> None:
+        self.assisted_side.close()
+
+
+class StockCandidateGenerator(CandidateGenerator):
+    """Lets a candidate generator of transformers' own protocol draft for the loop, at batch size 1.
+
+    Its drafts are verified as point masses, whatever they were drawn from, which keeps the target's distribution.
+
+    Args:
+        generator (`HfCandidateGenerator`): Of the user's.
+    """
+
+    # How deep the host's generators draft is their own affair; this only bounds it.
+    default_num_speculative_tokens = 256
+
+    def __init__(self, generator: HfCandidateGenerator):
+        super().__init__()
+        self.generator = generator
+
+    def bind(self, session: Session) -> CandidateGenerator:
+        name = type(self.generator).__name__
+        if session.batch_size != 1:
+            raise SpecConfigError(
+                f"{name} proposes for one row, the batch has {session.batch_size}. Name a `spec_method` instead, or "
+                "generate row by row."
+            )
+        if self.generator.requires_model_outputs:
+            raise SpecConfigError(
+                f"{name} reads outputs of the target, which only transformers' own assisted decoding hands over. Name "
+                "a `spec_method` instead, such as 'mtp' or 'dflash'."
+            )
+        return super().bind(session)
+
+    def prefill(self, prompt: Prompt) -> None:
+        self.input_ids = prompt.input_ids
+        # The host's first call shows the prompt alone, and its generators with a model of their own count on it.
+        self.generator.get_candidates(prompt.input_ids)
+
+    def observe(self, commit: Commit) -> None:
+        self.input_ids = torch.cat([self.input_ids, commit.tokens], dim=1)
+        # The scores are not kept; transformers' own generators decide by the number of matches.
+        self.generator.update_candidate_strategy(self.input_ids, None, commit.num_accepted[0])
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        candidates, _ = self.generator.get_candidates(self.input_ids)
+        draft = candidates[:, self.input_ids.shape[1] :][:, : step.max_draft_tokens[0]]
+        return DraftTree.chain(draft.to(self.session.device))

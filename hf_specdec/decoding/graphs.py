@@ -15,15 +15,16 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 from transformers.utils import logging
 
 from ..drafts import TreeTopology
@@ -252,22 +253,41 @@ class CudaBackend(CaptureBackend):
                 self._pool = torch.cuda.graph_pool_handle()
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
-            # Also where a capture fails, which leaves its own stream in force.
-            with torch.cuda.stream(current):
-                return self._record(run, current)
-
-    def _record(self, run, current: torch.cuda.Stream):
-        with torch.cuda.stream(self._stream):
-            # Compiles kernels and allocates workspaces, which a capture cannot do.
-            run()
-            with NoWaiting():
+            with torch.cuda.stream(self._stream):
+                # Compiles kernels and allocates workspaces, which a capture cannot do.
                 run()
-        current.wait_stream(self._stream)
+                with NoWaiting():
+                    run()
+                graph, output = self._record(run)
+            current.wait_stream(self._stream)
+            return graph.replay, output
+
+    def _record(self, run):
+        try:
+            return self._record_at_once(run)
+        except torch.OutOfMemoryError:
+            # A capture cannot take back what is kept for others.
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            return self._record_at_once(run)
+
+    def _record_at_once(self, run):
+        """Does not wait for the device and give all free memory back beforehand, as `torch.cuda.graph` does.
+
+        In the middle of a text that would take longer than the capture.
+        """
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on with work of their own.
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
             output = run()
-        return graph.replay, output
+        except BaseException:
+            # Ending a broken capture fails, too; the first error says more.
+            with suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph, output
 
     def forget(self):
         # A pool ends with the last of its graphs.
@@ -281,7 +301,7 @@ class CudaBackend(CaptureBackend):
         self._last_call = torch.cuda.current_stream(self.device).record_event()
 
 
-# A capture begins by waiting for the whole device, which must not be in the middle of another one.
+# Only one capture may be underway in a process.
 _capture_lock = Lock()
 
 
@@ -290,49 +310,136 @@ def capture_backend(device: torch.device) -> CaptureBackend | None:
     return CudaBackend(device) if device.type == "cuda" else None
 
 
+class Place(NamedTuple):
+    """Sizes of the buffers that a call has: B rows of C slots. Graphs of one place read the same buffers."""
+
+    rows: int
+    slots: int
+
+
 class SlotStore:
     """Buffers of keys and values that outlive a call, so that graphs find them in their place.
 
+    There may be several places, for calls of different lengths: those that were used last, as long as together they
+    are at most twice as large as the largest one.
+
     Args:
-        on_replaced (`Callable`): Called when a buffer has to make way for a larger one.
+        on_dropped (`Callable`): Called with a place whose buffers have to make way.
+
+    Attributes:
+        place (`Place`, *optional*): Of the call that has the buffers, once it has asked for one.
     """
 
-    def __init__(self, on_replaced: Callable[[], None]):
-        self._on_replaced = on_replaced
-        self._buffers: dict[tuple[int, str], torch.Tensor] = {}
+    def __init__(self, on_dropped: Callable[[Place], None]):
+        self._on_dropped = on_dropped
+        # The one that was used last comes last.
+        self._places: dict[Place, dict[tuple[int, str], torch.Tensor]] = {}
+        self.place: Place | None = None
 
     def take(self, layer: int, name: str, rows: int, heads: int, capacity: int, like: torch.Tensor) -> torch.Tensor:
         """A layer's buffer of this name, zeros of shape `(B, heads, C, D)`, B at least `rows`, C `capacity`.
 
+        All layers of a call have the same B and C, once all of them have asked for the largest `capacity`.
+
         Args:
             like (`torch.Tensor`): Says head size, dtype and device.
         """
-        key = (layer, name)
-        kept = self._buffers.get(key)
+        if self.place is None or self.place.rows < rows or self.place.slots < capacity:
+            self._move(rows, capacity)
+        shape, key = (self.place.rows, heads, self.place.slots, like.shape[-1]), (layer, name)
+        kept = self._places[self.place].get(key)
         if kept is not None:
-            if _fits(kept, rows, heads, capacity, like):
+            if (kept.shape, kept.dtype, kept.device) == (shape, like.dtype, like.device):
                 return kept.zero_()
-            self._on_replaced()
-            # Not kept beside the new one, unless its layer still has it, to copy from.
-            del kept, self._buffers[key]
-        shape = (padded_rows(rows), heads, _rounded_capacity(capacity), like.shape[-1])
+            del kept, self._places[self.place][key]
+            self._on_dropped(self.place)
         with torch.inference_mode(False):
-            self._buffers[key] = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        return self._buffers[key]
+            buffer = self._places[self.place][key] = self._zeros(shape, like)
+        return buffer
+
+    def _move(self, rows: int, capacity: int) -> None:
+        """To the smallest place with these slots that has enough rows; else to a new one."""
+        slots = padded_slots(capacity)
+        fitting = [place for place in self._places if place.slots == slots and place.rows >= rows]
+        self.place = min(fitting, default=Place(padded_rows(rows), slots))
+        self._places[self.place] = self._places.pop(self.place, {})
+        sizes = {place: place.rows * place.slots for place in self._places}
+        room = 2 * max(sizes.values())
+        for place in reversed(sizes):
+            room -= sizes[place]
+            if room < 0:
+                self._drop(place)
+
+    def _zeros(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        try:
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+        except torch.OutOfMemoryError:
+            for place in [place for place in self._places if place != self.place]:
+                self._drop(place)
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    def _drop(self, place: Place) -> None:
+        del self._places[place]
+        self._on_dropped(place)
+
+    def begin_call(self) -> None:
+        self.place = None
 
     def clear(self) -> None:
-        self._buffers.clear()
+        self._places.clear()
+        self.place = None
 
 
-def _fits(buffer: torch.Tensor, rows: int, heads: int, capacity: int, like: torch.Tensor) -> bool:
-    alike = (buffer.dtype, buffer.device, buffer.shape[-1]) == (like.dtype, like.device, like.shape[-1])
-    return alike and buffer.shape[1] == heads and buffer.shape[0] >= rows and buffer.shape[2] >= capacity
+# Few sizes of buffers: graphs are captured for each of them.
+_LEAST_SLOTS, _LAST_DOUBLED = 1024, 8192
 
 
-def _rounded_capacity(slots: int) -> int:
-    """At most a quarter more, so that calls of similar length have buffers of one size."""
-    step = max(1 << (slots - 1).bit_length() - 3, 1) if slots > 4 else 1
-    return -(-slots // step) * step
+def padded_slots(count: int) -> int:
+    """Slots of the buffers for this many: powers of two from 1024 to 8192, then four sizes in each doubling."""
+    doubled = max(padded_size(count), _LEAST_SLOTS)
+    step = doubled if doubled <= _LAST_DOUBLED else doubled // 8
+    return -(-count // step) * step
+
+
+class SharedOutputs:
+    """Memory for what graphs return, the same for all of them: each holds until the next one runs."""
+
+    def __init__(self):
+        self._memory: torch.Tensor | None = None
+
+    def put(self, output: Any) -> Any:
+        """The output, nested or not, with its large tensors copied to the shared memory, in a graph or in front of it.
+
+        A graph that was captured before the memory had to grow keeps what it was captured with.
+        """
+        large = [tensor for tensor in tree_iter(output) if _is_large(tensor)]
+        needed = sum(map(_aligned_bytes, large))
+        if large and (self._memory is None or len(self._memory) < needed):
+            with torch.inference_mode(False):
+                self._memory = torch.empty(needed, dtype=torch.uint8, device=large[0].device)
+        free = 0
+
+        def place(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal free
+            if not _is_large(tensor):
+                return tensor
+            part = self._memory[free : free + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            free += _aligned_bytes(tensor)
+            return part.copy_(tensor)
+
+        return tree_map_only(torch.Tensor, place, output)
+
+
+# Bytes for which a copy is worth while, such as of the logits of several nodes.
+_LARGE_OUTPUT = 1 << 20
+
+
+def _is_large(value: Any) -> bool:
+    return torch.is_tensor(value) and value.nbytes >= _LARGE_OUTPUT
+
+
+def _aligned_bytes(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // 256) * 256
 
 
 def padded_size(count: int) -> int:
@@ -372,7 +479,8 @@ class ModelGraphs:
     """
 
     def __init__(self):
-        self.store = SlotStore(self._drop_forwards)
+        self.store = SlotStore(self._drop_place)
+        self.outputs = SharedOutputs()
         self.forwards: dict[tuple, CapturedForward] = {}
         self.uses: Counter = Counter()
         self.why_eager: str | None = None
@@ -396,6 +504,7 @@ class ModelGraphs:
             self._drop_forwards()
             self.store.clear()
             self.backend, self.why_eager, self._state = backend, None, state
+        self.store.begin_call()
         self.backend.begin_call()
         return True
 
@@ -406,17 +515,23 @@ class ModelGraphs:
                 self._owner = lambda: None
 
     def _drop_forwards(self) -> None:
-        self.forwards.clear()
-        self.uses.clear()
-        if self.backend is not None:
-            self.backend.forget()
+        self._keep_forwards(lambda key: False)
+
+    def _drop_place(self, place: Place) -> None:
+        self._keep_forwards(lambda key: key[0] != place)
+
+    def _keep_forwards(self, stays: Callable[[tuple], bool]) -> None:
+        self.forwards = {key: captured for key, captured in self.forwards.items() if stays(key)}
+        self.uses = Counter({key: count for key, count in self.uses.items() if stays(key)})
+        if not self.forwards:
+            self.outputs = SharedOutputs()
+            if self.backend is not None:
+                self.backend.forget()
 
     def fail(self, error: Exception, name: str) -> None:
         """Gives up capturing this model."""
-        # Ending a capture fails, too, and hides what has gone wrong inside of it.
-        cause = error.__context__ or error
-        reason = next(iter(str(cause).splitlines()), "")
-        self.why_eager = f"capturing failed: {type(cause).__name__}: {reason}"
+        reason = next(iter(str(error).splitlines()), "")
+        self.why_eager = f"capturing failed: {type(error).__name__}: {reason}"
         self._drop_forwards()
         logger.warning_once(f"{name} runs without CUDA graphs; {self.why_eager}.")
 
@@ -479,20 +594,23 @@ class CallGraphs:
             inputs.fill(tokens, topology, driver.rows, driver.max_position)
             driver.cache.plan_write(nodes)
 
+        def read(inputs: NodeInputs, columns: int) -> tuple:
+            output, layers = driver.read_static(inputs, columns)
+            return output.logits, output.hidden_states, layers
+
         captured = self.run_on_slots(
             (*size, driver.states),
             lambda: NodeInputs(*size, tokens.device),
             fill,
-            driver.read_static,
+            read,
             driver.cache,
             ahead=size[1],
         )
         if captured is None:
             return None
-        output, driver.attention_layers = captured.output
+        logits, states, driver.attention_layers = captured.output
         # Only what concerns the nodes in use.
-        states = {key: state[:rows, :nodes] for key, state in output.hidden_states.items()}
-        return SlotOutput(output.logits[:rows, :nodes], states)
+        return SlotOutput(logits[:rows, :nodes], {key: state[:rows, :nodes] for key, state in states.items()})
 
     def _padded_nodes(self, nodes: int) -> int:
         padded = padded_size(nodes)
@@ -516,8 +634,8 @@ class CallGraphs:
         """
         if self.why_eager is not None:
             return None
-        columns = self._columns(cache, ahead)
-        return self.run((*key, columns), make_inputs, fill, lambda inputs: read(inputs, columns))
+        place = self._place(cache, ahead)
+        return self.run(key, make_inputs, fill, lambda inputs: read(inputs, place.slots), place)
 
     def run(
         self,
@@ -525,6 +643,7 @@ class CallGraphs:
         make_inputs: Callable[[], Any],
         fill: Callable[[Any], None],
         read: Callable[[Any], Any],
+        place: Place | None = None,
     ) -> CapturedForward | None:
         """Runs a forward as a graph.
 
@@ -533,6 +652,7 @@ class CallGraphs:
             make_inputs (`Callable`): Makes the buffers that it reads; they live as long as the graph.
             fill (`Callable`): Fills them, in front of each run.
             read (`Callable`): The forward. Takes the inputs, and returns tensors.
+            place (`Place`, *optional*): Where its slots are, if it has any.
 
         Returns:
             [`CapturedForward`] that has run, its output to be read before the next one runs; `None` where the forward
@@ -540,7 +660,7 @@ class CallGraphs:
         """
         if self.why_eager is not None:
             return None
-        shared = self._shared
+        shared, key = self._shared, (place, *key)
         shared.uses[key] += 1
         captured = shared.forwards.get(key)
         if captured is None and shared.uses[key] <= _USES_BEFORE_CAPTURE:
@@ -556,17 +676,20 @@ class CallGraphs:
         self.num_replays += 1
         return captured
 
-    def _columns(self, cache: SlotCache, ahead: int) -> int:
-        """How many slots the graph reads: a size that stays the same in the call, unless the slots must grow."""
-        needed = max(cache.lengths) + ahead
-        cache.reserve(needed)
-        return min(padded_size(max(needed, cache.capacity)), cache.allocated)
+    def _place(self, cache: SlotCache, ahead: int) -> Place:
+        """Where the slots are: the same place in the call, unless they must grow."""
+        cache.reserve(max(cache.lengths) + ahead)
+        # In all layers, of which the last to grow may have asked for more than the others.
+        while cache.allocated < self.store.place.slots:
+            cache.reserve(self.store.place.slots)
+        return self.store.place
 
     def _capture(self, inputs: Any, run: Callable[[], Any]) -> CapturedForward | None:
         CallGraphs.all_captures += 1
+        outputs = self._shared.outputs
         try:
             with torch.inference_mode(False), torch.no_grad(), holding() as held:
-                repeat, output = self._shared.backend.capture(run)
+                repeat, output = self._shared.backend.capture(lambda: outputs.put(run()))
         except Exception as error:  # noqa: BLE001 - of any kind: whatever it was, the forward can run eagerly
             self._shared.fail(error, self._name)
             return None

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import logging
+import operator
 import threading
 import weakref
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
@@ -21,8 +25,10 @@ from hf_specdec.decoding.graphs import (
     CallGraphs,
     CannotCaptureError,
     CaptureBackend,
+    CudaBackend,
     NodeInputs,
     NoWaiting,
+    SharedOutputs,
     SlotStore,
     call_graphs,
     padded_size,
@@ -62,6 +68,7 @@ def with_kernel(monkeypatch):
 @pytest.fixture
 def small_slots(monkeypatch):
     """Calls begin with room for hardly more than their prompts."""
+    monkeypatch.setattr(graphs, "_LEAST_SLOTS", 1)
     monkeypatch.setattr(loop, "SlotCache", lambda capacity, limit: SlotCache(12, limit))
 
 
@@ -223,11 +230,11 @@ class TestReuse:
         """Powers of two, and what the call's full drafts need."""
         model = tiny_llama().to(device)
         check_scripted(model, prompts(3), k=5)
-        rows, nodes, _, columns = zip(*graphs._models[model].forwards)
+        places, rows, nodes, _ = zip(*graphs._models[model].forwards)
         assert set(rows) == {4}
         assert 6 in nodes
         assert set(nodes) <= {1, 2, 4, 6}
-        assert len(set(columns)) == 1
+        assert set(places) == {(4, 1024)}
 
     def test_forget_speculators(self, device, backends):
         model, inputs = tiny_llama().to(device), prompts(1)
@@ -272,9 +279,12 @@ class TestReuse:
     def test_slots_grow(self, device, backends, small_slots):
         """Within a call, and from one call to the next."""
         model, inputs = tiny_llama().to(device), prompts(2)
-        short = check_scripted(model, inputs, new_tokens=8)
-        long = check_scripted(model, inputs, new_tokens=60)
-        assert long.num_graph_captures > short.num_graph_captures > 0
+        for new_tokens in (8, 60):
+            assert check_scripted(model, inputs, new_tokens=new_tokens).num_graph_captures > 0
+        assert len({place for place, *_ in graphs._models[model].forwards}) > 1
+        for new_tokens in (8, 60, 8, 60):
+            stats = check_scripted(model, inputs, new_tokens=new_tokens)
+        assert stats.num_graph_captures == 0
 
     def test_longer_prompts(self, device, backends):
         model = tiny_llama().to(device)
@@ -564,35 +574,296 @@ class TestNodeInputs:
 
 
 class TestSlotStore:
-    def take(self, store, rows, capacity, size=4):
-        return store.take(0, "keys", rows, 2, capacity, torch.empty(1, size))
+    """Two layers of a call ask for buffers."""
 
-    def test_buffers_are_kept_and_cleared(self):
-        replaced = []
-        store = SlotStore(lambda: replaced.append(1))
-        first = self.take(store, 3, 100)
-        first.fill_(1)
-        again = self.take(store, 2, 60)
-        assert again is first
-        assert not again.any()
-        assert not replaced
+    @pytest.fixture
+    def dropped(self) -> list:
+        return []
 
-    @pytest.mark.parametrize("changes", [{"capacity": 300}, {"rows": 9}, {"size": 8}])
-    def test_they_make_way(self, changes):
-        replaced = []
-        store = SlotStore(lambda: replaced.append(1))
-        first = self.take(store, 2, 100)
-        assert self.take(store, **{"rows": 2, "capacity": 100, **changes}) is not first
-        assert replaced
+    @pytest.fixture
+    def store(self, dropped) -> SlotStore:
+        return SlotStore(dropped.append)
 
-    @pytest.mark.parametrize("capacity", [1, 3, 4, 5, 100, 1029, 5000])
-    def test_capacity(self, capacity):
-        given = self.take(SlotStore(lambda: None), 1, capacity).shape[2]
-        assert capacity <= given <= 1.25 * capacity
+    def take(self, store, rows, capacity, size=4, layer=0):
+        return store.take(layer, "keys", rows, 2, capacity, torch.empty(1, size))
+
+    def call(self, store, rows, capacity, **changes):
+        store.begin_call()
+        return [self.take(store, rows, capacity, layer=layer, **changes) for layer in range(2)]
+
+    def test_buffers_are_kept(self, store, dropped):
+        first = self.call(store, 3, 100)
+        for buffer in first:
+            buffer.fill_(1)
+        again = self.call(store, 2, 60)
+        assert all(map(operator.is_, first, again))
+        assert not any(buffer.any() for buffer in again)
+        assert not dropped
+
+    @pytest.mark.parametrize("changes", [{"capacity": 3000}, {"rows": 9}])
+    def test_larger_calls_leave_those_of_others_alone(self, store, dropped, changes):
+        first = self.call(store, 4, 1500)
+        larger = self.call(store, **{"rows": 4, "capacity": 1500, **changes})
+        assert not any(map(operator.is_, first, larger))
+        assert all(map(operator.is_, first, self.call(store, 4, 1500)))
+        assert not dropped
+
+    def test_graphs_of_other_models_make_way(self, store, dropped):
+        first = self.call(store, 2, 100)
+        assert not any(map(operator.is_, first, self.call(store, 2, 100, size=8)))
+        assert set(dropped) == {(2, 1024)}
+
+    def test_at_most_twice_the_largest(self, store, dropped):
+        for rows, capacity in [(1, 1000), (4, 1000), (1, 4000)]:
+            self.call(store, rows, capacity)
+        assert dropped == [(1, 1024)]
+        # Rows for two fit into those for four.
+        self.call(store, 2, 1000)
+        assert store.place == (4, 1024)
+        self.call(store, 1, 2000)
+        assert store.place == (1, 2048)
+        assert dropped == [(1, 1024), (1, 4096)]
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.lists(
+            st.tuples(st.integers(1, 9), st.lists(st.integers(1, 5000), min_size=1, max_size=3).map(sorted)),
+            min_size=1,
+            max_size=8,
+        )
+    )
+    def test_any_calls(self, calls):
+        """Whatever is asked for: it fits, layers agree, a place's buffers stay what they are until it is dropped."""
+        known = {}
+        store = SlotStore(lambda place: known.pop(place, None))
+        for rows, capacities in calls:
+            store.begin_call()
+            for capacity in capacities:
+                # Layers may grow one by one.
+                found = [self.take(store, rows, capacity, layer=layer) for layer in range(2)]
+                assert all(buffer.shape == (*store.place[:1], 2, *store.place[1:], 4) for buffer in found)
+                assert store.place.rows >= rows
+                assert store.place.slots >= capacity
+                assert all(map(operator.is_, known.setdefault(store.place, found), found))
+        sizes = [place.rows * place.slots for place in known]
+        assert sum(sizes) <= 2 * max(sizes)
+
+    def test_others_make_way_for_one_that_has_no_room(self, store, dropped, monkeypatch):
+        self.call(store, 1, 1000)
+        zeros, asked = torch.zeros, []
+
+        def out_of_memory_once(*args, **kwargs):
+            asked.append(list(dropped))
+            if len(asked) == 1:
+                raise torch.OutOfMemoryError
+            return zeros(*args, **kwargs)
+
+        monkeypatch.setattr(torch, "zeros", out_of_memory_once)
+        assert len(self.call(store, 1, 2000)) == 2
+        assert asked == [[], [(1, 1024)], [(1, 1024)]]
+
+    @pytest.mark.parametrize(("capacity", "slots"), [(1, 1024), (1025, 2048), (8192, 8192), (8193, 10240)])
+    def test_slots(self, store, capacity, slots):
+        assert self.take(store, 1, capacity).shape[2] == slots
 
     def test_rows_have_room_for_those_of_padding(self):
-        sizes = {rows: len(self.take(SlotStore(lambda: None), rows, 4)) for rows in (1, 2, 3, 5, 8, 9, 16, 33)}
+        sizes = {rows: len(self.take(SlotStore(list), rows, 4)) for rows in (1, 2, 3, 5, 8, 9, 16, 33)}
         assert sizes == {1: 1, 2: 2, 3: 4, 5: 8, 8: 8, 9: 16, 16: 16, 33: 40}
+
+
+class TestLengths:
+    """Calls of other lengths capture little anew."""
+
+    def calls(self, model, lengths, batch_size=2):
+        """Captures of calls with prompts of these lengths."""
+        return [check_scripted(model, prompts(batch_size, length=length)).num_graph_captures for length in lengths]
+
+    def test_prompts_of_similar_lengths(self, device, backends):
+        """They have slots of one size."""
+        model = tiny_llama(max_position_embeddings=4096).to(device)
+        self.calls(model, [10, 10])
+        assert self.calls(model, [90, 900, 10]) == [0] * 3
+
+    def test_a_long_prompt_costs_short_ones_nothing(self, device, backends):
+        model = tiny_llama(max_position_embeddings=4096).to(device)
+        self.calls(model, [10, 10])
+        assert self.calls(model, [1500])[0] > 0
+        assert self.calls(model, [40]) == [0]
+
+    def test_fewer_rows_have_the_slots_of_more(self, device, backends):
+        model = tiny_llama().to(device)
+        for _ in range(2):
+            self.calls(model, [10], batch_size=4)
+            self.calls(model, [10], batch_size=2)
+        assert set(place for place, *_ in graphs._models[model].forwards) == {(4, 1024)}
+        assert self.calls(model, [10], batch_size=2) == [0]
+
+
+class TestSharedOutputs:
+    @pytest.fixture
+    def everything_is_large(self, monkeypatch):
+        monkeypatch.setattr(graphs, "_LARGE_OUTPUT", 0)
+
+    @pytest.mark.parametrize("script", SCRIPTS)
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    def test_calls(self, script, batch_size, device, backends, everything_is_large):
+        model = tiny_llama().to(device)
+        for _ in range(2):
+            stats = check_scripted(model, prompts(batch_size), **SCRIPTS[script])
+        assert stats.num_graph_replays > (stats.num_target_forwards - 1) / 2
+
+    def test_memory(self, device, backends, everything_is_large):
+        """That of the largest, and of those that had to make way for it: not of all sizes."""
+        model = tiny_llama().to(device)
+        for k in (7, 3, 1):
+            for _ in range(2):
+                check_scripted(model, prompts(2), new_tokens=12, k=k)
+        outputs = [captured.output[0] for captured in graphs._models[model].forwards.values()]
+        sizes = sorted(output.nbytes for output in outputs)
+        assert len(sizes) >= 3
+        kept = {output.untyped_storage().data_ptr(): output.untyped_storage().nbytes() for output in outputs}
+        assert sizes[-1] <= sum(kept.values()) <= 2 * sizes[-1]
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.lists(
+            st.tuples(st.integers(0, 7), st.sampled_from([torch.bfloat16, torch.float32, torch.long])), max_size=4
+        )
+    )
+    def test_what_is_put_comes_out(self, kinds):
+        shared = SharedOutputs()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(graphs, "_LARGE_OUTPUT", 16)
+            for _ in range(2):
+                given = {number: torch.randint(9, (3, size)).to(dtype) for number, (size, dtype) in enumerate(kinds)}
+                output = shared.put((given, "text"))
+                assert output[1] == "text"
+                for number, tensor in given.items():
+                    assert torch.equal(output[0][number], tensor)
+                    assert (output[0][number] is tensor) == (tensor.nbytes < 16)
+
+
+class Runtime:
+    """What of CUDA a capture calls, noted; nothing runs.
+
+    Attributes:
+        events (`list[str]`): What was called.
+        streams (`list[str]`): The current one is the last.
+        errors (`list`): What the next captured runs raise, `None` for nothing.
+    """
+
+    def __init__(self, monkeypatch):
+        self.events, self.streams, self.errors = [], ["call"], []
+        for name in ("synchronize", "empty_cache", "ipc_collect"):
+            monkeypatch.setattr(torch.cuda, name, lambda *args, name=name: self.events.append(name))
+        monkeypatch.setattr(gc, "collect", lambda *args: self.events.append("gc.collect"))
+        for name, value in {
+            "Stream": lambda: _Stream("capture", self),
+            "current_stream": lambda *args: _Stream(self.streams[-1], self),
+            "stream": self.stream,
+            "device": lambda device: nullcontext(),
+            "graph_pool_handle": lambda: "pool",
+            "CUDAGraph": lambda: _Graph(self),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    @contextmanager
+    def stream(self, stream):
+        self.streams.append(stream.name)
+        try:
+            yield
+        finally:
+            self.streams.pop()
+
+
+class _Stream:
+    def __init__(self, name, runtime):
+        self.name, self.runtime = name, runtime
+
+    def wait_stream(self, other):
+        self.runtime.events.append(f"{self.name} waits for {other.name}")
+
+
+class _Graph:
+    def __init__(self, runtime):
+        self.runtime = runtime
+
+    def capture_begin(self, pool=None, capture_error_mode="global"):
+        assert (pool, capture_error_mode, self.runtime.streams[-1]) == ("pool", "thread_local", "capture")
+        self.runtime.events.append("begin")
+
+    def capture_end(self):
+        self.runtime.events.append("end")
+        if self.runtime.errors[:1] != [None]:
+            raise RuntimeError("the capture was broken off")
+
+    def replay(self):
+        self.runtime.events.append("replay")
+
+
+class TestCudaBackend:
+    """In which order it calls CUDA, and what it leaves out."""
+
+    @pytest.fixture
+    def runtime(self, monkeypatch) -> Runtime:
+        return Runtime(monkeypatch)
+
+    def run_for(self, runtime):
+        def run():
+            runtime.events.append(f"run in {runtime.streams[-1]}")
+            if runtime.events[-2] == "begin" and runtime.errors[0] is not None:
+                raise runtime.errors[0]
+            return "output"
+
+        return run
+
+    WARM_UP = ["capture waits for call", "run in capture", "run in capture"]
+    CAPTURE = ["begin", "run in capture", "end"]
+
+    def test_nothing_is_waited_for_and_no_memory_given_back(self, runtime):
+        runtime.errors = [None]
+        replay, output = CudaBackend(torch.device("cuda", 0)).capture(self.run_for(runtime))
+        assert output == "output"
+        assert runtime.events == [*self.WARM_UP, *self.CAPTURE, "call waits for capture"]
+        replay()
+        assert runtime.events[-1] == "replay"
+
+    def test_failures_are_told_as_they_are(self, runtime):
+        """And the stream is again that of the call."""
+        runtime.errors = [KeyError("inside")]
+        with pytest.raises(KeyError, match="inside"):
+            CudaBackend(torch.device("cuda", 0)).capture(self.run_for(runtime))
+        assert runtime.events[-1] == "end"
+        assert runtime.streams == ["call"]
+
+    def test_memory_is_given_back_where_a_capture_wants_it(self, runtime):
+        runtime.errors = [torch.OutOfMemoryError("full"), None]
+        backend = CudaBackend(torch.device("cuda", 0))
+        run = self.run_for(runtime)
+        empty = torch.cuda.empty_cache
+
+        def emptied():
+            empty()
+            runtime.errors.pop(0)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "empty_cache", emptied)
+            assert backend.capture(run)[1] == "output"
+        freed = ["synchronize", "empty_cache"]
+        assert runtime.events == [*self.WARM_UP, *self.CAPTURE, *freed, *self.CAPTURE, "call waits for capture"]
+
+
+@pytest.mark.gpu
+def test_captures_do_not_wait_for_the_whole_device():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    model = tiny_llama().cuda()
+    check_scripted(model, prompts(1))
+    before = torch.cuda.memory_stats()
+    assert check_scripted(model, prompts(1), k=7).num_graph_captures > 0
+    after = torch.cuda.memory_stats()
+    for name in ("num_sync_all_streams", "num_device_free"):
+        assert after[name] == before[name]
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (33, 64), (64, 64)])

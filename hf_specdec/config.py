@@ -14,6 +14,7 @@ import math
 import numbers
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,8 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 
 from transformers.utils import logging
 
-from .errors import SpecConfigError, SpecDecError
+from .errors import HIDDEN, SpecConfigError, SpecDecError, is_access_token, is_secret_key, shown
+from .reading import parse_json, read_text
 
 
 logger = logging.get_logger(__name__)
@@ -35,7 +37,12 @@ AUTO = "auto"
 METHODS_WITHOUT_MODEL = ("ngram", "suffix")
 TREE_METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3", "mtp")
 
-_MOST_SYNTHETIC_TOKENS = 1025
+# Of a draft: as many as a static tree may have nodes.
+MOST_DRAFT_TOKENS = 1024
+MOST_INTEGER = 2**31 - 1
+
+# Values inside of one setting, and how deep they may lie; a chain as paths has half a million.
+_MOST_VALUES, _MOST_LEVELS = 1_000_000, 8
 
 # Settings that only one acceptance rule reads.
 _RULE_OF_SETTING = {
@@ -53,6 +60,29 @@ _QUANTIZATION_ALIASES = {
     "8bit": "bitsandbytes_8bit",
     "int8": "bitsandbytes_8bit",
 }
+
+# Names that other engines, older versions of them, and transformers have for a setting.
+_NAMES_ELSEWHERE = {
+    "method": "speculative_method speculative_algorithm speculative_decoding_mode decoding_type spec_method spec_type",
+    "model": "speculative_model speculative_draft_model_path speculative_model_dir draft_model_path draft_model "
+    "assistant_model spec_model",
+    "num_speculative_tokens": "speculative_num_steps num_speculative_steps speculative_tokens max_draft_len draft_max "
+    "num_assistant_tokens prompt_lookup_num_tokens max_verification_set_size",
+    "speculative_token_tree": "speculative_num_draft_tokens speculative_eagle_topk medusa_choices eagle_choices",
+    "draft_tensor_parallel_size": "speculative_draft_tensor_parallel_size",
+    "quantization": "speculative_model_quantization speculative_draft_model_quantization",
+    "max_model_len": "speculative_max_model_len",
+    "revision": "speculative_model_revision speculative_draft_model_revision",
+    "disable_by_batch_size": "speculative_disable_by_batch_size",
+    "rejection_sample_method": "spec_decoding_acceptance_method acceptance_method",
+    "posterior_threshold": "typical_acceptance_sampler_posterior_threshold",
+    "posterior_alpha": "typical_acceptance_sampler_posterior_alpha",
+    "prompt_lookup_max": "ngram_prompt_lookup_max speculative_ngram_max_match_window_size max_matching_ngram_size",
+    "prompt_lookup_min": "ngram_prompt_lookup_min speculative_ngram_min_match_window_size",
+    "draft_confidence_threshold": "assistant_confidence_threshold",
+    "token": "use_auth_token hf_token",
+}
+_OTHER_NAMES = {other: name for name, others in _NAMES_ELSEWHERE.items() for other in others.split()}
 
 # Methods of vLLM 0.33 and its keys of --speculative-config; it refuses all others.
 _VLLM_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "dflash")
@@ -109,11 +139,12 @@ def _setting(
     minimum=None,
     maximum=None,
     normalize=None,
+    aliases: Mapping[str, str] | None = None,
     describes_model: bool = False,
     is_secret: bool = False,
 ) -> Any:
-    kinds = {"describes_model": describes_model, "is_secret": is_secret}
-    metadata = {"help": help, "normalize": normalize, "minimum": minimum, "maximum": maximum, **kinds}
+    metadata = {"help": help, "normalize": normalize, "aliases": aliases or {}, "minimum": minimum, "maximum": maximum}
+    metadata |= {"describes_model": describes_model, "is_secret": is_secret}
     return field(default=default, metadata=metadata, compare=not is_secret)
 
 
@@ -126,15 +157,11 @@ def _torch_name(value: Any) -> Any:
     return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
 
 
-def _canonical_quantization(value: Any) -> Any:
-    return _QUANTIZATION_ALIASES.get(value, value) if isinstance(value, str) else value
-
-
 def _canonical_method(name: Any) -> str | None:
     from .candidate_generators import COMBINING, parts_of
 
     if name is not None and not isinstance(name, str):
-        raise SpecConfigError(f"`method` must be the name of a method, got {name!r} ({type(name).__name__}).")
+        raise SpecConfigError(f"`method` must be the name of a method, got {shown(name)} ({type(name).__name__}).")
     return None if name is None else COMBINING.join(parts_of(name))
 
 
@@ -159,21 +186,21 @@ def _lengths_by_batch_size(value: Any) -> Any:
     for first, end, length in ranges:
         if first <= last:
             raise SpecConfigError(
-                f"`num_speculative_tokens_per_batch_size` says twice what holds for {first} rows, got {value!r}. Let "
-                "its ranges not overlap."
+                f"`num_speculative_tokens_per_batch_size` says twice what holds for {first} rows, got {shown(value)}. "
+                "Let its ranges not overlap."
             )
         last = end
         if not pairs or pairs[-1][1] != length:
             pairs.append((first, length))
     if pairs[0][0] != 1:
         raise SpecConfigError(
-            f"`num_speculative_tokens_per_batch_size` must begin at 1 row, got {value!r}, which begins at "
+            f"`num_speculative_tokens_per_batch_size` must begin at 1 row, got {shown(value)}, which begins at "
             f"{pairs[0][0]}."
         )
     if not any(length for _, length in pairs):
         raise SpecConfigError(
-            f"`num_speculative_tokens_per_batch_size` must allow drafts somewhere, got {value!r}. Leave speculation "
-            "out to generate without drafts."
+            f"`num_speculative_tokens_per_batch_size` must allow drafts somewhere, got {shown(value)}. Leave "
+            "speculation out to generate without drafts."
         )
     return tuple(pairs)
 
@@ -187,7 +214,7 @@ def _range_of_rows(entry: Any, value: Any) -> tuple[int, int, int]:
     if not all(map(_is_int, numbers_given)):
         raise _no_lengths_by_batch_size(value)
     first, last, length = numbers_given if len(entry) == 3 else (numbers_given[0], *numbers_given)
-    if not 1 <= first <= last or length < 0:
+    if not 1 <= first <= last <= MOST_INTEGER or not 0 <= length <= MOST_DRAFT_TOKENS:
         raise _no_lengths_by_batch_size(value)
     return int(first), int(last), int(length)
 
@@ -196,7 +223,8 @@ def _no_lengths_by_batch_size(value: Any) -> SpecConfigError:
     return SpecConfigError(
         "`num_speculative_tokens_per_batch_size` must be a list of [first, last, k], such as [[1, 8, 5], [9, 32, 2], "
         "[33, 128, 0]] for numbers of rows and the draft tokens there, or a mapping from the number of rows from "
-        f"which on a k holds, {{1: 5, 9: 2, 33: 0}}; rows are at least 1, k at least 0. Got {value!r}."
+        f"which on a k holds, {{1: 5, 9: 2, 33: 0}}; rows are at least 1, k is from 0 to {MOST_DRAFT_TOKENS}. "
+        f"Got {shown(value)}."
     )
 
 
@@ -204,12 +232,16 @@ def _acceptance_rates(value: Any) -> Any:
     if value is None:
         return None
     is_list = isinstance(value, (list, tuple)) and len(value) > 0
+    is_list = is_list and len(value) <= MOST_DRAFT_TOKENS
     if not is_list or not all(_is_number(rate) and 0 <= rate <= 1 for rate in value):
-        raise SpecConfigError(f"`synthetic_acceptance_rates` must be a list of numbers from 0 to 1, got {value!r}.")
+        raise SpecConfigError(
+            "`synthetic_acceptance_rates` must be a list of numbers from 0 to 1, at most "
+            f"{MOST_DRAFT_TOKENS} of them, got {shown(value)}."
+        )
     if any(later > earlier for earlier, later in zip(value, value[1:])):
         raise SpecConfigError(
-            f"`synthetic_acceptance_rates` must not increase, got {list(value)}: more draft tokens cannot be accepted "
-            "more often than fewer."
+            f"`synthetic_acceptance_rates` must not increase, got {shown(list(value))}: more draft tokens cannot be "
+            "accepted more often than fewer."
         )
     return tuple(float(rate) for rate in value)
 
@@ -235,7 +267,7 @@ class SpeculativeConfig:
         model (`str`, *optional*):
             Repo id or local folder of the draft model or draft head.
         num_speculative_tokens (`int` or "auto", *optional*):
-            Speculation length k: draft tokens of a chain per cycle, at least 1. "auto": each cycle the length that
+            Speculation length k: draft tokens of a chain per cycle, from 1 to 1024. "auto": each cycle the length that
             pays, down to plain decoding. `None`: the method's default.
         num_speculative_tokens_per_batch_size (`tuple[tuple[int, int], ...]`, *optional*):
             Most draft tokens by the number of active rows: pairs of a number of rows and the k that holds from there
@@ -265,7 +297,7 @@ class SpeculativeConfig:
             Take the draft model from the cache, and ask nothing of the Hub.
         token (`str` or `bool`, *optional*):
             Access token for private and gated repositories. `None`: that of the login. It is part of no comparison,
-            dict, file, hash or text of this object.
+            dict, file, pickle, hash or text of this object, and of no error.
         trust_remote_code (`bool`, defaults to `False`):
             Whether code from the draft model's repository may run.
         enforce_eager (`bool`, defaults to `False`):
@@ -308,9 +340,10 @@ class SpeculativeConfig:
     )
     num_speculative_tokens: int | Literal["auto"] | None = _setting(
         None,
-        "Speculation length k: draft tokens of a chain per cycle, at least 1. `auto`: in each cycle the length that "
-        "pays, down to plain decoding. Left out, the method's default.",
+        "Speculation length k: draft tokens of a chain per cycle, from 1 to 1024. `auto`: in each cycle the length "
+        "that pays, down to plain decoding. Left out, the method's default.",
         minimum=1,
+        maximum=MOST_DRAFT_TOKENS,
     )
     num_speculative_tokens_per_batch_size: tuple | None = _setting(
         None,
@@ -334,7 +367,7 @@ class SpeculativeConfig:
         None,
         "Quantise the draft model on loading: `bitsandbytes_4bit` (NF4; also `bitsandbytes`, `4bit`, `nf4`), "
         "`bitsandbytes_fp4` (`fp4`) or `bitsandbytes_8bit` (`8bit`, `int8`).",
-        normalize=_canonical_quantization,
+        aliases=_QUANTIZATION_ALIASES,
         describes_model=True,
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] | None = _setting(
@@ -439,23 +472,34 @@ class SpeculativeConfig:
         None,
         "For `synthetic`, instead of the rates: tokens committed per verification, at least 1.",
         minimum=1,
-        maximum=_MOST_SYNTHETIC_TOKENS,
+        maximum=MOST_DRAFT_TOKENS + 1,
     )
     options: Any = field(default=PendingOptions(), metadata={"help": "The options of the method, as an object."})
 
-    def __init__(self, method: str | None = None, model: str | os.PathLike | None = None, **settings):
-        flat = {"method": method, "model": model, **_expand(settings)}
-        flat.update(_without_placeholder(flat["method"], flat["model"]))
-        _check_is_named(flat)
-        hints = _type_hints(SpeculativeConfig)
-        for setting in _common_fields():
-            value = _checked(setting, flat.pop(setting.name, None), hints[setting.name])
-            object.__setattr__(self, setting.name, value)
-        self._check_combinations()
-        object.__setattr__(self, "options", _build_options(self.method, flat))
+    def __init__(self, /, method: str | None = None, model: str | os.PathLike | None = None, **settings):
+        with _reading_settings(settings):
+            flat = _expand({"method": method, "model": model, **settings})
+            flat.update(_without_placeholder(flat["method"], flat["model"]))
+            _check_is_named(flat)
+            hints = _type_hints(SpeculativeConfig)
+            for setting in _common_fields():
+                value = _checked(setting, flat.pop(setting.name, None), hints[setting.name])
+                object.__setattr__(self, setting.name, value)
+            self._check_combinations()
+            object.__setattr__(self, "options", _build_options(self.method, flat))
+
+    def __reduce__(self):
+        # Not even a process of the same user is handed the token.
+        return SpeculativeConfig.from_dict, (self.to_dict(),)
+
+    def __copy__(self) -> SpeculativeConfig:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> SpeculativeConfig:
+        return self
 
     @classmethod
-    def resolve(cls, value: Any = None, *, target_config: Any = None, **overrides) -> SpeculativeConfig:
+    def resolve(cls, /, value: Any = None, *, target_config: Any = None, **overrides) -> SpeculativeConfig:
         """The configuration that a user's `value` means.
 
         Args:
@@ -475,21 +519,22 @@ class SpeculativeConfig:
             SpecConfigError: `value` cannot be understood, or a setting is wrong.
         """
         overrides = {key: item for key, item in overrides.items() if item is not None}
-        if isinstance(value, cls) and not overrides:
-            config = value
-        else:
-            config = cls(**_merged(_read_settings(value), overrides))
-        if config.method is None:
-            from .hub.published import with_saved_settings
+        with _reading_settings(value, overrides):
+            if isinstance(value, cls) and not overrides:
+                config = value
+            else:
+                config = cls(**_merged(_read_settings(value), overrides))
+            if config.method is None:
+                from .hub.published import with_saved_settings
 
-            config = with_saved_settings(config)
-        if config.method is None:
-            from .hub.detect import detect_method
+                config = with_saved_settings(config)
+            if config.method is None:
+                from .hub.detect import detect_method
 
-            config = config.replace(method=detect_method(config, target_config=target_config))
-        if target_config is not None:
-            config.check_against_target(_context_length(target_config))
-        return config
+                config = config.replace(method=detect_method(config, target_config=target_config))
+            if target_config is not None:
+                config.check_against_target(_context_length(target_config))
+            return config
 
     @property
     def fixed_length(self) -> int | None:
@@ -501,13 +546,13 @@ class SpeculativeConfig:
         lengths = self.num_speculative_tokens_per_batch_size
         return None if lengths is None else next(k for first, k in reversed(lengths) if first <= num_rows)
 
-    def replace(self, **changes) -> SpeculativeConfig:
+    def replace(self, /, **changes) -> SpeculativeConfig:
         """A copy with some settings changed.
 
         When the method changes, the options of the old one are left behind, and so are the settings of the old
         acceptance rule when that changes.
         """
-        base = self.to_dict(secrets=True)
+        base, changes = self.to_dict(secrets=True), _expand(changes)
         new_method = _canonical_method(changes.get("method", self.method))
         if self.method not in (None, AUTO) and new_method != self.method:
             common = {setting.name for setting in _common_fields()}
@@ -575,7 +620,8 @@ class SpeculativeConfig:
         """The configuration of a dict of flat settings."""
         if not isinstance(settings, Mapping):
             raise SpecConfigError(f"from_dict() needs a dict of settings, got {type(settings).__name__}.")
-        return cls(**_merged(settings, {}))
+        with _reading_settings(settings):
+            return cls(**_merged(settings, {}))
 
     def save_pretrained(self, save_directory: str | os.PathLike) -> Path:
         """Writes `speculation_config.json` to a folder, which is made if needed, and returns the file's path."""
@@ -592,18 +638,19 @@ class SpeculativeConfig:
             path_or_repo (`str` or `os.PathLike`): A folder, the file itself, or the id of a repository on the Hub.
             revision (`str`, *optional*): Branch, tag or commit of the repository.
         """
-        path = Path(path_or_repo)
-        if not path.is_file():
-            from transformers.utils.hub import cached_file
+        with _reading_settings(path_or_repo):
+            path = Path(path_or_repo)
+            if not path.is_file():
+                from transformers.utils.hub import cached_file
 
-            try:
-                path = Path(cached_file(str(path_or_repo), CONFIG_NAME, revision=revision))
-            except OSError as error:
-                raise SpecConfigError(
-                    f"No {CONFIG_NAME} found in '{path_or_repo}': {error} Pass a folder written by save_pretrained(), "
-                    "or name the method."
-                ) from error
-        return cls.from_dict(_read_json_file(path))
+                try:
+                    path = Path(cached_file(str(path_or_repo), CONFIG_NAME, revision=revision))
+                except OSError as error:
+                    raise SpecConfigError(
+                        f"No {CONFIG_NAME} found in {shown(path_or_repo)}: {error} Pass a folder written by "
+                        "save_pretrained(), or name the method."
+                    ) from error
+            return cls.from_dict(_read_json_file(path))
 
     def compute_hash(self) -> str:
         """A name for this configuration in caches and logs: 16 hexadecimal digits.
@@ -626,16 +673,16 @@ class SpeculativeConfig:
 
         if self.method is None:
             raise SpecConfigError(
-                f"The method of `model`={self.model!r} has not been read yet. Name it, or call "
+                f"The method of `model`={shown(self.model)} has not been read yet. Name it, or call "
                 "SpeculativeConfig.resolve() first."
             )
         if self.method not in _VLLM_METHODS:
-            raise SpecConfigError(f"vLLM has no method {self.method!r}. It knows: {', '.join(_VLLM_METHODS)}.")
+            raise SpecConfigError(f"vLLM has no method {shown(self.method)}. It knows: {', '.join(_VLLM_METHODS)}.")
         if self.rejection_sample_method == "typical":
             raise SpecConfigError("vLLM has no rejection_sample_method='typical'. Use 'standard' or 'block'.")
         if self.subfolder is not None:
             raise SpecConfigError(
-                f"vLLM cannot load a draft model from `subfolder`={self.subfolder!r} of a repository. "
+                f"vLLM cannot load a draft model from `subfolder`={shown(self.subfolder)} of a repository. "
                 "Save it to a folder of its own and name that as `model`."
             )
         settings = self.to_dict()
@@ -693,8 +740,8 @@ class SpeculativeConfig:
             value = getattr(self, setting.name)
             if owner not in (None, rule) and value != setting.default:
                 raise SpecConfigError(
-                    f"`{setting.name}`={value!r} belongs to rejection_sample_method='{owner}', got '{rule}'. Leave it "
-                    "out, or change the rule."
+                    f"`{setting.name}`={shown(value)} belongs to rejection_sample_method='{owner}', got '{rule}'. "
+                    "Leave it out, or change the rule."
                 )
         given = [self.synthetic_acceptance_rates is not None, self.synthetic_acceptance_length is not None]
         if rule == "synthetic" and sum(given) != 1:
@@ -711,9 +758,9 @@ class SpeculativeConfig:
         for setting in _common_fields():
             value = getattr(self, setting.name)
             if setting.metadata["describes_model"] and value != setting.default:
-                shown = "" if setting.metadata["is_secret"] else f"={value!r}"
+                given = "" if setting.metadata["is_secret"] else f"={shown(value)}"
                 raise SpecConfigError(
-                    f"`{setting.name}`{shown} is about a draft model, and method='{self.method}' drafts without "
+                    f"`{setting.name}`{given} is about a draft model, and method='{self.method}' drafts without "
                     f"one. Leave out `{setting.name}`, or choose a method that has a draft model."
                 )
 
@@ -722,15 +769,15 @@ class SpeculativeConfig:
         for name in ("revision", "code_revision", "subfolder", "trust_remote_code"):
             if getattr(self, name) not in (None, False):
                 raise SpecConfigError(
-                    f"`{name}`={getattr(self, name)!r} is about a named `model`, and method='auto' finds one. Name "
-                    f"the `model`, or leave out `{name}`."
+                    f"`{name}`={shown(getattr(self, name))} is about a named `model`, and method='auto' finds one. "
+                    f"Name the `model`, or leave out `{name}`."
                 )
 
     def _check_lengths(self) -> None:
         if self.control_profile is not None and self.num_speculative_tokens != AUTO:
             raise SpecConfigError(
-                f"`control_profile`={self.control_profile!r} is for num_speculative_tokens='auto', got "
-                f"{self.num_speculative_tokens!r}. Leave it out, or set 'auto'."
+                f"`control_profile`={shown(self.control_profile)} is for num_speculative_tokens='auto', got "
+                f"{shown(self.num_speculative_tokens)}. Leave it out, or set 'auto'."
             )
         k, lengths = self.fixed_length, self.num_speculative_tokens_per_batch_size
         if lengths is None or k is None or self.speculative_token_tree is not None:
@@ -792,11 +839,79 @@ def _read_settings(value: Any) -> dict[str, Any]:
     )
 
 
+@contextmanager
+def _reading_settings(*given: Any) -> Iterator[None]:
+    """Any failure to make something of what the user has given is an error of this package, without his secrets."""
+    try:
+        yield
+    except SpecDecError as error:
+        for secret in _secrets_in(given):
+            error.args = tuple(item.replace(secret, HIDDEN) if isinstance(item, str) else item for item in error.args)
+        raise
+    except Exception as error:
+        what = " and ".join(shown(item) for item in given if item is not None and item != {})
+        raise SpecConfigError(
+            f"These settings cannot be read: {what} ({shown(error)}). Give a dict of plain texts, numbers, lists and "
+            "dicts, JSON text, or the name of a method or of a draft model."
+        ) from error
+
+
+def _secrets_in(value: Any, levels: int = 4) -> Iterator[str]:
+    if isinstance(value, (list, tuple)) and levels:
+        for item in value:
+            yield from _secrets_in(item, levels - 1)
+    elif isinstance(value, dict) and levels:
+        for key, item in dict.items(value):
+            if is_secret_key(key) and isinstance(item, str) and len(item) > 3:
+                yield str.__str__(item)
+            else:
+                yield from _secrets_in(item, levels - 1)
+
+
+def _plain(key: str, value: Any) -> Any:
+    """A value of Python's own types: what arrays, tensors, mappings and subclasses stand for. Other objects stay."""
+    num_left = _MOST_VALUES
+
+    def convert(value: Any, level: int) -> Any:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0 or level > _MOST_LEVELS:
+            what = f"more than {_MOST_VALUES} values" if num_left < 0 else f"more than {_MOST_LEVELS} levels of lists"
+            raise SpecConfigError(f"`{key}` has {what}. It is not read.")
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            return str.__str__(value)
+        if isinstance(value, numbers.Integral):
+            return int(value)
+        if hasattr(value, "tolist") and hasattr(value, "shape"):
+            num_left -= math.prod(value.shape)
+            return convert(value.tolist() if num_left >= 0 else None, level)
+        if isinstance(value, Mapping):
+            return {convert(name, level + 1): convert(item, level + 1) for name, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            items = [convert(item, level + 1) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        return value
+
+    try:
+        return convert(value, 0)
+    except SpecDecError:
+        raise
+    except Exception as error:
+        raise SpecConfigError(
+            f"`{key}` cannot be read from {shown(value)} ({type(value).__name__}): {shown(error)}. Give a plain text, "
+            "number, list or dict."
+        ) from error
+
+
 def _check_is_named(flat: Mapping[str, Any]) -> None:
     if flat["method"] is not None or flat["model"] is not None:
         return
     for key in flat.keys() - {"method", "model"}:
-        close = difflib.get_close_matches(key, ("method", "model"), n=1)
+        if key in _OTHER_NAMES:
+            raise SpecConfigError(_called_otherwise(key))
+        close = difflib.get_close_matches(key, ("method", "model"), n=1) if len(key) < 100 else []
         if close:
             raise SpecConfigError(f"Unknown setting `{key}`. Did you mean `{close[0]}`?")
     raise SpecConfigError(
@@ -818,7 +933,7 @@ def _read_text(text: str) -> dict[str, Any]:
         close = difflib.get_close_matches(text.lower(), _method_names(), n=1, cutoff=0.8)
         if close:
             raise SpecConfigError(
-                f"'{text}' is neither a method nor a local path. Did you mean '{close[0]}'? If it is a repo id, "
+                f"{shown(text)} is neither a method nor a local path. Did you mean '{close[0]}'? If it is a repo id, "
                 "pass it as `model`."
             )
     return _read_path(text)
@@ -844,21 +959,26 @@ def _read_path(path: str) -> dict[str, Any]:
 
 def _read_json_file(path: Path) -> dict[str, Any]:
     try:
-        return _read_json(path.read_text(encoding="utf-8"), f"'{path}'")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecConfigError(f"The settings in '{path}' cannot be read: {error}") from error
+        text = read_text(path)
+    except (OSError, ValueError) as error:
+        raise SpecConfigError(
+            f"The settings in {shown(str(path))} cannot be read: {error}. Name a JSON file of settings."
+        ) from error
+    return _read_json(text, shown(str(path)))
 
 
 def _read_json(text: str, source: str) -> dict[str, Any]:
     try:
-        settings = json.loads(text)
-    except json.JSONDecodeError as error:
+        settings = parse_json(text)
+    except ValueError as error:
         raise SpecConfigError(
             f"{source[0].upper()}{source[1:]} is not valid JSON: {error}. Names and texts stand in double quotes, and "
             "true, false and null are lower case."
         ) from error
     if not isinstance(settings, dict):
-        raise SpecConfigError(f"{source[0].upper()}{source[1:]} must hold an object of settings, got {settings!r}.")
+        raise SpecConfigError(
+            f"{source[0].upper()}{source[1:]} must hold an object of settings, got {shown(settings)}."
+        )
     return settings
 
 
@@ -926,7 +1046,7 @@ def _type_name(item: Field) -> str:
 
 def _expand(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Flat settings with the content of `options` (an options object or a mapping) among them."""
-    flat = dict(settings)
+    flat = dict(settings.items())
     options = flat.pop("options", None)
     if options is None:
         options = {}
@@ -935,15 +1055,15 @@ def _expand(settings: Mapping[str, Any]) -> dict[str, Any]:
     elif hasattr(options, "__dataclass_fields__"):
         options = {_key(item): getattr(options, item.name) for item in _option_fields(options)}
     elif not isinstance(options, Mapping):
-        raise SpecConfigError(f"`options` must be a dict or the options object of a method, got {options!r}.")
+        raise SpecConfigError(f"`options` must be a dict or the options object of a method, got {shown(options)}.")
+    unnamed = next((key for key in (*flat, *options) if not isinstance(key, str)), None)
+    if unnamed is not None:
+        raise SpecConfigError(f"The names of settings must be strings, got {shown(unnamed)}.")
     twice = options.keys() & flat.keys()
     if twice:
         raise SpecConfigError(f"These settings are given twice, beside and inside `options`: {_listed(twice)}.")
     flat.update(options)
-    unnamed = [key for key in flat if not isinstance(key, str)]
-    if unnamed:
-        raise SpecConfigError(f"The names of settings must be strings, got {unnamed[0]!r}.")
-    return flat
+    return {str.__str__(key): _plain(key[:100], value) for key, value in flat.items()}
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -1003,17 +1123,27 @@ def _pending_options(flat: Mapping[str, Any]) -> PendingOptions:
     return PendingOptions(tuple(sorted((key, _frozen(value)) for key, value in flat.items())))
 
 
+def _called_otherwise(key: str) -> str:
+    name = _OTHER_NAMES[key]
+    argument = f" (an argument of generate(): `spec_{name}`)" if name in ("method", "model") else ""
+    owners = [f"'{owner}'" for owner in _option_owners().get(name, [])]
+    whose = f", a setting of method {' and '.join(owners)}" if owners else ""
+    return f"`{key}` is called `{name}` here{argument}{whose}. Rename it."
+
+
 def _unknown_setting(method: str | None, key: str, options: Iterable[str]) -> str:
     owners = _option_owners().get(key, [])
     whose = f"method='{method}'" if method else "Speculation"
     if owners:
         belongs = " and ".join(f"'{owner}'" for owner in owners)
         return f"`{key}` belongs to method {belongs}, got {whose}. Leave it out, or change the method."
+    if key in _OTHER_NAMES:
+        return _called_otherwise(key)
     common = [item.name for item in _common_fields()]
-    close = difflib.get_close_matches(key, [*common, *options], n=1)
+    close = difflib.get_close_matches(key[:100], [*common, *options], n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""
     own = f" Its own options are: {', '.join(options)}." if method and options else ""
-    return f"{whose} has no setting '{key}'.{hint}{own} The settings of all methods are: {', '.join(common)}."
+    return f"{whose} has no setting {shown(key)}.{hint}{own} The settings of all methods are: {', '.join(common)}."
 
 
 def _option_owners() -> dict[str, list[str]]:
@@ -1038,15 +1168,19 @@ def _checked(item: Field, value: Any, hint: Any) -> Any:
         return _default(item)
     if normalize := item.metadata.get("normalize"):
         value = normalize(value)
-    if item.metadata.get("is_secret") and not isinstance(value, kinds):
+    is_secret, aliases = item.metadata.get("is_secret"), item.metadata.get("aliases", {})
+    if is_secret and not isinstance(value, kinds):
         raise SpecConfigError(f"`{_key(item)}` must be a string, True, False or None, got a {type(value).__name__}.")
-    value = _as_one_of(kinds, _key(item), value)
-    minimum = item.metadata.get("minimum")
-    if minimum is not None and _is_number(value) and value < minimum:
-        raise SpecConfigError(f"`{_key(item)}` must be at least {minimum}, got {value}.")
-    maximum = item.metadata.get("maximum")
-    if maximum is not None and _is_number(value) and value > maximum:
-        raise SpecConfigError(f"`{_key(item)}` must be at most {maximum}, got {value}.")
+    if is_access_token(value) and not is_secret:
+        raise SpecConfigError(f"`{_key(item)}` has the form of an access token. Give that as `token`.")
+    value = _as_one_of(kinds, _key(item), aliases.get(value, value) if isinstance(value, str) else value, aliases)
+    if _is_number(value):
+        minimum, maximum = item.metadata.get("minimum"), item.metadata.get("maximum")
+        maximum = MOST_INTEGER if maximum is None and isinstance(value, int) else maximum
+        if minimum is not None and value < minimum:
+            raise SpecConfigError(f"`{_key(item)}` must be at least {minimum}, got {shown(value)}.")
+        if maximum is not None and value > maximum:
+            raise SpecConfigError(f"`{_key(item)}` must be at most {maximum}, got {shown(value)}.")
     return value
 
 
@@ -1059,10 +1193,10 @@ def _kinds(hint: Any) -> tuple:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
-def _as_one_of(kinds: tuple, name: str, value: Any) -> Any:
+def _as_one_of(kinds: tuple, name: str, value: Any, aliases: Iterable[str] = ()) -> Any:
     for kind in kinds:
         if get_origin(kind) is Literal:
-            if any(value == choice and type(value) is type(choice) for choice in get_args(kind)):
+            if any(type(value) is type(choice) and value == choice for choice in get_args(kind)):
                 return value
         elif kind is bool or kind is str:
             if isinstance(value, kind):
@@ -1074,23 +1208,24 @@ def _as_one_of(kinds: tuple, name: str, value: Any) -> Any:
             if _is_int(value):
                 return int(value)
         elif kind is float:
-            if _is_number(value) and not math.isnan(value):
+            if _is_number(value) and _is_finite(value):
                 return float(value) + 0.0  # -0.0 equals 0.0 and must not be another configuration in a hash
         elif kind is tuple or get_origin(kind) is tuple:
             if isinstance(value, (list, tuple)):
                 return _frozen(value)
         else:
             return value
-    raise SpecConfigError(_wrong_type(kinds, name, value))
+    raise SpecConfigError(_wrong_type(kinds, name, value, aliases))
 
 
-def _wrong_type(kinds: tuple, name: str, value: Any) -> str:
+def _wrong_type(kinds: tuple, name: str, value: Any, aliases: Iterable[str]) -> str:
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     plain = [_KIND_NAMES.get(kind, "a list") for kind in kinds if get_origin(kind) is not Literal]
     *others, last = [*map(repr, choices), *plain]
     expected = f"{', '.join(others)} or {last}" if others else last
-    message = f"`{name}` must be {expected}, got {value!r} ({type(value).__name__})."
-    close = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    expected += f" (short: {', '.join(map(repr, aliases))})" if aliases else ""
+    message = f"`{name}` must be {expected}, got {shown(value)} ({type(value).__name__})."
+    close = difflib.get_close_matches(value[:100], choices, n=1) if isinstance(value, str) else []
     if close:
         return f"{message} Did you mean '{close[0]}'?"
     if isinstance(value, str) and {int, float, bool} & set(kinds) and _is_json_number(value):
@@ -1106,11 +1241,18 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+def _is_finite(value: numbers.Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def _is_json_number(text: str) -> bool:
     """Whether a string holds what JSON writes without quotes: a number, true or false."""
     try:
-        return isinstance(json.loads(text.lower()), (int, float))
-    except json.JSONDecodeError:
+        return isinstance(parse_json(text.lower()), (int, float))
+    except ValueError:
         return False
 
 
@@ -1123,4 +1265,4 @@ def _thawed(value: Any) -> Any:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
+    return ", ".join(shown(name)[1:-1] for name in sorted(names))

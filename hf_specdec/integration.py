@@ -25,7 +25,7 @@ from transformers.utils import logging
 from .candidate_generators import resolve_candidate_generator
 from .decoding.loop import DecodingLoop, Request
 from .decoding.target import model_profile
-from .errors import SpecConfigError
+from .errors import SpecConfigError, shown
 from .hook import configured_settings, original_generate
 from .hub.published import IN_GENERATION_CONFIG, settings_of_generation_config
 from .speculator import GivenCandidateGenerator, Speculator, load_speculator
@@ -33,7 +33,7 @@ from .speculator import GivenCandidateGenerator, Speculator, load_speculator
 
 logger = logging.get_logger(__name__)
 
-_OFF = ("off", "none", False)
+_OFF = ("off", "none")
 
 
 def generate(
@@ -101,7 +101,7 @@ def generate_speculatively(
             "assistant": assistant,
         }
         return original(model, **arguments, **{name: value for name, value in given.items() if value is not None})
-    if spec_method in _OFF or (speculative in _OFF if isinstance(speculative, (str, bool)) else False):
+    if _is_off(spec_method) or _is_off(speculative):
         return original(model, *args, **kwargs)
     _use_cache_unless_forbidden(model, arguments)
     problems = _problems(model, arguments)
@@ -165,6 +165,10 @@ def _generate_assisted(model, original, arguments: dict[str, Any], speculator: S
         return original(model, **arguments, assistant_model=assistant)
     finally:
         settings.num_assistant_tokens = own_length
+
+
+def _is_off(value: Any) -> bool:
+    return value is False or (isinstance(value, str) and value in _OFF)
 
 
 def _move_to_model(model, arguments: dict[str, Any]) -> torch.device | None:
@@ -261,7 +265,7 @@ def _problems(model, arguments: dict[str, Any]) -> str:
     for name, (harmless, remedy) in _UNSUPPORTED.items():
         value = _effective(model, arguments, name)
         if not any(value is item or (type(value) is type(item) and value == item) for item in harmless):
-            problems.append(f"`{name}`={value!r}: {remedy}")
+            problems.append(f"`{name}`={shown(value)}: {remedy}")
     cache = arguments.get("past_key_values")
     if cache is not None and type(cache) is not DynamicCache:
         problems.append(f"`past_key_values`: a DynamicCache can be continued, got {type(cache).__name__}.")
@@ -317,7 +321,7 @@ def _prepare_stop_strings(model, arguments: dict[str, Any]) -> None:
         return
     if tokenizer is None:
         raise SpecConfigError(
-            f"stop_strings={strings!r} needs the model's tokenizer. Pass `tokenizer=` to generate() as well."
+            f"stop_strings={shown(strings)} needs the model's tokenizer. Pass `tokenizer=` to generate() as well."
         )
     criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
     # As in transformers, the user's own criterion of this kind takes the place of the argument.

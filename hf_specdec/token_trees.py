@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .config import MOST_DRAFT_TOKENS
 from .drafts import DraftTree, TreeTopology, chain_topology, static_topology
-from .errors import SpecConfigError
+from .errors import SpecConfigError, shown
 from .threads import cached_property
 from .transfers import kept_on_device, upload
 
@@ -62,7 +63,7 @@ PUBLISHED_TREES = tuple(_PUBLISHED_LEAVES)
 
 _SGLANG_KEYS = ("num_steps", "topk", "num_draft_tokens")
 
-MAX_NODES = 1024
+MAX_NODES = MOST_DRAFT_TOKENS
 
 
 def prior_accuracies(max_depth: int, max_children: int) -> list[tuple[float, ...]]:
@@ -374,8 +375,7 @@ def _from_numbers(value: Mapping) -> TokenTree:
     short = {str(key).removeprefix("speculative_").removeprefix("eagle_"): number for key, number in value.items()}
     if set(short) != set(_SGLANG_KEYS) or not all(map(_is_rank, short.values())):
         raise SpecConfigError(
-            f"`speculative_token_tree` as a dict must have the integers {', '.join(_SGLANG_KEYS)}, got "
-            f"{dict(value)!r}."
+            f"`speculative_token_tree` as a dict must have the integers {', '.join(_SGLANG_KEYS)}, got {shown(value)}."
         )
     return TokenTree.from_sglang(**short)
 
@@ -389,7 +389,8 @@ def _not_a_tree(found: Any) -> SpecConfigError:
     return SpecConfigError(
         "`speculative_token_tree` must be a list of paths of child ranks, such as [(0,), (1,), (0, 0)] for two "
         "children of the anchor of which the first has a child; the same as parents, [0, 0, 1]; a dict of num_steps, "
-        f"topk and num_draft_tokens; or the name of a published tree ({', '.join(PUBLISHED_TREES)}), got {found!r}."
+        f"topk and num_draft_tokens; or the name of a published tree ({', '.join(PUBLISHED_TREES)}), got "
+        f"{shown(found)}."
     )
 
 

@@ -28,7 +28,7 @@ from hf_specdec.candidate_generators import (
 )
 from hf_specdec.candidate_generators.base import CandidateGenerator
 from hf_specdec.config import CONFIG_NAME, PendingOptions, SpeculativeConfig, describe_settings
-from hf_specdec.errors import SpecConfigError
+from hf_specdec.errors import SpecConfigError, SpecDecError
 
 
 ROOT = Path(__file__).parents[1]
@@ -354,7 +354,7 @@ class TestErrors:
             ({3: "toy"}, ["must be strings", "3"]),
             ({"method": "ngrm"}, ["'ngrm'", "Did you mean 'ngram'?"]),
             ({"method": "mtp", "mode": "loop"}, ["`mode`", "'loop'", "'chain'"]),
-            ({"method": "dflash", "dflash_block_size": 0}, ["`dflash_block_size`", "at least 1", "got 0"]),
+            ({"method": "dflash", "dflash_block_size": 0}, ["`dflash_block_size`", "from 1 to 1025", "got 0"]),
             ({"method": "ngram", "model": "org/draft"}, ["'org/draft'", "'ngram'", "without"]),
             ({"method": "suffix", "quantization": "4bit"}, ["`quantization`", "'suffix'"]),
             ({"method": "ngram", "suffix_decoding_max_tree_depth": 3}, ["belongs to method 'suffix'", "'ngram'"]),
@@ -450,14 +450,51 @@ class TestToken:
         assert SpeculativeConfig.resolve({"method": "eagle3", "model": "x"}, token=False).token is False
         assert SpeculativeConfig.from_dict(config.to_dict(secrets=True)).token == self.TOKEN
         assert SpeculativeConfig.from_dict(config.to_dict()).token is None
-        for copied in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), replace(config, dtype="auto")):
+        for copied in (copy.copy(config), copy.deepcopy(config), replace(config, dtype="auto")):
             assert copied.token == self.TOKEN
+
+    def test_pickles_leave_it_out(self):
+        pickled = pickle.dumps(self.CONFIG)
+        assert self.TOKEN.encode() not in pickled
+        assert pickle.loads(pickled) == self.CONFIG
+        assert pickle.loads(pickled).token is None
 
     @pytest.mark.parametrize("token", [b"hf_secret", ["hf_secret"], {"hf_secret": 1}])
     def test_errors_do_not_show_it(self, token):
         message = error_of(SpeculativeConfig, "draft_model", "x", token=token)
         assert "`token` must be a string" in message
         assert self.TOKEN not in message
+
+    REAL = "hf_" + "aB3dE" * 7
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"revision": REAL},
+            {"model": REAL},
+            {"num_speculative_tokens": REAL},
+            {"dtype": f"x{REAL}"[1:]},
+            {"options": REAL},
+            {"options": {"revision": {"token": "s3cret"}}},
+            {"quantization": {"token": "s3cret"}, "token": "s3cret"},
+            {"token": "s3cret", "revision": ["s3cret"]},
+            {REAL: 1},
+            {"subfolder": [{"hf_token": "s3cret"}, REAL]},
+            {"hf_token": "s3cret"},
+        ],
+    )
+    def test_errors_do_not_show_what_was_misplaced(self, settings):
+        message = error_of(SpeculativeConfig.resolve, {"method": "draft_model", "model": "x/y", **settings})
+        assert not [secret for secret in (self.REAL, "s3cret") if secret in message]
+
+    @pytest.mark.parametrize("value", [REAL, json.dumps([REAL]), {"method": REAL}, [REAL], {"model": f"x/{REAL}"}])
+    def test_errors_do_not_show_one_in_the_place_of_a_name(self, value):
+        with pytest.raises(SpecDecError) as caught:
+            SpeculativeConfig.resolve(value)
+        assert self.REAL not in str(caught.value)
+
+    def test_a_setting_that_holds_one_is_told_where_it_belongs(self):
+        assert "`token`" in error_of(SpeculativeConfig, "draft_model", "x/y", revision=self.REAL)
 
     def test_methods_without_a_model_need_none(self):
         message = error_of(SpeculativeConfig, "ngram", token=self.TOKEN)
@@ -467,12 +504,12 @@ class TestToken:
 
 WORDS = st.text("abcdefgh-_./", min_size=1, max_size=12)
 COMMON_VALUES = {
-    "num_speculative_tokens": st.integers(1, 10**6),
+    "num_speculative_tokens": st.integers(1, 1024),
     "draft_tensor_parallel_size": st.just(1),
     "quantization": st.sampled_from(["bitsandbytes_4bit", "nf4", "fp4", "8bit"]),
     "dtype": st.sampled_from(["auto", "float32", "float16", "bfloat16"]),
     "device": st.sampled_from(["cpu", "cuda:1"]),
-    "max_model_len": st.integers(1),
+    "max_model_len": st.integers(1, 2**31 - 1),
     "revision": WORDS,
     "code_revision": WORDS,
     "subfolder": WORDS,
@@ -484,7 +521,7 @@ COMMON_VALUES = {
     "num_speculative_tokens_per_batch_size": st.dictionaries(st.integers(2, 99), st.just(1), max_size=3).map(
         lambda lengths: {1: 1, **lengths}
     ),
-    "disable_by_batch_size": st.integers(1),
+    "disable_by_batch_size": st.integers(1, 2**31 - 1),
     "disable_padded_drafter_batch": st.booleans(),
     "rejection_sample_method": st.sampled_from(["standard", "block"]),
 }

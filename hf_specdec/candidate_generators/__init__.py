@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from importlib import import_module
 
-from ..errors import SpecConfigError
+from ..errors import SpecConfigError, shown
 
 
 _GENERATORS: dict[str, str | type] = {
@@ -112,6 +112,6 @@ def unregister_candidate_generator(name: str) -> None:
 
 def _unknown_method(name: str) -> SpecConfigError:
     available = ", ".join(_GENERATORS)
-    close = difflib.get_close_matches(str(name), [*KNOWN_METHODS, *_GENERATORS, *METHOD_ALIASES], n=1)
+    close = difflib.get_close_matches(name[:100], [*KNOWN_METHODS, *_GENERATORS, *METHOD_ALIASES], n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""
-    return SpecConfigError(f"Unknown spec_method='{name}'.{hint} Choose from: {available}.")
+    return SpecConfigError(f"Unknown spec_method={shown(name)}.{hint} Choose from: {available}.")

@@ -22,9 +22,10 @@ from ..control.clock import CycleClock
 from ..control.latency import LatencyModel
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
+from ..token_trees import MAX_NODES
 from ..transfers import upload
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
-from .options import check_integer
+from .options import check_bounds
 
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class CombinedOptions:
     )
 
     def __post_init__(self):
-        check_integer("retrieval_num_speculative_tokens", self.retrieval_num_speculative_tokens, 1)
+        check_bounds(self, retrieval_num_speculative_tokens=(1, MAX_NODES))
 
     def __reduce__(self):
         return _restored_options, (self.methods, {item.name: getattr(self, item.name) for item in fields(self)})

@@ -19,17 +19,19 @@ import torch
 import torch.nn.functional as F
 from transformers.utils import logging
 
+from ..config import MOST_INTEGER
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
 from ..logits.acceptance import best_tokens
 from ..models.dflash import DFlashNetwork, check_mask_token, fitting_network, load_dflash
 from ..models.dflash_formats import BlockView
 from ..models.dflash_functional import FunctionalDFlash, lean_network
+from ..token_trees import MAX_NODES
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 from .denoising import Denoising, keep_counts
 from .draft_graphs import begin_graphs
 from .lattice import best_candidates, best_prefixes, num_prefixes, prefix_nodes
-from .options import check_draft_sample_method, check_integer
+from .options import check_bounds, check_draft_sample_method
 from .slots import DraftInputs, DraftSlots, Entries, KnownPrompt
 from .tensors import last_of_each
 
@@ -39,12 +41,12 @@ logger = logging.get_logger(__name__)
 # Positions of the prompt whose keys and values are made at once.
 _CHUNK_SIZE = 1024
 
-# Options that are integers, with the smallest value of each.
-_LEAST_VALUES = {
-    "dflash_block_size": 1,
-    "dflash_num_denoising_steps": 1,
-    "dflash_mask_token_id": 0,
-    "dflash_tree_budget": 0,
+# Options that are integers, with the smallest and the largest value of each.
+_BOUNDS = {
+    "dflash_block_size": (1, MAX_NODES + 1),
+    "dflash_num_denoising_steps": (1, MAX_NODES),
+    "dflash_mask_token_id": (0, MOST_INTEGER),
+    "dflash_tree_budget": (0, MAX_NODES),
 }
 
 
@@ -93,8 +95,7 @@ class DFlashOptions:
     )
 
     def __post_init__(self):
-        for name, least in _LEAST_VALUES.items():
-            check_integer(name, getattr(self, name), least)
+        check_bounds(self, **_BOUNDS)
         check_draft_sample_method(self.draft_sample_method)
         if self.dflash_tree_budget and (self.dflash_num_denoising_steps or 1) > 1:
             raise SpecConfigError(

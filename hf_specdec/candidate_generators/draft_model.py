@@ -28,10 +28,9 @@ from ..logits.acceptance import best_tokens
 from ..logits.processors import ProcessorStack
 from ..logits.sampling import DraftSampler
 from ..models.draft_model import Vocabularies, checkpoint_location, load_draft_model, match_vocabularies
-from ..models.settings import is_number
 from ..transfers import PendingRead, upload
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
-from .options import check_draft_sample_method
+from .options import check_bounds, check_draft_sample_method, check_flag
 from .tensors import last_of_each
 
 
@@ -69,11 +68,8 @@ class DraftModelOptions:
 
     def __post_init__(self):
         check_draft_sample_method(self.draft_sample_method)
-        threshold = self.confidence_threshold
-        if not (is_number(threshold) and 0 <= threshold <= 1):
-            raise SpecConfigError(f"`draft_confidence_threshold` must be a number from 0 to 1, got {threshold!r}.")
-        if not isinstance(self.same_tokenizer, bool):
-            raise SpecConfigError(f"`same_tokenizer` must be True or False, got {self.same_tokenizer!r}.")
+        check_bounds(self, confidence_threshold=(0.0, 1.0))
+        check_flag("same_tokenizer", self.same_tokenizer)
 
 
 # Settings that say what to load and how.

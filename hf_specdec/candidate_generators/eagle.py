@@ -34,12 +34,11 @@ from ..errors import SpecConfigError
 from ..logits.acceptance import best_tokens
 from ..models.eagle import EagleNetwork, fitting_network, load_eagle
 from ..models.lean import lean_forward
-from ..models.settings import is_int, is_number
-from ..token_trees import TokenTree
+from ..token_trees import MAX_NODES, TokenTree
 from ..transfers import select_rows, upload
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 from .draft_graphs import begin_graphs
-from .options import check_draft_sample_method, check_integer
+from .options import check_bounds, check_draft_sample_method, check_integers
 from .slots import DraftInputs, DraftSlots, Entries, KnownPrompt
 from .tensors import last_of_each
 
@@ -57,8 +56,8 @@ _DOUBTS = {"cpu": 0.2}
 # Positions of the prompt that one forward reads.
 _CHUNK_SIZE = 1024
 
-# Options that say how a dynamic tree is grown, with the smallest value of each.
-_GROWTH_OPTIONS = {"depth": 0, "top_k": 1, "total_tokens": 2}
+# Options that say how a dynamic tree is grown, with the smallest and the largest value of each.
+_GROWTH_OPTIONS = {"depth": (0, 128), "top_k": (1, 64), "total_tokens": (2, MAX_NODES + 1)}
 
 
 @dataclass(frozen=True)
@@ -144,11 +143,9 @@ class ExtrapolationOptions:
     )
 
     def __post_init__(self):
-        for name, least in _GROWTH_OPTIONS.items():
-            check_integer(name, getattr(self, name), least)
-        threshold = 0.0 if self.adaptive_threshold is None else self.adaptive_threshold
-        if not (is_number(threshold) and 0 <= threshold < 1):
-            raise SpecConfigError(f"`adaptive_threshold` must be a number from 0 to below 1, got {threshold!r}.")
+        check_bounds(self, **_GROWTH_OPTIONS, adaptive_threshold=(0.0, 1.0))
+        if self.adaptive_threshold == 1:
+            raise SpecConfigError("`adaptive_threshold` must be below 1, got 1: nothing would be continued.")
         check_draft_sample_method(self.draft_sample_method)
 
 
@@ -170,9 +167,7 @@ class EagleOptions(ExtrapolationOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        layers = self.aux_layer_ids
-        if layers is not None and not (layers and all(is_int(layer) and layer >= 0 for layer in layers)):
-            raise SpecConfigError(f"`aux_layer_ids` must be a list of integers of at least 0, got {layers!r}.")
+        check_integers("aux_layer_ids", self.aux_layer_ids, 0)
 
 
 class EagleCandidateGenerator(CandidateGenerator):

@@ -23,12 +23,12 @@ from ..drafts import DraftTree
 from ..errors import SpecConfigError
 from ..metrics import LOSSLESS_RULES
 from ..models.medusa import NUM_RANKS, MedusaHeads, fitting_heads, load_medusa
-from ..models.settings import is_int
 from ..threads import Lock
 from ..token_trees import MAX_NODES, TokenTree, prior_accuracies
 from ..transfers import kept_on_device, select_rows, upload
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 from .draft_graphs import RowGraphs
+from .options import check_bounds, check_choice
 
 
 if TYPE_CHECKING:
@@ -78,11 +78,8 @@ class MedusaOptions:
     )
 
     def __post_init__(self):
-        nodes = self.num_nodes
-        if nodes is not None and not (is_int(nodes) and 1 <= nodes <= MAX_NODES):
-            raise SpecConfigError(f"`medusa_num_nodes` must be an integer from 1 to {MAX_NODES}, got {nodes!r}.")
-        if self.tree not in ("static", "measured"):
-            raise SpecConfigError(f"`medusa_tree` must be 'static' or 'measured', got {self.tree!r}.")
+        check_bounds(self, num_nodes=(1, MAX_NODES))
+        check_choice("tree", self.tree, ("static", "measured"))
 
 
 class RankCounts:

@@ -25,13 +25,12 @@ from ..errors import SpecConfigError
 from ..logits.acceptance import best_tokens
 from ..models.draft_model import vocabulary_size
 from ..models.mlp_speculator import MLPSpeculator, MLPStage, fitting_speculator, load_mlp_speculator
-from ..models.settings import is_int
 from ..threads import cached_property
-from ..token_trees import TokenTree
+from ..token_trees import MAX_NODES, TokenTree
 from ..transfers import kept_on_device, select_rows, upload
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 from .draft_graphs import RowGraphs
-from .options import check_integer
+from .options import check_bounds, check_integers
 
 
 # Draft tokens of the default chain, if there are as many stages.
@@ -41,6 +40,9 @@ _CHAIN_LENGTH = 3
 # each node, so that chains are the default there.
 _NUM_NODES = {"cpu": 8}
 _NUM_NODES_ELSEWHERE = 32
+
+# Of which `num_candidates` are chosen.
+_MOST_SEQUENCES = 2**16
 
 # Options that say how a tree is grown, and their flat names.
 _GROWTH_OPTIONS = {
@@ -88,13 +90,8 @@ class MLPSpeculatorOptions:
     )
 
     def __post_init__(self):
-        widths = self.top_k_tokens_per_head
-        if widths is not None and not (widths and all(is_int(width) and width >= 1 for width in widths)):
-            raise SpecConfigError(
-                f"`top_k_tokens_per_head` must be a list of integers of at least 1, got {list(widths)!r}."
-            )
-        for name in ("num_candidates", "num_nodes"):
-            check_integer(name, getattr(self, name), 1)
+        check_integers("top_k_tokens_per_head", self.top_k_tokens_per_head, 1)
+        check_bounds(self, num_candidates=(1, MAX_NODES), num_nodes=(1, MAX_NODES))
         if self.num_candidates is not None and self.num_nodes is not None:
             raise SpecConfigError(
                 f"`num_candidates`={self.num_candidates} and `num_nodes`={self.num_nodes} are two ways to choose the "
@@ -483,4 +480,12 @@ def _growth_plan(config, loaded: LoadedSpeculator, device: torch.device) -> Toke
         )
     num_nodes = options.num_nodes or _NUM_NODES.get(device.type, _NUM_NODES_ELSEWHERE)
     widths = tuple(min(width, loaded.vocab_size) for width in widths[:depth])
-    return GrowthPlan(widths, num_nodes, options.num_candidates) if max(widths) > 1 else TokenTree.chain(depth)
+    if max(widths) == 1:
+        return TokenTree.chain(depth)
+    plan = GrowthPlan(widths, num_nodes, options.num_candidates)
+    if max(plan.num_reads) > _MOST_SEQUENCES:
+        raise SpecConfigError(
+            f"`top_k_tokens_per_head`={list(widths)} gives {max(plan.num_reads)} sequences to choose `num_candidates`="
+            f"{plan.num_candidates} from. Make them at most {_MOST_SEQUENCES}, or use `mlp_speculator_num_nodes`."
+        )
+    return plan

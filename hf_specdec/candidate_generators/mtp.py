@@ -34,6 +34,7 @@ from ..token_trees import TokenTree
 from ..transfers import select_rows, upload
 from .base import Session
 from .eagle import OWN, DraftEntries, DynamicTree, EagleCandidateGenerator, ExtrapolationOptions
+from .options import check_choice
 from .slots import DraftInputs, Entries
 from .tensors import last_of_each
 
@@ -63,8 +64,7 @@ class MtpOptions(ExtrapolationOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.mode not in (None, "chain", "reuse"):
-            raise SpecConfigError(f"`mode` must be 'chain' or 'reuse', got {self.mode!r}.")
+        check_choice("mode", self.mode, ("chain", "reuse"))
 
 
 class MtpCandidateGenerator(EagleCandidateGenerator):

@@ -6,13 +6,13 @@ Saxena, "Prompt Lookup Decoding" (2023); the rule with `prompt_lookup_max` is th
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 from .ngram_index import NgramIndex
+from .options import check_bounds, check_choice
 
 
 if TYPE_CHECKING:
@@ -74,12 +74,14 @@ class NgramOptions:
     )
 
     def __post_init__(self):
-        _check_int("prompt_lookup_min", self.prompt_lookup_min, 1, optional=True)
-        _check_int("prompt_lookup_max", self.prompt_lookup_max, 1, optional=True)
-        _check_int("num_matches", self.num_matches, 1, _MAX_MATCHES, optional=True)
-        _check_int("max_indexed_tokens", self.max_indexed_tokens, _MIN_INDEXED_TOKENS, _MAX_INDEXED_TOKENS)
-        if self.match not in ("last", "first", None):
-            raise SpecConfigError(f"`match` must be 'last' or 'first', got {self.match!r}.")
+        check_bounds(
+            self,
+            prompt_lookup_min=(1, _MAX_INDEXED_TOKENS),
+            prompt_lookup_max=(1, _MAX_INDEXED_TOKENS),
+            num_matches=(1, _MAX_MATCHES),
+            max_indexed_tokens=(_MIN_INDEXED_TOKENS, _MAX_INDEXED_TOKENS),
+        )
+        check_choice("match", self.match, ("last", "first"))
         if self.has_fixed_range and self.min_match > self.max_match:
             raise SpecConfigError(
                 f"`prompt_lookup_min` must not be above `prompt_lookup_max`, got prompt_lookup_min={self.min_match} "
@@ -234,12 +236,3 @@ def merge(chains: list[list[int]], most: int) -> tuple[list[int], list[int]]:
                 parents.append(node)
             node = child
     return tokens, parents
-
-
-def _check_int(name: str, value: Any, low: int, high: int | None = None, optional: bool = False) -> None:
-    if optional and value is None:
-        return
-    is_int = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_int or value < low or (high is not None and value > high):
-        wanted = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise SpecConfigError(f"`{name}` must be an integer, {wanted}, got {value!r}.")

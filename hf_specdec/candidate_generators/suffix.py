@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
-import math
 import os
 import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,7 +25,9 @@ from safetensors.numpy import save_file
 from ..drafts import DraftTree, node_depths
 from ..errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
 from ..threads import Lock
+from ..token_trees import MAX_NODES
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from .options import check_bounds, check_flag, check_number
 
 
 if TYPE_CHECKING:
@@ -48,6 +48,9 @@ _PIECE = 4096
 
 _MAX_TOKEN_ID = 2**31 - 1
 
+# Of a cache: about 320 GB.
+_MOST_CACHED = 10**9
+
 # Numbers the calls of the process, so that no two requests of any cache share an id.
 _CALLS = itertools.count()
 
@@ -63,7 +66,8 @@ class SuffixOptions:
     max_tree_depth: int = field(
         default=24,
         metadata={
-            "help": "Depth of the suffix trees in tokens, shared by match and draft. 64 drafts longer copies.",
+            "help": "Depth of the suffix trees in tokens, shared by match and draft, from 2 to 1024. 64 drafts longer "
+            "copies.",
             "key": "suffix_decoding_max_tree_depth",
         },
     )
@@ -105,13 +109,15 @@ class SuffixOptions:
 
     def __post_init__(self):
         # A tree of depth 1 has no room for a match and a draft token behind it.
-        _check_range("max_tree_depth", self.max_tree_depth, Integral, 2)
-        _check_range("max_cached_requests", self.max_cached_requests, Integral, 0)
-        _check_range("max_spec_factor", self.max_spec_factor, Real, 0)
-        _check_range("min_token_prob", self.min_token_prob, Real, 0, 1)
-        _check_range("max_cached_tokens", self.max_cached_tokens, Integral, 0)
-        if not isinstance(self.use_tree_spec, bool):
-            raise SpecConfigError(f"`use_tree_spec` must be True or False, got {self.use_tree_spec!r}.")
+        check_bounds(
+            self,
+            max_tree_depth=(2, MAX_NODES),
+            max_cached_requests=(0, _MOST_CACHED),
+            max_spec_factor=(0.0, float(MAX_NODES)),
+            min_token_prob=(0.0, 1.0),
+            max_cached_tokens=(0, _MOST_CACHED),
+        )
+        check_flag("use_tree_spec", self.use_tree_spec)
 
 
 class SuffixCache:
@@ -137,9 +143,9 @@ class SuffixCache:
         max_cached_tokens: int = 2_000_000,
         vocab_size: int | None = None,
     ):
-        _check_range("max_tree_depth", max_tree_depth, Integral, 2)
-        _check_range("max_cached_requests", max_cached_requests, Integral, -1)
-        _check_range("max_cached_tokens", max_cached_tokens, Integral, 0)
+        check_number("max_tree_depth", max_tree_depth, 2, MAX_NODES)
+        check_number("max_cached_requests", max_cached_requests, -1, _MOST_CACHED)
+        check_number("max_cached_tokens", max_cached_tokens, 0, _MOST_CACHED)
         self.max_tree_depth = max_tree_depth
         self.max_cached_requests = max_cached_requests
         self.max_cached_tokens = max_cached_tokens
@@ -470,15 +476,6 @@ def _missing_library(found: str) -> MissingDependencyError:
         'Install it with `pip install "hf-specdec[suffix]"`: a source build with a C++20 compiler and CMake. '
         "spec_method='ngram' drafts from the text of the request alone and needs no such package."
     )
-
-
-def _check_range(name: str, value: float, kind: type, low: float, high: float = math.inf) -> None:
-    """Refuses what is not a finite number of a kind from `numbers`, from `low` to `high`. Bools are not numbers."""
-    if isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high and value != math.inf:
-        return
-    noun = "an integer" if kind is Integral else "a finite number"
-    limits = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-    raise SpecConfigError(f"`{name}` must be {noun} {limits}, got {value!r}.")
 
 
 def _token_array(tokens: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -27,7 +27,7 @@ from statistics import NormalDist
 from sys import float_info
 from typing import Any
 
-from ..errors import SpecConfigError
+from ..errors import SpecConfigError, shown
 from .acceptance import WINDOW, AcceptanceModel, PastRates
 from .latency import LatencyModel
 from .schedule import lengths_note
@@ -104,7 +104,7 @@ class ControlProfile:
         """
         factor = values.get("rating_factor", 1.0)
         if not _are_numbers([factor]):
-            raise SpecConfigError(f"`rating_factor` of a profile must be a number of at least 0, got {factor!r}.")
+            raise SpecConfigError(f"`rating_factor` of a profile must be a number of at least 0, got {shown(factor)}.")
         latency, accepted, drafted = (
             LatencyModel.from_dict(values),
             _rates("accepted", values),
@@ -116,11 +116,12 @@ class ControlProfile:
 def _rates(name: str, values: Mapping[str, Any]) -> PastRates:
     means = values.get(name)
     if not _are_numbers(means, most=1.0):
-        raise SpecConfigError(f"`{name}` of a profile must be a list of rates from 0 to 1, got {means!r}.")
+        raise SpecConfigError(f"`{name}` of a profile must be a list of rates from 0 to 1, got {shown(means)}.")
     weights = values.get(f"{name}_weights", [WINDOW] * len(means))
     if not _are_numbers(weights) or len(weights) != len(means):
         raise SpecConfigError(
-            f"`{name}_weights` of a profile must be a list of {len(means)} numbers of at least 0, got {weights!r}."
+            f"`{name}_weights` of a profile must be a list of {len(means)} numbers of at least 0, got "
+            f"{shown(weights)}."
         )
     return PastRates(list(map(float, means)), list(map(float, weights)))
 

@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping
 from math import inf, isfinite, log
 from typing import Any
 
-from ..errors import SpecConfigError
+from ..errors import SpecConfigError, shown
 
 
 # A size that is measured seldom is judged by the median of its last measurements. One that is measured all the time
@@ -323,7 +323,7 @@ class LatencyModel:
         except (KeyError, AttributeError, TypeError) as error:
             raise SpecConfigError(
                 "A latency profile holds `draft_seconds` and `verify_seconds`, each {rows: {size: seconds}}, and "
-                f"`reading_seconds`, {{tokens: seconds}}, got {values!r}. Measure it again."
+                f"`reading_seconds`, {{tokens: seconds}}, got {shown(values)}. Measure it again."
             ) from error
         return model
 
@@ -363,11 +363,11 @@ def _is_time(seconds: float) -> bool:
 
 def _size(text: Any, least: int = 0) -> int:
     if not (str(text).isdecimal() and int(text) >= least):
-        raise SpecConfigError(f"Sizes of a latency profile are integers of at least {least}, got {text!r}.")
+        raise SpecConfigError(f"Sizes of a latency profile are integers of at least {least}, got {shown(text)}.")
     return int(text)
 
 
 def _seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_time(value):
-        raise SpecConfigError(f"Times of a latency profile are positive numbers of seconds, got {value!r}.")
+        raise SpecConfigError(f"Times of a latency profile are positive numbers of seconds, got {shown(value)}.")
     return float(value)

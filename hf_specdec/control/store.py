@@ -18,7 +18,8 @@ from huggingface_hub.constants import HF_HOME
 from transformers.utils import logging
 
 from ..config import SpeculativeConfig
-from ..errors import SpecConfigError
+from ..errors import SpecConfigError, shown
+from ..reading import parse_json, read_text
 from .controller import ControlProfile
 
 
@@ -84,20 +85,25 @@ def load_profile(path: str | os.PathLike, identity: dict[str, Any]) -> ControlPr
     """
     again = "Measure it again with `hf-specdec calibrate`."
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = parse_json(read_text(path))
     except (OSError, ValueError) as error:
-        raise SpecConfigError(f"The profile '{path}' cannot be read: {error}. {again}") from error
-    if not isinstance(content, dict) or content.get("format") != _FORMAT or "profile" not in content:
-        raise SpecConfigError(f"'{path}' is no profile of this version. {again}")
+        raise SpecConfigError(f"The profile {shown(str(path))} cannot be read: {error}. {again}") from error
+    is_known = isinstance(content, dict) and content.get("format") == _FORMAT
+    if not is_known or not isinstance(content.get("profile"), dict):
+        raise SpecConfigError(f"{shown(str(path))} is no profile of this version. {again}")
     found = content.get("identity")
     found = found if isinstance(found, dict) else {}
     for key, wanted in identity.items():
         if found.get(key) != wanted:
             raise SpecConfigError(
-                f"The profile '{path}' was measured with the {key} {_json(found.get(key))}, and this is "
-                f"{_json(wanted)}. {again}"
+                f"The profile {shown(str(path))} was measured with the {key} {shown(found.get(key))}, and this is "
+                f"{shown(wanted)}. {again}"
             )
-    return ControlProfile.from_dict(content["profile"])
+    try:
+        return ControlProfile.from_dict(content["profile"])
+    except Exception as error:
+        why = error if isinstance(error, SpecConfigError) else shown(error)
+        raise SpecConfigError(f"The profile {shown(str(path))} cannot be used: {why} {again}") from error
 
 
 def find_profile(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
 
-from ..errors import SpecConfigError
+from ..errors import SpecConfigError, shown
 
 
 def expected_tokens(acceptance_rate: float, num_draft_tokens: int) -> float:
@@ -154,4 +154,4 @@ def optimal_length(
 
 def _check_rate(name: str, rate: float) -> None:
     if not 0 <= rate <= 1:
-        raise SpecConfigError(f"`{name}` must be from 0 to 1, got {rate!r}.")
+        raise SpecConfigError(f"`{name}` must be from 0 to 1, got {shown(rate)}.")

@@ -7,7 +7,7 @@ import math
 import os
 from time import perf_counter
 
-from ..errors import SpecConfigError
+from ..errors import SpecConfigError, shown
 from ..threads import Lock
 from .listeners import CallObserver, Listener, add_listener, remove_listener
 from .stats import SpecDecodingStats
@@ -147,7 +147,7 @@ def log_every(seconds: float | None = 10.0) -> None:
     """
     global _active
     if seconds is not None and not _is_positive(seconds):
-        raise SpecConfigError(f"`seconds` must be a positive number, or None for no log lines, got {seconds!r}.")
+        raise SpecConfigError(f"`seconds` must be a positive number, or None for no log lines, got {shown(seconds)}.")
     with _lock:
         if seconds is None and _active is not None:
             remove_listener(_active)
@@ -170,7 +170,9 @@ def log_as_environment_says() -> None:
         seconds = math.nan
     if seconds != 0:
         if not _is_positive(seconds):
-            raise SpecConfigError(f"{_VARIABLE}={value!r} is no number of seconds. Set it to one such as 10, or to 0.")
+            raise SpecConfigError(
+                f"{_VARIABLE}={shown(value)} is no number of seconds. Set it to one such as 10, or to 0."
+            )
         log_every(seconds)
 
 

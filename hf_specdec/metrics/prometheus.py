@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..errors import SpecConfigError
+from ..errors import SpecConfigError, shown
 from ..threads import Lock
 from .listeners import CallObserver, Listener, add_listener, remove_listener
 from .stats import SpecDecodingStats
@@ -198,9 +198,11 @@ def _checked(registry: CollectorRegistry | None, model_name: str | None = None) 
     from prometheus_client import REGISTRY, CollectorRegistry
 
     if registry is not None and not isinstance(registry, CollectorRegistry):
-        raise SpecConfigError(f"`registry` must be a prometheus_client.CollectorRegistry, got {registry!r}.")
+        raise SpecConfigError(f"`registry` must be a prometheus_client.CollectorRegistry, got {shown(registry)}.")
     if model_name is not None and not (isinstance(model_name, str) and model_name):
-        raise SpecConfigError(f"`model_name` must be a name, got {model_name!r}. Leave it out for the target's own.")
+        raise SpecConfigError(
+            f"`model_name` must be a name, got {shown(model_name)}. Leave it out for the target's own."
+        )
     return REGISTRY if registry is None else registry
 
 
@@ -240,7 +242,7 @@ def start_http_server(
     import prometheus_client
 
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
-        raise SpecConfigError(f"`port` must be a whole number from 0 to 65535, got {port!r}.")
+        raise SpecConfigError(f"`port` must be a whole number from 0 to 65535, got {shown(port)}.")
     own = _checked(registry, model_name)
     served = _of_all_processes() if registry is None and "PROMETHEUS_MULTIPROC_DIR" in os.environ else own
     try:

@@ -1123,13 +1123,13 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("options", "match"),
         [
-            ({"dflash_block_size": 0}, "`dflash_block_size` must be an integer of at least 1, got 0"),
+            ({"dflash_block_size": 0}, "`dflash_block_size` must be an integer from 1 to 1025, got 0"),
             (
                 {"dflash_num_denoising_steps": 0},
-                "`dflash_num_denoising_steps` must be an integer of at least 1, got 0",
+                "`dflash_num_denoising_steps` must be an integer from 1 to 1024, got 0",
             ),
-            ({"dflash_mask_token_id": -1}, "`dflash_mask_token_id` must be an integer of at least 0, got -1"),
-            ({"dflash_tree_budget": -1}, "`dflash_tree_budget` must be an integer of at least 0, got -1"),
+            ({"dflash_mask_token_id": -1}, "`dflash_mask_token_id` must be an integer from 0 to 2147483647, got -1"),
+            ({"dflash_tree_budget": -1}, "`dflash_tree_budget` must be an integer from 0 to 1024, got -1"),
             ({"draft_sample_method": "best"}, "`draft_sample_method` must be 'greedy'"),
             ({"dflash_tree_budget": 4, "dflash_num_denoising_steps": 2}, "asks for several. Leave one out"),
         ],

@@ -973,13 +973,13 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("options", "match"),
         [
-            ({"depth": -1}, "`depth` must be an integer of at least 0, got -1"),
-            ({"top_k": 0}, "`top_k` must be an integer of at least 1, got 0"),
-            ({"total_tokens": 1}, "`total_tokens` must be an integer of at least 2, got 1"),
-            ({"adaptive_threshold": 1.0}, "`adaptive_threshold` must be a number from 0 to below 1, got 1.0"),
+            ({"depth": -1}, "`depth` must be an integer from 0 to 128, got -1"),
+            ({"top_k": 0}, "`top_k` must be an integer from 1 to 64, got 0"),
+            ({"total_tokens": 1}, "`total_tokens` must be an integer from 2 to 1025, got 1"),
+            ({"adaptive_threshold": 1.0}, "`adaptive_threshold` must be below 1, got 1"),
             ({"draft_sample_method": "best"}, "`draft_sample_method` must be 'greedy'"),
             ({"aux_layer_ids": []}, "`aux_layer_ids` must be a list of integers"),
-            ({"aux_layer_ids": [2, -3]}, r"`aux_layer_ids` must be a list of integers of at least 0, got \(2, -3\)"),
+            ({"aux_layer_ids": [2, -3]}, r"`aux_layer_ids` must be a list of integers from 0 to 1024, got \(2, -3\)"),
         ],
     )
     def test_options_out_of_range(self, options, match):

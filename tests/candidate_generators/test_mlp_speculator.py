@@ -527,10 +527,10 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("options", "match"),
         [
-            ({"top_k_tokens_per_head": []}, "`top_k_tokens_per_head` must be a list of integers of at least 1"),
-            ({"top_k_tokens_per_head": [2, 0]}, r"at least 1, got \[2, 0\]"),
-            ({"num_candidates": 0}, "`num_candidates` must be an integer of at least 1, got 0"),
-            ({"mlp_speculator_num_nodes": -1}, "`mlp_speculator_num_nodes` must be an integer of at least 1"),
+            ({"top_k_tokens_per_head": []}, "`top_k_tokens_per_head` must be a list of integers from 1 to 1024"),
+            ({"top_k_tokens_per_head": [2, 0]}, r"from 1 to 1024, got \(2, 0\)"),
+            ({"num_candidates": 0}, "`num_candidates` must be an integer from 1 to 1024, got 0"),
+            ({"mlp_speculator_num_nodes": -1}, "`mlp_speculator_num_nodes` must be an integer from 1 to 1024"),
             ({"num_candidates": 2, "mlp_speculator_num_nodes": 3}, "two ways to choose the nodes"),
             ({"draft_sample_method": "best"}, "`draft_sample_method` must be 'greedy'"),
         ],

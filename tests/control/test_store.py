@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from transformers.utils import logging as hf_logging
@@ -14,6 +15,7 @@ from hf_specdec.control import ControlProfile
 from hf_specdec.control.acceptance import PastRates
 from hf_specdec.control.calibration import calibrate
 from hf_specdec.control.store import find_profile, load_profile, profile_identity, profile_path, save_profile
+from hf_specdec.reading import MAX_SETTINGS_BYTES
 from tests.models import prompts, tiny_llama
 
 
@@ -92,12 +94,52 @@ def test_a_stale_file_of_the_folder_is_left_alone(model, monkeypatch):
     assert "torch" in said[0]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "profile": 3}', '{"format": 99, "profile": {}}'])
+NO_PROFILES = ["", "[]", "{}", '{"format": 1, "profile": 3}', '{"format": 99, "profile": {}}', "[" * 10**5, "9" * 5000]
+
+
+@pytest.mark.parametrize("text", NO_PROFILES, ids=range(len(NO_PROFILES)))
 def test_damaged_files_are_refused(model, tmp_path, text):
     path = tmp_path / "damaged.json"
     path.write_text(text)
     with pytest.raises(SpecConfigError, match="again"):
         load_profile(path, profile_identity(model, SpeculativeConfig(**AUTO), None))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"accepted": "x" * 10**5},
+        {"accepted": [2.0]},
+        {"accepted": {"0": 0.5}},
+        {"accepted_weights": [1.0, 2.0, 3.0]},
+        {"rating_factor": [1]},
+        {"draft_seconds": {"9" * 5000: {"1": 1.0}}},
+        {"draft_seconds": {"1": {"1": 10**400}}},
+        {"verify_seconds": [1]},
+        {"reading_seconds": {"x": 1.0}},
+    ],
+    ids=range(9),
+)
+def test_an_error_in_a_profile_names_the_file(model, tmp_path, changed):
+    path, identity = tmp_path / "profile.json", profile_identity(model, SpeculativeConfig(**AUTO), None)
+    save_profile(ControlProfile(), identity, path)
+    content = json.loads(path.read_text())
+    content["profile"] |= changed
+    path.write_text(json.dumps(content))
+    with pytest.raises(SpecConfigError) as caught:
+        load_profile(path, identity)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 700
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
+def test_pipes_devices_and_large_files_are_not_read(model, tmp_path):
+    pipe, large = tmp_path / "pipe", tmp_path / "large.json"
+    os.mkfifo(pipe)
+    large.write_bytes(b" " * (MAX_SETTINGS_BYTES + 1))
+    for path, why in ((pipe, "no regular file"), ("/dev/zero", "no regular file"), (large, "more than")):
+        with pytest.raises(SpecConfigError, match=why):
+            model.generate(**prompts(1), speculative={**AUTO, "control_profile": str(path)}, max_new_tokens=2)
 
 
 def test_the_command_stores_what_calls_find(folder):

@@ -228,6 +228,15 @@ def _no_lengths_by_batch_size(value: Any) -> SpecConfigError:
     )
 
 
+def _owners(value: Any) -> Any:
+    if value is None:
+        return None
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise SpecConfigError(f"`trusted_owners` must be a list of users and organisations, got {shown(value)}.")
+    return tuple(filter(None, map(str.strip, names)))
+
+
 def _acceptance_rates(value: Any) -> Any:
     if value is None:
         return None
@@ -300,6 +309,9 @@ class SpeculativeConfig:
             dict, file, pickle, hash or text of this object, and of no error.
         trust_remote_code (`bool`, defaults to `False`):
             Whether code from the draft model's repository may run.
+        trusted_owners (`tuple[str, ...]`, *optional*):
+            Owners on the Hub whose drafters may be taken where no `model` is named; text with commas is taken. `None`:
+            all that HF_SPECDEC_TRUSTED_OWNERS allows.
         enforce_eager (`bool`, defaults to `False`):
             Launch every forward from Python, and capture nothing in CUDA graphs. Nothing is captured on a CPU.
         control_profile (`str`, *optional*):
@@ -425,6 +437,13 @@ class SpeculativeConfig:
         "Whether code from the draft model's repository may run.",
         describes_model=True,
     )
+    trusted_owners: tuple | None = _setting(
+        None,
+        "Owners on the Hub whose drafters may be taken where no `model` is named, e.g. `['google', 'Qwen']`. Left "
+        "out, all, as far as the environment variable HF_SPECDEC_TRUSTED_OWNERS allows them.",
+        normalize=_owners,
+        describes_model=True,
+    )
     enforce_eager: bool = _setting(
         False,
         "Launch every forward from Python, and capture nothing in CUDA graphs. Nothing is captured on a CPU.",
@@ -530,8 +549,10 @@ class SpeculativeConfig:
                 config = with_saved_settings(config)
             if config.method is None:
                 from .hub.detect import detect_method
+                from .hub.inspect import method_for_target
 
-                config = config.replace(method=detect_method(config, target_config=target_config))
+                method = detect_method(config, target_config=target_config)
+                config = config.replace(method=method_for_target(config, method, target_config))
             if target_config is not None:
                 config.check_against_target(_context_length(target_config))
             return config
@@ -566,11 +587,12 @@ class SpeculativeConfig:
 
         Args:
             method (`str`): The method.
-            defaults: Flat settings of the method that hold where this configuration says nothing.
+            defaults: Flat settings that hold where this configuration says nothing, as far as the method has them.
         """
         known = {name for item in _option_fields(_options_class(method)) for name in (item.name, _key(item))}
         known |= {setting.name for setting in _common_fields() if _concerns(setting, method)}
         settings = {key: value for key, value in self.to_dict(secrets=True).items() if key in known}
+        defaults = {key: value for key, value in defaults.items() if key in known}
         return type(self)(**_merged(defaults, {**settings, "method": method}))
 
     def check_against_target(self, max_position_embeddings: int | None = None, num_heads: int | None = None) -> None:
@@ -634,15 +656,19 @@ class SpeculativeConfig:
     def from_pretrained(cls, path_or_repo: str | os.PathLike, *, revision: str | None = None) -> SpeculativeConfig:
         """Reads what [`~SpeculativeConfig.save_pretrained`] wrote.
 
+        Of settings on the Hub and of those beside a checkpoint only the shape of drafts is taken.
+
         Args:
             path_or_repo (`str` or `os.PathLike`): A folder, the file itself, or the id of a repository on the Hub.
             revision (`str`, *optional*): Branch, tag or commit of the repository.
         """
         with _reading_settings(path_or_repo):
-            path = Path(path_or_repo)
+            path, is_published = Path(path_or_repo), False
             if not path.is_file():
                 from transformers.utils.hub import cached_file
 
+                # Beside a checkpoint and on the Hub they are those of whoever made it.
+                is_published = not path.is_dir() or (path / "config.json").is_file()
                 try:
                     path = Path(cached_file(str(path_or_repo), CONFIG_NAME, revision=revision))
                 except OSError as error:
@@ -650,7 +676,12 @@ class SpeculativeConfig:
                         f"No {CONFIG_NAME} found in {shown(path_or_repo)}: {error} Pass a folder written by "
                         "save_pretrained(), or name the method."
                     ) from error
-            return cls.from_dict(_read_json_file(path))
+            settings = _read_json_file(path)
+            if is_published:
+                from .hub.published import published_config
+
+                return published_config(settings, f"{CONFIG_NAME} of '{path_or_repo}'")
+            return cls.from_dict(settings)
 
     def compute_hash(self) -> str:
         """A name for this configuration in caches and logs: 16 hexadecimal digits.
@@ -752,7 +783,7 @@ class SpeculativeConfig:
 
     def _check_model_settings(self) -> None:
         if self.method == AUTO:
-            self._check_describes_no_model()
+            self.check_can_be_found()
         if self.method not in METHODS_WITHOUT_MODEL:
             return
         for setting in _common_fields():
@@ -764,13 +795,29 @@ class SpeculativeConfig:
                     f"one. Leave out `{setting.name}`, or choose a method that has a draft model."
                 )
 
-    def _check_describes_no_model(self) -> None:
-        """A drafter that is yet to be found has no place that could be named, and nobody knows its code."""
+    @property
+    def is_to_be_found(self) -> bool:
+        """Whether a drafter has to be found: the method has weights, and no model is named for it."""
+        from .candidate_generators import KNOWN_METHODS, parts_of
+
+        if self.method in (None, AUTO) or self.model is not None:
+            return self.method == AUTO
+        drafting = parts_of(self.method)[-1]
+        # Layers of the target itself lie where the call says.
+        is_placed = drafting == "mtp" and (self.revision or self.subfolder)
+        return drafting in KNOWN_METHODS and drafting not in METHODS_WITHOUT_MODEL and not is_placed
+
+    def check_can_be_found(self) -> None:
+        """A drafter that is yet to be found has no place that could be named, and nobody knows its code.
+
+        Raises:
+            SpecConfigError: The settings speak of one.
+        """
         for name in ("revision", "code_revision", "subfolder", "trust_remote_code"):
             if getattr(self, name) not in (None, False):
                 raise SpecConfigError(
-                    f"`{name}`={shown(getattr(self, name))} is about a named `model`, and method='auto' finds one. "
-                    f"Name the `model`, or leave out `{name}`."
+                    f"`{name}`={shown(getattr(self, name))} is about a named `model`, and method='{self.method}' "
+                    f"finds one. Name the `model`, or leave out `{name}`."
                 )
 
     def _check_lengths(self) -> None:
@@ -816,6 +863,14 @@ def describe_settings(method: str | None = None) -> list[Setting]:
         Setting(_key(item), _type_name(item), repr(_default(item)), item.metadata.get("help", ""))
         for item in described
     ]
+
+
+def option_fields(method: str) -> list[Field]:
+    """The fields of a method's own options; none of a method that does not exist."""
+    try:
+        return _option_fields(_options_class(method))
+    except SpecDecError:
+        return []
 
 
 # ---------------------------------------------------------------------------------------- what the user's value means
@@ -940,21 +995,8 @@ def _read_text(text: str) -> dict[str, Any]:
 
 
 def _read_path(path: str) -> dict[str, Any]:
-    """Saved settings where there are some; a draft model otherwise."""
-    if path.endswith(".json"):
-        return _read_json_file(Path(path))
-    saved = Path(path) / CONFIG_NAME
-    if not saved.is_file():
-        return {"model": path}
-    settings = _read_json_file(saved)
-    if (Path(path) / "config.json").is_file():
-        from .hub.published import check_asks_for_no_code
-
-        # They came with a checkpoint, whoever made it.
-        check_asks_for_no_code(settings, f"'{saved}'")
-        if settings.get("model") is None:
-            settings["model"] = path
-    return settings
+    """The settings in a file, or a folder or repository as the model; what was saved in it is read with its method."""
+    return _read_json_file(Path(path)) if path.endswith(".json") else {"model": path}
 
 
 def _read_json_file(path: Path) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from .decoding.loop import DecodingLoop, Request
 from .decoding.target import model_profile
 from .errors import SpecConfigError, shown
 from .hook import configured_settings, original_generate
-from .hub.published import IN_GENERATION_CONFIG, settings_of_generation_config
-from .speculator import GivenCandidateGenerator, Speculator, load_speculator
+from .hub.published import IN_GENERATION_CONFIG
+from .speculator import GivenCandidateGenerator, Speculator, load_configured, load_speculator
 
 
 logger = logging.get_logger(__name__)
@@ -105,6 +105,8 @@ def generate_speculatively(
         return original(model, *args, **kwargs)
     _use_cache_unless_forbidden(model, arguments)
     problems = _problems(model, arguments)
+    # A generation config of this call asks for it; one that came with the model, or a copy of it, does not.
+    is_asked = configured is None or num_speculative_tokens is not None or not _is_the_models_own(model, configured)
     if problems and configured is not None:
         # Nobody has asked for speculation in this call.
         logger.warning_once(
@@ -116,11 +118,14 @@ def generate_speculatively(
         raise SpecConfigError(f"This request cannot be decoded speculatively. {problems}")
     _prepare_stop_strings(model, arguments)
     model_profile(model)
-    with _naming_the_source(None if configured is None else IN_GENERATION_CONFIG):
-        if configured is not None:
-            speculative = settings_of_generation_config(configured)
-        # Last, because it may load weights.
+    # Last, because it may load weights.
+    if configured is None:
         speculator = _speculator(model, spec_method, spec_model, num_speculative_tokens, speculative, assistant)
+    else:
+        with _naming_the_source(IN_GENERATION_CONFIG):
+            speculator = load_configured(model, configured, num_speculative_tokens, is_asked=is_asked)
+    if speculator is None:
+        return original(model, *args, **kwargs)
     if speculator.stock_assistant is not None:
         return _generate_assisted(model, original, arguments, speculator)
     streamer, synced_gpus = arguments.pop("streamer", None), arguments.pop("synced_gpus", None)
@@ -287,15 +292,23 @@ def _repository_speculates(model, arguments: dict[str, Any]) -> bool:
     return getattr(model.load_custom_generate(repository, **others), "takes_speculative_arguments", False)
 
 
+def _is_the_models_own(model, configured: Any) -> bool:
+    """Whether a call's generation config says what the model's does: pipelines and servers pass copies of that."""
+    own = configured_settings(model, (), {})
+    try:
+        return own is configured or bool(own == configured)
+    except Exception:  # noqa: BLE001 - anything can stand in a generation config
+        return False
+
+
 @contextmanager
-def _naming_the_source(source: str | None) -> Iterator[None]:
+def _naming_the_source(source: str) -> Iterator[None]:
     """Errors about settings that were not in the call say where they are."""
     try:
         yield
     except SpecConfigError as error:
-        if source is None or str(error).startswith(source):
-            raise
-        raise SpecConfigError(f"{source}: {error} Correct it, or pass spec_method='off'.") from error
+        text = str(error).removeprefix(f"{source}: ")
+        raise SpecConfigError(f"{source}: {text} Correct it, or pass spec_method='off'.") from error
 
 
 def _use_cache_unless_forbidden(model, arguments: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,10 +25,12 @@ from .config import AUTO, SpeculativeConfig
 from .control import ControlProfile, ScheduledLength, SpeculationController
 from .control.store import find_profile
 from .decoding.graphs import forget_graphs
-from .errors import SpecConfigError, SpecDecError
+from .errors import SpecConfigError
 from .hub.detect import reads_target_cache
 from .hub.discover import Access, Candidate, Search, Target
 from .hub.files import file_identity, only_safetensors
+from .hub.published import IN_GENERATION_CONFIG, published_config, settings_of_generation_config
+from .hub.trust import one_line, restrictions, warn_of
 from .loaded import forget_records, record_of
 from .threads import cached_property
 
@@ -52,6 +55,9 @@ class Speculator:
         profile (`ControlProfile`, *optional*): Costs and acceptance that earlier calls with
             num_speculative_tokens="auto" have found; each call learns from it and adds to it.
         target (`PreTrainedModel`, *optional*): The target, which is not kept alive.
+
+    Attributes:
+        origin (`dict`): Of a drafter that no call has named: what was taken and from whom, for the statistics.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class Speculator:
         self.target_revision = target_revision
         self.profile = ControlProfile() if profile is None else profile
         self._target = None if target is None else ref(target)
+        self.origin: dict[str, str | None] = {}
 
     @property
     def method(self) -> str:
@@ -146,7 +153,10 @@ class Speculator:
         """The same speculator, knowing nothing of earlier texts. Weights and learnt costs are shared."""
         resources = _without_texts(self.generator_class, self.config, self.resources, target_model)
         names = self.target_name, self.target_revision
-        return Speculator(self.config, self.generator_class, resources, self.note, *names, self.profile, target_model)
+        known = self.note, *names, self.profile, target_model
+        speculator = Speculator(self.config, self.generator_class, resources, *known)
+        speculator.origin = self.origin
+        return speculator
 
     @property
     def stock_assistant(self) -> torch.nn.Module | None:
@@ -229,7 +239,8 @@ def load_speculator(
     Args:
         target_model (`PreTrainedModel`): The model whose `generate()` is to be sped up.
         config (*optional*): What [`SpeculativeConfig.resolve`] takes: a config, dict, JSON, method, repo id or path.
-            With the method "auto" and no model, the best drafter that is found for the target and that loads.
+            With the method "auto", or one that needs weights, and no model: the best drafter (of that method) that is
+            found for the target and that loads.
         draft_model (`PreTrainedModel`, *optional*): A loaded draft model, in place of the `model` setting.
         settings: Flat settings that take precedence over those of `config`.
 
@@ -243,8 +254,14 @@ def load_speculator(
     if draft_model is not None and settings.get("method") in (None, AUTO) and not _names_method(config):
         settings["method"] = _method_of(draft_model)
     resolved = SpeculativeConfig.resolve(config, target_config=target_model.config, **settings)
-    if resolved.method == AUTO:
+    if resolved.is_to_be_found and draft_model is None:
         return _load_found(target_model, resolved)
+    return _load(target_model, resolved, draft_model)
+
+
+def _load(
+    target_model: torch.nn.Module, resolved: SpeculativeConfig, draft_model: torch.nn.Module | None = None
+) -> Speculator:
     generator_class = resolve_candidate_generator(resolved.method)
     if draft_model is not None:
         _check_takes(generator_class, resolved.method, draft_model)
@@ -256,41 +273,140 @@ def load_speculator(
     return Speculator(resolved, generator_class, resources, None, name, revision, profile, target_model)
 
 
-def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig) -> Speculator:
-    """The best drafter that is found for the target and that loads; a target is searched for once."""
+def load_configured(
+    target_model: torch.nn.Module, entry: Any, num_speculative_tokens: int | str | None = None, *, is_asked: bool
+) -> Speculator | None:
+    """As [`load_speculator`], with the settings of a generation config, which count as far as a stranger's may.
+
+    Args:
+        target_model (`PreTrainedModel`): The target.
+        entry: What the generation config says.
+        num_speculative_tokens (`int` or "auto", *optional*): What the call says.
+        is_asked (`bool`): The call itself asks for speculation. If not, whatever goes wrong is a warning, once, and
+            `None` is returned.
+
+    Raises:
+        SpecDecError: The call asked for it, and it cannot be followed.
+    """
+    key, refused = (_written(entry), num_speculative_tokens, restrictions()), record_of(target_model).refused
+    if not is_asked and refused.get(key):
+        return None
+    try:
+        settings = settings_of_generation_config(entry)
+        given = {} if num_speculative_tokens is None else {"num_speculative_tokens": num_speculative_tokens}
+        config = published_config(settings, IN_GENERATION_CONFIG, with_place=True)
+        if config.model is None:
+            return load_speculator(target_model, config, **given)
+        return _load_found(target_model, SpeculativeConfig(AUTO, **given), settings)
+    except Exception as error:
+        if is_asked:
+            raise
+        # Nobody has asked for speculation in this call.
+        refused.put(key, True)
+        logger.warning(
+            f"{type(target_model).__name__} generates without speculation, which its generation config sets: "
+            f"{one_line(error, 500)} Correct the entry, or take it out with "
+            "hf_specdec.store_settings(model.generation_config, None)."
+        )
+        return None
+
+
+def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig, entry: Any = None) -> Speculator:
+    """The best drafter that is found for the target and that loads; a target is searched for once.
+
+    Args:
+        target_model (`PreTrainedModel`): The target.
+        config (`SpeculativeConfig`): The settings; a method other than "auto" restricts the search to its drafters.
+        entry (*optional*): Instead of searching, take the drafter that these settings of the target name.
+    """
+    config.check_can_be_found()
     access = Access.of(config)
-    key = (access, config.dtype, config.device, config.quantization)
+    drafting = None if config.method == AUTO else parts_of(config.method)[-1]
+    key = (drafting, access, config.dtype, config.device, config.quantization)
+    key += (config.trusted_owners, restrictions(), None if entry is None else _written(entry))
     record = record_of(target_model)
     with record.searching:
         known = record.found.get(key)
         if known is not None:
             return _load_candidate(target_model, config, *known)
-        failures = []
-        search = Search(Target.of_model(target_model), access)
-        for candidate in search.usable():
+        failures: dict[str, Exception] = {}
+        target = Target.of_model(target_model)
+        search = Search(target, access, method=drafting, trusted_owners=config.trusted_owners)
+        for candidate in search.usable() if entry is None else search.named_by(entry):
             reason = _why_without_weights(search, failures) if candidate.place == "none" else candidate.reason
             try:
                 speculator = _load_candidate(target_model, config, candidate, reason)
-            except (SpecDecError, OSError, torch.OutOfMemoryError) as error:
-                failures.append(f"{candidate}: {error}")
-                logger.warning(f"method='auto' passes over {failures[-1]}")
+            except Exception as error:  # noqa: BLE001 - weights of strangers may trip anything
+                failures[f"{candidate.title}, {candidate.reason}: {one_line(error, 500)}"] = error
+                logger.warning(f"{_asked(config)} passes over {next(reversed(failures))}")
                 continue
             record.found.put(key, (candidate, reason))
             logger.info(f"Speculation: {speculator.note}.")
+            warn_of(candidate.left_out, f"The settings of {candidate}")
             return speculator
-    raise SpecConfigError(f"method='auto' finds nothing that can be loaded with these settings. {' '.join(failures)}")
+    seen = [*search.rejected, *failures]
+    if len(seen) == len(failures) == 1 and not search.notes and drafting is not None:
+        # Of several one would be no answer.
+        raise next(iter(failures.values()))
+    if entry is not None:
+        raise SpecConfigError(f"{IN_GENERATION_CONFIG} names a drafter that cannot be taken: {' '.join(seen)}")
+    raise SpecConfigError(_nothing_found(config, target.name, seen, search.notes))
 
 
 def _load_candidate(
     target_model: torch.nn.Module, config: SpeculativeConfig, candidate: Candidate, reason: str
 ) -> Speculator:
-    with only_safetensors():
-        speculator = load_speculator(target_model, candidate.configured(config))
-    speculator.note = f"method='auto' chose {candidate}: {reason}"
+    # The target itself is what its user has named.
+    is_named = candidate.place == "target" and config.method != AUTO
+    with nullcontext() if is_named else only_safetensors():
+        resolved = SpeculativeConfig.resolve(candidate.configured(config), target_config=target_model.config)
+        speculator = _load(target_model, resolved)
+    speculator.note = f"{_asked(config)} chose {candidate.title}: {reason}"
+    speculator.origin = candidate.origin
     return speculator
 
 
-def _why_without_weights(search: Search, failures: list[str]) -> str:
+def _written(entry: Any) -> str:
+    """What a generation config says, to know it again."""
+    try:
+        return repr(entry)
+    except Exception:  # noqa: BLE001 - anything can stand there
+        return type(entry).__name__
+
+
+def _asked(config: SpeculativeConfig) -> str:
+    return f"method='{config.method}'"
+
+
+# Of what was seen in vain, so many are listed.
+_MOST_LISTED = 8
+
+
+def _nothing_found(config: SpeculativeConfig, target: str, seen: list[str], notes: list[str]) -> str:
+    """What was looked for, what was seen, and why it does not fit."""
+    drafter = "a drafter" if config.method == AUTO else _CALLED.get(parts_of(config.method)[-1], "a drafter")
+    found = f" Seen: {' '.join(f'({i}) {line}' for i, line in enumerate(seen[:_MOST_LISTED], 1))}" if seen else ""
+    more = f" And {len(seen) - _MOST_LISTED} more." if len(seen) > _MOST_LISTED else ""
+    limits = f" Not searched: {'; '.join(map(one_line, notes))}." if notes else ""
+    name = f"'{target}'" if target else "a target without a name"
+    return (
+        f"spec_method='{config.method}' needs {drafter}, and none was found for {name}.{found}{more}{limits} Pass its "
+        "folder or repo id as `spec_model`, or leave the choice to spec_method='auto'."
+    )
+
+
+_CALLED = {
+    "draft_model": "a draft model",
+    "dflash": "a draft",
+    "eagle": "a head",
+    "eagle3": "a head",
+    "medusa": "heads",
+    "mlp_speculator": "a speculator",
+    "mtp": "MTP layers",
+}
+
+
+def _why_without_weights(search: Search, failures: Mapping[str, Exception]) -> str:
     """What has come of the search for a drafter with weights, in one line."""
     if failures:
         return "what was found cannot be loaded, as warnings say"

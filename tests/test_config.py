@@ -517,6 +517,7 @@ COMMON_VALUES = {
     "local_files_only": st.booleans(),
     "token": WORDS | st.booleans(),
     "trust_remote_code": st.booleans(),
+    "trusted_owners": st.lists(st.sampled_from(["user", "org"]), max_size=2).map(tuple),
     "enforce_eager": st.booleans(),
     "num_speculative_tokens_per_batch_size": st.dictionaries(st.integers(2, 99), st.just(1), max_size=3).map(
         lambda lengths: {1: 1, **lengths}

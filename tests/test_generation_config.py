@@ -1,10 +1,14 @@
 """Settings in the generation config: honoured where the call names none, and no more."""
 
+import copy
 import json
+import logging
+import re
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, pipeline
+from transformers.utils import logging as transformers_logging
 
 import hf_specdec
 from hf_specdec import SpecConfigError, SpeculativeConfig, hook, record
@@ -13,6 +17,22 @@ from tests.models import letter_tokenizer, prompts, tiny_llama
 
 SETTINGS = {"do_sample": False, "max_new_tokens": 24}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 6}
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """What is warned of, also what another test has been warned of."""
+    lines = []
+
+    class Lines(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    handler, logger = Lines(logging.WARNING), logging.getLogger("hf_specdec")
+    logger.addHandler(handler)
+    transformers_logging.warning_once.cache_clear()
+    yield lines
+    logger.removeHandler(handler)
 
 
 @pytest.fixture
@@ -87,12 +107,19 @@ def test_a_config_of_the_call(model, configured, inputs, as_position):
         assert [stat.method for stat in stats] == methods
 
 
-def test_a_drafter_by_name(model, inputs, tmp_path):
+def test_a_drafter_in_a_folder(model, inputs, tmp_path, monkeypatch):
     tiny_llama(seed=1).save_pretrained(tmp_path / "draft")
-    for value in (str(tmp_path / "draft"), {"model": str(tmp_path / "draft"), "same_tokenizer": True}):
+    for value in (str(tmp_path / "draft"), {"model": str(tmp_path / "draft"), "num_speculative_tokens": 3}):
         config = GenerationConfig(**SETTINGS, pad_token_id=0, speculative=value)
-        _, (stats,) = calls(lambda config=config: model.generate(**inputs, generation_config=config))
+        # Whoever sends a generation config to a server shall not look around in its folders.
+        with pytest.raises(SpecConfigError, match="is no id of a repository. Name folders in the call"):
+            model.generate(**inputs, generation_config=config)
+        with monkeypatch.context() as patch:
+            patch.setenv("HF_SPECDEC_ALLOWED_MODELS", f"user/*, {tmp_path}/dr*")
+            _, (stats,) = calls(lambda config=config: model.generate(**inputs, generation_config=config))
         assert stats.method == "draft_model"
+        assert stats.num_draft_tokens > 0
+        assert stats.drafter["place"] == "entry"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +140,6 @@ def test_calls_that_cannot_speculate_are_plain(model, configured, inputs, settin
     ("settings", "match"),
     [
         ({"method": "ngrm"}, "Unknown spec_method='ngrm'.*off"),
-        ({"method": "ngram", "top_k": 3}, "in the generation config: .*top_k"),
         ({"num_speculative_tokens": 3}, "in the generation config: .*method or a model"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "in the generation config: .*num_speculative_tokens"),
         (["ngram"], "in the generation config: .*got list"),
@@ -123,22 +149,72 @@ def test_calls_that_cannot_speculate_are_plain(model, configured, inputs, settin
         ({"model": "a/b", "options": {"trust_remote_code": True}}, "must not let code run"),
     ],
 )
-def test_wrong_settings_are_clear_errors(inputs, settings, match):
+def test_wrong_settings(inputs, settings, match, warnings):
+    """Whoever passes them in a call hears of it; what came with a model is no reason to fail."""
     model = tiny_llama()
-    model.generation_config.speculative = settings
+    plain = model.generate(**inputs, **SETTINGS)
+    config = GenerationConfig(**SETTINGS, pad_token_id=0, speculative=settings)
     with pytest.raises(SpecConfigError, match=match):
-        model.generate(**inputs, **SETTINGS)
-    assert model.generate(**inputs, **SETTINGS, spec_method="off").shape == (2, 33)
+        model.generate(**inputs, generation_config=config)
+    model.generation_config.speculative = settings
+    # Pipelines and servers pass copies of the model's own.
+    own = copy.deepcopy(model.generation_config)
+    own.update(**SETTINGS)
+    for arguments in (SETTINGS, SETTINGS, {"generation_config": own}):
+        output, stats = calls(lambda arguments=arguments: model.generate(**inputs, **arguments))
+        assert torch.equal(output, plain)
+        assert stats == []
+    (warning,) = warnings
+    assert "generates without speculation" in warning
+    assert re.search(match.removesuffix(".*off"), warning)
+    # Speculation is asked for.
+    with pytest.raises(SpecConfigError, match=match):
+        model.generate(**inputs, **SETTINGS, num_speculative_tokens=3)
 
 
-def test_a_saved_drafter_cannot_bring_code_along(inputs, tmp_path):
+def test_a_saved_drafter_cannot_bring_code_along(inputs, tmp_path, monkeypatch):
     draft = tmp_path / "draft"
     tiny_llama(seed=1).save_pretrained(draft)
     (draft / "speculation_config.json").write_text('{"method": "draft_model", "trust_remote_code": true}')
-    model = tiny_llama()
-    model.generation_config.speculative = str(draft)
+    monkeypatch.setenv("HF_SPECDEC_ALLOWED_MODELS", str(tmp_path / "*"))
+    config = GenerationConfig(**SETTINGS, pad_token_id=0, speculative=str(draft))
     with pytest.raises(SpecConfigError, match="must not let code run"):
-        model.generate(**inputs, **SETTINGS)
+        tiny_llama().generate(**inputs, generation_config=config)
+
+
+@pytest.mark.parametrize(
+    "dangerous",
+    [
+        {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [1.0, 1.0]},
+        {"rejection_sample_method": "typical", "posterior_threshold": 0.01},
+        {"control_profile": "/etc/passwd", "num_speculative_tokens": "auto"},
+        {"device": "cuda:7", "token": "hf_secret", "cache_dir": "/etc", "code_revision": "main"},
+        {"quantization": "bitsandbytes_4bit", "dtype": "float16", "top_k": 3, "of_a_later_version": 1},
+        {"suffix_decoding_max_cached_tokens": 10**12, "options": {"prompt_lookup_max_indexed_tokens": 10**12}},
+    ],
+    ids=["synthetic", "typical", "profile", "account", "weights", "memory"],
+)
+@pytest.mark.parametrize("of_the_call", [False, True])
+def test_only_the_shape_of_drafts_is_taken(inputs, dangerous, of_the_call, warnings):
+    model = tiny_llama()
+    plain = model.generate(**inputs, **SETTINGS)
+    entry = {"method": "ngram", "prompt_lookup_max": 4, **dangerous}
+    config = GenerationConfig(**SETTINGS, pad_token_id=0, speculative=entry) if of_the_call else None
+    if not of_the_call:
+        model.generation_config.speculative = entry
+    arguments = {"generation_config": config} if of_the_call else SETTINGS
+    output, (stats,) = calls(lambda: model.generate(**inputs, **arguments))
+    assert torch.equal(output, plain)
+    assert (stats.method, stats.is_lossless) == ("ngram", True)
+    names = {*dangerous, *dangerous.get("options", {})} - {"options", "num_speculative_tokens"}
+    assert all(name in warnings[0] for name in names)
+    assert "prompt_lookup_max," not in warnings[0]
+    # What a call says itself counts.
+    rule = {"rejection_sample_method": "typical"}
+    _, (stats,) = calls(
+        lambda: model.generate(**inputs, max_new_tokens=4, do_sample=True, speculative={**NGRAM, **rule})
+    )
+    assert not stats.is_lossless
 
 
 def test_pipelines_honour_it(configured):
@@ -158,8 +234,9 @@ def test_stored_settings(model, tmp_path):
         ("user/head", "user/head"),
         (tmp_path, str(tmp_path)),
         (NGRAM, NGRAM),
-        # What only concerns this machine is not stored.
+        # What only concerns this machine is not stored, and what would not be obeyed.
         (SpeculativeConfig(model="user/head", device="cuda:1"), {"model": "user/head"}),
+        (SpeculativeConfig("ngram", rejection_sample_method="typical"), {"method": "ngram"}),
     ):
         hf_specdec.store_settings(config, given)
         assert config.speculative == stored

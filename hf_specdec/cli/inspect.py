@@ -69,6 +69,7 @@ def _table(inspection: Inspection, target: str | None) -> Table:
         "size": shown_size(found.num_bytes),
         "MTP layers": str(found.mtp_layers or ""),
         f"fits '{target}'": {None: "", True: "yes", False: "no"}[inspection.fits],
+        "hint": inspection.hint,
     }
     for name, value in rows.items():
         if value:

@@ -81,7 +81,8 @@ class DecodingLoop:
         self.sequences = Sequences(request.input_ids, _pad_token(config))
         self.recorder = OutputRecorder(self.batch_size, config)
         self.stop = StopRules(request.stopping_criteria, self.sequences, self.recorder.scores)
-        self.stats = SpecDecodingStats(method=speculator.method, batch_size=self.batch_size)
+        origin = dict(getattr(speculator, "origin", {}))
+        self.stats = SpecDecodingStats(method=speculator.method, batch_size=self.batch_size, drafter=origin)
         self.keeps_cache = bool(config.return_dict_in_generate) or request.past_key_values is not None
         self.finished_states: dict[int, list] = {}
         self.streamed = 0

@@ -24,8 +24,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from ..candidate_generators import parts_of
 from ..config import AUTO, METHODS_WITHOUT_MODEL, SpeculativeConfig
 from ..errors import SpecConfigError
-from .discover import is_repo_id
 from .files import RepoFiles
+from .inspect import is_repo_id
 from .published import CARD_KEY, published_config, settings_to_publish, target_entry
 
 
@@ -73,8 +73,8 @@ def read_card(name: str | os.PathLike, **location) -> SpeculativeConfig | None:
 
     Raises:
         CheckpointAccessError: The repository cannot be reached.
-        SpecConfigError: The settings are wrong, or ask for remote code. Names that this version does not know are
-            left out, with a line in the log.
+        SpecConfigError: The settings are wrong, or ask for remote code. Those that a card may not say, or that this
+            version does not know, are left out with a warning.
     """
     files = RepoFiles(name, **location)
     settings = files.card.get(CARD_KEY)
@@ -83,14 +83,14 @@ def read_card(name: str | os.PathLike, **location) -> SpeculativeConfig | None:
     if isinstance(settings, Mapping):
         settings = {key: value for key, value in settings.items() if key != "target"}
     place = {"model": files.name, "revision": files.revision, "subfolder": files.subfolder or None}
-    return published_config(settings, _SOURCE.format(files.name), ignore_unknown=True, **place)
+    return published_config(settings, _SOURCE.format(files.name), **place)
 
 
 def read_target_card(name: str | os.PathLike, **location) -> SpeculativeConfig | None:
     """The settings that a target's card names for it; arguments, result and errors as of `read_card`."""
     files = RepoFiles(name, **location)
     entry = target_entry(files.card)
-    return None if entry is None else published_config(entry, _SOURCE.format(files.name), ignore_unknown=True)
+    return None if entry is None else published_config(entry, _SOURCE.format(files.name), with_place=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- writing
@@ -262,7 +262,8 @@ def _body(
         f"# {name.rpartition('/')[2]}",
         "",
         f"{title[0].upper()}{title[1:]}{of}, for speculative decoding: the drafter proposes several tokens, and the "
-        f"target checks all of them in one forward pass. {_promise(config)}",
+        "target checks all of them in one forward pass. The text is the target's: the same tokens if it is greedy, "
+        "the same distribution if it samples.",
         "",
         "| setting | value |",
         "|---|---|",
@@ -284,12 +285,6 @@ def _body(
     ]
 
 
-def _promise(config: SpeculativeConfig) -> str:
-    if config.rejection_sample_method in ("standard", "block"):
-        return "The text is the target's: the same tokens if it is greedy, the same distribution if it samples."
-    return f"Its acceptance rule `{config.rejection_sample_method}` changes the distribution of the text."
-
-
 def _section(heading: str, command: str | None) -> list[str]:
     return [] if command is None else [heading, "", "```bash", command, "```", ""]
 
@@ -309,7 +304,7 @@ def _length(config: SpeculativeConfig) -> int:
 
 
 def _vllm_command(config: SpeculativeConfig, name: str, target: str | None) -> str | None:
-    """`None` if vLLM has no such method or rule."""
+    """`None` if vLLM has no such method."""
     if config.method in _NOT_FOR_VLLM:
         return None
     place = {} if config.method in METHODS_WITHOUT_MODEL else {"model": name}
@@ -323,7 +318,7 @@ def _vllm_command(config: SpeculativeConfig, name: str, target: str | None) -> s
 def _sglang_command(config: SpeculativeConfig, name: str, target: str | None) -> str | None:
     """Its number of draft tokens counts the last committed one as well."""
     algorithm, length = _SGLANG_ALGORITHMS.get(config.method), _length(config)
-    if algorithm is None or config.rejection_sample_method not in ("standard", "block"):
+    if algorithm is None:
         return None
     options = [f"--model-path {shlex.quote(target or 'path/to/target')}", f"--speculative-algorithm {algorithm}"]
     if config.method not in METHODS_WITHOUT_MODEL:

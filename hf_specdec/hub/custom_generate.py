@@ -17,7 +17,7 @@ from .. import __version__
 from ..config import AUTO, CONFIG_NAME, METHODS_WITHOUT_MODEL, SpeculativeConfig
 from ..errors import SpecConfigError
 from .card import CARD_NAME, is_public, load_card, repository_name
-from .published import settings_to_publish
+from .published import PRIVATE
 
 
 TAG = "custom_generate"
@@ -110,7 +110,7 @@ def _settings(folder: Path, config: SpeculativeConfig | None, name: str | None) 
         raise SpecConfigError(
             f"Others cannot load the drafter from the folder '{config.model}'. Push it, and name its repository."
         )
-    return settings_to_publish(config, with_place=True)
+    return {key: value for key, value in config.to_dict().items() if key not in PRIVATE}
 
 
 def _card(folder: Path, name: str, settings: dict[str, Any]) -> ModelCard:

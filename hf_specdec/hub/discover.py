@@ -7,14 +7,16 @@ Four places are searched, in this order:
     cache    the repositories in the local cache of the Hub
     hub      the repositories of the Hub whose card says that they are based on the target
 
-and behind them come the methods that need no weights. Only configs, cards and the headers of weights are read. A place
-that cannot be reached, or that takes too long, just has less to offer: a search never fails.
+and behind them come the methods that need no weights. A search may be for the drafters of one method only. Only
+configs, cards and the headers of weights are read. A place that cannot be reached, or that takes too long, just has
+less to offer: a search never fails. Nobody has named what is found here, so that it is taken only where nothing of it
+would have to be trusted: no pickled weights, no code, no more bytes than the target has, and of allowed owners.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,20 +24,30 @@ from time import monotonic
 from typing import Any
 
 from huggingface_hub import ModelInfo, constants, get_session, is_offline_mode
-from huggingface_hub.utils import HFValidationError, build_hf_headers, hf_raise_for_status, validate_repo_id
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from transformers import CONFIG_MAPPING
 from transformers.utils import logging
 
 from ..candidate_generators import KNOWN_METHODS, parts_of
-from ..config import AUTO, METHODS_WITHOUT_MODEL, SpeculativeConfig
+from ..config import AUTO, METHODS_WITHOUT_MODEL, SpeculativeConfig, describe_settings
 from ..errors import CheckpointFormatError, SpecConfigError
 from ..models.draft_model import compare_token_tables, token_table
 from ..threads import cached_property
-from .detect import Detection, TargetNeeds, detect
+from .detect import Detection, detect
 from .files import RepoFiles
 from .formats import FORMATS
-from .inspect import target_problems, text_config
-from .published import CARD_KEY, published_config, saved_settings, settings_of_generation_config, target_entry
+from .inspect import (
+    cached_repo_id,
+    has_mtp_layers,
+    is_repo_id,
+    is_same_checkpoint,
+    own_layer_problems,
+    repo_id_of,
+    target_problems,
+    text_config,
+)
+from .published import CARD_KEY, config_of, saved_settings, settings_in_entry, target_entry
+from .trust import PLACE_SETTINGS, is_allowed_folder, one_line, owner_of, sifted, why_not_unasked
 
 
 logger = logging.get_logger(__name__)
@@ -68,6 +80,12 @@ DEFAULT_LIMIT = 8
 # Each token of a draft model costs about this share of a target's; beyond the last one it cannot pay.
 _MOST_DRAFT_WORK = 1 / 4
 
+# A drafter that nobody has named has at most as many bytes as the target, or so many.
+_LEAST_BOUND = 64 * 2**20
+
+# Files that come along with a whole model.
+_BESIDE_WEIGHTS = (".json", ".txt", ".model", ".jinja")
+
 # Tags of drafters' cards. The Hub is asked for the first ones; a query cannot say "or".
 _TAGS_ASKED_FOR = ("speculative-decoding", "eagle3", "dflash")
 _TAGS = frozenset(
@@ -96,6 +114,7 @@ class Candidate:
         num_draft_tokens (`int`, *optional*): Tokens of a draft that it was made for, as far as it says.
         downloads (`int`): From the Hub within a month; 0 where not known.
         problems (`tuple[str, ...]`): Why it is never chosen; empty where it can be.
+        left_out (`tuple[str, ...]`): Settings that came with it and are not for it to say.
     """
 
     method: str | None
@@ -108,9 +127,28 @@ class Candidate:
     num_draft_tokens: int | None = None
     downloads: int = 0
     problems: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.method or 'unknown format'} '{self.model}'" if self.model else str(self.method)
+        return f"{self.method or 'unknown format'} '{one_line(self.model)}'" if self.model else str(self.method)
+
+    @property
+    def origin(self) -> dict[str, str | None]:
+        """What was taken and from whom: `model`, `owner` and `revision` (of a repository), `place`."""
+        is_repository = self.model is not None and not os.path.isdir(self.model)
+        return {
+            "model": self.model,
+            "owner": owner_of(self.model) if is_repository else None,
+            "revision": self.settings.get("revision") if is_repository else None,
+            "place": self.place,
+        }
+
+    @property
+    def title(self) -> str:
+        """Its name with owner and revision."""
+        of = {"owner": self.origin["owner"], "revision": self.origin["revision"]}
+        known = ", ".join(f"{name} '{one_line(value, 60)}'" for name, value in of.items() if value)
+        return f"{self} ({known})" if known else str(self)
 
     @property
     def reason(self) -> str:
@@ -118,23 +156,31 @@ class Candidate:
         return _REASONS.get((self.place, self.relation)) or f"{_FOUND[self.place]}, {_BELONGS[self.relation]}"
 
     def configured(self, asked: SpeculativeConfig) -> SpeculativeConfig:
-        """The settings of a call for this drafter: its own, and over them those of the call that its method has."""
+        """The settings of a call for this drafter: its own, and over them those of the call that its method has.
+
+        A call that names the method, which may be a combination with that of the drafter, has its way.
+        """
         own = {"model": self.model, **self.settings}
-        has_shape = self.method not in METHODS_WITHOUT_MODEL
-        says_shape = has_shape and (asked.speculative_token_tree or asked.options.values)
+        method = self.method if asked.method == AUTO else asked.method
+        # It has been found.
+        asked = asked.replace(trusted_owners=None)
+        has_shape = method not in METHODS_WITHOUT_MODEL
+        options = asked.to_dict().keys() - {setting.key for setting in describe_settings()}
+        says_shape = has_shape and (asked.speculative_token_tree or options)
         if asked.num_speculative_tokens or says_shape:
             # The call says itself what shape its drafts have.
             own = _without(own, "num_speculative_tokens", "speculative_token_tree")
-        config = asked.for_method(self.method, **own)
+        config = asked.for_method(method, **own)
         most, k = self.num_draft_tokens, config.fixed_length
         is_chain = isinstance(k, int) and not config.speculative_token_tree
-        if self.method in _ONE_TOKEN_A_HEAD and most and is_chain and k > most:
+        if asked.method == AUTO and method in _ONE_TOKEN_A_HEAD and most and is_chain and k > most:
             config = config.replace(num_speculative_tokens=most)
         return config
 
     def to_dict(self) -> dict[str, Any]:
         """As plain Python and JSON types."""
-        return {**asdict(self), "settings": dict(self.settings), "problems": list(self.problems)}
+        lists = {"problems": list(self.problems), "left_out": list(self.left_out)}
+        return {**asdict(self), "settings": dict(self.settings), **lists}
 
 
 _ONE_TOKEN_A_HEAD = ("medusa", "mlp_speculator")
@@ -204,12 +250,14 @@ class Target:
         config (`dict`): Its `config.json`.
         revision (`str`, *optional*): Branch, tag or commit of its repository.
         entry (`Any`): `speculative` of its generation config.
+        num_bytes (`int`, *optional*): Of its weights.
     """
 
     name: str
     config: Mapping[str, Any]
     revision: str | None = None
     entry: Any = None
+    num_bytes: int | None = None
 
     @classmethod
     def of_model(cls, model) -> Target:
@@ -220,6 +268,7 @@ class Target:
             source.to_dict(),
             getattr(source, "_commit_hash", None),
             getattr(getattr(model, "generation_config", None), "speculative", None),
+            sum(weight.numel() * weight.element_size() for weight in model.parameters()),
         )
 
     @classmethod
@@ -231,24 +280,24 @@ class Target:
         """
         files = RepoFiles(name, revision=revision, **asdict(access))
         settings = files.read_json("generation_config.json") if "generation_config.json" in files else {}
-        return cls(name, files.config, revision, settings.get("speculative"))
+        sizes = [size for file, size in files.sizes.items() if file.endswith(_WEIGHTS) and size]
+        return cls(name, files.config, revision, settings.get("speculative"), sum(sizes) or None)
 
     @property
     def repo_id(self) -> str | None:
         """Its id on the Hub, as far as its name tells."""
-        if not os.path.isdir(self.name):
-            return self.name if is_repo_id(self.name) else None
-        # A snapshot of the cache lies in models--user--name/snapshots/<commit>.
-        return _cached_repo_id(Path(self.name).resolve().parent.parent)
+        return repo_id_of(self.name)
 
-
-def is_repo_id(name: str) -> bool:
-    """Whether a name can be that of a repository on the Hub."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
+    @property
+    def most_draft_bytes(self) -> int | None:
+        """The most that the weights of a drafter which nobody has named may have; `None`: nothing tells."""
+        if self.num_bytes is None:
+            return None
+        # Of a target that is spread over processes each knows its own part; its config knows the whole.
+        vocabulary = _first_count(text_config(self.config), ("vocab_size",))
+        width = _first_count(text_config(self.config), _WIDTHS)
+        by_config = 2 * (12 * _work(self.config) + 2 * vocabulary * width)
+        return max(self.num_bytes, by_config, _LEAST_BOUND)
 
 
 class Search:
@@ -258,14 +307,28 @@ class Search:
         target (`Target`): The target.
         access (`Access`): How files are reached.
         limit (`int`): Repositories of the Hub that are looked into for each name of the target.
+        method (`str`, *optional*): Search for drafters of this method alone.
+        trusted_owners (`Sequence[str]`, *optional*): Take only what belongs to these owners. `None`: no matter whose;
+            the environment may restrict it further.
 
     Attributes:
         notes (`list[str]`): What could not be searched, and why.
+        rejected (`list[str]`): What was seen and cannot be used, and why.
     """
 
-    def __init__(self, target: Target, access: Access | None = None, limit: int = DEFAULT_LIMIT):
+    def __init__(
+        self,
+        target: Target,
+        access: Access | None = None,
+        limit: int = DEFAULT_LIMIT,
+        *,
+        method: str | None = None,
+        trusted_owners: Sequence[str] | None = None,
+    ):
         self.target, self.access, self.limit = target, access or Access(), limit
+        self.method, self.trusted_owners = method, trusted_owners
         self.notes: list[str] = []
+        self.rejected: list[str] = []
         # Names that the target goes by, and what a drafter for them is to it; more are found on the way.
         self.names = {target.repo_id: "exact"} if target.repo_id else {}
         self._seen: set[tuple] = set()
@@ -274,10 +337,28 @@ class Search:
         """Those that can be used, in the order of `rank`; a place is searched when those before it are used up."""
         distant = []
         for place in _SEARCHES:
-            found = [candidate for candidate in self._found_in(place) if not candidate.problems]
+            found = self._fit(self._found_in(place))
             yield from sorted((candidate for candidate in found if candidate.relation == "exact"), key=rank)
             distant += [candidate for candidate in found if candidate.relation != "exact"]
         yield from sorted(distant, key=rank)
+
+    def named_by(self, entry: Any) -> list[Candidate]:
+        """The drafter that one entry names, if it can be used."""
+        return self._fit(list(self.from_entry(entry)))
+
+    def _fit(self, found: list[Candidate]) -> list[Candidate]:
+        """Those that can be used; of the others it is remembered why not."""
+        fitting = []
+        for candidate in found:
+            problems = candidate.problems
+            if not problems and self.method not in (None, parts_of(candidate.method)[-1]):
+                # What needs no weights is there for "auto" alone.
+                problems = () if candidate.place == "none" else (f"It is for method='{candidate.method}'.",)
+            elif not problems:
+                fitting.append(candidate)
+            if problems:
+                self.rejected.append(f"{candidate.title}, {candidate.reason}: {' '.join(problems)}")
+        return fitting
 
     def all(self) -> list[Candidate]:
         """All of them in the order of `rank`, with those that cannot be used."""
@@ -299,7 +380,7 @@ class Search:
                     break
         except Exception as error:
             # What strangers write and servers answer may trip anything.
-            self.notes.append(f"{_FOUND[place]}: {error}")
+            self.notes.append(f"{_FOUND[place]}: {one_line(error)}")
             logger.debug(f"Discovery {self.notes[-1]}", exc_info=True)
         return found
 
@@ -330,32 +411,47 @@ class Search:
         location = {key: value for key, value in location.items() if value}
         candidate = Candidate(None, name, place, relation or "sizes", location, downloads=downloads)
         try:
+            self._check_may_be_taken(name, place)
             return self._judged(candidate, self.files(name, place, **location), is_sure=relation is not None)
         except Exception as error:  # noqa: BLE001 - configs and weights of strangers may trip anything
-            return None if relation is None else replace(candidate, problems=(str(error),))
+            return None if relation is None else replace(candidate, problems=(one_line(error, 500),))
+
+    def _check_may_be_taken(self, name: str, place: str) -> None:
+        """Refuses, before anything of it is read, what the call or the environment rules out."""
+        is_folder = os.path.isdir(name)
+        if is_folder and place != "entry":
+            raise SpecConfigError("A folder here has the same name: name the one that you mean as `model`.")
+        reason = None if is_folder else why_not_unasked(name, self.trusted_owners)
+        if reason is not None:
+            raise SpecConfigError(reason)
 
     def _judged(self, candidate: Candidate, files: RepoFiles, is_sure: bool) -> Candidate | None:
         """The candidate with what its files say; `is_sure` where its relation is known."""
         found = detect(files)
         problems = [*found.problems, *target_problems(found, self.target.config)]
-        problems += self._reasons_not_to_choose(files, found)
+        problems += self._reasons_not_to_choose(files, found, candidate)
         if not is_sure:
             made_for = self._made_for(found)
+            shows_sizes = made_for in RELATIONS or self._shows_the_same_sizes(found, candidate)
             if made_for in RELATIONS:
                 candidate = replace(candidate, relation=made_for)
-            elif problems or not self._shows_the_same_sizes(found, candidate):
+            elif found.method != self.method and (problems or not shows_sizes):
                 # One of the many models of other kinds and sizes.
                 return None
             elif made_for is not None:
                 problems.append(f"It was made for '{made_for}'.")
+            elif not (problems or shows_sizes):
+                problems.append("Nothing shows that it belongs to the target.")
+        settings, left_out = _own_settings(files, found.method)
         return replace(
             candidate,
             method=found.method,
-            settings={**_own_settings(files, found.method), **candidate.settings},
+            settings={**settings, **candidate.settings},
             format=found.format,
             num_bytes=found.num_bytes,
             num_draft_tokens=found.num_draft_tokens,
-            problems=tuple(problems),
+            problems=tuple(one_line(problem, 500) for problem in problems),
+            left_out=left_out,
         )
 
     def _made_for(self, found: Detection) -> str | None:
@@ -393,19 +489,37 @@ class Search:
             return False
         return True
 
-    def _reasons_not_to_choose(self, files: RepoFiles, found: Detection) -> Iterator[str]:
+    def _reasons_not_to_choose(self, files: RepoFiles, found: Detection, candidate: Candidate) -> Iterator[str]:
         """What speaks against a drafter that nobody has named, though it could be loaded."""
         if found.is_pickled:
             yield "Its weights are pickled: name it as `model` if you trust it."
+        yield from self._reasons_of_size(files, found)
         if found.method != "draft_model":
             return
         if "auto_map" in files.config and files.config.get("model_type") not in CONFIG_MAPPING:
             yield "It needs code from its repository: name it as `model` with `trust_remote_code` if you trust it."
         share = _work(files.config) / (_work(self.target.config) or 1)
-        if share > _MOST_DRAFT_WORK:
+        # Whoever publishes a target may know what pays for it.
+        if share > _MOST_DRAFT_WORK and candidate.place != "entry":
             yield (
                 f"It does {share:.2f} of the target's work for each token, and drafting pays with at most "
                 f"{_MOST_DRAFT_WORK:g}."
+            )
+
+    def _reasons_of_size(self, files: RepoFiles, found: Detection) -> Iterator[str]:
+        most = self.target.most_draft_bytes
+        if most is None or found.weight_file is None:
+            return
+        names = files.parts(found.weight_file)
+        if found.method == "draft_model":
+            names += [name for name in files.sizes if "/" not in name and name.endswith(_BESIDE_WEIGHTS)]
+        sizes = [files.sizes.get(name) for name in names]
+        if None in sizes:
+            yield "The size of its weights is not known."
+        elif sum(sizes) > most:
+            yield (
+                f"It has {sum(sizes) / 1e9:.2f} GB, more than the target ({most / 1e9:.2f} GB): name it as `model` if "
+                "that is meant."
             )
 
     def from_entry(self, entry: Any) -> Iterator[Candidate]:
@@ -417,12 +531,15 @@ class Search:
     def _named_by(self, entry: Any) -> Candidate | None:
         named = Candidate(None, place="entry", relation="exact")
         try:
-            config = _read_entry(entry)
+            settings, left_out = settings_in_entry(entry, _ENTRY)
+            config = config_of(settings, _ENTRY)
             if config.method == AUTO:
                 return None
-            named = replace(named, method=config.method, model=config.model)
+            named = replace(named, method=config.method, model=config.model, left_out=left_out)
             if config.model is None:
                 return self._drafter_without_model(named, config)
+            if config.subfolder is None and is_same_checkpoint(config.model, self.target.name):
+                raise SpecConfigError(f"{_ENTRY} names the target itself. Its own layers are method='mtp'.")
             location = {"revision": config.revision, "subfolder": config.subfolder}
             found = self.examined(self._path_of(config.model), "entry", relation="exact", **location)
             if found.method is None:
@@ -431,10 +548,11 @@ class Search:
                 raise SpecConfigError(f"{_ENTRY} names the method '{config.method}', and it is {found.method}'s.")
             # With the method it is known what its settings are.
             method = config.method or found.method
-            settings = {**found.settings, **_settings_of(_read_entry(entry, method=method))}
-            return replace(found, method=method, settings=settings)
+            settings = _settings_of(config_of({**settings, "method": method}, _ENTRY))
+            left_out = tuple(dict.fromkeys((*left_out, *found.left_out)))
+            return replace(found, method=method, settings={**found.settings, **settings}, left_out=left_out)
         except SpecConfigError as error:
-            return replace(named, problems=(str(error),))
+            return replace(named, problems=(one_line(error, 500),))
 
     def _drafter_without_model(self, named: Candidate, config: SpeculativeConfig) -> Candidate:
         drafting = parts_of(config.method)[-1]
@@ -443,53 +561,60 @@ class Search:
         return replace(named, settings=_settings_of(config))
 
     def _path_of(self, name: str) -> str:
-        """A model that an entry names: a repository; a folder, also inside of the target's, where that is a folder."""
-        folder = Path(self.target.name)
-        is_local = not self.target.name or folder.is_dir()
-        if is_local and (folder / name).is_dir():
-            return str(folder / name)
-        if is_repo_id(name):
+        """A model that an entry names: a repository; a folder inside of the target's, or that the user has allowed."""
+        folder = Path(self.target.name).resolve()
+        if self.target.name and folder.is_dir() and (folder / name).is_dir():
+            inside = (folder / name).resolve()
+            if inside != folder and inside.is_relative_to(folder):
+                return os.path.join(self.target.name, name)
+        is_folder = os.path.isdir(name)
+        if is_repo_id(name) and not is_folder:
             return name
-        raise SpecConfigError(f"{_ENTRY} names the model '{name}', which is no id of a repository.")
+        if is_folder and is_allowed_folder(name):
+            return name
+        raise SpecConfigError(
+            f"{_ENTRY} names the model '{one_line(name)}', which is no id of a repository. Name folders in the call."
+        )
 
 
 _ENTRY = "The target's entry `speculative`"
 
 
-def _read_entry(entry: Any, **known) -> SpeculativeConfig:
-    """The settings of an entry; `known` is what has been found out about its drafter."""
-    settings = settings_of_generation_config(entry)
-    return published_config(
-        {**settings, **known} if isinstance(settings, Mapping) else settings, _ENTRY, ignore_unknown=True
-    )
-
-
 def _settings_of(config: SpeculativeConfig) -> dict[str, Any]:
-    """What an entry says of its drafter beside its name, but for what is for the user of this machine to say."""
-    return _without(
-        config.to_dict(), "method", "model", "token", "cache_dir", "local_files_only", "code_revision", "device"
-    )
+    """What the settings of a drafter say beside its name."""
+    return _without(config.to_dict(), "method", "model")
 
 
-def _own_settings(files: RepoFiles, method: str) -> dict[str, Any]:
-    """Settings that a drafter was saved with, beside its weights or in its card."""
+def _own_settings(files: RepoFiles, method: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Settings that a drafter was saved with, beside its weights or in its card, and the names of those left out."""
     saved = saved_settings(files) or files.card.get(CARD_KEY)
     if not isinstance(saved, Mapping):
-        return {}
-    config = published_config({**saved, "method": method}, f"The settings of '{files.name}'", ignore_unknown=True)
-    return _without(_settings_of(config), "revision", "subfolder")
+        return {}, ()
+    source = f"The settings of '{files.name}'"
+    # A card says for which target it is.
+    settings, left_out = sifted({**_without(saved, "target"), "method": method}, source)
+    left_out = tuple(name for name in left_out if name not in PLACE_SETTINGS)
+    return _settings_of(config_of(settings, source)), left_out
 
 
 def _without(settings: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in names}
 
 
+_WIDTHS = ("hidden_size", "n_embd", "d_model")
+_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
+
+
 def _work(config: Mapping[str, Any]) -> int:
     """What a model of this config computes for a token, but for factors that most models have in common."""
     sizes = text_config(config)
-    width = sizes.get("hidden_size") or sizes.get("n_embd") or sizes.get("d_model") or 0
-    depth = sizes.get("num_hidden_layers") or sizes.get("n_layer") or sizes.get("num_layers") or 0
-    return depth * width**2
+    return _first_count(sizes, _DEPTHS) * _first_count(sizes, _WIDTHS) ** 2
+
+
+def _first_count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
+    """The first positive integer under one of these keys, 0 where there is none."""
+    values = map(config.get, keys)
+    return next((value for value in values if isinstance(value, int) and 0 < value < 2**40), 0)
 
 
 def discover_drafters(
@@ -522,14 +647,16 @@ def discover_drafters(
 def _in_target(search: Search) -> Iterator[Candidate]:
     """Multi-token-prediction layers in the target's checkpoint."""
     target = search.target
+    if search.method == "mtp":
+        # Who asks for them hears from their loader what is wrong with them.
+        yield Candidate("mtp", None, "target", "exact")
+        return
     if not target.name:
         return
     files = search.target_files
-    in_file_of_their_own = any("mtp" in name and name.endswith(".safetensors") for name in files.sizes)
     found = detect(files)
-    if not (found.mtp_layers or in_file_of_their_own):
+    if not has_mtp_layers(files, found):
         return
-    layers = replace(found, method="mtp", target=TargetNeeds())
     yield Candidate(
         "mtp",
         None,
@@ -537,7 +664,7 @@ def _in_target(search: Search) -> Iterator[Candidate]:
         "exact",
         format=found.format,
         num_draft_tokens=found.mtp_layers if found.mtp_layers > 1 else None,
-        problems=tuple(target_problems(layers, target.config)),
+        problems=tuple(own_layer_problems(found, target.config)),
     )
 
 
@@ -562,7 +689,7 @@ def _in_cache(search: Search) -> Iterator[Candidate]:
     """Checkpoints in the local cache that were made for the target, or have its sizes."""
     cache = Path(search.access.cache_dir or constants.HF_HUB_CACHE)
     for folder in sorted(cache.glob("models--*")):
-        repo_id, commit = _cached_repo_id(folder), _cached_commit(folder)
+        repo_id, commit = cached_repo_id(folder), _cached_commit(folder)
         if commit is None or repo_id is None or repo_id == search.target.repo_id:
             continue
         # By its commit, so that no newer one is downloaded.
@@ -571,20 +698,17 @@ def _in_cache(search: Search) -> Iterator[Candidate]:
             yield candidate
 
 
-def _cached_repo_id(folder: Path) -> str | None:
-    """The id of the repository that a folder of the cache is of: models--user--name."""
-    kind, _, name = folder.name.partition("--")
-    name = name.replace("--", "/")
-    return name if kind == "models" and is_repo_id(name) else None
-
-
 def _cached_commit(folder: Path) -> str | None:
     """The commit of which a folder of the cache has weights: that of the main branch, else the latest."""
-    snapshots = [path for path in folder.glob("snapshots/*") if (path / "config.json").is_file()]
-    snapshots = [path for path in snapshots if any(file.name.endswith(_WEIGHTS) for file in path.iterdir())]
-    branch = folder / "refs" / "main"
-    main = branch.read_text(encoding="utf-8").strip() if branch.is_file() else None
-    latest = max(snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), default=None)
+    try:
+        snapshots = [path for path in folder.glob("snapshots/*") if (path / "config.json").is_file()]
+        snapshots = [path for path in snapshots if any(file.name.endswith(_WEIGHTS) for file in path.iterdir())]
+        branch = folder / "refs" / "main"
+        main = branch.read_text(encoding="utf-8").strip() if branch.is_file() else None
+        latest = max(snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), default=None)
+    except (OSError, ValueError) as error:
+        logger.debug(f"'{folder}' cannot be read: {error!r}")
+        return None
     return None if latest is None else latest.name
 
 
@@ -594,7 +718,7 @@ def _on_hub(search: Search) -> Iterator[Candidate]:
         search.notes.append(f"{_FOUND['hub']}: not searched, it is offline")
         return
     for name, relation in list(search.names.items()):
-        for listed in _listed_drafters(name, search.access.token, search.limit):
+        for listed in _listed_drafters(search, name):
             candidate = search.examined(
                 listed.id, "hub", relation=relation, downloads=listed.downloads or 0, revision=listed.sha
             )
@@ -602,13 +726,14 @@ def _on_hub(search: Search) -> Iterator[Candidate]:
                 yield candidate
 
 
-def _listed_drafters(base_model: str, token: str | bool | None, limit: int) -> list[ModelInfo]:
-    """Repositories based on a model that look like drafters, the most downloaded first."""
+def _listed_drafters(search: Search, base_model: str) -> list[ModelInfo]:
+    """Repositories based on a model that look like drafters, the most downloaded first; last those not allowed."""
     found: dict[str, ModelInfo] = {}
     for tag in (*_TAGS_ASKED_FOR, None):
-        listed = _listed([f"base_model:{base_model}", *([tag] if tag else [])], token)
-        found |= {info.id: info for info in listed if _looks_like_drafter(info, base_model)}
-    return sorted(found.values(), key=lambda info: -(info.downloads or 0))[:limit]
+        listed = _listed([f"base_model:{base_model}", *([tag] if tag else [])], search.access.token)
+        found |= {info.id: info for info in listed if is_repo_id(info.id) and _looks_like_drafter(info, base_model)}
+    order = {id: (bool(why_not_unasked(id, search.trusted_owners)), -(found[id].downloads or 0)) for id in found}
+    return sorted(found.values(), key=lambda info: order[info.id])[: search.limit]
 
 
 def _listed(tags: list[str], token: str | bool | None) -> list[ModelInfo]:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from .detect import Detection, detect
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+from ..errors import SpecConfigError
+from .detect import Detection, TargetNeeds, detect
 from .files import RepoFiles
+from .trust import one_line
+
+
+if TYPE_CHECKING:
+    from ..config import SpeculativeConfig
 
 
 # The name of the embedded target.
@@ -28,12 +37,14 @@ class Inspection:
         found (`Detection`): What it is.
         fits (`bool`, *optional*): Whether it can draft for the target; `None` where none was named.
         problems (`tuple[str, ...]`): Why it cannot, in sentences.
+        hint (`str`, *optional*): How it is meant to be used, where its method does not say so.
     """
 
     name: str
     found: Detection
     fits: bool | None = None
     problems: tuple[str, ...] = ()
+    hint: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As plain Python and JSON types."""
@@ -46,6 +57,7 @@ class Inspection:
             "mtp_layers": self.found.mtp_layers,
             "fits": self.fits,
             "problems": list(self.problems),
+            "hint": self.hint,
         }
 
 
@@ -75,16 +87,104 @@ def inspect_checkpoint(
         CheckpointFormatError: The checkpoint is damaged, of no known format, or ambiguous.
     """
     access = {"cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
-    found = detect(RepoFiles(name, revision=revision, subfolder=subfolder, **access))
+    files = RepoFiles(name, revision=revision, subfolder=subfolder, **access)
+    found = detect(files)
+    # For people to read, and written by anybody.
+    named = None if found.target.name is None else one_line(found.target.name)
+    found = replace(found, target=replace(found.target, name=named), problems=tuple(map(_line, found.problems)))
+    has_layers = has_mtp_layers(files, found)
+    hint = _OWN_LAYERS if has_layers else None
     if target is None:
-        return Inspection(str(name), found, None, found.problems)
+        return Inspection(str(name), found, None, found.problems, hint)
     if str(target) == EMBEDDED:
         from ..demo import target_path
 
         target = target_path()
     config = RepoFiles(target, revision=target_revision, **access).config
-    problems = (*found.problems, *target_problems(found, config))
-    return Inspection(str(name), found, not problems, problems)
+    if found.method == "draft_model" and subfolder is None and is_same_checkpoint(str(name), str(target)):
+        problems = own_layer_problems(found, config) if has_layers else [_ITSELF.format(one_line(name))]
+    else:
+        problems = target_problems(found, config)
+    problems = (*found.problems, *map(_line, problems))
+    return Inspection(str(name), found, not problems, problems, hint)
+
+
+_OWN_LAYERS = "It has multi-token-prediction layers. To draft with them for this model, use spec_method='mtp'."
+_ITSELF = (
+    "'{}' is the target itself and has no multi-token-prediction layers, so as a draft model it would cost as much as "
+    "it saves. Name a smaller model or a draft head, or use spec_method='auto'."
+)
+
+
+def _line(text: str) -> str:
+    return one_line(text, 500)
+
+
+def has_mtp_layers(files: RepoFiles, found: Detection) -> bool:
+    """Whether a whole model has multi-token-prediction layers, maybe in a file of their own."""
+    in_file_of_their_own = any("mtp" in name and name.endswith(".safetensors") for name in files.sizes)
+    return found.method == "draft_model" and bool(found.mtp_layers or in_file_of_their_own)
+
+
+def own_layer_problems(found: Detection, config: Mapping[str, Any]) -> list[str]:
+    """Why the multi-token-prediction layers of a target with this `config.json` cannot draft for it."""
+    return target_problems(replace(found, method="mtp", target=TargetNeeds()), config)
+
+
+def method_for_target(config: SpeculativeConfig, method: str, target_config: Any) -> str:
+    """The method for a checkpoint that nobody has named one for, where it may be the target's own.
+
+    Args:
+        config (`SpeculativeConfig`): With the `model`.
+        method (`str`): What the checkpoint is.
+        target_config (`PretrainedConfig`, *optional*): The target's.
+
+    Raises:
+        SpecConfigError: The checkpoint is the target's own and has no layers that could draft for it.
+    """
+    own = str(getattr(target_config, "_name_or_path", None) or "")
+    revisions = (None, "main", getattr(target_config, "_commit_hash", None))
+    is_whole = method == "draft_model" and config.subfolder is None and config.revision in revisions
+    if not (is_whole and own and is_same_checkpoint(config.model, own)):
+        return method
+    files = RepoFiles.of(config)
+    found = detect(files)
+    problems = own_layer_problems(found, files.config) if has_mtp_layers(files, found) else [_ITSELF.format(own)]
+    if problems:
+        raise SpecConfigError(" ".join(problems))
+    return "mtp"
+
+
+def is_repo_id(name: str) -> bool:
+    """Whether a name can be that of a repository on the Hub."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def repo_id_of(name: str) -> str | None:
+    """The repository that a name or a folder in the Hub's cache is of, as far as it tells."""
+    if not os.path.isdir(name):
+        return name if is_repo_id(name) else None
+    # A snapshot of the cache lies in models--user--name/snapshots/<commit>.
+    return cached_repo_id(Path(name).resolve().parent.parent)
+
+
+def cached_repo_id(folder: Path) -> str | None:
+    """The id of the repository that a folder of the cache is of: models--user--name."""
+    kind, _, name = folder.name.partition("--")
+    name = name.replace("--", "/")
+    return name if kind == "models" and is_repo_id(name) else None
+
+
+def is_same_checkpoint(name: str, other: str) -> bool:
+    """Whether two names are those of one folder, or of one repository."""
+    if os.path.isdir(name) and os.path.isdir(other) and os.path.samefile(name, other):
+        return True
+    repo_ids = repo_id_of(name), repo_id_of(other)
+    return None not in repo_ids and repo_ids[0].lower() == repo_ids[1].lower()
 
 
 def target_problems(found: Detection, config: Mapping[str, Any]) -> list[str]:

@@ -1,7 +1,7 @@
 """Settings that come with a model: in its card, its generation config, or beside saved weights.
 
-What is published is what others can use: nothing about the machine or the account of who published it. What is read
-was written by a stranger: it is data, limited in size, and cannot allow code to run.
+What is published is what others may be told: the shape of drafts, and of a target also which drafter is meant. What is
+read was written by a stranger: no more of it is believed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from huggingface_hub.errors import HFValidationError
 from transformers.utils import logging
 
 from ..candidate_generators import is_method_name
-from ..config import AUTO, CONFIG_NAME, METHODS_WITHOUT_MODEL, SpeculativeConfig, describe_settings
-from ..errors import CheckpointFormatError, SpecConfigError
-from .files import MAX_CONFIG_BYTES, ReadOfRepositories, RepoFiles
+from ..config import AUTO, CONFIG_NAME, METHODS_WITHOUT_MODEL, SpeculativeConfig
+from ..errors import CheckpointAccessError, CheckpointFormatError, SpecConfigError
+from .files import MAX_CONFIG_BYTES, ReadOfRepositories, RepoFiles, is_pickled
+from .trust import MODELS_VARIABLE, PLACE_SETTINGS, believed, may_be_published, one_line, sifted, warn_of
 
 
 if TYPE_CHECKING:
@@ -33,38 +34,37 @@ CARD_KEY = "speculative"
 
 IN_GENERATION_CONFIG = "`speculative` in the generation config"
 
-# About the machine or the account; never published.
-_PRIVATE = ("device", "cache_dir", "local_files_only", "token", "trust_remote_code", "code_revision")
-
-# Where a drafter is; left out of what lies beside it.
-_PLACE = ("model", "revision", "subfolder")
-
-# Values in a card's block. A static tree of the largest size has some thousand.
-_MOST_VALUES = 10_000
+# About the machine, the account or the code; never written down for others.
+PRIVATE = ("device", "cache_dir", "local_files_only", "token", "trust_remote_code", "code_revision", "control_profile")
 
 _saved_on_the_hub = ReadOfRepositories()
 _UNKNOWN = object()
 
 
 def settings_to_publish(config: SpeculativeConfig, *, with_place: bool) -> dict[str, Any]:
-    """The settings of a configuration that others can use, as plain Python and JSON types.
+    """The settings of a configuration that others believe, as plain Python and JSON types.
 
     Args:
         config (`SpeculativeConfig`): The configuration.
         with_place (`bool`): Also those that say where the drafter is; not for what lies beside it.
     """
-    left_out = _PRIVATE if with_place else _PRIVATE + _PLACE
-    return {key: value for key, value in config.to_dict().items() if key not in left_out}
+    names = may_be_published(config.method) | set(PLACE_SETTINGS if with_place else ())
+    settings = config.to_dict()
+    own = sorted(settings.keys() - names - {*PRIVATE, *PLACE_SETTINGS})
+    if own:
+        logger.warning_once(
+            f"Not published or stored with a model: {', '.join(own)}. Only a call may say these, so pass them there."
+        )
+    return {key: value for key, value in settings.items() if key in names}
 
 
-def published_config(settings: Any, source: str, *, ignore_unknown: bool = False, **place) -> SpeculativeConfig:
-    """The configuration of published settings.
+def published_config(settings: Any, source: str, *, with_place: bool = False, **place) -> SpeculativeConfig:
+    """The configuration of published settings, as far as a stranger's word counts.
 
     Args:
         settings (`Mapping` or `str`): Flat settings, or the name of a method.
         source (`str`): Where they were found, for messages.
-        ignore_unknown (`bool`, defaults to `False`): Settings that this version does not know are left out with a
-            line in the log.
+        with_place (`bool`, defaults to `False`): They may say where the drafter is.
         place: `model` and other settings that say where the drafter is, if the method has one and they name none.
 
     Raises:
@@ -72,41 +72,24 @@ def published_config(settings: Any, source: str, *, ignore_unknown: bool = False
     """
     if isinstance(settings, str):
         settings = {"method": settings}
-    if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
-        raise SpecConfigError(f"{source}: settings are a mapping of names to values, got {type(settings).__name__}.")
-    _check_size(settings, source)
-    check_asks_for_no_code(settings, source)
-    flat = {**settings}
-    if ignore_unknown:
-        flat = _known(flat, source)
+    return config_of(believed(settings, source, with_place=with_place), source, **place)
+
+
+def config_of(flat: dict[str, Any], source: str, **place) -> SpeculativeConfig:
+    """The configuration of settings that have been sifted."""
     if flat.get("method") not in METHODS_WITHOUT_MODEL and flat.get("model") is None:
         flat = {**flat, **{key: value for key, value in place.items() if value is not None}}
     try:
         return SpeculativeConfig.from_dict(flat)
-    except SpecConfigError as error:
-        raise SpecConfigError(f"{source}: {error}") from error
+    except Exception as error:
+        # Values of strangers may trip anything.
+        raise SpecConfigError(f"{source}: {one_line(error, 500)}") from error
 
 
 def target_entry(metadata: Mapping[str, Any]) -> Any:
     """What the metadata of a card say about the model as a target; `None` also where they are a drafter's."""
     entry = metadata.get(CARD_KEY)
     return None if isinstance(entry, Mapping) and "target" in entry else entry
-
-
-def check_asks_for_no_code(settings: Any, source: str) -> None:
-    """Only the user's own call may let code of a repository run.
-
-    Raises:
-        SpecConfigError: The published settings would.
-    """
-    if not isinstance(settings, Mapping):
-        return
-    if settings.get("trust_remote_code"):
-        raise SpecConfigError(
-            f"{source} sets `trust_remote_code`, and settings that come with a model must not let code run. If you "
-            "trust the drafter's repository, name it and `trust_remote_code` in the call: `speculative={...}`."
-        )
-    check_asks_for_no_code(settings.get("options"), source)
 
 
 def store_settings(generation_config: GenerationConfig, settings: Any) -> None:
@@ -120,7 +103,7 @@ def store_settings(generation_config: GenerationConfig, settings: Any) -> None:
     Args:
         generation_config (`GenerationConfig`): Of a model, or one to pass to `generate()`.
         settings (*optional*): What [`SpeculativeConfig.resolve`] takes; "off" is plain generation, `None` takes the
-            entry out.
+            entry out. Of these the shape of drafts and the place of the drafter are stored: only they are obeyed.
 
     Raises:
         SpecConfigError: The settings are wrong, or ask for remote code.
@@ -131,31 +114,49 @@ def store_settings(generation_config: GenerationConfig, settings: Any) -> None:
         vars(generation_config).pop("speculative", None)
         return
     if not isinstance(settings, str):
-        check_asks_for_no_code(settings, IN_GENERATION_CONFIG)
+        if isinstance(settings, Mapping):
+            sifted(settings, IN_GENERATION_CONFIG)
         config = settings if isinstance(settings, SpeculativeConfig) else SpeculativeConfig.from_dict(settings)
         settings = settings_to_publish(config, with_place=True)
     elif settings not in ("off", "none"):
         settings_of_generation_config(settings)
+    if os.path.isdir(named := settings.get("model", "") if isinstance(settings, dict) else settings):
+        logger.warning_once(
+            f"'{named}' is a folder. What a generation config names is taken from the Hub or from inside of the "
+            f"target's folder; another folder must be allowed by the environment variable {MODELS_VARIABLE}."
+        )
     generation_config.speculative = settings
     # Of a generation config that says so, transformers reads no keys that it does not know.
     generation_config._from_model_config = False
 
 
-def settings_of_generation_config(value: Any) -> Any:
-    """What `speculative` in a generation config means, for [`SpeculativeConfig.resolve`].
+def settings_of_generation_config(value: Any) -> dict[str, Any]:
+    """What `speculative` in a generation config means, as flat settings: of all that it says what may be believed.
 
     Raises:
-        SpecConfigError: It asks for remote code, or hides its settings in a text.
+        SpecConfigError: It is no settings, asks for remote code, or hides its settings in a text.
     """
-    check_asks_for_no_code(value, IN_GENERATION_CONFIG)
+    settings, left_out = settings_in_entry(value, IN_GENERATION_CONFIG)
+    warn_of(left_out, IN_GENERATION_CONFIG)
+    return settings
+
+
+def settings_in_entry(value: Any, source: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The settings in what names a target's drafter, and the names of those that are not for it to say.
+
+    Raises:
+        SpecConfigError: It is no settings, asks for remote code, or hides its settings in a text.
+    """
+    if isinstance(value, SpeculativeConfig):
+        value = value.to_dict()
     if not isinstance(value, str):
-        return value
+        return sifted(value, source, with_place=True)
     if value.lstrip().startswith("{") or value.endswith(".json"):
         raise SpecConfigError(
-            f"{IN_GENERATION_CONFIG} must be an object of settings, the name of a method, or the repo id or folder of "
-            f"a drafter, got {value!r}. Write the settings as an object."
+            f"{source} must be an object of settings, the name of a method, or the repo id or folder of a drafter, "
+            f"got '{one_line(value)}'. Write the settings as an object."
         )
-    return {"method" if value == AUTO or is_method_name(value) else "model": value}
+    return {"method" if value == AUTO or is_method_name(value) else "model": value}, ()
 
 
 def with_saved_settings(config: SpeculativeConfig) -> SpeculativeConfig:
@@ -166,9 +167,19 @@ def with_saved_settings(config: SpeculativeConfig) -> SpeculativeConfig:
     Raises:
         SpecConfigError: The saved settings are wrong, or contradict those that are given.
     """
-    saved = _saved_beside(RepoFiles.of(config))
+    files, source = RepoFiles.of(config), f"{CONFIG_NAME} of '{config.model}'"
+    saved = _saved_beside(files)
     if saved is None:
         return config
+    # A local folder that holds nothing else may say where the drafter is.
+    is_pointer = files.folder is not None and not any(map(_is_of_a_checkpoint, files.sizes))
+    elsewhere = saved.get("model")
+    if elsewhere is not None and not is_pointer:
+        raise SpecConfigError(
+            f"{source} names another drafter, '{one_line(elsewhere)}'. Settings beside a checkpoint cannot lead away "
+            "from it: name that drafter in the call if you trust it."
+        )
+    saved = believed(saved, source, with_place=is_pointer)
     given = config.to_dict(secrets=True)
     # Each says how long drafts are.
     if "num_speculative_tokens" in given:
@@ -176,11 +187,14 @@ def with_saved_settings(config: SpeculativeConfig) -> SpeculativeConfig:
     if "speculative_token_tree" in given:
         saved.pop("num_speculative_tokens", None)
     if saved.get("method") in METHODS_WITHOUT_MODEL:
-        given = {key: value for key, value in given.items() if key not in _PRIVATE + _PLACE}
-    elif saved.get("model") is not None:
-        # Settings alone, for a drafter that lies elsewhere.
-        given = {key: value for key, value in given.items() if key not in _PLACE}
-    return published_config(saved, f"{CONFIG_NAME} of '{config.model}'", model=config.model).replace(**given)
+        given = {key: value for key, value in given.items() if key not in PRIVATE + PLACE_SETTINGS}
+    elif is_pointer:
+        given = {key: value for key, value in given.items() if key not in PLACE_SETTINGS}
+    return config_of(saved, source, model=None if is_pointer else config.model).replace(**given)
+
+
+def _is_of_a_checkpoint(name: str) -> bool:
+    return name == "config.json" or name.endswith(".safetensors") or is_pickled(name)
 
 
 def _saved_beside(files: RepoFiles) -> dict[str, Any] | None:
@@ -210,23 +224,24 @@ def saved_settings(files: RepoFiles) -> dict[str, Any] | None:
         SpecConfigError: The file is there and cannot be read.
         CheckpointFormatError: The folder or repository cannot be reached.
     """
-    if files.folder is None and files.is_offline:
-        path = _cached_settings(files)
-    else:
-        path = files.path(CONFIG_NAME) if CONFIG_NAME in files else None
-    if path is None:
-        return None
     try:
+        if files.folder is not None or not files.is_offline:
+            return files.read_json(CONFIG_NAME) if CONFIG_NAME in files else None
+        path = _cached_settings(files)
+        if path is None:
+            return None
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ValueError(f"it is larger than {MAX_CONFIG_BYTES} bytes")
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError(f"it holds a {type(found).__name__} and not an object")
         return found
+    except CheckpointAccessError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise SpecConfigError(
-            f"{CONFIG_NAME} of '{files.name}' cannot be read: {error}. Correct or remove it, or name the method with "
-            "`spec_method`."
+            f"{CONFIG_NAME} of '{files.name}' cannot be read: {one_line(error)} Correct or remove it, or name the "
+            "method with `spec_method`."
         ) from error
 
 
@@ -238,33 +253,3 @@ def _cached_settings(files: RepoFiles) -> Path | None:
     except HFValidationError:
         return None
     return Path(cached) if isinstance(cached, str) else None
-
-
-def _known(settings: dict[str, Any], source: str) -> dict[str, Any]:
-    """The settings that this version knows: common ones and those of the method, if it has one."""
-    names = {setting.key for setting in describe_settings()} | {"options"}
-    method = settings.get("method")
-    if isinstance(method, str):
-        try:
-            names |= {setting.key for setting in describe_settings(method)}
-        except SpecConfigError:
-            # Reported where the configuration is made.
-            return settings
-    unknown = [key for key in settings if key not in names]
-    if unknown:
-        logger.info(f"{source}: settings of another version are left out: {', '.join(sorted(unknown))}.")
-    return {key: value for key, value in settings.items() if key in names}
-
-
-def _check_size(settings: Mapping, source: str) -> None:
-    """References within YAML can make a small file hold a huge value."""
-    found, open_values = 0, [settings]
-    while open_values:
-        value = open_values.pop()
-        found += 1
-        if found > _MOST_VALUES:
-            raise SpecConfigError(f"{source} has more than {_MOST_VALUES} values in its settings. It is not read.")
-        if isinstance(value, Mapping):
-            open_values += value.values()
-        elif isinstance(value, (list, tuple)):
-            open_values += value

@@ -47,6 +47,8 @@ class SpecDecodingStats:
         num_draft_graph_replays, num_draft_graph_captures (`int`): Their graphs that ran, and those captured for it.
         peak_memory_bytes (`int`): Most memory of the target's GPU that torch has had in use, since the process began
             or its peak statistics were reset. 0 on a CPU.
+        drafter (`dict[str, str | None]`): Of a drafter that no call has named: `model`, `owner`, `revision` and the
+            `place` where it was found. Empty of others.
         notes (`list[str]`): What was switched off or limited in this call, and why; what a rule made of the text.
     """
 
@@ -76,6 +78,7 @@ class SpecDecodingStats:
     num_draft_graph_replays: int = 0
     num_draft_graph_captures: int = 0
     peak_memory_bytes: int = 0
+    drafter: dict[str, str | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -59,7 +59,6 @@ CONFIGS = st.one_of(
         {"method": st.sampled_from(["eagle", "eagle3", "mtp", "medusa"]), "model": st.just("user/head")},
         optional={
             "num_speculative_tokens": st.integers(1, 9),
-            "dtype": st.sampled_from(["auto", "float32", "bfloat16"]),
             "max_model_len": st.integers(1, 10**6),
             "disable_by_batch_size": st.integers(1, 64),
         },
@@ -69,15 +68,11 @@ CONFIGS = st.one_of(
             "method": st.just("medusa"),
             "model": st.just("user/head"),
             "speculative_token_tree": st.sampled_from([[0, 0, 1], [[0], [1], [0, 0]]]),
-            "rejection_sample_method": st.just("typical"),
-            "posterior_threshold": st.floats(0.01, 1.0),
         }
     ),
     st.fixed_dictionaries(
         {"method": st.just("draft_model"), "model": st.just("user/head")},
         optional={
-            "quantization": st.sampled_from(["bitsandbytes_4bit", "bitsandbytes_8bit"]),
-            "same_tokenizer": st.booleans(),
             "draft_confidence_threshold": st.floats(0.0, 1.0),
         },
     ),
@@ -143,9 +138,9 @@ def test_usage():
         model = None if method in ("suffix", "ngram") else "a/b"
         text = make_card(SpeculativeConfig(method=method, model=model), name="a/b").text
         assert ("With vLLM" in text) + ("With SGLang" in text) == engines
-    typical = make_card(EAGLE3.replace(rejection_sample_method="typical"), name="user/head").text
-    assert "changes the distribution" in typical
-    assert "vllm" not in typical
+    # Which rule accepts drafts is for whoever generates.
+    typical = make_card(EAGLE3.replace(rejection_sample_method="typical"), name="user/head", target="user/target")
+    assert str(typical) == str(make_card(EAGLE3, name="user/head", target="user/target"))
 
 
 def test_measured_figures():
@@ -230,7 +225,7 @@ def test_yaml_runs_nothing_and_cannot_grow(tmp_path):
     levels = [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 60)]
     lines = ["a0: &a0 [1, 1]", *levels, "speculative: {method: medusa, speculative_token_tree: *a59}"]
     (tmp_path / "README.md").write_text("---\n" + "\n".join(lines) + "\n---\n")
-    with pytest.raises(SpecConfigError, match="more than 10000 values"):
+    with pytest.raises(SpecConfigError, match="more than 10000 values|more than 8 deep"):
         read_card(tmp_path)
 
 

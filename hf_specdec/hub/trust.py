@@ -1,0 +1,206 @@
+"""What is believed of what others publish: settings beside a model, drafters that nobody named, text in messages.
+
+A stranger may say what shape drafts have, and a target may also say which drafter is meant. All else is for the call.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from ..candidate_generators import parts_of
+from ..config import AUTO, option_fields
+from ..errors import SpecConfigError
+
+
+logger = logging.get_logger(__name__)
+
+# Settings of all methods that may be published.
+PUBLISHED_SETTINGS = (
+    "method",
+    "num_speculative_tokens",
+    "num_speculative_tokens_per_batch_size",
+    "speculative_token_tree",
+    "max_model_len",
+    "disable_by_batch_size",
+)
+
+# The same of single methods: the shape of drafts, and what the weights were trained with. Not memory to be spent, and
+# nothing that the sampled tokens depend on.
+PUBLISHED_OPTIONS = {
+    "ngram": ("prompt_lookup_min", "prompt_lookup_max", "prompt_lookup_match", "prompt_lookup_num_matches"),
+    "suffix": (
+        "suffix_decoding_max_tree_depth",
+        "suffix_decoding_max_spec_factor",
+        "suffix_decoding_min_token_prob",
+        "suffix_decoding_use_tree_spec",
+    ),
+    "draft_model": ("draft_confidence_threshold",),
+    "medusa": ("medusa_num_nodes", "medusa_tree"),
+    "mlp_speculator": ("top_k_tokens_per_head", "num_candidates", "mlp_speculator_num_nodes"),
+    "eagle": ("depth", "top_k", "total_tokens", "adaptive_threshold", "aux_layer_ids"),
+    "eagle3": ("depth", "top_k", "total_tokens", "adaptive_threshold", "aux_layer_ids"),
+    "dflash": ("dflash_block_size", "dflash_num_denoising_steps", "dflash_mask_token_id", "dflash_tree_budget"),
+    "mtp": ("depth", "top_k", "total_tokens", "adaptive_threshold", "mode"),
+}
+_OF_COMBINATIONS = ("retrieval_num_speculative_tokens",)
+
+# Where a drafter is: for a target to say, not for what lies beside the drafter.
+PLACE_SETTINGS = ("model", "revision", "subfolder")
+
+# Owners of repositories whose drafters may be taken although nobody named them, separated by commas.
+OWNERS_VARIABLE = "HF_SPECDEC_TRUSTED_OWNERS"
+
+# Patterns of repo ids and of folders that may be taken although no call named them, separated by commas.
+MODELS_VARIABLE = "HF_SPECDEC_ALLOWED_MODELS"
+
+# Values in published settings; a static tree of the largest size has some thousand. References within YAML can make a
+# small file hold a huge value.
+_MOST_VALUES = 10_000
+_MOST_LEVELS = 8
+_MOST_CHARACTERS = 10_000
+
+
+# ----------------------------------------------------------------------------------------------------------- settings
+
+
+def may_be_published(method: str | None = None) -> set[str]:
+    """Names of the settings that may be published for a method; `None`: for any that this package has.
+
+    Options have the flat name and that of their field. Of a registered method those may be published whose field has
+    `"published": True` in its metadata.
+    """
+    found = set(PUBLISHED_SETTINGS)
+    for part in PUBLISHED_OPTIONS if method in (None, AUTO) else {method, *parts_of(method)}:
+        own = {*PUBLISHED_OPTIONS.get(part, ()), *_OF_COMBINATIONS}
+        for item in option_fields(part):
+            key = item.metadata.get("key", item.name)
+            if key in own or item.metadata.get("published"):
+                found |= {key, item.name}
+    return found
+
+
+def sifted(settings: Any, source: str, *, with_place: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Of published settings those that a stranger may say, and the names of the others, fit to be shown.
+
+    Args:
+        settings (`Mapping`): Flat settings; those of the method may lie in `options`.
+        source (`str`): Where they were found, for messages.
+        with_place (`bool`, defaults to `False`): They may say where the drafter is.
+
+    Raises:
+        SpecConfigError: They are no settings, far too many, or ask for remote code.
+    """
+    if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
+        raise SpecConfigError(f"{source}: settings are a mapping of names to values, got {type(settings).__name__}.")
+    _check_size(settings, source)
+    options = settings.get("options")
+    flat = {**(options if isinstance(options, Mapping) else {}), **settings}
+    flat.pop("options", None)
+    if flat.get("trust_remote_code") or (isinstance(options, Mapping) and options.get("trust_remote_code")):
+        raise SpecConfigError(
+            f"{source} sets `trust_remote_code`, and settings that come with a model must not let code run. If you "
+            "trust the drafter's repository, name it and `trust_remote_code` in the call: `speculative={...}`."
+        )
+    method = flat.get("method")
+    names = may_be_published(method if isinstance(method, str) else None) | set(PLACE_SETTINGS if with_place else ())
+    left_out = sorted(one_line(key, 40) for key, value in flat.items() if key not in names and value is not None)
+    return {key: value for key, value in flat.items() if key in names}, tuple(left_out)
+
+
+def believed(settings: Any, source: str, *, with_place: bool = False) -> dict[str, Any]:
+    """As `sifted`, with a warning about what is left out."""
+    found, left_out = sifted(settings, source, with_place=with_place)
+    warn_of(left_out, source)
+    return found
+
+
+def warn_of(left_out: tuple[str, ...], source: str) -> None:
+    """Warns once of published settings that are not obeyed."""
+    if left_out:
+        logger.warning_once(
+            f"{source}: {', '.join(left_out[:8])}{', ...' if len(left_out) > 8 else ''} left out. Settings that come "
+            "with a model say the shape of drafts and nothing else; what you want of these, pass in the call."
+        )
+
+
+def _check_size(settings: Mapping, source: str) -> None:
+    found, open_values = 0, [(settings, 0)]
+    while open_values:
+        value, level = open_values.pop()
+        found += 1
+        if found > _MOST_VALUES:
+            raise SpecConfigError(f"{source} has more than {_MOST_VALUES} values in its settings. It is not read.")
+        if level > _MOST_LEVELS:
+            raise SpecConfigError(f"{source} has settings nested more than {_MOST_LEVELS} deep. It is not read.")
+        if isinstance(value, str) and len(value) > _MOST_CHARACTERS:
+            raise SpecConfigError(f"{source} has a text of {len(value)} characters in its settings. It is not read.")
+        if isinstance(value, Mapping):
+            open_values += ((item, level + 1) for pair in value.items() for item in pair)
+        elif isinstance(value, (list, tuple)):
+            open_values += ((item, level + 1) for item in value)
+
+
+# ----------------------------------------------------------------------------------------------------------- drafters
+
+
+def restrictions() -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
+    """What the environment says: the trusted owners and the allowed models, `None` where it says nothing."""
+    return tuple(map(_listed_in, (OWNERS_VARIABLE, MODELS_VARIABLE)))
+
+
+def _listed_in(variable: str) -> tuple[str, ...] | None:
+    value = os.environ.get(variable)
+    return None if value is None else tuple(filter(None, map(str.strip, value.split(","))))
+
+
+def owner_of(repo_id: str) -> str:
+    """The user or organisation that a repository belongs to; empty for the few that have none in their id."""
+    return repo_id.partition("/")[0] if "/" in repo_id else ""
+
+
+def why_not_unasked(repo_id: str, trusted_owners: Iterable[str] | None = None) -> str | None:
+    """Why a repository that nobody named must not be taken by what the user or the environment says, if so.
+
+    Args:
+        repo_id (`str`): The repository.
+        trusted_owners (`Iterable[str]`, *optional*): What the call says; the environment restricts it further.
+    """
+    by_environment, models = restrictions()
+    owner = owner_of(repo_id).lower()
+    for owners, source in ((trusted_owners, "`trusted_owners`"), (by_environment, OWNERS_VARIABLE)):
+        if owners is not None and owner not in {name.lower() for name in owners}:
+            return f"Its owner '{owner}' is not among {source}: name it as `model` in the call if you trust it."
+    if models is not None and not any(fnmatchcase(repo_id.lower(), pattern.lower()) for pattern in models):
+        return f"It is not among {MODELS_VARIABLE}: name it as `model` in the call if you trust it."
+    return None
+
+
+def is_allowed_folder(path: str) -> bool:
+    """Whether the environment allows a folder that no call named. Its links are followed first."""
+    models = restrictions()[1] or ()
+    real = os.path.realpath(path)
+    return any(os.path.isabs(pattern) and fnmatchcase(real, pattern) for pattern in map(_real_pattern, models))
+
+
+def _real_pattern(pattern: str) -> str:
+    """A pattern with the links of its plain beginning followed."""
+    parts = Path(pattern).parts
+    plain = next((index for index, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
+    return os.path.join(os.path.realpath(os.path.join(*parts[:plain])), *parts[plain:]) if plain else pattern
+
+
+# --------------------------------------------------------------------------------------------------------------- text
+
+
+def one_line(text: Any, most: int = 200) -> str:
+    """A stranger's text for a log or a terminal: on one line, cut, and without control characters."""
+    text = str(text)
+    short = " ".join(text[: 2 * most].split())
+    short = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in short)
+    return short if len(short) <= most and len(text) <= 2 * most else short[: most - 3] + "..."

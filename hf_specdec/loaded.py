@@ -108,13 +108,15 @@ class TargetRecord:
         learnt (`Recent`): What calls with adaptive length have learnt, by settings, device and data type, each beside
             a weak reference to the draft network.
         refused (`Recent`): What a generation config says and cannot be followed, so that it is tried once.
+        checked (`Recent`): For settings that were checked, with the identity of what was loaded.
         searching (`Lock`): Held while drafters are looked for, so that threads that begin together search once.
         lock (`Lock`): For what takes no time.
     """
 
     def __init__(self, target_model: torch.nn.Module):
         self._target = ref(target_model)
-        self.found, self.learnt, self.refused = Recent(_MOST_FOUND), Recent(_MOST_LEARNT), Recent(_MOST_FOUND)
+        self.found, self.refused = Recent(_MOST_FOUND), Recent(_MOST_FOUND)
+        self.learnt, self.checked = Recent(_MOST_LEARNT), Recent(_MOST_LEARNT)
         self.searching, self.lock = Lock(), Lock()
         self._loaded: OrderedDict[Hashable, Loaded] = OrderedDict()
 

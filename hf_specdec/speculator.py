@@ -106,14 +106,23 @@ class Speculator:
             session.notes.append(f"no drafts: {session.batch_size} rows are more than disable_by_batch_size={limit}")
             logger.info(f"Speculation is off for this call: {session.notes[-1]}.")
             return NoDrafts(self.config, None, session)
+        generator = self.generator_class(self._longest_drafts, self.resources, session)
         is_adaptive = self.config.num_speculative_tokens == AUTO
         if not is_adaptive and self.config.num_speculative_tokens_per_batch_size is None:
-            return self.generator_class(self.config, self.resources, session)
+            return generator
         from .control.generator import AdaptiveCandidateGenerator
 
-        generator = self.generator_class(self._longest_drafts, self.resources, session)
         choose = self.controller if is_adaptive else self._scheduled_length
         return AdaptiveCandidateGenerator(generator, choose(generator))
+
+    def check(self) -> None:
+        """Refuses settings that what was loaded cannot follow.
+
+        Raises:
+            SpecConfigError: They ask for more than was loaded, such as for more tokens than there are heads.
+        """
+        if self.stock_assistant is None:
+            self.generator_class.check(self._longest_drafts, self.resources)
 
     def controller(self, generator: CandidateGenerator) -> SpeculationController:
         """What chooses the lengths of one call with num_speculative_tokens="auto"."""
@@ -127,10 +136,11 @@ class Speculator:
 
     @cached_property
     def _longest_drafts(self) -> SpeculativeConfig:
-        """The settings with the largest length that may be chosen in a cycle."""
+        """The settings with the largest length that is drafted in a cycle."""
         if self.config.num_speculative_tokens != AUTO:
             return self._with_scheduled_length
-        changes: dict[str, Any] = {"num_speculative_tokens": None}
+        # The profile is for the controller, and only beside "auto".
+        changes: dict[str, Any] = {"num_speculative_tokens": None, "control_profile": None}
         if not self.config.speculative_token_tree:
             changes["num_speculative_tokens"] = self.generator_class.most_speculative_tokens
         if getattr(self.config.options, "draft_sample_method", "") is None:
@@ -144,10 +154,10 @@ class Speculator:
     @property
     def _with_scheduled_length(self) -> SpeculativeConfig:
         """The settings with the largest length by batch size, where neither a length nor a tree is given."""
-        config = self.config
-        if config.num_speculative_tokens is not None or config.speculative_token_tree:
+        config, by_batch_size = self.config, self.config.num_speculative_tokens_per_batch_size
+        if by_batch_size is None or config.num_speculative_tokens is not None or config.speculative_token_tree:
             return config
-        return config.replace(num_speculative_tokens=max(k for _, k in config.num_speculative_tokens_per_batch_size))
+        return config.replace(num_speculative_tokens=max(k for _, k in by_batch_size))
 
     def without_texts(self, target_model: torch.nn.Module) -> Speculator:
         """The same speculator, knowing nothing of earlier texts. Weights and learnt costs are shared."""
@@ -270,7 +280,12 @@ def _load(
     name, revision = (getattr(source, attribute, None) or None for attribute in ("_name_or_path", "_commit_hash"))
     is_adaptive = resolved.num_speculative_tokens == AUTO
     profile = _profile(target_model, resolved, generator_class.network(resources)) if is_adaptive else None
-    return Speculator(resolved, generator_class, resources, None, name, revision, profile, target_model)
+    speculator = Speculator(resolved, generator_class, resources, None, name, revision, profile, target_model)
+    checked = record_of(target_model).checked
+    if checked.get(resolved) != id(resources):
+        speculator.check()
+        checked.put(resolved, id(resources))
+    return speculator
 
 
 def load_configured(

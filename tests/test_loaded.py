@@ -163,6 +163,9 @@ class TestReplacedWeights:
         save_profile(ControlProfile(), profile_identity(target, config, None), path)
         first = load_speculator(target, config)
         assert load_speculator(target, config).profile is first.profile
+        tokens = torch.arange(1, 30)[None]
+        plain = target.generate(tokens, **GREEDY)
+        assert torch.equal(target.generate(tokens, **GREEDY, speculative=config), plain)
         os.utime(path, ns=(1, 1))
         assert load_speculator(target, config).profile is not first.profile
 
@@ -360,3 +363,50 @@ class TestTargetsThatAreDropped:
         del target
         gc.collect()
         assert reference() is None
+
+
+# Settings that the demo's drafters cannot follow, and the message.
+TOO_MUCH = [
+    ("medusa", {"num_speculative_tokens": 9}, "=9 is more than the 4 heads"),
+    ("medusa", {"speculative_token_tree": [(0,) * depth for depth in range(1, 7)]}, "6 deep, .* has 4 heads"),
+    ("medusa", {"num_speculative_tokens_per_batch_size": {1: 2, 4: 9}}, "=9 is more than the 4 heads"),
+    ("suffix+medusa", {"num_speculative_tokens": 9}, "=9 is more than the 4 heads"),
+    ("mlp_speculator", {"num_speculative_tokens": 9}, "=9 is more than the 4 heads"),
+    ("mlp_speculator", {"top_k_tokens_per_head": [1] * 9}, "has 9 entries, and the checkpoint has 4 stages"),
+    ("dflash", {"num_speculative_tokens": 40}, "must be at most 7, .* got 40"),
+    ("dflash", {"dflash_block_size": 1000}, "must be from 2 to 8, .* got 1000"),
+    ("dflash", {"dflash_mask_token_id": 10**6}, "mask token of the draft is 1000000"),
+    ("eagle3", {"num_speculative_tokens": 3, "top_k": 3}, "asks for a chain"),
+    ("mtp", {"mode": "chain", "top_k": 3}, "`top_k` is about trees"),
+]
+
+
+class TestSettingsBeyondWhatWasLoaded:
+    @pytest.mark.parametrize("is_loaded", [False, True])
+    @pytest.mark.parametrize(("method", "settings", "match"), TOO_MUCH)
+    def test_are_refused_in_loading(self, method, settings, match, is_loaded, target):
+        place = {"method": method, "model": HEADS[method.rpartition("+")[2]]}
+        if is_loaded:
+            load_speculator(target, place)
+        for _ in range(2):
+            with pytest.raises(SpecConfigError, match=match):
+                load_speculator(target, {**place, **settings})
+        assert load_speculator(target, place).method == method
+
+    def test_notes_of_the_check_are_not_those_of_a_call(self, target):
+        settings = {"model": HEADS["dflash"], "dflash_tree_budget": 20, "draft_sample_method": "probabilistic"}
+        output = target.generate(
+            torch.arange(1, 30)[None], **GREEDY, return_dict_in_generate=True, speculative=settings
+        )
+        assert len(output.speculative.notes) == len(set(output.speculative.notes))
+
+    def test_other_weights_are_checked_anew(self, target, tmp_path):
+        folder = tmp_path / "head"
+        shutil.copytree(HEADS["medusa"], folder)
+        settings = {"method": "medusa", "model": str(folder), "num_speculative_tokens": 4}
+        load_speculator(target, settings)
+        (path,) = folder.glob("*.safetensors")
+        save_file({name: tensor for name, tensor in load_file(path).items() if not name.startswith("3.")}, path)
+        (folder / "config.json").write_text("{}")
+        with pytest.raises(SpecConfigError, match="=4 is more than the 3 heads"):
+            load_speculator(target, settings)

@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 
 _LEAST_SHARED_LENGTH = 4
 
+# Of a call that is begun only for the checks.
+_ANY_LENGTH = 2**20
+
 
 @dataclass
 class Session:
@@ -246,6 +249,18 @@ class CandidateGenerator(HfCandidateGenerator):
     def files(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> RepoFiles | None:
         """The files that `load` reads, which is called again when they have changed; `None` where it reads none."""
         return None if config.model is None else RepoFiles.of(config)
+
+    @classmethod
+    def check(cls, config: SpeculativeConfig, resources: Any) -> None:
+        """Refuses settings that what was loaded cannot follow, before anything is generated.
+
+        It begins a call of one row and ends it, so that every check of the constructor is made when a speculator is
+        loaded, also of what earlier settings have loaded.
+
+        Raises:
+            SpecConfigError: They ask for more than was loaded.
+        """
+        cls(config, resources, Session(1, _ANY_LENGTH, torch.device("cpu"))).close()
 
     @classmethod
     def text_bytes(cls, resources: Any) -> int:

@@ -133,6 +133,11 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         # The stock protocol has no sampler; it verifies drafts as point masses.
         self.sampler = session.sampler or _plain_sampler(self.vocabularies.target_size)
         own_limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if own_limit and config.max_model_len and config.max_model_len > own_limit:
+            raise SpecConfigError(
+                f"`max_model_len`={config.max_model_len} is longer than the draft model's context of {own_limit} "
+                f"tokens. Use at most {own_limit}, or leave it out."
+            )
         limits = {"max_model_len": config.max_model_len, "the draft model's max_position_embeddings": own_limit}
         limits = {name: limit for name, limit in limits.items() if limit} or {"max_length": session.max_length}
         name = min(limits, key=limits.get)

@@ -568,11 +568,13 @@ class TestLimits:
         assert {row.row for cycle in call.cycles for row in cycle.rows if row.draft_tokens} == {1, 3}
 
     def test_the_smaller_limit_counts(self, model):
-        for limit, positions in ((20, 32), (32, 20)):
+        for limit, positions in ((20, 32), (None, 20)):
             inputs = prompts(2)
             _, _, call = plain_and_ours(model, tiny_gpt2(positions=positions), inputs, {"max_model_len": limit})
             ends = [end for _, end in self.drafted_lengths(call, inputs["attention_mask"].sum(1).tolist())]
             assert max(ends) == 20
+        with pytest.raises(SpecConfigError, match="`max_model_len`=32 is longer than the draft model's context of 20"):
+            load_speculator(model, draft_model=tiny_gpt2(positions=20), max_model_len=32)
 
     @pytest.mark.parametrize("batch_size", [1, 3])
     def test_position_table_of_the_target(self, batch_size):

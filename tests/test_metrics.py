@@ -1,10 +1,13 @@
 """The statistics of a call add up, and the trace of its cycles tells the whole text."""
 
+import asyncio
+import contextvars
 import json
 import subprocess
 import sys
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from time import perf_counter, sleep
 
@@ -15,7 +18,8 @@ from hypothesis import strategies as st
 
 from hf_specdec import SpecDecodingStats, load_speculator, record
 from hf_specdec.control.controller import SpeculationController
-from hf_specdec.metrics import begin_call
+from hf_specdec.metrics import begin_call, listeners
+from hf_specdec.metrics.listeners import CallObserver, Listener
 from hf_specdec.metrics.stats import StatsReader
 from tests.models import prompts, scripted_for
 
@@ -300,17 +304,114 @@ def test_switched_off_by_batch_size(model):
     assert not model.generate(**two, **settings, assistant=speculator).speculative.notes
 
 
-def test_record_sees_calls_of_other_threads(model):
+SHORT = {"max_new_tokens": 4, "do_sample": False, "spec_method": "ngram"}
+
+
+def run_in_thread(target, *args, **kwargs):
+    thread = threading.Thread(target=target, args=args, kwargs=kwargs)
+    thread.start()
+    thread.join()
+
+
+def test_a_record_can_have_the_calls_of_other_threads(model):
     """A streaming application reads in one thread and generates in another."""
     inputs = prompts(1)
-    with record() as collected:
-        thread = threading.Thread(
-            target=model.generate, kwargs={**inputs, "max_new_tokens": 4, "do_sample": False, "spec_method": "ngram"}
-        )
-        thread.start()
-        thread.join()
+    with record(all_threads=True) as everywhere, record() as here:
+        run_in_thread(model.generate, **inputs, **SHORT)
+        in_threads = [len(here.calls)]
+        run_in_thread(contextvars.copy_context().run, model.generate, **inputs, **SHORT)
+        in_threads.append(len(here.calls))
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(model.generate, **inputs, **SHORT).result()
+        asyncio.run(asyncio.to_thread(model.generate, **inputs, **SHORT))
     assert not begin_call(SpecDecodingStats(), "model").observers
-    assert [call.stats.num_committed_tokens for call in collected.calls] == [4]
+    assert [call.stats.num_committed_tokens for call in everywhere.calls] == [4] * 4
+    assert in_threads == [0, 1]
+    assert len(here.calls) == 2
+
+
+def test_records_of_threads_do_not_see_each_other(model):
+    """As in a server whose requests are recorded one by one."""
+    inputs, found, all_open = prompts(1), {}, threading.Barrier(3)
+
+    def serve(name, num_calls):
+        with record(timings=True) as own:
+            all_open.wait()
+            for _ in range(num_calls):
+                model.generate(**inputs, **SHORT)
+            all_open.wait()
+        found[name] = own.calls
+
+    threads = [threading.Thread(target=serve, args=(name, name)) for name in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {name: len(calls) for name, calls in found.items()} == {1: 1, 2: 2, 3: 3}
+    for call in (call for calls in found.values() for call in calls):
+        assert len(call.timings) == call.stats.num_target_forwards - 1
+
+
+def test_records_can_be_nested_and_end_where_they_end(model):
+    inputs, context = prompts(1), None
+    with record() as outer:
+        with record() as inner:
+            model.generate(**inputs, **SHORT)
+            context = contextvars.copy_context()
+        model.generate(**inputs, **SHORT)
+    context.run(model.generate, **inputs, **SHORT)
+    model.generate(**inputs, **SHORT)
+    assert (len(outer.calls), len(inner.calls)) == (2, 1)
+
+
+class Failing(Listener, CallObserver):
+    """Fails at one of the things that it is told."""
+
+    def __init__(self, at):
+        self.at, self.told = at, []
+
+    def tell(self, what):
+        self.told.append(what)
+        if what == self.at:
+            raise RuntimeError(f"no {what}")
+
+    def begin_call(self, stats, model_name):
+        self.tell("begin_call")
+        return self
+
+    def end_prefill(self, new):
+        self.tell("end_prefill")
+
+    def end_cycle(self, new, seconds):
+        self.tell("end_cycle")
+
+    def end_call(self, new):
+        self.tell("end_call")
+
+
+@pytest.mark.parametrize("at", ["begin_call", "end_prefill", "end_cycle", "end_call"])
+def test_a_listener_that_fails_fails_nobody_else(model, at, caplog, monkeypatch):
+    monkeypatch.setattr(listeners, "_complaints", set())
+    inputs = prompts(1)
+    plain = model.generate(**inputs, max_new_tokens=9, do_sample=False)
+    failing, other = Failing(at), Failing(None)
+    for listener in (failing, other):
+        listeners.add_listener(listener)
+    try:
+        with caplog.at_level("WARNING", "hf_specdec.metrics"), record(timings=True) as recorded:
+            for _ in range(2):
+                assert torch.equal(model.generate(**inputs, **{**SHORT, "max_new_tokens": 9}), plain)
+    finally:
+        for listener in (failing, other):
+            listeners.remove_listener(listener)
+    # Once a call, and asked anew in the next.
+    assert failing.told.count(at) == 2
+    assert failing.told[-1] == at
+    assert other.told.count("end_call") == 2
+    assert [len(call.timings) for call in recorded.calls] == [other.told.count("end_cycle") // 2] * 2
+    said = [line for line in caplog.records if "Failing" in line.getMessage()]
+    assert len(said) == 1
+    assert "no " + at in str(said[0].exc_info[1])
 
 
 def test_import_is_light():

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from transformers.generation.streamers import BaseStreamer
 
@@ -230,7 +230,7 @@ def test_threads(model, registry):
         except Exception as error:  # noqa: BLE001 - handed to the test
             errors.append(error)
 
-    with record(timings=True) as made:
+    with record(timings=True, all_threads=True) as made:
         threads = [threading.Thread(target=generate) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -298,6 +298,40 @@ class TestWrongArguments:
     def test_port(self, port):
         with pytest.raises(SpecConfigError, match="`port` must be a whole number from 0 to 65535, got"):
             metrics.start_http_server(port)
+
+    @pytest.mark.parametrize("addr", ["", " ", 3, b"127.0.0.1", ["::1"], "no such host", "x" * 300, "\ud800", "a\0b"])
+    def test_address(self, addr):
+        with pytest.raises(SpecConfigError, match="addr"):
+            metrics.start_http_server(0, addr=addr, registry=CollectorRegistry())
+
+    def test_without_an_address_nobody_else_can_connect(self):
+        registry = CollectorRegistry()
+        server, _ = metrics.start_http_server(0, addr=None, registry=registry)
+        try:
+            assert server.server_address[0] == ADDRESS
+        finally:
+            server.shutdown()
+            server.server_close()
+            metrics.disable(registry)
+
+    def test_names_that_are_taken(self):
+        registry = CollectorRegistry()
+        Counter("hf_specdec_spec_decode_num_calls", "Another's.", registry=registry)
+        for _ in range(2):
+            with pytest.raises(SpecConfigError, match="does not take the metrics: Duplicated"):
+                metrics.start_http_server(0, registry=registry)
+        assert [metric.name for metric in registry.collect()] == ["hf_specdec_spec_decode_num_calls"]
+
+    @pytest.mark.parametrize("name", ["caf\udce9", "n" * 10**6])
+    def test_names_of_models_that_cannot_be_served_as_they_are(self, name):
+        registry = CollectorRegistry()
+        metrics.enable(registry)
+        try:
+            with metrics.begin_call(SpecDecodingStats(method="ngram"), name):
+                pass
+            assert len(generate_latest(registry)) < 10**5
+        finally:
+            metrics.disable(registry)
 
     def test_port_in_use(self):
         registry, other = CollectorRegistry(), CollectorRegistry()

@@ -1,15 +1,25 @@
 """Who is told of the calls of this process while they run.
 
 A call asks once, when it begins, who listens: one that began before somebody listened goes on untold, and one that has
-begun is told to its end. With nobody listening a cycle does nothing for it.
+begun is told to its end. With nobody listening a cycle does nothing for it. A listener that fails says so in the log,
+once for each kind of failure, and hears no more of that call; the call itself goes on.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from time import perf_counter
+from typing import Any
 
 from ..threads import Lock
 from .stats import SpecDecodingStats, StatsReader
+
+
+# transformers' `get_logger` gives the same one; this module is imported without transformers.
+logger = logging.getLogger("hf_specdec.metrics")
 
 
 class CallObserver:
@@ -60,32 +70,52 @@ class CallProgress:
         return self
 
     def __exit__(self, *exception) -> None:
-        if not self.observers:
-            return
-        new = self._reader.read()
-        for observer in self.observers:
-            observer.end_call(new)
+        if self.observers:
+            self._tell(lambda observer, new: observer.end_call(new))
 
     def end_prefill(self) -> None:
         if not self.observers:
             return
         self._cycle_began = perf_counter()
-        new = self._reader.read()
-        for observer in self.observers:
-            observer.end_prefill(new)
+        self._tell(lambda observer, new: observer.end_prefill(new))
 
     def end_cycle(self) -> None:
         """The cycle's counts and seconds are in the statistics."""
         if not self.observers:
             return
         began, self._cycle_began = self._cycle_began, perf_counter()
+        self._tell(lambda observer, new: observer.end_cycle(new, self._cycle_began - began))
+
+    def _tell(self, tell: Callable[[CallObserver, SpecDecodingStats], None]) -> None:
         new = self._reader.read()
-        for observer in self.observers:
-            observer.end_cycle(new, self._cycle_began - began)
+        # Those that fail are taken out of the list.
+        for observer in list(self.observers):
+            try:
+                tell(observer, new)
+            except Exception as error:  # noqa: BLE001 - of any kind: the user's text does not depend on it
+                self.observers.remove(observer)
+                _complain(observer, error)
 
 
 _listeners: list[Listener] = []
 _lock = Lock()
+
+# Those that are told of the calls of one context only: of a thread, a task, and what they start with their context.
+_listeners_here: ContextVar[tuple[Listener, ...]] = ContextVar("hf_specdec_listeners", default=())
+
+# Kinds of failures that have been logged.
+_complaints: set[tuple[str, str]] = set()
+
+
+@contextmanager
+def listening_here(listener: Listener) -> Iterator[None]:
+    """Inside of the block the calls of this context are told to it."""
+    _listeners_here.set((*_listeners_here.get(), listener))
+    try:
+        yield
+    finally:
+        # Not by the variable's token, which a generator that is closed elsewhere could not use.
+        _listeners_here.set(tuple(other for other in _listeners_here.get() if other is not listener))
 
 
 def add_listener(listener: Listener) -> None:
@@ -111,6 +141,21 @@ def begin_call(stats: SpecDecodingStats, model_name: str) -> CallProgress:
         `CallProgress`, to be told how the call gets on.
     """
     with _lock:
-        listeners = list(_listeners)
-    observers = [listener.begin_call(stats, model_name) for listener in listeners]
-    return CallProgress(stats, [observer for observer in observers if observer is not None])
+        listeners = [*_listeners, *_listeners_here.get()]
+    observers = []
+    for listener in listeners:
+        try:
+            observer = listener.begin_call(stats, model_name)
+        except Exception as error:  # noqa: BLE001 - as above
+            _complain(listener, error)
+            continue
+        if observer is not None:
+            observers.append(observer)
+    return CallProgress(stats, observers)
+
+
+def _complain(who: Any, error: Exception) -> None:
+    kind = type(who).__qualname__, type(error).__qualname__
+    if kind not in _complaints:
+        _complaints.add(kind)
+        logger.warning("%s fails and is told no more of this call, which goes on.", kind[0], exc_info=error)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..errors import SpecConfigError, shown
+from ..errors import MissingDependencyError, SpecConfigError, shown
 from ..threads import Lock
 from .listeners import CallObserver, Listener, add_listener, remove_listener
 from .stats import SpecDecodingStats
@@ -38,7 +38,10 @@ _DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
 
 # Every value of a label is a time series more in every scraper's memory.
 _MOST_MODELS, _MOST_REASONS, _MOST_POSITIONS = 32, 16, 64
+_MOST_CHARACTERS = 200
 _OTHER = "other"
+
+_LOOPBACK = "127.0.0.1"
 
 
 class PrometheusMetrics(Listener):
@@ -50,12 +53,26 @@ class PrometheusMetrics(Listener):
     """
 
     def __init__(self, registry: CollectorRegistry, model_name: str | None = None):
+        self.registry, self.model_name = registry, model_name
+        self._metrics: list[Counter | Gauge | Histogram] = []
+        self._models: set[str] = set()
+        self._reasons: set[str] = set()
+        self._series: dict[tuple[str, str], _Series] = {}
+        self._lock = Lock()
+        try:
+            self._register()
+        except ValueError as error:
+            self.unregister()
+            raise SpecConfigError(
+                f"The registry does not take the metrics: {error}. Pass another `registry`."
+            ) from error
+
+    def _register(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram
 
         from ..loaded import loaded_bytes, loaded_drafters
 
-        self.registry, self.model_name = registry, model_name
-        self._metrics: list[Counter | Gauge | Histogram] = []
+        registry = self.registry
 
         def counter(name: str, help: str, *labels: str) -> Counter:
             metric = Counter(f"hf_specdec_{name}", help, (*_LABELS, *labels), registry=registry)
@@ -89,14 +106,10 @@ class PrometheusMetrics(Listener):
         )
         gauge("loaded_drafters", "Drafters that stay loaded in this process.", loaded_drafters)
         gauge("loaded_bytes", "Bytes of their weights and of the texts that they remember.", loaded_bytes)
-        self._models: set[str] = set()
-        self._reasons: set[str] = set()
-        self._series: dict[tuple[str, str], _Series] = {}
-        self._lock = Lock()
 
     def begin_call(self, stats: SpecDecodingStats, model_name: str) -> CallObserver:
         with self._lock:
-            labels = _bounded(self.model_name or model_name, self._models, _MOST_MODELS), stats.method
+            labels = _bounded(_label(self.model_name or model_name), self._models, _MOST_MODELS), stats.method
             if labels not in self._series:
                 self._series[labels] = _Series(self, labels)
             series = self._series[labels]
@@ -158,6 +171,11 @@ class _Series(CallObserver):
         return self._positions[position]
 
 
+def _label(value: str) -> str:
+    """A text that can be served: in UTF-8, and not endless."""
+    return value[:_MOST_CHARACTERS].encode("utf-8", "replace").decode("utf-8")
+
+
 def _bounded(value: str, seen: set[str], most: int) -> str:
     """The label's value, or "other" where too many different ones have been seen."""
     if value not in seen and len(seen) >= most:
@@ -195,8 +213,12 @@ def enable(registry: CollectorRegistry | None = None, model_name: str | None = N
 
 def _checked(registry: CollectorRegistry | None, model_name: str | None = None) -> CollectorRegistry:
     """The registry that is meant, after a look at the arguments."""
-    from prometheus_client import REGISTRY, CollectorRegistry
-
+    try:
+        from prometheus_client import REGISTRY, CollectorRegistry
+    except ImportError as error:
+        raise MissingDependencyError(
+            "These metrics need Prometheus's client: pip install prometheus-client"
+        ) from error
     if registry is not None and not isinstance(registry, CollectorRegistry):
         raise SpecConfigError(f"`registry` must be a prometheus_client.CollectorRegistry, got {shown(registry)}.")
     if model_name is not None and not (isinstance(model_name, str) and model_name):
@@ -218,7 +240,7 @@ def disable(registry: CollectorRegistry | None = None) -> None:
 
 def start_http_server(
     port: int = 8000,
-    addr: str = "127.0.0.1",
+    addr: str | None = None,
     registry: CollectorRegistry | None = None,
     model_name: str | None = None,
 ):
@@ -228,8 +250,8 @@ def start_http_server(
 
     Args:
         port (`int`): 0 for any free one; it is `server.server_port`.
-        addr (`str`): Address to listen on. The server asks for no password: with "0.0.0.0" everybody who reaches the
-            machine reads the metrics.
+        addr (`str`, *optional*): Address to listen on; the loopback interface, 127.0.0.1, if not given. The server
+            asks for no password: with "0.0.0.0" everybody who reaches the machine reads the metrics.
         registry, model_name (*optional*): As in [`enable`].
 
     Returns:
@@ -239,20 +261,28 @@ def start_http_server(
     Raises:
         SpecConfigError: The port or address cannot be used.
     """
-    import prometheus_client
-
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
         raise SpecConfigError(f"`port` must be a whole number from 0 to 65535, got {shown(port)}.")
+    addr = _LOOPBACK if addr is None else addr
+    if not (isinstance(addr, str) and addr.strip()):
+        raise SpecConfigError(f"`addr` must be an address such as {_LOOPBACK!r}, got {shown(addr)}.")
     own = _checked(registry, model_name)
-    served = _of_all_processes() if registry is None and "PROMETHEUS_MULTIPROC_DIR" in os.environ else own
+    import prometheus_client
+
     try:
+        served = _of_all_processes() if registry is None and "PROMETHEUS_MULTIPROC_DIR" in os.environ else own
         server = prometheus_client.start_http_server(port, addr=addr, registry=served)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise SpecConfigError(
-            f"Metrics cannot be served at {addr}:{port}: {error}. Pass a free `port` (0 for any) and an `addr` of "
-            "this machine."
+            f"Metrics cannot be served at {shown(addr)[1:-1]}:{port}: {error}. Pass a free `port` (0 for any) and an "
+            "`addr` of this machine."
         ) from error
-    enable(own, model_name)
+    try:
+        enable(own, model_name)
+    except SpecConfigError:
+        server[0].shutdown()
+        server[0].server_close()
+        raise
     return server
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from .listeners import CallObserver, Listener, add_listener, remove_listener
+from .listeners import CallObserver, Listener, add_listener, listening_here, remove_listener
 from .stats import SpecDecodingStats
 
 
@@ -89,8 +90,12 @@ class Record(Listener):
     trace: bool = False
     timings: bool = False
     calls: list[CallRecord] = field(default_factory=list)
+    is_open: bool = field(default=True, repr=False)
 
     def begin_call(self, stats: SpecDecodingStats, model_name: str) -> CallObserver | None:
+        # A thread that was given the context may outlive the block.
+        if not self.is_open:
+            return None
         call = CallRecord(stats)
         self.calls.append(call)
         return _Recorder(call, self) if self.trace or self.timings else None
@@ -110,14 +115,18 @@ class _Recorder(CallObserver):
 
 
 @contextmanager
-def record(trace: bool = False, timings: bool = False):
-    """Collects the statistics of every speculative `generate()` that begins while the block is open.
+def record(trace: bool = False, timings: bool = False, all_threads: bool = False) -> Iterator[Record]:
+    """Collects the statistics of every speculative `generate()` that is made inside the block.
 
-    Calls made by pipelines and in other threads count too: a streaming application generates in a thread of its own.
+    Calls made by pipelines count too. Those of other threads and tasks do not, so that two requests of a server that
+    are recorded at the same time do not see each other, except where a thread runs in the context of the block:
+    `asyncio.to_thread(...)`, or `Thread(target=contextvars.copy_context().run, args=(model.generate,))`. The workers
+    of a `ThreadPoolExecutor` do not.
 
     Args:
         trace (`bool`): Also keep every cycle: drafts, parents, accepted and committed tokens of each row.
         timings (`bool`): Also keep the seconds of every cycle, for percentiles.
+        all_threads (`bool`): Collect the calls of all threads that begin while the block is open.
 
     Example:
 
@@ -130,8 +139,17 @@ def record(trace: bool = False, timings: bool = False):
     ```
     """
     collected = Record(trace, timings)
-    add_listener(collected)
     try:
-        yield collected
+        with _listening_everywhere(collected) if all_threads else listening_here(collected):
+            yield collected
     finally:
-        remove_listener(collected)
+        collected.is_open = False
+
+
+@contextmanager
+def _listening_everywhere(listener: Listener) -> Iterator[None]:
+    add_listener(listener)
+    try:
+        yield
+    finally:
+        remove_listener(listener)

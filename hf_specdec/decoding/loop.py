@@ -14,6 +14,7 @@ from functools import partial
 from time import perf_counter
 
 import torch
+from transformers.cache_utils import DynamicCache
 
 from ..candidate_generators.base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 from ..drafts import DraftTree, chain_topology
@@ -33,6 +34,10 @@ from .output import OutputRecorder, SpeculativeOutput
 from .recurrent import store_states
 from .sequences import Sequences, StopRules
 from .target import SlotModel, SlotOutput, check_reach, model_profile
+
+
+# Padding tokens that one forward reads of a row that has ended, where outputs hold them.
+_PADDING_AT_ONCE = 64
 
 
 @dataclass
@@ -89,7 +94,7 @@ class DecodingLoop:
         self.num_unknown = 0
         self.deferred: deque[Callable[[], None]] = deque()
 
-        stack = ProcessorStack(request.logits_processor)
+        self.stack = stack = ProcessorStack(request.logits_processor)
         uniforms = self._uniforms() if config.do_sample else None
         self.generator: CandidateGenerator = speculator.candidate_generator(self._session(stack, uniforms))
         with ExitStack() as if_it_fails:
@@ -225,7 +230,7 @@ class DecodingLoop:
         draft = DraftTree.empty(self.batch_size, self.device)
         verdict = self.verifier.verify(draft, logits, self.rows, self._positions(0))
         self.stats.num_committed_tokens += self.batch_size
-        self.recorder.add(self.rows, verdict, logits, output.get("hidden_states"))
+        self._record(verdict, logits, output.get("hidden_states"))
         self.anchors = verdict.tokens[:, 0]
         self._stream()
         self.stats.prefill_seconds = perf_counter() - began
@@ -251,6 +256,7 @@ class DecodingLoop:
         target.start_slots(starts, offsets)
         # The slots may begin before the given tokens: a continued cache, or embeddings.
         self.num_unknown = target.cache.lengths[0] - request.input_ids.shape[1]
+        self.all_starts, self.all_offsets = target.starts, target.offsets
         # The last token is never read.
         first_new = max(own + offset for own, offset in zip(self._positions(0), target.offsets))
         target.max_position = first_new + room - 2
@@ -318,7 +324,7 @@ class DecodingLoop:
         """Makes the accepted path part of the text, of the target's cache and of the drafter's state."""
         counts = list(map(len, verdict.token_lists))
         self.target.commit(counts, None if draft.is_chain else verdict.path)
-        self.recorder.add(self.rows, verdict, output.logits, output.all_hidden_states)
+        self._record(verdict, output.logits, output.all_hidden_states)
         self._afterwards(partial(self._count, draft.without_probs(), verdict, self.rows))
         self._afterwards(self._stream)
         self.anchors = _last_tokens(verdict)
@@ -327,6 +333,9 @@ class DecodingLoop:
         self.stats.draft_seconds += perf_counter() - began
         if not self.stop.all_finished:
             self._drop_finished_rows()
+
+    def _record(self, verdict: Verdict, logits: torch.Tensor, hidden_states: tuple | None) -> None:
+        self.recorder.add(self.rows, verdict.path, list(map(len, verdict.token_lists)), logits, hidden_states)
 
     def _observe(self, verdict: Verdict, states: dict) -> None:
         self.generator.observe(Commit(self.rows, verdict.tokens, verdict.token_lists, verdict.num_accepted, states))
@@ -394,7 +403,11 @@ class DecodingLoop:
 
     def _output(self):
         config, sequences = self.request.generation_config, self.sequences.output()
-        self.recorder.cut(self.sequences.num_generated)
+        if self.keeps_cache:
+            self._store_states(range(len(self.rows)))
+        if self.recorder.wants_steps:
+            self.recorder.cut(self.sequences.num_generated)
+            self._read_padding()
         cache = self._final_cache() if self.keeps_cache else None
         if not config.return_dict_in_generate:
             return sequences
@@ -407,16 +420,59 @@ class DecodingLoop:
             speculative=self.stats,
         )
 
+    def _read_padding(self) -> None:
+        """Reads what plain generation feeds to rows that have ended, and records what it says there.
+
+        Such rows have left the batch, so this costs forwards of their own: of calls that return something per token.
+        """
+        lengths, last = self.sequences.lengths, max(self.sequences.lengths)
+        for length in sorted(set(lengths) - {last}):
+            rows = [row for row, own in enumerate(lengths) if own == length]
+            target = self._continued(rows)
+            # The last token has not been read, and what is behind the last padding is not wanted.
+            for first in range(length - 1, last - 1, _PADDING_AT_ONCE):
+                nodes = min(_PADDING_AT_ONCE, last - 1 - first)
+                tokens = self.sequences.prefix(first + nodes)[rows, first:]
+                output = target.forward(tokens, chain_topology(nodes - 1, self.device))
+                target.commit([nodes] * len(rows))
+                self.stats.num_target_forwards += 1
+                logits = output.logits.to(self.device)
+                path = torch.arange(nodes, device=self.device).expand(len(rows), -1)
+                self.recorder.add(rows, path, [nodes] * len(rows), logits, output.all_hidden_states)
+                if self.recorder.scores is not None and self.stack.knows_all:
+                    self.recorder.scores.add(rows, self._scores_behind(rows, first + 1, logits), [nodes] * len(rows))
+
+    def _scores_behind(self, rows: list[int], length: int, logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores of logits `(R, T, V)`, the first of which follow `length` columns of the rows."""
+        nodes = range(logits.shape[1])
+        steps = [
+            self.stack.rows([self.sequences.prefix(length + node, row)[0] for row in rows], logits[:, node], rows)
+            for node in nodes
+        ]
+        return torch.stack(steps, dim=1)
+
+    def _continued(self, rows: list[int]) -> SlotModel:
+        """The target with rows of equal length in its slots, which have left the batch."""
+        cache = SlotCache(self.target.cache.capacity, limit=self.target.cache.limit)
+        target = SlotModel(self.model, cache, forward_kwargs=self.target.forward_kwargs)
+        cache.load(self._cache_of(rows))
+        target.start_slots([self.all_starts[row] for row in rows], [self.all_offsets[row] for row in rows])
+        target.max_position = self.target.max_position
+        return target
+
+    def _cache_of(self, rows: list[int]) -> DynamicCache:
+        """Keys and values of all tokens of these rows but the last."""
+        slots, recurrent = zip(*(self.finished_states[row] for row in rows))
+        # The last token has not been read; of rows that were cut back, more than is left has.
+        read = [self.num_unknown + self.sequences.lengths[row] - 1 for row in rows]
+        slots = [[tuple(b[:, :end] for b in layer) for layer in row] for row, end in zip(slots, read)]
+        cache = dynamic_cache(slots, self.model.config.get_text_config(decoder=True))
+        store_states(cache, list(recurrent))
+        return cache
+
     def _final_cache(self):
         """Keys and values of all tokens but the last, in the user's cache object if there is one."""
-        self._store_states(range(len(self.rows)))
-        states = [self.finished_states[row] for row in range(self.batch_size)]
-        slots, recurrent = zip(*states)
-        # The last token has not been read; of rows that were cut back, more than is left has.
-        read = [self.num_unknown + length - 1 for length in self.sequences.lengths]
-        slots = [[tuple(b[:, :end] for b in layer) for layer in row] for row, end in zip(slots, read)]
-        cache = dynamic_cache(list(slots), self.model.config.get_text_config(decoder=True))
-        store_states(cache, list(recurrent))
+        cache = self._cache_of(range(self.batch_size))
         user_cache = self.request.past_key_values
         if user_cache is None:
             return cache

@@ -25,8 +25,8 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 class StepRecorder:
     """Collects per-token tensors of rows that advance at their own pace, and returns them step by step.
 
-    Plain generation returns one tensor of shape `(B, ...)` for each generated token. Rows that ended earlier hold
-    zeros in the later steps.
+    Plain generation returns one tensor of shape `(B, ...)` for each generated token. Rows hold zeros where nothing was
+    added.
 
     Args:
         batch_size (`int`): B.
@@ -71,16 +71,20 @@ class OutputRecorder:
         self._batch_size = batch_size
         self._states: list[StepRecorder] = []
 
-    def add(self, rows, verdict, logits, hidden_states) -> None:
-        """Adds one verification: its verdict, logits `(R, T, V)` and, per layer, hidden states `(R, T, H)`.
+    @property
+    def wants_steps(self) -> bool:
+        """Whether anything is returned for each token."""
+        return self.wants_states or self.scores is not None or self.logits is not None
 
-        The verifier adds the scores.
+    def add(self, rows, path, counts, logits, hidden_states) -> None:
+        """Adds the first `counts[i]` nodes of each row's `path` `(R, M)`.
+
+        From a forward with logits `(R, T, V)` and, per layer, hidden states `(R, T, H)`. Scores are added by others.
         """
-        counts = list(map(len, verdict.token_lists))
         if self.logits is not None:
-            self.logits.add(rows, take_nodes(logits, verdict.path).float(), counts)
+            self.logits.add(rows, take_nodes(logits, path).float(), counts)
         if self.wants_states:
-            self._add_states(rows, verdict.path, hidden_states, counts)
+            self._add_states(rows, path, hidden_states, counts)
 
     def _add_states(self, rows, path, hidden_states, counts) -> None:
         if self.prompt_states is None:

@@ -248,7 +248,7 @@ class SlotModel:
             cache.last_recurrent_layer = max(module.layer_idx for module in mixers(model))
         self.states = states
         self._taps = StateTaps(model, states)
-        self._kwargs = forward_kwargs or {}
+        self.forward_kwargs = forward_kwargs or {}
         self._attention = attention_switch(model)
         self._needs_no_masks = False
         # That of the hidden states; a model's first parameter may belong to a vision tower of another type.
@@ -385,7 +385,7 @@ class SlotModel:
         if self.profile.takes_position_ids:
             inputs["position_ids"] = positions
         with self.captured() as states, self._attention(forward), self._states_kept(tokens.shape[1]):
-            output = self.model(**inputs, **self._kwargs)
+            output = self.model(**inputs, **self.forward_kwargs)
         return SlotOutput(output.logits[:, -num_logits:], states, output.get("hidden_states"))
 
     def _tree(self, topology: TreeTopology, tokens: torch.LongTensor, rows: RowState) -> SlotTree | None:

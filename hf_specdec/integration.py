@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from .candidate_generators import resolve_candidate_generator
 from .decoding.loop import DecodingLoop, Request
-from .decoding.target import model_profile
+from .decoding.target import REPEATED_INPUTS, is_text_only, model_profile
 from .errors import SpecConfigError, shown
 from .hook import configured_settings, original_generate
 from .hub.published import IN_GENERATION_CONFIG
@@ -367,9 +367,9 @@ _SET_BY_THE_LOOP = {
 
 def _check_model_kwargs(model, model_kwargs: dict[str, Any]) -> None:
     """Refuses what the target would need for drafts too. What goes with the prompt alone (images) is no problem."""
-    is_text_only = model.config.get_text_config(decoder=True) is model.config
-    lost = [name for name, value in model_kwargs.items() if name not in _SET_BY_THE_LOOP and value is not None]
-    if is_text_only and lost:
+    known = (*_SET_BY_THE_LOOP, *REPEATED_INPUTS)
+    lost = [name for name, value in model_kwargs.items() if name not in known and value is not None]
+    if is_text_only(model) and lost:
         names = ", ".join(f"`{name}`" for name in lost)
         raise SpecConfigError(
             f"{type(model).__name__} reads {names} for every token, and drafts have masks and positions only. Leave "

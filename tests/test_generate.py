@@ -19,6 +19,7 @@ from transformers.generation import EncoderRepetitionPenaltyLogitsProcessor
 
 from hf_specdec import SpecConfigError, UnsupportedModelError, load_speculator
 from hf_specdec.decoding import functional
+from tests.architectures import tiny_model
 from tests.models import VOCAB_SIZE, prompts, scripted_for, tiny_gpt2, tiny_llama
 
 
@@ -242,10 +243,9 @@ class TestErrors:
 
     def test_inputs_that_drafts_would_need(self):
         """Dropped after the prompt they would change the text without a word."""
-        model = tiny_gpt2()
-        inputs = prompts(1)
-        settings = {**inputs, "token_type_ids": torch.full_like(inputs["input_ids"], 5), "max_new_tokens": 4}
-        with pytest.raises(SpecConfigError, match="GPT2LMHeadModel.*token_type_ids.*plain generate"):
+        model = tiny_model("xmod")
+        settings = {**prompts(1), "lang_ids": torch.tensor([0]), "max_new_tokens": 4}
+        with pytest.raises(SpecConfigError, match="XmodForCausalLM.*lang_ids.*plain generate"):
             model.generate(**settings, spec_method="ngram")
         assert model.generate(**settings).shape[1] == 11
 
@@ -555,6 +555,31 @@ class TestCaches:
         speculator = scripted_for(whole, inputs)
         ours = model.generate(**inputs, max_new_tokens=20, do_sample=False, prefill_chunk_size=4, assistant=speculator)
         assert torch.equal(ours, whole)
+
+
+class TestTokenTypes:
+    """New tokens get the type of the last one, in every row its own."""
+
+    @pytest.mark.parametrize("batch_size", BATCH_SIZES)
+    @pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "gptj", "codegen", "gpt_bigcode", "bert"])
+    def test_equals_plain(self, name, batch_size):
+        # Embeddings of types are those of tokens in most of these models.
+        model, inputs = tiny_model(name, type_vocab_size=8), prompts(batch_size)
+        without = model.generate(**inputs, max_new_tokens=30, do_sample=False, pad_token_id=0)
+        types = torch.arange(inputs["input_ids"].numel()).view(batch_size, -1) * 3 % 8
+        plain, ours = plain_and_ours(model, {**inputs, "token_type_ids": types}, pad_token_id=0)
+        assert torch.equal(ours, plain)
+        assert not torch.equal(without, plain)
+
+    def test_rows_that_leave_take_theirs_along(self):
+        model, inputs = tiny_gpt2(), prompts(3)
+        inputs["token_type_ids"] = torch.tensor([[4], [9], [30]]).expand(3, 7)
+        text = model.generate(**inputs, max_new_tokens=30, do_sample=False)
+        settings = {"eos_token_id": text[0, 12].item(), "return_dict_in_generate": True, "output_scores": True}
+        plain, ours = plain_and_ours(model, inputs, **settings)
+        assert torch.equal(ours.sequences, plain.sequences)
+        assert not plain.sequences[0, 13:].any()
+        torch.testing.assert_close(ours.scores, plain.scores, rtol=1e-4, atol=1e-4)
 
 
 class TestPositions:

@@ -706,7 +706,11 @@ class CallGraphs:
 
 
 def call_graphs(
-    model: torch.nn.Module, largest: int = 1, enforce_eager: bool = False, all_hidden_states: bool = False
+    model: torch.nn.Module,
+    largest: int = 1,
+    enforce_eager: bool = False,
+    all_hidden_states: bool = False,
+    row_inputs: tuple[str, ...] = (),
 ) -> CallGraphs | None:
     """The graphs of a causal language model for one call; `None` where its device has none.
 
@@ -714,6 +718,7 @@ def call_graphs(
         largest (`int`): Nodes of a full draft, the anchor included.
         enforce_eager (`bool`): The user wants none.
         all_hidden_states (`bool`): The forwards return the hidden states of all layers.
+        row_inputs (`tuple[str, ...]`): What the forwards read of each row beside its tokens.
     """
     backend = _backend_of(model)
     if backend is None:
@@ -722,6 +727,7 @@ def call_graphs(
     reasons = {
         "enforce_eager=True": enforce_eager,
         "the hidden states of all layers are returned": all_hidden_states,
+        f"it reads {', '.join(row_inputs)}": bool(row_inputs),
         "it has layers with a recurrent state": profile.is_recurrent,
         "it tells positions from the slots of its cache": profile.counts_slots,
     }

@@ -33,7 +33,7 @@ from .graphs import CallGraphs, call_graphs
 from .output import OutputRecorder, SpeculativeOutput
 from .recurrent import store_states
 from .sequences import Sequences, StopRules
-from .target import SlotModel, SlotOutput, check_reach, model_profile
+from .target import REPEATED_INPUTS, SlotModel, SlotOutput, check_reach, is_text_only, model_profile
 
 
 # Padding tokens that one forward reads of a row that has ended, where outputs hold them.
@@ -92,6 +92,7 @@ class DecodingLoop:
         self.finished_states: dict[int, list] = {}
         self.streamed = 0
         self.num_unknown = 0
+        self.row_inputs = _row_inputs(request)
         self.deferred: deque[Callable[[], None]] = deque()
 
         self.stack = stack = ProcessorStack(request.logits_processor)
@@ -150,12 +151,14 @@ class DecodingLoop:
         most = self.stop.max_length - self.sequences.prompt_length
         # Room for the whole generation, but not for a maximum that is only there as a limit.
         cache = SlotCache(prompt_length + min(most, 1024) + nodes, limit=prompt_length + most + nodes)
-        return slot_model(
+        target = slot_model(
             self.model,
             cache,
             states=self.generator.target_hidden_states,
             forward_kwargs={"output_hidden_states": True} if self.recorder.wants_states else None,
         )
+        target.row_inputs = dict(self.row_inputs)
+        return target
 
     def _graphs(self) -> CallGraphs | None:
         """CUDA graphs of verifications, where there are any."""
@@ -165,6 +168,7 @@ class DecodingLoop:
             largest=self.generator.num_draft_nodes + 1,
             enforce_eager=config is not None and config.enforce_eager,
             all_hidden_states=self.recorder.wants_states,
+            row_inputs=tuple(self.row_inputs),
         )
 
     def _check_prompt_tokens(self) -> None:
@@ -458,6 +462,7 @@ class DecodingLoop:
         cache.load(self._cache_of(rows))
         target.start_slots([self.all_starts[row] for row in rows], [self.all_offsets[row] for row in rows])
         target.max_position = self.target.max_position
+        target.row_inputs = {name: values[rows] for name, values in self.row_inputs.items()}
         return target
 
     def _cache_of(self, rows: list[int]) -> DynamicCache:
@@ -512,6 +517,15 @@ def _pad_token(config) -> int:
     pad = getattr(config, "_pad_token_tensor", None)
     # Without an end-of-sequence token no row ends before the others, and padding is never written.
     return 0 if pad is None else int(pad)
+
+
+def _row_inputs(request: Request) -> dict[str, torch.Tensor]:
+    """What the target reads for each token beside it, as it goes for new tokens, `(B, 1)`."""
+    if not is_text_only(request.model):
+        # Models with images read it of the prompt alone.
+        return {}
+    given = {name: request.model_kwargs.get(name) for name in REPEATED_INPUTS}
+    return {name: values[:, -1:] for name, values in given.items() if values is not None}
 
 
 def _embeds_length(model_kwargs: dict) -> int:

@@ -23,7 +23,7 @@ from ..errors import UnsupportedModelError
 from ..kernels._triton import use_triton
 from ..kernels.cache import WritePlan
 from ..kernels.tree_attention import MAX_NODES, SlotTree
-from ..transfers import upload
+from ..transfers import select_rows, upload
 from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_switch, describe_layers
 from .cache import SlotCache
 from .masks import FULL, RowState, Span, node_masks, node_positions, slot_tree
@@ -100,6 +100,9 @@ _WITHOUT_ATTENTION = ("linear_attention", "conv", "mlp", "moe")
 
 _RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 
+# Arguments with a value for each token, of which new tokens get the last one in plain generation.
+REPEATED_INPUTS = ("token_type_ids",)
+
 _profiles: WeakKeyDictionary[torch.nn.Module, ModelProfile] = WeakKeyDictionary()
 
 
@@ -172,6 +175,11 @@ def _read_spans(config, layer_types, is_recurrent):
     return spans, keys
 
 
+def is_text_only(model: torch.nn.Module) -> bool:
+    """Whether there is nothing in a model but a language model."""
+    return model.config.get_text_config(decoder=True) is model.config
+
+
 def check_reach(model: torch.nn.Module, prompt_lengths: list[int], max_new_tokens: int) -> None:
     """Refuses texts during which the rotary embedding would change its frequencies.
 
@@ -230,6 +238,8 @@ class SlotModel:
     Attributes:
         max_position (`int`, *optional*): Last position id that a valid node of the call may have. Padding nodes lie
             behind it in rows that are nearly full, and a table of positions may end there.
+        row_inputs (`dict[str, torch.Tensor]`): Further arguments of the forwards over slots, each with one value a row,
+            `(R, 1)`, that goes for all its nodes.
         attention_layers (`Counter`): What computed the attention of the last forward's layers, where kernels run.
         graphs (`CallGraphs`, *optional*): Run in the place of forwards whose shapes repeat.
     """
@@ -249,6 +259,7 @@ class SlotModel:
         self.states = states
         self._taps = StateTaps(model, states)
         self.forward_kwargs = forward_kwargs or {}
+        self.row_inputs: dict[str, torch.Tensor] = {}
         self._attention = attention_switch(model)
         self._needs_no_masks = False
         # That of the hidden states; a model's first parameter may belong to a vision tower of another type.
@@ -384,6 +395,7 @@ class SlotModel:
             inputs["logits_to_keep"] = num_logits
         if self.profile.takes_position_ids:
             inputs["position_ids"] = positions
+        inputs |= {name: values.expand(-1, tokens.shape[1]) for name, values in self.row_inputs.items()}
         with self.captured() as states, self._attention(forward), self._states_kept(tokens.shape[1]):
             output = self.model(**inputs, **self.forward_kwargs)
         return SlotOutput(output.logits[:, -num_logits:], states, output.get("hidden_states"))
@@ -447,6 +459,7 @@ class SlotModel:
             self.recurrent.keep_rows(keep)
         self.starts = [self.starts[row] for row in keep]
         self.offsets = [self.offsets[row] for row in keep]
+        self.row_inputs = {name: select_rows(values, keep) for name, values in self.row_inputs.items()}
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.generation import GenerationMixin
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
@@ -272,8 +272,9 @@ def _problems(model, arguments: dict[str, Any]) -> str:
         if not any(value is item or (type(value) is type(item) and value == item) for item in harmless):
             problems.append(f"`{name}`={shown(value)}: {remedy}")
     cache = arguments.get("past_key_values")
-    if cache is not None and type(cache) is not DynamicCache:
-        problems.append(f"`past_key_values`: a DynamicCache can be continued, got {type(cache).__name__}.")
+    if cache is not None and (type(cache) not in (DynamicCache, StaticCache) or getattr(cache, "offloading", False)):
+        kind = f"offloaded {type(cache).__name__}" if getattr(cache, "offloading", False) else type(cache).__name__
+        problems.append(f"`past_key_values`: a DynamicCache or a StaticCache can be continued, got {kind}.")
     mask = arguments.get("attention_mask")
     if torch.is_tensor(mask) and mask.dim() == 2 and bool((mask[:, 1:].ne(0) < mask[:, :-1].ne(0)).any()):
         problems.append("`attention_mask`: has zeros behind ones. Pad prompts on the left, and mask nothing else.")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import (
     DynamicCache,
+    EncoderDecoderCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -180,6 +181,15 @@ class TestWhatStockAssistedDecodingCannot:
         assert len(stats.num_accepted_tokens_per_pos) == 3
 
 
+@pytest.fixture
+def calls(model):
+    """Every forward of the model."""
+    calls = []
+    handle = model.register_forward_hook(lambda *args: calls.append(args))
+    yield calls
+    handle.remove()
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("settings", "words"),
@@ -249,21 +259,28 @@ class TestErrors:
             model.generate(**settings, spec_method="ngram")
         assert model.generate(**settings).shape[1] == 11
 
-    def test_static_cache_object(self, model):
-        cache = StaticCache(config=model.config, max_cache_len=64)
-        with pytest.raises(SpecConfigError, match="past_key_values.*DynamicCache.*StaticCache"):
+    def test_cache_of_another_kind(self, model):
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        with pytest.raises(SpecConfigError, match="past_key_values.*DynamicCache.*got EncoderDecoderCache"):
             model.generate(**prompts(1), max_new_tokens=4, past_key_values=cache, spec_method="ngram")
 
-    def test_nothing_runs_before_the_error(self, model):
-        calls = []
-        handle = model.register_forward_hook(lambda *args: calls.append(args))
-        try:
-            with pytest.raises(SpecConfigError):
-                model.generate(**prompts(1), num_beams=2, spec_method="ngram")
-            with pytest.raises(SpecConfigError):
-                model.generate(**prompts(1), spec_method="ngramm")
-        finally:
-            handle.remove()
+    def test_static_cache_that_is_too_small(self, model, calls):
+        settings = {"do_sample": False, "spec_method": "ngram"}
+        cache = StaticCache(config=model.config, max_cache_len=17)
+        with pytest.raises(SpecConfigError, match="room for 17 tokens.*may read 18.*max_cache_len=18"):
+            model.generate(**prompts(2), **settings, max_new_tokens=12, past_key_values=cache)
+        assert not calls
+        assert model.generate(**prompts(2), **settings, max_new_tokens=11, past_key_values=cache).shape == (2, 18)
+        calls.clear()
+        with pytest.raises(SpecConfigError, match="made for 2 rows.*this call has 1"):
+            model.generate(**prompts(1, length=18), **settings, max_new_tokens=1, past_key_values=cache)
+        assert not calls
+
+    def test_nothing_runs_before_the_error(self, model, calls):
+        with pytest.raises(SpecConfigError):
+            model.generate(**prompts(1), num_beams=2, spec_method="ngram")
+        with pytest.raises(SpecConfigError):
+            model.generate(**prompts(1), spec_method="ngramm")
         assert not calls
 
 
@@ -497,6 +514,43 @@ class TestCaches:
         whole = model.generate(**third, **settings)
         speculator = scripted_for(whole, third, accuracy=0.8, tree=tree)
         assert torch.equal(model.generate(**third, **settings, past_key_values=cache, assistant=speculator), whole)
+
+    @pytest.mark.parametrize("which", ["model", "sliding_model"])
+    @pytest.mark.parametrize("batch_size", BATCH_SIZES)
+    @pytest.mark.parametrize("passed", [True, False], ids=["object", "cache_implementation"])
+    def test_static_cache(self, which, batch_size, passed, request):
+        """It comes back as plain generation leaves it, and goes on from call to call."""
+        model = request.getfixturevalue(which)
+        inputs = prompts(batch_size, length=10)
+        settings = {"max_new_tokens": 14, "do_sample": False, "disable_compile": True}
+
+        def make():
+            cache = StaticCache(config=model.config, max_cache_len=60)
+            return {"past_key_values": cache} if passed else {"cache_implementation": "static", "max_cache_len": 60}
+
+        text = model.generate(**inputs, **settings)
+        call = {**inputs, **settings, "return_dict_in_generate": True}
+        plain = model.generate(**call, **make())
+        given = make()
+        ours = model.generate(**call, **given, assistant=scripted_for(text, inputs))
+        assert torch.equal(ours.sequences, plain.sequences)
+        cache = ours.past_key_values
+        assert type(cache) is type(plain.past_key_values) is StaticCache
+        assert cache is given.get("past_key_values", cache)
+        for mine, its in zip(cache.layers, plain.past_key_values.layers):
+            assert mine.keys.shape == its.keys.shape
+            assert int(mine.get_seq_length()) == int(its.get_seq_length()) == 23
+            # Behind padding the first slots hold nothing that counts.
+            seen = slice(batch_size - 1, None)
+            torch.testing.assert_close(mine.keys[:, :, seen], its.keys[:, :, seen], rtol=1e-4, atol=1e-4)
+        addresses = [layer.keys.data_ptr() for layer in cache.layers]
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 14 + 5), value=1)
+        second = {"input_ids": self.second_turn(text), "attention_mask": mask}
+        whole = model.generate(**second, **settings)
+        again = {**second, **settings, "past_key_values": cache}
+        assert torch.equal(model.generate(**again, assistant=scripted_for(whole, second, accuracy=0.8)), whole)
+        assert [layer.keys.data_ptr() for layer in cache.layers] == addresses
+        assert int(cache.get_seq_length()) == whole.shape[1] - 1
 
     def test_cache_of_rows_that_ended_apart(self, model):
         inputs = prompts(3)

@@ -209,7 +209,6 @@ class CandidateGenerator(HfCandidateGenerator):
             what is drafted when the user names no k.
         loaded_by (`tuple[str, ...]`, *optional*): Flat settings that `load` reads. Configurations that agree in them
             share what was loaded; `None`: in all of them.
-        needs_prompt_tokens (`bool`): Cannot draft for a prompt that is given as embeddings alone.
         draws (`bool`, *optional*): Draft tokens are drawn, and their distributions handed over. `None`: not known.
         rates_drafts (`bool`): `draft_chances` says how good the last drafts are, as the first part of a combination
             must.
@@ -226,7 +225,6 @@ class CandidateGenerator(HfCandidateGenerator):
     default_num_speculative_tokens: ClassVar[int] = 5
     most_speculative_tokens: ClassVar[int | None] = None
 
-    needs_prompt_tokens: ClassVar[bool] = False
     rates_drafts: ClassVar[bool] = False
     parts: ClassVar[tuple[type[CandidateGenerator], ...]] = ()
     draws: bool | None = None

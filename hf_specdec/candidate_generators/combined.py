@@ -181,7 +181,6 @@ class CombinedCandidateGenerator(CandidateGenerator):
         self.model = self.parts[1](own[1], resources.model, session)
         self.num_speculative_tokens = max(self.retrieval.num_speculative_tokens, self.model.num_speculative_tokens)
         self.target_hidden_states = self.model.target_hidden_states
-        self.needs_prompt_tokens = self.retrieval.needs_prompt_tokens or self.model.needs_prompt_tokens
         self.draws = self.model.draws
         self.experience = resources.experience
         self.choice = DrafterChoice(

@@ -99,13 +99,21 @@ def _plain_sampler(vocab_size: int) -> DraftSampler:
     return DraftSampler(ProcessorStack(LogitsProcessorList()), None, None, vocab_size)
 
 
+def _first_token(config) -> int:
+    """What a text of the model begins with; where nothing does, what ended the one before."""
+    config = config.get_text_config(decoder=True)
+    first = getattr(config, "bos_token_id", None)
+    first = getattr(config, "eos_token_id", None) if first is None else first
+    first = first[0] if isinstance(first, list) and first else first
+    return first if isinstance(first, int) and 0 <= first < config.vocab_size else 0
+
+
 class DraftModelCandidateGenerator(CandidateGenerator):
     """Drafts chains, one token after the other."""
 
     options_class = DraftModelOptions
     default_num_speculative_tokens = 5
     most_speculative_tokens = 12
-    needs_prompt_tokens = True
     loaded_by = (*_LOADING, "same_tokenizer")
 
     @classmethod
@@ -153,7 +161,11 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self.mark: tuple | None = None  # where a recurrent draft model stood before them
 
     def prefill(self, prompt: Prompt) -> None:
-        length = prompt.input_ids.shape[1]
+        tokens = prompt.input_ids
+        if tokens.shape[1] == 0:
+            # Of a prompt of embeddings nothing can be read: the draft model begins a text.
+            tokens = tokens.new_full((len(prompt.starts), 1), _first_token(self.model.model.config))
+        length = tokens.shape[1]
         # One more: the target's first token.
         fits = [not self._is_too_long(length - start + 1) for start in prompt.starts]
         self.rows = [row for row, fit in enumerate(fits) if fit]
@@ -164,7 +176,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self.model.use_graphs(graphs)
         if graphs is not None:
             self.session.draft_graphs.append(graphs)
-        tokens = prompt.input_ids[self.rows] if len(self.rows) < len(fits) else prompt.input_ids
+        tokens = tokens[self.rows] if len(self.rows) < len(fits) else tokens
         self.model.prefill(self._readable(tokens), [prompt.starts[row] for row in self.rows])
         self.pending = [[] for _ in self.rows]
         self.num_fed_drafts = [0] * len(self.rows)

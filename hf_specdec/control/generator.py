@@ -39,7 +39,7 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         self.session, self.config = generator.session, generator.config
         self.num_speculative_tokens = generator.num_speculative_tokens
         self.target_hidden_states = generator.target_hidden_states
-        self.needs_prompt_tokens, self.draws = generator.needs_prompt_tokens, generator.draws
+        self.draws = generator.draws
         self._clock, self._reading_clock = CycleClock(self.session.device), CycleClock(self.session.device)
         # What the method has not been told of, the rows that have left meanwhile among it.
         self._prompt: Prompt | None = None

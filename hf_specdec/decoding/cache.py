@@ -14,9 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
 
-from ..errors import UnsupportedModelError
+from ..errors import SpecConfigError, UnsupportedModelError
 from ..kernels.cache import WritePlan, move_slots, write_slots
 from ..transfers import upload
 from .recurrent import RecurrentState, load_state
@@ -156,21 +156,25 @@ class SlotCache(Cache):
     # An empty cache would count as compileable, and get ready-made masks for the prefill.
     is_compileable = False
 
-    def load(self, cache: DynamicCache) -> None:
-        """Copies in what earlier calls have left in a `DynamicCache`.
+    def load(self, cache: Cache) -> None:
+        """Copies in what earlier calls have left in a `DynamicCache` or `StaticCache`.
 
-        Its sliding-window layers hold the last tokens only; the slots before them stay empty and are never seen.
+        Their sliding-window layers hold the last tokens only; the slots before them stay empty and are never seen.
         """
         for index, layer in enumerate(cache.layers):
             if getattr(layer, "conv_states", None):
                 self._layer(index).recurrent = load_state(layer)
-            if getattr(layer, "keys", None) is not None and layer.keys.numel():
-                offset = layer.get_seq_length() - layer.keys.shape[2]
-                self.plan = WritePlan(layer.get_seq_length(), offset)
-                self.update(layer.keys, layer.values, index)
+            if getattr(layer, "keys", None) is None:
+                continue
+            # A static layer counts in a tensor, and has room behind what it holds.
+            length = int(layer.get_seq_length())
+            keys, values = layer.keys[:, :, :length], layer.values[:, :, :length]
+            if keys.numel():
+                self.plan = WritePlan(length, length - keys.shape[2])
+                self.update(keys, values, index)
                 if getattr(layer, "is_indexer_initialized", False):
-                    self.update_indexer(layer.indexer_keys, index)
-                self.layers[index].length = layer.get_seq_length()
+                    self.update_indexer(layer.indexer_keys[:, :length], index)
+                self.layers[index].length = length
         self.plan = None
 
     def _layer(self, layer_idx: int) -> SlotLayer:
@@ -288,14 +292,40 @@ class SlotCache(Cache):
         return [tuple(buffer[row, :, :length].clone() for buffer in layer.buffers) for layer in self.layers]
 
 
-def dynamic_cache(rows: list[list[tuple[torch.Tensor, ...]]], config) -> DynamicCache:
-    """transformers' own cache from each row's keys and values; shorter rows are followed by zeros.
+def check_room(cache: Cache | None, batch_size: int, columns: int) -> None:
+    """Refuses a `StaticCache` of other rows than the call's, or that the call may outgrow.
 
     Args:
-        rows (`list`): For each row what `SlotCache.row_states` returned.
-        config (`PreTrainedConfig`): Of the model; says which layers keep a window only.
+        cache (`Cache`, *optional*): What the user has passed, or asked for.
+        batch_size (`int`): Rows of the call.
+        columns (`int`): Tokens that a row may have at its end, all of which but the last are read.
+
+    Raises:
+        SpecConfigError: What was found, and what to do.
     """
-    cache = DynamicCache(config=config)
+    if type(cache) is not StaticCache:
+        return
+    layers = [layer for layer in cache.layers if hasattr(layer, "max_cache_len")]
+    rows = {len(layer.keys) for layer in layers if layer.is_initialized}
+    if rows - {batch_size}:
+        raise SpecConfigError(
+            f"The StaticCache was made for {max(rows)} rows, and this call has {batch_size}. Pass a new one."
+        )
+    room = min((layer.max_cache_len for layer in layers if not layer.is_sliding), default=columns)
+    if columns - 1 > room:
+        raise SpecConfigError(
+            f"The StaticCache has room for {room} tokens, and this call may read {columns - 1}. Make it with "
+            f"max_cache_len={columns - 1} or more, or set `max_new_tokens` so that it stays below."
+        )
+
+
+def fill_cache(cache: Cache, rows: list[list[tuple[torch.Tensor, ...]]]) -> None:
+    """Puts each row's keys and values into an empty cache of transformers; shorter rows are followed by zeros.
+
+    Args:
+        cache (`Cache`): Empty.
+        rows (`list`): For each row what `SlotCache.row_states` returned.
+    """
     for index, layers in enumerate(zip(*rows)):
         if not layers[0]:
             continue  # no slots
@@ -307,7 +337,6 @@ def dynamic_cache(rows: list[list[tuple[torch.Tensor, ...]]], config) -> Dynamic
         cache.update(keys, values, index)
         if indexer_keys:
             cache.update_indexer(indexer_keys[0][:, 0], index)
-    return cache
 
 
 def compact(finished: list[bool]) -> list[int]:

@@ -14,11 +14,11 @@ from functools import partial
 from time import perf_counter
 
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from ..candidate_generators.base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 from ..drafts import DraftTree, chain_topology
-from ..errors import SpecConfigError, UnsupportedModelError
+from ..errors import UnsupportedModelError
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowUniforms, seed_from_torch
 from ..logits.rules import acceptance_rule
@@ -27,7 +27,7 @@ from ..logits.verifier import Verdict, Verifier, take_nodes
 from ..metrics import CycleTrace, RowTrace, SpecDecodingStats, begin_call
 from ..models.draft_model import vocabulary_size
 from ..transfers import select_rows, upload
-from .cache import SlotCache, compact, dynamic_cache
+from .cache import SlotCache, check_room, compact, fill_cache
 from .functional import slot_model
 from .graphs import CallGraphs, call_graphs
 from .output import OutputRecorder, SpeculativeOutput
@@ -51,7 +51,8 @@ class Request:
         model_kwargs (`dict`): Arguments of the target's forward: mask, positions, multimodal inputs.
         streamer (`BaseStreamer`, *optional*): Has seen nothing yet.
         synced_gpus (`bool`): Go on with forwards until all ranks have finished.
-        past_key_values (`DynamicCache`, *optional*): The user's; read at the start, brought up to date at the end.
+        past_key_values (`DynamicCache` or `StaticCache`, *optional*): The user's; read at the start, and brought up to
+            date at the end.
         began (`float`): `perf_counter()` when `generate()` was called.
     """
 
@@ -171,13 +172,6 @@ class DecodingLoop:
             row_inputs=tuple(self.row_inputs),
         )
 
-    def _check_prompt_tokens(self) -> None:
-        if self.generator.needs_prompt_tokens and self.request.input_ids.shape[1] == 0:
-            raise SpecConfigError(
-                f"spec_method='{self.stats.method}' drafts from the prompt's tokens, and got `inputs_embeds` alone. "
-                "Pass `input_ids` beside them, or use spec_method='ngram'."
-            )
-
     def run(self):
         """Generates. Returns token ids `(B, L)`, or a `SpeculativeOutput` if the config asks for a dict."""
         try:
@@ -190,7 +184,6 @@ class DecodingLoop:
         self.stats.setup_seconds = began - self.request.began
         try:
             self.target.use_graphs(self._graphs())
-            self._check_prompt_tokens()
             self.verifier.rule.check_depth(self.generator.num_speculative_tokens)
             with begin_call(self.stats, _model_name(self.model)) as self.progress:
                 self._decode()
@@ -251,6 +244,7 @@ class DecodingLoop:
         room = self.stop.max_length - request.input_ids.shape[1]
         length = _prompt_slots(request, target.cache.get_seq_length())
         check_reach(self.model, [length - start for start in starts], room)
+        check_room(kwargs.get("past_key_values"), self.batch_size, length + room)
         kwargs["past_key_values"] = target.cache
         # The prompts may be read in chunks.
         with target.captured(joined=True) as states:
@@ -459,26 +453,36 @@ class DecodingLoop:
         """The target with rows of equal length in its slots, which have left the batch."""
         cache = SlotCache(self.target.cache.capacity, limit=self.target.cache.limit)
         target = SlotModel(self.model, cache, forward_kwargs=self.target.forward_kwargs)
-        cache.load(self._cache_of(rows))
+        cache.load(self._filled(self._empty_cache(), rows))
         target.start_slots([self.all_starts[row] for row in rows], [self.all_offsets[row] for row in rows])
         target.max_position = self.target.max_position
         target.row_inputs = {name: values[rows] for name, values in self.row_inputs.items()}
         return target
 
-    def _cache_of(self, rows: list[int]) -> DynamicCache:
-        """Keys and values of all tokens of these rows but the last."""
+    def _empty_cache(self) -> DynamicCache:
+        return DynamicCache(config=self.model.config.get_text_config(decoder=True))
+
+    def _filled(self, cache: Cache, rows: list[int]) -> Cache:
+        """An empty cache with keys and values of all tokens of these rows but the last."""
         slots, recurrent = zip(*(self.finished_states[row] for row in rows))
         # The last token has not been read; of rows that were cut back, more than is left has.
         read = [self.num_unknown + self.sequences.lengths[row] - 1 for row in rows]
         slots = [[tuple(b[:, :end] for b in layer) for layer in row] for row, end in zip(slots, read)]
-        cache = dynamic_cache(slots, self.model.config.get_text_config(decoder=True))
+        fill_cache(cache, slots)
         store_states(cache, list(recurrent))
         return cache
 
-    def _final_cache(self):
-        """Keys and values of all tokens but the last, in the user's cache object if there is one."""
-        cache = self._cache_of(range(self.batch_size))
-        user_cache = self.request.past_key_values
+    def _final_cache(self) -> Cache:
+        """Keys and values of all tokens but the last: in the user's cache object, or in the static one asked for.
+
+        transformers has made the latter before it called the loop.
+        """
+        rows, prepared = list(range(self.batch_size)), self.request.model_kwargs.get("past_key_values")
+        if type(prepared) is StaticCache:
+            # Compiled code may know the addresses of its tensors, which stay.
+            prepared.reset()
+            return self._filled(prepared, rows)
+        cache, user_cache = self._filled(self._empty_cache(), rows), self.request.past_key_values
         if user_cache is None:
             return cache
         user_cache.layers = cache.layers

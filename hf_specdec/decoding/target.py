@@ -238,8 +238,8 @@ class SlotModel:
     Attributes:
         max_position (`int`, *optional*): Last position id that a valid node of the call may have. Padding nodes lie
             behind it in rows that are nearly full, and a table of positions may end there.
-        row_inputs (`dict[str, torch.Tensor]`): Further arguments of the forwards over slots, each with one value a row,
-            `(R, 1)`, that goes for all its nodes.
+        row_inputs (`dict[str, torch.Tensor]`): Further arguments of the forwards over slots, each with one value for
+            every row, `(R, 1)`, that goes for all its nodes.
         attention_layers (`Counter`): What computed the attention of the last forward's layers, where kernels run.
         graphs (`CallGraphs`, *optional*): Run in the place of forwards whose shapes repeat.
     """

@@ -301,7 +301,6 @@ class _WatchedGenerator(CandidateGenerator):
         self.num_speculative_tokens = generator.num_speculative_tokens
         self.sources = {key: wiring.sources.get(key, key) for key in generator.target_hidden_states}
         self.target_hidden_states = tuple(dict.fromkeys(self.sources.values()))
-        self.needs_prompt_tokens = generator.needs_prompt_tokens
 
     @property
     def num_draft_nodes(self) -> int:

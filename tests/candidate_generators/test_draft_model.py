@@ -178,11 +178,36 @@ class TestGreedyEqualsPlain:
         plain, ours, _ = plain_and_ours(model, drafts["perturbed"], inputs)
         assert torch.equal(ours, plain)
 
-    def test_embeddings_beside_the_tokens(self, model, drafts):
-        inputs = prompts(1)
-        embeds = model.get_input_embeddings()(inputs["input_ids"])
-        with pytest.raises(SpecConfigError, match="draft_model.*inputs_embeds"):
-            model.generate(inputs_embeds=embeds, **GREEDY, assistant=drafts["perturbed"])
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    @pytest.mark.parametrize(
+        ("begin", "first"),
+        [({}, 0), ({"bos_token_id": 5}, 5), ({"eos_token_id": [7, 8]}, 7)],
+        ids=["none", "bos", "eos"],
+    )
+    def test_embeddings_alone(self, model, drafts, batch_size, begin, first):
+        """The draft model reads what has been generated, behind what a text of its own begins with."""
+        inputs = prompts(batch_size)
+        embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
+        call = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}
+        plain = model.generate(**call, max_new_tokens=30, do_sample=False)
+        assert plain.shape == (batch_size, 30)
+        draft = copy.deepcopy(drafts["perturbed"])
+        for name, value in begin.items():
+            setattr(draft.config, name, value)
+        read = []
+        handle = draft.register_forward_pre_hook(
+            lambda module, args, kwargs: read.append(kwargs["input_ids"].clone()), with_kwargs=True
+        )
+        output = model.generate(
+            **call, max_new_tokens=30, do_sample=False, assistant=draft, return_dict_in_generate=True
+        )
+        handle.remove()
+        assert torch.equal(output.sequences, plain)
+        assert read[0].tolist() == [[first]] * batch_size
+        assert read[1].tolist() == plain[:, :1].tolist()
+        assert output.speculative.num_draft_tokens > 0
+        # From the first cycle on.
+        assert output.speculative.num_cycles_without_drafts.get("nothing_found", 0) == 0
 
 
 class TestCache:

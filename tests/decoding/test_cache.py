@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DeepseekV32Config, DynamicCache, Gemma2Config, LlamaConfig
+from transformers import DeepseekV32Config, DynamicCache, Gemma2Config, LlamaConfig, StaticCache
 
-from hf_specdec.decoding.cache import SlotCache, SlotLayer, compact, dynamic_cache
+from hf_specdec.decoding.cache import SlotCache, SlotLayer, compact, fill_cache
 
 
 # Key/value heads of each layer, and its head size.
@@ -132,8 +132,13 @@ CONFIGS = {
 }
 
 
+def static_cache(config):
+    return StaticCache(config=config, max_cache_len=9)
+
+
+@pytest.mark.parametrize("make", [lambda config: DynamicCache(config=config), static_cache], ids=["dynamic", "static"])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_keys_and_values_go_to_a_dynamic_cache_and_back(kind):
+def test_keys_and_values_go_to_a_cache_of_transformers_and_back(kind, make):
     config_class, values = CONFIGS[kind]
     config = config_class(num_hidden_layers=2, **values)
     indexed = kind == "indexed"
@@ -142,10 +147,10 @@ def test_keys_and_values_go_to_a_dynamic_cache_and_back(kind):
     write(cache, tokens, indexed)
     cache.start_slots(2)
 
-    dynamic = dynamic_cache([cache.row_states(row) for row in range(2)], config)
-    reference = DynamicCache(config=config)
+    filled, reference = make(config), make(config)
+    fill_cache(filled, [cache.row_states(row) for row in range(2)])
     write(reference, tokens, indexed)
-    for ours, theirs in zip(dynamic.layers, reference.layers):
+    for ours, theirs in zip(filled.layers, reference.layers):
         assert type(ours) is type(theirs)
         assert ours.get_seq_length() == theirs.get_seq_length() == 6
         assert torch.equal(ours.keys, theirs.keys)
@@ -154,10 +159,11 @@ def test_keys_and_values_go_to_a_dynamic_cache_and_back(kind):
             assert torch.equal(ours.indexer_keys, theirs.indexer_keys)
 
     again = SlotCache(4)
-    again.load(dynamic)
+    again.load(filled)
     again.start_slots(2)
     assert again.lengths == [6, 6]
-    window = {0: 3} if kind == "sliding" else {}
+    # A window's last token is the next one, for which a static layer has room.
+    window = {0: 4 if make is static_cache else 3} if kind == "sliding" else {}
     for layer in range(2):
         kept = window.get(layer, 6)
         for ours, theirs in zip(again.row_states(1)[layer], cache.row_states(1)[layer]):
@@ -172,7 +178,8 @@ def test_shorter_rows_of_a_dynamic_cache_are_followed_by_zeros():
     cache.plan_write(2)
     write(cache, fresh(2, 2), indexed=False)
     cache.commit([2, 1])
-    dynamic = dynamic_cache([cache.row_states(row) for row in range(2)], LlamaConfig(num_hidden_layers=2))
+    dynamic = DynamicCache(config=LlamaConfig(num_hidden_layers=2))
+    fill_cache(dynamic, [cache.row_states(row) for row in range(2)])
     assert dynamic.get_seq_length() == 5
     assert dynamic.layers[1].keys[0].ne(0).any(dim=(0, 2)).tolist() == [True] * 5
     assert dynamic.layers[1].keys[1].ne(0).any(dim=(0, 2)).tolist() == [True] * 4 + [False]

@@ -37,6 +37,7 @@ _LAZY = {
     "register_candidate_generator": "candidate_generators",
     "store_settings": "hub.published",
     "uninstall": "hook",
+    "warm_up": "warming",
 }
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "register_candidate_generator",
     "store_settings",
     "uninstall",
+    "warm_up",
 ]
 
 if TYPE_CHECKING:

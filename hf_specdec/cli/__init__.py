@@ -23,6 +23,7 @@ from .inspect import inspect_command
 from .publish import card_command, export_command
 from .train import train_command
 from .verify import verify_command
+from .warm_up import warm_up_command
 
 
 __all__ = ["app", "demo_methods", "main"]
@@ -46,6 +47,7 @@ app.command("generate")(generate_command)
 app.command("inspect")(inspect_command)
 app.command("train")(train_command)
 app.command("verify")(verify_command)
+app.command("warm-up")(warm_up_command)
 
 
 def main() -> None:

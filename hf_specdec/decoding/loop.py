@@ -25,6 +25,7 @@ from ..logits.rules import acceptance_rule
 from ..logits.sampling import DraftSampler
 from ..logits.verifier import Verdict, Verifier, take_nodes
 from ..metrics import CycleTrace, RowTrace, SpecDecodingStats, begin_call
+from ..metrics.listeners import CallProgress
 from ..models.draft_model import vocabulary_size
 from ..transfers import select_rows, upload
 from .cache import SlotCache, check_room, compact, fill_cache
@@ -185,7 +186,7 @@ class DecodingLoop:
         try:
             self.target.use_graphs(self._graphs())
             self.verifier.rule.check_depth(self.generator.num_speculative_tokens)
-            with begin_call(self.stats, _model_name(self.model)) as self.progress:
+            with self._begin_call() as self.progress:
                 self._decode()
         finally:
             self.generator.close()
@@ -199,6 +200,9 @@ class DecodingLoop:
             )
         self._count_graphs()
         return self._output()
+
+    def _begin_call(self) -> CallProgress:
+        return begin_call(self.stats, _model_name(self.model))
 
     def _decode(self) -> None:
         self.verifier.reads_drafts = bool(self.progress.traces)

@@ -1,0 +1,75 @@
+"""`hf-specdec warm-up`: compiles kernels for a target and a drafter, and captures what calls will run as graphs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from .common import (
+    EMBEDDED,
+    DebugOption,
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    JsonOption,
+    counted,
+    reported_errors,
+)
+from .pairs import SPEC_HELP, TargetOption, ThreadsOption, TrustOption, loaded_target, spec_settings
+
+
+if TYPE_CHECKING:
+    from ..warming import WarmUp
+
+
+def warm_up_command(
+    target: TargetOption = EMBEDDED,
+    spec: Annotated[str, typer.Option("--spec", "-s", help=SPEC_HELP)] = "ngram",
+    batch_size: Annotated[
+        list[int] | None, typer.Option("--batch-size", "-b", min=1, help="Rows of calls to come; may be repeated.")
+    ] = None,
+    prompt_length: Annotated[int, typer.Option(min=1, help="About the most tokens of a prompt.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=2, help="Likewise of a text.")] = 128,
+    sampling: Annotated[bool, typer.Option("--sampling/--greedy", help="Whether calls will sample, too.")] = True,
+    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compile kernels beforehand, and try what is captured as CUDA graphs.
+
+    The kernels stay on disk, where later processes find them. Graphs belong to a process: call `hf_specdec.warm_up()`
+    in a server, behind the loading of its model.
+    """
+    with reported_errors(debug):
+        from ..warming import warm_up
+
+        with loaded_target(target, dtype, device, threads, trust_remote_code) as (model, _):
+            done = warm_up(
+                model,
+                spec_settings(spec, target),
+                batch_sizes=batch_size or [1],
+                prompt_length=prompt_length,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+            )
+    if as_json:
+        typer.echo(json.dumps(done.to_dict(), indent=2))
+    else:
+        _print(done)
+
+
+def _print(done: WarmUp) -> None:
+    console = Console()
+    made = f"{counted(done.num_calls, 'call')} in {done.seconds:.1f} s"
+    captures = f"captured {done.num_graph_captures} of the target, {done.num_draft_graph_captures} of drafts"
+    nothing = f"nothing to capture ({done.graphs.removeprefix('off: ')})"
+    console.print(f"{made}; {captures if done.graphs == 'on' else nothing}.", soft_wrap=True, highlight=False)
+    console.print(f"Attention: {done.attention}.", soft_wrap=True, highlight=False)
+    for note in done.notes:
+        console.print(note, soft_wrap=True, highlight=False, markup=False)

@@ -1,0 +1,199 @@
+"""Warm-up: whatever is compiled or captured when it is first wanted is wanted before the first real call.
+
+A call of its own goes through all sizes of verifications and drafts, twice each, since what comes up once is not
+captured. It counts in no statistics but its own.
+
+Shapes: B rows, P prompt length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import MaxLengthCriteria
+from transformers.generation import StoppingCriteriaList
+
+from .candidate_generators.base import DraftStep
+from .candidate_generators.draft_model import DraftModelCandidateGenerator
+from .decoding.graphs import padded_rows, padded_size
+from .decoding.loop import DecodingLoop, Request
+from .decoding.target import SlotModel, model_profile
+from .drafts import chain_topology
+from .errors import SpecConfigError
+from .hook import original_generate
+from .metrics import SpecDecodingStats
+from .metrics.listeners import CallProgress
+from .models.draft_model import vocabulary_size
+from .speculator import Speculator, load_speculator
+
+
+@dataclass
+class WarmUp:
+    """What a warm-up has done.
+
+    Attributes:
+        seconds (`float`): How long it took.
+        num_calls (`int`): Calls that it made.
+        num_graph_captures, num_draft_graph_captures (`int`): Forwards of the target and of drafts that were captured.
+        graphs, draft_graphs (`str`): Whether they run as graphs, as in [`SpecDecodingStats`].
+        attention (`str`): What computes the attention of verifications.
+        notes (`list[str]`): Those of its calls.
+    """
+
+    seconds: float = 0.0
+    num_calls: int = 0
+    num_graph_captures: int = 0
+    num_draft_graph_captures: int = 0
+    graphs: str = ""
+    draft_graphs: str = ""
+    attention: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, stats: SpecDecodingStats) -> None:
+        self.num_calls += 1
+        self.num_graph_captures += stats.num_graph_captures
+        self.num_draft_graph_captures += stats.num_draft_graph_captures
+        self.graphs, self.draft_graphs, self.attention = stats.graphs, stats.draft_graphs, stats.attention
+        self.notes = list(dict.fromkeys([*self.notes, *stats.notes]))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def warm_up(
+    model: torch.nn.Module,
+    speculative: Any = "ngram",
+    *,
+    batch_sizes: Sequence[int] = (1,),
+    prompt_length: int = 512,
+    max_new_tokens: int = 128,
+    sampling: bool = True,
+    on_call: Callable[[], None] = lambda: None,
+) -> WarmUp:
+    """Compiles kernels and captures graphs for calls to come, so that they do not have to.
+
+    Compiled kernels are kept on disk, where later processes find them; graphs belong to the model in this process. On
+    a CPU there is nothing to compile or capture, and a few forwards are all that is made.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        speculative ([`Speculator`], or what `generate(speculative=...)` takes): What will draft.
+        batch_sizes (`Sequence[int]`): Rows of the calls to come. Rows that end leave a batch, so smaller numbers of
+            rows are warmed up, too.
+        prompt_length, max_new_tokens (`int`): About the most that calls will have: graphs are captured for buffers of
+            that size.
+        sampling (`bool`): Some calls will sample.
+        on_call (`Callable`): Called after each of the calls that it makes.
+
+    Returns:
+        [`WarmUp`].
+
+    Raises:
+        SpecConfigError: A number is too small.
+        UnsupportedModelError: The loop cannot drive the model.
+    """
+    began = perf_counter()
+    _check(batch_sizes=min(batch_sizes, default=0), prompt_length=prompt_length, max_new_tokens=max_new_tokens - 1)
+    model_profile(model)
+    speculator = speculative if isinstance(speculative, Speculator) else load_speculator(model, speculative)
+    done = WarmUp()
+    # The largest batches first: the smaller ones find room in their slots.
+    for rows in _row_counts(max(batch_sizes)):
+        for do_sample in (False, True)[: 1 + sampling]:
+            done.add(_call(model, speculator, _prompts(model, rows, prompt_length), max_new_tokens, do_sample))
+            on_call()
+    done.seconds = perf_counter() - began
+    return done
+
+
+def _check(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < 1:
+            least = 2 if name == "max_new_tokens" else 1
+            raise SpecConfigError(f"`{name}` of a warm-up must be at least {least}.")
+
+
+def _row_counts(most: int) -> list[int]:
+    """The numbers of rows that graphs have, from that for `most` rows on downwards."""
+    return sorted({padded_rows(count) for count in range(1, most + 1)}, reverse=True)
+
+
+def _prompts(model: torch.nn.Module, rows: int, length: int) -> torch.LongTensor:
+    """Tokens `(B, P)`, a piece of text and the same again, in which n-grams are found.
+
+    Placeholders of images and the like are at the beginning or end of a vocabulary.
+    """
+    size = vocabulary_size(model)
+    generator = torch.Generator().manual_seed(0)
+    piece = torch.randint(size // 10, max(size // 2, 1), (rows, -(-length // 2)), generator=generator)
+    return piece.repeat(1, 2)[:, :length].to(model.device)
+
+
+@torch.no_grad()
+def _call(model, speculator: Speculator, prompts: torch.LongTensor, max_new_tokens: int, do_sample: bool):
+    """The statistics of a call that goes through all sizes."""
+    loops: list[_WarmUpLoop] = []
+
+    # The signature matters: transformers hands over only what it names, and the rest as the model's arguments.
+    def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        # No row ends before it is told to.
+        criteria = StoppingCriteriaList(each for each in stopping_criteria if isinstance(each, MaxLengthCriteria))
+        loops.append(
+            _WarmUpLoop(
+                Request(model, input_ids, logits_processor, criteria, generation_config, model_kwargs), speculator
+            )
+        )
+        return loops[0].run()
+
+    # What is drawn here is not missing later.
+    with torch.random.fork_rng(devices=[]):
+        original_generate(type(model))(
+            model,
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=max_new_tokens,
+            do_sample=do_sample,
+            custom_generate=decode,
+        )
+    return loops[0].stats
+
+
+class _WarmUpLoop(DecodingLoop):
+    """A call that goes through the sizes of verifications, and then through the depths of drafts."""
+
+    depth = 0
+
+    def _begin_call(self) -> CallProgress:
+        # Nobody is told.
+        return CallProgress(self.stats, [])
+
+    def _decode(self) -> None:
+        self._prefill()
+        _read_every_size(self.target, self.anchors, self.generator.num_draft_nodes + 1)
+        for depth in range(self.generator.num_speculative_tokens, 0, -1):
+            self.depth = depth
+            for _ in range(2):
+                if not self.stop.all_finished:
+                    self._cycle()
+        if isinstance(self.generator, DraftModelCandidateGenerator):
+            # It may have to read all that a cycle commits.
+            _read_every_size(self.generator.model, self.anchors, self.generator.num_speculative_tokens + 1)
+        self._catch_up()
+
+    def _step(self) -> DraftStep:
+        step = super()._step()
+        return replace(step, max_draft_tokens=[min(most, self.depth) for most in step.max_draft_tokens])
+
+
+def _read_every_size(model: SlotModel, tokens: torch.LongTensor, most: int) -> None:
+    """Forwards over up to so many tokens, of which nothing is kept, where they are captured."""
+    if model.graphs is None or model.graphs.why_eager is not None:
+        return
+    sizes = {min(padded_size(count), most) for count in range(1, most + 1)}
+    for count in sorted(sizes, reverse=True):
+        for _ in range(2):
+            model.forward(tokens[:, None].expand(-1, count).contiguous(), chain_topology(count - 1, tokens.device))

@@ -7,18 +7,19 @@ large stays where it is. Repository names are never looked at: they do not tell.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointAccessError, CheckpointFormatError
+from ..models.settings import COUNT
 from .files import MEDUSA_FILES, MTP_FILES, WEIGHT_FILES, ReadOfRepositories, RepoFiles, TensorTable, is_pickled
 from .formats import Format, TensorNames, format_of
 
 
 if TYPE_CHECKING:
     from ..config import SpeculativeConfig
+    from ..models.mlp_speculator import MLPSpeculatorConfig
 
 
 # All names that weights have in some format.
@@ -194,11 +195,19 @@ def _tensors(files: RepoFiles, weight_file: str | None) -> tuple[TensorTable | N
 
 
 def _own_problems(row: Format, config: Mapping[str, Any], tensors: Iterable[str] | None) -> list[str]:
-    """What this package has no support for, whatever the target is."""
-    from ..models import dflash_formats, eagle_formats
+    """What this package has no support for, whatever the target is, by what the method's loader says of it."""
+    from ..models import dflash_formats, eagle_formats, medusa, mlp_speculator, mtp_formats
 
-    refusals = {"eagle": eagle_formats.refusal, "eagle3": eagle_formats.refusal, "dflash": dflash_formats.refusal}
-    reason = row.unsupported or (row.method in refusals and refusals[row.method](tensors or (), config)) or None
+    refusals = {
+        "eagle": eagle_formats.refusal,
+        "eagle3": eagle_formats.refusal,
+        "dflash": dflash_formats.refusal,
+        "medusa": medusa.refusal,
+        "mlp_speculator": mlp_speculator.refusal,
+        "mtp": mtp_formats.refusal,
+    }
+    is_loaded_here = row.method in refusals and row.name != "gemma4-assistant"
+    reason = row.unsupported or (refusals[row.method](tensors or (), config) if is_loaded_here else None)
     return [f"It {reason}"] if reason else []
 
 
@@ -233,7 +242,7 @@ class _Evidence:
     def number(self, *keys: str) -> int | None:
         """The first positive integer that a config has for one of these keys."""
         values = (place.get(key) for key in keys for place in self.places)
-        return next((value for value in values if _is_count(value)), None)
+        return next((value for value in values if COUNT.is_valid(value)), None)
 
     def size(self, dim: int, *names: str) -> int | None:
         """A dimension of the first tensor of these names that there is."""
@@ -247,24 +256,20 @@ class _Evidence:
             return None
         return shape[dim] if -len(shape) <= dim < len(shape) else None
 
-    def count(self, pattern: str) -> int:
-        """One more than the highest number in the names of a pattern, 0 where there are none."""
-        found = filter(None, map(re.compile(pattern).match, self.names.stored))
-        return max((1 + int(match[1]) for match in found), default=0)
-
     def layer_ids(self, *keys: str) -> list[int]:
         values = (place.get(key) for key in keys for place in self.places)
         ids = next((value for value in values if isinstance(value, list) and value), [])
         return ids if all(isinstance(index, int) for index in ids) else []
 
     def num_draft_tokens(self, row: Format) -> int | None:
+        read = _LENGTHS[row.method](self) if row.method in _LENGTHS else None
+        if read is not None:
+            return read
         proposals = self.config.get("speculators_config")
         proposals = proposals.get("proposal_methods") if isinstance(proposals, Mapping) else None
         stated = proposals[0] if isinstance(proposals, list) and proposals else None
         stated = stated.get("speculative_tokens") if isinstance(stated, Mapping) else None
-        if _is_count(stated):
-            return stated
-        return _LENGTHS[row.method](self, row) if row.method in _LENGTHS else None
+        return stated if COUNT.is_valid(stated) else None
 
     def num_mtp_layers(self) -> int:
         """MTP layers among the tensors of a whole model."""
@@ -274,10 +279,6 @@ class _Evidence:
         extra = self.files.first_of([MTP_FILES])
         names = [*(self.tensors or ()), *(_tensors(self.files, extra)[0] or () if extra else ())]
         return count_layers(names, layers) if layers else 0
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _medusa_sizes(evidence: _Evidence) -> dict[str, int | None]:
@@ -290,10 +291,8 @@ def _medusa_sizes(evidence: _Evidence) -> dict[str, int | None]:
 
 
 def _mlp_speculator_sizes(evidence: _Evidence) -> dict[str, int | None]:
-    return {
-        "hidden_size": evidence.number("emb_dim", "hidden_size", "input_hidden_dim"),
-        "vocab_size": evidence.number("vocab_size"),
-    }
+    sizes = _stages(evidence)
+    return {"hidden_size": sizes and sizes.emb_dim, "vocab_size": sizes and sizes.vocab_size}
 
 
 def _eagle_sizes(evidence: _Evidence) -> dict[str, int | None]:
@@ -339,23 +338,35 @@ _SIZES = {
 }
 
 
-def _medusa_length(evidence: _Evidence, row: Format) -> int | None:
+def _medusa_length(evidence: _Evidence) -> int | None:
+    from ..models.medusa import count_heads
+
     # Configs are often wrong about it.
-    counted = evidence.count(r"(?:medusa_head\.|blocks\.)?(\d+)\.(?:\d+\.linear|layers\.\d+)\.")
-    return counted or evidence.number("medusa_num_heads", "num_heads")
+    return count_heads(evidence.names.stored) or evidence.number("medusa_num_heads", "num_heads")
 
 
-def _dflash_length(evidence: _Evidence, row: Format) -> int | None:
-    block = evidence.number("block_size")
-    anchored = row.name.startswith("dspark") if row.producer != "speculators" else _samples_anchor(evidence, row)
-    return block and (block if anchored else block - 1)
+def _mlp_speculator_length(evidence: _Evidence) -> int | None:
+    sizes = _stages(evidence)
+    return sizes and sizes.n_predict
 
 
-def _samples_anchor(evidence: _Evidence, row: Format) -> bool:
-    return evidence.config.get("sample_from_anchor", row.name.startswith("dspark")) is True
+def _stages(evidence: _Evidence) -> MLPSpeculatorConfig | None:
+    """What the config of an MLP speculator says, by defaults where it says nothing; `None` where it is unusable."""
+    from ..models.mlp_speculator import MLPSpeculatorConfig
+
+    try:
+        return MLPSpeculatorConfig.from_dict(evidence.config)
+    except CheckpointFormatError:
+        return None
 
 
-def _mtp_length(evidence: _Evidence, row: Format) -> int | None:
+def _dflash_length(evidence: _Evidence) -> int | None:
+    from ..models.dflash_formats import num_drafts
+
+    return num_drafts(evidence.config)
+
+
+def _mtp_length(evidence: _Evidence) -> int | None:
     count = evidence.number("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
     # One layer drafts any number of tokens.
     return count if count and count > 1 else None
@@ -363,7 +374,7 @@ def _mtp_length(evidence: _Evidence, row: Format) -> int | None:
 
 _LENGTHS = {
     "medusa": _medusa_length,
-    "mlp_speculator": lambda evidence, row: evidence.number("n_predict"),
+    "mlp_speculator": _mlp_speculator_length,
     "dflash": _dflash_length,
     "mtp": _mtp_length,
 }

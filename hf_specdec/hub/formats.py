@@ -10,6 +10,8 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 from ..errors import CheckpointFormatError
@@ -33,6 +35,8 @@ class Format:
         without (`tuple[str, ...]`): Names that must not be there.
         is_hint (`bool`): The marks also fit other checkpoints: they count where nothing else is known.
         unsupported (`str`, *optional*): Why this package cannot use it, where the method's own loader does not say.
+        harmless (`tuple[str, ...]`): Keys of its config that no loader reads and that change nothing of what the
+            drafter computes, as shell patterns, beside those that all formats may have.
         files (`tuple[str, ...]`): Names that its weights may have, the preferred first: its loader looks for these.
     """
 
@@ -44,6 +48,7 @@ class Format:
     without: tuple[str, ...] = ()
     is_hint: bool = False
     unsupported: str | None = None
+    harmless: tuple[str, ...] = ()
     files: tuple[str, ...] = WEIGHT_FILES
 
     def is_marked(self, config: Mapping[str, Any]) -> bool:
@@ -59,7 +64,7 @@ class TensorNames:
     """Names of tensors without the wrappers, to be asked in the language of the table."""
 
     def __init__(self, stored: Iterable[str]):
-        self.stored = {_unwrapped(name): name for name in stored}
+        self.stored = {unwrapped(name): name for name in stored}
 
     def has(self, names: str) -> bool:
         """Whether one of the spellings in `names` is there."""
@@ -153,11 +158,43 @@ def _says(config: Mapping[str, Any], mark: str) -> bool:
 _WRAPPERS = ("model.", "eagle.", "draft_model.", "eagle_module.", "medusa_heads.", "speculator.", "language_model.")
 
 
-def _unwrapped(name: str) -> str:
+def unwrapped(name: str) -> str:
+    """The name of a tensor without the wrappers that files put around a head: what loaders and this table go by."""
     while prefix := next(filter(name.startswith, _WRAPPERS), None):
         name = name.removeprefix(prefix)
     return name
 
+
+# Notes of transformers and of whole models' configs, and what the shapes of the tensors say better.
+_HARMLESS = tuple(
+    "_* architectures auto_map model_type *dtype *_version version license name_or_path base_model* tokenizer_class "
+    "*_token_id use_cache return_dict* output_* torchscript is_decoder is_encoder_decoder add_cross_attention "
+    "tie_encoder_decoder tie_word_embeddings pruned_heads id2label label2id problem_type finetuning_task prefix "
+    "task_specific_params chunk_size_feed_forward initializer_range *dropout* *_pdrop pretraining_tp "
+    "max_window_layers attn_implementation cross_attention_hidden_size use_bfloat16 tf_legacy_loss "
+    "has_no_defaults_at_init max_length min_length do_sample early_stopping num_beams num_beam_groups "
+    "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty *no_repeat_ngram_size "
+    "bad_words_ids num_return_sequences remove_invalid_values exponential_decay_length_penalty *suppress_tokens "
+    "sep_token* hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "vocab_size attention_bias mlp_bias qkv_bias bias use_qk_norm qk_norm speculators_config speculators_model_type "
+    "algorithm default_proposal_method proposal_methods verifier".split()
+)
+
+_HARMLESS_EAGLE = tuple(
+    "draft_vocab_size embed_requires_grad enable_sp_ulysses fusion_bias eagle_fc_bias truncated_vocab_size "
+    "hot_vocab_size has_lm_head num_aux_* num_eagle_features use_aux_hidden_state parallel_draft_heads_num_layers "
+    "target_model_type draft_attn_impl *loss* ttt_* eagle_decoder_type eagle_freeze_base_model".split()
+)
+
+_HARMLESS_DFLASH = tuple(
+    "draft_vocab_size embed_requires_grad num_anchors max_anchors *confidence_head* *loss* lambda_base_* auf "
+    "pure_draft_prefix_len emb_dim gru_hidden_dim use_aux_hidden_state target_hidden_size target_model_type "
+    "dflasher dspark_target_layer_ids eagle_aux_hidden_state_layer_ids swa_window_size draft_attn_impl".split()
+)
+
+_HARMLESS_MEDUSA = tuple("medusa_num_heads medusa_num_layers num_heads max_paths topk max_seq_len".split())
+
+_HARMLESS_MTP = tuple("transformer_layer_config target_model_type *loss* num_speculative_steps".split())
 
 # The layers of a target, which a checkpoint of MTP layers alone lacks.
 _TARGETS_OWN = ("layers.0.",)
@@ -176,7 +213,16 @@ _OWN_LM_HEAD = "|".join(f"0.{layer}.weight" for layer in range(1, 5))
 # that the tensors show.
 FORMATS = (
     # MTP layers in a checkpoint of their own
-    Format("mtp", "mtp", "hf_specdec", ("model_type=mtp",), ("mtp.fc.weight",), _TARGETS_OWN, files=MTP_WEIGHT_FILES),
+    Format(
+        "mtp",
+        "mtp",
+        "hf_specdec",
+        ("model_type=mtp",),
+        ("mtp.fc.weight",),
+        _TARGETS_OWN,
+        files=MTP_WEIGHT_FILES,
+        harmless=_HARMLESS_MTP,
+    ),
     Format(
         "mtp-speculators",
         "mtp",
@@ -185,6 +231,7 @@ FORMATS = (
         ("mtp_layers.",),
         _TARGETS_OWN,
         files=MTP_WEIGHT_FILES,
+        harmless=_HARMLESS_MTP,
     ),
     Format(
         "mtp-mimo",
@@ -210,7 +257,15 @@ FORMATS = (
     ),
     Format("gemma4-assistant", "mtp", "Google", ("model_type=gemma4(_unified)?_assistant",)),
     # Medusa
-    Format("medusa-vllm", "medusa", "vLLM", ("model_type=medusa",), ("blocks.0.layers.0.weight",), files=MEDUSA_FILES),
+    Format(
+        "medusa-vllm",
+        "medusa",
+        "vLLM",
+        ("model_type=medusa",),
+        ("blocks.0.layers.0.weight",),
+        files=MEDUSA_FILES,
+        harmless=_HARMLESS_MEDUSA,
+    ),
     Format(
         "medusa-original",
         "medusa",
@@ -218,6 +273,7 @@ FORMATS = (
         ("medusa_num_heads=.*",),
         ("0.0.linear.weight", _OWN_LM_HEAD),
         files=MEDUSA_FILES,
+        harmless=_HARMLESS_MEDUSA,
     ),
     Format(
         "medusa-v2",
@@ -227,6 +283,7 @@ FORMATS = (
         ("0.0.linear.weight",),
         (_OWN_LM_HEAD,),
         files=MEDUSA_FILES,
+        harmless=_HARMLESS_MEDUSA,
     ),
     Format(
         "medusa-merged",
@@ -235,6 +292,7 @@ FORMATS = (
         ("medusa_num_heads=.*",),
         ("medusa_head.0.0.linear.weight",),
         files=MEDUSA_FILES,
+        harmless=_HARMLESS_MEDUSA,
     ),
     # MLP speculators
     Format(
@@ -261,16 +319,33 @@ FORMATS = (
         ("emb.0.weight", "proj.0.weight", "head.0.weight", "ln.0.weight"),
     ),
     # Block drafters
-    Format("dspark-speculators", "dflash", "speculators", ("speculators_model_type=dspark",), _DFLASH),
-    Format("dflash-speculators", "dflash", "speculators", ("speculators_model_type=dflash",), _DFLASH),
+    Format(
+        "dspark-speculators",
+        "dflash",
+        "speculators",
+        ("speculators_model_type=dspark",),
+        _DFLASH,
+        harmless=_HARMLESS_DFLASH,
+    ),
+    Format(
+        "dflash-speculators",
+        "dflash",
+        "speculators",
+        ("speculators_model_type=dflash",),
+        _DFLASH,
+        harmless=_HARMLESS_DFLASH,
+    ),
     Format("dspark-gemma4", "dflash", "DeepSpec", ("architectures=Gemma4DSpark.*",), _DFLASH),
-    Format("dspark-deepspec", "dflash", "DeepSpec", ("architectures=Qwen3DSpark.*",), _DFLASH),
+    Format(
+        "dspark-deepspec", "dflash", "DeepSpec", ("architectures=Qwen3DSpark.*",), _DFLASH, harmless=_HARMLESS_DFLASH
+    ),
     Format(
         "dspark-specforge",
         "dflash",
         "SpecForge",
         ("architectures=.*DSpark.*", "dflash_config.projector_type=dspark"),
         _DFLASH,
+        harmless=_HARMLESS_DFLASH,
     ),
     Format("dflash2", "dflash", "z-lab, inco", ("architectures=.*DFlash2.*",), _DFLASH),
     Format(
@@ -302,6 +377,7 @@ FORMATS = (
         "transformers",
         ("model_type=muse_glimmer_assistant", "architectures=MuseGlimmerAssistant.*"),
         ("encoder.fc.weight", "encoder.output_norm_enc.weight"),
+        harmless=_HARMLESS_DFLASH,
     ),
     Format(
         "dflash-zlab",
@@ -309,6 +385,7 @@ FORMATS = (
         "z-lab, SpecForge, ModelOpt, hf_specdec",
         ("architectures=.*DFlash.*", "dflash_config=.*"),
         _DFLASH,
+        harmless=_HARMLESS_DFLASH,
     ),
     # EAGLE-3
     Format("peagle-speculators", "eagle3", "speculators", ("speculators_model_type=peagle",)),
@@ -319,7 +396,14 @@ FORMATS = (
         ("architectures=P[Ee]agle.*", r"eagle_config.parallel_draft_step=([2-9]|\d\d+)"),
         (*_EAGLE_3, "mask_hidden"),
     ),
-    Format("eagle3-speculators", "eagle3", "speculators", ("speculators_model_type=eagle3",), _EAGLE_3),
+    Format(
+        "eagle3-speculators",
+        "eagle3",
+        "speculators",
+        ("speculators_model_type=eagle3",),
+        _EAGLE_3,
+        harmless=_HARMLESS_EAGLE,
+    ),
     Format(
         "eagle3-mla",
         "eagle3",
@@ -333,6 +417,7 @@ FORMATS = (
         "SpecForge, SGLang",
         ("architectures=LlamaForCausalLMEagle3",),
         ("midlayer.hidden_norm.weight",),
+        harmless=_HARMLESS_EAGLE,
     ),
     Format(
         "eagle3-modelopt",
@@ -340,17 +425,55 @@ FORMATS = (
         "ModelOpt",
         ("architectures=LlamaForCausalLMEagle3",),
         ("layers.0.hidden_norm.weight",),
+        harmless=_HARMLESS_EAGLE,
     ),
-    Format("eagle3-angelslim", "eagle3", "AngelSlim, vLLM", ("architectures=.*Eagle3.*",), _EAGLE_3),
-    Format("eagle3-safeailab", "eagle3", "SafeAILab, hf_specdec", ("draft_vocab_size=.*",), _EAGLE_3, is_hint=True),
+    Format(
+        "eagle3-angelslim",
+        "eagle3",
+        "AngelSlim, vLLM",
+        ("architectures=.*Eagle3.*",),
+        _EAGLE_3,
+        harmless=_HARMLESS_EAGLE,
+    ),
+    Format(
+        "eagle3-safeailab",
+        "eagle3",
+        "SafeAILab, hf_specdec",
+        ("draft_vocab_size=.*",),
+        _EAGLE_3,
+        is_hint=True,
+        harmless=_HARMLESS_EAGLE,
+    ),
     # EAGLE-1, EAGLE-2, HASS
-    Format("eagle-speculators", "eagle", "speculators", ("speculators_model_type=eagle",), ("fusion_fc.weight",)),
+    Format(
+        "eagle-speculators",
+        "eagle",
+        "speculators",
+        ("speculators_model_type=eagle",),
+        ("fusion_fc.weight",),
+        harmless=_HARMLESS_EAGLE,
+    ),
     Format("eagle-llama4", "eagle", "vLLM", ("architectures=EagleLlama4.*",)),
     Format("eagle-cohere", "eagle", "vLLM", ("architectures=EagleCohere.*",)),
     Format("eagle-minicpm", "eagle", "vLLM", ("architectures=EagleMiniCPM.*",), ("eagle_layers.",)),
-    Format("eagle-mistral", "eagle", "vLLM", ("architectures=EagleMistralFor.*",), ("eagle_linear.weight",)),
+    Format(
+        "eagle-mistral",
+        "eagle",
+        "vLLM",
+        ("architectures=EagleMistralFor.*",),
+        ("eagle_linear.weight",),
+        harmless=_HARMLESS_EAGLE,
+    ),
     Format("eagle-mtp", "eagle", "vLLM", ("architectures=Eagle(DeepSeekMTP|MistralLarge3).*",)),
-    Format("eagle-sglang", "eagle", "SGLang", ("architectures=LlamaForCausalLMEagle",), _EAGLE_1, _NO_EAGLE_1),
+    Format(
+        "eagle-sglang",
+        "eagle",
+        "SGLang",
+        ("architectures=LlamaForCausalLMEagle",),
+        _EAGLE_1,
+        _NO_EAGLE_1,
+        harmless=_HARMLESS_EAGLE,
+    ),
     Format(
         "eagle-vllm",
         "eagle",
@@ -358,6 +481,7 @@ FORMATS = (
         ("model_type=eagle", "architectures=.*(?<!P)Eagle(?!3).*"),
         _EAGLE_1,
         _NO_EAGLE_1,
+        harmless=_HARMLESS_EAGLE,
     ),
     Format("eagle-safeailab", "eagle", "SafeAILab, HASS, hf_specdec", (), _EAGLE_1, _NO_EAGLE_1),
     # Whole models. The heads above often have their class names.
@@ -379,3 +503,14 @@ FORMATS = (
         is_hint=True,
     ),
 )
+
+
+def is_harmless(method: str, key: str) -> bool:
+    """Whether a key of a config that no loader of a method reads changes nothing of what a drafter computes."""
+    return any(fnmatchcase(key, pattern) for pattern in _harmless_keys(method))
+
+
+@cache
+def _harmless_keys(method: str) -> frozenset[str]:
+    rows = (row.harmless for row in FORMATS if row.method == method)
+    return frozenset(_HARMLESS).union(*rows)

@@ -10,7 +10,7 @@ import json
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..errors import CheckpointFormatError, SpecConfigError, SpecDecError
+from ..errors import CheckpointFormatError, SpecConfigError, SpecDecError, shown
 from ..hub.files import WEIGHT_FILES, RepoFiles
+from ..hub.formats import unwrapped
 from .draft_model import MAX_VOCABULARY_GAP, draft_device, vocabulary_size
 
 
@@ -40,6 +41,7 @@ class Checkpoint:
         config (`SpeculativeConfig`): `model` (folder or repo id), `revision`, `subfolder`, `cache_dir`, `token`,
             `local_files_only`.
         weight_files (`Sequence[str]`): Names that the weights may have, the preferred first.
+        unwrap (`bool`): Names of tensors are without the wrappers of some files (`model.`, `speculator.`, ...).
 
     Attributes:
         name (`str`): Folder or repo id.
@@ -53,7 +55,7 @@ class Checkpoint:
         CheckpointFormatError: A file is missing, damaged, or a pickle that holds more than tensors.
     """
 
-    def __init__(self, config: SpeculativeConfig, weight_files: Sequence[str] = WEIGHT_FILES):
+    def __init__(self, config: SpeculativeConfig, weight_files: Sequence[str] = WEIGHT_FILES, *, unwrap: bool = False):
         self.name, self.files = config.model, RepoFiles.of(config)
         self.config = self.files.config
         file = self.files.first_of(weight_files)
@@ -72,6 +74,12 @@ class Checkpoint:
             for part in self.files.parts(file):
                 self._pickled |= self._unpickled(self.files.pickled_path(part))
             self.shapes = {name: tuple(tensor.shape) for name, tensor in self._pickled.items()}
+        self._stored: Mapping[str, str] = {}
+        if unwrap:
+            # A name without a wrapper goes before the same name with one.
+            names = sorted(self.shapes, key=lambda name: unwrapped(name) == name)
+            self._stored = {unwrapped(name): name for name in names}
+            self.shapes = _Renamed(self.shapes, self._stored)
 
     def _unpickled(self, file: Path) -> dict[str, torch.Tensor]:
         try:
@@ -103,7 +111,8 @@ class Checkpoint:
         value = self.config.get(key)
         if value is not None and not is_valid(value):
             raise CheckpointFormatError(
-                f"'{self.name}': `{key}` in config.json must be {what}, got {value!r}. Correct it or leave it out."
+                f"'{self.name}': `{key}` in config.json must be {what}, got {shown(value)}. Correct it or "
+                "leave it out."
             )
         return value
 
@@ -153,13 +162,14 @@ class Checkpoint:
         with ExitStack() as stack:
             opened: dict[str, Any] = {}
             for name in names:
-                if name in self._pickled:
-                    tensor = self._pickled[name]
+                stored = self._stored.get(name, name)
+                if stored in self._pickled:
+                    tensor = self._pickled[stored]
                 else:
-                    file = self._file_of[name]
+                    file = self._file_of[stored]
                     if file not in opened:
                         opened[file] = stack.enter_context(self._opened(file))
-                    tensor = self._tensor(opened[file], file, name)
+                    tensor = self._tensor(opened[file], file, stored)
                 # A copy: the file is mapped into memory, and may be overwritten.
                 found[name] = tensor.to(device, dtype if tensor.is_floating_point() else None, copy=True)
         return found
@@ -193,6 +203,25 @@ class Checkpoint:
                     "need float16, bfloat16, float32 or float64. Pass a checkpoint that is not quantised."
                 )
         return found
+
+
+class _Renamed(Mapping[str, tuple[int, ...]]):
+    """Shapes of tensors under other names."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, str]):
+        self._shapes, self._stored = shapes, stored
+
+    def __getitem__(self, name: str) -> tuple[int, ...]:
+        return self._shapes[self._stored[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored
 
 
 def _is_named_tensor(item: tuple[Any, Any]) -> bool:

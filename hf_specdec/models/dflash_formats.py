@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointFormatError
+from ..errors import CheckpointFormatError, shown
+from ..hub.formats import unwrapped
 from .checkpoint import Checkpoint, listed
-from .draft_checkpoint import ROPE_NEEDS, DraftCheckpoint, TargetSizes
-from .settings import ACTIVATION, COUNT, FLAG, INDEX, INDICES, NAME, NAMES, POSITIVE
+from .config_keys import refused_key
+from .draft_checkpoint import ROPE_NEEDS, DraftCheckpoint, TargetSizes, stated
+from .settings import ACTIVATION, COUNT, FLAG, INDEX, INDICES, NAME, NAMES, POSITIVE, Kind
 
-
-_PREFIX = "model."
 
 _RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
@@ -46,6 +46,24 @@ _UNUSED = re.compile(r"d2t|t2d|.*inv_freq|verifier_.*|confidence_head\..*")
 _DENOISING_STEPS = 3
 
 _BLOCK_SIZE = 16
+
+# Tokens of a block, and forwards for one: published drafts have 16. Each token of a block has logits over the whole
+# vocabulary, so that a config must not be able to ask for any number.
+MOST_TOKENS = 256
+BLOCK = Kind(
+    lambda value: COUNT.is_valid(value) and value <= MOST_TOKENS, f"a positive integer of at most {MOST_TOKENS}"
+)
+STEPS = BLOCK
+
+# Keys of configs that are read or judged here.
+_READ = frozenset(
+    "attention_sink_bias attention_value_scale aux_hidden_state_layer_ids block_size causal causal_head dflash_config "
+    "dflash_num_denoising_steps dspark_noise_token_id hidden_act is_causal iterative_denoising layer_types "
+    "markov_head_type markov_rank mask_token mask_token_id max_position_embeddings num_denoising_steps "
+    "num_target_layers pard_token partial_rotary_factor projector_type ptd_token_id quantization_config rms_norm_eps "
+    "rope_parameters rope_scaling rope_theta sample_from_anchor shift_label sliding_window sliding_window_non_causal "
+    "target_layer_ids use_sliding_window use_swa".split()
+)
 
 
 @dataclass(frozen=True)
@@ -286,12 +304,12 @@ class DFlashCheckpoint(DraftCheckpoint):
             num_hidden_layers=self.num_layers,
             **self._attention_sizes(),
             intermediate_size=self._matrix(f"{_LAYER}.mlp.gate_proj")[0],
-            block_size=self._block_size(),
+            block_size=block_size(self.settings),
             mask_token_id=self._mask_token_id(mask_token_id, find_mask_token),
             target_layer_ids=self._target_layer_ids(),
             rope_parameters=self._rope_parameters(),
             views=self._views(),
-            predicts_next=self._predicts_next(),
+            predicts_next=predicts_next(self.settings),
             markov_rank=self._markov_rank(),
             num_denoising_steps=self._num_denoising_steps(),
             attention_bias=f"{_LAYER}.self_attn.q_proj.bias" in self.shapes,
@@ -314,19 +332,6 @@ class DFlashCheckpoint(DraftCheckpoint):
             )
         return {"num_attention_heads": queries // size, "num_key_value_heads": keys // size, "head_dim": size}
 
-    def _block_size(self) -> int:
-        size, least = self._setting("block_size", COUNT) or _BLOCK_SIZE, 1 if self._predicts_next() else 2
-        if size < least:
-            raise self._wrong(f"has `block_size`={size}, and needs at least {least}", "Correct its config.json.")
-        return size
-
-    def _predicts_next(self) -> bool:
-        """Whether the anchor's position predicts the first drafted token."""
-        is_dspark = "DSpark" in _architecture(self.settings)
-        is_dspark |= "dspark" in (self.settings.get("speculators_model_type"), self._setting("projector_type", NAME))
-        stated = self._setting("sample_from_anchor", FLAG)
-        return is_dspark if stated is None else stated
-
     def _markov_rank(self) -> int:
         if f"{_MARKOV}.weight" not in self.shapes and not self._setting("markov_rank", INDEX):
             return 0
@@ -335,13 +340,13 @@ class DFlashCheckpoint(DraftCheckpoint):
 
     def _num_denoising_steps(self) -> int:
         keys = ("num_denoising_steps", "dflash_num_denoising_steps")
-        stated = next(filter(None, (self._setting(key, COUNT) for key in keys)), None)
-        return stated or (_DENOISING_STEPS if self._setting("iterative_denoising", FLAG) else 1)
+        found = next(filter(None, (self._setting(key, STEPS) for key in keys)), None)
+        return found or (_DENOISING_STEPS if self._setting("iterative_denoising", FLAG) else 1)
 
     def _mask_token_id(self, named: int | None, find_mask_token: Callable) -> int:
         keys = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-        stated = (self._setting(key, INDEX) for key in keys)
-        found = named if named is not None else next((token for token in stated if token is not None), None)
+        tokens = (self._setting(key, INDEX) for key in keys)
+        found = named if named is not None else next((token for token in tokens if token is not None), None)
         if found is None:
             found = find_mask_token(self._setting("mask_token", NAME))
         if found is None:
@@ -392,8 +397,8 @@ class DFlashCheckpoint(DraftCheckpoint):
             return False
         if self._is_speculators:
             return not self._setting("sliding_window_non_causal", FLAG)
-        stated = self._setting("is_causal", FLAG)
-        return self._setting("causal", FLAG) if stated is None else stated
+        found = (self._setting(key, FLAG) for key in ("is_causal", "causal", "causal_head"))
+        return next((value for value in found if value is not None), None)
 
     def _window(self, kinds: Sequence[str]) -> int | None:
         if "sliding_attention" not in kinds or self._setting("use_sliding_window", FLAG) is False:
@@ -434,21 +439,67 @@ class DFlashCheckpoint(DraftCheckpoint):
             # Those say what enters a layer.
             inputs = self._setting("aux_hidden_state_layer_ids", INDICES) or [2, layers // 2, layers - 3]
             return tuple(index - 1 for index in inputs)
-        stated = self._setting("target_layer_ids", INDICES)
-        if not stated and self._is_native:
-            stated = [1, 13, 25, 37, 49]
-        return tuple(stated or default_layer_ids(self.num_layers, layers))
+        found = self._setting("target_layer_ids", INDICES)
+        if not found and self._is_native:
+            found = [1, 13, 25, 37, 49]
+        return tuple(found or default_layer_ids(self.num_layers, layers))
 
 
 def refusal(names: Iterable[str], config: Mapping[str, Any]) -> str | None:
     """Why a draft with tensors of these names, in any format, and this config is not supported; `None` where it is."""
     names, places, kind = set(map(_name, names)), _places(config), _architecture(config)
-    return next((what for belongs, what in _REFUSED if belongs(names, places, kind)), None)
+    known = next((what for belongs, what in _REFUSED if belongs(names, places, kind)), None)
+    return known or _unknown_kind(config, places) or _wrong_block(config) or refused_key(config, "dflash", _READ)
+
+
+def _unknown_kind(config: Mapping[str, Any], places: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why a draft that calls itself one of another kind is not taken for one of these."""
+    known = {"speculators_model_type": ("dflash", "dspark"), "projector_type": ("dflash", "dspark")}
+    for key, kinds in known.items():
+        value = stated(places, key)
+        if value is not None and value not in kinds:
+            return f"is of the kind {shown(value)} (`{key}`), which is not known. Pass a DFlash or DSpark draft."
+    if stated(places, "shift_label") is True and not predicts_next(config):
+        return "has `shift_label` without `sample_from_anchor` in its config.json, which is not known. Pass another."
+    return None
+
+
+def _wrong_block(config: Mapping[str, Any]) -> str | None:
+    """Why no blocks can be drafted by what a config says of them."""
+    size, anchored = block_size(config), predicts_next(config)
+    for key, value, kind in (("block_size", size, BLOCK), ("sample_from_anchor", anchored, FLAG)):
+        if not kind.is_valid(value):
+            return f"has `{key}`={shown(value)} in its config.json, which must be {kind.what}. Correct it."
+    least = 1 if anchored else 2
+    return None if size >= least else f"has `block_size`={size}, and needs at least {least}. Correct its config.json."
+
+
+# How long drafts are: read by the loader, and by detection.
+
+
+def num_drafts(config: Mapping[str, Any]) -> int | None:
+    """Tokens of a draft by a config, `None` where it says nothing that can be used."""
+    if _wrong_block(config):
+        return None
+    return block_size(config) if predicts_next(config) else block_size(config) - 1
+
+
+def block_size(config: Mapping[str, Any]) -> Any:
+    """B as it is stated, else the usual one."""
+    found = stated(_places(config), "block_size")
+    return _BLOCK_SIZE if found is None else found
+
+
+def predicts_next(config: Mapping[str, Any]) -> Any:
+    """Whether the anchor's position predicts the first drafted token, as it is stated, else by the kind of draft."""
+    found = stated(_places(config), "sample_from_anchor")
+    kinds = (config.get("speculators_model_type"), stated(_places(config), "projector_type"))
+    return "DSpark" in _architecture(config) or "dspark" in kinds if found is None else found
 
 
 def _name(stored: str) -> str:
     """The name used here of a tensor in a file."""
-    stored = stored.removeprefix(_PREFIX)
+    stored = unwrapped(stored)
     for old, new in _RENAMED.items():
         if stored.startswith(old):
             return new + stored.removeprefix(old)

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..decoding.target import decoder_layers
-from ..errors import CheckpointFormatError
+from ..errors import CheckpointFormatError, shown
 from .checkpoint import Checkpoint, hidden_size
 from .draft_model import MAX_VOCABULARY_GAP, vocabulary_size
-from .settings import COUNT, MAPPING, POSITIVE, Kind
+from .settings import COUNT, MAPPING, NAMES, POSITIVE, Kind
 
 
 # The rotary embeddings that drafts have, and what each needs; some configs have other names for them.
@@ -86,7 +86,14 @@ class DraftCheckpoint:
     ):
         self.checkpoint, self.target, self.name = checkpoint, target, checkpoint.name
         self.settings, self.places = checkpoint.config, places
-        self.stored = {rename(name): name for name in checkpoint.shapes}
+        self.stored: dict[str, str] = {}
+        for name in checkpoint.shapes:
+            if rename(name) in self.stored:
+                raise self._wrong(
+                    f"has {name} and {self.stored[rename(name)]}, which are two writings of one tensor",
+                    "Pass a checkpoint with one of them.",
+                )
+            self.stored[rename(name)] = name
         self.shapes = {name: checkpoint.shapes[stored] for name, stored in self.stored.items()}
         # The target's id of each draft id, `None` where they are the same.
         self.token_ids: torch.LongTensor | None = None
@@ -150,9 +157,11 @@ class DraftCheckpoint:
 
     def _setting(self, key: str, kind: Kind) -> Any:
         """A setting from wherever the formats put it, `None` where it is left out."""
-        value = next((place[key] for place in self.places if place.get(key) is not None), None)
+        value = stated(self.places, key)
         if value is not None and not kind.is_valid(value):
-            raise self._wrong(f"has `{key}`={value!r} in its config.json, which must be {kind.what}", "Correct it.")
+            raise self._wrong(
+                f"has `{key}`={shown(value)} in its config.json, which must be {kind.what}", "Correct it."
+            )
         return value
 
     # Layers
@@ -170,9 +179,7 @@ class DraftCheckpoint:
             usual_theta (`float`): `rope_theta` where none is stated.
         """
         given = self._setting("rope_parameters", MAPPING) or self._setting("rope_scaling", MAPPING) or {}
-        # One set for each kind of layer, where a config has several.
-        full = given.get("full_attention")
-        parameters = dict(full if isinstance(full, Mapping) else given)
+        parameters = dict(self._rope_of_layers(given))
         kind = parameters.pop("type", None)
         kind = str(parameters.get("rope_type") or kind or "default")
         kind = parameters["rope_type"] = _ROPE_NAMES.get(kind, kind)
@@ -180,6 +187,20 @@ class DraftCheckpoint:
         # For text, three axes are one.
         parameters.pop("mrope_section", None)
         return parameters, [name for name in ROPE_NEEDS.get(kind, ()) if parameters.get(name) is None]
+
+    def _rope_of_layers(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The one set of parameters for the layers there are, where a config has one for each kind of layer."""
+        kinds = self._setting("layer_types", NAMES) or ["full_attention"]
+        sets = {kind: given[kind] for kind in kinds[: self._num_layers()] if isinstance(given.get(kind), Mapping)}
+        if not sets:
+            full = given.get("full_attention")
+            return full if isinstance(full, Mapping) else given
+        one, *others = sets.values()
+        if any(other != one for other in others):
+            raise self._wrong(
+                f"has other rotary embeddings for each of {', '.join(sets)}", "Pass a draft whose layers share one."
+            )
+        return one
 
     # Vocabulary
 
@@ -245,6 +266,11 @@ class DraftCheckpoint:
 
     def _num_head_rows(self) -> int | None:
         return self._matrix("lm_head")[0] if "lm_head.weight" in self.shapes else None
+
+
+def stated(places: Sequence[Mapping[str, Any]], key: str) -> Any:
+    """What a config says of a key in the first place that says something; `None` where none does."""
+    return next((place[key] for place in places if place.get(key) is not None), None)
 
 
 def stored_vocabulary(tensors: Mapping[str, torch.Tensor], vocab_size: int) -> dict[str, torch.Tensor]:

@@ -23,15 +23,15 @@ from typing import Any, Literal
 import torch
 from transformers.utils import logging
 
-from ..errors import CheckpointFormatError
+from ..errors import CheckpointFormatError, shown
+from ..hub.formats import unwrapped
 from .checkpoint import Checkpoint, listed
+from .config_keys import refused_key
 from .draft_checkpoint import ROPE_NEEDS, DraftCheckpoint, TargetSizes, stored_vocabulary
 from .settings import ACTIVATION, COUNT, FLAG, INDICES, NAMES, POSITIVE
 
 
 logger = logging.get_logger(__name__)
-
-_PREFIXES = ("model.", "eagle.", "draft_model.", "eagle_module.")
 
 _RENAMED = {
     "midlayer.": "layers.0.",
@@ -44,6 +44,15 @@ _RENAMED = {
 }
 
 _LAYER = "layers.0"
+
+# Keys of configs that are read or judged here.
+_READ = frozenset(
+    "aux_layer_ids eagle_aux_hidden_state_layer_ids eagle_config fc_norm hidden_act layer_ids layer_types layernorms "
+    "logit_scale max_position_embeddings model norm_before_fc norm_before_residual norm_output "
+    "original_max_position_embeddings parallel_draft_step partial_rotary_factor quantization_config rms_norm_eps "
+    "rope_parameters rope_scaling rope_theta sliding_window target_hidden_size use_aux_norm "
+    "use_input_layernorm_in_first_layer use_last_layernorm use_sliding_window".split()
+)
 
 # What some files hold and drafting has no use for: buffers, what only training needs, and EAGLE-1's copy of the
 # target's lm_head.
@@ -185,14 +194,16 @@ def method_of(names: Iterable[str]) -> str | None:
 
 def refusal(names: Iterable[str], config: Mapping[str, Any]) -> str | None:
     """Why a head with tensors of these names, in any format, and this config is not supported; `None` where it is."""
-    names = set(map(_name, names))
-    return next((what for belongs, what in _REFUSED if belongs(names, config)), None)
+    names, kind = set(map(_name, names)), config.get("speculators_model_type")
+    if kind not in (None, "eagle", "eagle3", "peagle"):
+        return f"is of the kind {shown(kind)} (`speculators_model_type`), no EAGLE head. Pass an EAGLE head."
+    known = next((what for belongs, what in _REFUSED if belongs(names, config)), None)
+    return known or refused_key(config, "eagle3", _READ)
 
 
 def _name(stored: str) -> str:
     """The name used here of a tensor in a file."""
-    while prefix := next(filter(stored.startswith, _PREFIXES), None):
-        stored = stored.removeprefix(prefix)
+    stored = unwrapped(stored)
     for old, new in _RENAMED.items():
         if stored.startswith(old):
             return new + stored.removeprefix(old)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from torch import nn
 from ..errors import CheckpointFormatError, SpecConfigError
 from ..hub.files import MEDUSA_FILES
 from .checkpoint import Checkpoint, check_target, head_placement, save_checkpoint
+from .config_keys import refused_key
 from .draft_model import vocabulary_size
 from .settings import COUNT, FLAG, NAME, is_number
 
@@ -260,7 +261,7 @@ def load_medusa(config: SpeculativeConfig, target_model: nn.Module) -> MedusaHea
             "spec_method='medusa' needs the checkpoint of the heads. Pass its folder or repo id as `spec_model`."
         )
     dtype, device = head_placement(config, target_model)
-    checkpoint = Checkpoint(config, MEDUSA_FILES)
+    checkpoint = Checkpoint(config, MEDUSA_FILES, unwrap=True)
     plan = _Plan(checkpoint)
     plan.check_shapes()
     plan.check_target(target_model)
@@ -320,11 +321,34 @@ class _Names:
 
 
 _FORMATS = (
-    _Names("medusa_heads.", "blocks.{head}.layers.{layer}", "lm_heads.{head}.weight"),
     _Names("", "blocks.{head}.layers.{layer}", "lm_heads.{head}.weight"),
     _Names("medusa_head.", "{head}.{layer}.linear", "{head}.{layer}.weight"),
     _Names("", "{head}.{layer}.linear", "{head}.{layer}.weight"),
 )
+
+
+def _counted(names: Sequence[str]) -> tuple[_Names, int, int] | None:
+    """How the heads among tensors of these names are named, how many they are, and layers of each."""
+    for form in _FORMATS:
+        if blocks := form.heads_and_layers(form.block + ".weight", names):
+            own = form.heads_and_layers(form.lm_head, names)
+            return form, 1 + max(head for head, _ in [*blocks, *own]), 1 + max(layer for _, layer in blocks)
+    return None
+
+
+def count_heads(names: Iterable[str]) -> int | None:
+    """Heads among tensors of these names, without the wrappers of files; `None` where there are none."""
+    found = _counted(list(names))
+    return found and found[1]
+
+
+# Keys of configs that are read here.
+_READ = frozenset("logit_scale medusa_accuracies medusa_fc_bias original_lm_head truncated_vocab_size".split())
+
+
+def refusal(names: Iterable[str], config: Mapping[str, Any]) -> str | None:
+    """Why heads with this config are not supported, whatever their tensors are called; `None` where they are."""
+    return refused_key(config, "medusa", _READ)
 
 
 class _Plan:
@@ -332,20 +356,18 @@ class _Plan:
 
     def __init__(self, checkpoint: Checkpoint):
         self.checkpoint, self.config = checkpoint, checkpoint.config
+        if reason := refusal(checkpoint.shapes, self.config):
+            raise CheckpointFormatError(f"'{checkpoint.name}' {reason}")
         names = list(checkpoint.shapes)
-        for self.names in _FORMATS:
-            blocks = self.names.heads_and_layers(self.names.block + ".weight", names)
-            if blocks:
-                break
-        else:
+        found = _counted(names)
+        if found is None:
             raise CheckpointFormatError(
                 f"'{checkpoint.name}' holds no Medusa heads: {checkpoint.file} has {len(names)} tensors"
                 f"{' such as ' + names[0] if names else ''}, none of them named like '0.0.linear.weight', "
                 "'medusa_head.0.0.linear.weight' or 'blocks.0.layers.0.weight'. Pass a checkpoint of Medusa heads."
             )
+        self.names, self.num_heads, self.num_layers = found
         own = self.names.heads_and_layers(self.names.lm_head, names)
-        self.num_heads = 1 + max(head for head, _ in [*blocks, *own])
-        self.num_layers = 1 + max(layer for _, layer in blocks)
         self.has_bias = bool(self.names.heads_and_layers(self.names.block + ".bias", names))
         one_lm_head = checkpoint.setting("original_lm_head", *FLAG)
         self.num_lm_heads = 0 if not own else 1 if one_lm_head else self.num_heads

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,9 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..errors import CheckpointFormatError, SpecConfigError
+from ..errors import CheckpointFormatError, SpecConfigError, shown
 from .checkpoint import Checkpoint, check_target, head_placement, save_checkpoint, tensor_shapes
-from .settings import is_int
+from .config_keys import refused_key
+from .settings import MOST, is_int
 
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 
 
 _PREFIX = "speculator."
+
+# Stages, and candidates that are kept: published ones have at most 5.
+_MOST_DRAFTED = 1024
 _EPSILON = 1e-6
 
 
@@ -69,22 +73,23 @@ class MLPSpeculatorConfig:
     def __post_init__(self):
         least = {"emb_dim": 1, "inner_dim": 0, "vocab_size": 1, "n_predict": 1, "n_candidates": 1}
         for name, minimum in least.items():
-            if not is_int(getattr(self, name)) or getattr(self, name) < minimum:
+            most = _MOST_DRAFTED if name in ("n_predict", "n_candidates") else MOST
+            if not is_int(getattr(self, name)) or not minimum <= getattr(self, name) <= most:
                 raise CheckpointFormatError(
-                    f"`{name}` of an MLP speculator must be an integer of at least {minimum}, got "
-                    f"{getattr(self, name)!r}."
+                    f"`{name}` of an MLP speculator must be an integer of at least {minimum} and at most {most}, got "
+                    f"{shown(getattr(self, name))}."
                 )
         for name in ("tie_weights", "scale_input"):
             if not isinstance(getattr(self, name), bool):
                 raise CheckpointFormatError(
-                    f"`{name}` of an MLP speculator must be true or false, got {getattr(self, name)!r}."
+                    f"`{name}` of an MLP speculator must be true or false, got {shown(getattr(self, name))}."
                 )
         widths = self.top_k_tokens_per_head
-        is_list = isinstance(widths, (list, tuple)) and all(is_int(width) and width >= 1 for width in widths)
+        is_list = isinstance(widths, (list, tuple)) and all(is_int(width) and 1 <= width <= MOST for width in widths)
         if not is_list or len(widths) != self.n_predict:
             raise CheckpointFormatError(
                 f"`top_k_tokens_per_head` of an MLP speculator must have one positive integer for each of its "
-                f"n_predict={self.n_predict} stages, got {widths!r}."
+                f"n_predict={self.n_predict} stages, got {shown(widths)}."
             )
         object.__setattr__(self, "top_k_tokens_per_head", tuple(widths))
 
@@ -245,24 +250,29 @@ def load_mlp_speculator(config: SpeculativeConfig, target_model: nn.Module) -> M
             "spec_method='mlp_speculator' needs a speculator. Pass its folder or repo id as `spec_model`."
         )
     dtype, device = head_placement(config, target_model)
-    checkpoint = Checkpoint(config)
-    try:
-        sizes = MLPSpeculatorConfig.from_dict(checkpoint.config)
-    except CheckpointFormatError as error:
-        raise CheckpointFormatError(f"'{checkpoint.name}': config.json is not usable. {error}") from error
+    checkpoint = Checkpoint(config, unwrap=True)
+    if reason := refusal(checkpoint.shapes, checkpoint.config):
+        raise CheckpointFormatError(f"'{checkpoint.name}' {reason}")
+    sizes = MLPSpeculatorConfig.from_dict(checkpoint.config)
     check_target(f"'{checkpoint.name}': the stages", sizes.emb_dim, sizes.vocab_size, target_model)
-    prefix = _PREFIX if any(name.startswith(_PREFIX) for name in checkpoint.shapes) else ""
-    _check_stages(checkpoint, prefix, sizes)
+    _check_stages(checkpoint, sizes)
     with torch.device("meta"):
         speculator = MLPSpeculator(sizes)
     shapes = tensor_shapes(speculator)
-    stored = {name: prefix + name for name in shapes}
-    checkpoint.require(stored.values(), "the MLP speculator")
+    checkpoint.require(shapes, "the MLP speculator")
     for name, shape in shapes.items():
-        _check_shape(checkpoint, stored[name], shape)
-    tensors = checkpoint.read_weights(stored.values(), dtype, device)
-    speculator.load_state_dict({name: tensors[key] for name, key in stored.items()}, assign=True)
+        _check_shape(checkpoint, name, shape)
+    speculator.load_state_dict(checkpoint.read_weights(shapes, dtype, device), assign=True)
     return speculator.eval().requires_grad_(False)
+
+
+def refusal(names: Iterable[str], config: Mapping[str, Any]) -> str | None:
+    """Why stages with this config are not supported, whatever their tensors are called; `None` where they are."""
+    try:
+        MLPSpeculatorConfig.from_dict(config)
+    except CheckpointFormatError as error:
+        return f"cannot be used, for its config.json is not usable. {error}"
+    return refused_key(config, "mlp_speculator", {item.name for item in fields(MLPSpeculatorConfig)})
 
 
 def fitting_speculator(speculator: nn.Module, target_model: nn.Module) -> MLPSpeculator:
@@ -281,10 +291,10 @@ def fitting_speculator(speculator: nn.Module, target_model: nn.Module) -> MLPSpe
     return speculator
 
 
-def _check_stages(checkpoint: Checkpoint, prefix: str, sizes: MLPSpeculatorConfig) -> None:
+def _check_stages(checkpoint: Checkpoint, sizes: MLPSpeculatorConfig) -> None:
     """Number and width of the stages that the weights have, against the config: no network is made for wrong ones."""
     for part in ("emb", "head"):
-        found = re.compile(re.escape(f"{prefix}{part}.") + r"([0-9]{1,9})\.")
+        found = re.compile(rf"{part}\.([0-9]{{1,9}})\.")
         stages = 1 + max((int(match[1]) for match in map(found.match, checkpoint.shapes) if match), default=-1)
         allowed = {1, sizes.n_predict} if sizes.tie_weights else {sizes.n_predict}
         if stages and stages not in allowed:
@@ -294,7 +304,7 @@ def _check_stages(checkpoint: Checkpoint, prefix: str, sizes: MLPSpeculatorConfi
                 f"says n_predict={sizes.n_predict} with tie_weights={tied}. Pass a checkpoint whose config fits its "
                 "weights."
             )
-    first = f"{prefix}emb.0.weight"
+    first = "emb.0.weight"
     checkpoint.require([first], "the MLP speculator")
     _check_shape(checkpoint, first, (sizes.vocab_size, sizes.width))
     if not sizes.tie_weights:

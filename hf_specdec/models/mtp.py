@@ -26,12 +26,13 @@ from torch import nn
 from ..decoding.attention import NAME, folding_masks
 from ..decoding.masks import FULL, Span
 from ..decoding.target import decoder_layers
-from ..errors import CheckpointFormatError, SpecConfigError, UnsupportedModelError
+from ..errors import CheckpointFormatError, SpecConfigError, UnsupportedModelError, shown
 from ..hub.files import MTP_WEIGHT_FILES
 from .checkpoint import Checkpoint, head_placement, hidden_size, save_checkpoint, tensor_shapes
+from .draft_checkpoint import stated
 from .draft_model import vocabulary_size
 from .draft_network import TargetParts
-from .mtp_formats import MTP_LAYOUT, WIDTH_KEY, MtpCheckpoint, MtpConfig, stored_tensors
+from .mtp_formats import MTP_LAYOUT, WIDTH_KEY, MtpCheckpoint, MtpConfig, nested_configs, stored_tensors
 
 
 if TYPE_CHECKING:
@@ -412,13 +413,12 @@ def placed(config: SpeculativeConfig, target_model: nn.Module) -> SpeculativeCon
 
 def _check_sizes(checkpoint: Checkpoint, target_model: nn.Module) -> None:
     target = TargetSizes.of(target_model)
-    nested = checkpoint.config.get("transformer_layer_config") or checkpoint.config.get("text_config") or {}
     for name in ("hidden_size", "vocab_size"):
-        found = checkpoint.config.get(name) or nested.get(name)
+        found = stated((checkpoint.config, *nested_configs(checkpoint.config)), name)
         if found not in (None, getattr(target, name)):
             raise CheckpointFormatError(
-                f"'{checkpoint.name}' has {name}={found} in its config.json, and {type(target_model).__name__} has "
-                f"{getattr(target, name)}. Pass MTP layers that were made for this target."
+                f"'{checkpoint.name}' has {name}={shown(found)} in its config.json, and {type(target_model).__name__} "
+                f"has {getattr(target, name)}. Pass MTP layers that were made for this target."
             )
 
 

@@ -23,9 +23,13 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..errors import CheckpointFormatError
+from ..errors import CheckpointFormatError, shown
+from ..hub.formats import unwrapped
 from ..threads import cached_property
 from .checkpoint import Checkpoint, listed
+from .config_keys import refused_key
+from .draft_checkpoint import stated
+from .settings import COUNT, INDICES, MAPPING
 
 
 logger = logging.get_logger(__name__)
@@ -70,8 +74,6 @@ class MtpLayout:
 
     def name_of(self, stored: str, num_target_layers: int) -> str | None:
         """The name used here of a tensor: empty for a copy of the target's, `None` for what is no MTP layer's."""
-        # Multimodal checkpoints nest the text model.
-        stored = stored.replace("language_model.", "", 1).replace("model.model.", "model.", 1)
         for pattern, new in self._patterns:
             if found := pattern.match(stored):
                 number = int(found[1]) if found.groups() else 0
@@ -196,15 +198,17 @@ class MtpCheckpoint:
         self.layout, self.stored = self._recognised()
         found = {int(name.split(".")[1]) for name in self.stored if name.startswith("layers.")}
         count = _stated_count(checkpoint.config) or len(found)
-        if not count or not found.issuperset(range(count)):
+        if not 0 < count <= len(found) or not found.issuperset(range(count)):
             raise CheckpointFormatError(
-                f"'{checkpoint.name}' has {count} MTP layers by its config.json, and tensors of those with the "
+                f"'{checkpoint.name}' has {shown(count)} MTP layers by its config.json, and tensors of those with the "
                 f"numbers {sorted(found)}. Pass a complete checkpoint."
             )
-        width = checkpoint.config.get(WIDTH_KEY)
+        width = checkpoint.setting(WIDTH_KEY, *COUNT)
         self.config = MtpConfig(self.layout, count, "eh_proj.0.bias" in self.stored, width)
 
     def _recognised(self) -> tuple[MtpLayout, dict[str, str]]:
+        if reason := refused_key(self.checkpoint.config, "mtp", _READ):
+            raise CheckpointFormatError(f"'{self.checkpoint.name}' {reason}")
         if found := _recognised(self.checkpoint.shapes, self.num_target_layers):
             return found
         raise CheckpointFormatError(
@@ -271,10 +275,27 @@ class MtpCheckpoint:
 
     def _scaled(self, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """8-bit weights times the scales of their blocks."""
-        settings = self.checkpoint.config.get("quantization_config") or {}
+        settings = self.checkpoint.setting("quantization_config", *MAPPING) or {}
         sizes = settings.get("weight_block_size") or _FP8_BLOCK
+        if (
+            not INDICES.is_valid([*sizes])
+            or len(sizes) != weight.dim()
+            or min(sizes) < 1
+            or scales.dim() != len(sizes)
+        ):
+            raise CheckpointFormatError(
+                f"'{self.checkpoint.name}': `weight_block_size`={shown(sizes)} in config.json does not fit matrices "
+                f"of {weight.dim()} dimensions with scales of {scales.dim()}. Pass an intact checkpoint."
+            )
         for dim, size in enumerate(sizes):
-            scales = scales.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
+            # Of a block that is larger than the matrix, the rest is nowhere.
+            blocks = scales.repeat_interleave(min(size, weight.shape[dim]), dim)
+            if blocks.shape[dim] < weight.shape[dim]:
+                raise CheckpointFormatError(
+                    f"'{self.checkpoint.name}' has too few scales for blocks of {list(sizes)} (`weight_block_size`). "
+                    "Pass an intact checkpoint."
+                )
+            scales = blocks.narrow(dim, 0, weight.shape[dim])
         return weight * scales
 
     def _stored_name(self, name: str) -> str:
@@ -289,6 +310,18 @@ class MtpCheckpoint:
             )
 
 
+# Keys of configs that are read here.
+_READ = frozenset((*_COUNT_KEYS, WIDTH_KEY, "quantization_config"))
+
+
+def refusal(names: Iterable[str], config: Mapping[str, Any]) -> str | None:
+    """Why MTP layers in a checkpoint of their own are not supported; `None` where they are."""
+    layers = stated((config, *nested_configs(config)), "num_hidden_layers")
+    if names and _recognised(names, layers if COUNT.is_valid(layers) else 0) is None:
+        return "has no MTP layers of a known layout among its tensors. Pass the checkpoint of MTP layers."
+    return refused_key(config, "mtp", _READ)
+
+
 def count_layers(names: Iterable[str], num_target_layers: int) -> int:
     """MTP layers among tensors with these names in files, those of a target with so many layers or of MTP alone."""
     _, names = _recognised(names, num_target_layers) or (None, ())
@@ -298,12 +331,19 @@ def count_layers(names: Iterable[str], num_target_layers: int) -> int:
 def _recognised(stored: Iterable[str], num_target_layers: int) -> tuple[MtpLayout, dict[str, str]] | None:
     """The layout of MTP layers, and the stored name of each of their tensors by its name here."""
     stored = list(stored)
-    for layout in _LAYOUTS:
-        renamed = ((layout.name_of(name, num_target_layers), name) for name in stored)
-        names = {name: old for name, old in renamed if name}
-        if "eh_proj.0.weight" in names:
-            return layout, names
+    # Layouts tell themselves apart by `model.`, so that it is only taken off where nothing is known with it.
+    for bare in (_without_wrapper, unwrapped):
+        for layout in _LAYOUTS:
+            renamed = ((layout.name_of(bare(name), num_target_layers), name) for name in stored)
+            names = {name: old for name, old in renamed if name}
+            if "eh_proj.0.weight" in names:
+                return layout, names
     return None
+
+
+def _without_wrapper(name: str) -> str:
+    """A name without wrappers but for `model.`."""
+    return f"model.{unwrapped(name)}" if "model." in name[: len(name) - len(unwrapped(name))] else unwrapped(name)
 
 
 def stored_tensors(config: MtpConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -326,12 +366,17 @@ def stored_tensors(config: MtpConfig, tensors: Mapping[str, torch.Tensor]) -> di
 
 def _stated_count(config: Mapping[str, Any]) -> int | None:
     """K by a config, `None` where it is left out or 0."""
-    nested = [config.get(key) for key in ("text_config", "transformer_layer_config")]
-    for place in (config, *(part for part in nested if isinstance(part, Mapping))):
+    for place in (config, *nested_configs(config)):
         for key in _COUNT_KEYS:
             if isinstance(place.get(key), int) and place[key] > 0:
                 return int(place[key])
     return None
+
+
+def nested_configs(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The configs of a language model inside of one."""
+    found = (config.get(key) for key in ("text_config", "transformer_layer_config"))
+    return [part for part in found if isinstance(part, Mapping)]
 
 
 def _is_fused(name: str, sources: list[list[str]]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -31,10 +30,15 @@ def is_number(value: Any) -> bool:
     return is_int(value) or isinstance(value, float)
 
 
-COUNT = Kind(lambda value: is_int(value) and value > 0, "a positive integer")
-INDEX = Kind(lambda value: is_int(value) and value >= 0, "an integer of at least 0")
-INDICES = Kind(lambda value: isinstance(value, list) and all(map(is_int, value)), "a list of integers")
-POSITIVE = Kind(lambda value: is_number(value) and 0 < value < math.inf, "a positive number")
+# Beyond this no count is one of something in a checkpoint.
+MOST = 2**31 - 1
+
+COUNT = Kind(lambda value: is_int(value) and 0 < value <= MOST, f"a positive integer (at most {MOST})")
+INDEX = Kind(lambda value: is_int(value) and 0 <= value <= MOST, f"an integer of at least 0 (at most {MOST})")
+INDICES = Kind(
+    lambda value: isinstance(value, list) and all(is_int(v) and abs(v) <= MOST for v in value), "a list of integers"
+)
+POSITIVE = Kind(lambda value: is_number(value) and 0 < value < 1e38, "a positive number")
 FLAG = Kind(lambda value: isinstance(value, bool), "true or false")
 NAME = Kind(lambda value: isinstance(value, str), "a name")
 NAMES = Kind(lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value), "a list of names")

@@ -41,6 +41,7 @@ from tests.test_sampling import (
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "dflash"
 ROUNDS = ("qwen3_random_b8", "default_layer_ids_b4", "trained_b8", "trained_for_refinement_b8", "dspark_vanilla_b5")
+ROUNDS += ("jetspec_b8",)
 
 GREEDY = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": None}
 
@@ -188,6 +189,7 @@ class TestOfficialRuns:
                 for name, runs in (
                     ("trained_b8", ("generate", "refine2", "refine3", "ddtree7", "ddtree16")),
                     ("trained_for_refinement_b8", ("generate", "refine2", "refine3", "refine5", "ddtree16")),
+                    ("jetspec_b8", ("generate",)),
                 )
                 for run in runs
                 for row in range(4)
@@ -255,7 +257,9 @@ class TestOfficialRuns:
         for layer, ours in enumerate(kept):
             for part, mine in zip("kv", ours):
                 if f"cache.{part}.{layer}" in expected:
-                    torch.testing.assert_close(mine[None], expected[f"cache.{part}.{layer}"], atol=2e-4, rtol=1e-4)
+                    # In some cases a further round has been run.
+                    kept = expected[f"cache.{part}.{layer}"][:, :, : mine.shape[1]]
+                    torch.testing.assert_close(mine[None], kept, atol=2e-4, rtol=1e-4)
 
 
 def random_rows(network, lengths, seed):

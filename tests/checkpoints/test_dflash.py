@@ -362,10 +362,16 @@ class TestViews:
             ({"is_causal": False, "causal": True}, ()),
             ({"causal": True}, (BlockView(None, True),) * 3),
             ({"layer_types": SLIDING, "causal": False}, (BlockView(32), BlockView(32), BlockView())),
+            ({"causal_head": True}, (BlockView(None, True),) * 3),
+            ({"causal_head": True, "layer_types": SLIDING}, (BlockView(32, True),) * 2 + (BlockView(None, True),)),
+            ({"causal_head": True, "causal": False}, ()),
+            ({"causal_head": False}, ()),
         ],
     )
     def test_of_layers(self, target, tmp_path, config, views):
-        inner = {"mask_token_id": 300, "target_layer_ids": [1, 3, 4], "causal": config.pop("causal", None)}
+        config = dict(config)
+        inner = {"mask_token_id": 300, "target_layer_ids": [1, 3, 4]}
+        inner |= {key: config.pop(key) for key in ("causal", "causal_head") if key in config}
         usual = {"sliding_window": 32, "use_sliding_window": True, "dflash_config": inner}
         assert load(changed_copy(tmp_path, config={**usual, **config}), target).config.views == views
 

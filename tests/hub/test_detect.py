@@ -30,6 +30,7 @@ CHECKPOINTS = {
     DEMO / "mtp": ("mtp", None, 0),
     FIXTURES / "dflash/default_layer_ids_b4": ("dflash-zlab", 3, 0),
     FIXTURES / "dflash/dspark_vanilla_b5": ("dspark-deepspec", 5, 0),
+    FIXTURES / "dflash/jetspec_b8": ("dflash-zlab", 7, 0),
     FIXTURES / "dflash/qwen3_random_b8": ("dflash-zlab", 7, 0),
     FIXTURES / "dflash/trained_b8": ("dflash-zlab", 7, 0),
     FIXTURES / "dflash/trained_for_refinement_b8": ("dflash-zlab", 7, 0),

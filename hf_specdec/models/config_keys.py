@@ -1,0 +1,131 @@
+"""Keys of a drafter's `config.json` that nobody here reads: harmless ones, and ones that may change what it computes.
+
+A whole model's config has dozens of keys, most of them notes, so that at its top only what is known to change the
+computation is refused. Where a config is about the drafter alone, whatever is not known is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from ..errors import shown
+from ..hub.formats import is_harmless
+
+
+# Keys that change what layers compute, and the values that are computed here beside none at all.
+_COMPUTED: Mapping[str, tuple] = {
+    "alibi": (),
+    "attention_chunk_size": (),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "attn_temperature_tuning": (),
+    "clip_qkv": (),
+    "dim_model_base": (),
+    "embedding_multiplier": (1,),
+    "final_logit_softcapping": (),
+    "hidden_activation": ("silu",),
+    "input_embedding_scale": (1,),
+    "is_neox_style": (True,),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "next_layer_regular": (True,),
+    "no_rope_layers": (),
+    "norm_type": ("rms_norm", "rmsnorm", "RMSNorm"),
+    "output_multiplier": (1,),
+    "parallel_attn": (),
+    "parallel_residual": (),
+    "position_embedding_type": ("rope", "rotary"),
+    "query_pre_attn_scalar": (),
+    "residual_multiplier": (1,),
+    "rope_interleave": (),
+    "rope_interleaved": (),
+    "rope_is_neox_style": (True,),
+    "rotary_pct": (1,),
+    "rotary_percent": (1,),
+    "scale_depth": (1,),
+    "scale_emb": (1,),
+    "use_gemma_norm": (),
+    "use_mtp_layernorm": (),
+    "use_parallel_residual": (),
+}
+
+# What transformers' rotary embeddings read, and what those for several axes add.
+_ROPE = frozenset(
+    "rope_type type rope_theta factor attention_factor beta_fast beta_slow short_factor long_factor low_freq_factor "
+    "high_freq_factor original_max_position_embeddings mscale mscale_all_dim truncate partial_rotary_factor "
+    "mrope_section mrope_interleaved finetuned".split()
+)
+
+# Objects inside of a config that are about the drafter alone.
+_BLOCKS = ("dflash_config", "eagle_config", "transformer_layer_config", "speculators_config")
+_ROPE_BLOCKS = ("rope_parameters", "rope_scaling")
+
+# Whole configs that are.
+_OWN_TYPES = ("eagle", "medusa", "mlp_speculator", "mtp")
+
+# What the configs of these methods call their own elsewhere.
+_OWN_KEYS = re.compile(
+    r"(aux|block|conv|dflash|domino|draft|dspark|eagle|jetspec|lilicorr|markov|medusa|mtp|selector|xpress)_.+|.*causal.*"
+)
+
+
+def refused_key(config: Mapping[str, Any], method: str, known: Collection[str]) -> str | None:
+    """Why a config may describe another computation than the one that is done here; `None` where it does not.
+
+    Args:
+        config (`Mapping`): `config.json`.
+        method (`str`): What drafts with it.
+        known (`Collection[str]`): Keys that the method's loader reads, judges, or finds in the tensors.
+    """
+    for place, key, value, is_own in _entries(config):
+        name = f"{place}{key}"
+        if value is None or key in known:
+            continue
+        if key in _COMPUTED:
+            allowed = _COMPUTED[key]
+            if not any(value == one for one in allowed) and (value or True in allowed):
+                return (
+                    f"has `{name}`={shown(value)} in its config.json, which changes what its layers compute, and is "
+                    "not supported. Pass a drafter without it."
+                )
+        elif value and is_own and not is_harmless(method, key):
+            # What is empty or switched off says nothing.
+            return (
+                f"has `{name}`={shown(value)} in its config.json, which is not known here and may change what it "
+                "computes. Update hf_specdec; or, if it is only a note, remove it from a copy of config.json."
+            )
+    return None
+
+
+def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, bool]]:
+    """Place, key and value of all that a config says, and whether only the drafter can be meant."""
+    is_own = "speculators_model_type" in config or config.get("model_type") in _OWN_TYPES
+    # Original Medusa heads have no type of a model.
+    is_own |= "medusa_num_heads" in config and "model_type" not in config
+    inner = [*_BLOCKS, "model"] if config.get("model_type") == "eagle" else _BLOCKS
+    for key, value in config.items():
+        if key in inner and isinstance(value, Mapping):
+            yield from _inside(f"{key}.", value)
+        elif key in _ROPE_BLOCKS and isinstance(value, Mapping):
+            yield from _rope(f"{key}.", value)
+        else:
+            yield "", key, value, is_own or _OWN_KEYS.fullmatch(key) is not None
+
+
+def _inside(place: str, block: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, bool]]:
+    for key, value in block.items():
+        if key in _ROPE_BLOCKS and isinstance(value, Mapping):
+            yield from _rope(f"{place}{key}.", value)
+        else:
+            yield place, key, value, True
+
+
+def _rope(place: str, block: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, bool]]:
+    for key, value in block.items():
+        if isinstance(value, Mapping):
+            # One set for each kind of layer.
+            yield from _rope(f"{place}{key}.", value)
+        elif key not in _ROPE:
+            yield place, key, value, True

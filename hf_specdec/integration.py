@@ -25,10 +25,10 @@ from transformers.utils import logging
 from .candidate_generators import resolve_candidate_generator
 from .decoding.loop import DecodingLoop, Request
 from .decoding.target import REPEATED_INPUTS, is_text_only, model_profile
-from .errors import SpecConfigError, shown
+from .errors import SpecConfigError, SpecDecError, shown
 from .hook import configured_settings, original_generate
 from .hub.published import IN_GENERATION_CONFIG
-from .speculator import GivenCandidateGenerator, Speculator, load_configured, load_speculator
+from .speculator import GivenCandidateGenerator, Speculator, is_refused, load_configured, load_speculator, refuse
 
 
 logger = logging.get_logger(__name__)
@@ -116,23 +116,14 @@ def generate_speculatively(
         return original(model, *args, **kwargs)
     if problems:
         raise SpecConfigError(f"This request cannot be decoded speculatively. {problems}")
-    _prepare_stop_strings(model, arguments)
-    model_profile(model)
-    # Last, because it may load weights.
-    if configured is None:
-        speculator = _speculator(model, spec_method, spec_model, num_speculative_tokens, speculative, assistant)
-    else:
-        with _naming_the_source(IN_GENERATION_CONFIG):
-            speculator = load_configured(model, configured, num_speculative_tokens, is_asked=is_asked)
-    if speculator is None:
+    if not is_asked and is_refused(model, configured):
         return original(model, *args, **kwargs)
-    if speculator.stock_assistant is not None:
-        return _generate_assisted(model, original, arguments, speculator)
-    streamer, synced_gpus = arguments.pop("streamer", None), arguments.pop("synced_gpus", None)
-    user_cache = arguments.get("past_key_values")
+    _prepare_stop_strings(model, arguments)
+    speculator, has_begun = None, False
 
     # The signature matters: transformers hands over only what it names, and the rest as the model's arguments.
     def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        nonlocal has_begun
         _check_model_kwargs(model, model_kwargs)
         request = Request(
             model=model,
@@ -146,10 +137,30 @@ def generate_speculatively(
             past_key_values=user_cache,
             began=began,
         )
-        return DecodingLoop(request, speculator).run()
+        loop = DecodingLoop(request, speculator)
+        has_begun = True
+        return loop.run()
 
-    home = _move_to_model(model, arguments)
-    output = original(model, **{**arguments, "custom_generate": decode})
+    try:
+        model_profile(model)
+        # Last, because it may load weights.
+        if configured is None:
+            speculator = _speculator(model, spec_method, spec_model, num_speculative_tokens, speculative, assistant)
+        else:
+            with _naming_the_source(IN_GENERATION_CONFIG):
+                speculator = load_configured(model, configured, num_speculative_tokens)
+        if speculator.stock_assistant is not None:
+            return _generate_assisted(model, original, arguments, speculator)
+        streamer, synced_gpus = arguments.pop("streamer", None), arguments.pop("synced_gpus", None)
+        user_cache = arguments.get("past_key_values")
+        home = _move_to_model(model, arguments)
+        output = original(model, **{**arguments, "custom_generate": decode})
+    except SpecDecError as error:
+        if is_asked or has_begun:
+            raise
+        # Nobody has asked for speculation in this call.
+        refuse(model, configured, error, for_ever=speculator is None)
+        return original(model, *args, **kwargs)
     return output if home is None else _moved_output(output, home)
 
 

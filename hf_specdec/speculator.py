@@ -25,7 +25,7 @@ from .config import AUTO, SpeculativeConfig
 from .control import ControlProfile, ScheduledLength, SpeculationController
 from .control.store import find_profile
 from .decoding.graphs import forget_graphs
-from .errors import SpecConfigError
+from .errors import SpecConfigError, SpecDecError
 from .hub.detect import reads_target_cache
 from .hub.discover import Access, Candidate, Search, Target
 from .hub.files import file_identity, only_safetensors
@@ -289,41 +289,46 @@ def _load(
 
 
 def load_configured(
-    target_model: torch.nn.Module, entry: Any, num_speculative_tokens: int | str | None = None, *, is_asked: bool
-) -> Speculator | None:
+    target_model: torch.nn.Module, entry: Any, num_speculative_tokens: int | str | None = None
+) -> Speculator:
     """As [`load_speculator`], with the settings of a generation config, which count as far as a stranger's may.
 
     Args:
         target_model (`PreTrainedModel`): The target.
         entry: What the generation config says.
         num_speculative_tokens (`int` or "auto", *optional*): What the call says.
-        is_asked (`bool`): The call itself asks for speculation. If not, whatever goes wrong is a warning, once, and
-            `None` is returned.
 
     Raises:
-        SpecDecError: The call asked for it, and it cannot be followed.
+        SpecDecError: It cannot be followed.
     """
-    key, refused = (_written(entry), num_speculative_tokens, restrictions()), record_of(target_model).refused
-    if not is_asked and refused.get(key):
-        return None
-    try:
-        settings = settings_of_generation_config(entry)
-        given = {} if num_speculative_tokens is None else {"num_speculative_tokens": num_speculative_tokens}
-        config = published_config(settings, IN_GENERATION_CONFIG, with_place=True)
-        if config.model is None:
-            return load_speculator(target_model, config, **given)
+    settings = settings_of_generation_config(entry)
+    given = {} if num_speculative_tokens is None else {"num_speculative_tokens": num_speculative_tokens}
+    config = published_config(settings, IN_GENERATION_CONFIG, with_place=True)
+    if config.model is not None:
         return _load_found(target_model, SpeculativeConfig(AUTO, **given), settings)
+    try:
+        return load_speculator(target_model, config, **given)
+    except SpecDecError:
+        raise
     except Exception as error:
-        if is_asked:
-            raise
-        # Nobody has asked for speculation in this call.
-        refused.put(key, True)
-        logger.warning(
-            f"{type(target_model).__name__} generates without speculation, which its generation config sets: "
-            f"{one_line(error, 500)} Correct the entry, or take it out with "
-            "hf_specdec.store_settings(model.generation_config, None)."
-        )
-        return None
+        # Weights of strangers may trip anything.
+        raise SpecConfigError(f"{IN_GENERATION_CONFIG}: {one_line(error, 500)}") from error
+
+
+def is_refused(target_model: torch.nn.Module, entry: Any) -> bool:
+    """Whether what the target's generation config says could not be followed before."""
+    return record_of(target_model).refused.get((_written(entry), restrictions()), False)
+
+
+def refuse(target_model: torch.nn.Module, entry: Any, error: Exception, *, for_ever: bool) -> None:
+    """Warns once that what the target's generation config says cannot be followed; `for_ever`: by no later call."""
+    if for_ever:
+        record_of(target_model).refused.put((_written(entry), restrictions()), True)
+    logger.warning_once(
+        f"{type(target_model).__name__} generates without speculation, which its generation config sets: "
+        f"{one_line(error, 500)} Correct the entry, or take it out with "
+        "hf_specdec.store_settings(model.generation_config, None)."
+    )
 
 
 def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig, entry: Any = None) -> Speculator:
@@ -343,17 +348,17 @@ def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig, entry:
     with record.searching:
         known = record.found.get(key)
         if known is not None:
-            return _load_candidate(target_model, config, *known)
+            return _load_candidate(target_model, config, *known, entry)
         failures: dict[str, Exception] = {}
         target = Target.of_model(target_model)
         search = Search(target, access, method=drafting, trusted_owners=config.trusted_owners)
         for candidate in search.usable() if entry is None else search.named_by(entry):
             reason = _why_without_weights(search, failures) if candidate.place == "none" else candidate.reason
             try:
-                speculator = _load_candidate(target_model, config, candidate, reason)
+                speculator = _load_candidate(target_model, config, candidate, reason, entry)
             except Exception as error:  # noqa: BLE001 - weights of strangers may trip anything
                 failures[f"{candidate.title}, {candidate.reason}: {one_line(error, 500)}"] = error
-                logger.warning(f"{_asked(config)} passes over {next(reversed(failures))}")
+                logger.warning(f"{_asked(config, entry)} passes over {next(reversed(failures))}")
                 continue
             record.found.put(key, (candidate, reason))
             logger.info(f"Speculation: {speculator.note}.")
@@ -369,14 +374,14 @@ def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig, entry:
 
 
 def _load_candidate(
-    target_model: torch.nn.Module, config: SpeculativeConfig, candidate: Candidate, reason: str
+    target_model: torch.nn.Module, config: SpeculativeConfig, candidate: Candidate, reason: str, entry: Any
 ) -> Speculator:
     # The target itself is what its user has named.
     is_named = candidate.place == "target" and config.method != AUTO
     with nullcontext() if is_named else only_safetensors():
         resolved = SpeculativeConfig.resolve(candidate.configured(config), target_config=target_model.config)
         speculator = _load(target_model, resolved)
-    speculator.note = f"{_asked(config)} chose {candidate.title}: {reason}"
+    speculator.note = f"{_asked(config, entry)} chose {candidate.title}: {reason}"
     speculator.origin = candidate.origin
     return speculator
 
@@ -389,8 +394,8 @@ def _written(entry: Any) -> str:
         return type(entry).__name__
 
 
-def _asked(config: SpeculativeConfig) -> str:
-    return f"method='{config.method}'"
+def _asked(config: SpeculativeConfig, entry: Any) -> str:
+    return f"method='{config.method}'" if entry is None else IN_GENERATION_CONFIG
 
 
 # Of what was seen in vain, so many are listed.

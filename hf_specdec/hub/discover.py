@@ -518,8 +518,8 @@ class Search:
             yield "The size of its weights is not known."
         elif sum(sizes) > most:
             yield (
-                f"It has {sum(sizes) / 1e9:.2f} GB, more than the target ({most / 1e9:.2f} GB): name it as `model` if "
-                "that is meant."
+                f"It has {sum(sizes) / 1e6:.0f} MB, and what nobody has named may have {most / 1e6:.0f} MB for this "
+                "target: name it as `model` if that is meant."
             )
 
     def from_entry(self, entry: Any) -> Iterator[Candidate]:

@@ -96,6 +96,10 @@ MTP_WEIGHT_FILES = (MTP_FILES, *WEIGHT_FILES)
 MAX_CONFIG_BYTES = 4 * 2**20
 MAX_INDEX_BYTES = 64 * 2**20
 
+# Metadata of a card, which are read at about 100 kB a second.
+_MAX_CARD_CHARACTERS = 128 * 2**10
+_END_OF_METADATA = re.compile(r"[\r\n]---")
+
 # What loaders read; logs and the like may change beside it.
 _PARTS_OF_CHECKPOINTS = (".json", ".safetensors", ".bin", ".pt", ".model", ".txt", ".py")
 
@@ -246,7 +250,11 @@ class RepoFiles:
         if "README.md" not in self or (self.sizes["README.md"] or 0) > MAX_CONFIG_BYTES:
             return {}
         try:
-            found = metadata_load(self.path("README.md"))
+            path = self.path("README.md")
+            end = _END_OF_METADATA.search(path.read_text(encoding="utf-8", errors="replace").lstrip(), 3)
+            if end and end.start() > _MAX_CARD_CHARACTERS:
+                raise ValueError(f"its metadata have more than {_MAX_CARD_CHARACTERS} characters")
+            found = metadata_load(path)
         except Exception as error:  # noqa: BLE001 - whatever a parser makes of a stranger's text
             logger.debug(f"The card of '{self.name}' cannot be read: {error!r}")
             return {}

@@ -48,7 +48,7 @@ PUBLISHED_OPTIONS = {
     "dflash": ("dflash_block_size", "dflash_num_denoising_steps", "dflash_mask_token_id", "dflash_tree_budget"),
     "mtp": ("depth", "top_k", "total_tokens", "adaptive_threshold", "mode"),
 }
-_OF_COMBINATIONS = ("retrieval_num_speculative_tokens",)
+COMBINATION_OPTIONS = ("retrieval_num_speculative_tokens",)
 
 # Where a drafter is: for a target to say, not for what lies beside the drafter.
 PLACE_SETTINGS = ("model", "revision", "subfolder")
@@ -77,7 +77,7 @@ def may_be_published(method: str | None = None) -> set[str]:
     """
     found = set(PUBLISHED_SETTINGS)
     for part in PUBLISHED_OPTIONS if method in (None, AUTO) else {method, *parts_of(method)}:
-        own = {*PUBLISHED_OPTIONS.get(part, ()), *_OF_COMBINATIONS}
+        own = {*PUBLISHED_OPTIONS.get(part, ()), *COMBINATION_OPTIONS}
         for item in option_fields(part):
             key = item.metadata.get("key", item.name)
             if key in own or item.metadata.get("published"):

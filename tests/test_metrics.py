@@ -16,12 +16,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_specdec import SpecDecodingStats, load_speculator, record
+from hf_specdec import SpecDecodingStats, SpeculativeConfig, load_speculator, record
 from hf_specdec.control.controller import SpeculationController
 from hf_specdec.metrics import begin_call, listeners
 from hf_specdec.metrics.listeners import CallObserver, Listener
 from hf_specdec.metrics.stats import StatsReader
-from tests.models import prompts, scripted_for
+from tests.models import prompts, scripted_for, tiny_llama
 
 
 PROMPT = 7
@@ -201,6 +201,27 @@ class TestCyclesWithoutDrafts:
         settings = {"spec_method": "ngram", "num_speculative_tokens": "auto"}
         assert self.reasons(model, prompts(1), **settings) == {"does_not_pay": 10, "length_limit": 1}
 
+    @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
+    @pytest.mark.parametrize("k", [4, "auto"])
+    def test_rows_are_too_long(self, model, method, k):
+        """All of them in every cycle; where one is shorter it is drafted for, and the note says that not all are."""
+        settings = {**self.settings, "return_dict_in_generate": True, "num_speculative_tokens": k}
+        settings |= {"spec_model": model} if method == "draft_model" else {}
+        settings |= {"spec_method": method, "speculative": {"max_model_len": 16}}
+        inputs = prompts(1, length=20, padding=False)
+        stats = model.generate(**inputs, **settings).speculative
+        assert stats.num_cycles_without_drafts == {"max_model_len": 10, "length_limit": 1}
+        (note,) = [note for note in stats.notes if not note.startswith("adaptive length")]
+        assert note.startswith("no drafts for rows of 1")
+        assert "(max_model_len)" in note
+        mixed = prompts(2, length=20)
+        mixed["attention_mask"][0, :16] = 0
+        stats = model.generate(**mixed, **{**settings, "max_new_tokens": 9}).speculative
+        assert note in stats.notes
+        assert stats.num_cycles_without_drafts.get("max_model_len", 0) < stats.num_target_forwards - 3
+        short = model.generate(**prompts(1, length=3), **{**settings, "max_new_tokens": 4}).speculative
+        assert note not in short.notes
+
     def test_every_cycle_drafts(self, model):
         text = model.generate(**prompts(1), do_sample=False, max_new_tokens=40)
         speculator = scripted_for(text, prompts(1), k=3, accuracy=1.0)
@@ -248,6 +269,70 @@ def test_text_and_json(model):
     assert as_dict["method"] == "scripted"
     assert f"accepted {call.stats.num_accepted_tokens} of {call.stats.num_draft_tokens}" in str(call.stats)
     assert str(SpecDecodingStats()).startswith("SpecDecoding")
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "suffix+draft_model"])
+@pytest.mark.parametrize("k", [6, "auto"])
+def test_lookups_of_methods_that_retrieve(model, method, k):
+    inputs = prompts(2, length=30, padding=False)
+    inputs["input_ids"][1] = inputs["input_ids"][1, :10].repeat(3)
+    drafter = {"spec_model": model} if "+" in method else {}
+    with record(trace=True) as made:
+        model.generate(
+            **inputs, do_sample=False, max_new_tokens=12, spec_method=method, num_speculative_tokens=k, **drafter
+        )
+    stats, rows = made.calls[0].stats, [row for cycle in made.calls[0].cycles for row in cycle.rows]
+    drafted = sum(bool(row.draft_tokens) for row in rows)
+    assert 0 <= stats.num_lookup_hits <= stats.num_lookups <= len(rows)
+    if "+" not in method:
+        assert stats.num_lookup_hits == drafted > 0
+    if k == 6:
+        assert stats.num_lookups == len(rows)
+        assert stats.num_spec_tokens >= 6
+    assert stats.lookup_hit_rate == stats.num_lookup_hits / max(stats.num_lookups, 1)
+    assert (stats.cache_bytes > stats.cache_tokens) == (stats.cache_tokens > 0)
+    if method == "ngram":
+        assert stats.cache_tokens > 30
+    else:
+        # The texts of the first call are what the second one searches.
+        again = model.generate(
+            **inputs, do_sample=False, max_new_tokens=12, spec_method=method, **drafter, return_dict_in_generate=True
+        )
+        assert again.speculative.cache_tokens > 0
+    without = traced(model, inputs)[1].stats
+    assert (without.num_lookups, without.lookup_hit_rate, without.num_spec_tokens) == (0, 0, 4)
+
+
+class TestLowAcceptance:
+    """A warning, once for a target and its settings, where drafts are hardly ever accepted."""
+
+    def warnings_of(self, caplog):
+        return [line.getMessage() for line in caplog.records if "hardly pays" in line.getMessage()]
+
+    def calls(self, model, accuracy, num_calls, rows=8):
+        inputs = prompts(rows)
+        text = model.generate(**inputs, do_sample=False, max_new_tokens=40)
+        speculator = scripted_for(text, inputs, k=3, accuracy=accuracy)
+        speculator.config = SpeculativeConfig("ngram", num_speculative_tokens=3)
+        for _ in range(num_calls):
+            model.generate(**inputs, do_sample=False, max_new_tokens=24, assistant=speculator)
+
+    def test_it_comes_once(self, caplog):
+        model = tiny_llama()
+        with caplog.at_level("WARNING", "hf_specdec.metrics"):
+            self.calls(model, 0.0, 1)
+            assert self.warnings_of(caplog) == []
+            self.calls(model, 0.0, 5)
+            (warning,) = self.warnings_of(caplog)
+            self.calls(tiny_llama(), 0.0, 3)
+            assert len(self.warnings_of(caplog)) == 2
+        assert "num_speculative_tokens='auto'" in warning
+        assert "drafts 0.01 tokens each" in warning
+
+    def test_good_drafts_are_not_warned_of(self, caplog):
+        with caplog.at_level("WARNING", "hf_specdec.metrics"):
+            self.calls(tiny_llama(), 0.7, 12)
+        assert self.warnings_of(caplog) == []
 
 
 class TestRecord:

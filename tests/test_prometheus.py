@@ -85,10 +85,13 @@ def check(value, calls):
     assert value("spec_decode_num_reached_tokens_total") == stats.num_reached_tokens
     assert value("spec_decode_num_verifications_total") == stats.num_row_cycles
     assert value("spec_decode_num_target_forwards_total") == stats.num_target_forwards
+    assert value("spec_decode_num_lookups_total") == stats.num_lookups
+    assert value("spec_decode_num_lookup_hits_total") == stats.num_lookup_hits
+    assert value("spec_decode_num_spec_tokens") == calls[-1].stats.num_spec_tokens
     assert value("generation_tokens_total") == stats.num_committed_tokens
     for position, count in enumerate(stats.num_accepted_tokens_per_pos):
         assert (value("spec_decode_num_accepted_tokens_per_pos_total", position=str(position)) or 0) == count
-    for reason in ("batch_size", "does_not_pay", "length_limit", "nothing_found"):
+    for reason in ("batch_size", "does_not_pay", "length_limit", "max_model_len", "nothing_found"):
         count = value("spec_decode_num_cycles_without_drafts_total", reason=reason)
         assert count == stats.num_cycles_without_drafts.get(reason)
     for depth in range(1, 9):

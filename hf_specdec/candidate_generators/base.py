@@ -26,6 +26,7 @@ Shapes: B active rows, P padded prompt length, M committed tokens of a cycle, H 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -195,6 +196,28 @@ def _entries(values: torch.Tensor, index: torch.LongTensor) -> torch.Tensor:
     return values[torch.arange(len(index), device=index.device)[:, None], index]
 
 
+@dataclass
+class Lookups:
+    """What a method that retrieves has looked up in one call.
+
+    Attributes:
+        num_rows (`int`): Lookups, counted per row.
+        num_hits (`int`): Those of them that found a draft.
+        num_tokens, num_bytes (`int`): Tokens that were searched at last, and about the memory that they take.
+    """
+
+    num_rows: int = 0
+    num_hits: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+
+    def count(self, drafts: Sequence[Sequence[int]], num_tokens: int, num_bytes: int) -> None:
+        """Adds the drafts of one cycle, empty where nothing was found."""
+        self.num_rows += len(drafts)
+        self.num_hits += sum(map(bool, drafts))
+        self.num_tokens, self.num_bytes = num_tokens, num_bytes
+
+
 class CandidateGenerator(HfCandidateGenerator):
     """Base class of the methods.
 
@@ -232,6 +255,8 @@ class CandidateGenerator(HfCandidateGenerator):
     config: SpeculativeConfig | None = None
     session: Session | None = None
     loaded_by: ClassVar[tuple[str, ...] | None] = None
+    # What was looked up in texts until now; `None` for methods that look nothing up.
+    lookups: Lookups | None = None
 
     @classmethod
     def load(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> Any:
@@ -315,6 +340,19 @@ class CandidateGenerator(HfCandidateGenerator):
     def num_draft_nodes(self) -> int:
         """Most nodes of a row's draft; more than `num_speculative_tokens`, its depth, for a tree."""
         return self.num_speculative_tokens
+
+    @property
+    def longest_row(self) -> tuple[int, str] | None:
+        """Tokens of a row from which on nothing is drafted for it, and what says so; `None` without a limit."""
+        limit = None if self.config is None else self.config.max_model_len
+        return None if limit is None else (limit - 1, "max_model_len")
+
+    def note_longest_row(self) -> None:
+        """Says in the call's notes that a row has got too long, once."""
+        length, why = self.longest_row
+        note = f"no drafts for rows of {length} tokens and more ({why})"
+        if note not in self.session.notes:
+            self.session.notes.append(note)
 
     @property
     def draft_chances(self) -> list[list[float]]:

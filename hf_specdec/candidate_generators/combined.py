@@ -24,7 +24,7 @@ from ..drafts import DraftTree
 from ..errors import SpecConfigError
 from ..token_trees import MAX_NODES
 from ..transfers import upload
-from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from .base import CandidateGenerator, Commit, DraftStep, Lookups, Prompt, Session
 from .options import check_bounds
 
 
@@ -190,6 +190,15 @@ class CombinedCandidateGenerator(CandidateGenerator):
         self._unread = UnreadText(self.model)
         self._cycle: _Cycle | None = None
         self._num_drafts, self._num_accepted = [0, 0], [0, 0]  # of the parts
+
+    @property
+    def longest_row(self) -> tuple[int, str] | None:
+        limits = [part.longest_row for part in (self.retrieval, self.model)]
+        return None if None in limits else max(limits)
+
+    @property
+    def lookups(self) -> Lookups | None:
+        return self.retrieval.lookups
 
     @property
     def num_draft_nodes(self) -> int:

@@ -23,7 +23,7 @@ from ..decoding.functional import slot_model
 from ..decoding.graphs import call_graphs
 from ..decoding.target import SlotModel, model_profile
 from ..drafts import DraftTree, chain_topology
-from ..errors import SpecConfigError
+from ..errors import SpecConfigError, shown
 from ..logits.acceptance import best_tokens
 from ..logits.processors import ProcessorStack
 from ..logits.sampling import DraftSampler
@@ -72,6 +72,13 @@ class DraftModelOptions:
         check_flag("same_tokenizer", self.same_tokenizer)
 
 
+# How transformers' assisted decoding is told to draft, and what says so here.
+_SETTINGS_HERE = {
+    "num_assistant_tokens": "num_speculative_tokens",
+    "num_assistant_tokens_schedule": "num_speculative_tokens='auto'",
+    "assistant_confidence_threshold": "draft_confidence_threshold",
+}
+
 # Settings that say what to load and how.
 _LOADING = ("model", "revision", "code_revision", "subfolder", "cache_dir", "trust_remote_code")
 _LOADING += ("dtype", "device", "quantization")
@@ -92,6 +99,23 @@ class DraftModel:
 
     model: torch.nn.Module
     vocabularies: Vocabularies
+
+
+def _ignored_settings(model: torch.nn.Module, config) -> str | None:
+    """What the draft model's generation config says about drafting, which only transformers' own loop goes by."""
+    own = getattr(model, "generation_config", None)
+    given = {name: getattr(own, name, None) for name in _SETTINGS_HERE}
+    if config.num_speculative_tokens is not None:
+        given["num_assistant_tokens"] = None
+    if config.options.confidence_threshold:
+        given["assistant_confidence_threshold"] = None
+    if given["num_assistant_tokens_schedule"] == "constant":
+        given["num_assistant_tokens_schedule"] = None
+    ignored = [f"{name}={shown(value)}" for name, value in given.items() if value is not None]
+    if not ignored:
+        return None
+    here = dict.fromkeys(_SETTINGS_HERE[name] for name, value in given.items() if value is not None)
+    return f"the draft model's generation config has {', '.join(ignored)}, which is not read: set {', '.join(here)}"
 
 
 def _plain_sampler(vocab_size: int) -> DraftSampler:
@@ -148,9 +172,10 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             )
         limits = {"max_model_len": config.max_model_len, "the draft model's max_position_embeddings": own_limit}
         limits = {name: limit for name, limit in limits.items() if limit} or {"max_length": session.max_length}
-        name = min(limits, key=limits.get)
-        self.longest = limits[name]
-        self.limit_note = f"no drafts for rows of {self.longest} tokens and more ({name})"
+        if ignored := _ignored_settings(model, config):
+            self._note(ignored)
+        self._limiting = min(limits, key=limits.get)
+        self.longest = limits[self._limiting]
         self.draws = not self.sampler.is_greedy and self.options.draft_sample_method != "greedy"
         self.check_drawn_length()
         self.model: SlotModel = slot_model(model, SlotCache(0))
@@ -185,8 +210,12 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         """Whether a row of `length` tokens, the anchor included, leaves no room for drafts; noted once."""
         if length < self.longest:
             return False
-        self._note(self.limit_note)
+        self.note_longest_row()
         return True
+
+    @property
+    def longest_row(self) -> tuple[int, str] | None:
+        return self.longest, self._limiting
 
     def _note(self, text: str) -> None:
         if text not in self.session.notes:

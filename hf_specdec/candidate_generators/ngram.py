@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
-from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from .base import CandidateGenerator, Commit, DraftStep, Lookups, Prompt, Session
 from .ngram_index import NgramIndex
 from .options import check_bounds, check_choice
 
@@ -27,6 +27,8 @@ _MAX_MATCHES = 64
 
 _MIN_INDEXED_TOKENS = 64
 _MAX_INDEXED_TOKENS = 2_000_000
+# About what a token of the index takes.
+_BYTES_PER_TOKEN = 20
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ class NgramCandidateGenerator(CandidateGenerator):
 
     def __init__(self, config: SpeculativeConfig, resources: Any, session: Session):
         super().__init__(config, resources, session)
+        self.lookups = Lookups()
         self._indexes: dict[int, NgramIndex] = {}
         self._rows: list[int] = []
         self._best: list[tuple[int, int]] = []  # of each row's last draft: its longest match, and the tokens from it
@@ -161,6 +164,8 @@ class NgramCandidateGenerator(CandidateGenerator):
             for row, length, room in zip(step.rows, step.lengths, step.max_draft_tokens)
         ]
         tokens, parents = map(list, zip(*drafts)) if drafts else ([], [])
+        num_indexed = sum(map(len, self._indexes.values()))
+        self.lookups.count(tokens, num_indexed, _BYTES_PER_TOKEN * num_indexed)
         return DraftTree.from_lists(tokens, self.session.device, parents)
 
     @property
@@ -179,10 +184,14 @@ class NgramCandidateGenerator(CandidateGenerator):
     def close(self) -> None:
         self._rows, self._indexes = [], {}
 
-    def _room_in_model(self, length: int) -> int:
+    @property
+    def longest_row(self) -> tuple[int, str] | None:
         """As in vLLM, the draft may fill the model's length and leave no room for the bonus token."""
         limit = self.config.max_model_len
-        return self.num_speculative_tokens if limit is None else limit - length
+        return None if limit is None else (limit, "max_model_len")
+
+    def _room_in_model(self, length: int) -> int:
+        return self.num_speculative_tokens if self.longest_row is None else self.longest_row[0] - length
 
     def _draft(self, index: NgramIndex, longest: int, room: int) -> tuple[list[int], list[int]]:
         """Tokens and parents of what followed the best matches, none deeper than `longest` and `room`."""

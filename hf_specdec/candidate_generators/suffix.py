@@ -26,7 +26,7 @@ from ..drafts import DraftTree, node_depths
 from ..errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
 from ..threads import Lock
 from ..token_trees import MAX_NODES
-from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from .base import CandidateGenerator, Commit, DraftStep, Lookups, Prompt, Session
 from .options import check_bounds, check_flag, check_number
 
 
@@ -357,7 +357,7 @@ class SuffixCandidateGenerator(CandidateGenerator):
 
     def __init__(self, config: SpeculativeConfig, resources: SuffixCache, session: Session):
         super().__init__(config, resources, session)
-        self.cache = resources
+        self.cache, self.lookups = resources, Lookups()
         self._call = next(_CALLS)
         self._requests: list[tuple[int, int]] = []
         self._contexts: list[list[int]] = []
@@ -387,6 +387,7 @@ class SuffixCandidateGenerator(CandidateGenerator):
             draft_tokens, draft_parents = self._draft(request, context, room, most_nodes)
             drafts.append(draft_tokens)
             parents.append(draft_parents)
+        self.lookups.count(drafts, self.cache.num_cached_tokens, self.cache.num_bytes)
         return DraftTree.from_lists(drafts, self.session.device, parents)
 
     @property

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from transformers.utils import logging
 
-from ..candidate_generators.base import CandidateGenerator, Commit, DraftStep, Prompt
+from ..candidate_generators.base import CandidateGenerator, Commit, DraftStep, Lookups, Prompt
 from ..drafts import DraftTree
 from .clock import CycleClock
 from .controller import RowOutcome, SpeculationController
@@ -50,6 +50,14 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         self._draft: DraftTree | None = None  # of this cycle, if the method was asked for one
         self._drafted: DraftTree | None = None  # the same before it was cut
         self._limits: list[int] = []
+
+    @property
+    def longest_row(self) -> tuple[int, str] | None:
+        return self.generator.longest_row
+
+    @property
+    def lookups(self) -> Lookups | None:
+        return self.generator.lookups
 
     @property
     def num_draft_nodes(self) -> int:

@@ -17,6 +17,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from ..candidate_generators.base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from ..config import AUTO
 from ..drafts import DraftTree, chain_topology
 from ..errors import UnsupportedModelError
 from ..logits.processors import ProcessorStack
@@ -24,7 +25,7 @@ from ..logits.randomness import RowUniforms, seed_from_torch
 from ..logits.rules import acceptance_rule
 from ..logits.sampling import DraftSampler
 from ..logits.verifier import Verdict, Verifier, take_nodes
-from ..metrics import CycleTrace, RowTrace, SpecDecodingStats, begin_call
+from ..metrics import CycleTrace, RowTrace, SpecDecodingStats, begin_call, watch_acceptance
 from ..metrics.listeners import CallProgress
 from ..models.draft_model import vocabulary_size
 from ..transfers import select_rows, upload
@@ -100,6 +101,8 @@ class DecodingLoop:
         self.stack = stack = ProcessorStack(request.logits_processor)
         uniforms = self._uniforms() if config.do_sample else None
         self.generator: CandidateGenerator = speculator.candidate_generator(self._session(stack, uniforms))
+        self.stats.num_spec_tokens = self.generator.num_speculative_tokens
+        self.settings = getattr(speculator, "config", None)
         with ExitStack() as if_it_fails:
             if_it_fails.callback(self.generator.close)
             self.verifier = self._verifier(stack, uniforms)
@@ -199,6 +202,9 @@ class DecodingLoop:
                 "criterion is shown a column when all rows have reached it."
             )
         self._count_graphs()
+        # With an adaptive length, drafts that do not pay are not made for long.
+        if self.settings is not None and self.settings.num_speculative_tokens != AUTO:
+            watch_acceptance(self.model, self.settings, self.stats)
         return self._output()
 
     def _begin_call(self) -> CallProgress:
@@ -313,7 +319,24 @@ class DecodingLoop:
         draft = self.generator.propose(step)
         if max(step.max_draft_tokens) == 0 < self.generator.num_speculative_tokens:
             draft.why_empty = "length_limit"
+        else:
+            self._note_long_rows(step, draft)
+        self._count_lookups()
         return draft
+
+    def _note_long_rows(self, step: DraftStep, draft: DraftTree) -> None:
+        limit = self.generator.longest_row
+        if limit is None or max(step.lengths) < limit[0]:
+            return
+        self.generator.note_longest_row()
+        if min(step.lengths) >= limit[0]:
+            draft.why_empty = "max_model_len"
+
+    def _count_lookups(self) -> None:
+        found, stats = self.generator.lookups, self.stats
+        if found is not None:
+            stats.num_lookups, stats.num_lookup_hits = found.num_rows, found.num_hits
+            stats.cache_tokens, stats.cache_bytes = found.num_tokens, found.num_bytes
 
     def _verify(self, draft: DraftTree) -> SlotOutput:
         tokens = self.anchors[:, None] if draft.size == 0 else torch.cat([self.anchors[:, None], draft.tokens], dim=1)

@@ -5,6 +5,7 @@
 
 from .listeners import begin_call
 from .log_line import log_as_environment_says, log_every
+from .low_acceptance import watch_acceptance
 from .prometheus import disable, enable, start_http_server
 from .records import CallRecord, CycleTiming, CycleTrace, Record, RowTrace, record
 from .stats import LOSSLESS_RULES, SpecDecodingStats
@@ -24,6 +25,7 @@ __all__ = [
     "log_every",
     "record",
     "start_http_server",
+    "watch_acceptance",
 ]
 
 log_as_environment_says()

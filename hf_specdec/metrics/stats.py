@@ -30,8 +30,13 @@ class SpecDecodingStats:
         num_row_cycles (`int`): Verifications, counted per row: a forward over 4 active rows counts 4.
         num_cycles_without_drafts (`dict[str, int]`): Verifications of the anchors alone, counted per forward, by
             reason: "batch_size" (a setting allows none for so many rows), "does_not_pay" (the adaptive length chose
-            none, or measured plain decoding), "length_limit" (one token is left to generate), "nothing_found" (the
-            method had no draft).
+            none, or measured plain decoding), "length_limit" (one token is left to generate), "max_model_len" (all
+            rows are too long for the drafter), "nothing_found" (the method had no draft).
+        num_spec_tokens (`int`): Speculation length k of the call: most draft tokens of a chain, most depth of a tree.
+        num_lookups (`int`): For methods that retrieve: how often a row's text was looked up.
+        num_lookup_hits (`int`): Of these, how often a draft was found.
+        cache_tokens, cache_bytes (`int`): Tokens that were searched at last, about the memory that they take. For
+            "ngram" these are the rows' own texts, for "suffix" the past responses.
         num_target_forwards (`int`): Forwards of the target model, the prefill included.
         draft_seconds, verify_seconds, prefill_seconds, total_seconds (`float`): Wall-clock time. Verification is the
             target's forward, acceptance and stop rules. The total begins with the prefill.
@@ -64,6 +69,11 @@ class SpecDecodingStats:
     num_committed_tokens: int = 0
     num_row_cycles: int = 0
     num_cycles_without_drafts: dict[str, int] = field(default_factory=dict)
+    num_spec_tokens: int = 0
+    num_lookups: int = 0
+    num_lookup_hits: int = 0
+    cache_tokens: int = 0
+    cache_bytes: int = 0
     num_target_forwards: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -108,6 +118,11 @@ class SpecDecodingStats:
     def draft_acceptance_rate(self) -> float:
         """Accepted draft tokens among all drafted ones. 0 without drafts."""
         return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
+
+    @property
+    def lookup_hit_rate(self) -> float:
+        """Share of the lookups that have found a draft. 0 for methods that look nothing up."""
+        return _ratio(self.num_lookup_hits, self.num_lookups)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -162,6 +177,7 @@ class SpecDecodingStats:
             "acceptance_rate",
             "draft_acceptance_rate",
             "mean_acceptance_length",
+            "lookup_hit_rate",
             "other_seconds",
             "time_to_first_token",
         )
@@ -181,9 +197,10 @@ class SpecDecodingStats:
 
 
 _LISTS = ("num_drafts_per_depth", "num_accepted_tokens_per_pos")
-# The other counts, and the seconds; the most memory is no sum.
+# The other counts, and the seconds.
+_NO_SUMS = ("num_spec_tokens", "cache_tokens", "cache_bytes", "peak_memory_bytes")
 _SUMS = tuple(item.name for item in fields(SpecDecodingStats) if item.type in ("int", "float"))
-_SUMS = tuple(name for name in _SUMS if name != "peak_memory_bytes")
+_SUMS = tuple(name for name in _SUMS if name not in _NO_SUMS)
 
 
 class StatsReader:

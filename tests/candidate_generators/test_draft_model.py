@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -839,6 +840,30 @@ class TestLoading:
     def test_a_loaded_model_is_taken_as_it_is(self, model, setting):
         with pytest.raises(SpecConfigError, match=f"loaded draft model.*{next(iter(setting))}"):
             load_speculator(model, {"method": "draft_model", **setting}, draft_model=model)
+
+
+@pytest.mark.parametrize(
+    ("own", "options", "named"),
+    [
+        ({}, {}, None),
+        ({"num_assistant_tokens_schedule": "constant"}, {}, None),
+        ({"num_assistant_tokens": 7}, {}, "num_assistant_tokens=7, which is not read: set num_speculative_tokens"),
+        ({"num_assistant_tokens": 7}, {"num_speculative_tokens": 3}, None),
+        ({"num_assistant_tokens_schedule": "heuristic"}, {"num_speculative_tokens": 3}, "'heuristic', .*'auto'"),
+        ({"assistant_confidence_threshold": 0.4}, {}, "threshold=0.4, .*: set draft_confidence_threshold"),
+        ({"assistant_confidence_threshold": 0.4}, {"draft_confidence_threshold": 0.1}, None),
+    ],
+)
+def test_settings_of_the_drafts_generation_config_that_are_not_read(model, own, options, named):
+    draft = tiny_llama(1)
+    for name, value in own.items():
+        setattr(draft.generation_config, name, value)
+    plain, ours, call = plain_and_ours(model, draft, prompts(1), options)
+    assert torch.equal(plain, ours)
+    notes = [note for note in call.stats.notes if "generation config" in note]
+    assert len(notes) == (0 if named is None else 1)
+    assert not notes or re.search(named, notes[0])
+    assert call.stats.num_spec_tokens == options.get("num_speculative_tokens", 5)
 
 
 def wide_model():

@@ -57,7 +57,7 @@ class Inspection:
             "mtp_layers": self.found.mtp_layers,
             "fits": self.fits,
             "problems": list(self.problems),
-            "hint": self.hint,
+            **({"hint": self.hint} if self.hint else {}),
         }
 
 
@@ -101,10 +101,10 @@ def inspect_checkpoint(
 
         target = target_path()
     config = RepoFiles(target, revision=target_revision, **access).config
-    if found.method == "draft_model" and subfolder is None and is_same_checkpoint(str(name), str(target)):
-        problems = own_layer_problems(found, config) if has_layers else [_ITSELF.format(one_line(name))]
-    else:
-        problems = target_problems(found, config)
+    is_itself = found.method == "draft_model" and subfolder is None and is_same_checkpoint(str(name), str(target))
+    if is_itself and not has_layers:
+        hint = _ITSELF.format(one_line(name))
+    problems = own_layer_problems(found, config) if is_itself and has_layers else target_problems(found, config)
     problems = (*found.problems, *map(_line, problems))
     return Inspection(str(name), found, not problems, problems, hint)
 

@@ -1,6 +1,7 @@
 """Whether a checkpoint fits a target is told from configs and headers, in Python and on the command line."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,37 @@ def test_the_language_model_of_a_multimodal_target(tmp_path):
         target.mkdir()
         (target / "config.json").write_text(json.dumps({"text_config": {**inner, "hidden_size": size}}))
         assert inspect_checkpoint(DEMO / "eagle3", target).fits is fits
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "mimo"])
+def test_layers_of_a_target_are_used_by_their_method(family):
+    target = FIXTURES / "mtp" / family / "target"
+    for found in (inspect_checkpoint(target), inspect_checkpoint(target, target)):
+        assert found.found.method == "draft_model"
+        assert "use spec_method='mtp'" in found.hint
+        assert found.to_dict()["hint"] == found.hint
+    assert found.fits is True
+    assert "use spec_method='mtp'" in run(target, env={"COLUMNS": "200"}).stdout
+
+
+def test_a_target_that_cannot_draft_for_itself(tmp_path):
+    found = inspect_checkpoint(DEMO / "target", DEMO / ".." / "demo" / "target")
+    assert "is the target itself and has no multi-token-prediction layers" in found.hint
+    assert inspect_checkpoint(DEMO / "draft", DEMO / "target").hint is None
+    # Layers of a family that is not supported.
+    shutil.copytree(FIXTURES / "mtp" / "deepseek_v3" / "target", tmp_path / "target")
+    file = tmp_path / "target" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "pangu_ultra_moe"}))
+    found = inspect_checkpoint(tmp_path / "target", tmp_path / "target")
+    assert "'pangu_ultra_moe' are not supported" in found.problems[0]
+
+
+def test_texts_of_strangers_stay_on_one_line(tmp_path):
+    shutil.copytree(DEMO / "eagle3", tmp_path / "head")
+    (tmp_path / "head" / "README.md").write_text('---\nbase_model: "a\\x1b[2J\\n\\u202eb"\n---\n')
+    found = inspect_checkpoint(tmp_path / "head", "demo")
+    assert found.found.target.name.isprintable()
+    assert "\x1b[2J" not in run(tmp_path / "head", "--target", "demo").stdout
 
 
 def test_what_cannot_be_used_at_all_fits_nothing(tmp_path):

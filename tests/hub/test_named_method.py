@@ -144,6 +144,50 @@ class TestPlaces:
         assert generate(load(), spec_method="mtp").drafter["model"] == "user/layers"
 
 
+class TestTheTargetItself:
+    """Named as a draft model without a method."""
+
+    @pytest.mark.parametrize("where", ["folder", "repository", "snapshot"])
+    def test_its_own_layers_draft(self, hub, tmp_path, where):
+        source = FIXTURES / "mtp" / "deepseek_v3" / "target"
+        folder = str(shutil.copytree(source, tmp_path / "target"))
+        hub.add("user/target", source)
+        model = load(folder if where == "folder" else "user/target")
+        name = {"folder": folder + "/../target/", "repository": "user/target"}.get(where) or snapshot_download(
+            "user/target"
+        )
+        inputs = {**prompts(1), "do_sample": False, "max_new_tokens": 8, "return_dict_in_generate": True}
+        plain = model.generate(**inputs, spec_method="off")
+        output = model.generate(**inputs, speculative={"model": name, "num_speculative_tokens": 1})
+        assert torch.equal(output.sequences, plain.sequences)
+        assert output.speculative.method == "mtp"
+        own = load_speculator(model, "mtp").resources.state_dict()
+        assert all(
+            torch.equal(tensor, own[key])
+            for key, tensor in load_speculator(model, name).resources.state_dict().items()
+        )
+
+    def test_without_such_layers(self, target, hub):
+        model = load()
+        for name in (target, snapshot_download(target)):
+            with pytest.raises(SpecConfigError, match="is the target itself and has no multi-token-prediction layers"):
+                load_speculator(model, {"model": name})
+        # Who names the method may mean it, and so may another commit or folder of the repository.
+        assert load_speculator(model, {"model": target, "method": "draft_model"}).method == "draft_model"
+        hub.add("user/target", demo.draft_path(), revision="small")
+        assert load_speculator(model, {"model": target, "revision": "small"}).method == "draft_model"
+
+    def test_named_by_its_own_generation_config(self, hub, caplog):
+        files = {"generation_config.json": json.dumps({"speculative": {"model": "user/target"}})}
+        hub.add("user/target", demo.target_path(), files=files)
+        model = load()
+        inputs = {**prompts(1), "do_sample": False, "max_new_tokens": 8}
+        with record() as made:
+            model.generate(**inputs)
+        assert made.calls == []
+        assert "names the target itself" in caplog.text
+
+
 class TestNothingFound:
     def test_all_that_was_seen_is_listed(self, target, hub):
         hub.add("user/misfit", DFLASH, card=card_of(target, "dflash"))
@@ -172,9 +216,7 @@ class TestNothingFound:
         hub.add("user/draft", demo.dflash_path(), card=card_of(target, "dflash"))
         model = load()
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        with pytest.raises(
-            SpecConfigError, match="found for 'user/target'. Not searched: on the Hub.*offline"
-        ):
+        with pytest.raises(SpecConfigError, match="found for 'user/target'. Not searched: on the Hub.*offline"):
             generate(model, spec_method="dflash")
 
     @pytest.mark.parametrize("method", [*sorted(set(DRAFTERS) - {"mtp"}), "suffix+eagle3"])

@@ -1,5 +1,7 @@
 """A cycle on a GPU: what it takes, part by part, beside the limit of the memory and beside transformers.
 
+    python benchmarks/gpu.py --smoke                          # is everything right, in 90 seconds
+    python benchmarks/gpu.py --first                          # the figures that matter, in 8 minutes
     python benchmarks/gpu.py --json gpu.json --markdown gpu.md
     python benchmarks/gpu.py --sizes qwen3-8b --batch-sizes 1 --max-minutes 8 --json gpu.json
     python benchmarks/gpu.py --sizes tiny                     # everything once, small, on a CPU too
@@ -446,7 +448,7 @@ class Bench:
 def save(report: dict[str, Any], options: argparse.Namespace) -> None:
     """Writes the files that were asked for."""
     if options.json is not None:
-        replace(options.json, json.dumps(report, indent=1) + "\n")
+        write_json(options.json, report)
     if options.markdown is not None:
         replace(options.markdown, markdown(report))
 
@@ -464,6 +466,10 @@ def joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
         whole["seconds"] += report["seconds"]
     whole["aims"] = [asdict(aim) for aim in find_aims(whole)]
     return whole
+
+
+def write_json(path: Path, report: dict[str, Any]) -> None:
+    replace(path, json.dumps(report, indent=1) + "\n")
 
 
 def replace(path: Path, text: str) -> None:
@@ -695,6 +701,10 @@ def markdown(report: dict[str, Any]) -> str:
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--smoke", action="store_true", help="is everything right: 90 seconds at most on an H200")
+    kinds.add_argument("--first", action="store_true", help="the figures that matter, at batch 1, in 8 minutes")
+    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), help="all but tiny, the most telling first")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument(
@@ -722,7 +732,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     is_cpu = torch.device(options.device).type == "cpu"
     options.dtype = options.dtype or ("float32" if is_cpu else "bfloat16")
-    options.sizes = options.sizes or (["tiny"] if is_cpu else ["qwen3-8b", "llama-1b", "llama-8b", "qwen3-1.7b"])
+    on_gpu = ["llama-8b"] if options.first else ["qwen3-8b", "llama-1b", "llama-8b", "qwen3-1.7b"]
+    options.sizes = options.sizes or (["tiny"] if is_cpu else on_gpu)
     for name, value in (TINY if options.sizes == ["tiny"] else FULL).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -758,6 +769,11 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     # That synthetic acceptance makes no sense of the text is known here.
     logging.getLogger("hf_specdec").setLevel(logging.ERROR)
+    if options.smoke or options.first:
+        # It imports this module.
+        import gpu_first
+
+        raise SystemExit(gpu_first.main(options, console))
     bench = Bench(options, console)
     console.print(heading(bench.report), highlight=False)
     with benchmarking.num_threads(1 if bench.device.type == "cpu" else None):

@@ -58,14 +58,35 @@ _MAX_SHARE_OF_BORDERS = 0.002
 
 def check_kernels(device: torch.device) -> Iterator[Check]:
     """Every operation of `hf_specdec.kernels`, as kernel and as reference; for the interpreter on small tensors."""
+    for checks in kernel_checks(device).values():
+        yield from checks()
+
+
+def kernel_checks(device: torch.device, is_quick: bool = False) -> dict[str, Callable[[], Iterator[Check]]]:
+    """The same by operation; `is_quick` leaves out what would be compiled for more shapes of float16 and float32."""
     if not _triton.HAS_TRITON or not (device.type == "cuda" or _triton.IS_INTERPRETED):
-        yield Check("kernels", None, "not run: no GPU" if _triton.HAS_TRITON else "not run: Triton is not installed")
-        return
+        why = "not run: no GPU" if _triton.HAS_TRITON else "not run: Triton is not installed"
+        return {"kernels": lambda: iter([Check("kernels", None, why)])}
     is_small = device.type != "cuda"
-    generator = torch.Generator(device).manual_seed(0)
-    yield from _check_attention(generator, is_small)
-    yield from _check_slots(generator)
-    yield from _check_acceptance(generator, is_small)
+
+    def prepared(check: Callable, *arguments) -> Callable[[], Iterator[Check]]:
+        return lambda: check(torch.Generator(device).manual_seed(0), *arguments)
+
+    attention = {
+        f"tree_attention, {dtype_name(dtype)}": prepared(
+            _check_attention, dtype, is_small, is_quick and dtype != torch.bfloat16
+        )
+        for dtype in _TOLERANCES
+    }
+    return {
+        **attention,
+        "slots": prepared(_check_slots),
+        "acceptance": prepared(_check_acceptance, is_small),
+    }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _both(function: Callable, *arguments, **options) -> tuple[Any, Any]:
@@ -84,7 +105,9 @@ def random_topology(rows: int, nodes: int, generator: torch.Generator) -> TreeTo
     return TreeTopology.from_parents((draws * (places + 1)).long() - 1)
 
 
-def _check_attention(generator: torch.Generator, is_small: bool) -> Iterator[Check]:
+def _check_attention(
+    generator: torch.Generator, dtype: torch.dtype, is_small: bool, only_first: bool
+) -> Iterator[Check]:
     # Rows, query heads, key/value heads, nodes, slots, head size, and further arguments.
     shapes = (
         [(1, 4, 2, 5, 70, 32, {}), (2, 4, 2, 9, 60, 16, {"window": 16})]
@@ -97,21 +120,20 @@ def _check_attention(generator: torch.Generator, is_small: bool) -> Iterator[Che
             (2, 64, 8, 33, 600, 64, {"chunk": 256}),
         ]
     )
-    for dtype in _TOLERANCES:
-        for rows, heads, kv_heads, nodes, slots, size, options in shapes:
-            draw = {"generator": generator, "device": generator.device}
-            query = torch.randn((rows, heads, nodes, size), **draw).to(dtype)
-            key, value = (torch.randn((rows, kv_heads, slots, size), **draw).to(dtype) for _ in range(2))
-            topology = random_topology(rows, nodes - 1, generator)
-            # The longest row fills the slots.
-            lengths = slots - nodes - torch.arange(rows, device=generator.device) * (slots // (2 * rows))
-            starts = torch.arange(rows, device=generator.device)
-            tree = SlotTree(lengths, starts, pack_ancestors(topology.ancestors), topology.depths)
-            expected, found = _both(tree_attention, query, key, value, tree, **options)
-            error = ((found - expected).abs() / (1 + expected.abs())).max().item()
-            shape = f"{rows} x {heads}/{kv_heads} heads of {size}, {nodes} nodes, {slots} slots {options or ''}"
-            name = f"tree_attention, {str(dtype).removeprefix('torch.')}"
-            yield Check(name, error <= _TOLERANCES[dtype], f"{shape.strip()}: greatest error {error:.1e}")
+    for rows, heads, kv_heads, nodes, slots, size, options in shapes[: 1 if only_first else None]:
+        draw = {"generator": generator, "device": generator.device}
+        query = torch.randn((rows, heads, nodes, size), **draw).to(dtype)
+        key, value = (torch.randn((rows, kv_heads, slots, size), **draw).to(dtype) for _ in range(2))
+        topology = random_topology(rows, nodes - 1, generator)
+        # The longest row fills the slots.
+        lengths = slots - nodes - torch.arange(rows, device=generator.device) * (slots // (2 * rows))
+        starts = torch.arange(rows, device=generator.device)
+        tree = SlotTree(lengths, starts, pack_ancestors(topology.ancestors), topology.depths)
+        expected, found = _both(tree_attention, query, key, value, tree, **options)
+        error = ((found - expected).abs() / (1 + expected.abs())).max().item()
+        shape = f"{rows} x {heads}/{kv_heads} heads of {size}, {nodes} nodes, {slots} slots {options or ''}"
+        name = f"tree_attention, {dtype_name(dtype)}"
+        yield Check(name, error <= _TOLERANCES[dtype], f"{shape.strip()}: greatest error {error:.1e}")
 
 
 def _check_slots(generator: torch.Generator) -> Iterator[Check]:
@@ -130,7 +152,7 @@ def _check_slots(generator: torch.Generator) -> Iterator[Check]:
             return torch.stack(buffers)
 
         expected, found = _both(write_and_move)
-        name = f"write_slots, move_slots, {str(dtype).removeprefix('torch.')}"
+        name = f"write_slots, move_slots, {dtype_name(dtype)}"
         yield Check(name, torch.equal(found, expected), f"{rows} rows, {nodes} nodes, paths of {path.shape[1]}")
 
 
@@ -199,7 +221,7 @@ def _same_acceptance(what: str, expected, found) -> Check:
 # --------------------------------------------------------------------------------------------------------------- texts
 
 
-def _drafts() -> dict[str, dict[str, Any]]:
+def drafts() -> dict[str, dict[str, Any]]:
     """Settings of every method, chains and trees."""
     eagle, eagle3 = {"method": "eagle", "model": demo.eagle_path()}, {"method": "eagle3", "model": demo.eagle3_path()}
     medusa = {"method": "medusa", "model": demo.medusa_path()}
@@ -227,25 +249,33 @@ def _drafts() -> dict[str, dict[str, Any]]:
     }
 
 
+def plain_texts(
+    device: torch.device, max_new_tokens: int, is_quick: bool = False
+) -> tuple[PreTrainedModel, list, list]:
+    """The demo's target, batches of prompts, and what plain `generate()` makes of them."""
+    target = demo.load_target().to(device)
+    tokenizer, prompts = demo.load_tokenizer(), demo.prompts()
+    # One to edit, one to continue, and the last ones together, padded.
+    singles = prompts[-1:] if is_quick else (prompts[0], prompts[-1])
+    batches = benchmarking.make_batches(tokenizer, singles, 1, max_new_tokens, device)
+    if not is_quick:
+        batches += benchmarking.make_batches(tokenizer, prompts[-4:], 4, max_new_tokens, device)
+    return target, batches, [benchmarking.run(target, batch, None) for batch in batches]
+
+
 def check_texts(device: torch.device, max_new_tokens: int) -> Iterator[Check]:
     """Whether every method writes what plain `generate()` does, greedily, in float32: single rows and a batch."""
-    target = demo.load_target().to(device)
-    tokenizer = demo.load_tokenizer()
-    prompts = demo.prompts()
-    # One to edit, one to continue, and the last ones together, padded.
-    batches = benchmarking.make_batches(tokenizer, (prompts[0], prompts[-1]), 1, max_new_tokens, device)
-    batches += benchmarking.make_batches(tokenizer, prompts[-4:], 4, max_new_tokens, device)
-    plain = [benchmarking.run(target, batch, None) for batch in batches]
+    target, batches, plain = plain_texts(device, max_new_tokens)
     ways = {"lean forward": (nullcontext, {}), "modules": (_through_modules, {})}
     if device.type == "cuda":
         ways["modules, no graphs"] = (_through_modules, {"enforce_eager": True})
     for way, (context, further) in ways.items():
-        for name, settings in _drafts().items():
+        for name, settings in drafts().items():
             with context():
-                yield _check_text(f"{name}, {way}", target, settings | further, batches, plain)
+                yield check_text(f"{name}, {way}", target, settings | further, batches, plain)
 
 
-def _check_text(what: str, target: PreTrainedModel, settings: dict, batches: list, plain: list) -> Check:
+def check_text(what: str, target: PreTrainedModel, settings: dict, batches: list, plain: list) -> Check:
     try:
         speculator = load_speculator(target, **settings)
     except MissingDependencyError as error:
@@ -255,8 +285,30 @@ def _check_text(what: str, target: PreTrainedModel, settings: dict, batches: lis
     stats = benchmarking.total_stats([sample.stats for sample in samples])
     last = samples[-1].stats
     found = f"{stats.mean_acceptance_length:.2f} tokens a cycle, attention: {last.attention}, graphs: {last.graphs}"
-    places = ", ".join(f"{name} from token {index}" for name, index in different.items())
-    return Check(what, not different, f"other texts: {places}" if different else found)
+    margins = {
+        name: margin_at(target, batch, sample.tokens[batch.names.index(name)], batch.names.index(name), index)
+        for batch, sample in zip(batches, plain)
+        for name, index in different.items()
+        if name in batch.names
+    }
+    places = ", ".join(f"{name} from token {index}, margin {margins[name]:.0e}" for name, index in different.items())
+    is_tie = all(margin < TIE for margin in margins.values())
+    found += f"; ties decided otherwise: {places}" if different else ""
+    return Check(what, is_tie, found if is_tie else f"other texts: {places}")
+
+
+# Logits of float32 that are so close may be rounded to either order, in products of another shape.
+TIE = 1e-4
+
+
+@torch.no_grad()
+def margin_at(target: PreTrainedModel, batch: benchmarking.Batch, tokens: list[int], row: int, index: int) -> float:
+    """By how much the plain text's token at `index` of a row was ahead of the next best one."""
+    visible = batch.inputs["attention_mask"][row].bool()
+    prompt = batch.inputs["input_ids"][row][visible]
+    text = torch.cat([prompt, torch.tensor(tokens[:index], dtype=torch.long, device=prompt.device)])
+    best, second = target(text[None]).logits[0, -1].float().topk(2).values.tolist()
+    return best - second
 
 
 def _through_modules():

@@ -26,6 +26,12 @@ hypothesis.settings.register_profile("hf_specdec", deadline=None)
 hypothesis.settings.load_profile("hf_specdec")
 
 
+def pytest_collection_modifyitems(config, items):
+    """On a GPU the smoke tests come first."""
+    if "gpu" in (config.option.markexpr or "").replace("not gpu", ""):
+        items.sort(key=lambda item: item.get_closest_marker("smoke") is None)
+
+
 @pytest.fixture(scope="session")
 def model():
     return tiny_llama()

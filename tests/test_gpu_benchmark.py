@@ -19,11 +19,14 @@ sys.path.insert(0, str(BENCHMARKS))
 import gpu  # noqa: E402
 import gpu_checks  # noqa: E402
 import gpu_clocks  # noqa: E402
+import gpu_first  # noqa: E402
 import gpu_models  # noqa: E402
 
 from hf_specdec import benchmarking, demo, generate, record  # noqa: E402
+from hf_specdec.candidate_generators import available_methods  # noqa: E402
 from hf_specdec.decoding.functional import is_plain_llama  # noqa: E402
-from hf_specdec.decoding.graphs import forget_graphs  # noqa: E402
+from hf_specdec.decoding.graphs import CaptureBackend, forget_graphs  # noqa: E402
+from hf_specdec.errors import MissingDependencyError  # noqa: E402
 from hf_specdec.token_trees import TokenTree  # noqa: E402
 from tests.tape import tape_everything  # noqa: E402
 
@@ -328,8 +331,8 @@ def test_wrong_texts_are_seen():
     batches = benchmarking.make_batches(demo.load_tokenizer(), demo.prompts()[-1:], 1, 8)
     plain = [benchmarking.run(target, batch, None) for batch in batches]
     settings = {"method": "medusa", "model": demo.medusa_path(), "num_speculative_tokens": 3}
-    right = gpu_checks._check_text("right", target, settings, batches, plain)
-    wrong = gpu_checks._check_text("wrong", target, settings | gpu_models.synthetic(4.0), batches, plain)
+    right = gpu_checks.check_text("right", target, settings, batches, plain)
+    wrong = gpu_checks.check_text("wrong", target, settings | gpu_models.synthetic(4.0), batches, plain)
     assert right.is_right
     assert wrong.is_right is False
     assert "other texts" in wrong.detail
@@ -374,3 +377,209 @@ def test_no_drafts_is_plain_decoding(models):
     arguments = {"do_sample": False, "max_new_tokens": 16, "attention_mask": torch.ones_like(text.prompts)}
     written = generate(models.target, text.prompts, **arguments, assistant=gpu_models.no_drafts())
     assert torch.equal(written[:, 64:], text.expected)
+
+
+# The first minutes on a GPU
+
+
+@pytest.fixture
+def taped(monkeypatch):
+    tape_everything(monkeypatch)
+    yield
+    forget_graphs()
+
+
+def first_run(tmp_path, kind="smoke", *arguments) -> gpu_first.FirstRun:
+    options = gpu.parse_options([f"--{kind}", "--device", "cpu", "--json", str(tmp_path / "out.json"), *arguments])
+    return gpu_first.FirstRun(kind, options, Console(quiet=True))
+
+
+def written(tmp_path) -> dict:
+    return json.loads((tmp_path / "out.json").read_text())
+
+
+def statuses(report: dict) -> dict[str, str]:
+    return {part["part"]: part["status"] for part in report["parts"]}
+
+
+class TestFirstRun:
+    def test_a_part_that_fails_costs_no_other(self, tmp_path):
+        seen = []
+
+        def fail():
+            raise RuntimeError("out of luck")
+
+        def look():
+            # Written after every part.
+            seen.append(statuses(written(tmp_path)))
+
+        def cannot():
+            raise gpu_first.SkippedError("not here")
+
+        run = first_run(tmp_path)
+        parts = [("good", lambda: {"figure": 1}), ("bad", fail), ("look", look), ("missing", cannot)]
+        assert run.run(iter(parts)) == 1
+        assert seen == [{"good": "passed", "bad": "failed"}]
+        report = written(tmp_path)
+        assert statuses(report) == {"good": "passed", "bad": "failed", "look": "passed", "missing": "skipped"}
+        good, bad, _, missing = report["parts"]
+        assert good["found"] == {"figure": 1}
+        assert bad["error"] == "RuntimeError: out of luck"
+        assert "in fail" in bad["traceback"]
+        assert missing["detail"] == "not here"
+        assert all(part["seconds"] >= 0 for part in report["parts"])
+        assert report["exit_code"] == 1
+        assert report["environment"]["torch"] == torch.__version__
+        assert {"date", "gpu", "cpu", "transformers", "triton", "hf_specdec"} <= set(report["environment"])
+
+    def test_nothing_begins_when_the_time_is_up(self, tmp_path):
+        run = first_run(tmp_path, "smoke", "--max-minutes", "0")
+        assert run.run(iter([("late", lambda: 1)])) == gpu_first.EXIT_INCOMPLETE
+        assert written(tmp_path)["parts"][0]["detail"] == "the time was up"
+
+    def test_what_is_skipped_for_other_reasons_is_complete(self, tmp_path):
+        def cannot():
+            raise MissingDependencyError("install it")
+
+        assert first_run(tmp_path).run(iter([("good", lambda: 1), ("missing", cannot)])) == 0
+
+    def test_another_process_goes_on_where_the_device_is_lost(self, tmp_path, monkeypatch):
+        """An access to wrong memory spoils all that follows in the process."""
+        begun = []
+
+        class Replaced(Exception):
+            pass
+
+        def replaced(program, arguments):
+            begun.append(arguments)
+            raise Replaced
+
+        def crash():
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        monkeypatch.setattr(os, "execv", replaced)
+        parts = [(gpu_first.MODELS, lambda: 1), ("good", lambda: 2), ("bad", crash), ("last", lambda: 3)]
+        run = first_run(tmp_path)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpu_first, "is_unusable", lambda device: True)
+            with pytest.raises(Replaced):
+                run.run(iter(parts))
+        assert begun == [[sys.executable, *sys.argv, "--resume"]]
+        resumed = first_run(tmp_path, "smoke", "--resume")
+        assert resumed.run(iter(parts)) == 1
+        names = [part["part"] for part in written(tmp_path)["parts"]]
+        assert names == [gpu_first.MODELS, "good", "bad", gpu_first.MODELS, "last"]
+
+    def test_devices_that_work(self):
+        assert not gpu_first.is_unusable(CPU)
+        if not torch.cuda.is_available():
+            assert gpu_first.is_unusable(torch.device("cuda"))
+
+
+class TestSmoke:
+    def test_parts(self):
+        names = [name for name, _ in gpu_first.smoke_parts(None, CPU)]
+        methods = {name.removeprefix("text: ") for name in names if name.startswith("text: ")}
+        assert methods == set(available_methods()) - {"random_nodes_benchmark", "scripted"}
+        assert names[-1] == "captured cycle"
+
+    def test_on_graphs(self, tmp_path, taped, monkeypatch):
+        every = gpu_first.one_of_each_method()
+        monkeypatch.setattr(gpu_first, "one_of_each_method", lambda: {name: every[name] for name in ("ngram", "mtp")})
+        arguments = ["gpu.py", "--smoke", "--device", "cpu", "--json", str(tmp_path / "out.json")]
+        monkeypatch.setattr(sys, "argv", arguments)
+        with pytest.raises(SystemExit) as ended:
+            gpu.main()
+        assert ended.value.code == 0
+        report = written(tmp_path)
+        assert statuses(report) == {
+            "kernel: kernels": "skipped",
+            "text: ngram": "passed",
+            "text: mtp": "passed",
+            "captured cycle": "passed",
+        }
+        cycle = report["parts"][-1]["found"]
+        assert cycle["graphs"] == cycle["draft_graphs"] == "on"
+        assert cycle["replays"] > 0
+        assert cycle["draft_replays"] > 0
+        assert cycle["captures"][0] > 0
+
+    def test_without_graphs_there_is_no_captured_cycle(self):
+        with pytest.raises(gpu_first.SkippedError, match="no graphs on a cpu device"):
+            gpu_first.captured_cycle(CPU)
+
+    def test_graphs_that_do_not_run_are_seen(self, monkeypatch):
+        monkeypatch.setattr(gpu_first.graphs, "capture_backend", lambda device: CaptureBackend())
+        with pytest.raises(AssertionError, match="not all forwards ran as graphs.*off: capturing failed"):
+            gpu_first.captured_cycle(CPU)
+
+    def test_wrong_texts_are_seen(self, monkeypatch):
+        check = gpu_checks.Check("a text", False, "other texts")
+        with pytest.raises(AssertionError, match="a text: other texts"):
+            gpu_first._right(check)
+
+
+def test_the_first_figures(tmp_path, taped, monkeypatch):
+    sides = (gpu.PLAIN, gpu.NO_DRAFTS, "ours: eagle3, chain")
+    monkeypatch.setattr(gpu_first, "FIRST_SIDES", sides)
+    monkeypatch.setattr(gpu_first, "LAST_SIDES", ())
+    run = first_run(tmp_path, "first", "--new-tokens", "24")
+    assert run.run(gpu_first.first_parts(run.options, CPU)) == 0
+    report = written(tmp_path)
+    found = {part["part"]: part["found"] for part in report["parts"]}
+    assert list(found) == [
+        "models",
+        *(f"decoding: {side}" for side in sides),
+        "kernels of a replay",
+        "attention",
+        "first calls and captures",
+        "memory of graphs",
+    ]
+    assert found["decoding: plain"]["to_plain"] == 1
+    for side in sides[1:]:
+        assert found[f"decoding: {side}"]["to_plain"] > 0
+    for side in (gpu.NO_DRAFTS, "ours: eagle3, chain"):
+        figures = found[f"decoding: {side}"]
+        assert figures["graphs"] == "on"
+        assert figures["parts"]["cycle"] > figures["parts"]["target"] > 0
+    assert found["decoding: ours: eagle3, chain"]["parts"]["network"] > 0
+    kernels = found["kernels of a replay"]
+    assert kernels["nodes"] == 16
+    assert kernels["num_kernels"] > 20
+    times = [kernel["microseconds"] for kernel in kernels["top"]]
+    assert times == sorted(times, reverse=True)
+    assert len(times) <= 20
+    assert [(row["context"], row["nodes"]) for row in found["attention"]] == [(64, 1), (64, 16), (64, 60)]
+    assert all(row["tree_attention"]["gigabytes_per_second"] > 0 for row in found["attention"])
+    captures = found["first calls and captures"]
+    assert len(captures["call_seconds"]) == len(captures["prefill_seconds"]) == 3
+    assert captures["capture_seconds"]
+    assert found["memory of graphs"]["num_graphs"] > 0
+    assert found["memory of graphs"]["slot_bytes"] > 0
+
+
+def test_without_models_there_are_no_figures(tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(gpu_first, "Models", fail)
+    run = first_run(tmp_path, "first")
+    assert run.run(gpu_first.first_parts(run.options, CPU)) == 1
+    found = statuses(written(tmp_path))
+    assert found.pop("models") == "failed"
+    assert found.pop("attention") == found.pop("memory of graphs") == "passed"
+    assert set(found.values()) == {"skipped"}
+
+
+def test_ties_are_told_from_other_texts():
+    """By how far the plain text's token was ahead."""
+    target, [batch], [plain] = gpu_checks.plain_texts(CPU, 6, is_quick=True)
+    tokens = plain.tokens[0]
+    for index in (0, 5):
+        margin = gpu_checks.margin_at(target, batch, tokens, 0, index)
+        text = torch.cat([batch.inputs["input_ids"], torch.tensor([tokens[:index]], dtype=torch.long)], dim=1)
+        scores = target(text).logits[0, -1].detach()
+        best = float(scores[tokens[index]])
+        assert best == scores.max()
+        scores[tokens[index]] = -torch.inf
+        assert margin == pytest.approx(best - float(scores.max()), abs=1e-5)

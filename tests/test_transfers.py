@@ -86,6 +86,7 @@ def test_pending_reads():
 
 
 @pytest.mark.gpu
+@pytest.mark.smoke
 def test_pending_reads_arrive():
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")

@@ -382,6 +382,11 @@ class SlotStore:
         del self._places[place]
         self._on_dropped(place)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all buffers."""
+        return sum(buffer.nbytes for buffers in self._places.values() for buffer in buffers.values())
+
     def begin_call(self) -> None:
         self.place = None
 
@@ -406,6 +411,10 @@ class SharedOutputs:
 
     def __init__(self):
         self._memory: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._memory is None else self._memory.nbytes
 
     def put(self, output: Any) -> Any:
         """The output, nested or not, with its large tensors copied to the shared memory, in a graph or in front of it.

@@ -558,7 +558,9 @@ class TestNetworksWithoutACache:
 
 
 @pytest.mark.gpu
-@every_head
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.smoke] * (name in ("eagle3", "dflash tree"))) for name in HEADS]
+)
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_cuda_graphs(name, num_rows):
     """The same calls with CUDA graphs in the place of tapes."""

@@ -104,6 +104,7 @@ class TestCallsEqualPlainGeneration:
         # Sizes that come up for the first time are not captured yet.
         assert stats.num_graph_replays > (stats.num_target_forwards - 1) / 2
 
+    @pytest.mark.smoke
     def test_plain_decoding(self, device, backends):
         """One token at a time through a graph, without drafts."""
         model, inputs = tiny_llama().to(device), prompts(2)
@@ -153,6 +154,7 @@ class TestCallsEqualPlainGeneration:
         for mine, others in zip(output.past_key_values.layers, plain.past_key_values.layers, strict=True):
             torch.testing.assert_close(mine.keys, others.keys, atol=1e-3, rtol=1e-3)
 
+    @pytest.mark.smoke
     def test_sampling(self, device, backends):
         """The same random numbers, with and without graphs."""
         model, inputs = tiny_llama().to(device), on(device, prompts(2))
@@ -186,6 +188,7 @@ class TestDrafters:
         assert len(seen) == 2
         assert all(graphs.num_replays > 10 for graphs in seen)
 
+    @pytest.mark.smoke
     def test_hidden_states_of_the_target(self, device, backends):
         """A drafter reads states that the graph of the verification writes."""
         target_model = tiny_llama().to(device)
@@ -217,6 +220,7 @@ class TestDrafters:
 
 
 class TestReuse:
+    @pytest.mark.smoke
     def test_second_call_captures_nothing(self, device, backends):
         model, inputs = tiny_llama().to(device), prompts(1)
         first, second = (check_scripted(model, inputs) for _ in range(2))
@@ -436,6 +440,7 @@ class TestFailingCapture:
     def model(self, device):
         return Waiting(tiny_llama().config).eval().to(device)
 
+    @pytest.mark.smoke
     def test_runs_eagerly_and_says_why(self, model, backends, caplog, monkeypatch):
         monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
         stats = check_scripted(model, prompts(2))
@@ -684,6 +689,7 @@ class TestLengths:
         self.calls(model, [10, 10])
         assert self.calls(model, [90, 900, 10]) == [0] * 3
 
+    @pytest.mark.smoke
     def test_a_long_prompt_costs_short_ones_nothing(self, device, backends):
         model = tiny_llama(max_position_embeddings=4096).to(device)
         self.calls(model, [10, 10])
@@ -854,6 +860,7 @@ class TestCudaBackend:
 
 
 @pytest.mark.gpu
+@pytest.mark.smoke
 def test_captures_do_not_wait_for_the_whole_device():
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")

@@ -290,7 +290,10 @@ def test_what_torch_says_of_waits(monkeypatch):
 class TestOnAGpu:
     """There torch says itself where the host waits."""
 
-    @pytest.mark.parametrize("drafter", DRAFTERS)
+    @pytest.mark.parametrize(
+        "drafter",
+        [pytest.param(name, marks=[pytest.mark.smoke] * (name in ("trees", "eagle3, chain"))) for name in DRAFTERS],
+    )
     @pytest.mark.parametrize("batch_size", [1, 3])
     def test_one_wait_a_cycle(self, drafter, batch_size, monkeypatch):
         if not torch.cuda.is_available():

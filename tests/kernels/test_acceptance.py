@@ -82,6 +82,7 @@ def drafted_batches(draw):
 
 @given(drafted_batches())
 @settings(max_examples=40)
+@pytest.mark.smoke
 def test_follow_any_tree(device, batch):
     check_follow(*batch, device)
 
@@ -151,6 +152,7 @@ def test_reject_chains_of_other_dtypes(dtype, device, generator):
     check_reject(*random_chain(generator, 8, 4, 1000, dtype), device)
 
 
+@pytest.mark.smoke
 def test_reject_chains_of_a_large_vocabulary(device, generator):
     accepted = check_reject(*random_chain(generator, 3, 2, 262_144, overlap=0.5), device)
     assert 0 in accepted.num_accepted
@@ -204,6 +206,7 @@ def test_reject_trees(parents, vocab_size, device, generator):
     assert accepted.path.unique().numel() > 2
 
 
+@pytest.mark.smoke
 def test_reject_trees_of_different_shapes(device, generator):
     parents = [[-1, -1, -1, 0, 1], [-1, 0, 1, 2, 3], [-1, 0, 0, 0, 2], [-1, -1, 1, 1, 1]]
     check_reject(*random_tree(generator, parents, 4, 300), device)

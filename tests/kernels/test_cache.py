@@ -75,6 +75,7 @@ def test_write_kernel(dtype, size, value_size, nodes, device):
     assert_same_bits(written, buffers)
 
 
+@pytest.mark.smoke
 def test_write_kernel_for_one_buffer(device):
     buffer, states = torch.zeros(2, 1, 9, 16), numbered(2, 1, 3, 16)
     plan = WritePlan(9, 5, [5, 5], 3)
@@ -105,6 +106,7 @@ def test_move_kernel(path, dtype, device):
     assert_same_bits(moved, buffers)
 
 
+@pytest.mark.smoke
 def test_move_kernel_copies_what_is_no_number(device):
     buffer = numbered(1, 1, 6, 16)
     buffer[0, 0, 4] = float("nan")

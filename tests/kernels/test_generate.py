@@ -37,6 +37,7 @@ def scripted_tree(text):
     return scripted_for(text, prompts(2), tree="random")
 
 
+@pytest.mark.smoke
 def test_greedy_trees(generate, launches):
     text = tiny_llama().generate(**prompts(2), do_sample=False, max_new_tokens=8)
     assert torch.equal(generate("triton", scripted_tree(text), do_sample=False), text)
@@ -52,6 +53,7 @@ def test_drawn_drafts(widths, generate, launches):
     assert "_reject_triton" in launches
 
 
+@pytest.mark.smoke
 def test_draws_at_every_node(generate, launches):
     unlikely = tiny_llama().generate(**prompts(2), do_sample=False, max_new_tokens=8)
     text = generate("torch", scripted_tree(unlikely), do_sample=True)

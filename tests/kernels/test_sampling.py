@@ -81,6 +81,7 @@ def test_a_row_of_nan(device):
     assert check(probs, torch.tensor([0.0, 0.9]), device).tolist() == [-1, -1]
 
 
+@pytest.mark.smoke
 def test_shapes_and_strides(device, generator):
     probs, numbers = random_probs(generator, 4, 3, 300), torch.rand(3, 4, dtype=torch.float64, generator=generator)
     assert check(probs, numbers.T, device).shape == (4, 3)

@@ -138,6 +138,7 @@ def test_kernel_over_short_and_long_rows(parents, num_splits, device):
     check(device, *random_states(3, 2, 1, nodes, 150 + nodes, 16), tree, num_splits)
 
 
+@pytest.mark.smoke
 def test_kernel_with_a_tree_for_every_row(device):
     parents = [(-1, 0, 1, 2), (-1, -1, -1, -1), (-1, -1, 0, 1)]
     check(device, *random_states(3, 2, 1, 5, 30, 16), tree_of(parents, [25, 9, 3], [0, 9, 1]), num_splits=2)

@@ -31,19 +31,25 @@ def kept_on_device(make: Callable) -> Callable:
     @wraps(make)
     def made_or_kept(*arguments):
         value = kept(_stream_of(arguments[-1]), *arguments)
-        held = getattr(_holding, "values", None)
-        if held is not None:
-            held[id(value)] = value
+        if _holding.values is not None:
+            _holding.values[id(value)] = value
         return value
 
     return made_or_kept
 
 
 def _stream_of(device: torch.device) -> int | None:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    # Asked first, because it takes less time than the type of a device.
+    if not torch.cuda.is_initialized() or device.type != "cuda":
+        return None
+    return torch.cuda.current_stream(device).cuda_stream
 
 
-_holding = threading.local()
+class _Holding(threading.local):
+    values: dict[int, Any] | None = None
+
+
+_holding = _Holding()
 
 
 @contextmanager

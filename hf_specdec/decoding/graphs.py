@@ -59,9 +59,12 @@ class NodeInputs:
     def __init__(self, rows: int, nodes: int, device: torch.device):
         # A call may run in inference mode, and a later one outside of it.
         with torch.inference_mode(False):
-            self.tokens, self.ancestors, self.depths = torch.zeros((3, rows, nodes), dtype=torch.long, device=device)
-            self._rows = torch.zeros((4, rows), dtype=torch.long, device=device)
-        self.lengths, self.starts, self._first_positions, self._last_positions = self._rows
+            self.tokens, self.ancestors, self.depths = (
+                torch.zeros((rows, nodes), dtype=torch.long, device=device) for _ in range(3)
+            )
+            # Each part begins at a multiple of 16 bytes, for which kernels are compiled in any case.
+            self._rows = torch.zeros((4, rows + rows % 2), dtype=torch.long, device=device)
+        self.lengths, self.starts, self._first_positions, self._last_positions = self._rows[:, :rows]
 
     def fill(
         self, tokens: torch.LongTensor, topology: TreeTopology, rows: RowState, max_position: int | None = None
@@ -83,7 +86,7 @@ class NodeInputs:
         self.depths.copy_(_with_rows(depths, num_rows))
         first = [length - start + offset for length, start, offset in zip(rows.lengths, rows.starts, rows.offsets)]
         last = [_NO_LIMIT if max_position is None else max_position] * len(first)
-        padding = [0] * (num_rows - len(first))
+        padding = [0] * (self._rows.shape[1] - len(first))
         table = torch.tensor([values + padding for values in (rows.lengths, rows.starts, first, last)])
         self._rows.copy_(table, non_blocking=True)
 

@@ -569,6 +569,13 @@ class TestNodeInputs:
         # No node in use sees a node of padding.
         assert (bits[:3, :6] >> 6).eq(0).all()
 
+    @pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (3, 1), (8, 64)])
+    def test_kernels_are_compiled_once(self, sizes):
+        """Triton compiles others for addresses that are no multiples of 16."""
+        inputs = NodeInputs(*sizes, torch.device("cpu"))
+        for part in (*inputs.tree.__dict__.values(), inputs.tokens, inputs.positions):
+            assert part.data_ptr() % 16 == 0
+
     def test_full_size(self):
         """All 64 bits of the ancestors."""
         topology, rows = chain_topology(MAX_NODES - 2, torch.device("cpu")), RowState([3], [0], [0])

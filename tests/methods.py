@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_specdec import Speculator, demo, forget_speculators, load_speculator
+from hf_specdec import Speculator, demo, load_speculator
 from hf_specdec.candidate_generators import KNOWN_METHODS, parts_of
 
 
@@ -99,7 +99,6 @@ def plain_text(batch_size: int, max_new_tokens: int) -> torch.LongTensor:
 
 
 def fresh_speculator(settings: dict) -> Speculator:
-    """A speculator for the demo's target that knows nothing of earlier calls."""
+    """A speculator for the demo's target that knows of no earlier text; weights and what they learn are shared."""
     target = demo_target()
-    forget_speculators(target)
-    return load_speculator(target, settings)
+    return load_speculator(target, settings).without_texts(target)

@@ -418,7 +418,7 @@ class CandidateGenerator(HfCandidateGenerator):
         """Takes in what was committed."""
 
     def keep_rows(self, keep: list[int]) -> None:
-        """Drops finished rows: the active rows at these positions remain, in this order."""
+        """Drops finished rows: the active rows at these positions remain, in this order, which may be another."""
 
     def close(self) -> None:
         """Releases what belongs to the call. Called exactly once."""

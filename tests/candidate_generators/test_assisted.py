@@ -82,7 +82,8 @@ class TestAsAssistant:
         again, same, _ = run(generator, batch_size)
         assert torch.equal(text, plain_text(batch_size, NEW))
         assert torch.equal(again, text)
-        assert same == counts
+        # A measured tree goes on learning.
+        assert same == counts or name == "medusa measured"
         assert counts["num_accepted_tokens"] > 0
 
     @every_method

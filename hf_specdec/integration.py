@@ -26,14 +26,12 @@ from .candidate_generators import resolve_candidate_generator
 from .decoding.loop import DecodingLoop, Request
 from .decoding.target import REPEATED_INPUTS, is_text_only, model_profile
 from .errors import SpecConfigError, SpecDecError, shown
-from .hook import configured_settings, original_generate
+from .hook import ARGUMENTS, GivenArguments, configured_settings, is_off, original_generate
 from .hub.published import IN_GENERATION_CONFIG
 from .speculator import GivenCandidateGenerator, Speculator, is_refused, load_configured, load_speculator, refuse
 
 
 logger = logging.get_logger(__name__)
-
-_OFF = ("off", "none")
 
 
 def generate(
@@ -90,18 +88,20 @@ def generate_speculatively(
     began = perf_counter()
     named = (spec_method, spec_model, speculative, assistant)
     configured = configured_settings(model, args, kwargs) if all(item is None for item in named) else None
-    speculative = speculative if configured is None else configured
     arguments = _bind(original, model, args, kwargs)
     if _repository_speculates(model, arguments):
-        given = {
-            "spec_method": spec_method,
-            "spec_model": spec_model,
-            "num_speculative_tokens": num_speculative_tokens,
-            "speculative": speculative if configured is None else None,
-            "assistant": assistant,
-        }
-        return original(model, **arguments, **{name: value for name, value in given.items() if value is not None})
-    if _is_off(spec_method) or _is_off(speculative):
+        given = zip(ARGUMENTS, (spec_method, spec_model, num_speculative_tokens, speculative, assistant))
+        return original(model, **arguments, **{name: value for name, value in given if value is not None})
+    if isinstance(configured, GivenArguments):
+        # Nobody has published an object: it counts as an argument.
+        length = num_speculative_tokens
+        spec_method, spec_model, num_speculative_tokens, speculative, assistant = map(configured.get, ARGUMENTS)
+        num_speculative_tokens = num_speculative_tokens if length is None else length
+        _leave_out_objects(model, arguments)
+        configured = None
+    elif configured is not None:
+        speculative = configured
+    if is_off(spec_method) or is_off(speculative):
         return original(model, *args, **kwargs)
     _use_cache_unless_forbidden(model, arguments)
     problems = _problems(model, arguments)
@@ -164,6 +164,37 @@ def generate_speculatively(
     return output if home is None else _moved_output(output, home)
 
 
+def _leave_out_objects(model, arguments: dict[str, Any]) -> None:
+    """Takes speculative arguments from the generation config of a call: transformers would copy what they hold."""
+    config = copy.copy(arguments.get("generation_config") or model.generation_config)
+    for name in ARGUMENTS:
+        vars(config).pop(name, None)
+    arguments["generation_config"] = config
+
+
+def check_continuous_batching(model, given: dict[str, Any]) -> None:
+    """Refuses speculation in transformers' continuous batching, which has a loop of its own.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        given (`dict`): The speculative arguments of the call, if there are any; otherwise its generation config asks.
+
+    Raises:
+        SpecConfigError: The call asks for speculation.
+    """
+    if given and not (is_off(given.get("spec_method")) or is_off(given.get("speculative"))):
+        names = ", ".join(f"`{name}`" for name in given)
+        raise SpecConfigError(
+            f"generate_batch(), transformers' continuous batching, cannot speculate, and got {names}. Leave them out, "
+            "or pass the prompts to generate() as a padded batch."
+        )
+    if not given:
+        logger.warning_once(
+            f"generate_batch(), transformers' continuous batching, cannot speculate, which the generation config of "
+            f"{type(model).__name__} sets. Its prompts are decoded without."
+        )
+
+
 def _generate_assisted(model, original, arguments: dict[str, Any], speculator: Speculator):
     """transformers' own assisted decoding, for draft models that only it can drive."""
     assistant = speculator.stock_assistant
@@ -181,10 +212,6 @@ def _generate_assisted(model, original, arguments: dict[str, Any], speculator: S
         return original(model, **arguments, assistant_model=assistant)
     finally:
         settings.num_assistant_tokens = own_length
-
-
-def _is_off(value: Any) -> bool:
-    return value is False or (isinstance(value, str) and value in _OFF)
 
 
 def _move_to_model(model, arguments: dict[str, Any]) -> torch.device | None:

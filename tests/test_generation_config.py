@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, pipeline
+from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, pipeline
 from transformers.utils import logging as transformers_logging
 
 import hf_specdec
@@ -264,3 +264,99 @@ def test_the_config_and_the_model_stay_as_they_are(configured, inputs):
     before = configured.generation_config.to_dict()
     configured.generate(**inputs, **SETTINGS)
     assert configured.generation_config.to_dict() == before
+
+
+@pytest.mark.parametrize("is_given", [True, False], ids=["given", "the model's own"])
+@pytest.mark.parametrize(
+    ("names", "method", "most"),
+    [
+        ({"spec_method": "ngram"}, "ngram", 24),
+        ({"spec_method": "ngram", "num_speculative_tokens": 2}, "ngram", 2),
+        ({"speculative": "ngram", "num_speculative_tokens": 2}, "ngram", 2),
+        ({"speculative": {"method": "suffix"}, "spec_method": "ngram"}, "ngram", 24),
+        ({"speculative": SpeculativeConfig(method="ngram"), "num_speculative_tokens": 3}, "ngram", 3),
+        ({"spec_method": "off", "speculative": "ngram"}, None, 0),
+    ],
+)
+def test_every_speculative_argument_may_stand_there(inputs, names, method, most, is_given):
+    """As `GenerationConfig(**generation_kwargs)` makes it of what training loops are given."""
+    model = tiny_llama()
+    plain = model.generate(**inputs, **SETTINGS)
+    call = {"generation_config": GenerationConfig(**SETTINGS, **names, pad_token_id=0)} if is_given else SETTINGS
+    if not is_given:
+        model.generation_config.update(**names)
+        vars(model.generation_config).update(names)
+    output, stats = calls(lambda: model.generate(**inputs, **call))
+    assert torch.equal(output, plain)
+    assert [stat.method for stat in stats] == ([] if method is None else [method])
+    assert all(len(stat.num_accepted_tokens_per_pos) <= most for stat in stats)
+
+
+def test_arguments_of_the_call_come_before_all_of_them(inputs):
+    model = tiny_llama()
+    config = GenerationConfig(**SETTINGS, spec_method="ngram", num_speculative_tokens=3, pad_token_id=0)
+    for asked, methods in (({"spec_method": "suffix"}, ["suffix"]), ({"spec_method": "off"}, [])):
+        _, stats = calls(lambda asked=asked: model.generate(**inputs, generation_config=config, **asked))
+        assert [stat.method for stat in stats] == methods
+    _, (stats,) = calls(lambda: model.generate(**inputs, generation_config=config, num_speculative_tokens=1))
+    assert len(stats.num_accepted_tokens_per_pos) <= 1
+
+
+def test_a_length_alone_asks_for_nothing_that_could_be_done(model, inputs):
+    config = GenerationConfig(**SETTINGS, num_speculative_tokens=3, pad_token_id=0)
+    with pytest.raises(SpecConfigError, match="in the generation config"):
+        model.generate(**inputs, generation_config=config)
+
+
+@pytest.mark.parametrize("is_given", [True, False], ids=["given", "the model's own"])
+def test_objects_may_stand_there(inputs, is_given):
+    model, draft = tiny_llama(), tiny_llama(seed=1)
+    plain = model.generate(**inputs, **SETTINGS)
+    speculator = hf_specdec.load_speculator(model, "ngram")
+    for names, method in (
+        ({"assistant": speculator}, "ngram"),
+        ({"assistant": draft}, "draft_model"),
+        ({"spec_model": draft, "num_speculative_tokens": 2}, "draft_model"),
+    ):
+        config = GenerationConfig(**SETTINGS, pad_token_id=0)
+        vars(config).update(names)
+        call = {"generation_config": config}
+        if not is_given:
+            model.generation_config, call = config, {}
+        output, (stats,) = calls(lambda call=call: model.generate(**inputs, **call))
+        assert torch.equal(output, plain)
+        assert stats.method == method
+        assert {name: getattr(config, name) for name in names} == names
+
+
+class TestContinuousBatching:
+    @pytest.mark.parametrize(
+        "asked",
+        [{"spec_method": "ngram"}, {"spec_model": "a/b"}, {"num_speculative_tokens": 3}, {"speculative": "ngram"}],
+    )
+    def test_is_refused(self, model, asked):
+        with pytest.raises(SpecConfigError, match=r"generate_batch\(\).*cannot speculate.*generate\(\)"):
+            model.generate_batch([[1, 2, 3]], **asked)
+        with pytest.raises(SpecConfigError, match="`assistant`"):
+            model.generate_batch([[1, 2, 3]], assistant=model)
+
+    def test_other_calls_go_on(self, model, configured, warnings):
+        # Nothing to decode: what is tested is that the call goes through.
+        for asked in ({}, {"spec_method": "off"}, {"speculative": False}, {"spec_method": None}):
+            assert model.generate_batch([], **asked) == {}
+        assert warnings == []
+        for _ in range(2):
+            assert configured.generate_batch([]) == {}
+            assert model.generate_batch([], GenerationConfig(spec_method="ngram")) == {}
+        assert len(warnings) == 1
+        assert "cannot speculate, which the generation config" in warnings[0]
+
+    def test_is_taken_back(self, model):
+        before = GenerationMixin.generate_batch
+        hook.uninstall()
+        try:
+            assert "generate_batch" not in vars(GenerationMixin)
+            assert before.__wrapped__ is GenerationMixin.generate_batch
+        finally:
+            hook.install()
+        assert GenerationMixin.generate_batch is not before.__wrapped__

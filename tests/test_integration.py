@@ -1,19 +1,23 @@
 """The hook: what it takes, what it leaves alone, and that it can be taken back."""
 
 import copy
+import functools
 import gc
+import inspect
 import os
+import pydoc
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GenerationMixin, TextIteratorStreamer, pipeline
+from transformers import GenerationMixin, LlamaForCausalLM, TextIteratorStreamer, pipeline
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, PromptLookupCandidateGenerator
 
 import hf_specdec
@@ -65,7 +69,7 @@ def run_python(code: str, **environment) -> str:
 class TestInstall:
     def test_install_twice_and_uninstall(self):
         patched = GenerationMixin.generate
-        original = hook._original_generate
+        original = hook.original_generate(GenerationMixin)
         assert patched is not original
         hf_specdec.install()
         assert GenerationMixin.generate is patched
@@ -81,9 +85,92 @@ class TestInstall:
         assert GenerationMixin.generate is not original
         assert GenerationMixin.generate.__wrapped__ is original
 
-    def test_the_method_looks_like_the_original(self):
+    def test_signature_and_docstring_show_the_arguments(self):
+        original = hook.original_generate(GenerationMixin)
+        before = inspect.signature(original)
         assert GenerationMixin.generate.__name__ == "generate"
-        assert GenerationMixin.generate.__doc__ == hook._original_generate.__doc__
+        for method in (GenerationMixin.generate, LlamaForCausalLM.generate, tiny_llama().generate):
+            shown = inspect.signature(method)
+            assert [name for name in shown.parameters if name not in before.parameters] == list(hook.ARGUMENTS)
+            assert list(shown.parameters)[-1] == "kwargs"
+            text = inspect.getdoc(method)
+            assert text.startswith(inspect.getdoc(original)[:60])
+            assert all(f"{name} (`" in text for name in hook.ARGUMENTS)
+        assert list(inspect.signature(hf_specdec.generate).parameters)[2:7] == list(hook.ARGUMENTS)
+        assert pydoc.render_doc(GenerationMixin.generate).count("num_speculative_tokens") >= 2
+        hf_specdec.uninstall()
+        try:
+            assert inspect.signature(GenerationMixin.generate) == before
+            assert "spec_method" not in GenerationMixin.generate.__doc__
+        finally:
+            hf_specdec.install()
+
+    def test_a_class_with_a_generate_of_its_own(self, inputs, plain):
+        class Own(LlamaForCausalLM):
+            def generate(self, inputs=None, flavour=None, **kwargs):
+                """Of its own."""
+                return super().generate(inputs, **kwargs)
+
+        model = tiny_llama()
+        model.__class__ = Own
+        assert list(inspect.signature(model.generate).parameters) == ["inputs", "flavour", "kwargs"]
+        assert torch.equal(model.generate(**inputs, **SETTINGS, spec_method="ngram", flavour=1), plain)
+        assert torch.equal(model.generate(**inputs, **SETTINGS), plain)
+        with record() as made:
+            assert torch.equal(hf_specdec.generate(model, **inputs, **SETTINGS, spec_method="ngram"), plain)
+        assert len(made.calls) == 1
+
+    @pytest.mark.parametrize("says_what_it_wraps", [True, False])
+    def test_patches_of_other_packages_survive(self, model, inputs, plain, says_what_it_wraps):
+        calls = []
+        original, ours = hook.original_generate(GenerationMixin), GenerationMixin.generate
+
+        def other(self, *args, **kwargs):
+            calls.append(sorted(kwargs))
+            return ours(self, *args, **kwargs)
+
+        def speculates():
+            calls.clear()
+            with record() as made:
+                assert torch.equal(model.generate(**inputs, **SETTINGS, spec_method="ngram"), plain)
+            assert len(calls) == 1
+            return len(made.calls) == 1
+
+        other = functools.wraps(ours)(other) if says_what_it_wraps else other
+        GenerationMixin.generate = other
+        try:
+            hf_specdec.install()
+            assert GenerationMixin.generate is other
+            assert speculates()
+            for _ in range(2):
+                hf_specdec.uninstall()
+                assert GenerationMixin.generate is other
+                assert torch.equal(model.generate(**inputs, **SETTINGS), plain)
+                with pytest.raises(ValueError, match="spec_method"):
+                    model.generate(**inputs, **SETTINGS, spec_method="ngram")
+                assert inspect.signature(ours) == inspect.signature(original)
+                hf_specdec.install()
+                assert speculates()
+            # The other package takes its own back, to what it found: ours of that time.
+            GenerationMixin.generate = ours
+            hf_specdec.install()
+            with record() as made:
+                assert torch.equal(model.generate(**inputs, **SETTINGS, spec_method="ngram"), plain)
+            assert len(made.calls) == 1
+            hf_specdec.uninstall()
+            with pytest.raises(ValueError, match="spec_method"):
+                model.generate(**inputs, **SETTINGS, spec_method="ngram")
+        finally:
+            hf_specdec.uninstall()
+            GenerationMixin.generate = original
+            hf_specdec.install()
+
+    def test_installs_again_where_the_original_was_put_back(self, model, inputs, plain):
+        GenerationMixin.generate = hook.original_generate(GenerationMixin)
+        hf_specdec.install()
+        with record() as made:
+            assert torch.equal(model.generate(**inputs, **SETTINGS, spec_method="ngram"), plain)
+        assert len(made.calls) == 1
 
     def test_explicit_form_without_the_patch(self, model, inputs, plain):
         hf_specdec.uninstall()
@@ -175,7 +262,7 @@ class TestPlainCalls:
     def test_sampling_and_beams_without_speculation(self, model, inputs):
         for settings in ({"do_sample": True}, {"num_beams": 3, "do_sample": False}):
             outputs = []
-            for generate in (model.generate, lambda **call: hook._original_generate(model, **call)):
+            for generate in (model.generate, partial(hook.original_generate(GenerationMixin), model)):
                 torch.manual_seed(3)
                 outputs.append(generate(**inputs, max_new_tokens=12, **settings))
             assert torch.equal(*outputs)

@@ -1,0 +1,81 @@
+"""The page "Write your own method": its example is run as it is written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_specdec import load_speculator, record
+from hf_specdec.candidate_generators import unregister_candidate_generator
+from tests.methods import demo_inputs, demo_target, plain_text
+from tests.test_sampling import no_drafts
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "write_your_own_method.md"
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def method():
+    """The class on the page, registered by its last line."""
+    (code,) = re.findall(r"<!-- example -->\n```python\n(.*?)```\n<!-- end -->", PAGE.read_text(), flags=re.DOTALL)
+    assert 30 <= len(code.splitlines()) <= 45
+    names: dict = {}
+    exec(compile(code, str(PAGE), "exec"), names)
+    yield names["Followers"]
+    unregister_candidate_generator("followers")
+
+
+def ways(method):
+    return {
+        "instance": lambda: {"assistant": method()},
+        "name": lambda: {"spec_method": "followers"},
+        "speculator": lambda: {"assistant": load_speculator(demo_target(), "followers")},
+        "its generator": lambda: {"assistant": load_speculator(demo_target(), "followers").candidate_generator()},
+        "adaptive": lambda: {"spec_method": "followers", "num_speculative_tokens": "auto"},
+    }
+
+
+def generated(speculative, **settings):
+    with record() as made:
+        text = demo_target().generate(**demo_inputs(4), **{"max_new_tokens": NEW, **settings}, **speculative)
+    return text, made.calls[0].stats.num_accepted_tokens
+
+
+def test_greedy_batches(method):
+    accepted = {}
+    for name, way in ways(method).items():
+        text, accepted[name] = generated(way(), do_sample=False)
+        assert torch.equal(text, plain_text(4, NEW))
+    del accepted["adaptive"]
+    assert len(set(accepted.values())) == 1
+    assert min(accepted.values()) > 10
+
+
+def test_sampled_batches(method):
+    """The text depends on the seed alone, whatever is drafted."""
+    settings = {"do_sample": True, "temperature": 0.4}
+    torch.manual_seed(2)
+    expected, _ = generated({"assistant": no_drafts()}, **settings)
+    for name, way in ways(method).items():
+        torch.manual_seed(2)
+        text, accepted = generated(way(), **settings)
+        assert torch.equal(text, expected)
+        # How much is drafted under "auto" depends on measured times.
+        assert accepted > 0 or name == "adaptive"
+
+
+def test_a_length_of_its_own(method):
+    text, accepted = generated({"spec_method": "followers", "num_speculative_tokens": 2}, do_sample=False)
+    assert torch.equal(text, plain_text(4, NEW))
+    assert accepted > 0
+
+
+def test_in_transformers_own_loop(method, monkeypatch):
+    generator = method()
+    monkeypatch.setattr(demo_target(), "_get_candidate_generator", lambda *args, **kwargs: generator)
+    call = {"max_new_tokens": NEW, "do_sample": False, "prompt_lookup_num_tokens": 2}
+    assert torch.equal(demo_target().generate(**demo_inputs(1), **call), plain_text(1, NEW))

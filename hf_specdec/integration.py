@@ -314,8 +314,8 @@ def _problems(model, arguments: dict[str, Any]) -> str:
         kind = f"offloaded {type(cache).__name__}" if getattr(cache, "offloading", False) else type(cache).__name__
         problems.append(f"`past_key_values`: a DynamicCache or a StaticCache can be continued, got {kind}.")
     mask = arguments.get("attention_mask")
-    if torch.is_tensor(mask) and mask.dim() == 2 and bool((mask[:, 1:].ne(0) < mask[:, :-1].ne(0)).any()):
-        problems.append("`attention_mask`: has zeros behind ones. Pad prompts on the left, and mask nothing else.")
+    if torch.is_tensor(mask) and mask.dim() != 2:
+        problems.append(f"`attention_mask`: one number for every token, got the shape {list(mask.shape)}.")
     return " ".join(problems)
 
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from hf_specdec import UnsupportedModelError
-from hf_specdec.decoding.loop import _position_offsets
+from hf_specdec.decoding.continuation import position_offsets
 from hf_specdec.decoding.target import SlotModel
 from tests.models import TINY, prompts, scripted_for
 
@@ -212,9 +212,9 @@ class TestPositionsBehindAnImage:
     def test_offset(self, merged, after, offset, monkeypatch):
         seen, start_slots = [], SlotModel.start_slots
 
-        def watched(slots, starts, offsets):
+        def watched(slots, starts, offsets, *others):
             seen.append(offsets)
-            start_slots(slots, starts, offsets)
+            start_slots(slots, starts, offsets, *others)
 
         monkeypatch.setattr(SlotModel, "start_slots", watched)
         inputs = image_inputs(qwen2_vl, 2, merged, after=after)
@@ -225,12 +225,12 @@ class TestPositionsBehindAnImage:
         inputs = image_inputs(qwen2_vl, after=0)
         model = build(qwen2_vl)
         assert model.generate(**inputs, **SETTINGS).shape[1] > inputs["input_ids"].shape[1]
-        with pytest.raises(UnsupportedModelError, match=r"\[\[4, 5, 7\]\].*inside an image"):
+        with pytest.raises(UnsupportedModelError, match=r"\[\[5, 6, 8\]\].*inside an image"):
             model.generate(**inputs, **SETTINGS, spec_method="ngram")
 
     def test_counts_in_floating_point(self):
         """Some models with sound and video count in fractions of a second; whole numbers stay exact."""
         whole = torch.tensor([2.0, 3.0, 4.0]).expand(3, 2, 3)
-        assert _position_offsets(whole, length=8, starts=[0, 1]) == [-3, -2]
+        assert position_offsets(whole, num_slots=8, starts=[0, 1]) == [-4, -3]
         with pytest.raises(UnsupportedModelError, match=r"4\.5.*fractions of a second"):
-            _position_offsets(whole + 0.5, length=8, starts=[0, 1])
+            position_offsets(whole + 0.5, num_slots=8, starts=[0, 1])

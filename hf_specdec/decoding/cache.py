@@ -9,8 +9,10 @@ Shapes: B allocated rows of which the first R are active, H key/value heads, C s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,9 +40,10 @@ class SlotLayer(CacheLayerMixin):
         limit (`int`, *optional*): Slots that the call can fill at most.
         take (`Callable`, *optional*): Gives buffers that outlive the call, which may be larger: what
             [`SlotStore.take`] is for the layer.
-    """
 
-    is_sliding = False
+    Attributes:
+        window (`int`, *optional*): Slots that are returned, the last ones, to a forward that counts on it.
+    """
 
     def __init__(self, capacity: int, limit: int | None = None, take: Callable | None = None):
         super().__init__()
@@ -48,9 +51,18 @@ class SlotLayer(CacheLayerMixin):
         self.limit = limit
         self._take = take
         self.length = 0
+        self.window: int | None = None
         self.indexer_keys: torch.Tensor | None = None
         self.recurrent = RecurrentState()
         self._plan: WritePlan | None = None
+
+    @property
+    def is_sliding(self) -> bool:
+        return self.window is not None
+
+    def _first(self, columns: int) -> int:
+        """The first of so many slots that is returned."""
+        return 0 if self.window is None else max(columns - self.window, 0)
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -91,8 +103,8 @@ class SlotLayer(CacheLayerMixin):
             self.grow(plan.columns)
         self._plan = plan
         write_slots((self.keys, self.values), (key_states, value_states), plan)
-        rows = key_states.shape[0]
-        return self.keys[:rows, :, : plan.columns], self.values[:rows, :, : plan.columns]
+        rows, slots = key_states.shape[0], slice(self._first(plan.columns), plan.columns)
+        return self.keys[:rows, :, slots], self.values[:rows, :, slots]
 
     def update_indexer(self, key_states: torch.Tensor) -> torch.Tensor:
         """Writes indexer keys `(R, T, D)` to the slots of the last `update`; returns all of them `(R, S, D)`."""
@@ -118,7 +130,8 @@ class SlotLayer(CacheLayerMixin):
             buffer[target, :, :columns].copy_(buffer[source, :, :columns])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+        columns = self.length + query_length
+        return columns - self._first(columns), self._first(columns)
 
     def get_seq_length(self) -> int:
         return self.length
@@ -152,6 +165,9 @@ class SlotCache(Cache):
         self.lengths: list[int] | None = None
         self.plan: WritePlan | None = None
         self.last_recurrent_layer = -1
+
+    # Prefix tuning asks, and makes a cache without limit.
+    max_cache_len = -1
 
     # An empty cache would count as compileable, and get ready-made masks for the prefill.
     is_compileable = False
@@ -204,6 +220,8 @@ class SlotCache(Cache):
         return self.layers[layer_idx].length if layer_idx < len(self.layers) else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        if layer_idx < len(self.layers) and self.layers[layer_idx].is_sliding:
+            return self.layers[layer_idx].get_mask_sizes(query_length)
         return self.get_seq_length(layer_idx) + query_length, 0
 
     # Recurrent layers. Their mixers come here during the prefill, and to `RecurrentLayers` later.
@@ -239,6 +257,25 @@ class SlotCache(Cache):
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs):
         return self._prefilled_state(layer_idx).update_recurrent_state(recurrent_states, layer_idx, state_idx)
+
+    @contextmanager
+    def kept(self, like: Cache) -> Iterator[None]:
+        """Inside, the next token of all rows can be read as in plain generation; afterwards the cache is as it was.
+
+        Args:
+            like (`Cache`): The cache of plain generation, whose layers may show their last slots only.
+        """
+        before = self.lengths, self.plan, [(layer, layer.length, layer.recurrent) for layer in self.layers]
+        self.lengths = self.plan = None
+        for layer, model_layer in zip_longest(self.layers, like.layers[: len(self.layers)]):
+            layer.recurrent = layer.recurrent.clone()
+            layer.window = getattr(model_layer, "sliding_window", None)
+        try:
+            yield
+        finally:
+            self.lengths, self.plan, layers = before
+            for layer, length, recurrent in layers:
+                layer.length, layer.recurrent, layer.window = length, recurrent, None
 
     def start_slots(self, batch_size: int) -> None:
         """Ends the prefill: from now on rows have their own lengths, which are all equal at first."""

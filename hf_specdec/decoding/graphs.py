@@ -588,7 +588,7 @@ class CallGraphs:
     @property
     def why_eager(self) -> str | None:
         """Why forwards run without graphs; `None` where they do not."""
-        return self._why_eager if self._shared is None else self._shared.why_eager
+        return self._why_eager or (None if self._shared is None else self._shared.why_eager)
 
     @property
     def store(self) -> SlotStore | None:
@@ -707,6 +707,10 @@ class CallGraphs:
             return None
         self.num_captures += 1
         return CapturedForward(inputs, output, repeat, held)
+
+    def switch_off(self, why: str) -> None:
+        """Lets the rest of the call run without graphs."""
+        self._why_eager = self._why_eager or why
 
     def close(self) -> None:
         """Ends the call; the graphs are free for the next one."""

@@ -16,10 +16,9 @@ from time import perf_counter
 import torch
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
-from ..candidate_generators.base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from ..candidate_generators.base import CandidateGenerator, Commit, DraftStep, Session
 from ..config import AUTO
 from ..drafts import DraftTree, chain_topology
-from ..errors import UnsupportedModelError
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowUniforms, seed_from_torch
 from ..logits.rules import acceptance_rule
@@ -30,6 +29,7 @@ from ..metrics.listeners import CallProgress
 from ..models.draft_model import vocabulary_size
 from ..transfers import select_rows, upload
 from .cache import SlotCache, check_room, compact, fill_cache
+from .continuation import Continuation, ContinuationCheck, next_inputs, watched_prefill
 from .functional import slot_model
 from .graphs import CallGraphs, call_graphs
 from .output import OutputRecorder, SpeculativeOutput
@@ -97,6 +97,7 @@ class DecodingLoop:
         self.num_unknown = 0
         self.row_inputs = _row_inputs(request)
         self.deferred: deque[Callable[[], None]] = deque()
+        self.check: ContinuationCheck | None = None
 
         self.stack = stack = ProcessorStack(request.logits_processor)
         uniforms = self._uniforms() if config.do_sample else None
@@ -239,6 +240,8 @@ class DecodingLoop:
         self.stats.num_committed_tokens += self.batch_size
         self._record(verdict, logits, output.get("hidden_states"))
         self.anchors = verdict.tokens[:, 0]
+        if not (self.stop.all_finished or self.request.synced_gpus):
+            self.check = ContinuationCheck.begin(self.model, self.target.cache, self.continuation, self.anchors)
         self._stream()
         self.stats.prefill_seconds = perf_counter() - began
         if not self.stop.all_finished:
@@ -248,33 +251,38 @@ class DecodingLoop:
         """The target's own prefill into the slots; its output, and the hidden states the drafter asked for."""
         request, target = self.request, self.target
         kwargs = dict(request.model_kwargs)
-        starts = _row_starts(kwargs.get("attention_mask"), self.batch_size)
         if request.past_key_values is not None:
             target.cache.load(request.past_key_values)
         room = self.stop.max_length - request.input_ids.shape[1]
-        length = _prompt_slots(request, target.cache.get_seq_length())
-        check_reach(self.model, [length - start for start in starts], room)
-        check_room(kwargs.get("past_key_values"), self.batch_size, length + room)
+        given, mask = _prompt_slots(request, target.cache.get_seq_length()), kwargs.get("attention_mask")
+        check_reach(self.model, [given] if mask is None else mask.ne(0).sum(1).tolist(), room)
+        check_room(kwargs.get("past_key_values"), self.batch_size, given + room)
         kwargs["past_key_values"] = target.cache
         # The prompts may be read in chunks.
-        with target.captured(joined=True) as states:
+        with target.captured(joined=True) as states, watched_prefill(self.model) as received:
             output = self.model._prefill(request.input_ids, request.generation_config, kwargs)
         self.stats.num_target_forwards += 1
-        offsets = _position_offsets(kwargs.get("position_ids"), target.cache.get_seq_length(), starts)
-        target.start_slots(starts, offsets)
+        if received.cache not in (None, target.cache):
+            # The model has put a beginning of its own in front of the prompts.
+            target.cache.load(received.cache)
+            output.past_key_values = target.cache
+        target.check_prefilled()
+        inputs = next_inputs(self.model, output, request.input_ids, kwargs)
+        num_slots = target.cache.get_seq_length()
+        self.continuation = where = Continuation.read(self.model, inputs, received, num_slots, given, self.batch_size)
+        check_reach(self.model, where.next_positions, room)
+        where.start_slots(target, range(self.batch_size))
         # The slots may begin before the given tokens: a continued cache, or embeddings.
-        self.num_unknown = target.cache.lengths[0] - request.input_ids.shape[1]
-        self.all_starts, self.all_offsets = target.starts, target.offsets
+        self.num_unknown = num_slots - request.input_ids.shape[1]
         # The last token is never read.
-        first_new = max(own + offset for own, offset in zip(self._positions(0), target.offsets))
-        target.max_position = first_new + room - 2
+        target.max_position = max(where.next_positions) + room - 2
         return output, states
 
     def _start_drafting(self, verdict: Verdict, states: dict) -> None:
         began = perf_counter()
-        prompt_starts = [max(start - self.num_unknown, 0) for start in self.target.starts]
-        self.generator.prefill(Prompt(self.request.input_ids, prompt_starts, states))
-        self._observe(verdict, {key: value[:, -1:] for key, value in states.items()})
+        prompt = self.continuation.prompt(self.request.input_ids, states)
+        self.generator.prefill(prompt)
+        self._observe(verdict, {key: value[:, -1:] for key, value in prompt.hidden_states.items()})
         self.stats.draft_seconds += perf_counter() - began
         self._drop_finished_rows()
 
@@ -305,9 +313,9 @@ class DecodingLoop:
             self.deferred.popleft()()
 
     def _positions(self, ahead: int) -> list[int]:
-        """Position of each row's anchor plus `ahead`, padding not counted."""
-        cache, target = self.target.cache, self.target
-        return [length - start + ahead for length, start in zip(cache.lengths, target.starts)]
+        """Position of each row's anchor plus `ahead`, masked tokens not counted."""
+        num_others = self.continuation.num_others
+        return [length - num_others[row] + ahead for length, row in zip(self.target.cache.lengths, self.rows)]
 
     def _step(self) -> DraftStep:
         depth = self.generator.num_speculative_tokens
@@ -343,6 +351,9 @@ class DecodingLoop:
         output = self.target.forward(tokens, draft.topology)
         self.stats.num_target_forwards += 1
         output.logits = output.logits.to(self.device)
+        if self.check is not None:
+            self.check.compare(output.logits[:, 0], self.rows)
+            self.check = None
         return output
 
     def _commit(self, draft: DraftTree, output: SlotOutput, verdict: Verdict) -> None:
@@ -417,7 +428,8 @@ class DecodingLoop:
     def _stream(self, end: bool = False) -> None:
         """Hands over every column that all rows have reached or ended before, one token a row at a time."""
         streamer = self.request.streamer
-        if streamer is None:
+        # Nothing is shown before it is known to be right.
+        if streamer is None or self.check is not None:
             return
         ready = self.stop.num_settled - self.sequences.prompt_length
         for column in self.sequences.new_columns(self.streamed, ready).unbind(1):
@@ -481,7 +493,7 @@ class DecodingLoop:
         cache = SlotCache(self.target.cache.capacity, limit=self.target.cache.limit)
         target = SlotModel(self.model, cache, forward_kwargs=self.target.forward_kwargs)
         cache.load(self._filled(self._empty_cache(), rows))
-        target.start_slots([self.all_starts[row] for row in rows], [self.all_offsets[row] for row in rows])
+        self.continuation.start_slots(target, rows)
         target.max_position = self.target.max_position
         target.row_inputs = {name: values[rows] for name, values in self.row_inputs.items()}
         return target
@@ -573,31 +585,3 @@ def _prompt_slots(request: Request, past_length: int) -> int:
     # transformers drops a mask of ones, and remembers its length where that is needed.
     given = max(given, _embeds_length(kwargs), getattr(request.generation_config, "_mask_length", 0))
     return given if given > past_length else past_length + given
-
-
-def _row_starts(attention_mask: torch.Tensor | None, batch_size: int) -> list[int]:
-    if attention_mask is None:
-        return [0] * batch_size
-    return attention_mask.ne(0).int().argmax(dim=1).tolist()
-
-
-def _position_offsets(position_ids: torch.Tensor | None, length: int, starts: list[int]) -> list[int] | None:
-    """What the given positions differ by from counting each row's real tokens from 0.
-
-    Multimodal rotary embeddings take them as `(3, B, P)`, temporal, height and width, or as `(4, B, P)` with a count
-    of tokens in front. Text has the same in all three, so that plain ids of shape `(B, T)` do for what follows.
-    """
-    if position_ids is None:
-        return None
-    last = position_ids[..., -1]
-    if last.dim() == 2:
-        axes, last = last[-3:], last[-1]
-        if not axes.eq(last).all() or not last.eq(last.round()).all():
-            raise UnsupportedModelError(
-                "Generation continues at the position of the prompt's last token, which has to be one whole number, "
-                f"and is (temporal, height, width) {axes.T.tolist()} in the rows of this call: the prompts end inside "
-                "an image or a video, or the model counts fractions of a second. End the prompts with text, or leave "
-                "the speculative arguments out to use plain generate()."
-            )
-    last = last.expand(len(starts)).long().tolist()
-    return [position + 1 - (length - start) for position, start in zip(last, starts)]

@@ -45,18 +45,21 @@ class RowState:
     Attributes:
         lengths (`list[int]`): Slots in use, left padding included.
         starts (`list[int]`): First real slot of each row.
-        offsets (`list[int]`): What is added to a row's position ids, where the user began to count elsewhere than 0.
+        offsets (`list[int]`): What is added to a row's position ids, where they are not the distance to its start.
+        hidden (`torch.BoolTensor` of shape `(R, S')`, *optional*): Which of the first slots a row never sees, wherever
+            they lie: masked tokens of the prompt. They count where windows and chunks count slots.
         device_lengths (`dict`): The lengths on devices; whoever knows that others have them there may share theirs.
     """
 
     lengths: list[int]
     starts: list[int]
     offsets: list[int]
+    hidden: torch.BoolTensor | None = field(default=None, compare=False)
     device_lengths: dict[torch.device, torch.LongTensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def is_uniform(self) -> bool:
-        return len(set(self.lengths)) == 1 and not any(self.starts)
+        return len(set(self.lengths)) == 1 and not any(self.starts) and self.hidden is None
 
     def lengths_on(self, device: torch.device) -> torch.LongTensor:
         """The lengths `(R,)`, copied to a device once."""
@@ -67,6 +70,15 @@ class RowState:
     def starts_on(self, device: torch.device) -> torch.LongTensor:
         """The starts `(R,)`, which stay the same from cycle to cycle."""
         return _on_device(tuple(self.starts), device)
+
+    def visible(self, slots: torch.LongTensor, end: torch.LongTensor) -> torch.BoolTensor:
+        """Which of the slots `(S',)` each row sees in front of `end` `(R, 1)`: `(R, S')`."""
+        visible = (slots >= self.starts_on(slots.device)[:, None]) & (slots < end)
+        if self.hidden is None:
+            return visible
+        width = self.hidden.shape[1]
+        hidden = self.hidden.to(slots.device)[:, slots.clamp(max=width - 1)]
+        return visible & ~(hidden & (slots < width))
 
 
 def node_positions(topology: TreeTopology, rows: RowState) -> torch.LongTensor:
@@ -122,7 +134,7 @@ def node_masks(
         `columns`.
     """
     build = _ragged_mask
-    if topology.ancestors.dim() == 2:
+    if topology.ancestors.dim() == 2 and rows.hidden is None:
         build = _uniform_mask if rows.is_uniform else _shifted_mask
     return [build(topology, rows, columns, span, dtype, repeats) for span in spans]
 
@@ -195,7 +207,8 @@ def _mixed_slots(rows: RowState, columns: int, span: Span) -> list[tuple[int, in
     """Ranges of slots that not every node of every row sees; of a long text most slots lie outside of them."""
     if span.kind != "full":
         return [(0, columns)]
-    padding_ends, text_ends = max(rows.starts), min(rows.lengths)
+    padding_ends = max(rows.starts) if rows.hidden is None else rows.hidden.shape[1]
+    text_ends = min(rows.lengths)
     return [(0, padding_ends), (text_ends, columns)] if padding_ends < text_ends else [(0, columns)]
 
 
@@ -203,7 +216,7 @@ def _visible(topology, rows, slots, span) -> torch.BoolTensor:
     """Whether each node sees each of the given slots, `(R, T, slots)`."""
     lengths, starts = rows.lengths_on(slots.device)[:, None], rows.starts_on(slots.device)[:, None]
     num_rows, nodes = len(rows.lengths), topology.depths.shape[-1]
-    committed = (slots >= starts) & (slots < lengths)
+    committed = rows.visible(slots, lengths)
     node_of_slot = (slots - lengths).clamp(0, nodes - 1)
     is_node = (slots >= lengths) & (slots < lengths + nodes)
     ancestors = topology.ancestors.expand(num_rows, nodes, nodes)

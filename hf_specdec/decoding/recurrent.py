@@ -110,6 +110,10 @@ class RecurrentState:
         """Another holder of the same tensors."""
         return RecurrentState(*map(dict, self._parts))
 
+    def clone(self) -> RecurrentState:
+        """A holder of copies."""
+        return RecurrentState(*({key: state.clone() for key, state in part.items()} for part in self._parts))
+
     @property
     def _parts(self) -> tuple[dict, dict]:
         return self.conv_states, self.recurrent_states

@@ -250,6 +250,8 @@ class SlotModel:
         self.profile = model_profile(model)
         self.starts: list[int] = []
         self.offsets: list[int] = []
+        self.hidden: torch.BoolTensor | None = None
+        self.counter: PositionCounter | None = None
         self.max_position: int | None = None
         self.attention_layers: Counter = Counter()
         self.graphs: CallGraphs | None = None
@@ -268,7 +270,7 @@ class SlotModel:
 
     @property
     def rows(self) -> RowState:
-        return RowState(self.cache.lengths, self.starts, self.offsets)
+        return RowState(self.cache.lengths, self.starts, self.offsets, self.hidden)
 
     def use_graphs(self, graphs: CallGraphs | None) -> None:
         """From now on forwards whose shapes repeat run as graphs. To be called in front of the prefill."""
@@ -280,13 +282,8 @@ class SlotModel:
         if self.graphs is not None:
             self.graphs.close()
 
-    def start_slots(self, starts: list[int], offsets: list[int] | None = None) -> None:
-        """Ends the prefill.
-
-        Args:
-            starts (`list[int]`): Each row's first slot that is not padding.
-            offsets (`list[int]`, *optional*): Each row's position id at that slot, 0 if not given.
-
+    def check_prefilled(self) -> None:
+        """
         Raises:
             UnsupportedModelError: The prompt has left nothing in the cache.
         """
@@ -295,8 +292,33 @@ class SlotModel:
                 f"{type(self.model).__name__} has put no keys and values of the prompt into the cache it was given, "
                 "which speculation needs. Leave the speculative arguments out to use plain generate()."
             )
+
+    def start_slots(
+        self,
+        starts: list[int],
+        offsets: list[int] | None = None,
+        hidden: torch.BoolTensor | None = None,
+        counter: PositionCounter | None = None,
+    ) -> None:
+        """Ends the prefill.
+
+        Args:
+            starts (`list[int]`): Each row's first slot that is not padding.
+            offsets (`list[int]`, *optional*): Each row's position id at that slot, 0 if not given.
+            hidden (`torch.BoolTensor`, *optional*): Of [`RowState`].
+            counter (`PositionCounter`, *optional*): Says the positions, in the place of starts and offsets.
+
+        Raises:
+            UnsupportedModelError: The prompt has left nothing in the cache.
+        """
+        self.check_prefilled()
         self.starts = list(starts)
         self.offsets = list(offsets) if offsets else [0] * len(starts)
+        self.hidden, self.counter = hidden, counter
+        if self.graphs is not None and hidden is not None:
+            self.graphs.switch_off("tokens inside of the prompts are masked")
+        elif self.graphs is not None and counter is not None:
+            self.graphs.switch_off("its positions depend on the tokens")
         self.cache.start_slots(len(starts))
         if self.profile.is_recurrent:
             self.recurrent = RecurrentLayers(self.model, self.cache, len(starts))
@@ -347,7 +369,7 @@ class SlotModel:
             return replayed
         plan, rows = self._plan_write(tokens)
         forward = VerificationForward(self._tree(topology, tokens, rows), plan.columns)
-        positions = self.positions(topology, rows) if self.profile.takes_position_ids else None
+        positions = self._positions_of(tokens, topology, rows) if self.profile.takes_position_ids else None
         masks = self._masks(topology, forward, rows)
         output = self._read(tokens, positions, masks, forward, tokens.shape[1] - logits_from)
         self.attention_layers = forward.layers
@@ -402,7 +424,7 @@ class SlotModel:
 
     def _tree(self, topology: TreeTopology, tokens: torch.LongTensor, rows: RowState) -> SlotTree | None:
         """The nodes for the tree attention kernel, where it runs."""
-        if tokens.shape[1] > MAX_NODES or not use_triton(tokens):
+        if tokens.shape[1] > MAX_NODES or rows.hidden is not None or not use_triton(tokens):
             return None
         return slot_tree(topology, rows)
 
@@ -430,12 +452,17 @@ class SlotModel:
         positions = node_positions(topology, rows)
         return positions if self.max_position is None else positions.clamp(max=self.max_position)
 
+    def _positions_of(self, tokens, topology: TreeTopology, rows: RowState) -> torch.LongTensor:
+        if self.counter is None:
+            return self.positions(topology, rows)
+        return self.counter(tokens, rows.lengths_on(tokens.device)[:, None] + topology.depths)
+
     def _masks(self, topology: TreeTopology, forward: VerificationForward, rows: RowState):
         columns = forward.columns
         if self.profile.takes_flat_mask:
             slots = torch.arange(columns, device=topology.depths.device)
-            starts, lengths = rows.starts_on(slots.device)[:, None], rows.lengths_on(slots.device)[:, None]
-            return ((slots >= starts) & (slots < lengths + topology.depths.shape[-1])).long()
+            lengths = rows.lengths_on(slots.device)[:, None]
+            return rows.visible(slots, lengths + topology.depths.shape[-1]).long()
         masks = node_masks(topology, rows, columns, self.profile.spans, self._mask_dtype)
         # Some models insist on a mask for every row; one that all rows share is only seen so often, not copied.
         return self._named([mask.expand(len(rows.lengths), -1, -1, -1) for mask in masks], forward)
@@ -460,6 +487,30 @@ class SlotModel:
         self.starts = [self.starts[row] for row in keep]
         self.offsets = [self.offsets[row] for row in keep]
         self.row_inputs = {name: select_rows(values, keep) for name, values in self.row_inputs.items()}
+        if self.hidden is not None:
+            self.hidden = self.hidden[keep]
+
+
+class PositionCounter:
+    """Positions of tokens that a model's embedding counts by itself, from the number of its padding token on.
+
+    Args:
+        embedding (`nn.Module`): With transformers' `create_position_ids_from_input_ids`.
+    """
+
+    def __init__(self, embedding: torch.nn.Module):
+        self.embedding = embedding
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> PositionCounter | None:
+        """That of a model; `None` where there is none."""
+        modules = (module for module in model.modules() if hasattr(module, "create_position_ids_from_input_ids"))
+        return next(map(cls, modules), None)
+
+    def __call__(self, tokens: torch.LongTensor, slots: torch.LongTensor) -> torch.LongTensor:
+        """Positions `(R, T)` of tokens, each read alone behind as many slots as `slots` `(R, T)` says."""
+        count = self.embedding.create_position_ids_from_input_ids
+        return count(tokens.reshape(-1, 1), self.embedding.padding_idx, slots.reshape(-1, 1)).view(tokens.shape)
 
 
 @contextmanager
@@ -564,7 +615,7 @@ def _taps(model: torch.nn.Module, key) -> list[tuple[torch.nn.Module, bool]]:
     if key < len(layers):
         # What enters a layer, not what leaves the one before: some models add to the stream in between.
         return [(layers[key], True)]
-    norms = (getattr(_owner(model, layers), name, None) for name in _FINAL_NORMS)
+    norms = (getattr(layers_owner(model, layers), name, None) for name in _FINAL_NORMS)
     return [(layers[-1], False), *((norm, True) for norm in norms if norm is not None)]
 
 
@@ -584,7 +635,8 @@ def _decoder(model: torch.nn.Module) -> torch.nn.Module:
     """The module whose output the head reads."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     # Some models take themselves or their head for it.
-    return _owner(model, decoder_layers(model)) if any(module is head for module in decoder.modules()) else decoder
+    has_head = any(module is head for module in decoder.modules())
+    return layers_owner(model, decoder_layers(model)) if has_head else decoder
 
 
 def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
@@ -608,7 +660,8 @@ def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
     )
 
 
-def _owner(model: torch.nn.Module, layers: torch.nn.ModuleList) -> torch.nn.Module:
+def layers_owner(model: torch.nn.Module, layers: torch.nn.ModuleList) -> torch.nn.Module:
+    """The module that has the list of layers."""
     return next(module for module in model.modules() if any(child is layers for child in module.children()))
 
 

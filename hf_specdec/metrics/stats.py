@@ -37,7 +37,8 @@ class SpecDecodingStats:
         num_lookup_hits (`int`): Of these, how often a draft was found.
         cache_tokens, cache_bytes (`int`): Tokens that were searched at last, about the memory that they take. For
             "ngram" these are the rows' own texts, for "suffix" the past responses.
-        num_target_forwards (`int`): Forwards of the target model, the prefill included.
+        num_target_forwards (`int`): Forwards of the target model, the prefill included; not the one that checks a
+            class of models.
         draft_seconds, verify_seconds, prefill_seconds, total_seconds (`float`): Wall-clock time. Verification is the
             target's forward, acceptance and stop rules. The total begins with the prefill.
         setup_seconds (`float`): Before that: from the call of `generate()` on, with transformers' preparation and, in

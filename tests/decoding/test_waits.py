@@ -79,6 +79,12 @@ class Watched:
             assert found == [("read", "read_together")]
 
 
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch):
+    """The check of a class of models waits in a cycle, once in a process."""
+    monkeypatch.setenv("HF_SPECDEC_CHECK", "0")
+
+
 @pytest.fixture
 def watched(monkeypatch) -> Watched:
     return Watched(monkeypatch)

@@ -1,0 +1,321 @@
+"""How plain generation would go on after the prompts: what its next forward receives, and what that forward says.
+
+Models may prepare their inputs themselves: they shift positions, count them in a way of their own, or put tokens in
+front of the prompt. So masks and positions are not computed here but asked for, with transformers' own functions, and
+the slots are described by the answer. The first verification is compared with the answer's logits.
+
+Shapes: B rows of the call, P tokens of the given prompts, S slots that the prompts fill, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from threading import get_ident
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+from transformers.generation import GenerationMixin
+
+from ..candidate_generators.base import Prompt
+from ..errors import UnsupportedModelError
+from .cache import SlotCache
+from .target import PositionCounter, SlotModel, decoder_layers, layers_owner
+
+
+CHECK_VARIABLE = "HF_SPECDEC_CHECK"
+
+# How far logits may lie apart, as a part of their spread over the vocabulary: what rounding does to them.
+_ROUNDING, _COARSE_ROUNDING = 0.005, 0.1
+
+# What has been found to go on as in plain generation: class of the model, and whether slots were hidden.
+_checked: set[tuple[type, bool]] = set()
+
+
+class Received:
+    """What the forwards of the prefill received, of models that prepare their inputs themselves.
+
+    Attributes:
+        cache (`Cache`, *optional*): The last forward's.
+        last_positions (`torch.Tensor`, *optional*): Of the last column, `(..., 1)`, where the decoder reads them.
+    """
+
+    def __init__(self):
+        self.cache = self.last_positions = None
+        self.thread = get_ident()
+
+    # Torch calls hooks without keyword arguments in another thread, while this one takes them back.
+
+    def on_model(self, module, args, kwargs=None):
+        if get_ident() == self.thread:
+            self.cache = kwargs.get("past_key_values")
+
+    def on_reader(self, module, args, kwargs=None):
+        if get_ident() != self.thread:
+            return
+        positions = {**dict(zip(_parameters(type(module)), args)), **kwargs}.get("position_ids")
+        if torch.is_tensor(positions):
+            self.last_positions = positions[..., -1:]
+
+
+@contextmanager
+def watched_prefill(model: torch.nn.Module) -> Iterator[Received]:
+    """Inside, a model that prepares its inputs itself is watched while it reads the prompts."""
+    received = Received()
+    with ExitStack() as hooks:
+        if _prepares_itself(model):
+            taps = [(model, received.on_model), *((reader, received.on_reader) for reader in _position_readers(model))]
+            for module, tap in taps:
+                hooks.callback(module.register_forward_pre_hook(tap, with_kwargs=True).remove)
+        yield received
+
+
+def _prepares_itself(model: torch.nn.Module) -> bool:
+    name = "prepare_inputs_for_generation"
+    return name in vars(model) or getattr(type(model), name) is not getattr(GenerationMixin, name)
+
+
+def _position_readers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Where the decoder reads positions: its embeddings, or its first layer."""
+    try:
+        layers = decoder_layers(model)
+    except UnsupportedModelError:
+        return []
+    modules = [*layers_owner(model, layers).children(), layers[0]]
+    return [module for module in modules if "position_ids" in _parameters(type(module))]
+
+
+@lru_cache(maxsize=4096)
+def _parameters(module_class: type) -> tuple[str, ...]:
+    """Names of a forward's parameters."""
+    return tuple(inspect.signature(module_class.forward).parameters)[1:]
+
+
+def next_inputs(model: torch.nn.Module, output: Any, input_ids: torch.LongTensor, model_kwargs: dict) -> dict:
+    """Arguments of the forward that follows the prefill in plain generation, for one token of every row.
+
+    Args:
+        output (`ModelOutput`): Of the prefill.
+        input_ids (`torch.LongTensor` of shape `(B, P)`): The prompts.
+        model_kwargs (`dict`): What the prefill was prepared from.
+
+    Returns:
+        `dict`: Among them `input_ids` `(B, 1)`, which stand for the tokens that are not known yet.
+    """
+    kwargs = model._update_model_kwargs_for_generation(output, dict(model_kwargs), is_encoder_decoder=False)
+    tokens = torch.cat([input_ids, input_ids.new_zeros((len(input_ids), 1))], dim=1)
+    inputs = model.prepare_inputs_for_generation(tokens, next_sequence_length=1, **kwargs)
+    mask = inputs.get("attention_mask")
+    if mask is not None and not (torch.is_tensor(mask) and mask.dim() == 2):
+        inputs["attention_mask"] = kwargs.get("attention_mask")
+    return inputs
+
+
+@dataclass
+class Continuation:
+    """Where the rows of a call go on.
+
+    Attributes:
+        inputs (`dict`): Of [`next_inputs`].
+        num_slots (`int`): S.
+        starts (`list[int]`): Each row's first slot that it sees, S if it sees none.
+        num_others (`list[int]`): How many are none of its text: hidden ones, and what the model has put in front. One
+            less where that is all: a drafter must have a token.
+        offsets (`list[int]`): What is added to the distance from the start, for position ids.
+        hidden (`torch.BoolTensor` of shape `(B, S)`, *optional*): Which slots a row does not see, where they are not
+            only those in front of its start.
+        counter (`PositionCounter`, *optional*): Says the positions, in the place of starts and offsets.
+    """
+
+    inputs: dict
+    num_slots: int
+    starts: list[int]
+    num_others: list[int]
+    offsets: list[int]
+    hidden: torch.BoolTensor | None = None
+    counter: PositionCounter | None = None
+
+    @classmethod
+    def read(
+        cls, model: torch.nn.Module, inputs: dict, received: Received, num_slots: int, given: int, batch_size: int
+    ) -> Continuation:
+        """From the next forward's inputs and what the prefill's forward received.
+
+        Args:
+            given (`int`): Slots that `generate()` knows of.
+
+        Raises:
+            UnsupportedModelError: The slots, or the positions, cannot be told from them.
+        """
+        starts, num_hidden, hidden = _hidden_slots(model, inputs.get("attention_mask"), num_slots, batch_size)
+        positions, counter = inputs.get("position_ids"), None
+        if positions is None and received.last_positions is not None:
+            positions = received.last_positions + 1
+        elif positions is None:
+            counter = PositionCounter.of(model)
+        # A model that is given no positions, and shows none, counts slots.
+        offsets = starts if positions is None else position_offsets(positions, num_slots, starts)
+        num_others = [min(number + num_slots - given, num_slots - 1) for number in num_hidden]
+        return cls(inputs, num_slots, starts, num_others, offsets, hidden, counter)
+
+    @property
+    def next_positions(self) -> list[int]:
+        """Of the first token of each row."""
+        return [self.num_slots - start + offset for start, offset in zip(self.starts, self.offsets)]
+
+    def start_slots(self, target: SlotModel, rows: Sequence[int]) -> None:
+        """Ends the prefill of a target whose cache holds these rows."""
+        hidden = None if self.hidden is None else self.hidden[list(rows)]
+        starts, offsets = ([values[row] for row in rows] for values in (self.starts, self.offsets))
+        target.start_slots(starts, offsets, hidden, self.counter)
+
+    def prompt(self, input_ids: torch.LongTensor, states: dict[Any, torch.Tensor]) -> Prompt:
+        """The prompts for a drafter: each row's tokens that it sees, one at least, at the end of the row.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(B, P)`): The given tokens; the slots may begin before them.
+            states (`dict`): Hidden states of the last slots, each `(B, S' <= S, H)`.
+        """
+        length = input_ids.shape[1]
+        unknown = self.num_slots - length
+        if self.hidden is None:
+            starts = [min(max(start - unknown, 0), max(length - 1, 0)) for start in self.starts]
+            return Prompt(input_ids, starts, states)
+        seen = ~self.hidden
+        seen[:, -1] |= ~seen[:, unknown:].any(1)
+        shown = seen[:, unknown:]
+        starts = (length - shown.sum(1)).tolist()
+        input_ids = input_ids.gather(1, _squeezed(shown))
+        return Prompt(input_ids, starts, {key: _squeezed_states(state, seen) for key, state in states.items()})
+
+
+def _squeezed(seen: torch.BoolTensor) -> torch.LongTensor:
+    """Columns `(B, N)` with those that are seen at the end, in their order."""
+    return seen.int().argsort(dim=1, stable=True)
+
+
+def _squeezed_states(states: torch.Tensor, seen: torch.BoolTensor) -> torch.Tensor:
+    """The states `(B, N, H)` of the last slots with those that are seen at the end, as far back as all rows have."""
+    there = seen[:, -states.shape[1] :].to(states.device)
+    known, every = there.sum(1).tolist(), seen.sum(1).tolist()
+    size = min((few for few, all_of_row in zip(known, every) if few < all_of_row), default=states.shape[1])
+    rows = torch.arange(len(states), device=states.device)[:, None]
+    return states[rows, _squeezed(there)[:, -max(size, 1) :]]
+
+
+def _hidden_slots(
+    model: torch.nn.Module, mask: torch.Tensor | None, num_slots: int, batch_size: int
+) -> tuple[list[int], list[int], torch.BoolTensor | None]:
+    """Of each row the first slot that it sees, and how many it does not; all of them, if not only those before."""
+    if mask is None:
+        return [0] * batch_size, [0] * batch_size, None
+    if mask.shape[1] != num_slots + 1:
+        raise UnsupportedModelError(
+            f"The prompts have left {num_slots} tokens in the cache of {type(model).__name__}, and the mask of the "
+            f"next forward covers {mask.shape[1] - 1}, so it cannot be told which of them a row sees. Leave the "
+            "speculative arguments out to use plain generate()."
+        )
+    hidden = mask[:, :-1].eq(0)
+    count = hidden.sum(1)
+    first = (~hidden).int().argmax(1).where(count < num_slots, num_slots)
+    starts, num_hidden = torch.stack([first, count]).tolist()
+    return starts, num_hidden, None if starts == num_hidden else hidden
+
+
+def position_offsets(position_ids: torch.Tensor, num_slots: int, starts: list[int]) -> list[int]:
+    """What the positions `(..., 1)` of the next tokens differ by from the distance to each row's start.
+
+    Multimodal rotary embeddings take them as `(3, B, 1)`, temporal, height and width, or as `(4, B, 1)` with a count
+    of tokens in front. Text has the same in all three, so that plain ids of shape `(B, T)` do for what follows.
+    """
+    last = position_ids[..., -1]
+    if last.dim() == 2:
+        axes, last = last[-3:], last[-1]
+        if not axes.eq(last).all() or not last.eq(last.round()).all():
+            raise UnsupportedModelError(
+                "Generation continues at a position that has to be one whole number, and is (temporal, height, width) "
+                f"{axes.T.tolist()} in the rows of this call: the prompts end inside an image or a video, or the "
+                "model counts fractions of a second. End the prompts with text, or leave the speculative arguments "
+                "out to use plain generate()."
+            )
+    last = last.expand(len(starts)).long().tolist()
+    return [position - (num_slots - start) for position, start in zip(last, starts)]
+
+
+class ContinuationCheck:
+    """Compares the first verification with plain generation's own forward of the same tokens.
+
+    That forward runs once for a class of models and process, and once more in the first call that hides slots from a
+    row. It is not counted in the statistics.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        key (`tuple`): What is being checked.
+        expected (`torch.Tensor` of shape `(B, V)`): Logits of plain generation.
+    """
+
+    def __init__(self, model: torch.nn.Module, key: tuple[type, bool], expected: torch.Tensor):
+        self.model, self.key, self.expected = model, key, expected
+
+    @classmethod
+    def begin(
+        cls, model: torch.nn.Module, cache: SlotCache, continuation: Continuation, tokens: torch.LongTensor
+    ) -> ContinuationCheck | None:
+        """Runs the forward; `None` where there is nothing to check.
+
+        Args:
+            cache (`SlotCache`): Has read the prompts, and is left as it is.
+            tokens (`torch.LongTensor` of shape `(B,)`): The first tokens.
+        """
+        key = type(model), any(continuation.num_others)
+        # Dropout makes every forward another one.
+        if key in _checked or model.training or os.environ.get(CHECK_VARIABLE, "1") == "0":
+            return None
+        inputs = {**continuation.inputs, "input_ids": tokens[:, None], "past_key_values": cache, "return_dict": True}
+        with cache.kept(DynamicCache(config=model.config.get_text_config(decoder=True))):
+            logits = model(**inputs).logits
+        return cls(model, key, logits[:, -1])
+
+    def compare(self, logits: torch.Tensor, rows: list[int]) -> None:
+        """Judges logits `(R, V)` of the same tokens in some rows.
+
+        Raises:
+            UnsupportedModelError: They differ by more than rounding.
+        """
+        difference = _difference(logits, self.expected[rows].to(logits.device))
+        limit = _ROUNDING if _is_precise(self.model) else _COARSE_ROUNDING
+        if not difference <= limit:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} goes on after the prompt in a way that speculation does not know: the "
+                f"logits of its first verification differ from those of plain generation by {difference:.1%} of their "
+                f"spread, and rounding explains {limit:.1%}. The text would not be that of plain generation. Leave "
+                f"the speculative arguments out; {CHECK_VARIABLE}=0 in the environment switches this check off."
+            )
+        _checked.add(self.key)
+
+
+def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of the difference over the standard deviation of what was expected, in the worst row."""
+    logits, expected = logits.double(), expected.double()
+    # Some models rule tokens out by the lowest number.
+    is_usual = expected.abs() < torch.finfo(torch.bfloat16).max / 2**20
+    count = is_usual.sum(-1).clamp(min=1)
+    expected = expected.where(is_usual, 0)
+    mean = expected.sum(-1, keepdim=True) / count[:, None]
+    spread = (expected - mean).where(is_usual, 0).square().sum(-1)
+    error = (logits - expected).where(is_usual, 0).square().sum(-1)
+    return float((error / spread.clamp(min=torch.finfo(torch.float32).tiny)).max().sqrt())
+
+
+def _is_precise(model: torch.nn.Module) -> bool:
+    """Whether the model computes in float32 throughout."""
+    device = model.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return False
+    is_quantized = any("quant" in type(module).__module__ for module in model.modules())
+    return not is_quantized and all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())

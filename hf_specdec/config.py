@@ -41,6 +41,9 @@ TREE_METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3", "mtp")
 MOST_DRAFT_TOKENS = 1024
 MOST_INTEGER = 2**31 - 1
 
+# Of a name or path.
+_MOST_CHARACTERS = 4096
+
 # Values inside of one setting, and how deep they may lie; a chain as paths has half a million.
 _MOST_VALUES, _MOST_LEVELS = 1_000_000, 8
 
@@ -904,7 +907,9 @@ def _reading_settings(*given: Any) -> Iterator[None]:
             error.args = tuple(item.replace(secret, HIDDEN) if isinstance(item, str) else item for item in error.args)
         raise
     except Exception as error:
-        what = " and ".join(shown(item) for item in given if item is not None and item != {})
+        what = " and ".join(
+            shown(item) for item in given if item is not None and not (type(item) is dict and not item)
+        )
         raise SpecConfigError(
             f"These settings cannot be read: {what} ({shown(error)}). Give a dict of plain texts, numbers, lists and "
             "dicts, JSON text, or the name of a method or of a draft model."
@@ -1159,9 +1164,14 @@ def _with_flat_names(message: str, options: Iterable[Field]) -> str:
 def _pending_options(flat: Mapping[str, Any]) -> PendingOptions:
     if flat:
         owners = _option_owners()
-        for key in flat:
+        for key, value in flat.items():
             if key not in owners:
                 raise SpecConfigError(_unknown_setting(None, key, owners))
+            if not _is_json_value(value):
+                raise SpecConfigError(
+                    f"`{key}` must be a text, a finite number or a list of them, got {shown(value)} "
+                    f"({type(value).__name__})."
+                )
     return PendingOptions(tuple(sorted((key, _frozen(value)) for key, value in flat.items())))
 
 
@@ -1213,6 +1223,8 @@ def _checked(item: Field, value: Any, hint: Any) -> Any:
     is_secret, aliases = item.metadata.get("is_secret"), item.metadata.get("aliases", {})
     if is_secret and not isinstance(value, kinds):
         raise SpecConfigError(f"`{_key(item)}` must be a string, True, False or None, got a {type(value).__name__}.")
+    if isinstance(value, str) and len(value) > _MOST_CHARACTERS:
+        raise SpecConfigError(f"`{_key(item)}` must have at most {_MOST_CHARACTERS} characters, got {len(value)}.")
     if is_access_token(value) and not is_secret:
         raise SpecConfigError(f"`{_key(item)}` has the form of an access token. Give that as `token`.")
     value = _as_one_of(kinds, _key(item), aliases.get(value, value) if isinstance(value, str) else value, aliases)
@@ -1288,6 +1300,15 @@ def _is_finite(value: numbers.Real) -> bool:
         return math.isfinite(value)
     except OverflowError:
         return False
+
+
+def _is_json_value(value: Any) -> bool:
+    """Whether it is what options may be, whichever method has them."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_json_value, value))
+    if isinstance(value, str):
+        return len(value) <= _MOST_CHARACTERS
+    return value is None or (isinstance(value, (int, float)) and _is_finite(value))
 
 
 def _is_json_number(text: str) -> bool:

@@ -138,7 +138,7 @@ def original_generate(model_class: type):
 
 def is_off(value: Any) -> bool:
     """Whether `spec_method` or `speculative` asks for plain generation."""
-    return value is False or (isinstance(value, str) and value in _OFF)
+    return value is False or (isinstance(value, str) and str.__str__(value) in _OFF)
 
 
 class GivenArguments(dict):

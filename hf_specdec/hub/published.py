@@ -77,9 +77,9 @@ def published_config(settings: Any, source: str, *, with_place: bool = False, **
 
 def config_of(flat: dict[str, Any], source: str, **place) -> SpeculativeConfig:
     """The configuration of settings that have been sifted."""
-    if flat.get("method") not in METHODS_WITHOUT_MODEL and flat.get("model") is None:
-        flat = {**flat, **{key: value for key, value in place.items() if value is not None}}
     try:
+        if flat.get("method") not in METHODS_WITHOUT_MODEL and flat.get("model") is None:
+            flat = {**flat, **{key: value for key, value in place.items() if value is not None}}
         return SpeculativeConfig.from_dict(flat)
     except Exception as error:
         # Values of strangers may trip anything.

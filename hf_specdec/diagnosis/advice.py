@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from ..bench.decoders import Decoder, load_decoders, plain_decoder
@@ -22,8 +21,8 @@ from ..bench.report import make_rows
 from ..benchmarking import PLAIN, Batch, describe_environment, total_stats
 from ..config import AUTO, SpeculativeConfig
 from ..control.theory import break_even_acceptance, optimal_length
-from ..errors import SpecDecError
 from ..hub.discover import Access, Candidate, Search, Target
+from ..hub.trust import one_line
 from .machine import free_bytes
 
 
@@ -227,8 +226,8 @@ class _Adviser:
         before = free_bytes(self.model.device)
         try:
             (decoder,), _ = load_decoders(self.model, [settings])
-        except (SpecDecError, OSError, torch.OutOfMemoryError) as error:
-            self._reject(name, origin, " ".join(str(error).split()))
+        except Exception as error:  # noqa: BLE001 - weights of strangers may trip anything
+            self._reject(name, origin, one_line(error, 500))
             return False
         if decoder.max_batch_size is not None and self.size > decoder.max_batch_size:
             self._reject(name, origin, f"It drafts for {decoder.max_batch_size} row, and batches have {self.size}.")

@@ -108,6 +108,7 @@ def make_card(
     num_draft_tokens: int | None = None,
     report: Mapping[str, Any] | None = None,
     existing: ModelCard | None = None,
+    source: tuple[str, str | None] | None = None,
 ) -> ModelCard:
     """The card of a drafter.
 
@@ -126,6 +127,7 @@ def make_card(
         num_draft_tokens (`int`, *optional*): Draft tokens that it was made for, where the settings name none.
         report (`Mapping`, *optional*): What `hf-specdec demo --json` or `bench --json` has printed.
         existing (`ModelCard`, *optional*): Its text, but for the figures, and its other metadata are kept.
+        source (`tuple[str, str]`, *optional*): Repository and revision that the weights come from.
 
     Raises:
         SpecConfigError: The settings have no method, or the report has no figures of it.
@@ -152,7 +154,7 @@ def make_card(
     data[CARD_KEY] = data.pop(CARD_KEY)
     text = "" if existing is None else existing.text
     if not text.strip():
-        text = "\n".join(_body(config, commands, name, target, target_revision))
+        text = "\n".join(_body(config, commands, name, target, target_revision, source))
     if report is not None:
         text = _with_measurements(text, "\n".join(_measurements(report, config.method)))
     return ModelCard(f"---\n{ModelCardData(**data).to_yaml(original_order=list(data))}\n---\n{text}")
@@ -247,12 +249,16 @@ def _body(
     name: str,
     target: str | None,
     target_revision: str | None,
+    source: tuple[str, str | None] | None,
 ) -> list[str]:
     title = " and ".join(_TITLES.get(method, method) for method in parts_of(config.method))
     of = f" for `{target}`" if target else ""
     at = f" at revision `{target_revision}`" if target_revision else ""
     settings = settings_to_publish(config, with_place=False)
     rows = {"target": f"`{target}`{at}"} if target else {}
+    if source is not None:
+        model, revision = source
+        rows["weights of"] = f"`{_cell(model)}`" + (f" at revision `{_cell(revision)}`" if revision else "")
     rows |= {
         key: f"`{_cell(json.dumps(value) if not isinstance(value, str) else value)}`"
         for key, value in settings.items()

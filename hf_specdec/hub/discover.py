@@ -31,6 +31,7 @@ from transformers.utils import logging
 from ..candidate_generators import KNOWN_METHODS, parts_of
 from ..config import AUTO, METHODS_WITHOUT_MODEL, SpeculativeConfig, describe_settings
 from ..errors import CheckpointFormatError, SpecConfigError
+from ..hook import configured_settings
 from ..models.draft_model import compare_token_tables, token_table
 from ..threads import cached_property
 from .detect import Detection, detect
@@ -267,7 +268,7 @@ class Target:
             str(getattr(source, "_name_or_path", None) or ""),
             source.to_dict(),
             getattr(source, "_commit_hash", None),
-            getattr(getattr(model, "generation_config", None), "speculative", None),
+            configured_settings(model, (), {}),
             sum(weight.numel() * weight.element_size() for weight in model.parameters()),
         )
 
@@ -524,7 +525,8 @@ class Search:
 
     def from_entry(self, entry: Any) -> Iterator[Candidate]:
         """The drafter that an entry of the target names, with the settings that it states."""
-        candidate = None if entry is None else self._named_by(entry)
+        is_off = isinstance(entry, (str, bool)) and entry in ("off", "none", False)
+        candidate = None if entry is None or is_off else self._named_by(entry)
         if candidate is not None:
             yield candidate
 

@@ -64,6 +64,10 @@ def save_speculator(
     _save_weights(speculator, folder)
     save_settings(config, folder)
     target, revision = _target_of(speculator) if target is None else (target, None)
+    origin = speculator.origin
+    if origin.get("owner") is not None:
+        # Nobody has named it, so that its users are told whose it is.
+        card.setdefault("source", (origin["model"], origin["revision"]))
     made = card_of_folder(folder, config, name=name, target=target, target_revision=revision, **card)
     made.save(folder / CARD_NAME)
     return folder

@@ -227,8 +227,9 @@ class TestEntry:
         assert len(listed) == 1
         assert reason in " ".join(listed[0].problems)
 
-    def test_entry_that_asks_for_a_search_is_no_candidate(self, add_target):
-        add_target(speculative="auto")
+    @pytest.mark.parametrize("entry", ["auto", "off", "none", False])
+    def test_entry_that_names_nothing_is_no_candidate(self, add_target, entry):
+        add_target(speculative=entry)
         assert [item.method for item in search_for().all()] == WITHOUT_WEIGHTS
 
     def test_folder_inside_of_a_local_target(self, tmp_path):

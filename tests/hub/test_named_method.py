@@ -44,7 +44,7 @@ def generate(model, **arguments):
 
 
 @pytest.mark.parametrize("method", sorted(DRAFTERS))
-def test_every_method_finds_its_drafter(target, hub, method):
+def test_every_method_finds_its_drafter(target, hub, method, tmp_path):
     repo = hub.add("user/drafter", DRAFTERS[method], card=card_of(target, "speculative-decoding"))
     # Others would be preferred.
     other = "dflash" if method != "dflash" else "eagle3"
@@ -64,6 +64,8 @@ def test_every_method_finds_its_drafter(target, hub, method):
     again = load_speculator(model, method)
     assert len(hub.requests) == num_requests
     assert again.config.model == "user/drafter"
+    card = (again.save_pretrained(tmp_path) / "README.md").read_text()
+    assert f"| weights of | `user/drafter` at revision `{revision}` |" in card
 
 
 @pytest.mark.parametrize(

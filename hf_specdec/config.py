@@ -288,7 +288,7 @@ class SpeculativeConfig:
             Static draft tree as paths of child ranks, for the methods that draft trees. All spellings of
             [`~token_trees.parse_token_tree`] are taken.
         draft_tensor_parallel_size (`int`, defaults to 1):
-            Accepted for configurations of serving engines; only 1 is possible.
+            Processes that hold parts of the draft model: 1, or those of a loaded draft model that is passed.
         quantization (`str`, *optional*):
             "bitsandbytes_4bit" (NF4), "bitsandbytes_fp4" or "bitsandbytes_8bit": quantise the draft model on loading.
         dtype (`str`, *optional*):
@@ -376,7 +376,9 @@ class SpeculativeConfig:
     )
     draft_tensor_parallel_size: int = _setting(
         1,
-        "Accepted for configurations of serving engines. Only 1 is possible; use `device` to place the draft model.",
+        "Processes that hold parts of the draft model: 1, every process has all of it, or those of a loaded draft "
+        "model that is passed as `assistant`.",
+        minimum=1,
     )
     quantization: Literal["bitsandbytes_4bit", "bitsandbytes_fp4", "bitsandbytes_8bit"] | None = _setting(
         None,
@@ -757,11 +759,6 @@ class SpeculativeConfig:
                 yield _key(option), getattr(self.options, option.name), _default(option)
 
     def _check_combinations(self) -> None:
-        if self.draft_tensor_parallel_size != 1:
-            raise SpecConfigError(
-                f"`draft_tensor_parallel_size` must be 1, got {self.draft_tensor_parallel_size}: the draft model runs "
-                "in the target's process. Leave it out, and use `device` to place the draft model."
-            )
         self._check_acceptance_rule()
         self._check_model_settings()
         self._check_token_tree()

@@ -29,6 +29,7 @@ from .errors import SpecConfigError, SpecDecError, shown
 from .hook import ARGUMENTS, GivenArguments, configured_settings, is_off, original_generate
 from .hub.published import IN_GENERATION_CONFIG
 from .speculator import GivenCandidateGenerator, Speculator, is_refused, load_configured, load_speculator, refuse
+from .transfers import on_cpu_unless_said
 
 
 logger = logging.get_logger(__name__)
@@ -78,6 +79,7 @@ def generate(
     return generate_speculatively(model, original, args, kwargs, *asked)
 
 
+@on_cpu_unless_said
 def generate_speculatively(
     model, original, args, kwargs, spec_method, spec_model, num_speculative_tokens, speculative, assistant
 ):

@@ -33,6 +33,7 @@ from .hub.published import IN_GENERATION_CONFIG, published_config, settings_of_g
 from .hub.trust import one_line, restrictions, warn_of
 from .loaded import forget_records, record_of
 from .threads import cached_property
+from .transfers import on_cpu_unless_said
 
 
 logger = logging.get_logger(__name__)
@@ -235,6 +236,7 @@ class GivenCandidateGenerator:
         return self.generator.bind(session)
 
 
+@on_cpu_unless_said
 def load_speculator(
     target_model: torch.nn.Module,
     config: Any = None,
@@ -275,6 +277,7 @@ def _load(
     generator_class = resolve_candidate_generator(resolved.method)
     if draft_model is not None:
         _check_takes(generator_class, resolved.method, draft_model)
+    _check_processes(resolved.draft_tensor_parallel_size, draft_model)
     resources = _resources(generator_class, resolved, target_model, draft_model)
     source = target_model.config
     name, revision = (getattr(source, attribute, None) or None for attribute in ("_name_or_path", "_commit_hash"))
@@ -491,6 +494,16 @@ def _check_takes(generator_class: type[CandidateGenerator], method: str, draft_m
         raise SpecConfigError(f"method='{method}' cannot draft with a {kind}, which is for method='{own}'.")
     if method == "draft_model" and not hasattr(draft_model, "config"):
         raise SpecConfigError(f"A {kind} is no draft model. Pass a causal language model, or name the method.")
+
+
+def _check_processes(asked: int, draft_model: torch.nn.Module | None) -> None:
+    found = getattr(draft_model, "tp_size", None) or 1
+    if asked not in (1, found):
+        what = "a draft model that is loaded by name" if draft_model is None else f"this {type(draft_model).__name__}"
+        raise SpecConfigError(
+            f"`draft_tensor_parallel_size`={asked}, and {what} is held by {found} process{'es' * (found > 1)}. Leave "
+            "it out, or load the draft model itself with a tensor-parallel plan and pass it as `assistant`."
+        )
 
 
 def _names_method(config: Any) -> bool:

@@ -17,6 +17,19 @@ from typing import Any
 import torch
 
 
+def on_cpu_unless_said(function: Callable) -> Callable:
+    """Decorator: inside, tensors that are made without a device are on the CPU, whatever default device is set."""
+
+    @wraps(function)
+    def called(*args, **kwargs):
+        if torch.get_default_device().type == "cpu":
+            return function(*args, **kwargs)
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return called
+
+
 def kept_on_device(make: Callable) -> Callable:
     """Decorator: what a function makes for a device, its last argument, is kept for when it is asked for again.
 

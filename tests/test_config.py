@@ -280,7 +280,7 @@ class TestErrors:
             ({"disable_by_batch_size": 0}, ["at least 1", "got 0"]),
             ({"dtype": "bf16"}, ["'float32'", "Did you mean 'bfloat16'?"]),
             ({"quantization": "awq"}, ["'bitsandbytes_4bit'", "'awq'"]),
-            ({"draft_tensor_parallel_size": 2}, ["must be 1", "got 2", "`device`"]),
+            ({"draft_tensor_parallel_size": 0}, ["at least 1", "got 0"]),
             ({"rejection_sample_method": "standart"}, ["Did you mean 'standard'?"]),
             ({"rejection_sample_method": True}, ["'synthetic'", "True (bool)"]),
             ({"posterior_threshold": 0.2}, ["`posterior_threshold`=0.2", "='typical'", "got 'standard'"]),
@@ -505,7 +505,7 @@ class TestToken:
 WORDS = st.text("abcdefgh-_./", min_size=1, max_size=12)
 COMMON_VALUES = {
     "num_speculative_tokens": st.integers(1, 1024),
-    "draft_tensor_parallel_size": st.just(1),
+    "draft_tensor_parallel_size": st.integers(1, 4),
     "quantization": st.sampled_from(["bitsandbytes_4bit", "nf4", "fp4", "8bit"]),
     "dtype": st.sampled_from(["auto", "float32", "float16", "bfloat16"]),
     "device": st.sampled_from(["cpu", "cuda:1"]),

@@ -45,6 +45,8 @@ from .tensors import last_of_each
 
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from ..config import SpeculativeConfig
     from ..decoding.graphs import CallGraphs
     from ..logits.sampling import DraftSampler
@@ -69,6 +71,7 @@ class Session:
         takes_trees (`bool`): Whether the target can verify branches; if not, drafts must be chains.
         notes (`list[str]`): What is limited or switched off in this call, and why; part of the statistics.
         draft_graphs (`list[CallGraphs]`): The CUDA graphs of draft networks in this call; part of the statistics.
+        group (`ProcessGroup`, *optional*): The processes that hold parts of one target, see `agreed`.
     """
 
     batch_size: int
@@ -78,6 +81,22 @@ class Session:
     takes_trees: bool = True
     notes: list[str] = field(default_factory=list)
     draft_graphs: list[CallGraphs] = field(default_factory=list)
+    group: ProcessGroup | None = None
+
+    def agreed(self, numbers: list[int]) -> list[int]:
+        """What the first process of the group has decided.
+
+        Processes with parts of one target must draft alike, or they wait for each other for ever. Whatever depends on
+        a clock, which differs from process to process, is decided by the first one alone.
+
+        Args:
+            numbers (`list[int]`): A decision, of the same length in all processes.
+        """
+        if self.group is None:
+            return numbers
+        decided = torch.tensor(numbers, dtype=torch.long, device=self.device)
+        torch.distributed.broadcast(decided, group=self.group, group_src=0)
+        return decided.tolist()
 
     def join(self, call: Session) -> None:
         """Becomes the session of a call for those who hold it already; its notes go to that of the call."""

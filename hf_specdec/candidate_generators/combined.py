@@ -213,7 +213,8 @@ class CombinedCandidateGenerator(CandidateGenerator):
         cycle = self._cycle = _Cycle(retrieved, self.retrieval.draft_chances, step.max_draft_tokens)
         lengths = [min(room, self.model.num_speculative_tokens) for room in step.max_draft_tokens]
         cycle.num_unread = self._unread.num_tokens
-        cycle.asked = self.choice.asks(step.rows, cycle.chances, retrieved.size, lengths, cycle.num_unread)
+        asked = self.choice.asks(step.rows, cycle.chances, retrieved.size, lengths, cycle.num_unread)
+        cycle.asked = list(map(bool, self.session.agreed(asked)))
         cycle.draft = retrieved
         self._clock.begin()
         if any(cycle.asked):

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
 from ..metrics import LOSSLESS_RULES
+from ..models.draft_network import TargetParts
 from ..models.medusa import NUM_RANKS, MedusaHeads, fitting_heads, load_medusa
 from ..threads import Lock
 from ..token_trees import MAX_NODES, TokenTree, prior_accuracies
@@ -138,12 +139,12 @@ class MedusaResources:
 
     Attributes:
         heads (`MedusaHeads`): The loaded heads.
-        lm_head (`nn.Module`): The target's own. Some targets scale or cap the logits behind it; the ranks stay.
+        target (`TargetParts`): The target's lm_head. Some targets scale or cap the logits behind it; the ranks stay.
         counts (`RankCounts`): What calls with a measured tree have counted.
     """
 
     heads: MedusaHeads
-    lm_head: torch.nn.Module
+    target: TargetParts
     counts: RankCounts
 
 
@@ -159,7 +160,7 @@ class MedusaCandidateGenerator(CandidateGenerator):
     def load(cls, config, target_model, draft_model: MedusaHeads | None = None) -> MedusaResources:
         heads = load_medusa(config, target_model) if draft_model is None else fitting_heads(draft_model, target_model)
         counts = RankCounts(heads.accuracies, heads.num_heads)
-        return MedusaResources(heads, target_model.get_output_embeddings(), counts)
+        return MedusaResources(heads, TargetParts(target_model), counts)
 
     @classmethod
     def network(cls, resources: MedusaResources) -> torch.nn.Module:
@@ -167,7 +168,7 @@ class MedusaCandidateGenerator(CandidateGenerator):
 
     def __init__(self, config, resources: MedusaResources, session: Session):
         super().__init__(config, resources, session)
-        self.heads, self.lm_head = resources.heads, resources.lm_head
+        self.heads, self.lm_head = resources.heads, resources.target.head
         self.num_nodes = self.options.num_nodes or _NUM_NODES
         self.node_cost = node_cost(session, self.heads.weights[0].dtype) if self.options.num_nodes is None else 0.0
         tree = chosen_tree(config, self.heads)

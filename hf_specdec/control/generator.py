@@ -71,7 +71,7 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
     def propose(self, step: DraftStep) -> DraftTree:
         self._clock.begin()
         limits = self.controller.limits(step.rows, self._num_unread, [max(self._left[row], 1) for row in step.rows])
-        self._limits = list(map(min, limits, step.max_draft_tokens))
+        self._limits = self.session.agreed(list(map(min, limits, step.max_draft_tokens)))
         if max(self._limits) <= 0:
             self._draft = None
             return DraftTree.empty(len(step.rows), self.session.device, why=self.controller.why_none)
@@ -83,7 +83,7 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
             self._clock.begin()
         self._drafted = self._draft = self.generator.propose(replace(step, max_draft_tokens=self._limits))
         if self.controller.tree_size is not None:
-            self._draft = self.controller.tree_size.cut(self._drafted, max(self._limits))
+            self._draft = self.controller.tree_size.cut(self._drafted, max(self._limits), self.session.agreed)
         self._clock.drafted()
         return self._draft
 

@@ -10,6 +10,7 @@ tokens of the nodes that were verified. The draft has been made when it is cut, 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from itertools import accumulate
 
 from ..drafts import DraftTree
@@ -57,12 +58,15 @@ class TreeSize:
         """c."""
         return self._accepted / self._expected
 
-    def cut(self, draft: DraftTree, depth: int) -> DraftTree:
+    def cut(
+        self, draft: DraftTree, depth: int, agreed: Callable[[list[int]], list[int]] = lambda numbers: numbers
+    ) -> DraftTree:
         """The draft with the nodes that pay.
 
         Args:
             draft (`DraftTree`): As it was drafted.
             depth (`int`): How deep it was meant to be.
+            agreed (`Callable`): Gives what all processes with parts of the target decide, as `Session.agreed`.
         """
         if not draft.is_rated:
             return draft
@@ -74,6 +78,8 @@ class TreeSize:
             # They have long arrived.
             self._learn_ranks(self._arriving.get().tolist())
             self._plan(draft.batch_size, self._depth)
+            (size,) = agreed([self.size or 0])
+            self.size = size or None
         return draft if self.size is None else draft.likeliest(self.size)
 
     def _learn_ranks(self, new: list[float]) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..drafts import TreeTopology
 from ..kernels.cache import WritePlan
@@ -67,6 +68,8 @@ def is_untouched(module: nn.Module) -> bool:
     if "weight" in module._buffers:
         return False  # packed
     weight = module._parameters.get("weight")
+    if is_traceable_wrapper_subclass(weight) or (weight is None and getattr(module, "weight", None) is not None):
+        return False  # in parts on several processes, or packed
     return weight is None or weight.dim() != 2 or type(module) in (nn.Linear, nn.Embedding)
 
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
@@ -36,6 +37,10 @@ from .output import OutputRecorder, SpeculativeOutput
 from .recurrent import store_states
 from .sequences import Sequences, StopRules
 from .target import REPEATED_INPUTS, SlotModel, SlotOutput, check_reach, is_text_only, model_profile
+
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 # Padding tokens that one forward reads of a row that has ended, where outputs hold them.
@@ -149,6 +154,7 @@ class DecodingLoop:
             sampler=DraftSampler(stack, self.sequences, uniforms, vocabulary_size(self.model)),
             takes_trees=model_profile(self.model).takes_trees,
             notes=self.stats.notes,
+            group=_processes_of(self.model),
         )
 
     def _slot_target(self) -> SlotModel:
@@ -538,13 +544,21 @@ def _model_name(model) -> str:
     return model.config._name_or_path or type(model).__name__
 
 
+def _processes_of(model) -> ProcessGroup | None:
+    """The processes that hold parts of a model; `None` where each has all of it."""
+    if (getattr(model, "tp_size", None) or 1) == 1:
+        return None
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None:
+        return torch.distributed.group.WORLD
+    return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+
+
 def _shared_seed(model) -> int:
     """A seed from torch's generator. Ranks that hold parts of one model draw the same tokens: rank 0's seed counts."""
-    seed = seed_from_torch()
-    if (getattr(model, "tp_size", None) or 1) == 1:
-        return seed
-    shared = [seed]
-    torch.distributed.broadcast_object_list(shared)
+    shared, group = [seed_from_torch()], _processes_of(model)
+    if group is not None:
+        torch.distributed.broadcast_object_list(shared, group=group, group_src=0)
     return shared[0]
 
 

@@ -36,7 +36,7 @@ from ..errors import SpecConfigError
 from .checkpoint import Checkpoint, head_placement, save_checkpoint
 from .dflash_formats import BlockView, DFlashCheckpoint, DFlashConfig
 from .draft_checkpoint import TargetSizes, stored_vocabulary
-from .draft_network import DraftNetwork, TargetParts, is_copy, layer_config, loaded_network
+from .draft_network import DraftNetwork, TargetParts, is_copy, layer_config, loaded_network, on_device_of
 
 
 if TYPE_CHECKING:
@@ -342,7 +342,7 @@ class _ScaledParts(TargetParts):
         """As the target embeds them, its scaling included. A norm behind the table belongs to the target alone."""
         if hasattr(self.embedding, "embed_norm"):
             return super().embed(tokens)
-        return self.embedding(tokens.to(self.embedding.weight.device))
+        return self.embedding(on_device_of(self.embedding, tokens))
 
     def logits(self, output):
         """What the target makes of an output: the scaling and the cap of its logits count in probabilities."""

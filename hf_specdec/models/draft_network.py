@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -25,29 +26,93 @@ if TYPE_CHECKING:
 
 
 class TargetParts:
-    """Embedding and lm_head of a target. No module: they are no part of a draft, and copies of a draft share them."""
+    """Embedding and lm_head of a target. No module: they are no part of a draft, and copies of a draft share them.
+
+    They are looked up when they are used, because adapters and new vocabularies put others in their place. The target
+    is not kept alive; once it is gone, the last ones that it had remain.
+    """
 
     def __init__(self, target_model: nn.Module):
-        self.embedding = target_model.get_input_embeddings()
-        self.head = target_model.get_output_embeddings()
+        self._target: Callable[[], nn.Module | None] = ref(target_model)
+        self._last = {name: find(target_model) for name, find in self._finders().items()}
+
+    @staticmethod
+    def _finders() -> dict[str, Callable[[nn.Module], Any]]:
+        """How each part is found in a target."""
+        return {"embedding": lambda target: target.get_input_embeddings(), "head": lambda t: t.get_output_embeddings()}
+
+    def __getattr__(self, name: str) -> Any:
+        finders = {} if name.startswith("_") else self._finders()
+        if name not in finders:
+            raise AttributeError(f"{type(self).__name__} has no part '{name}'.")
+        target = self._target()
+        if target is not None:
+            self._last[name] = finders[name](target)
+        return self._last[name]
 
     def __deepcopy__(self, memo: dict) -> TargetParts:
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_target": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _target=_gone)
+
     def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
         """Rows `(R, T, h)` of the embedding; what some targets do behind it, such as scaling, is left out."""
-        weight = self.embedding.weight
-        return F.embedding(tokens.to(weight.device), weight)
+        embedding = self.embedding
+        tokens = on_device_of(embedding, tokens)
+        if type(embedding).forward is nn.Embedding.forward:
+            return embedding(tokens)
+        if isinstance(embedding, nn.Embedding):
+            return _rows(embedding.weight, tokens)
+        # Of an adapter, which also scales what the embedding inside of it does.
+        scale = getattr(getattr(embedding, "base_layer", None), "embed_scale", None)
+        rows = embedding(tokens)
+        return rows if scale is None else rows / scale
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """What the target's lm_head makes of an output `(..., h)`."""
-        weight = self.head.weight
-        # Packed weights are of integers, and take states as they are.
-        return self.head(output.to(weight.device, weight.dtype if weight.is_floating_point() else None))
+        head = self.head
+        weight = getattr(head, "weight", None)
+        if not torch.is_tensor(weight):
+            # Packed for torch's own integer kernels.
+            return head(output.to("cpu", torch.float32))
+        # Other packed weights are of integers, and take states as they are.
+        return head(output.to(weight.device, weight.dtype if weight.is_floating_point() else None))
 
 
-def is_copy(own: torch.Tensor, given: torch.Tensor) -> bool:
+def _gone() -> None:
+    """In the place of a weak reference whose target is in another process."""
+
+
+def on_device_of(embedding: nn.Module, tokens: torch.LongTensor) -> torch.LongTensor:
+    """Tokens where an embedding computes; one without weights of its own, such as a packed one, says nothing of it."""
+    weight = getattr(embedding, "weight", None)
+    return tokens.to(weight.device) if torch.is_tensor(weight) else tokens
+
+
+def _rows(weight: torch.Tensor, tokens: torch.LongTensor) -> torch.Tensor:
+    """Rows of a table, which may be spread over processes."""
+    if not is_distributed(weight):
+        return F.embedding(tokens, weight)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = weight.device_mesh
+    everywhere = DTensor.from_local(tokens, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return F.embedding(everywhere, weight).full_tensor()
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether the processes of a group have a part of a tensor each."""
+    return hasattr(tensor, "full_tensor")
+
+
+def is_copy(own: torch.Tensor, given: Any) -> bool:
     """Whether a tensor of a draft is a copy of one of the target's, of its dtype and on its device."""
+    if not torch.is_tensor(given) or is_distributed(given):
+        return False
     alike = (own.shape, own.dtype, own.device) == (given.shape, given.dtype, given.device)
     return alike and torch.equal(own, given)
 

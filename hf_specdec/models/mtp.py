@@ -284,11 +284,14 @@ class _SharedParts(TargetParts):
 
     def __init__(self, target_model: nn.Module):
         super().__init__(target_model)
-        decoder = target_model.get_decoder()
-        self.norm, self.rotary = decoder.norm, decoder.rotary_emb
         self._names_types = "layer_type" in inspect.signature(self.rotary.forward).parameters
         # In multimodal targets a token has three positions; of text they are the same.
         self._has_sections = hasattr(self.rotary, "mrope_section")
+
+    @staticmethod
+    def _finders():
+        own = {"norm": lambda target: target.get_decoder().norm, "rotary": lambda t: t.get_decoder().rotary_emb}
+        return TargetParts._finders() | own
 
     def angles(self, like: torch.Tensor, positions: torch.LongTensor, layer_type: str | None):
         positions = positions.expand(3, -1, -1) if self._has_sections else positions

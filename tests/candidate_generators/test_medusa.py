@@ -6,6 +6,7 @@ import shutil
 import threading
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -356,7 +357,8 @@ def plain_heads(num_heads=4, vocab_size=VOCAB_SIZE) -> MedusaHeads:
 def generator_for(heads, session=None, **settings):
     config = SpeculativeConfig(method="medusa", model="unused", **settings)
     counts = RankCounts(heads.accuracies, heads.num_heads)
-    resources = medusa.MedusaResources(heads, torch.nn.Linear(heads.hidden_size, heads.vocab_size, bias=False), counts)
+    parts = SimpleNamespace(head=torch.nn.Linear(heads.hidden_size, heads.vocab_size, bias=False))
+    resources = medusa.MedusaResources(heads, parts, counts)
     speculator = Speculator(config, medusa.MedusaCandidateGenerator, resources)
     return speculator.candidate_generator(session or Session(1, 100, torch.device("cpu")))
 
@@ -610,7 +612,7 @@ class TestLoading:
     def test_nothing_of_the_target_is_copied(self, model, tmp_path):
         MedusaHeads(32, VOCAB_SIZE, 3, own_lm_heads=False).save(tmp_path)
         resources = load_speculator(model, {"method": "medusa", "model": str(tmp_path)}).resources
-        assert resources.lm_head is model.get_output_embeddings()
+        assert resources.target.head is model.get_output_embeddings()
 
     @pytest.mark.parametrize(
         "make", [lambda: tiny_llama(hidden_size=64, intermediate_size=8), tiny_llama], ids=["vocabulary", "width"]

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -74,7 +75,7 @@ def random_stages(variant: str) -> MLPSpeculator:
 
 
 def medusa_speculator(heads: MedusaHeads, lm_head: torch.nn.Module = LM_HEAD, **settings) -> Speculator:
-    resources = MedusaResources(heads, lm_head, RankCounts(heads.accuracies, heads.num_heads))
+    resources = MedusaResources(heads, SimpleNamespace(head=lm_head), RankCounts(heads.accuracies, heads.num_heads))
     return Speculator(SpeculativeConfig("medusa", "loaded", **settings), MedusaCandidateGenerator, resources)
 
 

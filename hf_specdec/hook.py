@@ -162,6 +162,9 @@ def configured_settings(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return None
 
 
+# What a file can hold, and paths.
+_WRITTEN = (str, int, float, list, tuple, dict, os.PathLike)
+
 # Names in a generation config, and what they are called among the settings.
 _SETTINGS = {"spec_method": "method", "spec_model": "model"}
 
@@ -170,7 +173,7 @@ def _as_settings(found: dict[str, Any]) -> Any:
     """Several arguments of a generation config as one entry; as in a call, the single ones take precedence."""
     if found.keys() == {"speculative"}:
         return found["speculative"]
-    if any(not isinstance(found.get(name, ""), (str, os.PathLike)) for name in ("assistant", "spec_model")):
+    if not all(isinstance(found.get(name, ""), _WRITTEN) for name in ("assistant", "spec_model")):
         return GivenArguments(found)
     if is_off(found.get("spec_method")) or is_off(found.get("speculative")):
         return "off"

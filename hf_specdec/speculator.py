@@ -91,6 +91,10 @@ class Speculator:
         """The target, as far as it is known and still there."""
         return None if self._target is None else self._target()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process has another target.
+        return {**vars(self), "_target": None}
+
     def candidate_generator(self, session: Session | None = None) -> CandidateGenerator:
         """A fresh candidate generator for one `generate()` call.
 

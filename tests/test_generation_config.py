@@ -329,6 +329,18 @@ def test_objects_may_stand_there(inputs, is_given):
         assert {name: getattr(config, name) for name in names} == names
 
 
+@pytest.mark.parametrize("value", [{}, [], 3, {"method": "ngram"}, "some/model", True])
+@pytest.mark.parametrize("name", ["assistant", "spec_model"])
+def test_what_a_file_can_hold_is_no_object(inputs, warnings, name, value):
+    """It may be a stranger's: what is beside it does not count as said by the call, and nothing fails."""
+    model = tiny_llama()
+    plain = model.generate(**inputs, **SETTINGS)
+    settings = {"method": "ngram", "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}
+    vars(model.generation_config).update({name: value, "speculative": settings})
+    assert torch.equal(model.generate(**inputs, **SETTINGS), plain)
+    assert warnings
+
+
 class TestContinuousBatching:
     @pytest.mark.parametrize(
         "asked",

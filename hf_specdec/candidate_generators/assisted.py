@@ -9,6 +9,7 @@ Shapes: L tokens of the text, P of the prompt, N draft tokens, H hidden size.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,10 +127,17 @@ class AssistedSide:
         """Captures these states in the next forward, as this package's loop does; the hooks leave with it."""
         from ..decoding.target import captured_states
 
+        thread = get_ident()
+
+        def end(*forward) -> None:
+            # Another thread may run a forward of its own on the same model.
+            if get_ident() == thread:
+                self._hooks.close()
+
         self._hooks.close()
         with ExitStack() as hooks:
             # Also where the forward fails.
-            handle = self.target.register_forward_hook(lambda *forward: self._hooks.close(), always_call=True)
+            handle = self.target.register_forward_hook(end, always_call=True)
             hooks.callback(handle.remove)
             self._captured = hooks.enter_context(captured_states(self.target, keys))
             self._hooks = hooks.pop_all()

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from ..candidate_generators.base import CandidateGenerator, Commit, DraftStep, Session
 from ..config import AUTO
 from ..drafts import DraftTree, chain_topology
+from ..errors import SpecConfigError
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowUniforms, seed_from_torch
 from ..logits.rules import acceptance_rule
@@ -331,6 +332,12 @@ class DecodingLoop:
     def _propose(self) -> DraftTree:
         step = self._step()
         draft = self.generator.propose(step)
+        if not isinstance(draft, DraftTree) or draft.batch_size != len(self.rows):
+            found = f"one of {draft.batch_size}" if isinstance(draft, DraftTree) else f"a {type(draft).__name__}"
+            raise SpecConfigError(
+                f"{type(self.generator).__name__}.propose() must return a DraftTree of {len(self.rows)} rows, those "
+                f"of `step.rows`, and has returned {found}. Give rows without a draft an empty one."
+            )
         if max(step.max_draft_tokens) == 0 < self.generator.num_speculative_tokens:
             draft.why_empty = "length_limit"
         else:

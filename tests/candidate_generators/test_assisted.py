@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 
 import pytest
@@ -247,6 +248,49 @@ class TestOfTheUsersOwn:
         assert output.speculative.num_accepted_tokens > 0
         assert output.speculative.method == "candidate_generator"
 
+    @pytest.mark.parametrize(
+        ("draft", "found"),
+        [
+            ([[1], [2]], "a list"),
+            (DraftTree.from_lists([[1]]), "one of 1"),
+        ],
+    )
+    def test_drafts_that_are_none(self, model, draft, found):
+        class Wrong(CandidateGenerator):
+            closed = 0
+
+            def propose(self, step):
+                return draft
+
+            def close(self):
+                self.closed += 1
+
+        generator = Wrong()
+        with pytest.raises(SpecConfigError, match=f"of `step.rows`, and has returned {found}"):
+            model.generate(**prompts(2), **GREEDY, assistant=generator)
+        assert generator.closed == 1
+
+    def test_it_is_closed_where_the_call_cannot_begin(self, model):
+        class Demanding(Repeating):
+            target_hidden_states = (99,)
+            closed = 0
+
+            def close(self):
+                self.closed += 1
+
+        generator = Demanding()
+        with pytest.raises(UnsupportedModelError, match="boundaries"):
+            model.generate(**prompts(2), **GREEDY, assistant=generator)
+        assert generator.closed == 1
+
+    def test_speculators_go_to_other_processes(self, model):
+        speculator = load_speculator(model, "repeating")
+        assert speculator.target is model
+        again = pickle.loads(pickle.dumps(speculator))
+        assert again.target is None
+        text = model.generate(**prompts(2), **GREEDY)
+        assert torch.equal(model.generate(**prompts(2), **GREEDY, assistant=again), text)
+
     def test_public_names(self):
         for name in ("CandidateGenerator", "Commit", "DraftStep", "DraftTree", "Prompt", "Session"):
             assert name in hf_specdec.__all__
@@ -374,6 +418,24 @@ class TestInTransformersOwnLoop:
             # torch does not tell hooks of it.
             generator.close()
         assert num_hooks(target) == before
+
+    def test_threads_capture_in_their_own_forwards(self):
+        """The target runs in another thread between a request and its forward."""
+        target, settings = demo_target(), chains_of("eagle3")
+        generator = fresh_speculator(settings).candidate_generator()
+
+        def forward_elsewhere(*forward):
+            if threading.current_thread() is threading.main_thread():
+                thread = threading.Thread(target=lambda: target(torch.tensor([[3, 4]])))
+                thread.start()
+                thread.join()
+
+        handle = target.model.layers[0].register_forward_pre_hook(forward_elsewhere)
+        try:
+            _, accepted = assisted(generator)
+        finally:
+            handle.remove()
+        assert accepted == our_counts(settings)
 
     @pytest.mark.parametrize("name", ["ngram", "eagle3"])
     def test_belongs_to_one_call(self, name):

@@ -92,7 +92,9 @@ class FirstRun:
     def run(self, parts: Iterator[tuple[str, Callable[[], Any]]]) -> int:
         """All parts in turn; the exit code."""
         for name, part in parts:
-            if name not in self.done and not self._run_part(name, part) and is_unusable(self.device):
+            is_lost = name not in self.done and not self._run_part(name, part) and is_unusable(self.device)
+            # The models would be made, and the device lost, again and again.
+            if is_lost and name != MODELS:
                 # With the arguments of this one; what was done is in the file.
                 os.execv(sys.executable, [sys.executable, *sys.argv, "--resume"])
         self.report["exit_code"] = self._exit_code()

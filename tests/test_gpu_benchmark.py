@@ -469,6 +469,11 @@ class TestFirstRun:
         assert resumed.run(iter(parts)) == 1
         names = [part["part"] for part in written(tmp_path)["parts"]]
         assert names == [gpu_first.MODELS, "good", "bad", gpu_first.MODELS, "last"]
+        # Each part is lost once at most.
+        begun.clear()
+        monkeypatch.setattr(gpu_first, "is_unusable", lambda device: True)
+        assert first_run(tmp_path).run(iter([(gpu_first.MODELS, crash)])) == 1
+        assert not begun
 
     def test_devices_that_work(self):
         assert not gpu_first.is_unusable(CPU)

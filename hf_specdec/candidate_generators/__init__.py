@@ -36,8 +36,10 @@ METHOD_ALIASES = {
     "ernie_mtp": "mtp",
     "qwen3_next_mtp": "mtp",
     "longcat_flash_mtp": "mtp",
-    "pangu_ultra_moe_mtp": "mtp",
 }
+
+# Names that engines have for methods, and nothing that could be done under them here.
+_WITHOUT_MODELS = {"pangu_ultra_moe_mtp": "transformers has no model of the type pangu_ultra_moe"}
 
 
 def available_methods() -> tuple[str, ...]:
@@ -53,7 +55,7 @@ def parts_of(name: str) -> tuple[str, ...]:
 def is_method_name(text: str) -> bool:
     """Whether a text is the name of a method, or of a combination that has a known part, and no path or repo id."""
     parts = parts_of(text)
-    known = [part in _GENERATORS for part in parts]
+    known = [part in _GENERATORS or part in _WITHOUT_MODELS for part in parts]
     return known[0] if len(parts) == 1 else any(known) and "/" not in text
 
 
@@ -111,6 +113,11 @@ def unregister_candidate_generator(name: str) -> None:
 
 
 def _unknown_method(name: str) -> SpecConfigError:
+    if name in _WITHOUT_MODELS:
+        return SpecConfigError(
+            f"spec_method='{name}' cannot be used: {_WITHOUT_MODELS[name]}. For MTP layers of other families "
+            "use 'mtp'; 'ngram' works with every target."
+        )
     available = ", ".join(_GENERATORS)
     close = difflib.get_close_matches(name[:100], [*KNOWN_METHODS, *_GENERATORS, *METHOD_ALIASES], n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""

@@ -11,6 +11,7 @@ Shapes: R rows that are drafted for, B active rows of the loop, T tokens fed, V 
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,6 +29,7 @@ from ..logits.acceptance import best_tokens
 from ..logits.processors import ProcessorStack
 from ..logits.sampling import DraftSampler
 from ..models.draft_model import Vocabularies, checkpoint_location, load_draft_model, match_vocabularies
+from ..models.loading import checkpoint_errors
 from ..transfers import PendingRead, upload
 from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 from .options import check_bounds, check_draft_sample_method, check_flag
@@ -148,8 +150,9 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             location = checkpoint_location(config)
         else:
             _check_nothing_to_load(config)
-        model_profile(draft_model, role="draft model")
-        vocabularies = match_vocabularies(draft_model, target_model, config.options.same_tokenizer, location)
+        with nullcontext() if location is None else checkpoint_errors(config.model):
+            model_profile(draft_model, role="draft model")
+            vocabularies = match_vocabularies(draft_model, target_model, config.options.same_tokenizer, location)
         return DraftModel(draft_model, vocabularies)
 
     @classmethod

@@ -97,6 +97,13 @@ def detect(files: RepoFiles) -> Detection:
         CheckpointAccessError: It cannot be reached.
         CheckpointFormatError: There is no readable `config.json`, it has no known format, or is ambiguous.
     """
+    from ..models.loading import checkpoint_errors
+
+    with checkpoint_errors(files.name):
+        return _detected(files)
+
+
+def _detected(files: RepoFiles) -> Detection:
     config = files.config
     row, weight_file, tensors, problems = _read(files)
     problems += _own_problems(row, config, tensors)
@@ -133,7 +140,10 @@ def detect_method(config: SpeculativeConfig, target_config: Any = None) -> str:
     if known is not None:
         return known
     # What else is wrong with it is for its loader to say.
-    row, *_ = _read(files)
+    from ..models.loading import checkpoint_errors
+
+    with checkpoint_errors(files.name):
+        row, *_ = _read(files)
     if row.unsupported:
         raise CheckpointFormatError(f"'{files.name}' {row.unsupported}")
     if files.folder is None:

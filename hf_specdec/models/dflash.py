@@ -37,6 +37,7 @@ from .checkpoint import Checkpoint, head_placement, save_checkpoint
 from .dflash_formats import BlockView, DFlashCheckpoint, DFlashConfig
 from .draft_checkpoint import TargetSizes, stored_vocabulary
 from .draft_network import DraftNetwork, TargetParts, is_copy, layer_config, loaded_network, on_device_of
+from .loading import loads_checkpoint
 
 
 if TYPE_CHECKING:
@@ -352,6 +353,7 @@ class _ScaledParts(TargetParts):
         return self._softcap * torch.tanh(logits / self._softcap) if self._softcap else logits
 
 
+@loads_checkpoint
 def load_dflash(config: SpeculativeConfig, target_model: nn.Module) -> DFlashNetwork:
     """Loads `config.model`, in any of its formats, in the target's dtype and on its device unless the settings differ.
 
@@ -418,7 +420,7 @@ def tokenizer_of(target_model: nn.Module) -> PreTrainedTokenizerBase | None:
     name = target_model.config.name_or_path
     try:
         return AutoTokenizer.from_pretrained(name) if name else None
-    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):
+    except Exception:  # noqa: BLE001 - a stranger's files may trip anything
         return None
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging as python_logging
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HTTPError
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils import logging
 from transformers.utils.import_utils import is_bitsandbytes_available
 
-from ..errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
-from ..hub.files import WEIGHT_FILES, RepoFiles, is_pickled
+from ..errors import MOST_SHOWN, CheckpointFormatError, MissingDependencyError, SpecConfigError, shown
+from ..hub.files import WEIGHT_FILES, RepoFiles, TensorTable, is_pickled
+from .loading import loads_checkpoint
+from .settings import MOST, is_int
 
 
 logger = logging.get_logger(__name__)
@@ -29,6 +31,7 @@ _QUANTIZATION = {
 }
 
 
+@loads_checkpoint
 def load_draft_model(config: Any, target_model: torch.nn.Module) -> torch.nn.Module:
     """Loads `config.model` in the target's dtype, on its device, unless the settings say otherwise.
 
@@ -66,6 +69,7 @@ def _checked_weights(files: RepoFiles) -> str:
                 f"'{files.name}' has none of the weight files that are read: {', '.join(WEIGHT_FILES)}. Pass a "
                 "complete causal language model, and name it as `spec_model` where its weights are pickled."
             )
+        _check_sizes(files, weights, files.tensors(weights))
         for part in files.parts(weights):
             if is_pickled(part):
                 files.pickled_path(part)
@@ -83,6 +87,38 @@ def _checked_weights(files: RepoFiles) -> str:
     except CheckpointFormatError as error:
         raise type(error)(f"The draft model {error}") from error
     return weights
+
+
+# How configs call what a model has in its depth, and numbers that are no sizes of anything in its files.
+_DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers")
+_NO_SIZES = re.compile(r".*(_ids?|id2label|label2id|position|length|len|window|theta|base|seed|version).*")
+
+
+def _check_sizes(files: RepoFiles, weights: str, tensors: TensorTable | None) -> None:
+    """Refuses a config whose model would be far larger than its files, before it is downloaded and built."""
+    num_bytes = sum(files.sizes.get(part) or 0 for part in files.parts(weights))
+    num_tensors = num_bytes if tensors is None else len(tensors)
+    for name, value in _integers(files.config):
+        key = name.rpartition(".")[2]
+        is_size = not _NO_SIZES.fullmatch(key)
+        # An element has at least four bits, and a layer a tensor.
+        most = num_tensors if key in _DEPTHS else 2 * num_bytes if is_size else MOST
+        if value > most and "theta" not in key and "base" not in key:
+            raise CheckpointFormatError(
+                f"'{files.name}' has `{name}`={shown(value)} in its config.json, and {num_tensors} tensors of "
+                f"{num_bytes} bytes in {weights}: no such model can be made of them. Pass an intact checkpoint."
+            )
+
+
+def _integers(config: Any, place: str = "") -> Iterator[tuple[str, int]]:
+    """All integers in a config, with the way to each."""
+    items = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
+    for key, value in items:
+        name = f"{place}.{key}" if place and isinstance(config, dict) else place or str(key)
+        if is_int(value):
+            yield name, value
+        else:
+            yield from _integers(value, name)
 
 
 def _is_read_along(name: str) -> bool:
@@ -150,11 +186,9 @@ def _from_pretrained(name: str, weights: str, location: dict[str, Any], argument
         model, loading = AutoModelForCausalLM.from_pretrained(
             name, config=model_config, output_loading_info=True, **location, **arguments
         )
-    except torch.OutOfMemoryError:
-        raise
-    except (OSError, HTTPError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except ValueError as error:
         # Further lines list everything that transformers knows.
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:MOST_SHOWN]
         if "custom code" in reason:
             reason += " Pass trust_remote_code=True if you trust it."
         raise CheckpointFormatError(f"The draft model '{name}' cannot be loaded: {reason}") from error
@@ -252,7 +286,7 @@ def token_table(name: str | None, location: dict[str, Any] | None = None) -> dic
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **{"trust_remote_code": False, **(location or {})})
         tokens = tokenizer.get_vocab()
-    except (OSError, HTTPError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 - a stranger's files may trip anything
         logger.debug(f"No tokenizer for '{name}': {error}")
         return None
     # Without files transformers makes up a tokenizer of special tokens for some models.

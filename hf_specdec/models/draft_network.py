@@ -15,8 +15,9 @@ from torch import nn
 from transformers import Qwen3Config
 
 from ..decoding.attention import NAME
-from ..errors import CheckpointFormatError
+from ..errors import CheckpointFormatError, shown
 from .checkpoint import tensor_shapes
+from .draft_checkpoint import stated
 
 
 if TYPE_CHECKING:
@@ -199,9 +200,34 @@ def loaded_network(
             network = make(found)
     except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointFormatError(
-            f"'{checkpoint.name}': no rotary embedding can be made of {dict(found.rope_parameters)}: {error!r}. "
-            "Correct `rope_parameters` or `rope_scaling` in its config.json."
+            f"'{checkpoint.name}': no rotary embedding can be made of {shown(dict(found.rope_parameters))}: "
+            f"{shown(error)}. Correct `rope_parameters` or `rope_scaling` in its config.json."
         ) from error
     network.load_state_dict(checkpoint.read(tensor_shapes(network), dtype, device), assign=True)
     network.rotary_emb.to(device)
-    return network.attach(target_model).eval().requires_grad_(False)
+    network.attach(target_model)
+    _check_tied(checkpoint, network, target_model)
+    return network.eval().requires_grad_(False)
+
+
+def _check_tied(checkpoint: DraftCheckpoint, network: DraftNetwork, target_model: nn.Module) -> None:
+    """Refuses a draft whose lm_head is its own embedding: without an lm_head in the file, the target's is used."""
+    if not stated(checkpoint.places, "tie_word_embeddings") or network.lm_head is not None:
+        return
+    own = network.embed_tokens
+    given = target_model.get_input_embeddings().weight
+    # Configs are copied from targets, and what is said of these is no news; so is what EAGLE-1 has of the target.
+    if own is None or getattr(network.config, "method", None) == "eagle" or is_close(own.weight, given):
+        return
+    raise CheckpointFormatError(
+        f"'{checkpoint.name}' has `tie_word_embeddings`=true in its config.json, an embedding of its own, and no "
+        "`lm_head.weight`: a draft with its embedding as lm_head is not supported. Pass one with an lm_head."
+    )
+
+
+def is_close(own: torch.Tensor, given: torch.Tensor) -> bool:
+    """Whether a tensor of a draft is one of the target's but for rounding."""
+    rows = min(len(own), len(given))
+    if own.shape[1:] != given.shape[1:] or given.is_meta or not given.is_floating_point():
+        return False
+    return torch.allclose(own[:rows].float(), given[:rows].to(own.device).float(), rtol=2e-2, atol=1e-3)

@@ -37,6 +37,7 @@ from .checkpoint import Checkpoint, head_placement, save_checkpoint
 from .draft_checkpoint import TargetSizes
 from .draft_network import DraftNetwork, TargetParts, is_copy, layer_config, loaded_network
 from .eagle_formats import EagleCheckpoint, EagleConfig, stored_tensors
+from .loading import loads_checkpoint
 
 
 if TYPE_CHECKING:
@@ -276,6 +277,7 @@ def _fit(module: nn.Module, name: str, bias: bool, inputs: int | None = None) ->
 _NETWORKS = {"eagle": Eagle1Network, "eagle3": Eagle3Network}
 
 
+@loads_checkpoint
 def load_eagle(config: SpeculativeConfig, target_model: nn.Module) -> EagleNetwork:
     """Loads `config.model`, in any of its formats, in the target's dtype and on its device unless the settings differ.
 

@@ -34,6 +34,7 @@ from ..hub.files import MEDUSA_FILES
 from .checkpoint import Checkpoint, check_target, head_placement, save_checkpoint
 from .config_keys import refused_key
 from .draft_model import vocabulary_size
+from .loading import loads_checkpoint
 from .settings import COUNT, FLAG, NAME, is_number
 
 
@@ -241,6 +242,7 @@ def _linear(stream: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 # Loading
 
 
+@loads_checkpoint
 def load_medusa(config: SpeculativeConfig, target_model: nn.Module) -> MedusaHeads:
     """Loads the heads of `config.model` in the target's dtype, on its device, unless the settings say otherwise.
 

@@ -29,6 +29,7 @@ from torch import nn
 from ..errors import CheckpointFormatError, SpecConfigError, shown
 from .checkpoint import Checkpoint, check_target, head_placement, save_checkpoint, tensor_shapes
 from .config_keys import refused_key
+from .loading import loads_checkpoint
 from .settings import MOST, is_int
 
 
@@ -232,6 +233,7 @@ def _normed(values: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(wide, wide.shape[-1:], None, _EPSILON).to(values.dtype)
 
 
+@loads_checkpoint
 def load_mlp_speculator(config: SpeculativeConfig, target_model: nn.Module) -> MLPSpeculator:
     """Loads `config.model` in the target's dtype and on its device, unless the settings say otherwise.
 

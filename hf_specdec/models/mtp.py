@@ -32,6 +32,7 @@ from .checkpoint import Checkpoint, head_placement, hidden_size, save_checkpoint
 from .draft_checkpoint import stated
 from .draft_model import vocabulary_size
 from .draft_network import TargetParts
+from .loading import loads_checkpoint
 from .mtp_formats import MTP_LAYOUT, WIDTH_KEY, MtpCheckpoint, MtpConfig, nested_configs, stored_tensors
 
 
@@ -370,6 +371,7 @@ def new_mtp(target_model: nn.Module, num_layers: int = 1, intermediate_size: int
     return network.to(next(source.parameters()).device, target_model.dtype)
 
 
+@loads_checkpoint
 def load_mtp(config: SpeculativeConfig, target_model: nn.Module) -> MtpNetwork:
     """Loads MTP layers from the target's own checkpoint, or from `config.model` where that is named.
 

@@ -567,9 +567,16 @@ class TestSettings:
 
     def test_old_names(self):
         aliases = [name for name, method in METHOD_ALIASES.items() if method == "mtp"]
-        assert len(aliases) == 7
+        assert len(aliases) == 6
         for alias in aliases:
             assert SpeculativeConfig(alias).method == "mtp"
+
+    @pytest.mark.parametrize("name", ["pangu_ultra_moe_mtp", "suffix+pangu_ultra_moe_mtp"])
+    def test_a_name_with_nothing_behind_it(self, model, name):
+        with pytest.raises(SpecConfigError, match="'pangu_ultra_moe_mtp' cannot be used: transformers has no model"):
+            SpeculativeConfig.resolve(name)
+        with pytest.raises(SpecConfigError, match="'pangu_ultra_moe_mtp' cannot be used"):
+            model.generate(**prompts(1), max_new_tokens=3, spec_method=name)
 
     def test_loads_once(self, monkeypatch):
         target, _ = published("mimo")

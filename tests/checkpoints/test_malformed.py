@@ -1,0 +1,375 @@
+"""Malformed checkpoints: each loads, or ends in an error of this package that names it, without waiting or growing.
+
+`HF_SPECDEC_MALFORMED` sets how many are made of each fixture.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import resource
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from hf_specdec import CheckpointFormatError, SpecConfigError, SpecDecError, SpeculativeConfig, UnsupportedModelError
+from hf_specdec.candidate_generators import resolve_candidate_generator
+from hf_specdec.errors import CheckpointAccessError
+from hf_specdec.hub.detect import detect_checkpoint
+from hf_specdec.models.draft_model import load_draft_model
+from hf_specdec.models.eagle import load_eagle
+from hf_specdec.models.loading import checkpoint_errors, loads_checkpoint
+from tests.hub.test_one_reader import HEADS, copy_of, loaded_target
+from tests.models import tiny_llama
+
+
+COUNT = int(os.environ.get("HF_SPECDEC_MALFORMED", "4"))
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+WHOLE = {f"model/{path.parent.parent.name}": path.parent for path in FIXTURES.glob("*/*/target/config.json")}
+DRAFTS = {name: WHOLE[name] for name in sorted(WHOLE)[:3]}
+MTP = {f"mtp/{path.parent.name}": path for path in sorted(FIXTURES.glob("mtp/*/target"))[:4]}
+METHODS = {**{name: name.partition("/")[0] for name in HEADS}, **dict.fromkeys(DRAFTS, "draft_model")}
+METHODS |= {name: "mtp" for name in (*MTP, "demo/mtp")}
+HEADS.update(DRAFTS)
+HEADS.update(MTP)
+
+NUMBERS = [0, -1, 1, 2, 3, 2**31, 10**9, 10**18, 10**300, 0.5, float("nan"), float("inf"), -float("inf")]
+OTHERS = [
+    None,
+    True,
+    False,
+    "",
+    "x",
+    "8",
+    "x" * 100_000,
+    [],
+    {},
+    [1],
+    ["x"],
+    [[1]],
+    {"a": 1},
+    [10**9],
+    [-1, 0],
+    [None],
+]
+
+
+def nested(depth):
+    return json.loads("[" * depth + "]" * depth)
+
+
+def changed_config(chance, config):
+    """One or two values replaced, removed or added, at the top or inside."""
+    for _ in range(chance.randrange(1, 3)):
+        places = [config, *(value for value in config.values() if isinstance(value, dict))]
+        place = chance.choice(places)
+        key = chance.choice(sorted(place) or ["x"]) if chance.random() < 0.85 else chance.choice(MORE_KEYS)
+        action = chance.randrange(8)
+        if action == 0:
+            place.pop(key, None)
+        elif action == 1:
+            place[key] = nested(chance.choice([5, 300]))
+        elif action == 2 and isinstance(place.get(key), list):
+            place[key] = place[key] * chance.randrange(3) + chance.choice([[], [10**9], ["x"], [-5]])
+        else:
+            place[key] = chance.choice(NUMBERS if chance.random() < 0.6 else OTHERS)
+    return config
+
+
+MORE_KEYS = [
+    "rope_scaling",
+    "rope_parameters",
+    "layer_types",
+    "sliding_window",
+    "quantization_config",
+    "dflash_config",
+]
+MORE_KEYS += ["eagle_config", "transformer_layer_config", "text_config", "d2t", "num_nextn_predict_layers", "auto_map"]
+MORE_KEYS += [
+    "block_size",
+    "head_dim",
+    "num_experts",
+    "architectures",
+    "model_type",
+    "torch_dtype",
+    "dtype",
+    "id2label",
+]
+
+
+def changed_tensors(chance, tensors):
+    tensors = dict(tensors)
+    for _ in range(chance.randrange(1, 3)):
+        name = chance.choice(sorted(tensors))
+        tensor = tensors[name]
+        match chance.randrange(9):
+            case 0:
+                del tensors[name]
+            case 1:
+                tensors["extra.weight"] = torch.ones(2, 2)
+            case 2:
+                tensors[name] = tensor.flatten()[: max(1, tensor.numel() // 2)]
+            case 3:
+                kinds = [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.float64]
+                tensors[name] = tensor.to(chance.choice(kinds))
+            case 4:
+                tensors[name] = tensor[:0]
+            case 5:
+                tensors[name] = torch.full_like(tensor.float(), chance.choice([float("nan"), float("inf"), 0.0]))
+            case 6:
+                tensors[name] = tensor.new_zeros(())
+            case 7:
+                tensors[name] = tensor[None]
+            case 8:
+                tensors[f"{name.rpartition('.')[0]}.{chance.randrange(10**9)}.weight"] = tensors.pop(name)
+        if not tensors:
+            break
+    return {key: tensor.contiguous() for key, tensor in tensors.items()}
+
+
+def changed_bytes(chance, path):
+    content = bytearray(path.read_bytes())
+    match chance.randrange(5):
+        case 0:
+            content = content[: chance.randrange(len(content))]
+        case 1:
+            for _ in range(5):
+                content[chance.randrange(len(content))] = chance.randrange(256)
+        case 2:
+            content[:8] = struct.pack("<Q", chance.choice([0, 2**62, len(content) * 10, 3]))
+        case 3:
+            size = struct.unpack("<Q", content[:8])[0] if path.suffix == ".safetensors" else 100
+            for _ in range(3):
+                content[8 + chance.randrange(max(1, min(size, len(content) - 8)))] = chance.randrange(256)
+        case 4:
+            content = bytearray(b"")
+    path.write_bytes(bytes(content))
+
+
+def changed_files(chance, folder, weights):
+    """Index files that lie, and configs that are none."""
+    match chance.randrange(4):
+        case 0:
+            names = list(load_file(weights)) if weights.suffix == ".safetensors" else ["a"]
+            other = chance.choice([weights.name, "none.safetensors", "../x.safetensors", 5, None])
+            index = {
+                "weight_map": dict.fromkeys(names, weights.name) | {chance.choice(names): other, "more": weights.name}
+            }
+            weights.rename(folder / "part.safetensors") if chance.random() < 0.3 else None
+            (folder / "model.safetensors.index.json").write_text(json.dumps(chance.choice([index, {}, [], index])))
+            (folder / "model.safetensors").unlink(missing_ok=True) if chance.random() < 0.5 else None
+        case 1:
+            (folder / "config.json").write_text(
+                chance.choice(["", "[", "null", "[1]", "{", '{"a": ' + "9" * 5000 + "}"])
+            )
+        case 2:
+            (folder / "config.json").write_text('{"a": ' * 50_000 + "1" + "}" * 50_000)
+        case 3:
+            (folder / "tokenizer.json").write_text(chance.choice(["", "[]", '{"model": 3}', "{}"]))
+            (folder / "tokenizer_config.json").write_text(chance.choice(["", "[]", '{"tokenizer_class": 3}', "{}"]))
+
+
+def malform(seed, name, folder):
+    chance = random.Random(f"{seed} {name}")
+    copy_of(name, folder)
+    (weights,) = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".pt")]
+    kind = chance.choice(["config", "config", "config", "tensors", "tensors", "bytes", "files"])
+    if kind == "config":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(changed_config(chance, config)))
+    elif kind == "tensors" and weights.suffix == ".safetensors":
+        save_file(changed_tensors(chance, load_file(weights)), weights, metadata={"format": "pt"})
+    elif kind == "tensors":
+        torch.save(changed_tensors(chance, torch.load(weights, weights_only=True)), weights)
+    elif kind == "bytes":
+        changed_bytes(chance, weights)
+    else:
+        changed_files(chance, folder, weights)
+    return kind
+
+
+def memory():
+    """Most bytes that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@pytest.mark.parametrize("seed", range(COUNT))
+@pytest.mark.parametrize("name", METHODS)
+def test_malformed(tmp_path, name, seed):
+    folder = tmp_path / "head"
+    malform(seed, name, folder)
+    owner = "eagle/eagle3_llama" if random.Random(seed).random() < 0.1 else name
+    target = loaded_target(HEADS[owner] if owner in HEADS else HEADS[name])
+    before, said = memory(), []
+    method = METHODS[name]
+    method = "eagle3" if method == "eagle" and "eagle3" in name else method
+    for step in (lambda: detect_checkpoint(folder), lambda: load(method, folder, target)):
+        try:
+            step()
+        except (CheckpointFormatError, SpecConfigError, UnsupportedModelError) as error:
+            said.append(str(error))
+    assert all(len(text) < 4000 for text in said)
+    assert memory() - before < 500 * 2**20
+
+
+def load(method, folder, target):
+    return resolve_candidate_generator(method).load(SpeculativeConfig(method, str(folder)), target)
+
+
+class TestTheBoundary:
+    @pytest.mark.parametrize(
+        "error", [KeyError("x"), TypeError("y" * 1000), RecursionError(), EOFError(), Exception("z")]
+    )
+    def test_everything_becomes_an_error_of_this_package(self, error):
+        with pytest.raises(CheckpointFormatError, match="'user/head' cannot be loaded") as caught:
+            with checkpoint_errors("user/head"):
+                raise error
+        assert caught.value.__cause__ is error
+        assert len(str(caught.value)) < 450
+        assert type(error).__name__ in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "error", [KeyboardInterrupt(), SystemExit(), MemoryError(), torch.OutOfMemoryError("x"), SpecConfigError("x")]
+    )
+    def test_what_is_not_the_checkpoints_stays(self, error):
+        with pytest.raises(type(error)) as caught, checkpoint_errors("user/head"):
+            raise error
+        assert caught.value is error
+
+    @pytest.mark.parametrize("error", [ConnectionError("refused"), TimeoutError("slow")])
+    def test_the_network(self, error):
+        with (
+            pytest.raises(CheckpointAccessError, match="cannot be reached: .*refused|slow"),
+            checkpoint_errors("user/head"),
+        ):
+            raise error
+        assert issubclass(CheckpointAccessError, OSError)
+        assert not issubclass(HfHubHTTPError, SpecDecError)
+
+    def test_loaders_are_inside(self, tmp_path):
+        @loads_checkpoint
+        def load(config, target_model):
+            raise AttributeError("'list' object has no attribute 'get'")
+
+        with pytest.raises(CheckpointFormatError, match="'head' cannot be loaded.*AttributeError"):
+            load(SpeculativeConfig("eagle", "head"), None)
+
+
+class TestPublishedSizes:
+    """What a config states is bounded by the file before anything is built."""
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("num_hidden_layers", 10**9),
+            ("num_hidden_layers", 10**5),
+            ("hidden_size", 10**9),
+            ("head_dim", 2**31),
+            ("vocab_size", 10**12),
+            ("max_position_embeddings", 10**12),
+        ],
+    )
+    def test_whole_models(self, tmp_path, key, value):
+        tiny_llama().save_pretrained(tmp_path)
+        settings = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**settings, key: value}))
+        with pytest.raises(CheckpointFormatError, match=f"has `{key}`={value} in its config.json.*no such model"):
+            load_draft_model(SpeculativeConfig("draft_model", str(tmp_path)), tiny_llama())
+
+    def test_large_numbers_that_are_no_sizes(self, tmp_path):
+        tiny_llama(max_position_embeddings=1_000_000).save_pretrained(tmp_path)
+        settings = json.loads((tmp_path / "config.json").read_text())
+        more = {"eos_token_id": [2**20], "rope_theta": 10**11, "seed": 2**31 - 1}
+        (tmp_path / "config.json").write_text(json.dumps({**settings, **more}))
+        assert load_draft_model(SpeculativeConfig("draft_model", str(tmp_path)), tiny_llama()).num_parameters() > 0
+
+    @pytest.mark.parametrize("size", [2**31, 10**12, 257])
+    @pytest.mark.parametrize("place", ["block_size", "dflash_config.block_size", "dflash_config.num_denoising_steps"])
+    def test_blocks(self, tmp_path, size, place):
+        folder = copy_of("dflash/qwen3_random_b8", tmp_path / "head", {place: size})
+        key = place.rpartition(".")[2]
+        with pytest.raises(
+            CheckpointFormatError, match=f"`{key}`={size} in its config.json, which must be .* at most 256"
+        ):
+            load("dflash", folder, loaded_target(HEADS["dflash/qwen3_random_b8"]))
+
+
+class TestDeadWeights:
+    """What can draft nothing loads, and is said once."""
+
+    @pytest.fixture
+    def warnings(self, monkeypatch):
+        seen = []
+        monkeypatch.setattr("hf_specdec.models.loading.logger.warning", seen.append)
+        return seen
+
+    @pytest.mark.parametrize(
+        ("value", "what"),
+        [
+            (float("nan"), r"tensors with NaN or infinite values \("),
+            (float("inf"), r"tensors with NaN or infinite values \("),
+            (0.0, r"matrices of zeros alone \("),
+        ],
+    )
+    @pytest.mark.parametrize("name", ["eagle/eagle3_llama", "dflash/qwen3_random_b8", "mlp_speculator/untied_plain"])
+    def test_one_warning(self, tmp_path, warnings, name, value, what):
+        folder = copy_of(name, tmp_path / "head")
+        tensors = load_file(folder / "model.safetensors")
+        dead = [key for key, tensor in tensors.items() if tensor.is_floating_point() and tensor.dim() == 2][:5]
+        save_file(
+            {**tensors, **{key: torch.full_like(tensors[key], value) for key in dead}}, folder / "model.safetensors"
+        )
+        load(METHODS[name] if "eagle" not in name else "eagle3", folder, loaded_target(HEADS[name]))
+        (warning,) = warnings
+        assert str(folder) in warning
+        assert pytest.approx(5, abs=1) == int(warning.split(" has ")[1].split()[0])
+        assert re.search(what, warning)
+
+    @pytest.mark.parametrize("name", ["eagle/eagle1_llama", "medusa/vllm_converted", "mlp_speculator/tied_plain"])
+    def test_ordinary_weights_say_nothing(self, warnings, name):
+        load(METHODS[name], HEADS[name], loaded_target(HEADS[name]))
+        assert warnings == []
+
+    def test_one_number_is_enough(self, tmp_path, warnings):
+        model = tiny_llama()
+        model.lm_head.weight.data[3, 4] = float("nan")
+        model.save_pretrained(tmp_path)
+        load_draft_model(SpeculativeConfig("draft_model", str(tmp_path)), tiny_llama())
+        assert "1 tensors with NaN or infinite values (lm_head.weight)" in warnings[0]
+
+
+def test_an_embedding_as_lm_head(tmp_path):
+    """The flag is mostly copied from targets; with another embedding it would be another computation."""
+    name = "eagle/eagle3_speculators"
+    target = loaded_target(HEADS[name])
+    tensors = load_file(HEADS[name] / "model.safetensors")
+    shared = {key: tensor for key, tensor in tensors.items() if key not in ("lm_head.weight", "d2t", "t2d")}
+    for scale, is_refused in ((1.0, False), (2.0, True)):
+        folder = copy_of(
+            name,
+            tmp_path / str(scale),
+            {"transformer_layer_config.tie_word_embeddings": True, "draft_vocab_size": None},
+        )
+        embedding = target.get_input_embeddings().weight.detach() * scale
+        save_file({**shared, "embed_tokens.weight": embedding.clone()}, folder / "model.safetensors")
+        config = SpeculativeConfig("eagle3", str(folder))
+        if is_refused:
+            with pytest.raises(CheckpointFormatError, match="`tie_word_embeddings`=true.*an embedding of its own"):
+                load_eagle(config, target)
+        else:
+            assert load_eagle(config, target).lm_head is None
+
+
+def test_the_targets_stay_as_they_are():
+    """After all of this: what was loaded for checkpoints that failed has left nothing behind."""
+    target = loaded_target(HEADS["eagle/eagle3_llama"])
+    again = AutoModelForCausalLM.from_pretrained(target.config.name_or_path)
+    for (name, one), (_, other) in zip(target.state_dict().items(), again.state_dict().items()):
+        assert torch.equal(one, other), name

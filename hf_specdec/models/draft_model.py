@@ -186,7 +186,9 @@ def _from_pretrained(name: str, weights: str, location: dict[str, Any], argument
         model, loading = AutoModelForCausalLM.from_pretrained(
             name, config=model_config, output_loading_info=True, **location, **arguments
         )
-    except ValueError as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         # Further lines list everything that transformers knows.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:MOST_SHOWN]
         if "custom code" in reason:

@@ -1,4 +1,4 @@
-"""Tiny random models of every causal language model architecture of transformers.
+"""Tiny random models of every causal language model architecture of transformers, and of those that read images too.
 
 A model type needs an entry here only where the common sizes do not fit it, or where it cannot be decoded
 speculatively; types that transformers adds later are tried like all others.
@@ -7,9 +7,12 @@ speculatively; types that transformers adds later are tried like all others.
 from __future__ import annotations
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 
 # Taken over by every config that knows the name. Windows and chunks are shorter than prompt and text, heads are
@@ -70,6 +73,13 @@ COMMON = {
     "ssm_state_size": 16,
     "n_groups": 2,
     "chunk_size": 16,
+    # Parts that read images, sound and video, whose output fits the text model
+    "depth": 1,
+    "embed_dim": 32,
+    "projector_hidden_size": 32,
+    "vision_hidden_size": 64,
+    "out_hidden_size": 64,
+    "text_hidden_size": 64,
 }
 
 # Rounding errors grow on the way through these models, or decide which experts or keys are taken.
@@ -102,6 +112,8 @@ _SHARED_CACHE = {
     "global_head_dim": 16,
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 4]}
+_MULTIMODAL_ROPE = {"text_config": {"rope_parameters": _ROPE}}
+_HALF_ROPE = {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}}}
 
 _CONV = {"layer_types": ["conv", "full_attention", "conv"]}
 
@@ -113,15 +125,24 @@ SPECIAL = {
     "bamba": {"attn_layer_indices": [1]},
     "big_bird": {"attention_type": "original_full"},
     "blenderbot": _CALM,
+    "chameleon": {"vocabulary_map": {"<image>": 98}, "vq_config": {"base_channels": 32, "embed_dim": 256}},
     "codegen": {"rotary_dim": 8},
+    "cohere_compass": {
+        "text_config": {
+            **_SLIDING,
+            "rope_parameters": {"full_attention": dict(_ROPE), "sliding_attention": dict(_ROPE)},
+        }
+    },
     "cohere_compass_text": {
         **_SLIDING,
         "rope_parameters": {"full_attention": dict(_ROPE), "sliding_attention": dict(_ROPE)},
     },
+    "cosmos3_edge": _MULTIMODAL_ROPE,
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse", "sparse"]}},
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "deepseek_v32": _INDEXED,
@@ -132,19 +153,29 @@ SPECIAL = {
         "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
     },
     "dots3_note_text": _SLIDING_LATENT,
+    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [32, 32], "rope_parameters": _ROPE}},
     "gemma3n_text": _SHARED_CACHE,
     "gemma4": {"text_config": _SHARED_CACHE},
     "gemma4_text": _SHARED_CACHE,
     "gemma4_unified": {"text_config": _SHARED_CACHE},
     "gemma4_unified_text": _SHARED_CACHE,
+    "glm46v": _MULTIMODAL_ROPE,
     "glm4_moe_lite": _LATENT,
+    "glm4v": _MULTIMODAL_ROPE,
+    "glm4v_moe": _HALF_ROPE,
+    "glm_ocr": _HALF_ROPE,
+    "glmga": _HALF_ROPE,
     "glm_moe_dsa": _INDEXED,
     "gpt_neo": {"num_layers": 3, "attention_types": [[["local", "global", "local"], 1]], "window_size": 8},
     "gptj": {"rotary_dim": 8},
+    "granite4_vision": {"deepstack_layer_map": [[1, 0]], "downsample_rate": "1/2"},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "got_ocr2": {"text_config": _SLIDING},
     "hrm_text": _SENSITIVE,
+    "hunyuan_vl": _MULTIMODAL_ROPE,
     "hy_v4": _SENSITIVE,
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_dt_rank": 4},
+    "janus": {"vq_config": {"base_channels": 32, "embed_dim": 8, "projection_dim": 64, "image_token_embed_dim": 64}},
     "kimi_linear": _LATENT,
     "laguna": _SLIDING,
     "lfm2": _CONV,
@@ -160,13 +191,35 @@ SPECIAL = {
     "mellum": _SLIDING,
     "minicpm3": _LATENT,
     "minimax_m3_vl_text": _CALM,
+    "ministral": _SLIDING,
+    "mistral4": {"num_key_value_heads": 4},
+    "mistral_large4": {"text_config": _INDEXED},
     "modernbert-decoder": {"local_attention": 16},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [2, 1]}},
+    "muse_glimmer": {"vision_config": {"layer_types": ["window_attention", "full_attention", "full_attention"]}},
+    "muse_spark": {
+        "audio_config": {
+            "num_hidden_layers": 2,
+            "patch_sizes": [16, 6],
+            "hidden_sizes": [32, 64],
+            "depths": [1, 1],
+        },
+    },
     "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "moe"]},
+    "nemotron_h_omni": {
+        "text_config": {"layers_block_type": ["linear_attention", "full_attention", "moe"]},
+        "vision_config": {"video_temporal_patch_size": 2},
+    },
     "opt": _CALM,
+    "paddleocr_vl": _MULTIMODAL_ROPE,
     "qwen2": _SLIDING,
+    "qwen2_5_omni_thinker": {**_MULTIMODAL_ROPE, "vision_start_token_id": 97},
+    "qwen2_5_vl": {"text_config": {**_SLIDING, "rope_parameters": _ROPE}},
     "qwen2_moe": _SLIDING,
+    "qwen2_vl": {"text_config": {**_SLIDING, "rope_parameters": _ROPE}},
     "qwen3": _SLIDING,
     "qwen3_moe": {"use_sliding_window": True},
+    "qwen3_omni_moe_thinker": {**_MULTIMODAL_ROPE, "vision_start_token_id": 97},
     "smollm3": _SLIDING,
     "whisper": _CALM,
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "attention_head_dim": 32},
@@ -185,6 +238,20 @@ VARIANTS = {
     "mistral-full": ("mistral", {"sliding_window": None}),
     "mpt-no_alibi": ("mpt", {"attn_config": {"alibi": False}}),
     "qwen2-full": ("qwen2", {"layer_types": None, "use_sliding_window": False}),
+}
+
+# Types of which some models have layers of one kind alone, which may take other masks: the kind, or all there are.
+LAYERS = {
+    "cohere2": ["sliding_attention"],
+    "dots3_note_text": ["sliding_attention", "full_attention", "indexed_attention"],
+    "gemma3_text": ["sliding_attention"],
+    "gpt_oss": ["full_attention"],
+    "inkling_text": ["hybrid"],
+    "lfm2": ["full_attention"],
+    "lfm3": ["sliding_attention", "conv", "conv"],
+    "llama4_text": ["chunked_attention"],
+    "modernbert-decoder": ["sliding_attention"],
+    "zaya": ["hybrid"],
 }
 
 # Types with a recurrent state beside attention.
@@ -244,6 +311,7 @@ _BLOCK_INDEX = {
     "indexer_compress_ratio": 4,
 }
 _NO_CACHE = "keeps no key/value cache"
+_TWO_PARTS = "is an encoder-decoder model"
 
 # Types that cannot be used: what the error says, and the config values that the type is known for.
 UNSUPPORTED = {
@@ -251,29 +319,50 @@ UNSUPPORTED = {
     "cpmant": ("reads the whole text again", {}),
     "deepseek_v4": (_RECURRENT, {}),
     "falcon_mamba": (_NO_CACHE, {}),
+    "florence2": (_TWO_PARTS, {}),
     "git": ("image slots in front of the padding", {}),
+    "glm5_next": ("pools keys by their places", {}),
     "mamba": (_NO_CACHE, {}),
     "mamba2": (_NO_CACHE, {}),
     "minimax": (_RECURRENT, {}),
     "openai-gpt": (_NO_CACHE, {}),
+    "pix2struct": (_TWO_PARTS, {}),
+    "pp_formulanet": (_TWO_PARTS, {}),
     "prophetnet": ("one token at a time", {}),
     "qwen4_exp": ("remembers the last tokens", {"text_config": _BLOCK_INDEX}),
     "qwen4_exp_text": ("remembers the last tokens", _BLOCK_INDEX),
     "recurrent_gemma": (_RECURRENT, {}),
     "reformer": (_NO_CACHE, {"is_decoder": True}),
     "rwkv": (_RECURRENT, {}),
+    "t5gemma2": (_TWO_PARTS, {}),
+    "udop": (_TWO_PARTS, {}),
+    "unlimited_ocr": (_RECURRENT, {}),
     "xlm": (_NO_CACHE, {}),
     "xlnet": (_NO_CACHE, {}),
     "xlstm": (_RECURRENT, {}),
 }
 
 # Types that cannot be tried here.
+_NEEDS_TIMM = "its vision tower needs the package timm"
+_NEEDS_IMAGE = "its generate() needs an image"
 NOT_BUILT = {
-    "gemma3n": "its vision tower needs the package timm; its text model is tried as gemma3n_text",
+    "blip": _NEEDS_IMAGE,
+    "blip-2": _NEEDS_IMAGE,
+    "diffusion_gemma": "does not generate one token after the other",
+    "evolla": "reads proteins, and belongs to another class of models than the mapping says",
+    "fast_vlm": _NEEDS_TIMM,
+    "gemma3n": f"{_NEEDS_TIMM}; its text model is tried as gemma3n_text",
     "gemma4_assistant": "a drafting head on the cache of its target, which does not generate by itself",
     "gemma4_unified_assistant": "a drafting head on the cache of its target, which does not generate by itself",
+    "idefics": _NEEDS_IMAGE,
+    "instructblip": _NEEDS_IMAGE,
+    "instructblipvideo": _NEEDS_IMAGE,
+    "kosmos-2": _NEEDS_IMAGE,
     "musicgen": "generates several streams of audio codes, and its config does not build its causal model",
     "musicgen_melody": "generates several streams of audio codes, and its config does not build its causal model",
+    "perception_lm": _NEEDS_TIMM,
+    "pi0": "moves robots, and has no generate()",
+    "vision-encoder-decoder": "consists of two other models, whose configs it has no defaults for",
 }
 
 
@@ -283,16 +372,28 @@ def supported() -> list[str]:
     return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in exceptions] + list(VARIANTS)
 
 
+def with_images() -> list[str]:
+    """Names of all types that must work with text alone, and are no causal language models of their own."""
+    exceptions = {*UNSUPPORTED, *NOT_BUILT, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    return [name for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if name not in exceptions]
+
+
 def unsupported() -> list[str]:
-    return [name for name in UNSUPPORTED if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    return [name for name in UNSUPPORTED if name in known]
+
+
+def _auto_class(model_type: str) -> type:
+    is_causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
 
 
 def tiny_model(name: str, attn_implementation: str | None = None, **changes) -> torch.nn.Module:
-    """A model of `supported()` with fixed random weights; `changes` are config values."""
+    """A model of `supported()` or `with_images()` with fixed random weights; `changes` are config values."""
     model_type, variant = VARIANTS.get(name, (name, {}))
     config = _build(CONFIG_MAPPING[model_type], {**SPECIAL.get(model_type, {}), **variant, **changes})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).eval()
+    model = _auto_class(model_type).from_config(config, attn_implementation=attn_implementation).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             # Norms, biases and attention sinks start as constants, which would hide their part.
@@ -305,7 +406,7 @@ def empty_model(name: str) -> torch.nn.Module:
     """A model of `unsupported()` in its usual size, without memory for the weights."""
     config = CONFIG_MAPPING[name](**UNSUPPORTED[name][1])
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return _auto_class(name).from_config(config)
 
 
 def _fixed(config_class: type) -> list[str]:
@@ -325,6 +426,6 @@ def _build(config_class: type, special: dict) -> PreTrainedConfig:
     for name in config_class.sub_configs:
         part = getattr(default, name, None)
         if isinstance(part, PreTrainedConfig):
-            values[name] = _build(type(part), special.get(name, {}))
+            values[name] = _build(type(part), {**SPECIAL.get(part.model_type, {}), **special.get(name, {})})
     own = {name: value for name, value in special.items() if name not in config_class.sub_configs}
     return config_class(**{**values, **own})

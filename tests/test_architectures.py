@@ -10,9 +10,19 @@ from transformers import LlamaForCausalLM
 
 import hf_specdec
 from hf_specdec import UnsupportedModelError
-from hf_specdec.decoding.target import check_reach
+from hf_specdec.decoding.target import check_reach, model_profile
 
-from .architectures import CHAINS_ONLY, NOT_BUILT, SPECIAL, UNSUPPORTED, empty_model, supported, tiny_model
+from .architectures import (
+    CHAINS_ONLY,
+    LAYERS,
+    NOT_BUILT,
+    SPECIAL,
+    UNSUPPORTED,
+    empty_model,
+    supported,
+    tiny_model,
+    with_images,
+)
 from .architectures import unsupported as unsupported_types
 from .scripted import scripted_speculator
 
@@ -36,6 +46,7 @@ class Case:
     name: str
     model: torch.nn.Module
     plain: dict[int, torch.LongTensor] = field(default_factory=dict)
+    new_tokens: int = NEW_TOKENS
 
     @property
     def vocab_size(self) -> int:
@@ -61,7 +72,8 @@ class Case:
         return self.generate(batch_size, assistant=speculator, return_dict_in_generate=True)
 
     def generate(self, batch_size: int, **arguments):
-        return self.model.generate(**self.prompts(batch_size), max_new_tokens=NEW_TOKENS, do_sample=False, **arguments)
+        arguments |= {"max_new_tokens": self.new_tokens, "do_sample": False}
+        return self.model.generate(**self.prompts(batch_size), **arguments)
 
 
 @pytest.fixture(scope="module", params=supported())
@@ -87,6 +99,29 @@ def test_trees_equal_plain_generate(case, batch_size):
     output = case.speculate(batch_size, num_speculative_tokens=3, tree=TREE)
     assert output.sequences.tolist() == case.expected(batch_size).tolist()
     assert_ragged_acceptance(output.speculative)
+
+
+@pytest.mark.parametrize("name", with_images())
+def test_models_with_images_read_text(name):
+    check_short_texts(name)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name in supported()])
+def test_other_layers(name):
+    check_short_texts(name, layer_types=(3 * LAYERS[name])[:3])
+
+
+def check_short_texts(name, **changes):
+    """Chains and trees equal plain generation, in a batch of equal lengths and one with padding."""
+    case = Case(name, tiny_model(name, **changes), new_tokens=12)
+    for batch_size in (2, 4):
+        for script in ({"num_speculative_tokens": 5}, {"num_speculative_tokens": 3, "tree": TREE}):
+            if "tree" in script and not model_profile(case.model).takes_trees:
+                continue
+            output = case.speculate(batch_size, **script)
+            assert output.sequences.tolist() == case.expected(batch_size).tolist()
+            assert 0 < output.speculative.num_accepted_tokens < output.speculative.num_draft_tokens
+    assert len(set(case.expected(4)[0, -12:].tolist())) > 3, "the text is too dull to show a wrong position"
 
 
 @pytest.mark.parametrize("name", EAGER)

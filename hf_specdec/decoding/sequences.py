@@ -201,7 +201,8 @@ class StopRules:
         """Shows criteria every column that all rows have reached, until all have ended."""
         while self._num_judged < self.num_settled and not self._ended_by(self._num_judged):
             self._num_judged += 1
-            done = self._others(self.sequences.prefix(self._num_judged), self._scores_so_far())
+            # A copy: whoever keeps it, or writes to it, does so in plain generation too.
+            done = self._others(self.sequences.prefix(self._num_judged).clone(), self._scores_so_far())
             for row in torch.as_tensor(done).nonzero()[:, 0].tolist():
                 self._end(row, self._num_judged)
 

@@ -75,6 +75,7 @@ _COUNT_SLOTS = {
 _UNSUPPORTED = {
     "blt": "groups bytes into patches by what one forward reads, so its logits depend on how the text is cut",
     "cpmant": "reads the whole text again in every forward and places a learned prompt in front of it",
+    "glm5_next_text": "pools keys by their places in the whole buffers of its cache, by a mask of two dimensions",
     "git": "keeps image slots in front of the padding, which its mask does not cover",
     "qwen4_exp_text": "remembers the last tokens for its n-grams beside its recurrent state",
     "prophetnet": "continues from its cache by one token at a time",
@@ -176,8 +177,10 @@ def _read_spans(config, layer_types, is_recurrent):
 
 
 def is_text_only(model: torch.nn.Module) -> bool:
-    """Whether there is nothing in a model but a language model."""
-    return model.config.get_text_config(decoder=True) is model.config
+    """Whether a model reads nothing but text."""
+    # Where the language model has no config of its own, there may still be other parts beside it.
+    is_whole = model.config.get_text_config(decoder=True) is model.config
+    return is_whole and model.input_modalities in ("text", ["text"], ("text",))
 
 
 def check_reach(model: torch.nn.Module, prompt_lengths: list[int], max_new_tokens: int) -> None:

@@ -308,17 +308,17 @@ def load_configured(
     Raises:
         SpecDecError: It cannot be followed.
     """
-    settings = settings_of_generation_config(entry)
-    given = {} if num_speculative_tokens is None else {"num_speculative_tokens": num_speculative_tokens}
-    config = published_config(settings, IN_GENERATION_CONFIG, with_place=True)
-    if config.model is not None:
-        return _load_found(target_model, SpeculativeConfig(AUTO, **given), settings)
     try:
-        return load_speculator(target_model, config, **given)
+        settings = settings_of_generation_config(entry)
+        given = {} if num_speculative_tokens is None else {"num_speculative_tokens": num_speculative_tokens}
+        config = published_config(settings, IN_GENERATION_CONFIG, with_place=True)
+        if config.model is None:
+            return load_speculator(target_model, config, **given)
+        return _load_found(target_model, SpeculativeConfig(AUTO, **given), settings)
     except SpecDecError:
         raise
     except Exception as error:
-        # Weights of strangers may trip anything.
+        # What strangers write may trip anything.
         raise SpecConfigError(f"{IN_GENERATION_CONFIG}: {one_line(error, 500)}") from error
 
 

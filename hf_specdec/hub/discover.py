@@ -352,9 +352,11 @@ class Search:
         fitting = []
         for candidate in found:
             problems = candidate.problems
+            if self.method is not None and candidate.place == "none":
+                # Who names a method wants no other.
+                continue
             if not problems and self.method not in (None, parts_of(candidate.method)[-1]):
-                # What needs no weights is there for "auto" alone.
-                problems = () if candidate.place == "none" else (f"It is for method='{candidate.method}'.",)
+                problems = (f"It is for method='{candidate.method}'.",)
             elif not problems:
                 fitting.append(candidate)
             if problems:

@@ -94,7 +94,7 @@ def sifted(settings: Any, source: str, *, with_place: bool = False) -> tuple[dic
         with_place (`bool`, defaults to `False`): They may say where the drafter is.
 
     Raises:
-        SpecConfigError: They are no settings, far too many, or ask for remote code.
+        SpecConfigError: They are no settings, far too many, ask for remote code, or lead out of a repository.
     """
     if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
         raise SpecConfigError(f"{source}: settings are a mapping of names to values, got {type(settings).__name__}.")
@@ -109,6 +109,9 @@ def sifted(settings: Any, source: str, *, with_place: bool = False) -> tuple[dic
         )
     method = flat.get("method")
     names = may_be_published(method if isinstance(method, str) else None) | set(PLACE_SETTINGS if with_place else ())
+    for name in ("revision", "subfolder") if with_place else ():
+        if isinstance(flat.get(name), str) and not _is_plain(flat[name]):
+            raise SpecConfigError(f"{source} has the {name} '{one_line(flat[name])}', which leads elsewhere.")
     left_out = sorted(one_line(key, 40) for key, value in flat.items() if key not in names and value is not None)
     return {key: value for key, value in flat.items() if key in names}, tuple(left_out)
 
@@ -127,6 +130,11 @@ def warn_of(left_out: tuple[str, ...], source: str) -> None:
             f"{source}: {', '.join(left_out[:8])}{', ...' if len(left_out) > 8 else ''} left out. Settings that come "
             "with a model say the shape of drafts and nothing else; what you want of these, pass in the call."
         )
+
+
+def _is_plain(path: str) -> bool:
+    """Whether a path inside of a repository stays there."""
+    return not (path.startswith("/") or ".." in path.split("/") or set(path) & set("\\:\0"))
 
 
 def _check_size(settings: Mapping, source: str) -> None:

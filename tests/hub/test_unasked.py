@@ -3,16 +3,20 @@
 import json
 import logging
 import shutil
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from huggingface_hub import snapshot_download
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from hf_specdec import SpecConfigError, SpeculativeConfig, UnsupportedModelError, load_speculator, record
+from hf_specdec import SpecConfigError, SpecDecError, SpeculativeConfig, UnsupportedModelError, load_speculator, record
 from hf_specdec.config import describe_settings
 from hf_specdec.hub import trust
 from hf_specdec.hub.card import read_card
@@ -118,6 +122,17 @@ class TestEntriesThatCannotBeFollowed:
         assert line.isprintable()
         assert len(line) < 1500
 
+    @pytest.mark.parametrize("place", [{"subfolder": "../secret"}, {"subfolder": "/etc"}, {"revision": "../../main"}])
+    @pytest.mark.parametrize("entry", [{"method": "mtp"}, {"model": "head"}, {"model": "user/head"}])
+    def test_places_outside_of_what_is_named(self, tmp_path, warnings, place, entry):
+        folder = shutil.copytree(EAGLE / "target", tmp_path / "target")
+        for inside in ("target/head", "target/secret", "secret"):
+            shutil.copytree(EAGLE, tmp_path / inside)
+        model = load(str(folder))
+        model.generation_config.speculative = {**entry, **place}
+        assert calls(model) == []
+        assert "which leads elsewhere" in warnings[0]
+
     def test_nothing_to_be_found(self, hub, warnings):
         self.check_is_plain(self.add(hub, "dflash"), warnings, "none was found for 'user/target'")
 
@@ -156,6 +171,44 @@ class TestEntriesThatCannotBeFollowed:
         assert sum("It has no slots" in line for line in warnings) == 1
         with pytest.raises(UnsupportedModelError):
             model.generate(**prompts(1), **GREEDY, spec_method="ngram")
+
+
+class TestAnything:
+    keys = st.sampled_from(
+        ["method", "model", "revision", "subfolder", "options", "num_speculative_tokens", "speculative_token_tree"]
+        + ["num_speculative_tokens_per_batch_size", "max_model_len", "prompt_lookup_max", "token", "self", "x"]
+    )
+    values = st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers(-(10**12), 10**12)
+        | st.floats()
+        | st.text(max_size=6)
+        | st.sampled_from(
+            ["ngram", "auto", "eagle3", "suffix+mtp", "user/head", "/etc/passwd", "..", "[[[[", "a" * 20_000]
+        )
+        | st.just({"method": "ngram"}),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+        max_leaves=6,
+    )
+
+    @settings(max_examples=40)
+    @given(entry=values | st.dictionaries(keys, values, min_size=1, max_size=4))
+    def test_generates_as_without_it(self, entry):
+        model, config = _tiny(), GenerationConfig(**GREEDY, pad_token_id=0, speculative=entry)
+        plain = model.generate(**prompts(1), **GREEDY, spec_method="off")
+        with suppress(SpecDecError):
+            assert torch.equal(model.generate(**prompts(1), generation_config=config), plain)
+        model.generation_config.speculative = entry
+        try:
+            assert torch.equal(model.generate(**prompts(1), **GREEDY), plain)
+        finally:
+            del model.generation_config.speculative
+
+
+@lru_cache
+def _tiny():
+    return tiny_llama()
 
 
 class TestServers:

@@ -363,6 +363,11 @@ def parse_token_tree(value: Any) -> tuple[Path, ...]:
         _check_size(len(value))
         tree = TokenTree.from_parents(value)
     elif all(map(_is_path, value)):
+        highest = max(map(max, value))
+        if highest >= MAX_NODES:
+            raise SpecConfigError(
+                f"`speculative_token_tree` has the child rank {shown(highest)}. Ranks are from 0 to {MAX_NODES - 1}."
+            )
         tree = TokenTree.from_paths(value)
         _check_size(len(tree))
     else:

@@ -330,6 +330,8 @@ class TestErrors:
             ({"speculative_token_tree": {"num_steps": 3}}, ["topk", "got {'num_steps': 3}"]),
             ({"speculative_token_tree": "(0"}, ["list of paths"]),
             ({"speculative_token_tree": []}, ["list of paths"]),
+            ({"speculative_token_tree": [[0], [10**9]]}, ["rank 1000000000", "from 0 to 1023"]),
+            ({"speculative_token_tree": [[0] * n for n in range(1, 1030)]}, ["1029 nodes", "at most 1024"]),
             ({"speculative_token_tree": [[0], [1, 0]]}, ["(1, 0)", "(1,)", "parent"]),
             ({"speculative_token_tree": [[0]], "num_speculative_tokens": 2}, ["=2", "1 nodes"]),
         ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..benchmarking import PLAIN
 from ..config import AUTO, SpeculativeConfig
-from ..errors import MissingDependencyError, SpecConfigError
+from ..errors import MissingDependencyError, SpecConfigError, shown
+from ..reading import parse_json
 from ..speculator import Speculator, load_speculator
 
 
@@ -194,9 +194,9 @@ def _drafter(method: Any) -> str:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
-        raise SpecConfigError(f"--spec '{text}' is no JSON: {error}.") from error
+        raise SpecConfigError(f"--spec {shown(text)} is no JSON: {error}.") from error
 
 
 def _pairs(text: str) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def _pairs(text: str) -> dict[str, Any]:
 def _value(text: str) -> Any:
     """Numbers, true, false and null as in JSON, everything else as text."""
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return text
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_specdec import forget_speculators, load_speculator
 from hf_specdec.candidate_generators import register_candidate_generator, unregister_candidate_generator
@@ -182,6 +183,30 @@ class TestLoading:
         slow.may_end.set()
         (speculator,) = calls.end()
         assert load_speculator(model, "slow").resources is not speculator.resources
+
+    def test_draft_models_are_built_one_after_the_other(self, tmp_path, monkeypatch, calls):
+        """Meanwhile torch's default dtype is another one, in all threads."""
+        target = tiny_llama()
+        folders = [tmp_path / str(number) for number in range(2)]
+        for number, folder in enumerate(folders):
+            tiny_llama(seed=number).to(torch.bfloat16).save_pretrained(folder)
+        build, together = AutoModelForCausalLM.from_pretrained, threading.Barrier(2)
+        met = []
+
+        def slow_build(*args, **kwargs):
+            try:
+                together.wait(0.5)
+                met.append(True)
+            except threading.BrokenBarrierError:
+                pass
+            return build(*args, **kwargs)
+
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", slow_build)
+        for folder in folders:
+            calls.start(load_speculator, target, "draft_model", model=str(folder), dtype="auto")
+        assert [speculator.method for speculator in calls.end()] == ["draft_model"] * 2
+        assert not met
+        assert torch.get_default_dtype() == torch.float32
 
     def test_repositories_do_not_wait_for_each_other(self, tmp_path, monkeypatch, calls):
         """Before Python 3.12 an attribute of functools that is computed once has one lock of all its instances."""

@@ -15,6 +15,7 @@ from transformers.utils.import_utils import is_bitsandbytes_available
 
 from ..errors import MOST_SHOWN, CheckpointFormatError, MissingDependencyError, SpecConfigError, shown
 from ..hub.files import WEIGHT_FILES, RepoFiles, TensorTable, is_pickled
+from ..threads import Lock
 from .loading import loads_checkpoint
 from .settings import MOST, is_int
 
@@ -23,6 +24,10 @@ logger = logging.get_logger(__name__)
 
 # Vocabularies of one tokenizer differ by rows of padding and added tokens, at most by this share.
 MAX_VOCABULARY_GAP = 0.05
+
+# While transformers builds a model, torch's default dtype is that of the model, in all threads: two at a time would
+# leave the wrong one behind.
+_building = Lock()
 
 _QUANTIZATION = {
     "bitsandbytes_4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
@@ -183,9 +188,10 @@ def _from_pretrained(name: str, weights: str, location: dict[str, Any], argument
             raise ValueError(f"its config.json names other weights than {weights} (`transformers_weights`).")
         if model_config.is_encoder_decoder:
             raise ValueError(f"{type(model_config).__name__} is of an encoder-decoder model. Use a decoder-only one.")
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            name, config=model_config, output_loading_info=True, **location, **arguments
-        )
+        with _building:
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                name, config=model_config, output_loading_info=True, **location, **arguments
+            )
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:

@@ -237,11 +237,20 @@ def _moved_output(output, device: torch.device):
 
 
 def _bind(original, model, args, kwargs) -> dict[str, Any]:
-    """All arguments of the call by name."""
-    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    """All arguments of the call by name, also where another package's function passes them on as they come."""
+    signature = inspect.signature(original)
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):
+        signature = inspect.signature(_first_arguments)
+    bound = signature.bind(model, *args, **kwargs)
     arguments = dict(bound.arguments)
-    arguments.pop("self", None)
-    return {**arguments.pop("kwargs", {}), **arguments}
+    model_name, *_ = signature.parameters
+    del arguments[model_name]
+    rest = [name for name, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD]
+    return {**(arguments.pop(rest[0], {}) if rest else {}), **arguments}
+
+
+def _first_arguments(self, inputs=None, generation_config=None, /, **kwargs):
+    """The arguments of `generate()` that are ever given without their names."""
 
 
 def _speculator(model, spec_method, spec_model, num_speculative_tokens, speculative, assistant):

@@ -125,16 +125,19 @@ class TestInstall:
         calls = []
         original, ours = hook.original_generate(GenerationMixin), GenerationMixin.generate
 
-        def other(self, *args, **kwargs):
-            calls.append(sorted(kwargs))
-            return ours(self, *args, **kwargs)
+        def other(self, *given, **named):
+            calls.append(sorted(named))
+            return ours(self, *given, **named)
 
         def speculates():
             calls.clear()
             with record() as made:
                 assert torch.equal(model.generate(**inputs, **SETTINGS, spec_method="ngram"), plain)
-            assert len(calls) == 1
-            return len(made.calls) == 1
+                mask = inputs["attention_mask"]
+                ids = model.generate(inputs["input_ids"], attention_mask=mask, **SETTINGS, spec_method="ngram")
+                assert torch.equal(ids, plain)
+            assert len(calls) == 2
+            return len(made.calls) == 2
 
         other = functools.wraps(ours)(other) if says_what_it_wraps else other
         GenerationMixin.generate = other

@@ -107,19 +107,46 @@ def test_a_config_of_the_call(model, configured, inputs, as_position):
         assert [stat.method for stat in stats] == methods
 
 
-def test_a_drafter_in_a_folder(model, inputs, tmp_path, monkeypatch):
-    tiny_llama(seed=1).save_pretrained(tmp_path / "draft")
-    for value in (str(tmp_path / "draft"), {"model": str(tmp_path / "draft"), "num_speculative_tokens": 3}):
+def test_a_drafter_in_a_folder(inputs, tmp_path, monkeypatch):
+    model, folder = tiny_llama(), str(tmp_path / "draft")
+    tiny_llama(seed=1).save_pretrained(folder)
+    for value in (folder, {"model": folder, "num_speculative_tokens": 3}):
         config = GenerationConfig(**SETTINGS, pad_token_id=0, speculative=value)
+        for allowed in (None, f"user/*, {tmp_path}/dr*"):
+            if allowed is not None:
+                monkeypatch.setenv("HF_SPECDEC_ALLOWED_MODELS", allowed)
+            _, (stats,) = calls(lambda config=config: model.generate(**inputs, generation_config=config))
+            assert stats.method == "draft_model"
+            assert stats.num_draft_tokens > 0
+            assert stats.drafter["place"] == "entry"
         # Whoever sends a generation config to a server shall not look around in its folders.
+        monkeypatch.setenv("HF_SPECDEC_ALLOWED_MODELS", "user/*")
         with pytest.raises(SpecConfigError, match="is no id of a repository. Name folders in the call"):
             model.generate(**inputs, generation_config=config)
-        with monkeypatch.context() as patch:
-            patch.setenv("HF_SPECDEC_ALLOWED_MODELS", f"user/*, {tmp_path}/dr*")
-            _, (stats,) = calls(lambda config=config: model.generate(**inputs, generation_config=config))
-        assert stats.method == "draft_model"
-        assert stats.num_draft_tokens > 0
-        assert stats.drafter["place"] == "entry"
+        monkeypatch.delenv("HF_SPECDEC_ALLOWED_MODELS")
+
+
+def test_a_folder_that_the_files_of_a_target_name(inputs, tmp_path, warnings):
+    """A stranger who publishes a target does not choose among the folders of its users; who runs the program may."""
+    folder, target = str(tmp_path / "draft"), tmp_path / "target"
+    tiny_llama(seed=1).save_pretrained(folder)
+    published = tiny_llama()
+    hf_specdec.store_settings(published.generation_config, {"model": folder})
+    published.save_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(target).eval()
+    model.generation_config.pad_token_id = 0
+    plain = model.generate(**inputs, **SETTINGS, spec_method="off")
+    output, stats = calls(lambda: model.generate(**inputs, **SETTINGS))
+    assert torch.equal(output, plain)
+    assert stats == []
+    assert "Once this generation config is saved" in warnings[0]
+    assert "is no id of a repository" in warnings[1]
+    # The same, set by the program.
+    (target / "generation_config.json").unlink()
+    model.generation_config.speculative = {"model": folder, "num_speculative_tokens": 3}
+    output, (stats,) = calls(lambda: model.generate(**inputs, **SETTINGS))
+    assert torch.equal(output, plain)
+    assert stats.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize(

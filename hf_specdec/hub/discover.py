@@ -48,7 +48,16 @@ from .inspect import (
     text_config,
 )
 from .published import CARD_KEY, config_of, saved_settings, settings_in_entry, target_entry
-from .trust import PLACE_SETTINGS, is_allowed_folder, one_line, owner_of, sifted, why_not_unasked
+from .trust import (
+    MODELS_VARIABLE,
+    PLACE_SETTINGS,
+    is_allowed_folder,
+    one_line,
+    owner_of,
+    restrictions,
+    sifted,
+    why_not_unasked,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -565,7 +574,10 @@ class Search:
         return replace(named, settings=_settings_of(config))
 
     def _path_of(self, name: str) -> str:
-        """A model that an entry names: a repository; a folder inside of the target's, or that the user has allowed."""
+        """A model that an entry names: a repository; a folder inside of the target's, or that the user has allowed.
+
+        Without a list of what is allowed it is also a folder that the target's own files do not name.
+        """
         folder = Path(self.target.name).resolve()
         if self.target.name and folder.is_dir() and (folder / name).is_dir():
             inside = (folder / name).resolve()
@@ -574,11 +586,24 @@ class Search:
         is_folder = os.path.isdir(name)
         if is_repo_id(name) and not is_folder:
             return name
-        if is_folder and is_allowed_folder(name):
+        if is_folder and (not self._is_published(name) if restrictions()[1] is None else is_allowed_folder(name)):
             return name
         raise SpecConfigError(
-            f"{_ENTRY} names the model '{one_line(name)}', which is no id of a repository. Name folders in the call."
+            f"{_ENTRY} names the model '{one_line(name)}', which is no id of a repository. Name folders in the call, "
+            f"or allow them with {MODELS_VARIABLE}."
         )
+
+    def _is_published(self, name: str) -> bool:
+        """The target's own files name the model. Otherwise the program that runs has put it into a config."""
+        if not self.target.name:
+            return False
+        try:
+            files = self.target_files
+            stored = files.read_json("generation_config.json") if "generation_config.json" in files else {}
+            entries = [target_entry(files.card), stored.get("speculative"), stored.get("spec_model")]
+        except Exception:  # noqa: BLE001 - what strangers write may trip anything
+            return True
+        return name in [entry.get("model") if isinstance(entry, Mapping) else entry for entry in entries]
 
 
 _ENTRY = "The target's entry `speculative`"

@@ -122,8 +122,9 @@ def store_settings(generation_config: GenerationConfig, settings: Any) -> None:
         settings_of_generation_config(settings)
     if os.path.isdir(named := settings.get("model", "") if isinstance(settings, dict) else settings):
         logger.warning_once(
-            f"'{named}' is a folder. What a generation config names is taken from the Hub or from inside of the "
-            f"target's folder; another folder must be allowed by the environment variable {MODELS_VARIABLE}."
+            f"'{named}' is a folder. Once this generation config is saved with a model, who loads it gets drafters "
+            "from the Hub or from inside of the model's folder only; other folders must be allowed by the environment "
+            f"variable {MODELS_VARIABLE}."
         )
     generation_config.speculative = settings
     # Of a generation config that says so, transformers reads no keys that it does not know.

@@ -709,8 +709,7 @@ class TestUse:
             "eagle-3", "EAGLE-3"
         )
 
-    def test_pipeline_and_generation_config(self, target, inputs, monkeypatch):
-        monkeypatch.setenv("HF_SPECDEC_ALLOWED_MODELS", demo.eagle3_path())
+    def test_pipeline_and_generation_config(self, target, inputs):
         arguments = {"do_sample": False, "max_new_tokens": 16}
         text = demo.prompts()[0].text
         generator = pipeline("text-generation", model=target, tokenizer=demo.load_tokenizer(), device="cpu")

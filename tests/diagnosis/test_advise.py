@@ -88,8 +88,7 @@ def test_other_lengths_are_measured_beside_the_fastest(target, batches):
     assert len(names(found)) == len(found.options)
 
 
-def test_a_drafter_that_the_target_names_is_found(batches, monkeypatch):
-    monkeypatch.setenv("HF_SPECDEC_ALLOWED_MODELS", demo.mtp_path())
+def test_a_drafter_that_the_target_names_is_found(batches):
     target = demo.load_target()
     target.generation_config.speculative = {"model": demo.mtp_path()}
     found = ask(target, batches)
@@ -99,7 +98,6 @@ def test_a_drafter_that_the_target_names_is_found(batches, monkeypatch):
 
 
 def test_what_does_not_fit_into_memory_is_not_loaded(batches, monkeypatch):
-    monkeypatch.setenv("HF_SPECDEC_ALLOWED_MODELS", demo.mtp_path())
     target = demo.load_target()
     target.generation_config.speculative = {"model": demo.mtp_path()}
     monkeypatch.setattr(advice, "free_bytes", lambda device: 1000)

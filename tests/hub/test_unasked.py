@@ -212,9 +212,10 @@ def _tiny():
 
 
 class TestServers:
-    """Clients may send a generation config: it is a stranger's."""
+    """Clients may send a generation config: it is a stranger's, and the operator says what it may name."""
 
     def test_a_folder_of_the_machine(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HF_SPECDEC_ALLOWED_MODELS", "")
         model = tiny_llama()
         tiny_llama(seed=1).save_pretrained(tmp_path / "secret")
         monkeypatch.chdir(tmp_path)

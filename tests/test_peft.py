@@ -1,0 +1,117 @@
+"""Adapters of PEFT: those that change weights, and those that put virtual tokens in front of the prompt."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_specdec import SpecConfigError
+from hf_specdec.decoding import continuation
+from tests.architectures import tiny_model
+from tests.models import prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
+
+
+peft = pytest.importorskip("peft")
+
+pytestmark = [
+    # The library's own, about torch and about arguments that it drops.
+    pytest.mark.filterwarnings("ignore:.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Position ids are not supported"),
+    pytest.mark.usefixtures("unchecked"),
+]
+
+SETTINGS = {"do_sample": False, "max_new_tokens": 20}
+TREE = (-1, -1, 0, 0, 1, 2, 5)
+TASK = {"task_type": "CAUSAL_LM"}
+
+ADAPTERS = {
+    "prompt tuning": lambda: peft.PromptTuningConfig(**TASK, num_virtual_tokens=5),
+    "p-tuning": lambda: peft.PromptEncoderConfig(**TASK, num_virtual_tokens=5, encoder_hidden_size=16),
+    "prefix tuning": lambda: peft.PrefixTuningConfig(**TASK, num_virtual_tokens=5),
+    "lora": lambda: peft.LoraConfig(**TASK, r=4, init_lora_weights=False),
+    "ia3": lambda: peft.IA3Config(**TASK, init_ia3_weights=False),
+}
+VIRTUAL = ["prompt tuning", "p-tuning", "prefix tuning"]
+
+# Learned positions, those that the model counts from its mask, a bias by distance, and windows.
+BASES = {
+    "llama": tiny_llama,
+    "mistral": tiny_mistral,
+    "gpt2": tiny_gpt2,
+    "opt": lambda: tiny_model("opt", vocab_size=64),
+    "bloom": lambda: tiny_model("bloom", vocab_size=64),
+}
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    monkeypatch.setattr(continuation, "_checked", set())
+
+
+def adapted(base: str, adapter: str):
+    torch.manual_seed(0)
+    model = peft.get_peft_model(BASES[base](), ADAPTERS[adapter]()).eval()
+    for part in getattr(model, "prompt_encoder", {}).values():
+        for weight in part.parameters():
+            weight.data.normal_(0, 2.0 if adapter == "prefix tuning" else 0.5)
+    return model
+
+
+def check_equals_plain(model, inputs, trees=(None, TREE)) -> torch.LongTensor:
+    plain = model.generate(**inputs, **SETTINGS)
+    for tree in trees:
+        how = scripted_for(plain, inputs, accuracy=0.8, tree=tree)
+        output = model.generate(**inputs, **SETTINGS, assistant=how, return_dict_in_generate=True)
+        assert output.sequences.tolist() == plain.tolist(), tree
+        assert output.speculative.num_accepted_tokens > 8 * len(plain)
+        assert output.speculative.num_target_forwards < 14
+    ngram = model.generate(**inputs, **SETTINGS, spec_method="ngram")
+    assert ngram.tolist() == plain.tolist()
+    return plain
+
+
+@pytest.mark.parametrize("adapter", VIRTUAL)
+@pytest.mark.parametrize(("base", "batch_size"), [("llama", 1), *((base, 3) for base in BASES)])
+def test_virtual_tokens(base, batch_size, adapter):
+    model, inputs = adapted(base, adapter), prompts(batch_size, length=9)
+    plain = check_equals_plain(model, inputs, trees=(None,) if base == "bloom" else (None, TREE))
+    assert plain.tolist() != model.get_base_model().generate(**inputs, **SETTINGS).tolist()
+
+
+@pytest.mark.parametrize("adapter", ["lora", "ia3"])
+def test_changed_weights(adapter):
+    model, inputs = adapted("llama", adapter), prompts(3)
+    plain = check_equals_plain(model, inputs)
+    with model.disable_adapter():
+        assert check_equals_plain(model, inputs).tolist() != plain.tolist()
+
+
+def test_add_adapter_of_transformers():
+    model, inputs = tiny_llama(), prompts(3)
+    before = model.generate(**inputs, **SETTINGS)
+    model.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False))
+    assert check_equals_plain(model, inputs).tolist() != before.tolist()
+
+
+@pytest.mark.parametrize("adapter", VIRTUAL)
+def test_masked_tokens_behind_virtual_ones(adapter):
+    model, inputs = adapted("llama", adapter), prompts(2, length=9)
+    inputs["attention_mask"][0, 5:7] = 0
+    plain = model.generate(**inputs, **SETTINGS)
+    for method in ({"spec_method": "ngram"}, {"assistant": scripted_for(plain, inputs)}):
+        assert model.generate(**inputs, **SETTINGS, **method).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("adapter", VIRTUAL)
+def test_a_draft_model_reads_the_tokens_alone(adapter):
+    model, inputs = adapted("llama", adapter), prompts(3, length=9)
+    plain = model.generate(**inputs, **SETTINGS)
+    output = model.generate(**inputs, **SETTINGS, spec_model=tiny_llama(seed=1))
+    assert output.tolist() == plain.tolist()
+
+
+def test_what_cannot_be_counted_is_refused():
+    config = peft.MultitaskPromptTuningConfig(**TASK, num_virtual_tokens=5, num_tasks=2)
+    model, inputs = peft.get_peft_model(tiny_llama(), config).eval(), prompts(2)
+    with pytest.raises(SpecConfigError, match="`task_ids`"):
+        model.generate(**inputs, **SETTINGS, task_ids=torch.zeros(2, dtype=torch.long), spec_method="ngram")

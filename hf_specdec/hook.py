@@ -173,14 +173,15 @@ def _as_settings(found: dict[str, Any]) -> Any:
     """Several arguments of a generation config as one entry; as in a call, the single ones take precedence."""
     if found.keys() == {"speculative"}:
         return found["speculative"]
-    if not all(isinstance(found.get(name, ""), _WRITTEN) for name in ("assistant", "spec_model")):
-        return GivenArguments(found)
     if is_off(found.get("spec_method")) or is_off(found.get("speculative")):
         return "off"
-    settings = found.pop("speculative", {})
-    if isinstance(settings, str):
-        from .hub.published import settings_of_generation_config
+    from .hub.published import settings_of_generation_config
 
+    settings = found.pop("speculative", {})
+    if not all(isinstance(found.get(name, ""), _WRITTEN) for name in ("assistant", "spec_model")):
+        # The settings beside the object may have come with the model.
+        return GivenArguments(found, **({"speculative": settings_of_generation_config(settings)} if settings else {}))
+    if isinstance(settings, str):
         settings = settings_of_generation_config(settings)
     elif not isinstance(settings, Mapping):
         # A configuration.

@@ -356,6 +356,21 @@ def test_objects_may_stand_there(inputs, is_given):
         assert {name: getattr(config, name) for name in names} == names
 
 
+def test_settings_beside_an_object_are_still_those_of_a_stranger(inputs, warnings):
+    model, draft = tiny_llama(), tiny_llama(seed=1)
+    plain = model.generate(**inputs, **SETTINGS)
+    settings = {
+        "num_speculative_tokens": 2,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 2.0,
+    }
+    vars(model.generation_config).update(assistant=draft, speculative=settings)
+    output, (stats,) = calls(lambda: model.generate(**inputs, **SETTINGS))
+    assert torch.equal(output, plain)
+    assert stats.rejection_sample_method == "standard"
+    assert any("rejection_sample_method" in line for line in warnings)
+
+
 @pytest.mark.parametrize("value", [{}, [], 3, {"method": "ngram"}, "some/model", True])
 @pytest.mark.parametrize("name", ["assistant", "spec_model"])
 def test_what_a_file_can_hold_is_no_object(inputs, warnings, name, value):

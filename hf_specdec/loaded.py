@@ -10,6 +10,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -41,46 +42,46 @@ _UNITS |= {f"{letter}I": 2 ** (10 * power) for power, letter in enumerate("KMGT"
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([KMGT]I?|)B?")
 
 
+@dataclass(frozen=True, eq=False)
 class Loaded:
-    """What one method has loaded with one choice of settings, and the lock that is held while it does.
+    """What one method has loaded with one choice of settings.
 
     Attributes:
-        generator_class (`type`, *optional*): The method's candidate generator; `None` until something is loaded.
+        generator_class (`type`): The method's candidate generator.
         resources (`Any`): What it has loaded.
         draft_model (`nn.Module`, *optional*): The draft model that was passed for it.
         identity (`Hashable`): Of the files that were read, as by `RepoFiles.identity`.
         weights (`dict[int, int]`): Bytes of each tensor of the network.
     """
 
-    def __init__(self):
-        self.lock = Lock()
-        self.empty()
+    generator_class: type
+    resources: Any
+    draft_model: torch.nn.Module | None
+    identity: Hashable
+    weights: dict[int, int] = field(init=False)
 
-    def empty(self) -> None:
-        self.generator_class: type | None = None
-        self.resources: Any = None
-        self.draft_model: torch.nn.Module | None = None
-        self.identity: Hashable = None
-        self.weights: dict[int, int] = {}
-
-    def fill(self, generator_class: type, resources: Any, draft_model: torch.nn.Module | None, identity: Hashable):
-        self.resources, self.draft_model, self.identity = resources, draft_model, identity
-        self.generator_class = generator_class
-        self.weights = {} if self.network is None else _weights(self.network)
+    def __post_init__(self):
+        object.__setattr__(self, "weights", {} if self.network is None else _weights(self.network))
 
     def is_of(self, draft_model: torch.nn.Module | None, identity: Hashable) -> bool:
         """Whether this is what would be loaded now. Files that are gone have left nothing else to load."""
-        if self.generator_class is None or self.draft_model is not draft_model:
-            return False
-        return identity in (None, self.identity)
+        return self.draft_model is draft_model and identity in (None, self.identity)
 
     @property
     def network(self) -> torch.nn.Module | None:
-        return None if self.generator_class is None else self.generator_class.network(self.resources)
+        return self.generator_class.network(self.resources)
 
     @property
     def text_bytes(self) -> int:
         return self.generator_class.text_bytes(self.resources)
+
+
+class _Place:
+    """Where something is loaded, and the lock that is held while it is; `None` until then."""
+
+    def __init__(self):
+        self.lock = Lock()
+        self.loaded: Loaded | None = None
 
 
 def _weights(module: torch.nn.Module) -> dict[int, int]:
@@ -118,13 +119,13 @@ class TargetRecord:
         self.found, self.refused = Recent(_MOST_FOUND), Recent(_MOST_FOUND)
         self.learnt, self.checked = Recent(_MOST_LEARNT), Recent(_MOST_LEARNT)
         self.searching, self.lock = Lock(), Lock()
-        self._loaded: OrderedDict[Hashable, Loaded] = OrderedDict()
+        self._places: OrderedDict[Hashable, _Place] = OrderedDict()
 
     @property
     def loaded(self) -> list[Loaded]:
         """What is loaded, the least recently used first."""
         with self.lock:
-            return [entry for entry in self._loaded.values() if entry.generator_class is not None]
+            return [loaded for place in self._places.values() if (loaded := place.loaded) is not None]
 
     @property
     def num_bytes(self) -> int:
@@ -157,36 +158,33 @@ class TargetRecord:
         """
         most_bytes = cache_bytes()
         with self.lock:
-            entry = self._loaded.setdefault(key, Loaded())
-        with entry.lock:
-            if not entry.is_of(draft_model, None if files is None else files.identity()):
-                entry.empty()
-                if draft_model is not None and _keeps_alive(draft_model, self._target()):
-                    self._settle(key, entry, most_bytes)
-                    return load()
-                try:
+            place = self._places.setdefault(key, _Place())
+        with place.lock:
+            try:
+                if place.loaded is None or not place.loaded.is_of(draft_model, files and files.identity()):
+                    place.loaded = None
+                    if draft_model is not None and _keeps_alive(draft_model, self._target()):
+                        return load()
                     resources, identity = _read(load, files)
-                    entry.fill(generator_class, resources, draft_model, identity)
-                finally:
-                    self._settle(key, entry, most_bytes)
-            else:
-                self._settle(key, entry, most_bytes)
-            return entry.resources
+                    place.loaded = Loaded(generator_class, resources, draft_model, identity)
+                return place.loaded.resources
+            finally:
+                self._settle(key, place, most_bytes)
 
-    def _settle(self, key: Hashable, entry: Loaded, most_bytes: int | None) -> None:
+    def _settle(self, key: Hashable, place: _Place, most_bytes: int | None) -> None:
         """Puts what was used last at the end, and lets go of what was not loaded and of what is too much."""
         with self.lock:
-            if entry.generator_class is None:
-                if self._loaded.get(key) is entry:
-                    del self._loaded[key]
+            if place.loaded is None:
+                if self._places.get(key) is place:
+                    del self._places[key]
                 return
-            self._loaded[key] = entry
-            self._loaded.move_to_end(key)
-            while len(self._loaded) > 1 and self._is_too_much(most_bytes):
-                self._loaded.popitem(last=False)
+            self._places[key] = place
+            self._places.move_to_end(key)
+            while len(self._places) > 1 and self._is_too_much(most_bytes):
+                self._places.popitem(last=False)
 
     def _is_too_much(self, most_bytes: int | None) -> bool:
-        if len(self._loaded) > _MOST_LOADED:
+        if len(self._places) > _MOST_LOADED:
             return True
         num_bytes = self.num_bytes
         if most_bytes is None:

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import shutil
+import threading
 import weakref
 from pathlib import Path
 
@@ -410,3 +411,38 @@ class TestSettingsBeyondWhatWasLoaded:
         (folder / "config.json").write_text("{}")
         with pytest.raises(SpecConfigError, match="=4 is more than the 3 heads"):
             load_speculator(target, settings)
+
+
+def test_threads_that_push_each_other_out(target, tmp_path, monkeypatch):
+    """Drafters leave, and are written anew, while others are loaded and used."""
+    monkeypatch.setenv("HF_SPECDEC_CACHE_BYTES", "0")
+    folders = {}
+    for method in ("medusa", "eagle3", "mlp_speculator"):
+        folders[method] = tmp_path / method
+        shutil.copytree(HEADS[method], folders[method])
+    tokens = torch.arange(1, 30)[None]
+    plain = target.generate(tokens, **GREEDY).tolist()
+    texts, errors = [], []
+
+    def generate(number):
+        try:
+            for turn in range(5):
+                method = list(folders)[(number + turn) % len(folders)]
+                settings = {"method": f"suffix+{method}" if turn % 2 else method, "model": str(folders[method])}
+                texts.append(target.generate(tokens, **GREEDY, speculative=settings).tolist())
+                os.utime(folders[method] / "config.json", ns=(number, 1000 * number + turn))
+                loaded_bytes()
+        except Exception as error:  # noqa: BLE001 - for the test to show
+            errors.append(error)
+
+    threads = [threading.Thread(target=generate, args=(number,), daemon=True) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    # A folder that others touch all the time is refused, which is no damage.
+    assert [error for error in errors if "change while they are read" not in str(error)] == []
+    assert texts
+    assert all(text == plain for text in texts)
+    assert len(record_of(target).loaded) == 1

@@ -1325,4 +1325,4 @@ def _thawed(value: Any) -> Any:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(shown(name)[1:-1] for name in sorted(names))
+    return ", ".join(name[:100] for name in sorted(names))

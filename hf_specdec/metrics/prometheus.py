@@ -284,7 +284,7 @@ def start_http_server(
         server = prometheus_client.start_http_server(port, addr=addr, registry=served)
     except (OSError, ValueError) as error:
         raise SpecConfigError(
-            f"Metrics cannot be served at {shown(addr)[1:-1]}:{port}: {error}. Pass a free `port` (0 for any) and an "
+            f"Metrics cannot be served at {addr[:100]}:{port}: {error}. Pass a free `port` (0 for any) and an "
             "`addr` of this machine."
         ) from error
     try:

@@ -175,7 +175,7 @@ def test_seconds_can_be_changed(lines, clock):
 
 def test_real_calls(model, lines):
     metrics.log_every(1e-9)
-    with record() as made:
+    with record(all_threads=True) as made:
         threads = [
             threading.Thread(
                 target=model.generate,

@@ -175,6 +175,7 @@ def _as_settings(found: dict[str, Any]) -> Any:
         return found["speculative"]
     if is_off(found.get("spec_method")) or is_off(found.get("speculative")):
         return "off"
+    from .errors import SpecConfigError
     from .hub.published import settings_of_generation_config
 
     settings = found.pop("speculative", {})
@@ -182,7 +183,11 @@ def _as_settings(found: dict[str, Any]) -> Any:
         # The settings beside the object may have come with the model.
         return GivenArguments(found, **({"speculative": settings_of_generation_config(settings)} if settings else {}))
     if isinstance(settings, str):
-        settings = settings_of_generation_config(settings)
+        try:
+            settings = settings_of_generation_config(settings)
+        except SpecConfigError:
+            # Whoever follows it says what is wrong, if the call asks for it at all.
+            return settings
     elif not isinstance(settings, Mapping):
         # A configuration.
         settings = settings.to_dict() if hasattr(settings, "to_dict") else {"speculative": settings}

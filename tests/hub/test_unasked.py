@@ -206,6 +206,26 @@ class TestAnything:
             del model.generation_config.speculative
 
 
+    @pytest.mark.parametrize(
+        "names",
+        [
+            {"speculative": '{"method": "ngram"}', "spec_method": "ngram"},
+            {"speculative": ["ngram"], "num_speculative_tokens": 3},
+            {"spec_method": "eagle3", "spec_model": "/etc"},
+            {"assistant": "user/head"},
+            {"num_speculative_tokens": 10**9},
+        ],
+    )
+    def test_other_names(self, names, warnings):
+        model = tiny_llama()
+        for name, value in names.items():
+            setattr(model.generation_config, name, value)
+        assert calls(model) == []
+        assert len([line for line in warnings if "generates without speculation" in line]) == 1
+        with pytest.raises(SpecConfigError):
+            model.generate(**prompts(1), **GREEDY, num_speculative_tokens=2)
+
+
 @lru_cache
 def _tiny():
     return tiny_llama()

@@ -107,7 +107,7 @@ def _detected(files: RepoFiles) -> Detection:
     config = files.config
     row, weight_file, tensors, problems = _read(files)
     problems += _own_problems(row, config, tensors)
-    evidence = _Evidence(files, config, tensors)
+    evidence = _Evidence(files, config, tensors, row)
     return Detection(
         row.method,
         row.name,
@@ -224,11 +224,16 @@ def _own_problems(row: Format, config: Mapping[str, Any], tensors: Iterable[str]
 class _Evidence:
     """Numbers in configs and shapes, looked up where the formats have them."""
 
-    def __init__(self, files: RepoFiles, config: Mapping[str, Any], tensors: TensorTable | None):
-        self.files, self.config, self.tensors = files, config, tensors
+    def __init__(self, files: RepoFiles, config: Mapping[str, Any], tensors: TensorTable | None, row: Format):
+        from ..models import dflash_formats, eagle_formats
+
+        self.files, self.config, self.tensors, self.method = files, config, tensors, row.method
         self.names = TensorNames(tensors or ())
         places = [config.get(key) for key in ("dflash_config", "eagle_config", "transformer_layer_config", "model")]
         places = [place for place in (*places[:2], config, *places[2:], config.get("text_config"))]
+        # In the order of the method's own loader.
+        own = {"eagle": eagle_formats.places_in, "eagle3": eagle_formats.places_in, "dflash": dflash_formats.places_in}
+        places = own[row.method](config) if row.method in own else places
         self.places = [place for place in places if isinstance(place, Mapping)]
 
     def target_needs(self, row: Format) -> TargetNeeds:
@@ -266,6 +271,11 @@ class _Evidence:
             return None
         return shape[dim] if -len(shape) <= dim < len(shape) else None
 
+    @property
+    def num_layers(self) -> int:
+        """Layers by the names of the tensors."""
+        return len({name.split(".")[1] for name in self.names.stored if name.startswith("layers.")})
+
     def layer_ids(self, *keys: str) -> list[int]:
         values = (place.get(key) for key in keys for place in self.places)
         ids = next((value for value in values if isinstance(value, list) and value), [])
@@ -294,9 +304,12 @@ class _Evidence:
 def _medusa_sizes(evidence: _Evidence) -> dict[str, int | None]:
     blocks = ("0.0.linear.weight", "medusa_head.0.0.linear.weight", "blocks.0.layers.0.weight")
     heads = [f"{prefix}0.{layer}.weight" for prefix in ("", "medusa_head.") for layer in range(1, 5)]
+    whole, cut = evidence.number("vocab_size"), evidence.number("truncated_vocab_size")
+    rows = evidence.size(0, *heads, "lm_heads.0.weight")
     return {
         "hidden_size": evidence.size(-1, *blocks) or evidence.number("hidden_size"),
-        "vocab_size": evidence.number("vocab_size") or evidence.size(0, *heads, "lm_heads.0.weight"),
+        # Heads without an lm_head speak the target's tokens, and of a cut one the rows do not tell.
+        "vocab_size": whole if whole and cut and cut < whole else rows if evidence.names.stored else whole,
     }
 
 
@@ -305,21 +318,36 @@ def _mlp_speculator_sizes(evidence: _Evidence) -> dict[str, int | None]:
     return {"hidden_size": sizes and sizes.emb_dim, "vocab_size": sizes and sizes.vocab_size}
 
 
+_EAGLE_LAYERS = ("layers.0", "midlayer", "transformer")
+
+
 def _eagle_sizes(evidence: _Evidence) -> dict[str, int | None]:
     ids = evidence.layer_ids("aux_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids")
-    own = evidence.number("hidden_size")
+    projections = (f"{layer}.self_attn.o_proj.weight" for layer in _EAGLE_LAYERS)
+    inputs = evidence.size(1, "fc.weight") if evidence.method == "eagle3" else None
+    # Without names of states there are three.
+    width = _share(inputs, len(set(ids)) or 3) if inputs else evidence.size(0, *projections)
     return {
-        "hidden_size": evidence.number("target_hidden_size") or own,
+        "hidden_size": evidence.number("target_hidden_size") or width or evidence.number("hidden_size"),
         "vocab_size": evidence.size(0, "embed_tokens.weight", "t2d") or evidence.number("vocab_size"),
         # By the one notation these are numbers of layers, by the other one more.
-        "min_hidden_layers": max(ids, default=None),
+        "min_hidden_layers": max(ids, default=None) if inputs else None,
     }
+
+
+def _share(total: int, count: int) -> int | None:
+    """One of `count` equal parts; `None` where there are no such."""
+    return total // count if total % count == 0 else None
 
 
 def _dflash_sizes(evidence: _Evidence) -> dict[str, int | None]:
     ids, inputs = evidence.layer_ids("target_layer_ids"), evidence.layer_ids("aux_hidden_state_layer_ids")
+    # Where z-lab's files name none, there is one state for each layer of the draft.
+    states = len(inputs) if "speculators_model_type" in evidence.config else len(ids) or evidence.num_layers
+    columns = evidence.size(1, "fc.weight", "encoder.fc.weight")
+    width = _share(columns, states) if columns and states else None
     return {
-        "hidden_size": evidence.number("target_hidden_size") or evidence.number("hidden_size"),
+        "hidden_size": width or evidence.number("target_hidden_size", "hidden_size"),
         "vocab_size": evidence.size(0, "embed_tokens.weight", "t2d") or evidence.number("vocab_size"),
         "num_hidden_layers": evidence.number("num_target_layers"),
         "min_hidden_layers": max([*(index + 1 for index in ids), *inputs], default=None),

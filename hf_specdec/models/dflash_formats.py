@@ -240,7 +240,7 @@ class DFlashCheckpoint(DraftCheckpoint):
         mask_token_id: int | None = None,
         find_mask_token: Callable[[str | None], int | None] = lambda spelling: None,
     ):
-        super().__init__(checkpoint, target, _name, _places(checkpoint.config))
+        super().__init__(checkpoint, target, _name, places_in(checkpoint.config))
         self._check_kind()
         self._require(_EVERY_DRAFT, "a DFlash draft")
         self.hidden_size, self.num_layers = self._matrix("fc")[0], self._num_layers()
@@ -447,7 +447,7 @@ class DFlashCheckpoint(DraftCheckpoint):
 
 def refusal(names: Iterable[str], config: Mapping[str, Any]) -> str | None:
     """Why a draft with tensors of these names, in any format, and this config is not supported; `None` where it is."""
-    names, places, kind = set(map(_name, names)), _places(config), _architecture(config)
+    names, places, kind = set(map(_name, names)), places_in(config), _architecture(config)
     known = next((what for belongs, what in _REFUSED if belongs(names, places, kind)), None)
     return known or _unknown_kind(config, places) or _wrong_block(config) or refused_key(config, "dflash", _READ)
 
@@ -486,14 +486,14 @@ def num_drafts(config: Mapping[str, Any]) -> int | None:
 
 def block_size(config: Mapping[str, Any]) -> Any:
     """B as it is stated, else the usual one."""
-    found = stated(_places(config), "block_size")
+    found = stated(places_in(config), "block_size")
     return _BLOCK_SIZE if found is None else found
 
 
 def predicts_next(config: Mapping[str, Any]) -> Any:
     """Whether the anchor's position predicts the first drafted token, as it is stated, else by the kind of draft."""
-    found = stated(_places(config), "sample_from_anchor")
-    kinds = (config.get("speculators_model_type"), stated(_places(config), "projector_type"))
+    found = stated(places_in(config), "sample_from_anchor")
+    kinds = (config.get("speculators_model_type"), stated(places_in(config), "projector_type"))
     return "DSpark" in _architecture(config) or "dspark" in kinds if found is None else found
 
 
@@ -506,7 +506,7 @@ def _name(stored: str) -> str:
     return stored
 
 
-def _places(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+def places_in(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     """Where a config may say something, the most special place first."""
     inner = (config.get("dflash_config"), config, config.get("transformer_layer_config"))
     return tuple(place for place in inner if isinstance(place, Mapping))

@@ -230,7 +230,7 @@ class EagleCheckpoint(DraftCheckpoint):
     unused = _UNUSED
 
     def __init__(self, checkpoint: Checkpoint, target: TargetSizes, aux_layer_ids: Sequence[int] | None = None):
-        super().__init__(checkpoint, target, _name, _places(checkpoint.config))
+        super().__init__(checkpoint, target, _name, places_in(checkpoint.config))
         self._check_kind()
         projections = [f"{_LAYER}.self_attn.{part}_proj" for part in "qkvo"]
         projections += [f"{_LAYER}.mlp.{part}_proj" for part in ("gate", "up", "down")]
@@ -518,7 +518,7 @@ _LAYERNORMS = {
 _PACKED = {f"{_LAYER}.mlp.down_proj.{part}" for part in ("weight_scale", "weight_packed", "qweight")}
 
 
-def _places(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+def places_in(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     """Where a config may say something. Some formats have the config of a model, that of the layers, inside of it."""
     nested = (config.get(key) for key in ("transformer_layer_config", "model"))
     layer = next((part for part in nested if isinstance(part, Mapping)), config)

@@ -258,7 +258,8 @@ class TestNothingLargeIsDownloaded:
         found = detect_checkpoint("user/head")
         assert (found.format, found.num_tensors) == ("eagle3-safeailab", len(tensors))
         assert found.num_bytes > 5_000_000
-        assert hub.sent() < 110_000
+        # The headers of two shards: inputs, and embedding.
+        assert hub.sent() < 210_000
 
     def test_of_a_pickled_file(self, hub, large_head):
         tensors = {name: torch.zeros(1000, 200) for name in EXAMPLES["eagle-safeailab"][1]}

@@ -355,7 +355,7 @@ class TestHub:
 
     def test_misfits_are_listed_with_the_reason(self, target, hub, tmp_path):
         config = json.loads((EAGLE / "config.json").read_text())
-        wide = {"config.json": json.dumps({**config, "hidden_size": 128})}
+        wide = {"config.json": json.dumps({**config, "target_hidden_size": 128})}
         hub.add("user/wide", EAGLE, files=wide, card=card_of(target, "eagle3"))
         problems = [item.problems for item in search_for().all() if item.model == "user/wide"]
         assert "128" in problems[0][0]

@@ -19,6 +19,7 @@ import hf_specdec.candidate_generators as candidate_generators
 from hf_specdec.candidate_generators import suffix
 from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
 from hf_specdec.candidate_generators.suffix import SuffixCache, SuffixCandidateGenerator, SuffixOptions
+from hf_specdec.config import SpeculativeConfig
 from hf_specdec.errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
 
 
@@ -38,9 +39,8 @@ needs_library = pytest.mark.skipif(not has_library(), reason="needs arctic-infer
 
 
 def make_config(num_speculative_tokens=None, max_model_len=None, **options):
-    return SimpleNamespace(
-        num_speculative_tokens=num_speculative_tokens, max_model_len=max_model_len, options=SuffixOptions(**options)
-    )
+    given = {"num_speculative_tokens": num_speculative_tokens, "max_model_len": max_model_len}
+    return SpeculativeConfig("suffix", **given, options=SuffixOptions(**options))
 
 
 def make_cache(config):
@@ -560,8 +560,8 @@ def test_stock_protocol_takes_the_first_path():
 
 
 @needs_library
-def test_huge_factor_does_not_overflow():
-    generator = make_generator(make_cache(make_config()), make_config(max_spec_factor=1e300))
+def test_the_largest_factor_does_not_overflow():
+    generator = make_generator(make_cache(make_config()), make_config(max_spec_factor=1024.0))
     prefill(generator, [1, 2, 3, 4, 5, 6, 7, 8, 1])
     assert propose(generator, 9, room=6) == [[2, 3, 4, 5, 6, 7]]
 

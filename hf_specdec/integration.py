@@ -249,7 +249,7 @@ def _bind(original, model, args, kwargs) -> dict[str, Any]:
     return {**(arguments.pop(rest[0], {}) if rest else {}), **arguments}
 
 
-def _first_arguments(self, inputs=None, generation_config=None, /, **kwargs):
+def _first_arguments(self, inputs=None, generation_config=None, **kwargs):
     """The arguments of `generate()` that are ever given without their names."""
 
 

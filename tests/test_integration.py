@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GenerationMixin, LlamaForCausalLM, TextIteratorStreamer, pipeline
+from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM, TextIteratorStreamer, pipeline
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, PromptLookupCandidateGenerator
 
 import hf_specdec
@@ -136,8 +136,11 @@ class TestInstall:
                 mask = inputs["attention_mask"]
                 ids = model.generate(inputs["input_ids"], attention_mask=mask, **SETTINGS, spec_method="ngram")
                 assert torch.equal(ids, plain)
-            assert len(calls) == 2
-            return len(made.calls) == 2
+                config = GenerationConfig(**SETTINGS, pad_token_id=0)
+                ids = model.generate(**inputs, generation_config=config, spec_method="ngram")
+                assert torch.equal(ids, plain)
+            assert len(calls) == 3
+            return len(made.calls) == 3
 
         other = functools.wraps(ours)(other) if says_what_it_wraps else other
         GenerationMixin.generate = other

@@ -405,7 +405,12 @@ class TestMaskedTokens:
         assert bool((whole["attention_mask"].diff(dim=1) < 0).any())
         caches = [deepcopy(first.past_key_values) for _ in range(3)]
         plain = model.generate(**whole, **settings, past_key_values=caches[0])
-        for tree, cache in zip((None, TREE), caches[1:]):
+        for tree in (None, TREE):
+            how = scripted_for(first.sequences, inputs, accuracy=0.8, tree=tree)
+            ours = model.generate(**inputs, **settings, eos_token_id=ends, assistant=how)
+            assert ours.sequences.tolist() == first.sequences.tolist()
+            caches.append(ours.past_key_values)
+        for tree, cache in zip((None, TREE, None, TREE), caches[1:]):
             how = scripted_on(plain.sequences, whole, VOCAB_SIZE, accuracy=0.8, tree=tree)
             again = model.generate(**whole, **settings, past_key_values=cache, assistant=how)
             assert again.sequences.tolist() == plain.sequences.tolist()

@@ -99,6 +99,7 @@ class DecodingLoop:
         self.stats = SpecDecodingStats(method=speculator.method, batch_size=self.batch_size, drafter=origin)
         self.keeps_cache = bool(config.return_dict_in_generate) or request.past_key_values is not None
         self.finished_states: dict[int, list] = {}
+        self.num_read: dict[int, int] = {}
         self.streamed = 0
         self.num_unknown = 0
         self.row_inputs = _row_inputs(request)
@@ -457,6 +458,7 @@ class DecodingLoop:
             self._store_states(range(len(self.rows)))
         if self.recorder.wants_steps:
             self.recorder.cut(self.sequences.num_generated)
+        if self.recorder.wants_steps or self.keeps_cache:
             self._read_padding()
         cache = self._final_cache() if self.keeps_cache else None
         if not config.return_dict_in_generate:
@@ -473,15 +475,17 @@ class DecodingLoop:
     def _read_padding(self) -> None:
         """Reads what plain generation feeds to rows that have ended, and records what it says there.
 
-        Such rows have left the batch, so this costs forwards of their own: of calls that return something per token.
+        Such rows have left the batch, so this costs forwards of their own: of calls that return something per token,
+        and one for the last tokens of rows, where only the cache is returned.
         """
         lengths, last = self.sequences.lengths, max(self.sequences.lengths)
         for length in sorted(set(lengths) - {last}):
             rows = [row for row, own in enumerate(lengths) if own == length]
             target = self._continued(rows)
             # The last token has not been read, and what is behind the last padding is not wanted.
-            for first in range(length - 1, last - 1, _PADDING_AT_ONCE):
-                nodes = min(_PADDING_AT_ONCE, last - 1 - first)
+            end = last - 1 if self.recorder.wants_steps else length
+            for first in range(length - 1, end, _PADDING_AT_ONCE):
+                nodes = min(_PADDING_AT_ONCE, end - first)
                 tokens = self.sequences.prefix(first + nodes)[rows, first:]
                 output = target.forward(tokens, chain_topology(nodes - 1, self.device))
                 target.commit([nodes] * len(rows))
@@ -491,6 +495,8 @@ class DecodingLoop:
                 self.recorder.add(rows, path, [nodes] * len(rows), logits, output.all_hidden_states)
                 if self.recorder.scores is not None and self.stack.knows_all:
                     self.recorder.scores.add(rows, self._scores_behind(rows, first + 1, logits), [nodes] * len(rows))
+            for index, row in enumerate(rows):
+                self.finished_states[row], self.num_read[row] = target.row_states(index), end
 
     def _scores_behind(self, rows: list[int], length: int, logits: torch.Tensor) -> torch.Tensor:
         """Processed scores of logits `(R, T, V)`, the first of which follow `length` columns of the rows."""
@@ -518,7 +524,7 @@ class DecodingLoop:
         """An empty cache with keys and values of all tokens of these rows but the last."""
         slots, recurrent = zip(*(self.finished_states[row] for row in rows))
         # The last token has not been read; of rows that were cut back, more than is left has.
-        read = [self.num_unknown + self.sequences.lengths[row] - 1 for row in rows]
+        read = [self.num_unknown + self.num_read.get(row, self.sequences.lengths[row] - 1) for row in rows]
         slots = [[tuple(b[:, :end] for b in layer) for layer in row] for row, end in zip(slots, read)]
         fill_cache(cache, slots)
         store_states(cache, list(recurrent))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hf_specdec import SpecDecodingStats
+from hf_specdec import SpecDecodingStats, record
 from tests.architectures import tiny_model
 from tests.models import VOCAB_SIZE, prompts, scripted_for
 
@@ -158,11 +158,21 @@ def test_padding_behind_rows_that_have_ended(name):
         assert_steps_close(mine, its)
 
 
-def test_padding_is_read_for_outputs_that_hold_it_alone(both):
-    settings = {"eos_token_id": [6, 15]}
-    (_, without), (_, wanted) = both(3, **settings), both(3, **settings, output_logits=True)
+def test_rows_that_have_ended_are_read_on_for_outputs_that_need_it_alone(model):
+    """A returned cache needs their last tokens, what is returned per token their padding, the text nothing."""
+    inputs = prompts(3)
+    text = model.generate(**inputs, do_sample=False, max_new_tokens=30)
+
+    def num_forwards(**settings):
+        settings = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": [6, 15], **settings}
+        with record() as made:
+            model.generate(**inputs, **settings, assistant=scripted_for(text, inputs, accuracy=0.9))
+        return made.calls[0].stats.num_target_forwards
+
+    alone = num_forwards()
     # Three rows end apart.
-    assert wanted.speculative.num_target_forwards == without.speculative.num_target_forwards + 2
+    assert num_forwards(return_dict_in_generate=True) == alone + 2
+    assert num_forwards(return_dict_in_generate=True, output_logits=True) == alone + 2
 
 
 def test_returned_tensors_are_the_users_own(model):

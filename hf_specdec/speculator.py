@@ -15,6 +15,7 @@ from weakref import ref
 
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
+from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
 from .candidate_generators import parts_of, resolve_candidate_generator
@@ -25,6 +26,7 @@ from .config import AUTO, SpeculativeConfig
 from .control import ControlProfile, ScheduledLength, SpeculationController
 from .control.store import find_profile
 from .decoding.graphs import forget_graphs
+from .decoding.sequences import Sequences
 from .errors import SpecConfigError, SpecDecError
 from .hub.detect import reads_target_cache
 from .hub.discover import Access, Candidate, Search, Target
@@ -32,6 +34,9 @@ from .hub.files import file_identity, only_safetensors
 from .hub.published import IN_GENERATION_CONFIG, published_config, settings_of_generation_config
 from .hub.trust import one_line, restrictions, warn_of
 from .loaded import forget_records, record_of
+from .logits.processors import ProcessorStack
+from .logits.sampling import DraftSampler
+from .models.draft_model import vocabulary_size
 from .threads import cached_property
 from .transfers import on_cpu_unless_said
 
@@ -41,6 +46,9 @@ logger = logging.get_logger(__name__)
 
 # Draft tokens per token of a match where lengths are adaptive and the settings leave the default.
 _ADAPTIVE_SPEC_FACTOR = 2.0
+
+# Of a call that is begun for its checks alone.
+_ANY_LENGTH = 2**20
 
 
 class Speculator:
@@ -120,14 +128,14 @@ class Speculator:
         choose = self.controller if is_adaptive else self._scheduled_length
         return AdaptiveCandidateGenerator(generator, choose(generator))
 
-    def check(self) -> None:
-        """Refuses settings that what was loaded cannot follow.
+    def check(self, target_model: torch.nn.Module) -> None:
+        """Refuses settings that what was loaded for a target cannot follow.
 
         Raises:
             SpecConfigError: They ask for more than was loaded, such as for more tokens than there are heads.
         """
         if self.stock_assistant is None:
-            self.generator_class.check(self._longest_drafts, self.resources)
+            self.generator_class.check(self._longest_drafts, self.resources, _session_of_any_call(target_model))
 
     def controller(self, generator: CandidateGenerator) -> SpeculationController:
         """What chooses the lengths of one call with num_speculative_tokens="auto"."""
@@ -290,9 +298,16 @@ def _load(
     speculator = Speculator(resolved, generator_class, resources, None, name, revision, profile, target_model)
     checked = record_of(target_model).checked
     if checked.get(resolved) != id(resources):
-        speculator.check()
+        speculator.check(target_model)
         checked.put(resolved, id(resources))
     return speculator
+
+
+def _session_of_any_call(target_model: torch.nn.Module) -> Session:
+    """The session of a greedy call of one row, without a prompt."""
+    sequences = Sequences(torch.zeros((1, 0), dtype=torch.long), 0)
+    sampler = DraftSampler(ProcessorStack(LogitsProcessorList()), sequences, None, vocabulary_size(target_model))
+    return Session(1, _ANY_LENGTH, torch.device("cpu"), sampler)
 
 
 def load_configured(

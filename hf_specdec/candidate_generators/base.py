@@ -55,9 +55,6 @@ if TYPE_CHECKING:
 
 _LEAST_SHARED_LENGTH = 4
 
-# Of a call that is begun only for the checks.
-_ANY_LENGTH = 2**20
-
 
 @dataclass
 class Session:
@@ -293,16 +290,16 @@ class CandidateGenerator(HfCandidateGenerator):
         return None if config.model is None else RepoFiles.of(config)
 
     @classmethod
-    def check(cls, config: SpeculativeConfig, resources: Any) -> None:
+    def check(cls, config: SpeculativeConfig, resources: Any, session: Session) -> None:
         """Refuses settings that what was loaded cannot follow, before anything is generated.
 
-        It begins a call of one row and ends it, so that every check of the constructor is made when a speculator is
-        loaded, also of what earlier settings have loaded.
+        It begins a call and ends it, so that every check of the constructor is made when a speculator is loaded, also
+        of what earlier settings have loaded.
 
         Raises:
             SpecConfigError: They ask for more than was loaded.
         """
-        cls(config, resources, Session(1, _ANY_LENGTH, torch.device("cpu"))).close()
+        cls(config, resources, session).close()
 
     @classmethod
     def text_bytes(cls, resources: Any) -> int:

@@ -387,8 +387,8 @@ def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig, entry:
             warn_of(candidate.left_out, f"The settings of {candidate}")
             return speculator
     seen = [*search.rejected, *failures]
-    if len(seen) == len(failures) == 1 and not search.notes and drafting is not None:
-        # Of several one would be no answer.
+    if len(seen) == len(failures) == 1 and drafting is not None and (not search.notes or candidate.place == "target"):
+        # Of several one would be no answer, nor of one where others may lie; the target's own layers lie nowhere else.
         raise next(iter(failures.values()))
     if entry is not None:
         raise SpecConfigError(f"{IN_GENERATION_CONFIG} names a drafter that cannot be taken: {' '.join(seen)}")

@@ -581,7 +581,7 @@ class TestSettings:
     def test_loads_once(self, monkeypatch):
         target, _ = published("mimo")
         first = load_speculator(target, "mtp").resources
-        monkeypatch.setattr(MtpCandidateGenerator, "load", None)
+        monkeypatch.setattr(MtpCandidateGenerator, "load", lambda *given: pytest.fail("It loads again."))
         for options in ({"mode": "chain"}, {"mode": "reuse", "num_speculative_tokens": 2}, TREE):
             assert load_speculator(target, "mtp", **options).resources is first
 

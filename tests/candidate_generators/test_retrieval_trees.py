@@ -149,7 +149,9 @@ def test_targets_that_cannot_verify_trees_get_chains(method, monkeypatch):
     plain = model.generate(**inputs, max_new_tokens=16, do_sample=False)
     session = base.Session.__init__
     monkeypatch.setattr(
-        base.Session, "__init__", lambda self, **fields: session(self, **{**fields, "takes_trees": False})
+        base.Session,
+        "__init__",
+        lambda self, *given, **fields: session(self, *given, **{**fields, "takes_trees": False}),
     )
     ours, call, rows = run(model, inputs, TREES[method], do_sample=False, max_new_tokens=16)
     assert torch.equal(ours, plain)

@@ -311,7 +311,11 @@ class TestWrongCheckpoints:
     def test_widths_without_bounds(self, model, tmp_path, inner_dim):
         saved(tmp_path)
         change_config(tmp_path, inner_dim=inner_dim)
-        self.expect(tmp_path, model, r"config.json is not usable. `inner_dim`.* at most 2147483647, got 10+[0.]*")
+        self.expect(
+            tmp_path,
+            model,
+            r"config.json is not usable. `inner_dim`.* at most 2147483647, got (10+|<an integer of 1329 bits>)\.",
+        )
 
     @pytest.mark.parametrize("inner_dim", [17, 2**31 - 1])
     def test_no_network_is_made_for_another_width(self, model, tmp_path, inner_dim):

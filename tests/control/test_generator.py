@@ -221,7 +221,7 @@ def test_auto_may_draft_more_than_the_default(target):
 def test_a_given_tree_is_cut_at_the_chosen_depth(target, inputs, monkeypatch):
     settings = {**inputs(1), "max_new_tokens": 24, "do_sample": False}
     plain = target.generate(**settings)
-    monkeypatch.setattr("hf_specdec.control.tree_size.TreeSize.cut", lambda trees, draft, depth: draft)
+    monkeypatch.setattr("hf_specdec.control.tree_size.TreeSize.cut", lambda trees, draft, *given: draft)
     follow(monkeypatch, [1, 0, 2])
     tree = [[0], [1], [0, 0], [0, 1], [0, 0, 0]]
     with record(trace=True) as r:

@@ -18,6 +18,8 @@ HIDDEN = "***"
 
 # Of the Hub.
 _ACCESS_TOKEN = re.compile(r"\b(hf|api_org)_[A-Za-z0-9]{20,}")
+# No word of a message is longer, the names of files among them; of longer ones both ends are shown.
+_LONG_WORD = re.compile(r"\S{401,}")
 _SECRET_KEY = re.compile(r"(token|password|secret|api_key)$", re.IGNORECASE)
 
 
@@ -48,8 +50,10 @@ def is_access_token(value: Any) -> bool:
 
 
 def _printable(text: str) -> str:
-    """A text that every terminal and log takes, without access tokens."""
-    return _ACCESS_TOKEN.sub(HIDDEN, text).encode("utf-8", "backslashreplace").decode("utf-8")
+    """A text that every terminal and log takes, without access tokens and endless words."""
+    text = _ACCESS_TOKEN.sub(HIDDEN, text)
+    text = _LONG_WORD.sub(lambda word: f"{word[0][:MOST_SHOWN]}...{word[0][-MOST_SHOWN // 2 :]}", text)
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class _Shown(reprlib.Repr):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 
@@ -13,6 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import hypothesis
 import pytest
 import torch
+from transformers.utils import logging as transformers_logging
 
 import hf_specdec  # noqa: F401 - teaches generate() the speculative arguments
 from tests.models import letter_tokenizer, tiny_llama, tiny_mistral
@@ -45,3 +47,19 @@ def sliding_model():
 @pytest.fixture(scope="session")
 def tokenizer():
     return letter_tokenizer()
+
+
+@pytest.fixture
+def warnings():
+    """What the package warns of, also what another test has been warned of."""
+    lines = []
+
+    class Lines(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    handler, logger = Lines(logging.WARNING), logging.getLogger("hf_specdec")
+    logger.addHandler(handler)
+    transformers_logging.warning_once.cache_clear()
+    yield lines
+    logger.removeHandler(handler)

@@ -2,13 +2,11 @@
 
 import copy
 import json
-import logging
 import re
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, pipeline
-from transformers.utils import logging as transformers_logging
 
 import hf_specdec
 from hf_specdec import SpecConfigError, SpeculativeConfig, hook, record
@@ -17,22 +15,6 @@ from tests.models import letter_tokenizer, prompts, tiny_llama
 
 SETTINGS = {"do_sample": False, "max_new_tokens": 24}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 6}
-
-
-@pytest.fixture
-def warnings(monkeypatch):
-    """What is warned of, also what another test has been warned of."""
-    lines = []
-
-    class Lines(logging.Handler):
-        def emit(self, record):
-            lines.append(record.getMessage())
-
-    handler, logger = Lines(logging.WARNING), logging.getLogger("hf_specdec")
-    logger.addHandler(handler)
-    transformers_logging.warning_once.cache_clear()
-    yield lines
-    logger.removeHandler(handler)
 
 
 @pytest.fixture

@@ -32,18 +32,11 @@ from hf_specdec.control.store import profile_identity, save_profile
 from hf_specdec.hub.files import ReadOfRepositories, RepoFiles
 from hf_specdec.loaded import cache_bytes, loaded_bytes, loaded_drafters, record_of
 from hf_specdec.models.medusa import MedusaHeads
+from tests.methods import CHECKPOINTS
 from tests.models import prompts, tiny_llama
 
 
-HEADS = {
-    "eagle": demo.eagle_path(),
-    "eagle3": demo.eagle3_path(),
-    "medusa": demo.medusa_path(),
-    "mlp_speculator": demo.mlp_speculator_path(),
-    "mtp": demo.mtp_path(),
-    "dflash": demo.dflash_path(),
-    "draft_model": demo.draft_path(),
-}
+HEADS = {method: path() for method, path in CHECKPOINTS.items()}
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_specdec import SpecConfigError, demo, load_speculator
+from tests.methods import CHECKPOINTS
 from tests.models import prompts, tiny_llama
 
 
@@ -38,18 +39,8 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-DEMO = {
-    "eagle": demo.eagle_path(),
-    "eagle3": demo.eagle3_path(),
-    "medusa": demo.medusa_path(),
-    "mlp_speculator": demo.mlp_speculator_path(),
-    "mtp": demo.mtp_path(),
-    "dflash": demo.dflash_path(),
-    "draft_model": demo.draft_path(),
-    "suffix+eagle3": demo.eagle3_path(),
-    "ngram": None,
-    "suffix": None,
-}
+DEMO = {method: path() for method, path in CHECKPOINTS.items()}
+DEMO |= {"suffix+eagle3": DEMO["eagle3"], "ngram": None, "suffix": None}
 PATIENCE = {"max_new_tokens": 24, "eos_token_id": None, "return_dict_in_generate": True}
 
 

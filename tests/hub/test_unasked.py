@@ -1,7 +1,6 @@
 """What comes with a model: generation configs, cards and saved settings of strangers, which nobody has asked for."""
 
 import json
-import logging
 import shutil
 from contextlib import suppress
 from functools import lru_cache
@@ -14,7 +13,6 @@ from huggingface_hub import snapshot_download
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.utils import logging as transformers_logging
 
 from hf_specdec import SpecConfigError, SpecDecError, SpeculativeConfig, UnsupportedModelError, load_speculator, record
 from hf_specdec.config import describe_settings
@@ -32,22 +30,6 @@ MEDUSA = FIXTURES / "medusa"
 
 def load(name="user/target"):
     return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
-
-
-@pytest.fixture
-def warnings():
-    """What the package warns of, also what another test has been warned of."""
-    lines = []
-
-    class Lines(logging.Handler):
-        def emit(self, record):
-            lines.append(record.getMessage())
-
-    handler, logger = Lines(logging.WARNING), logging.getLogger("hf_specdec")
-    logger.addHandler(handler)
-    transformers_logging.warning_once.cache_clear()
-    yield lines
-    logger.removeHandler(handler)
 
 
 def calls(model, **arguments):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging as python_logging
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -194,6 +195,10 @@ def _from_pretrained(name: str, weights: str, location: dict[str, Any], argument
             raise ValueError(f"its config.json names other weights than {weights} (`transformers_weights`).")
         if model_config.is_encoder_decoder:
             raise ValueError(f"{type(model_config).__name__} is of an encoder-decoder model. Use a decoder-only one.")
+        if not os.path.isdir(name):
+            # Where PEFT is installed an adapter is looked for, with arguments of its own.
+            places = ("revision", "subfolder", "cache_dir", "local_files_only")
+            arguments = {**arguments, "adapter_kwargs": {key: location[key] for key in places if key in location}}
         with _building:
             model, loading = AutoModelForCausalLM.from_pretrained(
                 name, config=model_config, output_loading_info=True, **location, **arguments

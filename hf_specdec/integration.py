@@ -121,11 +121,11 @@ def generate_speculatively(
     if not is_asked and is_refused(model, configured):
         return original(model, *args, **kwargs)
     _prepare_stop_strings(model, arguments)
-    speculator, has_begun = None, False
+    speculator, loop = None, None
 
     # The signature matters: transformers hands over only what it names, and the rest as the model's arguments.
     def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-        nonlocal has_begun
+        nonlocal loop
         _check_model_kwargs(model, model_kwargs)
         request = Request(
             model=model,
@@ -140,7 +140,6 @@ def generate_speculatively(
             began=began,
         )
         loop = DecodingLoop(request, speculator)
-        has_begun = True
         return loop.run()
 
     try:
@@ -158,10 +157,10 @@ def generate_speculatively(
         home = _move_to_model(model, arguments)
         output = original(model, **{**arguments, "custom_generate": decode})
     except SpecDecError as error:
-        if is_asked or has_begun:
+        if is_asked or (loop is not None and loop.has_shown):
             raise
         # Nobody has asked for speculation in this call.
-        refuse(model, configured, error, for_ever=speculator is None)
+        refuse(model, configured, error, for_a_while=speculator is None)
         return original(model, *args, **kwargs)
     return output if home is None else _moved_output(output, home)
 

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 from weakref import ref
 
@@ -46,6 +47,9 @@ logger = logging.get_logger(__name__)
 
 # Draft tokens per token of a match where lengths are adaptive and the settings leave the default.
 _ADAPTIVE_SPEC_FACTOR = 2.0
+
+# For so long a drafter that could not be loaded is not tried again where no call asks for it.
+_SECONDS_REFUSED = 300.0
 
 # Of a call that is begun for its checks alone.
 _ANY_LENGTH = 2**20
@@ -296,10 +300,10 @@ def _load(
     is_adaptive = resolved.num_speculative_tokens == AUTO
     profile = _profile(target_model, resolved, generator_class.network(resources)) if is_adaptive else None
     speculator = Speculator(resolved, generator_class, resources, None, name, revision, profile, target_model)
-    checked = record_of(target_model).checked
-    if checked.get(resolved) != id(resources):
+    checked, key = record_of(target_model).checked, resolved.compute_hash()
+    if checked.get(key) != id(resources):
         speculator.check(target_model)
-        checked.put(resolved, id(resources))
+        checked.put(key, id(resources))
     return speculator
 
 
@@ -338,14 +342,18 @@ def load_configured(
 
 
 def is_refused(target_model: torch.nn.Module, entry: Any) -> bool:
-    """Whether what the target's generation config says could not be followed before."""
-    return record_of(target_model).refused.get((_written(entry), restrictions()), False)
+    """Whether what the target's generation config says could not be followed a short while ago."""
+    refused_at = record_of(target_model).refused.get((_written(entry), restrictions()))
+    return refused_at is not None and monotonic() - refused_at < _SECONDS_REFUSED
 
 
-def refuse(target_model: torch.nn.Module, entry: Any, error: Exception, *, for_ever: bool) -> None:
-    """Warns once that what the target's generation config says cannot be followed; `for_ever`: by no later call."""
-    if for_ever:
-        record_of(target_model).refused.put((_written(entry), restrictions()), True)
+def refuse(target_model: torch.nn.Module, entry: Any, error: Exception, *, for_a_while: bool) -> None:
+    """Warns once that what the target's generation config says cannot be followed.
+
+    With `for_a_while` the next calls do not try: the reason may be an outage, so it is not for ever.
+    """
+    if for_a_while:
+        record_of(target_model).refused.put((_written(entry), restrictions()), monotonic())
     logger.warning_once(
         f"{type(target_model).__name__} generates without speculation, which its generation config sets: "
         f"{one_line(error, 500)} Correct the entry, or take it out with "
@@ -370,7 +378,11 @@ def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig, entry:
     with record.searching:
         known = record.found.get(key)
         if known is not None:
-            return _load_candidate(target_model, config, *known, entry)
+            try:
+                return _load_candidate(target_model, config, *known, entry)
+            except Exception as error:  # noqa: BLE001 - as in the search
+                # It has gone or changed, or does not fit the settings of this call: another one may.
+                logger.info(f"Drafters are looked for again: {one_line(error)}")
         failures: dict[str, Exception] = {}
         target = Target.of_model(target_model)
         search = Search(target, access, method=drafting, trusted_owners=config.trusted_owners)

@@ -19,6 +19,7 @@ from transformers.generation import StoppingCriteriaList
 
 from .candidate_generators.base import DraftStep
 from .candidate_generators.draft_model import DraftModelCandidateGenerator
+from .control import ControlProfile
 from .decoding.graphs import padded_rows, padded_size
 from .decoding.loop import DecodingLoop, Request
 from .decoding.target import SlotModel, model_profile
@@ -100,6 +101,9 @@ def warm_up(
     _check(batch_sizes=min(batch_sizes, default=0), prompt_length=prompt_length, max_new_tokens=max_new_tokens - 1)
     model_profile(model)
     speculator = speculative if isinstance(speculative, Speculator) else load_speculator(model, speculative)
+    # What these calls read is nothing to remember, and what they cost and accept nothing to learn from.
+    speculator = speculator.without_texts(model)
+    speculator.profile = ControlProfile()
     done = WarmUp()
     # The largest batches first: the smaller ones find room in their slots.
     for rows in _row_counts(max(batch_sizes)):
@@ -170,6 +174,9 @@ class _WarmUpLoop(DecodingLoop):
     def _begin_call(self) -> CallProgress:
         # Nobody is told.
         return CallProgress(self.stats, [])
+
+    def _watch_acceptance(self) -> None:
+        """Says nothing of drafts for such a text."""
 
     def _decode(self) -> None:
         self._prefill()

@@ -287,7 +287,13 @@ def test_lookups_of_methods_that_retrieve(model, method, k):
     if "+" not in method:
         assert stats.num_lookup_hits == drafted > 0
     if k == 6:
-        assert stats.num_lookups == len(rows)
+        # Where only the target's own token has room nothing is looked for.
+        generated, num_open = {0: 1, 1: 1}, 0
+        for row in rows:
+            num_open += generated[row.row] < 11
+            generated[row.row] += len(row.committed_tokens)
+        assert num_open < len(rows) or generated != {0: 12, 1: 12}
+        assert stats.num_lookups == num_open
         assert stats.num_spec_tokens >= 6
     assert stats.lookup_hit_rate == stats.num_lookup_hits / max(stats.num_lookups, 1)
     assert (stats.cache_bytes > stats.cache_tokens) == (stats.cache_tokens > 0)

@@ -172,7 +172,7 @@ class TestErrors:
             ({"num_steps": 3, "topk": 1, "num_draft_tokens": 16}, ["3 steps of 1", "4 to 4 tokens"]),
             ({"num_steps": 3, "topk": 2, "num_draft_tokens": 12}, ["num_draft_tokens=12", "4 to 11 tokens"]),
             ({"num_steps": 3, "topk": 2, "num_draft_tokens": 3}, ["num_draft_tokens=3", "4 to 11 tokens"]),
-            ([[rank] for rank in range(1025)], ["1025 nodes", "at most 1024"]),
+            ([[rank] for rank in range(1000)] + [[0, rank] for rank in range(25)], ["1025 nodes", "at most 1024"]),
             # So large that they must not be built first.
             (list(range(200_000)), ["200000 nodes", "at most 1024"]),
             ({"num_steps": 10**9, "topk": 1, "num_draft_tokens": 10**9 + 1}, ["1000000000 nodes"]),

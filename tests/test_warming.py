@@ -78,10 +78,12 @@ def test_fewer_rows_too(backends):
     for rows in (3, 2, 1):
         inputs = prompts(rows)
         texts = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-        settings = {"eos_token_id": int(texts[0, 10]), "pad_token_id": 0, "return_dict_in_generate": True}
-        output = model.generate(**inputs, max_new_tokens=12, do_sample=False, spec_method="ngram", **settings)
-        assert output.speculative.num_graph_captures == 0
-        assert output.speculative.num_graph_replays == output.speculative.num_target_forwards - 1
+        settings = {"eos_token_id": int(texts[0, 10]), "pad_token_id": 0}
+        with record() as made:
+            model.generate(**inputs, max_new_tokens=12, do_sample=False, spec_method="ngram", **settings)
+        stats = made.calls[0].stats
+        assert stats.num_graph_captures == 0
+        assert stats.num_graph_replays == stats.num_target_forwards - 1
 
 
 def test_sampling_too(target, backends):
@@ -144,3 +146,17 @@ def test_the_command():
     assert (done["num_calls"], done["num_graph_captures"]) == (4, 0)
     assert done["graphs"] == "off: not on a CUDA device"
     assert invoke("--batch-size", "0").exit_code == 2
+
+
+def test_nothing_is_remembered(target, caplog):
+    """Neither texts nor costs nor how little of such drafts is accepted."""
+    speculator = load_speculator(target, **settings_of("medusa"), num_speculative_tokens="auto")
+    retrieval = load_speculator(target, "suffix")
+    before = speculator.profile.to_dict()
+    with caplog.at_level("WARNING", logger="hf_specdec"):
+        warm_up(target, speculator, batch_sizes=[16], prompt_length=24, max_new_tokens=16, sampling=False)
+        warm_up(target, retrieval, prompt_length=24, max_new_tokens=16, sampling=False)
+        warm_up(target, settings_of("eagle3"), batch_sizes=[64], prompt_length=8, max_new_tokens=8, sampling=False)
+    assert speculator.profile.to_dict() == before
+    assert retrieval.resources.num_cached_tokens == 0
+    assert "hardly pays" not in caplog.text

@@ -227,9 +227,9 @@ class Lookups:
     num_tokens: int = 0
     num_bytes: int = 0
 
-    def count(self, drafts: Sequence[Sequence[int]], num_tokens: int, num_bytes: int) -> None:
-        """Adds the drafts of one cycle, empty where nothing was found."""
-        self.num_rows += len(drafts)
+    def count(self, drafts: Sequence[Sequence[int]], rooms: Sequence[int], num_tokens: int, num_bytes: int) -> None:
+        """Adds the drafts of one cycle, empty where nothing was found, and the tokens that each had room for."""
+        self.num_rows += sum(room > 0 for room in rooms)
         self.num_hits += sum(map(bool, drafts))
         self.num_tokens, self.num_bytes = num_tokens, num_bytes
 

@@ -159,13 +159,11 @@ class NgramCandidateGenerator(CandidateGenerator):
     def propose(self, step: DraftStep) -> DraftTree:
         longest = self.shared_length(len(step.rows))
         self._best = []
-        drafts = [
-            self._draft(self._indexes[row], longest, min(room, self._room_in_model(length)))
-            for row, length, room in zip(step.rows, step.lengths, step.max_draft_tokens)
-        ]
+        rooms = [min(room, self._room_in_model(length)) for length, room in zip(step.lengths, step.max_draft_tokens)]
+        drafts = [self._draft(self._indexes[row], longest, room) for row, room in zip(step.rows, rooms)]
         tokens, parents = map(list, zip(*drafts)) if drafts else ([], [])
         num_indexed = sum(map(len, self._indexes.values()))
-        self.lookups.count(tokens, num_indexed, _BYTES_PER_TOKEN * num_indexed)
+        self.lookups.count(tokens, rooms, num_indexed, _BYTES_PER_TOKEN * num_indexed)
         return DraftTree.from_lists(tokens, self.session.device, parents)
 
     @property

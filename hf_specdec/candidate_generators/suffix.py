@@ -387,7 +387,7 @@ class SuffixCandidateGenerator(CandidateGenerator):
             draft_tokens, draft_parents = self._draft(request, context, room, most_nodes)
             drafts.append(draft_tokens)
             parents.append(draft_parents)
-        self.lookups.count(drafts, self.cache.num_cached_tokens, self.cache.num_bytes)
+        self.lookups.count(drafts, self._rooms, self.cache.num_cached_tokens, self.cache.num_bytes)
         return DraftTree.from_lists(drafts, self.session.device, parents)
 
     @property

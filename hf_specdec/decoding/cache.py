@@ -123,7 +123,8 @@ class SlotLayer(CacheLayerMixin):
             old = getattr(self, name)
             if old is not None:
                 setattr(self, name, self._allocated(name, old))
-                getattr(self, name)[:, :, :filled].copy_(old)
+                # There may be more rows than before.
+                getattr(self, name)[: len(old), :, :filled].copy_(old)
 
     def move_row(self, source: int, target: int, columns: int) -> None:
         for buffer in self.buffers:

@@ -317,5 +317,7 @@ def _is_precise(model: torch.nn.Module) -> bool:
     device = model.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return False
+    if torch.get_float32_matmul_precision() != "highest":
+        return False
     is_quantized = any("quant" in type(module).__module__ for module in model.modules())
     return not is_quantized and all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())

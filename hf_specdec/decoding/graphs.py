@@ -256,23 +256,25 @@ class CudaBackend(CaptureBackend):
                 self._pool = torch.cuda.graph_pool_handle()
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                # Compiles kernels and allocates workspaces, which a capture cannot do.
-                run()
-                with NoWaiting():
+            try:
+                with torch.cuda.stream(self._stream):
+                    # Compiles kernels and allocates workspaces, which a capture cannot do.
                     run()
-                graph, output = self._record(run)
-            current.wait_stream(self._stream)
+                    with NoWaiting():
+                        run()
+                    graph, output = self._record(run)
+            finally:
+                # Also after an error: what comes next writes to the same slots.
+                current.wait_stream(self._stream)
             return graph.replay, output
 
     def _record(self, run):
-        try:
+        with suppress(torch.OutOfMemoryError):
             return self._record_at_once(run)
-        except torch.OutOfMemoryError:
-            # A capture cannot take back what is kept for others.
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            return self._record_at_once(run)
+        # A capture cannot take back what is kept for others; of the broken one nothing is held any more.
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return self._record_at_once(run)
 
     def _record_at_once(self, run):
         """Does not wait for the device and give all free memory back beforehand, as `torch.cuda.graph` does.

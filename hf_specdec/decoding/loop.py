@@ -101,6 +101,7 @@ class DecodingLoop:
         self.finished_states: dict[int, list] = {}
         self.num_read: dict[int, int] = {}
         self.streamed = 0
+        self.has_shown = False  # a streamer has seen something of the call, which cannot begin anew from then on
         self.num_unknown = 0
         self.row_inputs = _row_inputs(request)
         self.deferred: deque[Callable[[], None]] = deque()
@@ -211,10 +212,13 @@ class DecodingLoop:
                 "criterion is shown a column when all rows have reached it."
             )
         self._count_graphs()
+        self._watch_acceptance()
+        return self._output()
+
+    def _watch_acceptance(self) -> None:
         # With an adaptive length, drafts that do not pay are not made for long.
         if self.settings is not None and self.settings.num_speculative_tokens != AUTO:
-            watch_acceptance(self.model, self.settings, self.stats)
-        return self._output()
+            watch_acceptance(self.model, self.settings.compute_hash(), self.stats)
 
     def _begin_call(self) -> CallProgress:
         return begin_call(self.stats, _model_name(self.model))
@@ -241,6 +245,7 @@ class DecodingLoop:
         output, states = self._read_prompts()
         if self.request.streamer is not None:
             self.request.streamer.put(self.request.input_ids.cpu())
+            self.has_shown = True
         # The first token is committed like every other: a verification without drafts, of the prompt's last node.
         logits = output.logits[:, -1:].to(self.device)
         draft = DraftTree.empty(self.batch_size, self.device)
@@ -458,8 +463,14 @@ class DecodingLoop:
             self._store_states(range(len(self.rows)))
         if self.recorder.wants_steps:
             self.recorder.cut(self.sequences.num_generated)
-        if self.recorder.wants_steps or self.keeps_cache:
-            self._read_padding()
+        if (self.recorder.wants_steps or self.keeps_cache) and len(set(self.sequences.lengths)) > 1:
+            if self.request.synced_gpus:
+                self.stats.notes.append(
+                    "What is returned has zeros where rows had ended before others: reading on takes forwards, which "
+                    "processes that wait for each other must make together."
+                )
+            else:
+                self._read_padding()
         cache = self._final_cache() if self.keeps_cache else None
         if not config.return_dict_in_generate:
             return sequences

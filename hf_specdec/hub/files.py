@@ -145,13 +145,14 @@ def _key(files: RepoFiles) -> tuple:
     return constants.ENDPOINT, files.name, files.revision, files.subfolder
 
 
-def file_identity(path: str | os.PathLike | None) -> tuple[int, int, int] | None:
-    """Size, time of the last change and number of a file; `None` where there is none."""
+def file_identity(path: str | os.PathLike | None) -> tuple[int, int] | None:
+    """Size and time of the last change of a file; `None` where there is none."""
     try:
         found = os.stat(path) if path is not None else None
     except (OSError, ValueError):
         return None
-    return None if found is None else (found.st_size, found.st_mtime_ns, found.st_ino)
+    # Numbers of files are not always the same on network file systems.
+    return None if found is None else (found.st_size, found.st_mtime_ns)
 
 
 class RepoFiles:

@@ -177,7 +177,8 @@ _HARMLESS = tuple(
     "bad_words_ids num_return_sequences remove_invalid_values exponential_decay_length_penalty *suppress_tokens "
     "sep_token* hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "vocab_size attention_bias mlp_bias qkv_bias bias use_qk_norm qk_norm speculators_config speculators_model_type "
-    "algorithm default_proposal_method proposal_methods verifier".split()
+    "algorithm default_proposal_method proposal_methods verifier method num_lookahead_tokens medusa_choices "
+    "num_parameters total_flos".split()
 )
 
 _HARMLESS_EAGLE = tuple(

@@ -134,9 +134,11 @@ def _tensor(value: Any, sizes: dict[str, int], folder: str) -> PickledTensor:
     """What the call that would make a tensor says of it."""
     if isinstance(value, _Call) and value.function == _Global("torch._utils", "_rebuild_parameter"):
         value = value.arguments[0]
-    if not isinstance(value, _Call) or value.function not in _REBUILDS:
+    if not isinstance(value, _Call) or not isinstance(value.function, _Global) or value.function not in _REBUILDS:
         raise Unreadable("holds more than dense tensors")
     storage, offset, shape, strides = value.arguments[:4]
+    if not isinstance(storage, _Storage):
+        raise Unreadable("holds more than dense tensors")
     if not all(isinstance(count, int) and 0 <= count < _MOST_ELEMENTS for count in (offset, *shape, *strides)):
         raise Unreadable("holds a tensor of no possible shape")
     # Newer dtypes have no storages of their own.
@@ -150,6 +152,13 @@ def _tensor(value: Any, sizes: dict[str, int], folder: str) -> PickledTensor:
 def _item_bytes(dtype: str) -> int:
     """Bytes of an element by the name of its dtype, which has its bits: `float32`, `float8_e4m3fn`."""
     return 1 if dtype == "bool" else int(re.search(r"\d+", dtype)[0]) // 8
+
+
+def _text(value: Any) -> str:
+    """A key or a name. Nothing else is hashed or printed: of nested tuples that takes time without end."""
+    if not isinstance(value, str):
+        raise Unreadable("has keys that are no texts")
+    return value
 
 
 class _Reader:
@@ -189,7 +198,7 @@ class _Reader:
             case "GLOBAL":
                 stack.append(_Global(*argument.split(" ")))
             case "STACK_GLOBAL":
-                stack.append(_Global(*self._popped(2)))
+                stack.append(_Global(*map(_text, self._popped(2))))
             case "TUPLE":
                 stack.append(tuple(self._since_mark()))
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
@@ -202,17 +211,17 @@ class _Reader:
                 stack.append(self.memo[argument])
             case "BINPERSID":
                 kind, storage, key, *_ = stack.pop()
-                if kind != "storage":
+                if kind != "storage" or not isinstance(storage, _Global):
                     raise Unreadable("holds more than dense tensors")
-                stack.append(_Storage(storage, key))
+                stack.append(_Storage(storage, _text(key)))
             case "REDUCE":
                 stack.append(_called(*self._popped(2)))
             case "SETITEM":
                 key, value = self._popped(2)
-                stack[-1][key] = value
+                stack[-1][_text(key)] = value
             case "SETITEMS":
                 items = self._since_mark()
-                stack[-1].update(zip(items[::2], items[1::2], strict=True))
+                stack[-1].update(zip(map(_text, items[::2]), items[1::2], strict=True))
             case "APPEND":
                 stack[-2].append(stack.pop())
             case "APPENDS":

@@ -95,10 +95,10 @@ def _checked_weights(files: RepoFiles) -> str:
     return weights
 
 
-# How configs call what a model has in its depth, and numbers that are no sizes of anything in its files.
+# How configs call what a model has in its depth, and what its weights are as wide as. All else is no bound here.
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers")
-_NO_SIZES = re.compile(
-    r".*(_ids?|index|id2label|label2id|position|length|len|window|theta|base|seed|version|max|pixel|param|step|epoch|token).*"
+_WIDTHS = re.compile(
+    r".*_(size|dim|heads|experts|rank|channels)|(n|num|d)_(embd|head|inner|model|ff|kv)|(hidden|intermediate).*"
 )
 
 
@@ -112,10 +112,14 @@ def _check_sizes(files: RepoFiles, weights: str, tensors: TensorTable | None) ->
     num_tensors = num_bytes if tensors is None else len(tensors)
     for name, value in _integers(files.config):
         key = name.rpartition(".")[2]
-        is_size = not _NO_SIZES.fullmatch(key)
         # An element has at least four bits, and a layer a tensor.
-        most = num_tensors if key in _DEPTHS else 2 * num_bytes if is_size else MOST
-        if value > most and "theta" not in key and "base" not in key:
+        if key in _DEPTHS:
+            most = num_tensors
+        elif _WIDTHS.fullmatch(key):
+            most = 2 * num_bytes
+        else:
+            most = MOST if "position" in key else value
+        if value > most:
             raise CheckpointFormatError(
                 f"'{files.name}' has `{name}`={shown(value)} in its config.json, and {num_tensors} tensors of "
                 f"{num_bytes} bytes in {weights}: no such model can be made of them. Pass an intact checkpoint."

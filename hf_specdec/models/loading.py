@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -16,6 +17,11 @@ from ..errors import MOST_SHOWN, CheckpointAccessError, CheckpointFormatError, S
 
 
 logger = logging.get_logger(__name__)
+
+_PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# Stacked biases, and adapters that have not been trained.
+_MAY_BE_ZERO = re.compile(r"bias|lora_")
 
 # Not for the checkpoint to answer for.
 _PASSED_ON = (SpecDecError, MemoryError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", MemoryError))
@@ -55,7 +61,7 @@ def loads_checkpoint(load: Callable[[Any, nn.Module], nn.Module]) -> Callable[[A
         name = config.model or f"the checkpoint of the {type(target_model).__name__}"
         with checkpoint_errors(name):
             network = load(config, target_model)
-            _warn_of_dead_weights(name, network)
+        _warn_of_dead_weights(name, network)
         return network
 
     return loaded
@@ -65,12 +71,14 @@ def _warn_of_dead_weights(name: str, network: nn.Module) -> None:
     """Says what can draft nothing: numbers that are none, and matrices of zeros."""
     broken, empty = [], []
     for key, weight in network.named_parameters():
-        if not weight.is_floating_point() or weight.is_meta or weight.numel() == 0:
+        # Weights in other forms (8 bits, in parts) do not have all operations.
+        is_plain = type(weight) in (torch.Tensor, nn.Parameter) and weight.dtype in _PLAIN_DTYPES
+        if not is_plain or weight.is_meta or weight.numel() == 0:
             continue
         least, most = (bound.item() for bound in weight.detach().aminmax())
         if not -float("inf") < least <= most < float("inf"):
             broken.append(key)
-        elif least == most == 0 and weight.dim() > 1:
+        elif least == most == 0 and weight.dim() > 1 and not _MAY_BE_ZERO.search(key):
             empty.append(key)
     found = [
         f"{len(keys)} {what} ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 
-from hf_specdec import load_speculator, record
+from hf_specdec import CandidateGenerator, DraftTree, load_speculator, record, register_candidate_generator
 from hf_specdec.candidate_generators import unregister_candidate_generator
 from tests.methods import demo_inputs, demo_target, plain_text
 from tests.test_sampling import no_drafts
@@ -79,3 +80,25 @@ def test_in_transformers_own_loop(method, monkeypatch):
     monkeypatch.setattr(demo_target(), "_get_candidate_generator", lambda *args, **kwargs: generator)
     call = {"max_new_tokens": NEW, "do_sample": False, "prompt_lookup_num_tokens": 2}
     assert torch.equal(demo_target().generate(**demo_inputs(1), **call), plain_text(1, NEW))
+
+
+def test_options_that_have_no_hash():
+    """They may be lists, and the dataclass one that can be changed."""
+
+    @dataclass
+    class Options:
+        widths: list = field(default_factory=lambda: [1, 2])
+
+    class Nothing(CandidateGenerator):
+        options_class = Options
+
+        def propose(self, step):
+            return DraftTree.empty(len(step.rows), self.session.device)
+
+    register_candidate_generator("nothing", Nothing)
+    try:
+        for _ in range(2):
+            text = demo_target().generate(**demo_inputs(2), max_new_tokens=8, do_sample=False, spec_method="nothing")
+        assert torch.equal(text, demo_target().generate(**demo_inputs(2), max_new_tokens=8, do_sample=False))
+    finally:
+        unregister_candidate_generator("nothing")

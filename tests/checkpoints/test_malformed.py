@@ -286,9 +286,20 @@ class TestPublishedSizes:
     def test_large_numbers_that_are_no_sizes(self, tmp_path):
         tiny_llama(max_position_embeddings=1_000_000).save_pretrained(tmp_path)
         settings = json.loads((tmp_path / "config.json").read_text())
-        more = {"eos_token_id": [2**20], "rope_theta": 10**11, "seed": 2**31 - 1}
+        more = {"eos_token_id": [2**20], "rope_theta": 10**11, "seed": 2**31 - 1, "num_parameters": 8_030_261_248}
+        more |= {"model_max_length": 10**30, "total_flos": 10**20}
         (tmp_path / "config.json").write_text(json.dumps({**settings, **more}))
         assert load_draft_model(SpeculativeConfig("draft_model", str(tmp_path)), tiny_llama()).num_parameters() > 0
+
+    def test_notes_of_heads(self, tmp_path):
+        more = {
+            "num_lookahead_tokens": 3,
+            "medusa_choices": [[0], [0, 0]],
+            "method": "eagle",
+            "num_parameters": 10**10,
+        }
+        folder = copy_of("eagle/eagle3_llama", tmp_path / "head", more)
+        assert load("eagle3", folder, loaded_target(HEADS["eagle/eagle3_llama"])) is not None
 
     @pytest.mark.parametrize("size", [2**31, 10**12, 257])
     @pytest.mark.parametrize("place", ["block_size", "dflash_config.block_size", "dflash_config.num_denoising_steps"])
@@ -309,6 +320,19 @@ class TestDeadWeights:
         seen = []
         monkeypatch.setattr("hf_specdec.models.loading.logger.warning", seen.append)
         return seen
+
+    def test_weights_of_eight_bits_and_untrained_parts(self, warnings):
+        """What cannot be examined is no reason to fail, and what may be zero none to warn."""
+        network = torch.nn.ParameterDict(
+            {
+                "weight": torch.nn.Parameter(torch.ones(2, 2).to(torch.float8_e4m3fn), requires_grad=False),
+                "biases": torch.zeros(2, 2),
+                "lora_B": torch.zeros(2, 2),
+            }
+        )
+        config = SpeculativeConfig("draft_model", "user/draft")
+        assert loads_checkpoint(lambda config, target: network)(config, tiny_llama()) is network
+        assert warnings == []
 
     @pytest.mark.parametrize(
         ("value", "what"),

@@ -194,3 +194,17 @@ def test_growth_stops_at_the_limit():
     keys, _ = layer.update(torch.ones(1, 1, 9, 2), torch.ones(1, 1, 9, 2))
     assert keys.shape[2] == 18
     assert bool((keys == 1).all())
+
+
+def test_growth_into_a_place_for_more_rows():
+    """Slots that grow may be those of an earlier call with more rows."""
+
+    def take(name, rows, heads, capacity, like):
+        return torch.zeros(rows if capacity < 8 else 5, heads, capacity, like.shape[-1])
+
+    layer = SlotLayer(capacity=4, take=take)
+    layer.update(torch.ones(2, 1, 3, 2), torch.ones(2, 1, 3, 2))
+    layer.grow(8)
+    assert layer.keys.shape == (5, 1, 8, 2)
+    assert bool((layer.keys[:2, :, :3] == 1).all())
+    assert not layer.keys[2:].any()

@@ -62,6 +62,19 @@ def config_of(folder, method="draft_model"):
 
 
 class TestDetectionDoesNotUnpickle:
+    @pytest.mark.parametrize("use", ["key", "global", "storage"])
+    def test_nested_tuples_take_no_time(self, pickled_head, use):
+        """Their hashes, comparisons and texts would take twice the time for each level."""
+        nested = b"K\x01\x85q\x00" + b"".join(b"h%c\x86q%c" % (level, level + 1) for level in range(60))
+        pickled = {
+            "key": b"\x80\x02}" + nested + b"K\x01s.",
+            "global": b"\x80\x04" + nested + b"\x8c\x01x\x93.",
+            "storage": b"\x80\x02(X\x07\x00\x00\x00storagectorch\nFloatStorage\n" + nested + b"tQ.",
+        }[use]
+        with zipfile.ZipFile(pickled_head / "pytorch_model.bin", "w") as archive:
+            archive.writestr("archive/data.pkl", pickled)
+        assert RepoFiles(str(pickled_head)).tensors("pytorch_model.bin") is None
+
     def test_names_and_sizes(self, pickled_head, no_unpickling):
         found = detect_checkpoint(pickled_head)
         assert (found.method, found.format, found.is_pickled) == ("eagle", "eagle-safeailab", True)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -154,6 +155,28 @@ class TestEntriesThatCannotBeFollowed:
         with pytest.raises(UnsupportedModelError):
             model.generate(**prompts(1), **GREEDY, spec_method="ngram")
 
+    def test_what_is_found_out_while_the_prompt_is_read(self, warnings):
+        """Rotary embeddings that change on the way: plain generation goes over the change, speculation does not."""
+        factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 12}
+        model = tiny_llama(rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **factors})
+        model.generation_config.speculative = "ngram"
+        (stats,) = calls(model)
+        assert (stats.num_drafts, stats.num_committed_tokens) == (0, 0)
+        assert any("generates without speculation" in line for line in warnings)
+        with pytest.raises(UnsupportedModelError):
+            model.generate(**prompts(1), **GREEDY, spec_method="ngram")
+
+    def test_an_outage_is_not_for_ever(self, hub, monkeypatch):
+        hub.add("user/target", EAGLE / "target")
+        model = load()
+        model.generation_config.speculative = "user/head"
+        assert calls(model) == []
+        hub.add("user/head", EAGLE)
+        assert calls(model) == []
+        monkeypatch.setattr("hf_specdec.speculator.monotonic", lambda: time.monotonic() + 301)
+        (stats,) = calls(model)
+        assert stats.method == "eagle3"
+
 
 class TestAnything:
     keys = st.sampled_from(
@@ -186,7 +209,6 @@ class TestAnything:
             assert torch.equal(model.generate(**prompts(1), **GREEDY), plain)
         finally:
             del model.generation_config.speculative
-
 
     @pytest.mark.parametrize(
         "names",

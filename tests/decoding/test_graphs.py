@@ -846,7 +846,7 @@ class TestCudaBackend:
         runtime.errors = [KeyError("inside")]
         with pytest.raises(KeyError, match="inside"):
             CudaBackend(torch.device("cuda", 0)).capture(self.run_for(runtime))
-        assert runtime.events[-1] == "end"
+        assert runtime.events[-2:] == ["end", "call waits for capture"]
         assert runtime.streams == ["call"]
 
     def test_memory_is_given_back_where_a_capture_wants_it(self, runtime):

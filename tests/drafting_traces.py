@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM, set_seed
 
 from hf_specdec import demo, forget_speculators, record
+from tests.methods import CHECKPOINTS
 
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -93,9 +94,7 @@ def _published() -> dict[str, Drafter]:
 
 
 def _embedded() -> dict[str, Drafter]:
-    heads = ("draft_model", "medusa", "mlp_speculator", "eagle", "eagle3", "mtp", "dflash")
-    paths = {method: getattr(demo, f"{method.removesuffix('_model')}_path")() for method in heads}
-    paths = {"ngram": None, "suffix": None, **paths}
+    paths = {"ngram": None, "suffix": None, **{method: path() for method, path in CHECKPOINTS.items()}}
     return {f"demo-{method}": Drafter(method, demo.target_path(), path) for method, path in paths.items()}
 
 

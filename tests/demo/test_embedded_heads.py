@@ -11,16 +11,10 @@ from hf_specdec.config import SpeculativeConfig
 from hf_specdec.models.eagle import load_eagle
 from hf_specdec.models.medusa import load_medusa
 from hf_specdec.models.mlp_speculator import load_mlp_speculator
+from tests.methods import CHECKPOINTS
 
 
-PATHS = {
-    "medusa": demo.medusa_path,
-    "mlp_speculator": demo.mlp_speculator_path,
-    "eagle": demo.eagle_path,
-    "eagle3": demo.eagle3_path,
-    "dflash": demo.dflash_path,
-    "mtp": demo.mtp_path,
-}
+PATHS = {method: path for method, path in CHECKPOINTS.items() if method != "draft_model"}
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_specdec import benchmarking, demo, forget_speculators, load_speculator, record
-from hf_specdec.candidate_generators import combined
+from hf_specdec.candidate_generators.combined import generator as combined
 from hf_specdec.integration import generate
 
 

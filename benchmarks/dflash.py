@@ -36,15 +36,15 @@ from trees import Clock, spread
 
 from hf_specdec import Speculator, benchmarking, demo, record
 from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
-from hf_specdec.candidate_generators.dflash import DFlashCandidateGenerator, DraftText
+from hf_specdec.candidate_generators.dflash.generator import DFlashCandidateGenerator, DraftText
+from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
+from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.functional import FunctionalSlotModel, slot_model
 from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.decoding.target import SlotModel, captured_states
 from hf_specdec.drafts import chain_topology
-from hf_specdec.models.dflash import DFlashNetwork
 from hf_specdec.speculator import load_speculator
-from hf_specdec.training.dflash import DFlashRecipe
 
 
 SECTIONS = ("blocks", "drafts", "cycles")

@@ -32,6 +32,9 @@ from trees import Clock, accepting_choices, spread
 
 from hf_specdec import Speculator, benchmarking, demo
 from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
+from hf_specdec.candidate_generators.eagle.functional import FunctionalEagle
+from hf_specdec.candidate_generators.eagle.network import Eagle3Network, EagleNetwork
+from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.functional import slot_model
 from hf_specdec.decoding.target import captured_states
@@ -39,10 +42,7 @@ from hf_specdec.drafts import chain_topology
 from hf_specdec.kernels.acceptance import follow
 from hf_specdec.logits.acceptance import best_tokens
 from hf_specdec.logits.verifier import take_nodes
-from hf_specdec.models.eagle import Eagle3Network, EagleNetwork
-from hf_specdec.models.eagle_functional import FunctionalEagle
 from hf_specdec.speculator import load_speculator
-from hf_specdec.training.eagle import Eagle1Recipe, Eagle3Recipe
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -22,20 +22,20 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import Speculator
+from hf_specdec.candidate_generators.dflash.functional import FunctionalDFlash
+from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
+from hf_specdec.candidate_generators.eagle.functional import FunctionalEagle
+from hf_specdec.candidate_generators.eagle.network import Eagle3Network, EagleNetwork
+from hf_specdec.candidate_generators.medusa.network import MedusaHeads
+from hf_specdec.candidate_generators.mlp_speculator.network import MLPStage
+from hf_specdec.candidate_generators.mtp.functional import FunctionalMtp
+from hf_specdec.candidate_generators.mtp.network import MtpNetwork
 from hf_specdec.decoding.functional import FunctionalSlotModel
 from hf_specdec.decoding.graphs import CapturedForward
 from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.decoding.target import SlotModel
 from hf_specdec.logits.rules import StandardRule, SyntheticRule
 from hf_specdec.logits.verifier import Verifier
-from hf_specdec.models.dflash import DFlashNetwork
-from hf_specdec.models.dflash_functional import FunctionalDFlash
-from hf_specdec.models.eagle import Eagle3Network, EagleNetwork
-from hf_specdec.models.eagle_functional import FunctionalEagle
-from hf_specdec.models.medusa import MedusaHeads
-from hf_specdec.models.mlp_speculator import MLPStage
-from hf_specdec.models.mtp import MtpNetwork
-from hf_specdec.models.mtp_functional import FunctionalMtp
 
 
 class Stopwatch:

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_specdec import benchmarking, demo
+from hf_specdec.candidate_generators.medusa.network import load_medusa
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.models.medusa import load_medusa
 from hf_specdec.token_trees import TokenTree
 
 

@@ -32,8 +32,8 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
-from hf_specdec.candidate_generators.ngram import NgramCandidateGenerator
-from hf_specdec.candidate_generators.ngram_index import NgramIndex
+from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator
+from hf_specdec.candidate_generators.ngram.index import NgramIndex
 from hf_specdec.config import SpeculativeConfig
 
 

@@ -18,7 +18,8 @@ from transformers import MaxLengthCriteria
 from transformers.generation import StoppingCriteriaList
 
 from .candidate_generators.base import DraftStep
-from .candidate_generators.draft_model import DraftModelCandidateGenerator
+from .candidate_generators.draft_model.generator import DraftModelCandidateGenerator
+from .candidate_generators.draft_model.network import vocabulary_size
 from .control import ControlProfile
 from .decoding.graphs import padded_rows, padded_size
 from .decoding.loop import DecodingLoop, Request
@@ -28,7 +29,6 @@ from .errors import SpecConfigError
 from .hook import original_generate
 from .metrics import SpecDecodingStats
 from .metrics.listeners import CallProgress
-from .models.draft_model import vocabulary_size
 from .speculator import Speculator, load_speculator
 
 

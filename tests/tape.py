@@ -15,11 +15,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from hf_specdec.candidate_generators import denoising, dflash, eagle, mlp_speculator
-from hf_specdec.candidate_generators.draft_graphs import RowInputs
-from hf_specdec.candidate_generators.slots import DraftInputs
+from hf_specdec.candidate_generators.dflash import denoising
+from hf_specdec.candidate_generators.dflash import generator as dflash
+from hf_specdec.candidate_generators.eagle import generator as eagle
+from hf_specdec.candidate_generators.mlp_speculator import generator as mlp_speculator
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.graphs import CannotCaptureError, CaptureBackend, NodeInputs, NoWaiting
+from hf_specdec.drafting.graphs import RowInputs
+from hf_specdec.drafting.slots import DraftInputs
 
 
 class Tape(NoWaiting):

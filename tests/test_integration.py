@@ -32,10 +32,10 @@ from hf_specdec import (
     register_candidate_generator,
 )
 from hf_specdec.candidate_generators import unregister_candidate_generator
-from hf_specdec.candidate_generators.ngram import NgramCandidateGenerator
+from hf_specdec.candidate_generators.medusa.network import MedusaHeads
+from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator
 from hf_specdec.decoding import functional
 from hf_specdec.loaded import record_of
-from hf_specdec.models.medusa import MedusaHeads
 from tests.models import prompts, scripted_for, tiny_llama
 
 
@@ -208,9 +208,9 @@ class TestInstall:
         imported = set(run_python(code).split())
         assert "hf_specdec.hook" in imported
         heavy = {"triton", "arctic_inference", "numba", "prometheus_client", "typer", "datasets"}
-        methods = {f"hf_specdec.candidate_generators.{name}" for name in ("ngram", "suffix", "draft_model")}
+        methods = {f"hf_specdec.candidate_generators.{name}.generator" for name in ("ngram", "suffix", "draft_model")}
         assert not imported & (heavy | methods)
-        parts = ("hf_specdec.models", "hf_specdec.training", "hf_specdec.demo")
+        parts = ("hf_specdec.checkpoints", "hf_specdec.layers", "hf_specdec.training", "hf_specdec.demo")
         assert not any(name.startswith(parts) for name in imported)
 
     def test_public_names(self):

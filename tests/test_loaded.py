@@ -25,13 +25,13 @@ from hf_specdec import (
     metrics,
 )
 from hf_specdec.candidate_generators import register_candidate_generator, unregister_candidate_generator
-from hf_specdec.candidate_generators.ngram import NgramCandidateGenerator
-from hf_specdec.candidate_generators.suffix import SuffixCache
+from hf_specdec.candidate_generators.medusa.network import MedusaHeads
+from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator
+from hf_specdec.candidate_generators.suffix.generator import SuffixCache
 from hf_specdec.control import ControlProfile
 from hf_specdec.control.store import profile_identity, save_profile
 from hf_specdec.hub.files import ReadOfRepositories, RepoFiles
 from hf_specdec.loaded import cache_bytes, loaded_bytes, loaded_drafters, record_of
-from hf_specdec.models.medusa import MedusaHeads
 from tests.methods import CHECKPOINTS
 from tests.models import prompts, tiny_llama
 

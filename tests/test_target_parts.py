@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from hf_specdec import demo, forget_speculators, load_speculator
-from hf_specdec.models.draft_network import TargetParts, is_copy
+from hf_specdec.layers.draft_network import TargetParts, is_copy
 from tests.test_loaded import HEADS
 
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec import transfers
-from hf_specdec.candidate_generators import medusa, mlp_speculator
+from hf_specdec.candidate_generators.medusa import generator as medusa
+from hf_specdec.candidate_generators.mlp_speculator import generator as mlp_speculator
 from hf_specdec.decoding import masks
 from hf_specdec.drafts import _node_indices, chain_parents, chain_topology, static_topology
 from hf_specdec.kernels import cache, indexing

@@ -9,15 +9,15 @@ from ..errors import SpecConfigError, shown
 
 
 _GENERATORS: dict[str, str | type] = {
-    "ngram": "hf_specdec.candidate_generators.ngram:NgramCandidateGenerator",
-    "suffix": "hf_specdec.candidate_generators.suffix:SuffixCandidateGenerator",
-    "draft_model": "hf_specdec.candidate_generators.draft_model:DraftModelCandidateGenerator",
-    "medusa": "hf_specdec.candidate_generators.medusa:MedusaCandidateGenerator",
-    "mlp_speculator": "hf_specdec.candidate_generators.mlp_speculator:MLPSpeculatorCandidateGenerator",
-    "eagle": "hf_specdec.candidate_generators.eagle:EagleCandidateGenerator",
-    "eagle3": "hf_specdec.candidate_generators.eagle:EagleCandidateGenerator",
-    "dflash": "hf_specdec.candidate_generators.dflash:DFlashCandidateGenerator",
-    "mtp": "hf_specdec.candidate_generators.mtp:MtpCandidateGenerator",
+    "ngram": "hf_specdec.candidate_generators.ngram.generator:NgramCandidateGenerator",
+    "suffix": "hf_specdec.candidate_generators.suffix.generator:SuffixCandidateGenerator",
+    "draft_model": "hf_specdec.candidate_generators.draft_model.generator:DraftModelCandidateGenerator",
+    "medusa": "hf_specdec.candidate_generators.medusa.generator:MedusaCandidateGenerator",
+    "mlp_speculator": "hf_specdec.candidate_generators.mlp_speculator.generator:MLPSpeculatorCandidateGenerator",
+    "eagle": "hf_specdec.candidate_generators.eagle.generator:EagleCandidateGenerator",
+    "eagle3": "hf_specdec.candidate_generators.eagle.generator:EagleCandidateGenerator",
+    "dflash": "hf_specdec.candidate_generators.dflash.generator:DFlashCandidateGenerator",
+    "mtp": "hf_specdec.candidate_generators.mtp.generator:MtpCandidateGenerator",
 }
 
 KNOWN_METHODS = tuple(_GENERATORS)
@@ -67,7 +67,7 @@ def resolve_candidate_generator(name: str) -> type:
     """
     parts = parts_of(name)
     if len(parts) > 1:
-        from .combined import combined_generator
+        from .combined.generator import combined_generator
 
         return combined_generator(parts)
     (name,) = parts

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
 
+from ..drafting.tensors import last_of_each
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
 from ..hub.files import RepoFiles
@@ -41,7 +42,6 @@ from ..logits.randomness import NODES_PER_ANCHOR
 from ..threads import cached_property
 from ..transfers import select_rows, upload
 from .options import NoOptions
-from .tensors import last_of_each
 
 
 if TYPE_CHECKING:

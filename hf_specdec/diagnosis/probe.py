@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 
 from ..benchmarking import Batch, new_tokens
 from ..candidate_generators.base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from ..candidate_generators.eagle.network import Eagle3Network
+from ..checkpoints.draft_checkpoint import TargetSizes
 from ..drafts import DraftTree
 from ..integration import generate
-from ..models.draft_checkpoint import TargetSizes
-from ..models.draft_network import DraftNetwork, layer_config
-from ..models.eagle import Eagle3Network
+from ..layers.draft_network import DraftNetwork, layer_config
 from ..speculator import Speculator
 
 

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoints.settings import COUNT
 from ..errors import CheckpointAccessError, CheckpointFormatError
-from ..models.settings import COUNT
 from .files import MEDUSA_FILES, MTP_FILES, WEIGHT_FILES, ReadOfRepositories, RepoFiles, TensorTable, is_pickled
 from .formats import Format, TensorNames, format_of
 
 
 if TYPE_CHECKING:
+    from ..candidate_generators.mlp_speculator.network import MLPSpeculatorConfig
     from ..config import SpeculativeConfig
-    from ..models.mlp_speculator import MLPSpeculatorConfig
 
 
 # All names that weights have in some format.
@@ -97,7 +97,7 @@ def detect(files: RepoFiles) -> Detection:
         CheckpointAccessError: It cannot be reached.
         CheckpointFormatError: There is no readable `config.json`, it has no known format, or is ambiguous.
     """
-    from ..models.loading import checkpoint_errors
+    from ..checkpoints.loading import checkpoint_errors
 
     with checkpoint_errors(files.name):
         return _detected(files)
@@ -140,7 +140,7 @@ def detect_method(config: SpeculativeConfig, target_config: Any = None) -> str:
     if known is not None:
         return known
     # What else is wrong with it is for its loader to say.
-    from ..models.loading import checkpoint_errors
+    from ..checkpoints.loading import checkpoint_errors
 
     with checkpoint_errors(files.name):
         row, *_ = _read(files)
@@ -206,7 +206,11 @@ def _tensors(files: RepoFiles, weight_file: str | None) -> tuple[TensorTable | N
 
 def _own_problems(row: Format, config: Mapping[str, Any], tensors: Iterable[str] | None) -> list[str]:
     """What this package has no support for, whatever the target is, by what the method's loader says of it."""
-    from ..models import dflash_formats, eagle_formats, medusa, mlp_speculator, mtp_formats
+    from ..candidate_generators.dflash import formats as dflash_formats
+    from ..candidate_generators.eagle import formats as eagle_formats
+    from ..candidate_generators.medusa import network as medusa
+    from ..candidate_generators.mlp_speculator import network as mlp_speculator
+    from ..candidate_generators.mtp import formats as mtp_formats
 
     refusals = {
         "eagle": eagle_formats.refusal,
@@ -225,7 +229,8 @@ class _Evidence:
     """Numbers in configs and shapes, looked up where the formats have them."""
 
     def __init__(self, files: RepoFiles, config: Mapping[str, Any], tensors: TensorTable | None, row: Format):
-        from ..models import dflash_formats, eagle_formats
+        from ..candidate_generators.dflash import formats as dflash_formats
+        from ..candidate_generators.eagle import formats as eagle_formats
 
         self.files, self.config, self.tensors, self.method = files, config, tensors, row.method
         self.names = TensorNames(tensors or ())
@@ -293,7 +298,7 @@ class _Evidence:
 
     def num_mtp_layers(self) -> int:
         """MTP layers among the tensors of a whole model."""
-        from ..models.mtp_formats import count_layers
+        from ..candidate_generators.mtp.formats import count_layers
 
         layers = self.number("num_hidden_layers", "num_layers", "n_layer")
         extra = self.files.first_of([MTP_FILES])
@@ -377,7 +382,7 @@ _SIZES = {
 
 
 def _medusa_length(evidence: _Evidence) -> int | None:
-    from ..models.medusa import count_heads
+    from ..candidate_generators.medusa.network import count_heads
 
     # Configs are often wrong about it.
     return count_heads(evidence.names.stored) or evidence.number("medusa_num_heads", "num_heads")
@@ -390,7 +395,7 @@ def _mlp_speculator_length(evidence: _Evidence) -> int | None:
 
 def _stages(evidence: _Evidence) -> MLPSpeculatorConfig | None:
     """What the config of an MLP speculator says, by defaults where it says nothing; `None` where it is unusable."""
-    from ..models.mlp_speculator import MLPSpeculatorConfig
+    from ..candidate_generators.mlp_speculator.network import MLPSpeculatorConfig
 
     try:
         return MLPSpeculatorConfig.from_dict(evidence.config)
@@ -399,7 +404,7 @@ def _stages(evidence: _Evidence) -> MLPSpeculatorConfig | None:
 
 
 def _dflash_length(evidence: _Evidence) -> int | None:
-    from ..models.dflash_formats import num_drafts
+    from ..candidate_generators.dflash.formats import num_drafts
 
     return num_drafts(evidence.config)
 

@@ -199,7 +199,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _misfits(found: Detection, config: Mapping[str, Any]) -> Iterator[str]:
-    from ..models.draft_model import MAX_VOCABULARY_GAP
+    from ..candidate_generators.draft_model.network import MAX_VOCABULARY_GAP
 
     needs, text = found.target, text_config(config)
     if config.get("is_encoder_decoder"):
@@ -223,7 +223,7 @@ def _misfits(found: Detection, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _mtp_misfits(found: Detection, text: Mapping[str, Any]) -> Iterator[str]:
-    from ..models.mtp import SUPPORTED_MODEL_TYPES
+    from ..candidate_generators.mtp.network import SUPPORTED_MODEL_TYPES
 
     kind = text.get("model_type")
     # The type of what multimodal configs nest is often left out.

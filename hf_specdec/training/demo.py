@@ -29,6 +29,10 @@ from rich.progress import Progress, track
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
+from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
+from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
+from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
+from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
 from hf_specdec.errors import SpecConfigError
 from hf_specdec.training import attention as _attention  # noqa: F401 - registers blockwise_causal
 from hf_specdec.training.data import (
@@ -40,11 +44,7 @@ from hf_specdec.training.data import (
     collect_snippets,
     python_sources,
 )
-from hf_specdec.training.dflash import DFlashRecipe
-from hf_specdec.training.draft_model import DraftModelRecipe
-from hf_specdec.training.eagle import Eagle1Recipe, Eagle3Recipe
 from hf_specdec.training.heads import MedusaRecipe, MLPSpeculatorRecipe
-from hf_specdec.training.mtp import MtpRecipe
 from hf_specdec.training.recipe import Acceptance, Batch, Recipe, TargetReader
 from hf_specdec.training.text import Rows, continue_prompts
 from hf_specdec.training.trainer import TrainingOptions, train

@@ -28,14 +28,16 @@ from hf_specdec import (
     record,
     register_candidate_generator,
 )
-from hf_specdec.candidate_generators import (
-    combined,
-    parts_of,
-    resolve_candidate_generator,
-    unregister_candidate_generator,
-)
+from hf_specdec.candidate_generators import parts_of, resolve_candidate_generator, unregister_candidate_generator
 from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
-from hf_specdec.candidate_generators.combined import DrafterChoice, Experience, UnreadText, merged, part_configs
+from hf_specdec.candidate_generators.combined import generator as combined
+from hf_specdec.candidate_generators.combined.generator import (
+    DrafterChoice,
+    Experience,
+    UnreadText,
+    merged,
+    part_configs,
+)
 from hf_specdec.drafts import DraftTree
 from hf_specdec.errors import MissingDependencyError
 from tests.candidate_generators.test_suffix import needs_library
@@ -318,7 +320,7 @@ class TestToldLate:
 
     def test_nothing_is_read_for_who_is_never_asked(self, target, inputs, monkeypatch):
         decide(monkeypatch, [0])
-        monkeypatch.setattr("hf_specdec.candidate_generators.eagle.DraftEntries.read", None)
+        monkeypatch.setattr("hf_specdec.candidate_generators.eagle.generator.DraftEntries.read", None)
         text, call = generated(target, inputs(1), speculative=pair("eagle3"))
         assert call.stats.notes[-1] == "eagle3: 0 tokens accepted from 0 drafts"
 
@@ -662,7 +664,7 @@ class TestSettings:
             unregister_candidate_generator("twin")
 
     def test_missing_library(self, target, monkeypatch):
-        monkeypatch.setattr("hf_specdec.candidate_generators.suffix.MIN_LIBRARY_VERSION", "999")
+        monkeypatch.setattr("hf_specdec.candidate_generators.suffix.generator.MIN_LIBRARY_VERSION", "999")
         forget_speculators(target)
         with pytest.raises(MissingDependencyError, match="needs the package arctic-inference"):
             load_speculator(target, **pair("eagle3", "suffix"))

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from hf_specdec.candidate_generators import denoising
-from hf_specdec.candidate_generators.denoising import Denoising, confidences, keep_counts
+from hf_specdec.candidate_generators.dflash import denoising
+from hf_specdec.candidate_generators.dflash.denoising import Denoising, confidences, keep_counts
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "dflash"

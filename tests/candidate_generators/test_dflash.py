@@ -16,14 +16,14 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, Speculator, load_speculator, record
-from hf_specdec.candidate_generators import dflash as module
 from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
-from hf_specdec.candidate_generators.dflash import DFlashCandidateGenerator
+from hf_specdec.candidate_generators.dflash import generator as module
+from hf_specdec.candidate_generators.dflash.formats import BlockView, DFlashConfig
+from hf_specdec.candidate_generators.dflash.functional import FunctionalDFlash, lean_network
+from hf_specdec.candidate_generators.dflash.generator import DFlashCandidateGenerator
+from hf_specdec.candidate_generators.dflash.network import DFlashNetwork, GivenContext
 from hf_specdec.decoding.target import captured_states
 from hf_specdec.drafts import DraftTree
-from hf_specdec.models.dflash import DFlashNetwork, GivenContext
-from hf_specdec.models.dflash_formats import BlockView, DFlashConfig
-from hf_specdec.models.dflash_functional import FunctionalDFlash, lean_network
 from tests.architectures import tiny_model
 from tests.models import VOCAB_SIZE, prompts, tiny_llama
 from tests.statistics import chi_square_pvalue

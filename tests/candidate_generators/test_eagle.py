@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, Dy
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, Speculator, load_speculator, record
-from hf_specdec.candidate_generators import eagle as module
 from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
-from hf_specdec.candidate_generators.eagle import DynamicTree, EagleCandidateGenerator
+from hf_specdec.candidate_generators.eagle import generator as module
+from hf_specdec.candidate_generators.eagle.formats import EagleConfig
+from hf_specdec.candidate_generators.eagle.generator import DynamicTree, EagleCandidateGenerator
+from hf_specdec.candidate_generators.eagle.network import Eagle1Network, Eagle3Network
 from hf_specdec.decoding.target import captured_states
 from hf_specdec.drafts import DraftTree
-from hf_specdec.models.eagle import Eagle1Network, Eagle3Network
-from hf_specdec.models.eagle_formats import EagleConfig
 from hf_specdec.token_trees import TokenTree
 from tests.architectures import tiny_model
 from tests.models import VOCAB_SIZE, prompts, tiny_llama

@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_specdec.candidate_generators import eagle as module
-from hf_specdec.candidate_generators.eagle import DraftEntries
-from hf_specdec.models.eagle import Eagle1Network, Eagle3Network
-from hf_specdec.models.eagle_formats import EagleConfig
-from hf_specdec.models.lean import lean_forward
+from hf_specdec.candidate_generators.eagle import generator as module
+from hf_specdec.candidate_generators.eagle.formats import EagleConfig
+from hf_specdec.candidate_generators.eagle.generator import DraftEntries
+from hf_specdec.candidate_generators.eagle.network import Eagle1Network, Eagle3Network
+from hf_specdec.layers.lean import lean_forward
 from tests.models import VOCAB_SIZE, tiny_llama
 
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from hf_specdec.candidate_generators import lattice
-from hf_specdec.candidate_generators.lattice import best_candidates, best_prefixes
+from hf_specdec.candidate_generators.dflash import lattice
+from hf_specdec.candidate_generators.dflash.lattice import best_candidates, best_prefixes
 from hf_specdec.drafts import DraftTree, node_depths
 
 

@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig, load_speculator, record
-from hf_specdec.candidate_generators import medusa
 from hf_specdec.candidate_generators.base import Commit, DraftStep, Session
-from hf_specdec.candidate_generators.medusa import MedusaOptions, RankCounts, default_tree
+from hf_specdec.candidate_generators.medusa import generator as medusa
+from hf_specdec.candidate_generators.medusa.generator import MedusaOptions, RankCounts, default_tree
+from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.functional import slot_model
 from hf_specdec.drafts import DraftTree
 from hf_specdec.kernels.acceptance import follow
 from hf_specdec.logits.acceptance import accept_typical, best_tokens
-from hf_specdec.models.medusa import MedusaHeads
 from hf_specdec.speculator import Speculator
 from hf_specdec.token_trees import PUBLISHED_TREES, TokenTree, prior_accuracies
 from tests.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama, tiny_mistral

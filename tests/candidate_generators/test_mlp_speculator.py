@@ -12,10 +12,10 @@ from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, load_speculator, record
-from hf_specdec.candidate_generators import mlp_speculator as module
 from hf_specdec.candidate_generators.base import Commit, DraftStep, Session
-from hf_specdec.candidate_generators.mlp_speculator import GrowthPlan, MLPSpeculatorCandidateGenerator
-from hf_specdec.models.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from hf_specdec.candidate_generators.mlp_speculator import generator as module
+from hf_specdec.candidate_generators.mlp_speculator.generator import GrowthPlan, MLPSpeculatorCandidateGenerator
+from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
 from hf_specdec.token_trees import TokenTree
 from tests.models import VOCAB_SIZE, prompts, tiny_llama
 from tests.statistics import chi_square_pvalue

@@ -21,12 +21,12 @@ from transformers import (
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, Speculator, UnsupportedModelError, load_speculator, record
 from hf_specdec.candidate_generators import METHOD_ALIASES
-from hf_specdec.candidate_generators import eagle as eagle_module
 from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
-from hf_specdec.candidate_generators.eagle import DynamicTree
-from hf_specdec.candidate_generators.mtp import LayerEntries, MtpCandidateGenerator
+from hf_specdec.candidate_generators.eagle import generator as eagle_module
+from hf_specdec.candidate_generators.eagle.generator import DynamicTree
+from hf_specdec.candidate_generators.mtp.generator import LayerEntries, MtpCandidateGenerator
+from hf_specdec.candidate_generators.mtp.network import MtpNetwork, new_mtp
 from hf_specdec.decoding.target import captured_states
-from hf_specdec.models.mtp import MtpNetwork, new_mtp
 from tests.candidate_generators.test_eagle import GREEDY, STATIC, drafts_of, feed, padded, plain_and_ours, rows_of
 from tests.models import prompts, tiny_llama
 from tests.statistics import chi_square_pvalue

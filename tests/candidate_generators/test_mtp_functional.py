@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from hf_specdec.candidate_generators import eagle as module
-from hf_specdec.candidate_generators.eagle import DraftEntries
-from hf_specdec.candidate_generators.mtp import LayerEntries
-from hf_specdec.models.lean import lean_forward
-from hf_specdec.models.mtp import MtpNetwork, new_mtp
+from hf_specdec.candidate_generators.eagle import generator as module
+from hf_specdec.candidate_generators.eagle.generator import DraftEntries
+from hf_specdec.candidate_generators.mtp.generator import LayerEntries
+from hf_specdec.candidate_generators.mtp.network import MtpNetwork, new_mtp
+from hf_specdec.layers.lean import lean_forward
 from tests.models import VOCAB_SIZE, tiny_llama
 
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import hf_specdec.candidate_generators as candidate_generators
-from hf_specdec.candidate_generators import suffix
+import hf_specdec.candidate_generators.suffix as suffix_package
 from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
-from hf_specdec.candidate_generators.suffix import SuffixCache, SuffixCandidateGenerator, SuffixOptions
+from hf_specdec.candidate_generators.suffix import generator as suffix
+from hf_specdec.candidate_generators.suffix.generator import SuffixCache, SuffixCandidateGenerator, SuffixOptions
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
 
@@ -784,7 +784,7 @@ def test_import_does_not_need_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "arctic_inference", None)
     monkeypatch.delitem(sys.modules, suffix.__name__)
     # The import binds the new module in its package; this restores the old one.
-    monkeypatch.setattr(candidate_generators, "suffix", suffix)
+    monkeypatch.setattr(suffix_package, "generator", suffix)
     again = importlib.import_module(suffix.__name__)
     assert again is not suffix
     assert again.SuffixOptions().max_tree_depth == 24

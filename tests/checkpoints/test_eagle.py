@@ -14,12 +14,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig, UnsupportedModelError
+from hf_specdec.candidate_generators.eagle import formats as eagle_formats
+from hf_specdec.candidate_generators.eagle.network import EagleNetwork, load_eagle
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks
 from hf_specdec.decoding.target import captured_states
 from hf_specdec.drafts import chain_topology
-from hf_specdec.models import eagle_formats
-from hf_specdec.models.eagle import EagleNetwork, load_eagle
 from tests.models import TINY, VOCAB_SIZE, tiny_llama
 
 

@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpecDecError, SpeculativeConfig, UnsupportedModelError
 from hf_specdec.candidate_generators import resolve_candidate_generator
+from hf_specdec.candidate_generators.draft_model.network import load_draft_model
+from hf_specdec.candidate_generators.eagle.network import load_eagle
+from hf_specdec.checkpoints.loading import checkpoint_errors, loads_checkpoint
 from hf_specdec.errors import CheckpointAccessError
 from hf_specdec.hub.detect import detect_checkpoint
-from hf_specdec.models.draft_model import load_draft_model
-from hf_specdec.models.eagle import load_eagle
-from hf_specdec.models.loading import checkpoint_errors, loads_checkpoint
 from tests.hub.test_one_reader import HEADS, copy_of, loaded_target
 from tests.models import tiny_llama
 
@@ -318,7 +318,7 @@ class TestDeadWeights:
     @pytest.fixture
     def warnings(self, monkeypatch):
         seen = []
-        monkeypatch.setattr("hf_specdec.models.loading.logger.warning", seen.append)
+        monkeypatch.setattr("hf_specdec.checkpoints.loading.logger.warning", seen.append)
         return seen
 
     def test_weights_of_eight_bits_and_untrained_parts(self, warnings):

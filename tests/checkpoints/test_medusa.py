@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig
-from hf_specdec.models.checkpoint import Checkpoint
-from hf_specdec.models.medusa import MedusaHeads, fitting_heads, load_medusa
+from hf_specdec.candidate_generators.medusa.network import MedusaHeads, fitting_heads, load_medusa
+from hf_specdec.checkpoints.checkpoint import Checkpoint
 from tests.models import VOCAB_SIZE, tiny_llama
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig, load_speculator
-from hf_specdec.models.mlp_speculator import (
+from hf_specdec.candidate_generators.mlp_speculator.network import (
     MLPSpeculator,
     MLPSpeculatorConfig,
     fitting_speculator,

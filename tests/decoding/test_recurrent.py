@@ -11,13 +11,13 @@ from transformers import DynamicCache
 
 import hf_specdec
 from hf_specdec import UnsupportedModelError, load_speculator
+from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
+from hf_specdec.candidate_generators.eagle.recipe import Eagle3Recipe
 from hf_specdec.decoding import recurrent
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.recurrent import mixers
 from hf_specdec.decoding.target import SlotModel, model_profile
 from hf_specdec.drafts import chain_topology
-from hf_specdec.training.dflash import DFlashRecipe
-from hf_specdec.training.eagle import Eagle3Recipe
 from tests.architectures import tiny_model
 from tests.scripted import scripted_speculator
 

@@ -11,9 +11,9 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import load_speculator, record
+from hf_specdec.candidate_generators.medusa.network import MedusaHeads
+from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
 from hf_specdec.decoding.loop import DecodingLoop
-from hf_specdec.models.medusa import MedusaHeads
-from hf_specdec.models.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from tests.candidate_generators import test_dflash, test_eagle, test_mtp
 from tests.models import VOCAB_SIZE, prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.other_device import DEVICE, move, other_device

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from hf_specdec import demo, record
+from hf_specdec.candidate_generators.eagle.network import load_eagle
+from hf_specdec.candidate_generators.medusa.network import load_medusa
+from hf_specdec.candidate_generators.mlp_speculator.network import load_mlp_speculator
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.models.eagle import load_eagle
-from hf_specdec.models.medusa import load_medusa
-from hf_specdec.models.mlp_speculator import load_mlp_speculator
 from tests.methods import CHECKPOINTS
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from hf_specdec import cli, demo, forget_speculators
 from hf_specdec.bench.prompts import Prompt
-from hf_specdec.candidate_generators.eagle import DraftEntries, EagleCandidateGenerator
+from hf_specdec.candidate_generators.eagle.generator import DraftEntries, EagleCandidateGenerator
 from hf_specdec.diagnosis import diagnose
 from hf_specdec.diagnosis.probe import Acceptance, _count, consistent_meaning
 from tests.diagnosis.planted import damaged, give_draft_vocabulary, shuffle_states

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_specdec import CheckpointFormatError, SpeculativeConfig, forget_speculators, load_speculator
+from hf_specdec.candidate_generators.mtp.network import new_mtp
 from hf_specdec.errors import CheckpointAccessError
 from hf_specdec.loaded import record_of
-from hf_specdec.models.mtp import new_mtp
 from tests.hub.server import STRANGERS_TOKEN, TOKEN
 from tests.models import prompts, tiny_llama
 

@@ -336,7 +336,7 @@ def test_one_that_trips_its_loader_is_passed_over(target, hub, monkeypatch, erro
     """As configs of strangers make libraries do."""
     hub.add("user/bad", demo.dflash_path(), card=card_of(target, "dflash"), downloads=10)
     hub.add("user/good", demo.dflash_path(), card=card_of(target, "dflash"))
-    from hf_specdec.candidate_generators.dflash import DFlashCandidateGenerator
+    from hf_specdec.candidate_generators.dflash.generator import DFlashCandidateGenerator
 
     load_really = DFlashCandidateGenerator.load
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, demo, forget_speculators, load_speculator, record
+from hf_specdec.candidate_generators.eagle.network import load_eagle
 from hf_specdec.cli import demo_methods
 from hf_specdec.hub.card import read_card
 from hf_specdec.hub.files import ReadOfRepositories
-from hf_specdec.models.eagle import load_eagle
 from tests.hub.server import TOKEN
 from tests.models import prompts, tiny_llama
 

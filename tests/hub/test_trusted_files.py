@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from hf_specdec import CheckpointFormatError, SpeculativeConfig, demo, load_speculator
+from hf_specdec.candidate_generators.draft_model.network import load_draft_model
+from hf_specdec.candidate_generators.eagle.network import load_eagle
+from hf_specdec.checkpoints.checkpoint import Checkpoint
 from hf_specdec.hub.detect import detect_checkpoint, detect_method
 from hf_specdec.hub.files import RepoFiles, only_safetensors
-from hf_specdec.models.checkpoint import Checkpoint
-from hf_specdec.models.draft_model import load_draft_model
-from hf_specdec.models.eagle import load_eagle
 from tests.models import tiny_llama
 
 

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import hf_specdec  # noqa: F401 - teaches generate() the speculative arguments
+from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
+from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
+from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
 from hf_specdec.training import demo
 from hf_specdec.training.data import Corpus, Mixture
-from hf_specdec.training.dflash import DFlashRecipe
-from hf_specdec.training.eagle import Eagle1Recipe, Eagle3Recipe
 from hf_specdec.training.heads import MedusaRecipe, MLPSpeculatorRecipe
-from hf_specdec.training.mtp import MtpRecipe
 from hf_specdec.training.recipe import Batch
 from hf_specdec.training.text import Rows
 

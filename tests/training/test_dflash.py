@@ -9,13 +9,13 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from hf_specdec import cli, load_speculator, record
-from hf_specdec.candidate_generators.dflash import DraftText
+from hf_specdec.candidate_generators.dflash import recipe as dflash
+from hf_specdec.candidate_generators.dflash.formats import BlockView
+from hf_specdec.candidate_generators.dflash.generator import DraftText
+from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
+from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe, block_labels, mask_token_for, read_blocks
+from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
 from hf_specdec.errors import SpecConfigError
-from hf_specdec.models.dflash import DFlashNetwork
-from hf_specdec.models.dflash_formats import BlockView
-from hf_specdec.training import dflash
-from hf_specdec.training.dflash import DFlashRecipe, block_labels, mask_token_for, read_blocks
-from hf_specdec.training.draft_model import DraftModelRecipe
 from hf_specdec.training.recipe import IGNORED, Batch, TargetReader
 from hf_specdec.training.run import RunOptions, TrainingRun, make_recipe
 from hf_specdec.training.text import load_documents, pack

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from hf_specdec import cli, load_speculator, record
-from hf_specdec.candidate_generators.eagle import DraftEntries
+from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
+from hf_specdec.candidate_generators.eagle.generator import DraftEntries
+from hf_specdec.candidate_generators.eagle.recipe import walk_cycles
+from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
 from hf_specdec.errors import SpecConfigError, UnsupportedModelError
-from hf_specdec.training.draft_model import DraftModelRecipe
-from hf_specdec.training.eagle import walk_cycles
-from hf_specdec.training.mtp import MtpRecipe
 from hf_specdec.training.recipe import Batch, TargetReader
 from hf_specdec.training.run import RunOptions, TrainingRun, make_recipe
 from hf_specdec.training.text import load_documents, pack

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
 from hf_specdec.errors import MissingDependencyError, SpecDecError
 from hf_specdec.training.attention import blockwise_causal
-from hf_specdec.training.draft_model import DraftModelRecipe
 from hf_specdec.training.recipe import TargetReader, sum_over_chunks
 from hf_specdec.training.trainer import TrainingOptions, _optimizers, train
 

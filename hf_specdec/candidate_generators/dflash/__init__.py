@@ -1,0 +1,1 @@
+"""Drafts of DFlash and its kin: a block of tokens in one pass."""

@@ -1,0 +1,467 @@
+"""DFlash: a whole block of draft tokens from one forward of a small network (arXiv:2602.06036).
+
+The draft reads the text through the target's hidden states alone: its keys and values for a token are made once, when
+the token is committed, and kept. A cycle puts the block behind them, the anchor and masks, and forgets it again. The
+tokens of the block are drafted as a chain, or the most probable prefixes as a tree (DDTree, arXiv:2604.12989). With
+several denoising steps the surest tokens are put in the place of their masks and the rest is predicted again. On a GPU
+all of that is one graph; only drawn tokens are chosen outside of it, since processors of the user's come in between.
+
+Shapes: R active rows, C new tokens of the text, K drafted positions, S slots of the draft's cache, U its vocabulary,
+V that of the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from transformers.utils import logging
+
+from ...config import MOST_INTEGER
+from ...drafting.graphs import begin_graphs
+from ...drafting.slots import DraftInputs, DraftSlots, Entries, KnownPrompt
+from ...drafting.tensors import last_of_each
+from ...drafts import DraftTree
+from ...errors import SpecConfigError
+from ...logits.acceptance import best_tokens
+from ...token_trees import MAX_NODES
+from ..base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from ..options import check_bounds, check_draft_sample_method
+from .denoising import Denoising, keep_counts
+from .formats import BlockView
+from .functional import FunctionalDFlash, lean_network
+from .lattice import best_candidates, best_prefixes, num_prefixes, prefix_nodes
+from .network import DFlashNetwork, check_mask_token, fitting_network, load_dflash
+
+
+logger = logging.get_logger(__name__)
+
+# Positions of the prompt whose keys and values are made at once.
+_CHUNK_SIZE = 1024
+
+# Options that are integers, with the smallest and the largest value of each.
+_BOUNDS = {
+    "dflash_block_size": (1, MAX_NODES + 1),
+    "dflash_num_denoising_steps": (1, MAX_NODES),
+    "dflash_mask_token_id": (0, MOST_INTEGER),
+    "dflash_tree_budget": (0, MAX_NODES),
+}
+
+
+@dataclass(frozen=True)
+class DFlashOptions:
+    """Options of `spec_method="dflash"`.
+
+    Raises:
+        SpecConfigError: A value is out of range, or two of them exclude each other.
+    """
+
+    dflash_block_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens of a block, the last committed one included; at most what the draft was trained with. "
+            "Left out, one more than `num_speculative_tokens`, or the trained size."
+        },
+    )
+    dflash_num_denoising_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "Forwards of the draft for a block; between them the surest tokens are kept and the others are "
+            "masked again. Left out, what the checkpoint declares, otherwise 1."
+        },
+    )
+    dflash_mask_token_id: int | None = field(
+        default=None,
+        metadata={
+            "help": "The token at positions that are to be filled. Left out, what the checkpoint says, or the "
+            "tokenizer's mask token."
+        },
+    )
+    dflash_tree_budget: int = field(
+        default=0,
+        metadata={
+            "help": "Draft tokens of the tree of the most probable prefixes of a block. 0 drafts the block as a chain."
+        },
+    )
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = field(
+        default=None,
+        metadata={
+            "help": "How draft tokens are chosen when the target samples: `greedy` takes the best ones, "
+            "`probabilistic` draws each from the draft's distribution. Left out, `greedy`. A greedy target gets the "
+            "best tokens always."
+        },
+    )
+
+    def __post_init__(self):
+        check_bounds(self, **_BOUNDS)
+        check_draft_sample_method(self.draft_sample_method)
+        if self.dflash_tree_budget and (self.dflash_num_denoising_steps or 1) > 1:
+            raise SpecConfigError(
+                f"`dflash_tree_budget`={self.dflash_tree_budget} makes a tree out of the probabilities of one "
+                f"forward, and `dflash_num_denoising_steps`={self.dflash_num_denoising_steps} asks for several. Leave "
+                "one out."
+            )
+
+
+class DFlashCandidateGenerator(CandidateGenerator):
+    """Drafts the blocks of a `DFlashNetwork` as chains or as trees."""
+
+    options_class = DFlashOptions
+    # What most published blocks yield; in a call it is what the draft's own block does.
+    default_num_speculative_tokens = 15
+    loaded_by = ("model", "revision", "subfolder", "cache_dir", "dtype", "device", "quantization")
+    loaded_by += ("dflash_mask_token_id",)
+
+    @classmethod
+    def load(cls, config, target_model, draft_model: DFlashNetwork | None = None) -> DFlashNetwork:
+        if draft_model is None:
+            return load_dflash(config, target_model)
+        return fitting_network(draft_model, config, target_model)
+
+    @classmethod
+    def default_length(cls, options: DFlashOptions) -> int:
+        size = options.dflash_block_size
+        return cls.default_num_speculative_tokens if size is None else max(size - 1, 1)
+
+    def __init__(self, config, resources: DFlashNetwork, session: Session):
+        super().__init__(config, resources, session)
+        self.network = network = resources
+        self.device = network.device
+        self.target_hidden_states = network.target_hidden_states
+        self.mask_token_id = _mask_token_id(self.options, network)
+        self.block_size, self.num_speculative_tokens = _sizes(config, network)
+        self.num_steps = _num_steps(self.options, network)
+        self.tree_budget = self.options.dflash_tree_budget
+        self.draws = self.asks_to_draw
+        self._settle_contradictions()
+        self.check_drawn_length()
+        self.text: DraftText | None = None
+        self.pending: Commit | None = None  # committed, and not yet read
+
+    def _settle_contradictions(self) -> None:
+        """Gives up what the call or the draft has no room for, and says so."""
+        notes = self.session.notes
+        if self.draws and self.num_steps > 1:
+            self.draws = False
+            notes.append("draft tokens are chosen, not drawn: several denoising steps have no distribution")
+        if not self.tree_budget:
+            return
+        reason = self.why_chains
+        if reason is None and self.network.markov_head is not None:
+            reason = "the draft's tokens depend on each other"
+        if reason:
+            self.tree_budget = 0
+            notes.append(f"chains instead of trees: {reason}")
+
+    @property
+    def num_draft_nodes(self) -> int:
+        return self.tree_budget or self.num_speculative_tokens
+
+    @property
+    def most_committed(self) -> int:
+        """Most tokens of a row that a cycle leaves to be read."""
+        return self.num_speculative_tokens + 1
+
+    # The text
+
+    def prefill(self, prompt: Prompt) -> None:
+        """Takes in the states of all tokens but the last one, which come again with the first committed token."""
+        known, network = KnownPrompt(prompt), self.network
+        slots = known.slots(self.session.max_length, self.block_size + self.most_committed)
+        graphs = begin_graphs(network, network.shared_modules, self.config, self.session)
+        self.text = DraftText(network, **slots, graphs=graphs)
+        for states, _, counts in known.chunks(_CHUNK_SIZE):
+            self.text.extend(states, counts)
+
+    def observe(self, commit: Commit) -> None:
+        """Keeps what was committed; the next draft reads it, so that a call that ends here pays nothing."""
+        self._read_pending()
+        self.pending = commit
+
+    def _read_pending(self) -> None:
+        new, self.pending = self.pending, None
+        if new is not None:
+            self.text.extend(new.hidden_states, new.counts)
+
+    def keep_rows(self, keep: list[int]) -> None:
+        self.text.keep_rows(keep)
+        if self.pending is not None:
+            self.pending = self.pending.of_rows(keep)
+
+    def close(self) -> None:
+        if self.text is not None:
+            self.text.close()
+        self.text = self.pending = None
+
+    # Drafting
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        limits = self.draft_depths(step)
+        if max(limits) <= 0:
+            # There will never be room again.
+            self.pending = None
+            return DraftTree.empty(len(step.rows), self.session.device)
+        predicted = self._replay(limits)
+        if predicted is None:
+            self._read_pending()
+            self.text.begin_block(self.block_size)
+            predicted = self._predict(self.text, step.anchor_tokens.to(self.device), max(limits))
+        if self.draws:
+            return self._draw_chain(predicted, step, limits)
+        return self._tree(predicted, limits) if self.tree_budget else self._chain(predicted, limits)
+
+    def _predict(self, text: DraftText, anchors: torch.LongTensor, count: int):
+        """What the block in front of which `anchors` `(R,)` stand says of its first `count` tokens.
+
+        Returns:
+            Logits `(R, count, U)` if tokens are drawn; tokens and log-probabilities of candidates for a tree, as
+            [`best_candidates`]; otherwise the tokens of a chain `(R, K)`, at least so many.
+        """
+        if self.draws:
+            return self._first_logits(text, anchors, count)
+        if self.tree_budget:
+            return best_candidates(self._first_logits(text, anchors, count), self.tree_budget, self.network.token_ids)
+        return self._chain_tokens(text, anchors, count)
+
+    def _chain(self, tokens: torch.LongTensor, limits: list[int]) -> DraftTree:
+        device = self.session.device
+        return DraftTree.chain(tokens[:, : max(limits)].to(device), limits)
+
+    def _tree(self, candidates, limits: list[int]) -> DraftTree:
+        """The most probable prefixes of the block."""
+        device = self.session.device
+        if isinstance(candidates, PrefixNodes):
+            return candidates.draft(self.tree_budget, limits, device)
+        tokens, log_probs = candidates
+        return best_prefixes(tokens.to(device), log_probs.to(device), self.tree_budget, limits)
+
+    def _logits(
+        self, text: DraftText, anchors: torch.LongTensor, masked: torch.LongTensor, count: int
+    ) -> torch.Tensor:
+        """Logits `(R, count, U)` of the first positions that predict.
+
+        Args:
+            text (`DraftText`): Ready for a block.
+            anchors (`torch.LongTensor` of shape `(R,)`): First tokens of the blocks.
+            masked (`torch.LongTensor` of shape `(R, K)`): Those behind; masks follow up to the size of a block.
+            count (`int`): How many positions are wanted.
+        """
+        tokens = torch.cat((anchors[:, None], masked[:, : self.block_size - 1]), dim=1)
+        tokens = F.pad(tokens, (0, self.block_size - tokens.shape[1]), value=self.mask_token_id)
+        output = self.network.predicting(text.read_block(tokens))
+        return self.network.logits(output[:, :count])
+
+    def _first_logits(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.Tensor:
+        return self._logits(text, anchors, anchors.new_empty((len(anchors), 0)), count)
+
+    def _chain_tokens(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
+        """At least the first `count` tokens of the block, `(R, K)`."""
+        network = self.network
+        if network.markov_head is not None:
+            return self._corrected_tokens(text, anchors, count)
+        if self.num_steps > 1:
+            # All of them compete for being kept.
+            count = network.config.num_drafts(self.block_size)
+        state = Denoising.start(len(anchors), count, self.mask_token_id, self.device)
+        for keep in keep_counts(count, self.num_steps):
+            state.update(self._logits(text, anchors, state.inputs, count), keep, network.token_ids)
+        return state.tokens
+
+    def _corrected_tokens(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
+        """The best tokens, each by the logits that the token before it has corrected."""
+        logits, tokens = self._first_logits(text, anchors, count), [anchors]
+        for position in range(count):
+            best = best_tokens(logits[:, position] + self.network.markov_head(tokens[-1]))
+            tokens.append(self.network.target_ids(best))
+        return torch.stack(tokens[1:], dim=1)
+
+    def _draw_chain(self, logits: torch.Tensor, step: DraftStep, limits: list[int]) -> DraftTree:
+        """Tokens drawn from the draft's laws `(R, K, U)`, processed as the target's is."""
+        sampler, device, markov_head = self.session.sampler, self.session.device, self.network.markov_head
+        anchors = step.anchor_tokens.to(self.device)
+        positions = [length - 1 for length in step.lengths]
+        at_once = None
+        if markov_head is None and not sampler.stack.reads_tokens:
+            at_once = sampler.scores(self.network.target_logits(logits).to(device), step.rows, [])
+        drafted, laws = [], []
+        for depth in range(max(limits)):
+            if at_once is None:
+                here = logits[:, depth]
+                if markov_head is not None:
+                    here = here + markov_head(drafted[-1].to(self.device) if drafted else anchors)
+                scores = sampler.scores(self.network.target_logits(here).to(device), step.rows, drafted)
+            else:
+                scores = at_once[:, depth]
+            tokens, law = sampler.draw(scores, step.rows, positions, depth)
+            drafted.append(tokens)
+            laws.append(law)
+        return DraftTree.chain(torch.stack(drafted, dim=1), limits, torch.stack(laws, dim=1))
+
+    # Drafting in graphs
+
+    def _replay(self, limits: list[int]):
+        """What `_predict` returns, of the whole block, from a graph; `None` where there is none to run."""
+        new = self.pending
+        if self.text.graphs is None or new is None:
+            return None
+        kind = (self.block_size, self.num_speculative_tokens, self.num_steps, self.tree_budget, self.mask_token_id)
+        predicted = self.text.replay(
+            (*kind, self.draws),
+            Entries(new.tokens, new.hidden_states, new.counts),
+            self.most_committed,
+            self.block_size,
+            limits,
+            self._predict_statically,
+        )
+        if predicted is None:
+            return None
+        self.pending = None
+        if isinstance(predicted, PrefixNodes):
+            return predicted.of_rows(len(limits))
+        return predicted[: len(limits), : max(limits)]
+
+    def _predict_statically(self, inputs: DraftInputs, columns: int):
+        text = self.text.static(inputs, columns)
+        text.extend(inputs.states, inputs.counts)
+        text.begin_block(self.block_size)
+        anchors = last_of_each(inputs.tokens, inputs.counts)
+        predicted = self._predict(text, anchors, self.num_speculative_tokens)
+        if not self.tree_budget:
+            return predicted
+        tokens, log_probs = predicted
+        return PrefixNodes(*prefix_nodes(tokens, log_probs, self.tree_budget, inputs.limits), tokens.shape[-1])
+
+
+class PrefixNodes(NamedTuple):
+    """The most probable prefixes, made in a graph.
+
+    Attributes:
+        tokens, parents (`torch.LongTensor` of shape `(R, N)`): Of the nodes, as from [`prefix_nodes`].
+        width (`int`): C, candidates of each position.
+    """
+
+    tokens: torch.LongTensor
+    parents: torch.LongTensor
+    width: int
+
+    def of_rows(self, count: int) -> PrefixNodes:
+        return PrefixNodes(self.tokens[:count], self.parents[:count], self.width)
+
+    def draft(self, budget: int, limits: list[int], device: torch.device) -> DraftTree:
+        """Those of them that the rows have room for."""
+        counts = [num_prefixes(self.width, limit, budget) for limit in limits]
+        tokens, parents = (values[:, : max(counts)].to(device) for values in (self.tokens, self.parents))
+        return DraftTree(tokens, parents, counts)
+
+
+class DraftText(DraftSlots):
+    """The draft's keys and values of each row's text, and behind them those of the current block.
+
+    Args:
+        network (`DFlashNetwork`): The draft.
+        starts, offsets, capacity, options: As for [`DraftSlots`].
+    """
+
+    def __init__(self, network: DFlashNetwork, starts: list[int], offsets: list[int], capacity: int, **options):
+        super().__init__(network, starts, offsets, capacity, **options)
+        self._lean: DFlashNetwork | FunctionalDFlash = lean_network(network)
+
+    def static(self, inputs: DraftInputs, columns: int) -> DraftText:
+        static = super().static(inputs, columns)
+        # Calls are not launched again.
+        static._lean = self.network
+        return static
+
+    def extend(self, states: dict[Any, torch.Tensor], counts: list[int] | torch.LongTensor) -> None:
+        """Takes in the target's states `(R, C, th)` of the next tokens, the first `counts[r]` of each row."""
+        fused = self.network.fuse(states)
+        positions = self.rows.positions + torch.arange(fused.shape[1], device=self.device)
+        self.rows.plan_write(fused.shape[1])
+        bound = self.rows.position_bound
+        for layer, (keys, values) in enumerate(self._lean.context(fused, positions, bound)):
+            self.cache.update(keys, values, layer)
+        self.rows.commit(counts)
+
+    def begin_block(self, size: int) -> None:
+        """Prepares for blocks of this size; they may be read more than once."""
+        steps = torch.arange(size, device=self.device)
+        columns = self.rows.plan_write(size).columns
+        queries = self.rows.ends + steps
+        self._positions = self.rows.positions + steps
+        self._masks = {view: self._mask(view, queries, columns) for view in self.network.views}
+
+    def read_block(self, tokens: torch.LongTensor) -> torch.Tensor:
+        """The network's output `(R, T, h)` for blocks `(R, T)`; nothing of them is kept."""
+        return self._lean(tokens, self._positions, self._masks, self.cache, self.rows.position_bound)
+
+    def _mask(self, view: BlockView, queries: torch.LongTensor, columns: int) -> torch.Tensor | None:
+        """What a layer's mask adds: `(R | 1, 1, T, S)` for a block in the slots `queries` `(R | 1, T)`.
+
+        Slots and positions follow each other alike, so their distances are the same.
+        """
+        if view.sees_all and self.rows.is_uniform:
+            return None
+        slots = torch.arange(columns, device=self.device)
+        outside = (slots < self.rows.first_slots) | (slots > queries[:, -1:])
+        hidden = outside[:, None] | view.hidden(queries[..., None] - slots)
+        mask = torch.zeros(hidden.shape, dtype=self.network.dtype, device=self.device)
+        return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[:, None]
+
+
+def _mask_token_id(options: DFlashOptions, network: DFlashNetwork) -> int:
+    if options.dflash_mask_token_id is None:
+        return network.config.mask_token_id
+    check_mask_token(options.dflash_mask_token_id, network)
+    return options.dflash_mask_token_id
+
+
+def _sizes(config, network: DFlashNetwork) -> tuple[int, int]:
+    """Tokens of a block, and how many of those that it predicts are drafted.
+
+    Raises:
+        SpecConfigError: More than the draft was trained for, or than the block has.
+    """
+    trained, named = network.config.block_size, config.options.dflash_block_size
+    length = config.num_speculative_tokens
+    least = trained - network.config.num_drafts(trained) + 1
+    if named is not None and not least <= named <= trained:
+        raise SpecConfigError(
+            f"`dflash_block_size` must be from {least} to {trained}, the block that the draft was trained with, got "
+            f"{named}. It counts the last committed token."
+        )
+    most = network.config.num_drafts(named or trained)
+    if length is not None and length > most:
+        whose = f"`dflash_block_size`={named}" if named else f"the draft's block of {trained} tokens"
+        raise SpecConfigError(
+            f"`num_speculative_tokens` must be at most {most}, what {whose} yields, got {length}. Draft fewer."
+        )
+    if named is None and length is not None:
+        return trained - most + length, length
+    return named or trained, length or most
+
+
+def _num_steps(options: DFlashOptions, network: DFlashNetwork) -> int:
+    """Forwards for a block.
+
+    Raises:
+        SpecConfigError: Several, of a draft whose positions predict the next token.
+    """
+    config, asked = network.config, options.dflash_num_denoising_steps
+    is_dspark = config.predicts_next or config.markov_rank > 0
+    trained = 1 if is_dspark else config.num_denoising_steps
+    if asked is None:
+        return 1 if options.dflash_tree_budget else trained
+    if asked > 1 and is_dspark:
+        raise SpecConfigError(
+            f"`dflash_num_denoising_steps` must be 1 for drafts whose positions predict the next token (DSpark), got "
+            f"{asked}."
+        )
+    if asked > trained:
+        logger.warning_once(
+            f"dflash_num_denoising_steps={asked}, and the draft was trained for {trained}. Drafts that have never "
+            "seen a known token in the place of a mask may be accepted less often with more steps (measured: 6.0 "
+            "tokens per cycle with one step, 5.0 with three), and every step costs a forward."
+        )
+    return asked

@@ -1,0 +1,433 @@
+"""DFlash: a small transformer that fills a whole block of masked positions in one forward (arXiv:2602.06036).
+
+The block is the last committed token, the anchor, and masks. Its positions attend to each other in both directions,
+and in every layer to the text before them, of which the draft knows the target's hidden states alone:
+
+    c = norm(W [s_1 ; ... ; s_A])                    s_a: outputs of A decoder layers of the target
+    keys and values of the text in layer l:          W_k c, W_v c, the keys normed and rotated
+    keys and values of the block in layer l:         the same of norm(x_l), x_0 the embedding of the block
+    logits = lm_head(norm(x_L))                      of the mask in question; the anchor's are of no use
+
+What depends on the text alone is computed once for every token. In DSpark (arXiv:2607.05147) a position predicts the
+token behind it, the anchor's the first one, and a table of low rank corrects the logits by the token before.
+
+The layers compute what transformers' Qwen3 layers do. Shapes: R rows, T positions of a block (or of several), S slots
+of the cache, C tokens of the text, h and th hidden sizes of draft and target, A captured states, D head size, V
+vocabulary of the target, U that of the draft, r rank of the corrections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint
+from ...checkpoints.draft_checkpoint import TargetSizes, stored_vocabulary
+from ...checkpoints.loading import loads_checkpoint
+from ...decoding.attention import folding_masks, slot_attention
+from ...decoding.functional import RotaryTable, half_angles, rotary_table
+from ...errors import SpecConfigError
+from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, layer_config, loaded_network, on_device_of
+from .formats import BlockView, DFlashCheckpoint, DFlashConfig
+
+
+if TYPE_CHECKING:
+    from ...config import SpeculativeConfig
+    from ...decoding.cache import SlotCache
+
+
+# How tokenizers spell a mask token where the checkpoint does not say it.
+_MASK_SPELLINGS = ("<|MASK|>", "<mask>", "[MASK]", "<MASK>")
+
+
+class DFlashNetwork(DraftNetwork):
+    """A block drafter.
+
+    The state dict has the names of the published files. What a draft shares with the target, embedding and lm_head,
+    is read where the target has it and is not part of the state dict.
+
+    Args:
+        config (`DFlashConfig`): What the draft consists of.
+
+    Attributes:
+        target_hidden_states (`tuple`): Keys of the target's states that `fuse` takes: i is what enters its decoder
+            layer i, see [`captured_states`].
+        views (`tuple[BlockView, ...]`): What its layers see; `forward` takes a mask for each.
+        token_ids (`torch.LongTensor` of shape `(U,)`): The target's id of each draft id; `None` where they are equal.
+    """
+
+    spec_method = "dflash"
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        self.config = config
+        self._state_keys = tuple(layer + 1 for layer in config.target_layer_ids)
+        self.target_hidden_states: tuple = tuple(dict.fromkeys(self._state_keys))
+        self.views = tuple(dict.fromkeys(map(config.view, range(config.num_hidden_layers))))
+        size = config.hidden_size
+        own_rows = config.num_embeddings
+        self.embed_tokens = None if own_rows is None else nn.Embedding(own_rows, size)
+        self.fc = nn.Linear(len(self._state_keys) * config.target_hidden_size, size, bias=False)
+        self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
+        parts = layer_config(config)
+        self.layers = nn.ModuleList(DFlashLayer(config, parts) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.register_buffer("token_ids", torch.arange(config.draft_vocab_size) if config.has_token_ids else None)
+        # Its frequencies are in no checkpoint.
+        with torch.device("cpu"):
+            self.rotary_emb = LlamaRotaryEmbedding(parts)
+        self._rotary_tables: dict[tuple, RotaryTable | None] = {}
+        self._target: _ScaledParts | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def num_embeddings(self) -> int:
+        """How many tokens have an embedding; those behind the vocabulary may serve as masks."""
+        embedding = self._target.embedding if self.embed_tokens is None else self.embed_tokens
+        return getattr(embedding, "num_embeddings", None) or embedding.weight.shape[0]
+
+    def attach(self, target_model: nn.Module) -> DFlashNetwork:
+        """Reads embedding and lm_head from `target_model` where the draft has none of its own.
+
+        What is only a copy of the target's is given up.
+        """
+        self._target = target = _ScaledParts(target_model)
+        if self.embed_tokens is not None and target.has_plain_embedding:
+            if is_copy(self.embed_tokens.weight, target.embedding.weight):
+                self.embed_tokens = None
+                self.config = replace(self.config, num_embeddings=None)
+        if self.lm_head is not None and self.token_ids is None and target.has_plain_head:
+            if is_copy(self.lm_head.weight, target.head.weight):
+                self.lm_head = None
+                self.config = replace(self.config, own_head=False)
+        return self
+
+    # The text
+
+    def fuse(self, states: Mapping[Any, torch.Tensor]) -> torch.Tensor:
+        """What all layers see of tokens of the text.
+
+        Args:
+            states (`Mapping`): For each of `target_hidden_states` a tensor of shape `(R, C, th)`.
+
+        Returns:
+            `torch.Tensor` of shape `(R, C, h)`, in the dtype and on the device of the draft.
+        """
+        joined = torch.cat([states[key].to(self.device, self.dtype) for key in self._state_keys], dim=-1)
+        return self.hidden_norm(self.fc(joined))
+
+    def context(
+        self, fused: torch.Tensor, positions: torch.LongTensor, bound: int | None = None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of tokens of the text, for every layer, each of shape `(R, kv heads, C, D)`.
+
+        Args:
+            fused (`torch.Tensor` of shape `(R, C, h)`): From `fuse`.
+            positions (`torch.LongTensor` of shape `(R, C)` or `(1, C)`): Position ids of the tokens.
+            bound (`int`, *optional*): All position ids lie below; with it, angles are looked up.
+        """
+        angles = self.angles(fused, positions, bound)
+        return [layer.self_attn.keys_and_values(fused, angles) for layer in self.layers]
+
+    def angles(
+        self, like: torch.Tensor, positions: torch.LongTensor, bound: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine `(R | 1, T, 1, D / 2)` of positions, in the dtype and on the device of `like`."""
+        positions = positions.to(like.device)
+        table = None if bound is None else self._rotary_table(like)
+        if table is None:
+            return half_angles(*self.rotary_emb(like, positions))
+        cosine, sine = table.up_to(bound, like)
+        return cosine[positions], sine[positions]
+
+    def _rotary_table(self, like: torch.Tensor) -> RotaryTable | None:
+        # A network may be moved or cast in between.
+        place = (like.dtype, like.device)
+        if place not in self._rotary_tables:
+            self._rotary_tables[place] = rotary_table(self.rotary_emb, self.config.rope_parameters)
+        return self._rotary_tables[place]
+
+    # The block
+
+    def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
+        """Embeddings `(R, T, h)` of the target's tokens `(R, T)`, the mask token among them."""
+        if self.embed_tokens is not None:
+            return self.embed_tokens(tokens.to(self.device))
+        return self._target.embed(tokens).to(self.device, self.dtype)
+
+    def forward(
+        self,
+        tokens: torch.LongTensor,
+        positions: torch.LongTensor,
+        masks: Mapping[BlockView, torch.Tensor | None],
+        cache: SlotCache | GivenContext,
+        bound: int | None = None,
+    ) -> torch.Tensor:
+        """Reads blocks.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(R, T)`): Anchors and masks, in the target's ids; tokens that are
+                known already in the place of masks.
+            positions (`torch.LongTensor` of shape `(R, T)` or `(1, T)`): Their position ids.
+            masks (`Mapping`): For each of `views` the mask of its layers of shape `(R | 1, 1, T, S)`, additive, in
+                the draft's dtype. `None`: every position sees everything.
+            cache (`SlotCache` or `GivenContext`): Has the keys and values of the text, from `context`, and is given
+                those of the block.
+            bound (`int`, *optional*): As in `context`.
+
+        Returns:
+            `torch.Tensor` of shape `(R, T, h)`: what `logits` reads.
+        """
+        stream = self.embed(tokens)
+        angles = self.angles(stream, positions, bound)
+        with folding_masks():
+            for index, layer in enumerate(self.layers):
+                stream = layer(stream, angles, masks[self.config.view(index)], cache, index)
+        return self.norm(stream)
+
+    def predicting(self, output: torch.Tensor) -> torch.Tensor:
+        """Of `forward`'s output for one block, `(R, T, h)`, the positions that predict tokens, in their order."""
+        return output if self.config.predicts_next else output[:, 1:]
+
+    def logits(self, output: torch.Tensor) -> torch.Tensor:
+        """Logits `(..., U)` over the draft's vocabulary, from `forward`'s output `(..., h)`.
+
+        Where there is a `markov_head`, its corrections are to be added.
+        """
+        # As a matrix: the product of a part of a block with its strides would copy the weights.
+        rows = output.flatten(0, -2)
+        logits = self._target.logits(rows).to(rows) if self.lm_head is None else self.lm_head(rows)
+        return logits.unflatten(0, output.shape[:-1])
+
+    def save(self, folder: str | Path) -> None:
+        """Writes `config.json` and `model.safetensors` in the layout of the first publishers; makes the folder."""
+        save_checkpoint(folder, self.config.to_dict(), stored_vocabulary(self.state_dict(), self.config.vocab_size))
+
+
+class DFlashLayer(nn.Module):
+    """A decoder layer: attention and a gated MLP, each behind a norm and added to the stream."""
+
+    def __init__(self, config: DFlashConfig, parts: Qwen3Config):
+        super().__init__()
+        self.self_attn = DFlashAttention(config)
+        self.mlp = Qwen3MLP(parts)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, stream: torch.Tensor, angles, mask: torch.Tensor | None, cache, index: int) -> torch.Tensor:
+        stream = stream + self.self_attn(self.input_layernorm(stream), angles, mask, cache, index)
+        return stream + self.mlp(self.post_attention_layernorm(stream))
+
+
+class DFlashAttention(nn.Module):
+    """Attention of a block's positions to the text and to each other.
+
+    The angles of its methods are a cosine and a sine of shape `(R | 1, T, 1, D / 2)`.
+    """
+
+    # Without a mask everything is seen.
+    is_causal = False
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        size, head_size, bias = config.hidden_size, config.head_dim, config.attention_bias
+        queries, keys = config.num_attention_heads * head_size, config.num_key_value_heads * head_size
+        self.head_dim = head_size
+        self.scaling = head_size**-0.5
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.q_proj = nn.Linear(size, queries, bias)
+        self.k_proj = nn.Linear(size, keys, bias)
+        self.v_proj = nn.Linear(size, keys, bias)
+        self.o_proj = nn.Linear(queries, size, bias)
+        self.q_norm = RMSNorm(head_size, config.rms_norm_eps)
+        self.k_norm = RMSNorm(head_size, config.rms_norm_eps)
+
+    def keys_and_values(self, hidden: torch.Tensor, angles) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `(R, kv heads, T, D)` of `(R, T, h)`: of the fused states of the text, or of the block."""
+        keys = turned(self.k_norm(self._heads(self.k_proj(hidden))), *angles)
+        return keys.transpose(1, 2), self._heads(self.v_proj(hidden)).transpose(1, 2)
+
+    def forward(self, hidden: torch.Tensor, angles, mask: torch.Tensor | None, cache, index: int) -> torch.Tensor:
+        """The attended values `(R, T, h)` of a block's normed stream, as layer `index` of the cache."""
+        queries = turned(self.q_norm(self._heads(self.q_proj(hidden))), *angles).transpose(1, 2)
+        keys, values = cache.update(*self.keys_and_values(hidden, angles), index)
+        attended, _ = slot_attention(self, queries, keys, values, mask, scaling=self.scaling)
+        return self.o_proj(attended.flatten(2))
+
+    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim))
+
+
+def turned(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of `(R, T, heads, D)`: the two halves of a head are the coordinates that turn."""
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last dimension, in float32, multiplied with the weights behind the rounding."""
+
+    def __init__(self, size: int, epsilon: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.variance_epsilon = epsilon
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.dtype == torch.float32:
+            return F.rms_norm(hidden, self.weight.shape, self.weight, self.variance_epsilon)
+        return self.weight * F.rms_norm(hidden, self.weight.shape, None, self.variance_epsilon)
+
+
+class MarkovHead(nn.Module):
+    """DSpark's corrections of the logits by the token before: a matrix of rank r."""
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
+
+    def forward(self, tokens: torch.LongTensor) -> torch.Tensor:
+        """What is added to the logits `(..., U)` behind the target's tokens `(...)`."""
+        return self.markov_w2(self.markov_w1(tokens))
+
+
+class GivenContext:
+    """Keys and values of a text, from `DFlashNetwork.context`, in the place of a cache: gradients pass through it."""
+
+    def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]]):
+        self.layers = layers
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs):
+        """Those of the layer with those of the block behind them; nothing is kept."""
+        known_keys, known_values = self.layers[layer_idx]
+        return torch.cat((known_keys, keys), dim=2), torch.cat((known_values, values), dim=2)
+
+
+class _ScaledParts(TargetParts):
+    """With what targets do behind their embedding and their lm_head: drafts are trained with it."""
+
+    def __init__(self, target_model: nn.Module):
+        super().__init__(target_model)
+        config = target_model.config.get_text_config(decoder=True)
+        self._softcap = getattr(config, "final_logit_softcapping", None)
+        factors = (getattr(config, name, None) for name in ("logit_scale", "output_multiplier"))
+        self._scale = next(filter(None, factors), 1 / (getattr(config, "logits_scaling", None) or 1))
+
+    @property
+    def has_plain_embedding(self) -> bool:
+        return type(self.embedding) is nn.Embedding
+
+    @property
+    def has_plain_head(self) -> bool:
+        return type(self.head) is nn.Linear and self.head.bias is None and not self._softcap and self._scale == 1
+
+    def embed(self, tokens):
+        """As the target embeds them, its scaling included. A norm behind the table belongs to the target alone."""
+        if hasattr(self.embedding, "embed_norm"):
+            return super().embed(tokens)
+        return self.embedding(on_device_of(self.embedding, tokens))
+
+    def logits(self, output):
+        """What the target makes of an output: the scaling and the cap of its logits count in probabilities."""
+        logits = super().logits(output)
+        if self._scale != 1:
+            logits = logits * self._scale
+        return self._softcap * torch.tanh(logits / self._softcap) if self._softcap else logits
+
+
+@loads_checkpoint
+def load_dflash(config: SpeculativeConfig, target_model: nn.Module) -> DFlashNetwork:
+    """Loads `config.model`, in any of its formats, in the target's dtype and on its device unless the settings differ.
+
+    Args:
+        config (`SpeculativeConfig`): `model`, `revision`, `subfolder`, `dtype`, `device`, the option
+            `dflash_mask_token_id`.
+        target_model (`PreTrainedModel`): The target.
+
+    Raises:
+        SpecConfigError: No checkpoint was named, or quantisation was asked for.
+        CheckpointFormatError: The checkpoint is incomplete, no draft that this package knows, or was made for another
+            target.
+    """
+    if config.model is None:
+        raise SpecConfigError("spec_method='dflash' needs a draft. Pass its folder or repo id as `spec_model`.")
+    dtype, device = head_placement(config, target_model)
+    mask_token_id = getattr(config.options, "dflash_mask_token_id", None)
+
+    def find_mask_token(spelling: str | None) -> int | None:
+        return mask_token_of(tokenizer_of(target_model), spelling)
+
+    checkpoint = DFlashCheckpoint(Checkpoint(config), TargetSizes.of(target_model), mask_token_id, find_mask_token)
+    network = loaded_network(DFlashNetwork, checkpoint, target_model, dtype, device)
+    check_mask_token(checkpoint.config.mask_token_id, network)
+    return network
+
+
+def fitting_network(network: nn.Module, config: SpeculativeConfig, target_model: nn.Module) -> DFlashNetwork:
+    """A draft that was not loaded here, such as one in training, checked against the target and attached to it.
+
+    Raises:
+        SpecConfigError: It is no DFlash draft, or of another size than the target.
+    """
+    if not isinstance(network, DFlashNetwork):
+        raise SpecConfigError(
+            f"spec_method='dflash' drafts with a DFlashNetwork, got a {type(network).__name__}. Pass a draft, or the "
+            "folder or repo id of its checkpoint as `spec_model`."
+        )
+    found, target = network.config, TargetSizes.of(target_model)
+    made_for = (found.target_hidden_size, found.vocab_size, found.num_target_layers)
+    if made_for != (target.hidden_size, target.vocab_size, target.num_hidden_layers):
+        raise SpecConfigError(
+            f"The draft was made for hidden_size={made_for[0]}, {made_for[1]} tokens and {made_for[2]} layers; "
+            f"{target.name} has {target.hidden_size}, {target.vocab_size} and {target.num_hidden_layers}. Pass a "
+            "draft for this target."
+        )
+    network.attach(target_model)
+    check_mask_token(found.mask_token_id, network)
+    return network
+
+
+def check_mask_token(token: int, network: DFlashNetwork) -> None:
+    """Raises a [`SpecConfigError`] where a mask token has no embedding."""
+    if not 0 <= token < network.num_embeddings:
+        raise SpecConfigError(
+            f"The mask token of the draft is {token}, and the embedding has the tokens 0 to "
+            f"{network.num_embeddings - 1}. Name another with `dflash_mask_token_id`, or, if the target's embedding "
+            "was resized, pass a target that has the row."
+        )
+
+
+def tokenizer_of(target_model: nn.Module) -> PreTrainedTokenizerBase | None:
+    """The target's tokenizer, where it has one that can be loaded."""
+    name = target_model.config.name_or_path
+    try:
+        return AutoTokenizer.from_pretrained(name) if name else None
+    except Exception:  # noqa: BLE001 - a stranger's files may trip anything
+        return None
+
+
+def mask_token_of(tokenizer: PreTrainedTokenizerBase | None, spelling: str | None = None) -> int | None:
+    """The id of what a tokenizer has for masks, spelled like this or as usual; `None` where it has nothing."""
+    if tokenizer is None:
+        return None
+    vocabulary = tokenizer.get_vocab()
+    spellings = (spelling, *_MASK_SPELLINGS)
+    return next((vocabulary[s] for s in spellings if s in vocabulary), tokenizer.mask_token_id)

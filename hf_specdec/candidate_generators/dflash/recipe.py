@@ -1,0 +1,313 @@
+"""The recipe of DFlash block drafters: masked blocks at random places of the target's own text (arXiv:2602.06036).
+
+A block begins at an anchor, as in drafting: the token that was committed last, and masks. It sees the target's states
+of the text before the anchor, and itself. Every mask is to become the text's token of its place, and the loss of the
+j-th of them has the weight `head_decay`^(j - 1): a wrong token makes those behind it worthless.
+
+With `reveal_share` some blocks have the text's tokens in the place of a part of their masks, as in training masked
+diffusion (LLaDA, Nie et al. 2025, arXiv:2502.09992, section 2.2). Only such drafts gain from several denoising steps.
+
+Shapes as in `recipe.py`; A anchors of a row, S tokens of a block, K = S - 1 masks, h the draft's hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from hf_specdec.candidate_generators.dflash.denoising import Denoising, keep_counts
+from hf_specdec.candidate_generators.dflash.formats import DFlashConfig, default_layer_ids
+from hf_specdec.candidate_generators.dflash.network import DFlashNetwork, GivenContext, mask_token_of, tokenizer_of
+from hf_specdec.candidate_generators.draft_model.network import vocabulary_size
+from hf_specdec.checkpoints.checkpoint import hidden_size
+from hf_specdec.decoding.target import decoder_layers
+from hf_specdec.errors import SpecConfigError
+
+from ...training.recipe import (
+    CHUNK_LOGITS,
+    IGNORED,
+    Reading,
+    Recipe,
+    check_at_least,
+    check_plain_head,
+    check_share,
+    draft_loss,
+    sum_over_chunks,
+)
+from ..eagle.recipe import begin_as, begin_near, cycle_anchors, layer_sizes
+
+
+# Positions of blocks that attend in one piece. Blocks do not see each other, so that more would be wasted work, and
+# fewer would copy the keys and values of the text more often.
+_PIECE = 128
+
+
+@dataclass(frozen=True)
+class DFlashRecipe(Recipe):
+    """
+    A DFlash draft: decoder layers that fill a block of masks, with the embedding and the lm_head of the target. They
+    begin as the target's last ones, as far as their shapes agree.
+
+    Args:
+        block_size (`int`): S, the anchor included.
+        num_layers (`int`): Decoder layers.
+        intermediate_size (`int`): Of their MLPs; 0 for the target's.
+        target_layer_ids (`tuple[int, ...]`, *optional*): The target's decoder layers whose outputs it reads; by
+            default as many as the draft has layers, spread over the depth.
+        mask_token_id (`int`, *optional*): The token of the masks; by default the tokenizer's, otherwise an id
+            behind the tokenizer's that the embedding has, otherwise the end-of-sequence token.
+        num_anchors (`int`): Blocks that are drawn from a row in every step; 0 for all. Neighbouring ones teach much
+            the same.
+        head_decay (`float`): Weight of a mask's loss relative to the one before it.
+        kl_weight (`float`): Share of KL(target || draft) in the loss; the rest is the cross-entropy.
+        reveal_share (`float`): Share of the blocks of which a random part is revealed.
+        num_denoising_steps (`int`, *optional*): Forwards for a block that the saved draft asks for; by default 1, or 3
+            if blocks are revealed.
+    """
+
+    block_size: int = 16
+    num_layers: int = 5
+    intermediate_size: int = 0
+    target_layer_ids: tuple[int, ...] | None = None
+    mask_token_id: int | None = None
+    num_anchors: int = 128
+    head_decay: float = 0.87
+    kl_weight: float = 0.0
+    reveal_share: float = 0.0
+    num_denoising_steps: int | None = None
+
+    method = "dflash"
+    muon = True
+
+    def __post_init__(self):
+        check_at_least("block_size", self.block_size, 2)
+        check_at_least("num_layers", self.num_layers)
+        check_at_least("intermediate_size", self.intermediate_size, 0)
+        check_at_least("num_anchors", self.num_anchors, 0)
+        for name in ("head_decay", "kl_weight", "reveal_share"):
+            check_share(name, getattr(self, name))
+        if self.target_layer_ids is not None and not self.target_layer_ids:
+            raise SpecConfigError("`target_layer_ids` must name at least one layer of the target, got none.")
+        if self.num_denoising_steps is not None:
+            check_at_least("num_denoising_steps", self.num_denoising_steps)
+            if self.num_denoising_steps > 1 and not self.reveal_share:
+                raise SpecConfigError(
+                    f"`num_denoising_steps`={self.num_denoising_steps} needs a draft that has seen revealed tokens. "
+                    "Set `reveal_share`, or leave it out."
+                )
+
+    @property
+    def target_hidden_states(self) -> tuple:
+        return ("last",) if self.kl_weight else ()
+
+    def states_for(self, network: DFlashNetwork) -> tuple:
+        return (*self.target_hidden_states, *network.target_hidden_states)
+
+    @property
+    def num_drafts(self) -> int:
+        return self.block_size - 1
+
+    def check(self, target: PreTrainedModel) -> None:
+        if target.get_output_embeddings() is None:
+            raise SpecConfigError(f"{type(target).__name__} has no lm_head. Pass a causal language model as target.")
+        if self.kl_weight:
+            check_plain_head(target, "`kl_weight`")
+        num_layers, num_tokens = len(decoder_layers(target)), target.get_input_embeddings().weight.shape[0]
+        outside = [layer for layer in self.target_layer_ids or () if not 0 <= layer < num_layers]
+        if outside:
+            raise SpecConfigError(
+                f"`target_layer_ids` must be from 0 to {num_layers - 1}, the layers of {type(target).__name__}, got "
+                f"{outside[0]}."
+            )
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < num_tokens:
+            raise SpecConfigError(
+                f"`mask_token_id` must be from 0 to {num_tokens - 1}, the tokens that the target's embedding has, got "
+                f"{self.mask_token_id}."
+            )
+
+    def build(self, target: PreTrainedModel) -> DFlashNetwork:
+        num_layers, vocab_size, size = len(decoder_layers(target)), vocabulary_size(target), hidden_size(target)
+        sizes = layer_sizes(target, size, self.intermediate_size, self.num_layers)
+        text = target.config.get_text_config(decoder=True)
+        sizes["head_dim"] = getattr(text, "head_dim", None) or sizes["head_dim"]
+        # A target of few layers has no room for the default.
+        usual = (min(max(layer, 0), num_layers - 1) for layer in default_layer_ids(self.num_layers, num_layers))
+        config = DFlashConfig(
+            **sizes,
+            draft_vocab_size=vocab_size,
+            block_size=self.block_size,
+            mask_token_id=mask_token_for(target) if self.mask_token_id is None else self.mask_token_id,
+            target_layer_ids=self.target_layer_ids or tuple(sorted(set(usual))),
+            num_target_layers=num_layers,
+            num_denoising_steps=self.num_denoising_steps or (3 if self.reveal_share else 1),
+        )
+        network = DFlashNetwork(config).attach(target)
+        # The target's last layers, on what the deepest of the captured states says.
+        for own_layer, layer in zip(reversed(network.layers), reversed(decoder_layers(target))):
+            begin_as(own_layer, layer)
+        deepest = max(config.target_layer_ids)
+        begin_near(network.fc, [float(layer == deepest) for layer in config.target_layer_ids])
+        return network
+
+    def loss(self, network: DFlashNetwork, reading: Reading) -> torch.Tensor:
+        # Every process must take part in the step, also with rows in which nothing counts.
+        total = sum(parameter.sum() for parameter in network.parameters() if parameter.requires_grad) * 0.0
+        anchors = self.draw_anchors(reading)
+        if not anchors.numel():
+            return total
+        labels = block_labels(reading, anchors, self.num_drafts)
+        revealed = self.draw_revealed(labels)
+        context = _context(network, reading, anchors)
+        inputs = torch.where(revealed, labels, network.config.mask_token_id)
+        output = read_blocks(network, context, anchors, _blocks(reading, anchors, inputs))
+        counting = ((labels != IGNORED) & ~revealed).nonzero(as_tuple=True)
+        rows, blocks, masks = counting
+        if not len(rows):
+            return total
+        # Where the target has the state that it predicts the token from.
+        places = rows * reading.tokens.shape[1] + anchors[rows, blocks] + 1 + masks
+        weights = self.head_decay**masks
+        output, labels = output[counting], labels[counting]
+
+        def chunk_loss(part: slice) -> torch.Tensor:
+            target_logits = reading.target_logits(places[part]).to(output.device) if self.kl_weight else None
+            losses = draft_loss(network.logits(output[part]), labels[part], target_logits, self.kl_weight)
+            return (weights[part] * losses).sum()
+
+        return total + sum_over_chunks(chunk_loss, len(labels), network.config.draft_vocab_size) / weights.sum()
+
+    def draw_anchors(self, reading: Reading) -> torch.LongTensor:
+        """Anchors of this step, `(B, A)`."""
+        anchors = cycle_anchors(reading)
+        if not 0 < self.num_anchors < anchors.shape[1]:
+            return anchors
+        # Those that only fill up their rows come last.
+        order = torch.rand(anchors.shape, device=anchors.device) + _begin(reading, anchors)
+        return anchors.gather(1, order.topk(self.num_anchors, dim=1).indices)
+
+    def draw_revealed(self, labels: torch.LongTensor) -> torch.BoolTensor:
+        """Which masks show their tokens, `(B, A, K)`: at least one of a block that shows any, never all."""
+        count = self.num_drafts
+        if not self.reveal_share or count < 2:
+            return torch.zeros_like(labels, dtype=torch.bool)
+        device, blocks = labels.device, labels.shape[:2]
+        shown = torch.randint(1, count, (*blocks, 1), device=device)
+        shown = shown * (torch.rand((*blocks, 1), device=device) < self.reveal_share)
+        ranks = torch.rand(labels.shape, device=device).argsort(dim=2).argsort(dim=2)
+        return (ranks < shown) & (labels != IGNORED)
+
+    @torch.no_grad()
+    def hits(self, network: DFlashNetwork, reading: Reading) -> tuple[torch.BoolTensor, torch.BoolTensor]:
+        anchors = cycle_anchors(reading)
+        shape = (self.num_drafts, *reading.tokens.shape)
+        hits, known = reading.tokens.new_zeros((2, *shape), dtype=torch.bool)
+        if not anchors.numel():
+            return hits[:, None], known
+        labels = block_labels(reading, anchors, self.num_drafts)
+        context = _context(network, reading, anchors)
+        chunk = max(1, CHUNK_LOGITS // (len(anchors) * self.num_drafts * network.config.draft_vocab_size))
+        drafts = torch.cat([draft_blocks(network, context, reading, part) for part in anchors.split(chunk, 1)], dim=1)
+        index = anchors.expand(self.num_drafts, -1, -1)
+        known.scatter_(2, index, (labels != IGNORED).movedim(2, 0))
+        hits.scatter_(2, index, (drafts == labels).movedim(2, 0))
+        return hits[:, None], known
+
+
+def mask_token_for(target: PreTrainedModel) -> int:
+    """
+    The token that masks can have: what the tokenizer has for it, or else the first id behind those of the tokenizer.
+    Where the embedding ends there, it is the end-of-sequence token, which is rarely an anchor and never in between.
+    """
+    tokenizer = tokenizer_of(target)
+    found = mask_token_of(tokenizer)
+    if found is None and tokenizer is not None:
+        behind = max(tokenizer.get_vocab().values()) + 1
+        found = behind if behind < target.get_input_embeddings().weight.shape[0] else None
+    if found is None:
+        ends = target.generation_config.eos_token_id
+        found = ends[0] if isinstance(ends, Sequence) else ends
+    return found or 0
+
+
+def block_labels(reading: Reading, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
+    """The tokens that the masks stand for, `(B, A, count)`; -100 where there is none, it does not count, or no block
+    begins."""
+    labels = torch.stack([reading.next_tokens(2 + mask).gather(1, anchors) for mask in range(count)], dim=2)
+    return labels.masked_fill(~_begin(reading, anchors)[..., None], IGNORED)
+
+
+def _begin(reading: Reading, anchors: torch.LongTensor) -> torch.BoolTensor:
+    """Where a cycle begins indeed, `(B, A)`."""
+    return reading.next_tokens(2).gather(1, anchors) != IGNORED
+
+
+def _blocks(reading: Reading, anchors: torch.LongTensor, masked: torch.LongTensor) -> torch.LongTensor:
+    """The tokens of blocks, `(B, A, S)`: the cycle of position t begins with the token at t + 1."""
+    return torch.cat((reading.tokens.gather(1, anchors + 1)[..., None], masked), dim=2)
+
+
+def _context(network: DFlashNetwork, reading: Reading, anchors: torch.LongTensor) -> list:
+    """Keys and values of the text up to the last anchor."""
+    width = int(anchors.max()) + 1
+    fused = network.fuse({key: reading.states[key][:, :width] for key in network.target_hidden_states})
+    return network.context(fused, torch.arange(width, device=fused.device)[None])
+
+
+def read_blocks(
+    network: DFlashNetwork, context: list, anchors: torch.LongTensor, tokens: torch.LongTensor
+) -> torch.Tensor:
+    """
+    Reads blocks at several places of each row, each as drafting does.
+
+    Args:
+        network (`DFlashNetwork`): The draft.
+        context (`list`): Its keys and values of the text, from `context`, as far as the last anchor.
+        anchors (`torch.LongTensor` of shape `(B, A)`): Last places of the text that the blocks see.
+        tokens (`torch.LongTensor` of shape `(B, A, S)`): The blocks, which begin one place further on.
+
+    Returns:
+        `torch.Tensor` of shape `(B, A, K, h)`: what the network makes of the masks.
+    """
+    rows, count, size = tokens.shape
+    together = min(count, max(1, _PIECE // size))
+    pieces = -(-count // together)
+    # The blocks of a piece share a row of the batch; the last one is filled up.
+    fill = pieces * together - count
+    anchors = F.pad(anchors, (0, fill)).reshape(-1, together)
+    tokens = F.pad(tokens, (0, 0, 0, fill)).reshape(-1, together * size)
+    positions = (anchors[..., None] + 1 + torch.arange(size, device=anchors.device)).flatten(1)
+    masks = {view: _mask(network, view, anchors, positions, context[0][0].shape[2]) for view in network.views}
+    repeated = [tuple(part.repeat_interleave(pieces, dim=0) for part in layer) for layer in context]
+    output = network(tokens, positions, masks, GivenContext(repeated))
+    output = network.predicting(output.view(-1, size, output.shape[-1]))
+    return output.view(rows, pieces * together, *output.shape[1:])[:, :count]
+
+
+def _mask(network, view, anchors: torch.LongTensor, positions: torch.LongTensor, width: int) -> torch.Tensor:
+    """What a layer's mask adds `(N, 1, P, width + P)` for P positions of the blocks of a piece."""
+    size = positions.shape[1] // anchors.shape[1]
+    text = torch.arange(width, device=positions.device)
+    block = torch.arange(positions.shape[1], device=positions.device) // size
+    behind = text > anchors.repeat_interleave(size, dim=1)[..., None]
+    others = (block[:, None] != block).expand(len(positions), -1, -1)
+    keys = torch.cat((text.expand(len(positions), -1), positions), dim=1)
+    hidden = torch.cat((behind, others), dim=2) | view.hidden(positions[..., None] - keys[:, None])
+    mask = torch.zeros(hidden.shape, dtype=network.dtype, device=hidden.device)
+    return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[:, None]
+
+
+def draft_blocks(
+    network: DFlashNetwork, context: list, reading: Reading, anchors: torch.LongTensor
+) -> torch.LongTensor:
+    """The drafts `(B, A, K)` of the cycles that begin at the anchors `(B, A)`, in as many steps as the draft has."""
+    count, mask_token_id = network.config.num_drafts(network.config.block_size), network.config.mask_token_id
+    state = Denoising.start(anchors.numel(), count, mask_token_id, anchors.device)
+    for keep in keep_counts(count, network.config.num_denoising_steps):
+        blocks = _blocks(reading, anchors, state.inputs.view(*anchors.shape, count))
+        output = read_blocks(network, context, anchors, blocks)
+        state.update(network.logits(output.flatten(0, 1)), keep)
+    return state.tokens.view(*anchors.shape, count)

@@ -1,0 +1,1 @@
+"""Drafts of a smaller language model."""

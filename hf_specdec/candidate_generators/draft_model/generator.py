@@ -1,0 +1,371 @@
+"""Draft model: a small causal language model writes a few tokens ahead of the target.
+
+Leviathan et al. 2023 (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318). Checkpoint: any causal language model
+of transformers with the target's tokenizer; the widths of the two vocabularies may be padded differently.
+Its keys and values stay in slots of their own from cycle to cycle: a cycle feeds the one or two tokens that the target
+has added, then one token a draft.
+
+Shapes: R rows that are drafted for, B active rows of the loop, T tokens fed, V vocabulary of the target.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.utils import logging
+
+from ...checkpoints.loading import checkpoint_errors
+from ...decoding.cache import SlotCache, compact
+from ...decoding.functional import slot_model
+from ...decoding.graphs import call_graphs
+from ...decoding.target import SlotModel, model_profile
+from ...drafting.tensors import last_of_each
+from ...drafts import DraftTree, chain_topology
+from ...errors import SpecConfigError, shown
+from ...logits.acceptance import best_tokens
+from ...logits.processors import ProcessorStack
+from ...logits.sampling import DraftSampler
+from ...transfers import PendingRead, upload
+from ..base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from ..options import check_bounds, check_draft_sample_method, check_flag
+from .network import Vocabularies, checkpoint_location, load_draft_model, match_vocabularies
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class DraftModelOptions:
+    """Options of `spec_method="draft_model"`.
+
+    Raises:
+        SpecConfigError: A value is out of range.
+    """
+
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = field(
+        default=None,
+        metadata={
+            "help": "How draft tokens are chosen when the target samples: `greedy` takes the draft's best token, "
+            "`probabilistic` draws from its distribution. Left out, `probabilistic`. A greedy target gets the best "
+            "token always."
+        },
+    )
+    confidence_threshold: float = field(
+        default=0.0,
+        metadata={
+            "help": "A row stops drafting behind a token that the draft gives less probability than this, in [0, 1]. "
+            "0 drafts always `num_speculative_tokens`.",
+            "key": "draft_confidence_threshold",
+        },
+    )
+    same_tokenizer: bool = field(
+        default=False,
+        metadata={"help": "Do not compare the tokenizers: you know that they are the same."},
+    )
+
+    def __post_init__(self):
+        check_draft_sample_method(self.draft_sample_method)
+        check_bounds(self, confidence_threshold=(0.0, 1.0))
+        check_flag("same_tokenizer", self.same_tokenizer)
+
+
+# How transformers' assisted decoding is told to draft, and what says so here.
+_SETTINGS_HERE = {
+    "num_assistant_tokens": "num_speculative_tokens",
+    "num_assistant_tokens_schedule": "num_speculative_tokens='auto'",
+    "assistant_confidence_threshold": "draft_confidence_threshold",
+}
+
+# Settings that say what to load and how.
+_LOADING = ("model", "revision", "code_revision", "subfolder", "cache_dir", "trust_remote_code")
+_LOADING += ("dtype", "device", "quantization")
+
+
+def _check_nothing_to_load(config) -> None:
+    given = [f"`{name}`={getattr(config, name)!r}" for name in _LOADING if getattr(config, name)]
+    if given:
+        raise SpecConfigError(
+            f"A loaded draft model was passed together with {', '.join(given)}, which is about loading one. Pass the "
+            "model as you want it, or its name."
+        )
+
+
+@dataclass
+class DraftModel:
+    """What outlives a call: the loaded model and how its vocabulary relates to the target's."""
+
+    model: torch.nn.Module
+    vocabularies: Vocabularies
+
+
+def _ignored_settings(model: torch.nn.Module, config) -> str | None:
+    """What the draft model's generation config says about drafting, which only transformers' own loop goes by."""
+    own = getattr(model, "generation_config", None)
+    given = {name: getattr(own, name, None) for name in _SETTINGS_HERE}
+    if config.num_speculative_tokens is not None:
+        given["num_assistant_tokens"] = None
+    if config.options.confidence_threshold:
+        given["assistant_confidence_threshold"] = None
+    if given["num_assistant_tokens_schedule"] == "constant":
+        given["num_assistant_tokens_schedule"] = None
+    ignored = [f"{name}={shown(value)}" for name, value in given.items() if value is not None]
+    if not ignored:
+        return None
+    here = dict.fromkeys(_SETTINGS_HERE[name] for name, value in given.items() if value is not None)
+    return f"the draft model's generation config has {', '.join(ignored)}, which is not read: set {', '.join(here)}"
+
+
+def _plain_sampler(vocab_size: int) -> DraftSampler:
+    """The best token of the draft's own logits."""
+    return DraftSampler(ProcessorStack(LogitsProcessorList()), None, None, vocab_size)
+
+
+def _first_token(config) -> int:
+    """What a text of the model begins with; where nothing does, what ended the one before."""
+    config = config.get_text_config(decoder=True)
+    first = getattr(config, "bos_token_id", None)
+    first = getattr(config, "eos_token_id", None) if first is None else first
+    first = first[0] if isinstance(first, list) and first else first
+    return first if isinstance(first, int) and 0 <= first < config.vocab_size else 0
+
+
+class DraftModelCandidateGenerator(CandidateGenerator):
+    """Drafts chains, one token after the other."""
+
+    options_class = DraftModelOptions
+    default_num_speculative_tokens = 5
+    most_speculative_tokens = 12
+    loaded_by = (*_LOADING, "same_tokenizer")
+
+    @classmethod
+    def load(cls, config, target_model, draft_model: torch.nn.Module | None = None) -> DraftModel:
+        location = None
+        if draft_model is None:
+            draft_model = load_draft_model(config, target_model)
+            location = checkpoint_location(config)
+        else:
+            _check_nothing_to_load(config)
+        with nullcontext() if location is None else checkpoint_errors(config.model):
+            model_profile(draft_model, role="draft model")
+            vocabularies = match_vocabularies(draft_model, target_model, config.options.same_tokenizer, location)
+        return DraftModel(draft_model, vocabularies)
+
+    @classmethod
+    def network(cls, resources: DraftModel) -> torch.nn.Module:
+        return resources.model
+
+    def __init__(self, config, resources: DraftModel, session: Session):
+        super().__init__(config, resources, session)
+        model = resources.model
+        self.device = model.device
+        self._tokens_ahead = 0 if session.device.type == "cpu" else 1
+        self.vocabularies = resources.vocabularies
+        # The stock protocol has no sampler; it verifies drafts as point masses.
+        self.sampler = session.sampler or _plain_sampler(self.vocabularies.target_size)
+        own_limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if own_limit and config.max_model_len and config.max_model_len > own_limit:
+            raise SpecConfigError(
+                f"`max_model_len`={config.max_model_len} is longer than the draft model's context of {own_limit} "
+                f"tokens. Use at most {own_limit}, or leave it out."
+            )
+        limits = {"max_model_len": config.max_model_len, "the draft model's max_position_embeddings": own_limit}
+        limits = {name: limit for name, limit in limits.items() if limit} or {"max_length": session.max_length}
+        if ignored := _ignored_settings(model, config):
+            self._note(ignored)
+        self._limiting = min(limits, key=limits.get)
+        self.longest = limits[self._limiting]
+        self.draws = not self.sampler.is_greedy and self.options.draft_sample_method != "greedy"
+        self.check_drawn_length()
+        self.model: SlotModel = slot_model(model, SlotCache(0))
+        self.model.max_position = self.longest - 1
+        self.rows: list[int] = []  # the rows that are drafted for; one leaves when it gets too long
+        self.pending: list[list[int]] = []  # committed tokens of each that have not been fed
+        self.num_fed_drafts: list[int] = []  # draft tokens of the last cycle in the cache
+        self.mark: tuple | None = None  # where a recurrent draft model stood before them
+
+    def prefill(self, prompt: Prompt) -> None:
+        tokens = prompt.input_ids
+        if tokens.shape[1] == 0:
+            # Of a prompt of embeddings nothing can be read: the draft model begins a text.
+            tokens = tokens.new_full((len(prompt.starts), 1), _first_token(self.model.model.config))
+        length = tokens.shape[1]
+        # One more: the target's first token.
+        fits = [not self._is_too_long(length - start + 1) for start in prompt.starts]
+        self.rows = [row for row, fit in enumerate(fits) if fit]
+        if not self.rows:
+            return
+        self.model.cache.capacity = length + min(self.session.max_length - length, 1024) + 1
+        graphs = call_graphs(self.model.model, enforce_eager=self.config.enforce_eager)
+        self.model.use_graphs(graphs)
+        if graphs is not None:
+            self.session.draft_graphs.append(graphs)
+        tokens = tokens[self.rows] if len(self.rows) < len(fits) else tokens
+        self.model.prefill(self._readable(tokens), [prompt.starts[row] for row in self.rows])
+        self.pending = [[] for _ in self.rows]
+        self.num_fed_drafts = [0] * len(self.rows)
+
+    def _is_too_long(self, length: int) -> bool:
+        """Whether a row of `length` tokens, the anchor included, leaves no room for drafts; noted once."""
+        if length < self.longest:
+            return False
+        self.note_longest_row()
+        return True
+
+    @property
+    def longest_row(self) -> tuple[int, str] | None:
+        return self.longest, self._limiting
+
+    def _note(self, text: str) -> None:
+        if text not in self.session.notes:
+            self.session.notes.append(text)
+            logger.info(f"{text}.")
+
+    def observe(self, commit: Commit) -> None:
+        """Keeps the keys and values of accepted draft tokens and remembers which tokens are still to be fed.
+
+        A recurrent draft model goes back behind the anchor, and is fed the accepted tokens again with the next one.
+        """
+        where = {row: index for index, row in enumerate(commit.rows)}
+        # Rows may have finished while nothing was drafted.
+        self._drop([row not in where for row in self.rows])
+        lengths = self.model.cache.lengths
+        for index, row in enumerate(self.rows):
+            position = where[row]
+            committed = commit.token_lists[position]
+            # The last token is the next anchor. It is fed in any case, for its logits; where rows are held to equal
+            # lengths, it may be an accepted draft token.
+            kept = min(commit.num_accepted[position], self.num_fed_drafts[index], len(committed) - 1)
+            if self.mark is not None:
+                kept = 0
+            lengths[index] -= self.num_fed_drafts[index] - kept
+            self.num_fed_drafts[index] = 0
+            self.pending[index].extend(committed[kept:])
+        if self.mark is not None:
+            self.model.recurrent.return_to(self.mark)
+            self.mark = None
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        where = {row: index for index, row in enumerate(step.rows)}
+        self._drop([row not in where or self._is_too_long(step.lengths[where[row]]) for row in self.rows])
+        self._drop_rows_out_of_step()
+        order = [where[row] for row in self.rows]
+        depths = [
+            min(step.max_draft_tokens[i], self.num_speculative_tokens, self.longest - step.lengths[i]) for i in order
+        ]
+        if max(depths, default=0) == 0:
+            return DraftTree.empty(len(step.rows), self.session.device)
+        tokens, counts, probs = self._draft([step.lengths[i] - 1 for i in order], depths)
+        return self._for_all_rows(step, order, tokens, counts, probs)
+
+    def _drop_rows_out_of_step(self) -> None:
+        """A draft that takes slots for positions would misread rows of different lengths."""
+        if not self.rows or not self.model.profile.counts_slots:
+            return
+        ends = {length + len(tokens) for length, tokens in zip(self.model.cache.lengths, self.pending)}
+        if len(ends) > 1:
+            name = type(self.model.model).__name__
+            self._note(f"no drafts once rows differ in length ({name} tells positions from the order of its cache)")
+            self.rows = []
+
+    def _draft(self, anchor_positions: list[int], depths: list[int]):
+        """Draft tokens `(R, K)`, how many of them count in each row `(R,)`, and their laws `(R, K, V)` if drawn.
+
+        Waits for the device where rows may stop before their limits, for nothing else.
+        """
+        stops = self.options.confidence_threshold > 0
+        # The host knows the limits; where rows stop by themselves, the device does.
+        counts = upload(depths, self.session.device) if stops else depths
+        drafted, laws = [], []
+        have_stopped: deque[PendingRead] = deque()
+        logits = self._feed_pending()
+        for depth in range(max(depths)):
+            scores = self.sampler.scores(logits.to(self.session.device), self.rows, drafted)
+            if self.draws:
+                tokens, law = self.sampler.draw(scores, self.rows, anchor_positions, depth)
+                laws.append(law)
+            else:
+                tokens = best_tokens(scores)
+            drafted.append(tokens)
+            if stops:
+                counts = self._stop_doubtful(counts, scores, tokens, depth + 1)
+                have_stopped.append(PendingRead((counts <= depth + 1).all()))
+                # A GPU is asked about the token before, so that it always has one more to work on.
+                if len(have_stopped) > self._tokens_ahead and have_stopped.popleft().get():
+                    break
+            if depth + 1 < max(depths):
+                logits = self._feed(self._readable(tokens)[:, None])
+        self.num_fed_drafts = [len(drafted) - 1] * len(self.rows)
+        return torch.stack(drafted, dim=1), counts, torch.stack(laws, dim=1) if laws else None
+
+    def _stop_doubtful(self, counts, scores, tokens, drafted: int) -> torch.Tensor:
+        """Ends rows behind a token of low probability. The token itself stays: dropping it would bias the output."""
+        confidence = (scores.gather(1, tokens[:, None])[:, 0] - scores.logsumexp(-1)).exp()
+        doubtful = confidence < self.options.confidence_threshold
+        return torch.where(doubtful, counts.clamp(max=drafted), counts)
+
+    def _feed_pending(self) -> torch.Tensor:
+        """Feeds what the target has committed since the last cycle; logits `(R, W)` behind each row's anchor."""
+        counts = list(map(len, self.pending))
+        width = max(counts)
+        # Shorter rows are padded on the right: those slots lie behind the row and are written again.
+        tokens = upload([row + row[-1:] * (width - len(row)) for row in self.pending], self.device)
+        # Logits of what was committed in a pause would cost more than reading it.
+        known = min(counts) - 1
+        output = self.model.forward(self._readable(tokens), chain_topology(width - 1, self.device), logits_from=known)
+        self.model.commit(counts)
+        if self.model.recurrent is not None:
+            self.mark = self.model.recurrent.mark()
+        self.pending = [[] for _ in self.rows]
+        return last_of_each(output.logits, [count - known for count in counts])
+
+    def _feed(self, tokens: torch.LongTensor) -> torch.Tensor:
+        """Feeds one token a row; logits `(R, W)` behind it."""
+        output = self.model.forward(tokens, chain_topology(0, self.device))
+        self.model.commit([1] * len(self.rows))
+        return output.logits[:, -1]
+
+    def _readable(self, tokens: torch.LongTensor) -> torch.LongTensor:
+        """Tokens on the draft's device; ids that its embedding lacks are replaced, which costs acceptance only."""
+        tokens = tokens.to(self.device)
+        readable = self.vocabularies.draft_embedding_size
+        if readable < self.vocabularies.target_size:
+            tokens = tokens.masked_fill(tokens >= readable, 0)
+        return tokens
+
+    def _for_all_rows(self, step: DraftStep, order: list[int], tokens, counts, probs) -> DraftTree:
+        """The drafts in the loop's order of rows; rows that are not drafted for get none."""
+        if order == list(range(len(step.rows))):
+            return DraftTree.chain(tokens, counts, probs)
+        index = upload(order, tokens.device)
+
+        def spread(values: torch.Tensor) -> torch.Tensor:
+            return values.new_zeros((len(step.rows), *values.shape[1:])).index_copy_(0, index, values)
+
+        if isinstance(counts, list):
+            known = dict(zip(order, counts))
+            counts = [known.get(index, 0) for index in range(len(step.rows))]
+        else:
+            counts = spread(counts)
+        return DraftTree.chain(spread(tokens), counts, None if probs is None else spread(probs))
+
+    def keep_rows(self, keep: list[int]) -> None:
+        """Nothing yet: the next `propose` names the rows that are left."""
+
+    def _drop(self, gone: list[bool]) -> None:
+        if not any(gone):
+            return
+        keep = compact(gone)
+        self.rows = [self.rows[index] for index in keep]
+        self.pending = [self.pending[index] for index in keep]
+        self.num_fed_drafts = [self.num_fed_drafts[index] for index in keep]
+        if keep:
+            self.model.keep_rows(keep)
+
+    def close(self) -> None:
+        self.model.close()
+        self.model = None

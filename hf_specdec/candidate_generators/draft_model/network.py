@@ -1,0 +1,340 @@
+"""Draft models: any causal language model that speaks the target's tokens, loaded and checked against the target."""
+
+from __future__ import annotations
+
+import logging as python_logging
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.utils import logging
+from transformers.utils.import_utils import is_bitsandbytes_available
+
+from ...checkpoints.loading import loads_checkpoint
+from ...checkpoints.settings import MOST, is_int
+from ...errors import MOST_SHOWN, CheckpointFormatError, MissingDependencyError, SpecConfigError, shown
+from ...hub.files import WEIGHT_FILES, RepoFiles, TensorTable, is_pickled
+from ...threads import Lock
+
+
+logger = logging.get_logger(__name__)
+
+# Vocabularies of one tokenizer differ by rows of padding and added tokens, at most by this share.
+MAX_VOCABULARY_GAP = 0.05
+
+# While transformers builds a model, torch's default dtype is that of the model, in all threads: two at a time would
+# leave the wrong one behind.
+_building = Lock()
+
+_QUANTIZATION = {
+    "bitsandbytes_4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "bitsandbytes_fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "bitsandbytes_8bit": {"load_in_8bit": True},
+}
+
+
+@loads_checkpoint
+def load_draft_model(config: Any, target_model: torch.nn.Module) -> torch.nn.Module:
+    """Loads `config.model` in the target's dtype, on its device, unless the settings say otherwise.
+
+    Args:
+        config (`SpeculativeConfig`): `model`, `revision`, `code_revision`, `subfolder`, `cache_dir`, `token`,
+            `local_files_only`, `trust_remote_code`, `dtype`, `device`, `quantization`.
+        target_model (`PreTrainedModel`): The target.
+
+    Raises:
+        SpecConfigError: No draft model was named.
+        CheckpointAccessError: The checkpoint cannot be reached.
+        CheckpointFormatError: The checkpoint cannot be loaded as a causal language model.
+        MissingDependencyError: Quantisation was asked for and bitsandbytes is not installed.
+    """
+    if config.model is None:
+        raise SpecConfigError(
+            "spec_method='draft_model' needs a draft model. Pass its folder, repo id or the loaded model as "
+            "`spec_model`."
+        )
+    weights = _checked_weights(RepoFiles.of(config))
+    arguments = {"use_safetensors": not is_pickled(weights), **_loading_arguments(config, target_model)}
+    model = _from_pretrained(config.model, weights, checkpoint_location(config), arguments)
+    if not config.quantization:
+        model = model.to(draft_device(config, target_model))
+    return model.eval()
+
+
+def _checked_weights(files: RepoFiles) -> str:
+    """The weight file of a model, or its index, when all that transformers will read has been checked and is here."""
+    try:
+        files.path("config.json")
+        weights = files.first_of(WEIGHT_FILES)
+        if weights is None:
+            raise CheckpointFormatError(
+                f"'{files.name}' has none of the weight files that are read: {', '.join(WEIGHT_FILES)}. Pass a "
+                "complete causal language model, and name it as `spec_model` where its weights are pickled."
+            )
+        _check_sizes(files, weights, files.tensors(weights))
+        for part in files.parts(weights):
+            if is_pickled(part):
+                files.pickled_path(part)
+                files.pickled_header(part)
+            else:
+                files.path(part)
+                files.header(part)
+        if files.folder is None and "adapter_config.json" in files:
+            raise CheckpointFormatError(
+                f"'{files.name}' holds an adapter (adapter_config.json), and transformers would load the model "
+                "that it names in the place of this one. Merge the adapter, and pass the whole model."
+            )
+        for name in filter(_is_read_along, files.sizes if files.folder is not None else ()):
+            files.path(name)
+    except CheckpointFormatError as error:
+        raise type(error)(f"The draft model {error}") from error
+    return weights
+
+
+# How configs call what a model has in its depth, and what its weights are as wide as. All else is no bound here.
+_DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers")
+_WIDTHS = re.compile(
+    r".*_(size|dim|heads|experts|rank|channels)|(n|num|d)_(embd|head|inner|model|ff|kv)|(hidden|intermediate).*"
+)
+
+
+def _check_sizes(files: RepoFiles, weights: str, tensors: TensorTable | None) -> None:
+    """Refuses a config whose model would be far larger than its files, before it is downloaded and built."""
+    sizes = [files.sizes.get(part) for part in files.parts(weights)]
+    if None in sizes:
+        # Not all of it is in the cache, which is said where it is read.
+        return
+    num_bytes = sum(sizes)
+    num_tensors = num_bytes if tensors is None else len(tensors)
+    for name, value in _integers(files.config):
+        key = name.rpartition(".")[2]
+        # An element has at least four bits, and a layer a tensor.
+        if key in _DEPTHS:
+            most = num_tensors
+        elif _WIDTHS.fullmatch(key):
+            most = 2 * num_bytes
+        else:
+            most = MOST if "position" in key else value
+        if value > most:
+            raise CheckpointFormatError(
+                f"'{files.name}' has `{name}`={shown(value)} in its config.json, and {num_tensors} tensors of "
+                f"{num_bytes} bytes in {weights}: no such model can be made of them. Pass an intact checkpoint."
+            )
+
+
+def _integers(config: Any, place: str = "") -> Iterator[tuple[str, int]]:
+    """All integers in a config, with the way to each."""
+    items = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
+    for key, value in items:
+        name = f"{place}.{key}" if place and isinstance(config, dict) else place or str(key)
+        if is_int(value):
+            yield name, value
+        else:
+            yield from _integers(value, name)
+
+
+def _is_read_along(name: str) -> bool:
+    """Whether transformers may read a file of this name beside the weights: settings, tokenizer, code, adapters."""
+    return name.endswith((".json", ".jinja", ".model", ".py", ".txt")) or name.startswith("adapter_")
+
+
+def checkpoint_location(config: Any) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that say where in a repository a checkpoint and its tokenizer lie."""
+    location = {"trust_remote_code": config.trust_remote_code, "local_files_only": config.local_files_only}
+    given = {name: getattr(config, name) for name in ("revision", "code_revision", "subfolder", "cache_dir", "token")}
+    return location | {name: value for name, value in given.items() if value not in (None, "")}
+
+
+def _loading_arguments(config: Any, target_model) -> dict[str, Any]:
+    arguments = {"dtype": target_model.dtype if config.dtype is None else config.dtype}
+    if config.quantization:
+        compute_dtype = target_model.dtype if config.dtype in (None, "auto") else config.dtype
+        arguments["quantization_config"] = _quantization_config(config.quantization, compute_dtype)
+        arguments["device_map"] = {"": draft_device(config, target_model)}
+    return arguments
+
+
+def draft_device(config: Any, target_model, part: torch.nn.Module | None = None) -> torch.device:
+    """The device that was asked for, or the one where the target, or the part that a draft works with, computes.
+
+    Raises:
+        SpecConfigError: There is no such device.
+    """
+    if config.device is not None:
+        return _usable_device(config.device)
+    part = target_model if part is None else part
+    parameter = next(part.parameters(), None)
+    # Between its forwards an offloaded module has its weights nowhere; its hook knows where they go.
+    hook = getattr(part, "_hf_hook", None)
+    computes_on = getattr(hook, "execution_device", None)
+    candidates = (computes_on, None if parameter is None else parameter.device, target_model.device)
+    devices = (torch.device(device) for device in candidates if device is not None)
+    return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
+
+
+def _usable_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError, ValueError, TypeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise SpecConfigError(
+            f"`device`='{name}' cannot be used here: {reason}. Name a device that this machine has, such as 'cpu', or "
+            "leave it out for the target's."
+        ) from error
+    if device.type == "meta":
+        raise SpecConfigError("`device`='meta' holds no data to compute with. Leave it out for the target's device.")
+    return device
+
+
+def _from_pretrained(name: str, weights: str, location: dict[str, Any], arguments: dict[str, Any]) -> torch.nn.Module:
+    """The model, loaded completely: transformers would give weights that are missing random values."""
+    try:
+        model_config = AutoConfig.from_pretrained(name, **location)
+        if getattr(model_config, "transformers_weights", None) not in (None, weights):
+            raise ValueError(f"its config.json names other weights than {weights} (`transformers_weights`).")
+        if model_config.is_encoder_decoder:
+            raise ValueError(f"{type(model_config).__name__} is of an encoder-decoder model. Use a decoder-only one.")
+        if not os.path.isdir(name):
+            # Where PEFT is installed an adapter is looked for, with arguments of its own.
+            places = ("revision", "subfolder", "cache_dir", "local_files_only")
+            arguments = {**arguments, "adapter_kwargs": {key: location[key] for key in places if key in location}}
+        with _building:
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                name, config=model_config, output_loading_info=True, **location, **arguments
+            )
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        # Further lines list everything that transformers knows.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:MOST_SHOWN]
+        if "custom code" in reason:
+            reason += " Pass trust_remote_code=True if you trust it."
+        raise CheckpointFormatError(f"The draft model '{name}' cannot be loaded: {reason}") from error
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        raise CheckpointFormatError(
+            f"The draft model '{name}' lacks {len(missing)} of the weights of {type(model).__name__}: "
+            f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. Pass a complete causal language model."
+        )
+    return model
+
+
+def _quantization_config(name: str, dtype: Any) -> BitsAndBytesConfig:
+    if not is_bitsandbytes_available():
+        raise MissingDependencyError(
+            f"quantization='{name}' needs bitsandbytes. Install it with: pip install \"hf-specdec[quant]\""
+        )
+    if name == "bitsandbytes_8bit":
+        # It says so for every layer of every forward.
+        python_logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_no_cast_message)
+    settings = dict(_QUANTIZATION[name])
+    if settings.get("load_in_4bit"):
+        settings["bnb_4bit_compute_dtype"] = dtype
+    return BitsAndBytesConfig(**settings)
+
+
+def _is_no_cast_message(record: python_logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
+
+
+@dataclass(frozen=True)
+class Vocabularies:
+    """How two vocabularies of the same tokenizer relate.
+
+    Attributes:
+        target_size (`int`): Width of the target's logits.
+        draft_size (`int`): Width of the draft's logits.
+        draft_embedding_size (`int`): Rows of the draft's embedding; it can read the ids below.
+    """
+
+    target_size: int
+    draft_size: int
+    draft_embedding_size: int
+
+
+def match_vocabularies(
+    draft_model, target_model, assume_same: bool = False, location: dict[str, Any] | None = None
+) -> Vocabularies:
+    """Checks that draft and target speak the same tokens; their logits may be padded to different widths.
+
+    The tokenizers of both checkpoints are compared where they can be found. The sizes alone prove nothing: padded
+    vocabularies of one tokenizer differ in size, and different tokenizers may agree in it.
+
+    Args:
+        draft_model, target_model (`PreTrainedModel`): The two models.
+        assume_same (`bool`): Do not compare the tokenizers.
+        location (`dict`, *optional*): Where the draft's tokenizer lies, from `checkpoint_location`.
+
+    Raises:
+        CheckpointFormatError: The tokenizers differ, or nothing shows that they agree.
+    """
+    readable = draft_model.get_input_embeddings().weight.shape[0]
+    sizes = Vocabularies(vocabulary_size(target_model), vocabulary_size(draft_model), readable)
+    if assume_same:
+        return sizes
+    names = [model.config.name_or_path for model in (target_model, draft_model)]
+    target_tokens, draft_tokens = token_table(names[0]), token_table(names[1], location)
+    if target_tokens and draft_tokens:
+        compare_token_tables(target_tokens, draft_tokens, names)
+    elif sizes.target_size != sizes.draft_size:
+        raise CheckpointFormatError(
+            f"Target and draft model have vocabularies of {sizes.target_size} and {sizes.draft_size} tokens, and no "
+            "tokenizer was found beside them to tell whether these are the same tokens, padded. If they are, pass "
+            "speculative={'method': 'draft_model', 'same_tokenizer': True, ...}."
+        )
+    else:
+        logger.warning_once(
+            "Target and draft model have vocabularies of the same size; their tokenizers could not be compared. If "
+            "they differ, drafts will rarely be accepted (the output stays right)."
+        )
+    return sizes
+
+
+def vocabulary_size(model) -> int:
+    """Width of a model's logits."""
+    head = model.get_output_embeddings()
+    features = getattr(head, "out_features", None)
+    return features or model.config.get_text_config(decoder=True).vocab_size
+
+
+def token_table(name: str | None, location: dict[str, Any] | None = None) -> dict[str, int] | None:
+    """The token strings and ids of the tokenizer in a checkpoint, `None` where there is none that can be loaded."""
+    if not name:
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **{"trust_remote_code": False, **(location or {})})
+        tokens = tokenizer.get_vocab()
+    except Exception as error:  # noqa: BLE001 - a stranger's files may trip anything
+        logger.debug(f"No tokenizer for '{name}': {error}")
+        return None
+    # Without files transformers makes up a tokenizer of special tokens for some models.
+    ordinary = tokens.keys() - set(tokenizer.all_special_tokens) - tokenizer.get_added_vocab().keys()
+    return tokens if len(ordinary) > 1 else None
+
+
+def compare_token_tables(target: dict[str, int], draft: dict[str, int], names: list[str]) -> None:
+    """Checks that two tables are those of one tokenizer.
+
+    Raises:
+        CheckpointFormatError: They are not.
+    """
+    common = target.keys() & draft.keys()
+    moved = sorted(token for token in common if target[token] != draft[token])
+    # Tokens that one of them lacks may be special tokens added later; a different vocabulary lacks most.
+    missing = max(len(target), len(draft)) - len(common)
+    if not moved and missing <= MAX_VOCABULARY_GAP * len(target):
+        return
+    examples = [f"{token!r} is {target[token]} and {draft[token]}" for token in moved[:3]]
+    if not examples:
+        lacking = sorted(target.keys() - draft.keys())[:3] or sorted(draft.keys() - target.keys())[:3]
+        examples = [f"{token!r} is in one of them only" for token in lacking]
+    raise CheckpointFormatError(
+        f"The target '{names[0]}' ({len(target)} tokens) and the draft model '{names[1]}' ({len(draft)} tokens) have "
+        f"different tokenizers: {len(moved)} common tokens have other ids, {missing} are in one of them only "
+        f"({'; '.join(examples)}). Choose a draft model with the target's tokenizer."
+    )

@@ -1,0 +1,154 @@
+"""The recipe of draft models: language-model training, distillation from the target, or a mixture of both.
+
+Distillation minimises KL(target || draft), best on the target's own text, which is what a draft has to predict
+(DistillSpec, Zhou et al. 2023, arXiv:2310.08461). Shapes as in `recipe.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from hf_specdec.candidate_generators.draft_model.network import vocabulary_size
+from hf_specdec.errors import CheckpointFormatError, SpecConfigError
+
+from ...training.recipe import (
+    IGNORED,
+    Reading,
+    Recipe,
+    check_plain_head,
+    check_share,
+    draft_loss,
+    sum_over_chunks,
+)
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class DraftModelRecipe(Recipe):
+    """
+    A small causal language model.
+
+    Args:
+        draft_model (`str`, *optional*): Folder or repo id of the model to train on.
+        from_scratch (`Mapping[str, Any]`, *optional*): Sizes of a new Llama model instead: arguments of `LlamaConfig`
+            such as `hidden_size`, `intermediate_size`, `num_hidden_layers`, `num_attention_heads`.
+        kl_weight (`float`): Share of KL(target || draft) in the loss; the rest is the cross-entropy of the text. 0
+            needs nothing of the target.
+
+    Raises:
+        SpecConfigError: Neither or both of the first two are given.
+    """
+
+    draft_model: str | None = None
+    from_scratch: Mapping[str, Any] | None = None
+    kl_weight: float = 1.0
+
+    method = "draft_model"
+    weight_decay = 0.1
+    muon = True
+    num_drafts = 4
+
+    def __post_init__(self):
+        check_share("kl_weight", self.kl_weight)
+        if (self.draft_model is None) == (self.from_scratch is None):
+            found = "neither" if self.draft_model is None else "both"
+            raise SpecConfigError(
+                "Training a draft model needs either `draft_model`, a checkpoint to train on, or `from_scratch`, the "
+                f"sizes of a new one; got {found}."
+            )
+
+    @property
+    def target_hidden_states(self) -> tuple:
+        return ("last",) if self.kl_weight else ()
+
+    def check(self, target: PreTrainedModel) -> None:
+        if self.kl_weight:
+            check_plain_head(target, "distillation")
+
+    def build(self, target: PreTrainedModel) -> PreTrainedModel:
+        network = self._new_model(target) if self.draft_model is None else self._load(self.draft_model)
+        draft_size, target_size = vocabulary_size(network), vocabulary_size(target)
+        if draft_size > target_size:
+            raise CheckpointFormatError(
+                f"The draft model has {draft_size} tokens, the target {target_size}. Pass a draft model with the "
+                "target's tokenizer."
+            )
+        check_plain_head(network, "the loss")
+        return network
+
+    def _new_model(self, target: PreTrainedModel) -> LlamaForCausalLM:
+        text = target.config.get_text_config(decoder=True)
+        given = {
+            "vocab_size": vocabulary_size(target),
+            "max_position_embeddings": getattr(text, "max_position_embeddings", 2048),
+            "tie_word_embeddings": True,
+            "bos_token_id": text.bos_token_id,
+            "eos_token_id": text.eos_token_id,
+        }
+        unknown = sorted(set(self.from_scratch) - set(LlamaConfig().to_dict()))
+        if unknown:
+            raise SpecConfigError(f"`from_scratch` names sizes that LlamaConfig does not have: {', '.join(unknown)}.")
+        try:
+            network = LlamaForCausalLM(LlamaConfig(**given | dict(self.from_scratch)))
+        except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
+            raise SpecConfigError(f"`from_scratch` gives no model: {error}") from error
+        network.generation_config.pad_token_id = target.generation_config.pad_token_id
+        return network
+
+    def _load(self, name: str) -> PreTrainedModel:
+        try:
+            return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            raise CheckpointFormatError(f"The draft model '{name}' cannot be loaded: {error}") from error
+
+    def loss(self, network: nn.Module, reading: Reading) -> torch.Tensor:
+        labels = reading.next_tokens(1).flatten()
+        # Ids that only the target has are padding of its vocabulary.
+        labels = labels.masked_fill(labels >= vocabulary_size(network), IGNORED)
+        positions = (labels != IGNORED).nonzero()[:, 0]
+        hidden = self._hidden(network, reading).flatten(0, 1)
+        head = network.get_output_embeddings()
+        if not len(positions):
+            return hidden.sum() * 0.0
+
+        def chunk_loss(rows: slice) -> torch.Tensor:
+            target_logits = reading.target_logits(positions[rows]) if self.kl_weight else None
+            logits = head(hidden[positions[rows]])
+            return draft_loss(logits, labels[positions[rows]], target_logits, self.kl_weight).sum()
+
+        return sum_over_chunks(chunk_loss, len(positions), head.weight.shape[0]) / len(positions)
+
+    def _hidden(self, network: nn.Module, reading: Reading) -> torch.Tensor:
+        """What the draft's lm_head reads, `(B, T, H)`."""
+        tokens = reading.tokens.clamp(max=vocabulary_size(network) - 1)
+        return network.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
+
+    def hits(self, network: nn.Module, reading: Reading) -> tuple[torch.BoolTensor, torch.BoolTensor]:
+        hidden, head = self._hidden(network, reading), network.get_output_embeddings()
+        best = torch.cat([head(rows).argmax(-1) for rows in hidden.flatten(0, 1).split(512)])
+        tokens, best = reading.tokens, best.view(reading.tokens.shape)
+        hits, known = [], []
+        for draft in range(self.num_drafts):
+            labels = reading.next_tokens(2 + draft)
+            known.append(labels != IGNORED)
+            drafted = torch.zeros_like(tokens)
+            # Draft d of a cycle at t is what the model says at t + 1 + d, given the text up to there.
+            count = max(tokens.shape[1] - 1 - draft, 0)
+            drafted[:, :count] = best[:, 1 + draft :]
+            hits.append(drafted == labels)
+        return torch.stack(hits)[:, None], torch.stack(known)
+
+    def write(self, network: PreTrainedModel, folder: Path, *, target_name, tokenizer, acceptance) -> None:
+        network.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)

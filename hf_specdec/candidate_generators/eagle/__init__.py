@@ -1,0 +1,1 @@
+"""Drafts of EAGLE and EAGLE-3 heads."""

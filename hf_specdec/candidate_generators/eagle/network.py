@@ -1,0 +1,341 @@
+"""EAGLE heads: a decoder layer that extrapolates the target's hidden states, one token at a time.
+
+EAGLE-1 (arXiv:2401.15077) and EAGLE-2 (arXiv:2406.16858) share one network, EAGLE-3 (arXiv:2503.01840) has another.
+Entry t of the draft is made of the embedding e of token t + 1 and a state of token t: the target's or the draft's own.
+With W the fully connected layer `fc`:
+
+    EAGLE-1    x_0 = W [e ; f] + b                    f: behind the target's final norm
+               y = x_0 + Attn(x_0),                   x = y + MLP(norm(y))
+               logits = lm_head of the target (x),    fed back: x
+    EAGLE-3    g = W [s_1 ; s_2 ; s_3]                s_a: the residual stream between layers of the target
+               y = g + Attn([norm(e) ; norm(g)]),     x = y + MLP(norm(y))
+               logits = lm_head (norm(x)),            fed back: x, in the place of g
+
+Further layers are ordinary ones. A norm or a bias is there if and only if its tensor is in the checkpoint; which, and
+what else a checkpoint says, is in [`EagleConfig`]. The parts are transformers' own modules.
+
+Shapes: R rows, T entries, S slots of the draft's cache, h and th hidden sizes of draft and target, A captured states,
+V vocabulary of the target, U that of the draft.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint
+from ...checkpoints.draft_checkpoint import TargetSizes
+from ...checkpoints.loading import loads_checkpoint
+from ...decoding.attention import folding_masks
+from ...decoding.masks import FULL, Span
+from ...errors import SpecConfigError
+from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, layer_config, loaded_network
+from .formats import EagleCheckpoint, EagleConfig, stored_tensors
+
+
+if TYPE_CHECKING:
+    from ...config import SpeculativeConfig
+    from ...decoding.cache import SlotCache
+
+
+class EagleNetwork(DraftNetwork):
+    """An EAGLE head; `Eagle1Network` or `Eagle3Network`.
+
+    The state dict has the names of the published files, with `layers.0` for EAGLE-3's `midlayer`. What a head shares
+    with the target, embedding and lm_head, is read where the target has it and is not part of the state dict.
+
+    Args:
+        config (`EagleConfig`): What the head consists of.
+
+    Attributes:
+        target_hidden_states (`tuple`): Keys of the target states that `fuse` takes: ("last",), or the boundaries in
+            increasing order, see [`captured_states`].
+        span (`Span`): How far back its layers look.
+        token_ids (`torch.LongTensor` of shape `(U,)`): The target's id of each draft id; `None` where they are equal.
+    """
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        self.config = config
+        self.target_hidden_states: tuple = config.aux_layer_ids or ("last",)
+        self.span = Span("sliding", config.sliding_window) if config.sliding_window else FULL
+        size = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
+        self.fc = nn.Linear(config.fc_inputs, size, "fc" in config.biases) if config.has_fc else nn.Identity()
+        parts = layer_config(config)
+        self.layers = nn.ModuleList(self._layer(parts, index) for index in range(config.num_hidden_layers))
+        self.norm = _norm(config, "norm", size)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
+        self.register_buffer("token_ids", torch.arange(config.draft_vocab_size) if config.has_token_ids else None)
+        # Its frequencies are in no checkpoint.
+        with torch.device("cpu"):
+            self.rotary_emb = LlamaRotaryEmbedding(parts)
+        self._target: TargetParts | None = None
+
+    def _layer(self, parts: Qwen3Config, index: int) -> nn.Module:
+        return EagleLayer(self.config, parts, index)
+
+    @property
+    def spec_method(self) -> str:
+        return self.config.method
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layers[0].mlp.down_proj.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0].mlp.down_proj.weight.device
+
+    def attach(self, target_model: nn.Module) -> EagleNetwork:
+        """Reads embedding and lm_head from `target_model` where the head has none of its own.
+
+        An embedding that is only a copy of the target's is given up.
+        """
+        self._target = TargetParts(target_model)
+        if self.embed_tokens is not None and is_copy(self.embed_tokens.weight, self._target.embedding.weight):
+            self.embed_tokens = None
+            self.config = replace(self.config, own_embedding=False)
+        return self
+
+    def fuse(self, states: dict) -> torch.Tensor:
+        """What `forward` takes as `hidden` for entries with states of the target.
+
+        Args:
+            states (`dict`): For each of `target_hidden_states` a tensor of shape `(R, T, th)`.
+
+        Returns:
+            `torch.Tensor` of shape `(R, T, h)`, in the dtype and on the device of the head.
+        """
+        return torch.cat([states[key].to(self.device, self.dtype) for key in self.target_hidden_states], dim=-1)
+
+    def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
+        """Embeddings `(R, T, h)` of the target's tokens `(R, T)`."""
+        if self.embed_tokens is not None:
+            return self.embed_tokens(tokens.to(self.device))
+        return self._target.embed(tokens).to(self.device, self.dtype)
+
+    def forward(
+        self,
+        tokens: torch.LongTensor,
+        hidden: torch.Tensor,
+        positions: torch.LongTensor,
+        mask: torch.Tensor | None,
+        cache: SlotCache | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads entries.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(R, T)`): The token of each entry, in the target's ids.
+            hidden (`torch.Tensor` of shape `(R, T, h)`): Its state: from `fuse`, or what an earlier call fed back.
+            positions (`torch.LongTensor` of shape `(R, T)` or `(1, T)`): Position ids: those of the states' tokens.
+            mask (`torch.Tensor` of shape `(R | 1, 1, T, S)`, *optional*): Additive, in the head's dtype. `None`:
+                causal, or where T is 1 everything.
+            cache (`SlotCache`, *optional*): Where keys and values are put; its plan is set. `None`: nowhere, the
+                entries see each other alone.
+
+        Returns:
+            Two tensors of shape `(R, T, h)`: what is fed back as `hidden` of the next entry, and what `logits` reads.
+        """
+        attention = {
+            "position_embeddings": self.rotary_emb(hidden, positions.to(hidden.device)),
+            "attention_mask": mask,
+            "past_key_values": cache,
+        }
+        with folding_masks():
+            return self._read(self.embed(tokens), hidden, attention)
+
+    def _read(self, embedded: torch.Tensor, hidden: torch.Tensor, attention: dict[str, Any]):
+        raise NotImplementedError
+
+    def logits(self, output: torch.Tensor) -> torch.Tensor:
+        """Logits `(..., U)` over the draft's vocabulary, from the second tensor of `forward`, `(..., h)`."""
+        if self.lm_head is not None:
+            logits = self.lm_head(output)
+        else:
+            logits = self._target.logits(output).to(output)
+        return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
+
+    def save(self, folder: str | Path) -> None:
+        """Writes `config.json` and `model.safetensors` in the layout of the first publishers; makes the folder."""
+        save_checkpoint(folder, self.config.to_dict(), stored_tensors(self.config, self.state_dict()))
+
+
+class Eagle1Network(EagleNetwork):
+    """EAGLE-1, EAGLE-2, HASS: ordinary layers over the fully connected layer; all that is read and fed back is x."""
+
+    def _read(self, embedded, hidden, attention):
+        stream = self.fc(torch.cat((embedded, hidden), dim=-1))
+        for layer in self.layers:
+            stream = layer(stream, attention)
+        stream = self.norm(stream)
+        return stream, stream
+
+
+class Eagle3Network(EagleNetwork):
+    """EAGLE-3: the first layer attends over embedding and state side by side.
+
+    Attributes:
+        input_norm (`nn.Module`): Norm over all captured states together, in some variants.
+        fc_norm (`nn.ModuleList`): Norms over each of them, in EAGLE-3.1; empty in others.
+    """
+
+    def __init__(self, config: EagleConfig):
+        super().__init__(config)
+        size, count = config.target_hidden_size, config.num_states
+        self.input_norm = _norm(config, "input_norm", count * size)
+        chunks = range(count) if "fc_norm.0" in config.norms else ()
+        self.fc_norm = nn.ModuleList(_norm(config, f"fc_norm.{index}", size) for index in chunks)
+
+    def _layer(self, parts, index):
+        return (EagleLayer if index else FirstEagle3Layer)(self.config, parts, index)
+
+    def fuse(self, states):
+        fused = self.input_norm(super().fuse(states))
+        if self.fc_norm:
+            chunks = fused.split(self.config.target_hidden_size, dim=-1)
+            fused = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks)], dim=-1)
+        return self.fc(fused)
+
+    def _read(self, embedded, hidden, attention):
+        stream = self.layers[0](embedded, hidden, attention)
+        for layer in self.layers[1:]:
+            stream = layer(stream, attention)
+        output = self.norm(stream)
+        return output if self.config.norm_output else stream, output
+
+
+class EagleLayer(nn.Module):
+    """A decoder layer of the Llama or Qwen3 kind, with the norms and biases that its checkpoint has.
+
+    Args:
+        config (`EagleConfig`): The head.
+        parts (`PreTrainedConfig`): The same for transformers' modules.
+        index (`int`): Which layer.
+    """
+
+    # Times h: what the projections of queries, keys and values read.
+    widths = 1
+
+    def __init__(self, config: EagleConfig, parts: Qwen3Config, index: int):
+        super().__init__()
+        name, size = f"layers.{index}", config.hidden_size
+        attention = Qwen3Attention if f"{name}.self_attn.q_norm" in config.norms else LlamaAttention
+        self.self_attn = attention(parts, index)
+        self.mlp = LlamaMLP(parts)
+        for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            inputs = None if projection == "o_proj" else self.widths * size
+            _fit(self.self_attn, projection, f"{name}.self_attn.{projection}" in config.biases, inputs)
+        for projection in ("gate_proj", "up_proj", "down_proj"):
+            _fit(self.mlp, projection, f"{name}.mlp.{projection}" in config.biases)
+        self.input_layernorm = _norm(config, f"{name}.input_layernorm", size)
+        self.post_attention_layernorm = _norm(config, f"{name}.post_attention_layernorm", size)
+
+    def forward(self, stream: torch.Tensor, attention: dict[str, Any]) -> torch.Tensor:
+        """The stream `(R, T, h)` behind the layer; `attention` is what transformers' attention modules take."""
+        return self._finished(stream, self.input_layernorm(stream), attention)
+
+    def _finished(self, stream, attended, attention):
+        stream = stream + self.self_attn(hidden_states=attended, **attention)[0]
+        return stream + self.mlp(self.post_attention_layernorm(stream))
+
+
+class FirstEagle3Layer(EagleLayer):
+    """EAGLE-3's first layer, which takes embedding and state."""
+
+    widths = 2
+
+    def __init__(self, config: EagleConfig, parts: Qwen3Config, index: int):
+        super().__init__(config, parts, index)
+        self.hidden_norm = _norm(config, f"layers.{index}.hidden_norm", config.hidden_size)
+        self.norm_before_residual = config.norm_before_residual
+
+    def forward(self, embedded: torch.Tensor, state: torch.Tensor, attention: dict[str, Any]) -> torch.Tensor:
+        normed = self.hidden_norm(state)
+        both = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
+        return self._finished(normed if self.norm_before_residual else state, both, attention)
+
+
+def _norm(config: EagleConfig, name: str, size: int) -> nn.Module:
+    return LlamaRMSNorm(size, config.rms_norm_eps) if name in config.norms else nn.Identity()
+
+
+def _fit(module: nn.Module, name: str, bias: bool, inputs: int | None = None) -> None:
+    """Gives a projection the bias and the input width that the checkpoint has."""
+    linear = getattr(module, name)
+    if bias or inputs not in (None, linear.in_features):
+        setattr(module, name, nn.Linear(inputs or linear.in_features, linear.out_features, bias))
+
+
+_NETWORKS = {"eagle": Eagle1Network, "eagle3": Eagle3Network}
+
+
+@loads_checkpoint
+def load_eagle(config: SpeculativeConfig, target_model: nn.Module) -> EagleNetwork:
+    """Loads `config.model`, in any of its formats, in the target's dtype and on its device unless the settings differ.
+
+    Args:
+        config (`SpeculativeConfig`): `model`, `revision`, `subfolder`, `dtype`, `device`, the option `aux_layer_ids`.
+        target_model (`PreTrainedModel`): The target.
+
+    Raises:
+        SpecConfigError: No checkpoint was named, it is of the other method, or quantisation was asked for.
+        CheckpointFormatError: The checkpoint is incomplete, no EAGLE head that this package knows, or was made for
+            another target.
+    """
+    if config.model is None:
+        raise SpecConfigError(
+            f"spec_method='{config.method}' needs a head. Pass its folder or repo id as `spec_model`."
+        )
+    dtype, device = head_placement(config, target_model)
+    aux_layer_ids = getattr(config.options, "aux_layer_ids", None)
+    checkpoint = EagleCheckpoint(Checkpoint(config), TargetSizes.of(target_model), aux_layer_ids)
+    found = checkpoint.config
+    if config.method in _NETWORKS and config.method != found.method:
+        raise SpecConfigError(
+            f"'{checkpoint.name}' is a head for spec_method='{found.method}', got '{config.method}'. Change it, or "
+            "leave the method out: it is read from the checkpoint."
+        )
+    if aux_layer_ids is not None and not found.aux_layer_ids:
+        raise SpecConfigError(
+            f"`aux_layer_ids`={list(aux_layer_ids)} is for EAGLE-3 heads that read states between the target's "
+            f"layers; '{checkpoint.name}' reads the one behind the final norm. Leave it out."
+        )
+    return loaded_network(_NETWORKS[found.method], checkpoint, target_model, dtype, device)
+
+
+def fitting_network(network: nn.Module, config: SpeculativeConfig, target_model: nn.Module) -> EagleNetwork:
+    """A head that was not loaded here, such as one in training, checked against the target and attached to it.
+
+    Raises:
+        SpecConfigError: It is no EAGLE head, of the other method, or of another size than the target.
+    """
+    if not isinstance(network, EagleNetwork):
+        raise SpecConfigError(
+            f"spec_method='{config.method}' drafts with an EagleNetwork, got a {type(network).__name__}. Pass a head, "
+            "or the folder or repo id of its checkpoint as `spec_model`."
+        )
+    found, target = network.config, TargetSizes.of(target_model)
+    if config.method != found.method:
+        raise SpecConfigError(f"The head is for spec_method='{found.method}', got '{config.method}'. Change it.")
+    if config.options.aux_layer_ids not in (None, found.aux_layer_ids):
+        raise SpecConfigError(
+            f"`aux_layer_ids`={list(config.options.aux_layer_ids)} is about loading a head, and the one that was "
+            f"passed reads the states {list(found.aux_layer_ids)}. Leave it out."
+        )
+    expected = (target.hidden_size, target.vocab_size)
+    deepest = max(found.aux_layer_ids, default=0)
+    if (found.target_hidden_size, found.vocab_size) != expected or deepest > target.num_hidden_layers:
+        raise SpecConfigError(
+            f"The head was made for hidden_size={found.target_hidden_size}, {found.vocab_size} tokens and at least "
+            f"{deepest} layers; {target.name} has {target.hidden_size}, {target.vocab_size} and "
+            f"{target.num_hidden_layers}. Pass a head for this target."
+        )
+    return network.attach(target_model)

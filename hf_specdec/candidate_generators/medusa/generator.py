@@ -1,0 +1,345 @@
+"""Medusa: heads on the target's last hidden state each guess one of the next tokens, all in one pass.
+
+Cai et al. 2024 (arXiv:2401.10774). Head i sees the state from which the anchor was predicted, but not the anchor, and
+guesses the i-th token behind it. The candidates of the heads are combined to a static tree: the node of path
+(r_1, .., r_d) carries the candidate of rank r_d of head d. Checkpoints: [`~models.medusa`].
+
+On a GPU the candidates come from one graph, whatever the tree is, so that a tree may change.
+
+Shapes: B active rows, D depth of the tree (heads used), N nodes, C candidates of a head, H hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.nn.functional as F
+
+from ...drafting.graphs import RowGraphs
+from ...drafts import DraftTree
+from ...errors import SpecConfigError
+from ...layers.draft_network import TargetParts
+from ...metrics import LOSSLESS_RULES
+from ...threads import Lock
+from ...token_trees import MAX_NODES, TokenTree, prior_accuracies
+from ...transfers import kept_on_device, select_rows, upload
+from ..base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from ..options import check_bounds, check_choice
+from .network import NUM_RANKS, MedusaHeads, fitting_heads, load_medusa
+
+
+if TYPE_CHECKING:
+    from ...config import SpeculativeConfig
+
+
+# Nodes of the published trees, and the most of a default one.
+_NUM_NODES = 63
+
+# Which published tree fits the model that heads were trained for: parts of its name, in this order.
+_TREE_OF_BASE_MODEL = (
+    (("zephyr",), "zephyr_stage2"),
+    (("vicuna", "33b"), "vicuna_33b_stage2"),
+    (("vicuna", "13b"), "vicuna_13b_stage2"),
+    (("vicuna", "7b"), "vicuna_7b_stage2"),
+    ((), "mc_sim_7b_63"),
+)
+
+# A measured tree is made anew after this many verified drafts, then after twice as many, and so on.
+_FIRST_REVIEW = 64
+# What is assumed before anything was measured weighs as much as this many drafts.
+_PRIOR_WEIGHT = 32.0
+
+
+@dataclass(frozen=True)
+class MedusaOptions:
+    """Options of `spec_method="medusa"`.
+
+    Raises:
+        SpecConfigError: A value is out of range.
+    """
+
+    num_nodes: int | None = field(
+        default=None,
+        metadata={
+            "help": "Nodes of the default tree. Left out, 63, on a CPU as many as pay.",
+            "key": "medusa_num_nodes",
+        },
+    )
+    tree: Literal["static", "measured"] = field(
+        default="static",
+        metadata={
+            "help": "`static` keeps one tree; `measured` counts which candidates turn out right while generating, and "
+            "makes the tree anew from that. The output does not depend on it.",
+            "key": "medusa_tree",
+        },
+    )
+
+    def __post_init__(self):
+        check_bounds(self, num_nodes=(1, MAX_NODES))
+        check_choice("tree", self.tree, ("static", "measured"))
+
+
+class RankCounts:
+    """Counts at which rank of its head the right token stood. Threads may share one.
+
+    A head is counted only where all heads before it were right: a node's chance is the product along its path.
+
+    Args:
+        expected (`Sequence[Sequence[float]]`, *optional*): Accuracies `[head][rank]` before anything is counted.
+        num_heads (`int`): K.
+
+    Attributes:
+        accuracies (`Sequence[Sequence[float]]`, *optional*): The accuracies as last reviewed; a new object each time.
+    """
+
+    def __init__(self, expected: Sequence[Sequence[float]] | None, num_heads: int):
+        self.accuracies = expected
+        prior = expected or prior_accuracies(num_heads, NUM_RANKS)
+        self._prior = [[*ranks, *[0.0] * NUM_RANKS][:NUM_RANKS] for ranks in prior]
+        self._num_drafts = 0
+        self._next_review = _FIRST_REVIEW
+        self._counts: torch.Tensor | None = None  # (K, 1 + C): drafts in which the head counts, hits by rank
+        self._lock = Lock()
+
+    def add(self, candidates: torch.LongTensor, tokens: torch.LongTensor, lengths: Sequence[int]) -> None:
+        """Counts verified drafts; one small sum, read back only for a review.
+
+        Args:
+            candidates (`torch.LongTensor` of shape `(D, B, C)`): What the heads proposed, best first.
+            tokens (`torch.LongTensor` of shape `(B, M)`): What was committed, padded.
+            lengths (`Sequence[int]` of length B): Committed tokens of each row.
+        """
+        depth = min(candidates.shape[0], tokens.shape[1])
+        counted = _is_committed(tuple(lengths), depth, tokens.device)
+        is_right = candidates[:depth] == tokens.T[:depth, :, None]
+        found = torch.cat([counted, is_right & counted], dim=-1).sum(1)
+        found = F.pad(found, (0, 0, 0, len(self._prior) - depth))
+        with self._lock:
+            # A new tensor each time: calls inside and outside of inference mode may take turns.
+            self._counts = found if self._counts is None else self._counts + found
+            self._num_drafts += len(lengths)
+            if self._num_drafts >= self._next_review:
+                self._next_review = 2 * self._num_drafts
+                self.accuracies = self._review(self._counts.tolist())
+
+    def _review(self, counts: list[list[int]]) -> list[list[float]]:
+        return [
+            [(hit + _PRIOR_WEIGHT * share) / (drafts + _PRIOR_WEIGHT) for hit, share in zip(hits, prior)]
+            for (drafts, *hits), prior in zip(counts, self._prior)
+        ]
+
+
+@dataclass
+class MedusaResources:
+    """What outlives a call.
+
+    Attributes:
+        heads (`MedusaHeads`): The loaded heads.
+        target (`TargetParts`): The target's lm_head. Some targets scale or cap the logits behind it; the ranks stay.
+        counts (`RankCounts`): What calls with a measured tree have counted.
+    """
+
+    heads: MedusaHeads
+    target: TargetParts
+    counts: RankCounts
+
+
+class MedusaCandidateGenerator(CandidateGenerator):
+    """Drafts one tree for all rows."""
+
+    options_class = MedusaOptions
+    target_hidden_states = ("last",)
+    draws = False
+    loaded_by = ("model", "revision", "subfolder", "cache_dir", "dtype", "device", "quantization")
+
+    @classmethod
+    def load(cls, config, target_model, draft_model: MedusaHeads | None = None) -> MedusaResources:
+        heads = load_medusa(config, target_model) if draft_model is None else fitting_heads(draft_model, target_model)
+        counts = RankCounts(heads.accuracies, heads.num_heads)
+        return MedusaResources(heads, TargetParts(target_model), counts)
+
+    @classmethod
+    def network(cls, resources: MedusaResources) -> torch.nn.Module:
+        return resources.heads
+
+    def __init__(self, config, resources: MedusaResources, session: Session):
+        super().__init__(config, resources, session)
+        self.heads, self.lm_head = resources.heads, resources.target.head
+        self.num_nodes = self.options.num_nodes or _NUM_NODES
+        self.node_cost = node_cost(session, self.heads.weights[0].dtype) if self.options.num_nodes is None else 0.0
+        tree = chosen_tree(config, self.heads)
+        self.counts = resources.counts if tree is None and self._measures() else None
+        self._accuracies = self.counts.accuracies if self.counts else self.heads.accuracies
+        self.tree = self._fitting(tree or self._default_tree())
+        self.num_speculative_tokens = self.heads.num_heads if self.counts else self.tree.max_depth
+        self.hidden: torch.Tensor | None = None  # (B, H), from which each row's anchor was predicted
+        self.candidates: torch.LongTensor | None = None  # (D, B, C), of the last draft, to be counted
+        self.graphs = RowGraphs(self.heads, (self.lm_head,) if self.heads.lm_heads is None else ())
+
+    def _measures(self) -> bool:
+        """Whether the tree follows what is counted. Rules that accept wrong tokens would be counted as right ones."""
+        if self.options.tree != "measured":
+            return False
+        rule = self.config.rejection_sample_method
+        if rule not in LOSSLESS_RULES:
+            self.session.notes.append(f"medusa counts nothing for its tree under rejection_sample_method='{rule}'.")
+        return self.session.takes_trees and rule in LOSSLESS_RULES
+
+    def _default_tree(self) -> TokenTree:
+        return default_tree(self.heads, self._accuracies, self.num_nodes, self.node_cost)
+
+    def _fitting(self, tree: TokenTree) -> TokenTree:
+        """The tree, or its best path where the target cannot verify branches."""
+        if self.session.takes_trees or tree.is_chain:
+            return tree
+        self.session.notes.append("medusa drafts chains: the target cannot verify trees.")
+        return TokenTree.chain(tree.max_depth)
+
+    @property
+    def num_draft_nodes(self) -> int:
+        return self.num_nodes if self.counts else len(self.tree)
+
+    def prefill(self, prompt: Prompt) -> None:
+        self.graphs.begin(self.config, self.session)
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        depths = self.draft_depths(step)
+        tree = self.tree.up_to(max(depths))
+        if len(tree) == 0:
+            self.candidates = None
+            return DraftTree.empty(len(step.rows), self.session.device)
+        depth, count = tree.max_depth, max(tree.widths)
+        if self.counts:
+            # What the tree leaves out is counted too, or it could not grow.
+            depth, count = min(depth + 1, self.heads.num_heads), min(NUM_RANKS, self.heads.lm_head_size)
+        best = self._best_tokens(depth, count).to(self.session.device)
+        if self.counts:
+            self.candidates = best.transpose(0, 1)
+        flat = best.flatten(1)
+        return tree.draft(flat.index_select(1, _candidate_of_node(tree, count, flat.device)), depths)
+
+    def _best_tokens(self, depth: int, count: int) -> torch.LongTensor:
+        """The `count` best tokens of each of the first `depth` heads, best first: `(B, D, C)`."""
+
+        def read(hidden: torch.Tensor) -> torch.LongTensor:
+            return self.heads.top_tokens(hidden, count, self.lm_head, depth).transpose(0, 1).contiguous()
+
+        return self.graphs.run((depth, count), read, {"hidden": self.hidden})
+
+    def observe(self, commit: Commit) -> None:
+        if self.candidates is not None:
+            self._count(commit.tokens, commit.counts)
+        # What is committed without a draft says nothing of these.
+        self.candidates = None
+        self.hidden = commit.anchor_states("last")
+
+    def _count(self, tokens: torch.LongTensor, lengths: list[int]) -> None:
+        self.counts.add(self.candidates, tokens, lengths)
+        if self.counts.accuracies is not self._accuracies:
+            self._accuracies = self.counts.accuracies
+            self.tree = self._default_tree()
+
+    def keep_rows(self, keep: list[int]) -> None:
+        if self.hidden is not None:
+            self.hidden = select_rows(self.hidden, keep)
+
+    def close(self) -> None:
+        self.graphs.close()
+        self.hidden = self.candidates = None
+
+
+def chosen_tree(config: SpeculativeConfig, heads: MedusaHeads) -> TokenTree | None:
+    """The tree that the user asks for: a given one, or a chain of k; `None` where neither is given.
+
+    Raises:
+        SpecConfigError: It asks for more heads or candidates than there are.
+    """
+    paths, k = config.speculative_token_tree, config.num_speculative_tokens
+    if paths is None and k is None:
+        return None
+    if paths is None:
+        config.check_against_target(num_heads=heads.num_heads)
+    tree = TokenTree.chain(k) if paths is None else TokenTree(paths)
+    if config.options.tree == "measured":
+        name = "num_speculative_tokens" if paths is None else "speculative_token_tree"
+        raise SpecConfigError(
+            f"`{name}` fixes the draft tree, and medusa_tree='measured' changes it. Leave one of them out; the size "
+            "of a measured tree is `medusa_num_nodes`."
+        )
+    if tree.max_depth > heads.num_heads:
+        raise SpecConfigError(
+            f"`speculative_token_tree` is {tree.max_depth} deep, and the Medusa checkpoint has {heads.num_heads} "
+            "heads. Cut the tree to that depth."
+        )
+    if max(tree.widths) > heads.lm_head_size:
+        raise SpecConfigError(
+            f"`speculative_token_tree` asks for {max(tree.widths)} candidates of a head, and its vocabulary has "
+            f"{heads.lm_head_size}. Use ranks below that."
+        )
+    return tree
+
+
+def default_tree(
+    heads: MedusaHeads,
+    accuracies: Sequence[Sequence[float]] | None = None,
+    num_nodes: int = _NUM_NODES,
+    node_cost: float = 0.0,
+) -> TokenTree:
+    """The tree for heads of these accuracies; if they are unknown, the best of the published one that fits the heads.
+
+    Args:
+        heads (`MedusaHeads`): The heads.
+        accuracies (`Sequence[Sequence[float]]`, *optional*): `[head][rank]`.
+        num_nodes (`int`): Most nodes.
+        node_cost (`float`): What verifying a node costs, as a share of a cycle without any.
+    """
+    if accuracies:
+        tree = TokenTree.from_accuracies(accuracies[: heads.num_heads], num_nodes, heads.lm_head_size)
+        return _paying(tree, accuracies, num_nodes, node_cost)
+    base = (heads.base_model or "").lower()
+    name = next(name for parts, name in _TREE_OF_BASE_MODEL if all(part in base for part in parts))
+    paths = TokenTree.published(name).up_to(heads.num_heads).paths
+    possible = TokenTree.from_paths(path for path in paths if max(path) < heads.lm_head_size)
+    return _paying(possible, prior_accuracies(heads.num_heads, NUM_RANKS), num_nodes, node_cost)
+
+
+def _paying(tree: TokenTree, accuracies: Sequence[Sequence[float]], num_nodes: int, node_cost: float) -> TokenTree:
+    """The likeliest nodes, as long as one more raises the expected tokens per time."""
+    chances = {path: math.prod(accuracies[head][rank] for head, rank in enumerate(path)) for path in tree.paths}
+    kept, tokens = [], 1.0
+    for path in sorted(tree.paths, key=lambda path: -chances[path])[:num_nodes]:
+        cost = 1.0 + node_cost * len(kept)
+        if kept and chances[path] * cost < tokens * node_cost:
+            break
+        kept.append(path)
+        tokens += chances[path]
+    return TokenTree.from_paths(kept)
+
+
+def node_cost(session: Session, dtype: torch.dtype) -> float:
+    """What verifying a node costs, as a share of a cycle without any.
+
+    Measured on a CPU: a node in each of B rows costs what B / (5 + 5 B) such cycles do in float32, and B / (18 + 5 B)
+    in half precision, since small products are bound by arithmetic. The published trees were made for GPUs, where all
+    nodes ride along with the weights.
+    """
+    if session.device.type != "cpu":
+        return 0.0
+    batch_size, alone = session.batch_size, 5 if dtype == torch.float32 else 18
+    return batch_size / (alone + 5 * batch_size)
+
+
+@kept_on_device
+def _candidate_of_node(tree: TokenTree, count: int, device: torch.device) -> torch.LongTensor:
+    """Where each node's token stands among the candidates of all heads, `count` a head."""
+    return upload([(d - 1) * count + rank for d, rank in zip(tree.depths, tree.ranks)], device)
+
+
+@kept_on_device
+def _is_committed(lengths: tuple[int, ...], depth: int, device: torch.device) -> torch.BoolTensor:
+    """Which depths each row has committed a token of: `(D, B, 1)`."""
+    return (torch.arange(depth, device=device)[:, None] < upload(lengths, device))[..., None]

@@ -1,0 +1,491 @@
+"""MLP speculator: a small network walks on from the target's last hidden state, one stage a drafted token.
+
+Wertheimer et al. 2024 (arXiv:2404.19124). Unlike Medusa's heads, every stage is told the token chosen before it, so
+branches know what they branch from, and drafts can be drawn from the network's distribution. Drafts are chains, static
+trees, the best nodes of a tree that is grown level by level, or the published "candidates": the best whole sequences
+of such a tree. The network keeps no cache: it starts anew from the target's state behind the final norm. Checkpoint:
+[`~models.mlp_speculator`].
+
+On a GPU a draft is one graph. Of chains that the call's processors look at, drawn ones among them, each token is one.
+
+Shapes: B active rows, N draft nodes, S nodes that were looked at, R nodes of a level that are read, W candidates of a
+node, H hidden size of the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+
+from ...drafting.graphs import RowGraphs
+from ...drafts import DraftTree, renumbered
+from ...errors import SpecConfigError
+from ...logits.acceptance import best_tokens
+from ...threads import cached_property
+from ...token_trees import MAX_NODES, TokenTree
+from ...transfers import kept_on_device, select_rows, upload
+from ..base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from ..draft_model.network import vocabulary_size
+from ..options import check_bounds, check_integers
+from .network import MLPSpeculator, MLPStage, fitting_speculator, load_mlp_speculator
+
+
+# Draft tokens of the default chain, if there are as many stages.
+_CHAIN_LENGTH = 3
+
+# Nodes of a tree where none are named. A forward of many nodes costs a GPU about what one token does; a CPU pays for
+# each node, so that chains are the default there.
+_NUM_NODES = {"cpu": 8}
+_NUM_NODES_ELSEWHERE = 32
+
+# Of which `num_candidates` are chosen.
+_MOST_SEQUENCES = 2**16
+
+# Options that say how a tree is grown, and their flat names.
+_GROWTH_OPTIONS = {
+    "top_k_tokens_per_head": "top_k_tokens_per_head",
+    "num_candidates": "num_candidates",
+    "num_nodes": "mlp_speculator_num_nodes",
+}
+
+
+@dataclass(frozen=True)
+class MLPSpeculatorOptions:
+    """Options of `spec_method="mlp_speculator"`.
+
+    Raises:
+        SpecConfigError: A value is out of range.
+    """
+
+    top_k_tokens_per_head: tuple[int, ...] | None = field(
+        default=None,
+        metadata={"help": "Continuations that each depth of a tree gives every node. Left out, the checkpoint's."},
+    )
+    num_candidates: int | None = field(
+        default=None,
+        metadata={
+            "help": "Draft the tree of this many best sequences, as the published code does (there: `n_candidates`), "
+            "instead of the tree of the best nodes."
+        },
+    )
+    num_nodes: int | None = field(
+        default=None,
+        metadata={
+            "help": "Draft the tree of about this many most probable nodes. Without any setting of the draft's shape "
+            f"that is the default, with {_NUM_NODES_ELSEWHERE} nodes, except on a CPU: there it is a chain of at most "
+            f"{_CHAIN_LENGTH} tokens.",
+            "key": _GROWTH_OPTIONS["num_nodes"],
+        },
+    )
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = field(
+        default=None,
+        metadata={
+            "help": "How draft tokens are chosen when the target samples: `greedy` takes the best ones, "
+            "`probabilistic` draws a chain from the speculator's distribution. Left out, `greedy`. A greedy target "
+            "gets the best tokens always."
+        },
+    )
+
+    def __post_init__(self):
+        check_integers("top_k_tokens_per_head", self.top_k_tokens_per_head, 1)
+        check_bounds(self, num_candidates=(1, MAX_NODES), num_nodes=(1, MAX_NODES))
+        if self.num_candidates is not None and self.num_nodes is not None:
+            raise SpecConfigError(
+                f"`num_candidates`={self.num_candidates} and `num_nodes`={self.num_nodes} are two ways to choose the "
+                "nodes of a tree. Keep one."
+            )
+
+
+@dataclass
+class LoadedSpeculator:
+    """What outlives a call.
+
+    Attributes:
+        speculator (`MLPSpeculator`): As stored.
+        stages (`list[MLPStage]`): Those that draft, with no logits of tokens that the target lacks.
+        unknown_tokens (`bool`): The target has tokens that the speculator lacks.
+    """
+
+    speculator: MLPSpeculator
+    stages: list[MLPStage]
+    unknown_tokens: bool
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that can be drafted."""
+        return self.stages[0].head.shape[0]
+
+
+class MLPSpeculatorCandidateGenerator(CandidateGenerator):
+    """Drafts chains and trees."""
+
+    options_class = MLPSpeculatorOptions
+    target_hidden_states = ("last",)
+    default_num_speculative_tokens = _CHAIN_LENGTH
+    loaded_by = ("model", "revision", "subfolder", "cache_dir", "dtype", "device", "quantization")
+
+    @classmethod
+    def load(cls, config, target_model, draft_model: MLPSpeculator | None = None) -> LoadedSpeculator:
+        if draft_model is None:
+            speculator = load_mlp_speculator(config, target_model)
+        else:
+            speculator = fitting_speculator(draft_model, target_model)
+        sizes, vocab_size = speculator.config, vocabulary_size(target_model)
+        stages = [speculator.stage(index, vocab_size) for index in range(sizes.n_predict)]
+        return LoadedSpeculator(speculator, stages, unknown_tokens=sizes.vocab_size < vocab_size)
+
+    @classmethod
+    def default_length(cls, options: MLPSpeculatorOptions) -> int:
+        return len(options.top_k_tokens_per_head or ()) or cls.default_num_speculative_tokens
+
+    @classmethod
+    def network(cls, resources: LoadedSpeculator) -> torch.nn.Module:
+        return resources.speculator
+
+    def __init__(self, config, resources: LoadedSpeculator, session: Session):
+        super().__init__(config, resources, session)
+        self.speculator, self.stages = resources.speculator, resources.stages
+        self.last_token = resources.vocab_size - 1 if resources.unknown_tokens else None
+        self.sampler = session.sampler
+        weight = self.stages[0].projection
+        self.device, self.dtype = weight.device, weight.dtype
+        self.draws = self.asks_to_draw
+        self.plan = _plan(config, resources, session, self.why_chains)
+        self.is_steered = self.plan.is_chain and (self.draws or _has_processors(session))
+        self.num_speculative_tokens = self.plan.max_depth
+        self.states: torch.Tensor | None = None  # (B, H): of each row, what its anchor was predicted from
+        self.graphs = RowGraphs(self.speculator)
+        # Targets of other vocabularies may share the network.
+        self.vocabulary = resources.vocab_size, self.last_token
+
+    @property
+    def num_draft_nodes(self) -> int:
+        return len(self.plan)
+
+    def prefill(self, prompt: Prompt) -> None:
+        self.graphs.begin(self.config, self.session)
+
+    def observe(self, commit: Commit) -> None:
+        self.states = commit.anchor_states("last")
+
+    def keep_rows(self, keep: list[int]) -> None:
+        if self.states is not None:
+            self.states = select_rows(self.states, keep)
+
+    def close(self) -> None:
+        self.graphs.close()
+        self.states = None
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        limits = self.draft_depths(step)
+        depth = max(limits)
+        if depth <= 0:
+            return DraftTree.empty(len(step.rows), self.session.device)
+        if self.is_steered:
+            return self._draft_steered(step, limits)
+        drafted = self._draft(step, depth)
+        if isinstance(drafted, ChosenNodes):
+            return drafted.draft(limits, self.session.device)
+        return self.plan.up_to(depth).draft(drafted.to(self.session.device), limits)
+
+    def _draft(self, step: DraftStep, depth: int) -> torch.LongTensor | ChosenNodes:
+        """What the plan says up to a depth: tokens `(B, N)`, or nodes that differ from row to row."""
+        plan = self.plan
+        if isinstance(plan, GrowthPlan):
+            read, constants = self._grow_best, None
+        elif plan.is_chain:
+            read, constants = self._best_chain, None
+        else:
+            read, constants = self._ranked, plan.up_to(depth).levels(self.device)
+        values = {"states": self.states, "anchors": step.anchor_tokens}
+        return self.graphs.run((plan, depth, *self.vocabulary), partial(read, depth), values, constants)
+
+    def _start(self, states: torch.Tensor) -> torch.Tensor:
+        """What stage 0 takes."""
+        return self.speculator.start(states.to(self.device, self.dtype))
+
+    def _readable(self, tokens: torch.LongTensor) -> torch.LongTensor:
+        """Tokens for a stage; those that the speculator lacks, such as padding, are read as its last one."""
+        tokens = tokens.to(self.device)
+        return tokens if self.last_token is None else tokens.clamp(max=self.last_token)
+
+    def _draft_steered(self, step: DraftStep, limits: list[int]) -> DraftTree:
+        """One token a stage, the best or a drawn one, of its logits as the call's processors leave them."""
+        state, tokens = self.states, step.anchor_tokens
+        drafted, laws = [], []
+        positions = [length - 1 for length in step.lengths]
+        for depth in range(max(limits)):
+            values = {"state": state, "tokens": tokens}
+            state, logits = self.graphs.run((depth, *self.vocabulary), partial(self._read, depth), values)
+            scores = self.sampler.scores(logits.to(self.session.device), step.rows, drafted)
+            if self.draws:
+                tokens, law = self.sampler.draw(scores, step.rows, positions, depth)
+                laws.append(law)
+            else:
+                tokens = best_tokens(scores)
+            drafted.append(tokens)
+        return DraftTree.chain(torch.stack(drafted, dim=1), limits, torch.stack(laws, dim=1) if laws else None)
+
+    def _read(self, depth: int, state: torch.Tensor, tokens: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stage of a depth, counted from 0; the first takes the target's states."""
+        return self.stages[depth](state if depth else self._start(state), self._readable(tokens))
+
+    def _best_chain(self, depth: int, states: torch.Tensor, anchors: torch.LongTensor) -> torch.LongTensor:
+        """The best token of each stage."""
+        state, tokens, drafted = self._start(states), self._readable(anchors), []
+        for stage in self.stages[:depth]:
+            state, logits = stage(state, tokens)
+            tokens = best_tokens(logits)
+            drafted.append(tokens)
+        return torch.stack(drafted, dim=1)
+
+    def _ranked(self, depth: int, states: torch.Tensor, anchors: torch.LongTensor) -> torch.LongTensor:
+        """The candidates of the given ranks; only nodes that have children are read."""
+        state, tokens, drafted = self._start(states)[:, None], self._readable(anchors)[:, None], []
+        for stage, level in zip(self.stages, self.plan.up_to(depth).levels(self.device)):
+            state, logits = stage(state, tokens)
+            candidates = logits.topk(level.width).indices.flatten(1)
+            drafted.append(candidates[:, level.picks])
+            tokens, state = candidates[:, level.read_picks], state[:, level.read_parents]
+        return torch.cat(drafted, dim=1)
+
+    def _grow_best(self, depth: int, states: torch.Tensor, anchors: torch.LongTensor) -> ChosenNodes:
+        return self._grow(self._start(states), self._readable(anchors), depth).chosen(self.plan)
+
+    def _grow(self, state: torch.Tensor, anchors: torch.LongTensor, depth: int) -> GrownTree:
+        """Level by level the best continuations of the nodes that are read."""
+        state, tokens = state[:, None], anchors[:, None]
+        nodes = torch.full_like(tokens, -1)
+        scores = torch.zeros_like(tokens, dtype=torch.float32)
+        levels, num_nodes = [], 0
+        for stage, width, num_reads in zip(self.stages, self.plan.widths[:depth], self.plan.num_reads):
+            state, logits = stage(state, tokens)
+            best = logits.float().log_softmax(-1).topk(width)
+            tokens, scores = best.indices.flatten(1), (scores[..., None] + best.values).flatten(1)
+            levels.append((tokens, nodes.repeat_interleave(width, dim=1), scores))
+            if len(levels) == depth:
+                break
+            if num_reads < tokens.shape[1]:
+                scores, read = scores.topk(num_reads)
+                tokens = tokens.gather(1, read)
+            else:
+                read = torch.arange(num_reads, device=tokens.device).expand_as(tokens)
+            nodes, num_nodes = read + num_nodes, num_nodes + levels[-1][0].shape[1]
+            state = state.gather(1, (read // width)[..., None].expand(-1, -1, state.shape[-1]))
+        sizes = [level[0].shape[1] for level in levels]
+        return GrownTree(*(torch.cat(parts, dim=1) for parts in zip(*levels)), sizes)
+
+
+@dataclass(frozen=True)
+class GrowthPlan:
+    """How a tree that differs from row to row is grown, and which of its nodes are drafted.
+
+    Args:
+        widths (`tuple[int, ...]`): Continuations of each node, by depth.
+        num_nodes (`int`): Draft this many most probable nodes.
+        num_candidates (`int`, *optional*): Instead, draft the nodes of this many most probable sequences.
+    """
+
+    widths: tuple[int, ...]
+    num_nodes: int
+    num_candidates: int | None = None
+
+    is_chain = False
+
+    @property
+    def max_depth(self) -> int:
+        return len(self.widths)
+
+    @cached_property
+    def num_reads(self) -> tuple[int, ...]:
+        """Nodes of each level that are continued."""
+        counts, size = [], 1
+        for depth, width in enumerate(self.widths, start=1):
+            size *= width
+            if self.num_candidates is None:
+                # More nodes than these rarely have children among the chosen: reading all that could gains no tokens.
+                size = min(size, -(-self.num_nodes // (2 * depth + 1)))
+            counts.append(size)
+        return tuple(counts)
+
+    def __len__(self) -> int:
+        """Most nodes that are drafted."""
+        sizes = [reads * width for reads, width in zip((1, *self.num_reads), self.widths)]
+        if self.num_candidates is None:
+            return min(self.num_nodes, sum(sizes))
+        return sum(min(size, self.num_candidates) for size in sizes)
+
+
+@dataclass
+class GrownTree:
+    """All nodes that were looked at, level by level.
+
+    Attributes:
+        tokens (`torch.LongTensor` of shape `(B, S)`): Their tokens.
+        parents (`torch.LongTensor` of shape `(B, S)`): Index of each node's parent, -1 for a child of the anchor.
+        scores (`torch.FloatTensor` of shape `(B, S)`): Log-probability of the path to each node.
+        level_sizes (`list[int]`): Nodes of each level.
+    """
+
+    tokens: torch.LongTensor
+    parents: torch.LongTensor
+    scores: torch.FloatTensor
+    level_sizes: list[int]
+
+    def chosen(self, plan: GrowthPlan) -> ChosenNodes:
+        """The nodes that the plan chooses."""
+        nodes, counts = (self._best_nodes(plan), None) if plan.num_candidates is None else self._best_sequences(plan)
+        tokens, scores = self.tokens.gather(1, nodes), self.scores.gather(1, nodes)
+        parents = renumbered(self.parents.gather(1, nodes), nodes, self.tokens.shape[1])
+        return ChosenNodes(tokens, parents, scores, nodes, counts, tuple(self.level_sizes))
+
+    def _best_nodes(self, plan: GrowthPlan) -> torch.LongTensor:
+        """The nodes `(B, N)` in the order of levels."""
+        # Stable: of equally probable nodes the parent comes before the child.
+        best = self.scores.sort(dim=1, descending=True, stable=True).indices[:, : plan.num_nodes]
+        return best.sort(dim=1).values
+
+    def _best_sequences(self, plan: GrowthPlan) -> tuple[torch.LongTensor, torch.LongTensor]:
+        """The nodes `(B, N)` of the sequences, in the order of levels, and how many are valid `(B,)`."""
+        leaves = self.scores[:, -self.level_sizes[-1] :]
+        best = leaves.topk(min(plan.num_candidates, leaves.shape[1])).indices
+        chosen = torch.zeros_like(leaves, dtype=torch.bool).scatter_(1, best, True)
+        levels = [chosen]
+        for size in reversed(self.level_sizes[:-1]):
+            chosen = chosen.unflatten(1, (size, -1)).any(-1)
+            levels.insert(0, chosen)
+        chosen = torch.cat(levels, dim=1)
+        return chosen.byte().sort(dim=1, descending=True, stable=True).indices[:, : len(plan)], chosen.sum(1)
+
+
+class ChosenNodes(NamedTuple):
+    """The nodes of a tree that are drafted, in the order of levels.
+
+    Attributes:
+        tokens, parents (`torch.LongTensor` of shape `(B, N)`): Of the nodes.
+        scores (`torch.FloatTensor` of shape `(B, N)`): Log-probability of the path to each.
+        places (`torch.LongTensor` of shape `(B, N)`): Which of the nodes that were looked at they are.
+        counts (`torch.LongTensor` of shape `(B,)`, *optional*): How many of them are valid; `None` for all.
+        level_sizes (`tuple[int, ...]`): Nodes of each level that were looked at.
+    """
+
+    tokens: torch.LongTensor
+    parents: torch.LongTensor
+    scores: torch.FloatTensor
+    places: torch.LongTensor
+    counts: torch.LongTensor | None
+    level_sizes: tuple[int, ...]
+
+    def draft(self, limits: list[int], device: torch.device) -> DraftTree:
+        """Those of them that are not deeper than their row's limit."""
+        tokens, parents, scores = self.tokens, self.parents, self.scores
+        if self.counts is not None and self.counts.device.type == "cpu":
+            # How many prefixes sequences share is not known before. A GPU is not asked: padding costs it less.
+            widest = int(self.counts.max())
+            tokens, parents, scores = tokens[:, :widest], parents[:, :widest], scores[:, :widest]
+        if min(limits) < len(self.level_sizes):
+            counts = self._num_within(limits).to(device)
+        elif self.counts is not None:
+            counts = self.counts.to(device)
+        else:
+            counts = [tokens.shape[1]] * len(limits)
+        chances = scores.to(device)
+        if not isinstance(counts, list):
+            is_padding = torch.arange(chances.shape[1], device=device) >= counts[:, None]
+            chances = chances.masked_fill(is_padding, -torch.inf)
+        return DraftTree(tokens.to(device), parents.to(device), counts, chances=chances)
+
+    def _num_within(self, limits: list[int]) -> torch.LongTensor:
+        """How many of each row's valid nodes are not deeper than its limit; they come first."""
+        device = self.places.device
+        is_drafted = _depths_of_levels(self.level_sizes, device)[self.places] <= upload(limits, device)[:, None]
+        if self.counts is not None:
+            is_drafted &= torch.arange(self.places.shape[1], device=device) < self.counts[:, None]
+        return is_drafted.sum(1)
+
+
+@kept_on_device
+def _depths_of_levels(sizes: tuple[int, ...], device: torch.device) -> torch.LongTensor:
+    """The depth of each node, level by level."""
+    return upload([depth for depth, size in enumerate(sizes, start=1) for _ in range(size)], device)
+
+
+def _has_processors(session: Session) -> bool:
+    return session.sampler is not None and bool(session.sampler.stack)
+
+
+def _plan(config, loaded: LoadedSpeculator, session: Session, why_chains: str | None) -> TokenTree | GrowthPlan:
+    """What is drafted in a call: a static tree, chains among them, or one that is grown.
+
+    Args:
+        config (`SpeculativeConfig`): The settings.
+        loaded (`LoadedSpeculator`): What drafts.
+        session (`Session`): The call.
+        why_chains (`str`, *optional*): Why it can only have chains.
+
+    Raises:
+        SpecConfigError: Settings contradict each other, or ask for more stages than there are.
+    """
+    growth = [key for name, key in _GROWTH_OPTIONS.items() if getattr(config.options, name) is not None]
+    if config.speculative_token_tree is not None:
+        if growth:
+            raise SpecConfigError(
+                f"`speculative_token_tree` is a whole tree, and `{growth[0]}` is about growing one. Leave one out."
+            )
+        plan = _static_tree(config, loaded)
+    else:
+        sizes = loaded.speculator.config
+        config.check_against_target(num_heads=sizes.n_predict)
+        grows = config.num_speculative_tokens is None and session.device.type != "cpu" and not why_chains
+        if growth or grows:
+            plan = _growth_plan(config, loaded, session.device)
+        else:
+            plan = TokenTree.chain(config.num_speculative_tokens or min(_CHAIN_LENGTH, sizes.n_predict))
+    if not why_chains or plan.is_chain:
+        return plan
+    session.notes.append(f"chains instead of trees: {why_chains}")
+    return TokenTree.chain(plan.max_depth)
+
+
+def _static_tree(config, loaded: LoadedSpeculator) -> TokenTree:
+    tree, sizes = TokenTree(config.speculative_token_tree), loaded.speculator.config
+    if tree.max_depth > sizes.n_predict:
+        raise SpecConfigError(
+            f"`speculative_token_tree` is {tree.max_depth} tokens deep, and the checkpoint has {sizes.n_predict} "
+            "stages, one for each token. Pass a shallower tree."
+        )
+    if max(tree.widths) > loaded.vocab_size:
+        raise SpecConfigError(
+            f"`speculative_token_tree` has the rank {max(tree.widths) - 1}, and speculator and target share a "
+            f"vocabulary of {loaded.vocab_size} tokens. Pass a narrower tree."
+        )
+    return tree
+
+
+def _growth_plan(config, loaded: LoadedSpeculator, device: torch.device) -> TokenTree | GrowthPlan:
+    options, sizes = config.options, loaded.speculator.config
+    widths = options.top_k_tokens_per_head or sizes.top_k_tokens_per_head
+    if len(widths) > sizes.n_predict:
+        raise SpecConfigError(
+            f"`top_k_tokens_per_head`={list(widths)} has {len(widths)} entries, and the checkpoint has "
+            f"{sizes.n_predict} stages, one for each. Use at most {sizes.n_predict}."
+        )
+    depth = config.num_speculative_tokens or len(widths)
+    if depth > len(widths):
+        raise SpecConfigError(
+            f"`num_speculative_tokens`={depth} needs as many entries of `top_k_tokens_per_head`, got {len(widths)}."
+        )
+    num_nodes = options.num_nodes or _NUM_NODES.get(device.type, _NUM_NODES_ELSEWHERE)
+    widths = tuple(min(width, loaded.vocab_size) for width in widths[:depth])
+    if max(widths) == 1:
+        return TokenTree.chain(depth)
+    plan = GrowthPlan(widths, num_nodes, options.num_candidates)
+    if max(plan.num_reads) > _MOST_SEQUENCES:
+        raise SpecConfigError(
+            f"`top_k_tokens_per_head`={list(widths)} gives {max(plan.num_reads)} sequences to choose `num_candidates`="
+            f"{plan.num_candidates} from. Make them at most {_MOST_SEQUENCES}, or use `mlp_speculator_num_nodes`."
+        )
+    return plan

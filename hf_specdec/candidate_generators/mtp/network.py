@@ -1,0 +1,452 @@
+"""Multi-token prediction (MTP): further decoder layers of the target that predict tokens after the next one.
+
+DeepSeek-V3 (arXiv:2412.19437, section 2.2) trains them with the model, and its checkpoints hold them; other families
+have followed. Entry t of layer j is made of the embedding e of token t + 1 + j and a state of token t: the target's,
+or what the layer before has handed on. With W the projection, E and H norms:
+
+    u = W [E(e) ; H(state)],    z = DecoderLayer(u),    y = norm(z),    logits = lm_head of the target (y)
+
+and y is handed on in the state's place: to the next layer, or to the same one for the next token. Where families
+differ from this is in [`MtpLayout`]. The decoder layers are those of the target's own class.
+
+Shapes: R rows, T entries, S slots of the draft's cache, h hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...checkpoints.checkpoint import Checkpoint, head_placement, hidden_size, save_checkpoint, tensor_shapes
+from ...checkpoints.draft_checkpoint import stated
+from ...checkpoints.loading import loads_checkpoint
+from ...decoding.attention import NAME, folding_masks
+from ...decoding.masks import FULL, Span
+from ...decoding.target import decoder_layers
+from ...errors import CheckpointFormatError, SpecConfigError, UnsupportedModelError, shown
+from ...hub.files import MTP_WEIGHT_FILES
+from ...layers.draft_network import TargetParts
+from ..draft_model.network import vocabulary_size
+from .formats import MTP_LAYOUT, WIDTH_KEY, MtpCheckpoint, MtpConfig, nested_configs, stored_tensors
+
+
+if TYPE_CHECKING:
+    from ...config import SpeculativeConfig
+    from ...decoding.cache import SlotCache
+
+
+# The model types of targets whose decoder layers have been checked as MTP layers.
+SUPPORTED_MODEL_TYPES = (
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "hy_v3",
+    "llama",
+    "longcat_flash",
+    "mellum",
+    "mimo",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "qwen3_next",
+)
+
+# Families whose MTP layers look no further back than the window of the target's other layers.
+_SLIDING = ("mellum",)
+
+# Of each list in a target's config that describes its layers: what describes the MTP layers, and what they are else.
+_LAYER_LISTS = {
+    "layer_types": ("mtp_layer_types", "full_attention"),
+    "mlp_layer_types": ("mtp_mlp_layer_types", "sparse"),
+}
+
+
+class MtpNetwork(nn.Module):
+    """The MTP layers of a target.
+
+    Embedding, lm_head and rotary embedding are the target's: they are read where it has them, and are no part of the
+    state dict. Its weights are not initialised for use; see `load_mtp` and `new_mtp`.
+
+    Args:
+        config (`MtpConfig`): What it consists of.
+        target_model (`PreTrainedModel`): The target.
+
+    Attributes:
+        target_hidden_states (`tuple`): The key of the target's state that `fuse` takes, see [`captured_states`].
+        span (`Span`): How far back the layers look.
+        token_ids (`None`): Draft and target have one vocabulary.
+
+    Raises:
+        UnsupportedModelError: Targets of this model type are not supported.
+    """
+
+    spec_method = "mtp"
+    token_ids = None
+
+    def __init__(self, config: MtpConfig, target_model: nn.Module):
+        check_family(target_model)
+        super().__init__()
+        self.config = config
+        self.target = TargetSizes.of(target_model)
+        num_target_layers = len(decoder_layers(target_model))
+        self.target_hidden_states: tuple = (num_target_layers if config.layout.before_norm else "last",)
+        parts = _layer_config(target_model, config)
+        self.span = _span(parts)
+        size, norm = parts.hidden_size, type(target_model.get_decoder().norm)
+
+        def norms(count: int) -> nn.ModuleList:
+            return nn.ModuleList(norm(size, eps=parts.rms_norm_eps) for _ in range(count))
+
+        count = config.num_projections
+        self.enorm, self.hnorm = norms(count), norms(count)
+        self.eh_proj = nn.ModuleList(nn.Linear(2 * size, size, bias=config.has_bias) for _ in range(count))
+        layer = type(decoder_layers(target_model)[-1])
+        if config.layout.is_half_layer:
+            self.layers = nn.ModuleList(HalfLayer(target_model, parts, j) for j in range(config.num_layers))
+        else:
+            self.layers = nn.ModuleList(layer(parts, j) for j in range(config.num_layers))
+        self.norm = norms(0 if config.layout.before_norm else count)
+        self._layer_types = getattr(parts, "layer_types", None)
+        self.attach(target_model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.eh_proj[0].weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.eh_proj[0].weight.device
+
+    def attach(self, target_model: nn.Module) -> MtpNetwork:
+        """Reads embedding, lm_head, rotary embedding and final norm from `target_model`."""
+        self._target = _SharedParts(target_model)
+        return self
+
+    @property
+    def shared_modules(self) -> tuple[nn.Module, ...]:
+        """Modules of the target that the layers go through."""
+        target = self._target
+        return target.embedding, target.head, target.norm, target.rotary
+
+    def fuse(self, states: dict) -> torch.Tensor:
+        """What `forward` takes as `hidden` for entries with states of the target.
+
+        Args:
+            states (`dict`): For the key in `target_hidden_states` a tensor of shape `(R, T, h)`.
+
+        Returns:
+            `torch.Tensor` of shape `(R, T, h)`, in the dtype and on the device of the layers.
+        """
+        return states[self.target_hidden_states[0]].to(self.device, self.dtype)
+
+    def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
+        """Embeddings `(R, T, h)` of the tokens `(R, T)`."""
+        return self._target.embed(tokens).to(self.device, self.dtype)
+
+    def forward(
+        self,
+        tokens: torch.LongTensor,
+        hidden: torch.Tensor,
+        positions: torch.LongTensor,
+        mask: torch.Tensor | None,
+        cache: SlotCache | None = None,
+        layer: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads entries with one of the layers.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(R, T)`): The token of each entry; for layer j of a chain, the one
+                j + 1 behind the token of its state.
+            hidden (`torch.Tensor` of shape `(R, T, h)`): Its state: from `fuse`, or what an earlier call handed on.
+            positions (`torch.LongTensor` of shape `(R, T)` or `(1, T)`): Position ids: those of the states' tokens,
+                the same for all layers.
+            mask (`torch.Tensor` of shape `(R | 1, 1, T, S)`, *optional*): Additive, in the layers' dtype. `None`:
+                causal, or where T is 1 everything.
+            cache (`SlotCache`, *optional*): Where keys and values are put; its plan is set. `None`: nowhere, the
+                entries see each other alone.
+            layer (`int`): Which layer reads them.
+
+        Returns:
+            Two tensors of shape `(R, T, h)`: what is handed on as `hidden`, and what `logits` reads.
+        """
+        part = layer % self.config.num_projections
+        halves = [self.enorm[part](self.embed(tokens)), self.hnorm[part](hidden)]
+        if self.config.layout.hidden_first:
+            halves.reverse()
+        projected = self.eh_proj[part](torch.cat(halves, dim=-1))
+        positions = positions.to(hidden.device).expand(len(hidden), -1)
+        with folding_masks():
+            stream = self.layers[layer](
+                projected,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                position_embeddings=self._target.angles(projected, positions, self._layer_type(layer)),
+            )
+        stream = stream[0] if isinstance(stream, tuple) else stream
+        if self.config.layout.before_norm:
+            return stream, self.final_norm(stream)
+        output = self.norm[part](stream)
+        return output, output
+
+    @property
+    def rotary_emb(self) -> nn.Module:
+        """The target's rotary embedding."""
+        return self._target.rotary
+
+    def final_norm(self, stream: torch.Tensor) -> torch.Tensor:
+        """The target's final norm of the stream `(R, T, h)`, for layouts that predict in front of it."""
+        norm = self._target.norm
+        return norm(stream.to(norm.weight.device)).to(stream)
+
+    def _layer_type(self, layer: int) -> str | None:
+        return self._layer_types[layer] if self._layer_types else None
+
+    def logits(self, output: torch.Tensor) -> torch.Tensor:
+        """Logits `(..., V)`, from the second tensor of `forward`, `(..., h)`."""
+        return self._target.logits(output).to(output)
+
+    def target_ids(self, draft_ids: torch.LongTensor) -> torch.LongTensor:
+        """The ids themselves: draft and target have one vocabulary."""
+        return draft_ids
+
+    def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits themselves: draft and target have one vocabulary."""
+        return logits
+
+    def save(self, folder: str | Path) -> None:
+        """Writes `config.json` and `model.safetensors` with tensors of the names `mtp.*`; makes the folder.
+
+        Raises:
+            CheckpointFormatError: The layers are of a family with another computation around them.
+        """
+        tensors = stored_tensors(self.config, self.state_dict())
+        config = {
+            "model_type": "mtp",
+            "num_nextn_predict_layers": self.config.num_layers,
+            "target_model_type": self.target.model_type,
+            "hidden_size": self.target.hidden_size,
+            "vocab_size": self.target.vocab_size,
+        }
+        if self.config.intermediate_size:
+            config[WIDTH_KEY] = self.config.intermediate_size
+        save_checkpoint(folder, config, tensors)
+
+
+class HalfLayer(nn.Module):
+    """One attention and one dense MLP of a target whose decoder layers have two of each (LongCat-Flash).
+
+    Args:
+        target_model (`PreTrainedModel`): The target.
+        config (`PreTrainedConfig`): Of its layers.
+        index (`int`): Which layer of the cache it is.
+    """
+
+    def __init__(self, target_model: nn.Module, config: Any, index: int):
+        super().__init__()
+        whole = decoder_layers(target_model)[-1]
+        norm = type(target_model.get_decoder().norm)
+        self.self_attn = type(whole.self_attn[0])(config, index)
+        self.mlp = type(whole.mlps[0])(config)
+        self.input_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, stream: torch.Tensor, **attention) -> torch.Tensor:
+        """The stream `(R, T, h)` behind the layer; `attention` is what decoder layers of transformers take."""
+        stream = stream + self.self_attn(hidden_states=self.input_layernorm(stream), **attention)[0]
+        return stream + self.mlp(self.post_attention_layernorm(stream))
+
+
+@dataclass(frozen=True)
+class TargetSizes:
+    """What a target must share with the one that MTP layers were made for."""
+
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, target_model: nn.Module) -> TargetSizes:
+        return cls(_model_type(target_model), hidden_size(target_model), vocabulary_size(target_model))
+
+
+class _SharedParts(TargetParts):
+    """Also its rotary embedding and its final norm."""
+
+    def __init__(self, target_model: nn.Module):
+        super().__init__(target_model)
+        self._names_types = "layer_type" in inspect.signature(self.rotary.forward).parameters
+        # In multimodal targets a token has three positions; of text they are the same.
+        self._has_sections = hasattr(self.rotary, "mrope_section")
+
+    @staticmethod
+    def _finders():
+        own = {"norm": lambda target: target.get_decoder().norm, "rotary": lambda t: t.get_decoder().rotary_emb}
+        return TargetParts._finders() | own
+
+    def angles(self, like: torch.Tensor, positions: torch.LongTensor, layer_type: str | None):
+        positions = positions.expand(3, -1, -1) if self._has_sections else positions
+        return self.rotary(like, positions, **({"layer_type": layer_type} if self._names_types else {}))
+
+
+def check_family(target_model: nn.Module) -> None:
+    """Refuses targets whose decoder layers are not known to work as MTP layers.
+
+    Raises:
+        UnsupportedModelError: It is of another model type.
+    """
+    found = _model_type(target_model)
+    if found not in SUPPORTED_MODEL_TYPES:
+        raise UnsupportedModelError(
+            f"spec_method='mtp' does not know the layers of {type(target_model).__name__} (model_type '{found}'). It "
+            f"supports {', '.join(SUPPORTED_MODEL_TYPES)}. Use another method, such as 'ngram', which works with all."
+        )
+
+
+def _model_type(target_model: nn.Module) -> str:
+    return target_model.config.get_text_config(decoder=True).model_type
+
+
+def _layer_config(target_model: nn.Module, mtp: MtpConfig) -> Any:
+    """The target's config, with what it says of single layers said of the MTP layers."""
+    config = copy.deepcopy(target_model.config.get_text_config(decoder=True))
+    for name, (own, default) in _LAYER_LISTS.items():
+        if getattr(config, name, None):
+            default = "sliding_attention" if name == "layer_types" and config.model_type in _SLIDING else default
+            given = getattr(config, own, None) or [default]
+            setattr(config, name, [given[j % len(given)] for j in range(mtp.num_layers)])
+    if hasattr(config, "first_k_dense_replace"):
+        # MTP layers have experts in every family that has them in most layers.
+        config.first_k_dense_replace = 0
+    if mtp.intermediate_size:
+        config.intermediate_size = mtp.intermediate_size
+    config._attn_implementation = NAME
+    return config
+
+
+def _span(config: Any) -> Span:
+    kinds = set(getattr(config, "layer_types", None) or ("sliding_attention",))
+    window = getattr(config, "sliding_window", None)
+    return Span("sliding", window) if kinds == {"sliding_attention"} and window else FULL
+
+
+def new_mtp(target_model: nn.Module, num_layers: int = 1, intermediate_size: int | None = None) -> MtpNetwork:
+    """MTP layers to be trained, in the `mtp` layout: copies of the target's last layer behind a random projection.
+
+    Args:
+        target_model (`PreTrainedModel`): The target, not quantised. Its random state decides nothing; torch's does.
+        num_layers (`int`): K.
+        intermediate_size (`int`, *optional*): Width of dense MLPs, which then are the first part of the target's.
+
+    Returns:
+        [`MtpNetwork`] in the target's dtype and on its device, its parameters requiring gradients.
+
+    Raises:
+        UnsupportedModelError: Targets of this model type are not supported, or none of its layers can be copied.
+    """
+    check_family(target_model)
+    network = MtpNetwork(MtpConfig(MTP_LAYOUT, num_layers, intermediate_size=intermediate_size), target_model)
+    wanted = tensor_shapes(network.layers[0])
+    fitting = (layer for layer in reversed(decoder_layers(target_model)) if _can_be_cut(tensor_shapes(layer), wanted))
+    source = next(fitting, None)
+    if source is None:
+        raise UnsupportedModelError(
+            f"None of the decoder layers of {type(target_model).__name__} has the parts of an MTP layer: attention to "
+            "the text, experts if the family has them, no quantised weights. Load a target that has one, as it is."
+        )
+    for layer in network.layers:
+        parts = {name: tensor[tuple(map(slice, wanted[name]))] for name, tensor in source.state_dict().items()}
+        layer.load_state_dict(parts)
+    network.norm[0].load_state_dict(target_model.get_decoder().norm.state_dict())
+    return network.to(next(source.parameters()).device, target_model.dtype)
+
+
+@loads_checkpoint
+def load_mtp(config: SpeculativeConfig, target_model: nn.Module) -> MtpNetwork:
+    """Loads MTP layers from the target's own checkpoint, or from `config.model` where that is named.
+
+    Args:
+        config (`SpeculativeConfig`): `model`, `revision`, `subfolder`, `dtype`, `device`.
+        target_model (`PreTrainedModel`): The target.
+
+    Raises:
+        UnsupportedModelError: Targets of this model type are not supported.
+        SpecConfigError: The target was not loaded from a checkpoint and none was named, or quantisation was asked for.
+        CheckpointFormatError: The checkpoint has no MTP layers, is incomplete, or was made for another target.
+    """
+    check_family(target_model)
+    dtype, device = head_placement(config, target_model)
+    checkpoint = Checkpoint(placed(config, target_model), MTP_WEIGHT_FILES)
+    if config.model is not None:
+        _check_sizes(checkpoint, target_model)
+    found = MtpCheckpoint(checkpoint, len(decoder_layers(target_model)))
+    with torch.device("meta"):
+        network = MtpNetwork(found.config, target_model)
+    in_float32 = getattr(target_model, "_keep_in_fp32_modules_strict", None) or ()
+    network.load_state_dict(found.read(tensor_shapes(network), dtype, device, in_float32), assign=True)
+    return network.eval().requires_grad_(False)
+
+
+def placed(config: SpeculativeConfig, target_model: nn.Module) -> SpeculativeConfig:
+    """The settings with the checkpoint that has the MTP layers: unless another is named that of the target itself.
+
+    Raises:
+        SpecConfigError: The target was not loaded from a checkpoint.
+    """
+    if config.model is not None:
+        return config
+    source = target_model.config
+    name = getattr(source, "_name_or_path", None)
+    if not name:
+        raise SpecConfigError(
+            f"This {type(target_model).__name__} was not loaded from a checkpoint, so there is none to read its "
+            "MTP layers from. Pass the folder or repo id of one as `spec_model`."
+        )
+    revision = config.revision or getattr(source, "_commit_hash", None)
+    return config.replace(model=str(name), revision=revision)
+
+
+def _check_sizes(checkpoint: Checkpoint, target_model: nn.Module) -> None:
+    target = TargetSizes.of(target_model)
+    for name in ("hidden_size", "vocab_size"):
+        found = stated((checkpoint.config, *nested_configs(checkpoint.config)), name)
+        if found not in (None, getattr(target, name)):
+            raise CheckpointFormatError(
+                f"'{checkpoint.name}' has {name}={shown(found)} in its config.json, and {type(target_model).__name__} "
+                f"has {getattr(target, name)}. Pass MTP layers that were made for this target."
+            )
+
+
+def fitting_network(network: nn.Module, target_model: nn.Module) -> MtpNetwork:
+    """MTP layers that were not loaded here, such as those in training, checked against the target and attached to it.
+
+    Raises:
+        SpecConfigError: These are no MTP layers, or those of another target.
+    """
+    if not isinstance(network, MtpNetwork):
+        raise SpecConfigError(
+            f"spec_method='mtp' drafts with an MtpNetwork, got a {type(network).__name__}. Pass one, or the folder or "
+            "repo id of a checkpoint as `spec_model`."
+        )
+    found, target = network.target, TargetSizes.of(target_model)
+    if found != target:
+        raise SpecConfigError(f"The MTP layers were made for {found}, and the target is {target}. Pass fitting ones.")
+    return network.attach(target_model)
+
+
+def _can_be_cut(shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> bool:
+    """Whether tensors of these shapes have those wanted as their first parts."""
+    if shapes.keys() != wanted.keys():
+        return False
+    pairs = [(shape, wanted[name]) for name, shape in shapes.items()]
+    return all(len(shape) == len(size) and all(map(int.__ge__, shape, size)) for shape, size in pairs)

@@ -1,0 +1,1 @@
+"""Drafts that continue an n-gram as it went on before."""

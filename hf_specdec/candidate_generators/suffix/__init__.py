@@ -1,0 +1,1 @@
+"""Drafts from a suffix tree of earlier text (SuffixDecoding)."""

@@ -1,0 +1,533 @@
+"""Suffix decoding: drafts what followed the longest known suffix of the text, in this request or past responses.
+
+Oliaro et al., "SuffixDecoding" (arXiv 2411.04975): a suffix tree per request over prompt and response, one global tree
+over past responses, and drafts, chains or trees, as long as the match and the counts in the suffix tree justify. The
+suffix trees are those of the package arctic-inference.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import os
+import weakref
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from packaging.version import Version
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from ...drafts import DraftTree, node_depths
+from ...errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
+from ...threads import Lock
+from ...token_trees import MAX_NODES
+from ..base import CandidateGenerator, Commit, DraftStep, Lookups, Prompt, Session
+from ..options import check_bounds, check_flag, check_number
+
+
+if TYPE_CHECKING:
+    import torch
+    from arctic_inference.suffix_decoding import SuffixDecodingCache, SuffixDecodingDraft
+
+    from ...config import SpeculativeConfig
+
+
+# The first release whose calls are known to be the ones used here; the oldest have no suffix trees at all.
+MIN_LIBRARY_VERSION = "0.1.1"
+
+# Of the trees, for each token of a past response.
+_BYTES_PER_TOKEN = 320
+
+# Tokens that one native call adds. The calls hold the interpreter lock, for about 10 ms at this size.
+_PIECE = 4096
+
+_MAX_TOKEN_ID = 2**31 - 1
+
+# Of a cache: about 320 GB.
+_MOST_CACHED = 10**9
+
+# Numbers the calls of the process, so that no two requests of any cache share an id.
+_CALLS = itertools.count()
+
+
+@dataclass(frozen=True)
+class SuffixOptions:
+    """Options of `spec_method="suffix"`.
+
+    Raises:
+        SpecConfigError: A value is out of range.
+    """
+
+    max_tree_depth: int = field(
+        default=24,
+        metadata={
+            "help": "Depth of the suffix trees in tokens, shared by match and draft, from 2 to 1024. 64 drafts longer "
+            "copies.",
+            "key": "suffix_decoding_max_tree_depth",
+        },
+    )
+    max_cached_requests: int = field(
+        default=10_000,
+        metadata={
+            "help": "Past responses in the global tree; the oldest leave first. 0: no global tree.",
+            "key": "suffix_decoding_max_cached_requests",
+        },
+    )
+    max_spec_factor: float = field(
+        default=1.0,
+        metadata={
+            "help": "Draft tokens per token of the match.",
+            "key": "suffix_decoding_max_spec_factor",
+        },
+    )
+    min_token_prob: float = field(
+        default=0.1,
+        metadata={
+            "help": "A draft ends before the token whose estimated probability (from counts) is below this.",
+            "key": "suffix_decoding_min_token_prob",
+        },
+    )
+    use_tree_spec: bool = field(
+        default=False,
+        metadata={
+            "help": "Draft a tree of the likeliest continuations, of as many tokens as the chain may have.",
+            "key": "suffix_decoding_use_tree_spec",
+        },
+    )
+    max_cached_tokens: int = field(
+        default=2_000_000,
+        metadata={
+            "help": "Tokens of past responses in the global tree, about 320 bytes each. 0: no global tree.",
+            "key": "suffix_decoding_max_cached_tokens",
+        },
+    )
+
+    def __post_init__(self):
+        # A tree of depth 1 has no room for a match and a draft token behind it.
+        check_bounds(
+            self,
+            max_tree_depth=(2, MAX_NODES),
+            max_cached_requests=(0, _MOST_CACHED),
+            max_spec_factor=(0.0, float(MAX_NODES)),
+            min_token_prob=(0.0, 1.0),
+            max_cached_tokens=(0, _MOST_CACHED),
+        )
+        check_flag("use_tree_spec", self.use_tree_spec)
+
+
+class SuffixCache:
+    """The suffix trees of active requests and of past responses, shared by all `generate()` calls of a speculator.
+
+    Wraps `arctic_inference.suffix_decoding.SuffixDecodingCache`; the calls have the same names and results. It adds a
+    bound by tokens, a lock (any number of threads may use one cache), checks of token ids, and files.
+
+    Args:
+        max_tree_depth (`int`): Depth of the trees in tokens, at least 2.
+        max_cached_requests (`int`): Responses in the global tree, the oldest leave first; 0: no such tree, -1: all.
+        max_cached_tokens (`int`): Tokens in the global tree, the oldest responses leave first; 0: no such tree.
+        vocab_size (`int`, *optional*): Token ids that the target knows; files with other ids are refused.
+
+    Raises:
+        MissingDependencyError: arctic-inference is missing or too old.
+    """
+
+    def __init__(
+        self,
+        max_tree_depth: int = 24,
+        max_cached_requests: int = 10_000,
+        max_cached_tokens: int = 2_000_000,
+        vocab_size: int | None = None,
+    ):
+        check_number("max_tree_depth", max_tree_depth, 2, MAX_NODES)
+        check_number("max_cached_requests", max_cached_requests, -1, _MOST_CACHED)
+        check_number("max_cached_tokens", max_cached_tokens, 0, _MOST_CACHED)
+        self.max_tree_depth = max_tree_depth
+        self.max_cached_requests = max_cached_requests
+        self.max_cached_tokens = max_cached_tokens
+        self.vocab_size = vocab_size
+        self._caches_responses = max_cached_requests != 0 and max_cached_tokens != 0
+        # Both bounds are kept here, in one place, so the library itself gets none.
+        library = _import_library()
+        self._library: SuffixDecodingCache = library(max_tree_depth, -1 if self._caches_responses else 0)
+        self._responses: OrderedDict[Hashable, array] = OrderedDict()
+        self._num_cached_tokens = 0
+        # The garbage collector may stop the requests of a forgotten generator in the thread that holds it.
+        self._lock = Lock()
+
+    @property
+    def active_requests(self) -> set[Hashable]:
+        """Requests that were started and not stopped."""
+        with self._lock:
+            return set(self._library.active_requests)
+
+    @property
+    def cached_requests(self) -> list[Hashable]:
+        """Requests whose responses are in the global tree, the next to be evicted first."""
+        with self._lock:
+            return list(self._responses)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens in the global tree."""
+        return self._num_cached_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """About the memory that they take."""
+        return _BYTES_PER_TOKEN * self._num_cached_tokens
+
+    def start_request(self, req_id: Hashable, prompt_token_ids: Sequence[int] | np.ndarray) -> None:
+        """Makes the tree of a request from its prompt.
+
+        Args:
+            req_id (`Hashable`): A name that no other active request has.
+            prompt_token_ids (`Sequence[int]` or one-dimensional `np.ndarray`): The prompt without padding.
+
+        Raises:
+            SpecConfigError: A token is not an id.
+            ValueError: The request is active.
+        """
+        first, *others = _pieces(_token_array(prompt_token_ids))
+        with self._lock:
+            if req_id in self._library.active_requests:
+                raise ValueError(f"Request {req_id!r} is already active. Stop it first, or use another id.")
+            if req_id in self._responses:
+                self.evict_cached_response(req_id)
+            try:
+                self._library.start_request(req_id, first)
+            except BaseException:
+                # The library leaves the id of a failed start active.
+                self.stop_requests([req_id])
+                raise
+            if self._caches_responses:
+                self._responses[req_id] = array("i")
+                self._evict_beyond_bounds()
+        for piece in others:
+            with self._lock:
+                # The public call would add the piece to the global tree, where prompts do not belong.
+                self._library._local_trees[req_id].extend_ndarray(0, piece)
+
+    def add_active_response(self, req_id: Hashable, token_ids: Sequence[int] | np.ndarray) -> None:
+        """Appends tokens to a request's response, in its own tree and in the global one.
+
+        Raises:
+            SpecConfigError: A token is not an id.
+            ValueError: The request is not active.
+        """
+        for piece in _pieces(_token_array(token_ids)):
+            with self._lock:
+                self._library.add_active_response(req_id, piece)
+                # An evicted response is not resumed: its tokens would continue a text that is gone.
+                if req_id in self._responses:
+                    self._responses[req_id].frombytes(piece.tobytes())
+                    self._num_cached_tokens += len(piece)
+                    self._evict_beyond_bounds()
+
+    def speculate(
+        self,
+        req_id: Hashable,
+        context: Sequence[int] | np.ndarray,
+        max_spec_tokens: int,
+        max_spec_factor: float = 1.0,
+        max_spec_offset: float = 0.0,
+        min_token_prob: float = 0.1,
+        use_tree_spec: bool = False,
+    ) -> SuffixDecodingDraft:
+        """The better draft of the request's own tree and the global tree.
+
+        Args:
+            req_id (`Hashable`): An active request.
+            context (`Sequence[int]` or one-dimensional `np.ndarray`): The last tokens of its text; more than the tree
+                depth are not needed.
+            max_spec_tokens (`int`): Most tokens of the draft; 0 gives an empty one.
+            max_spec_factor (`float`): Draft tokens per token of the match, and
+            max_spec_offset (`float`): this many more.
+            min_token_prob (`float`): Least estimated probability of a draft token.
+            use_tree_spec (`bool`): Draft a tree of likely continuations instead of the likeliest one.
+
+        Returns:
+            `SuffixDecodingDraft` with `token_ids`, `parents` (-1: child of the context), `probs`, `score` (the sum of
+            `probs`) and `match_len`, which may be positive for an empty draft. `probs` are estimates from counts, not
+            a distribution the draft was drawn from.
+
+        Raises:
+            ValueError: The request is not active.
+        """
+        context = _token_array(context)
+        with self._lock:
+            return self._library.speculate(
+                req_id, context, max_spec_tokens, max_spec_factor, max_spec_offset, min_token_prob, use_tree_spec
+            )
+
+    def stop_request(self, req_id: Hashable) -> None:
+        """Drops a request's own tree; its response stays in the global one.
+
+        Raises:
+            ValueError: The request is not active.
+        """
+        with self._lock:
+            self._library.stop_request(req_id)
+
+    def stop_requests(self, req_ids: Iterable[Hashable]) -> None:
+        """Stops those of the requests that are active."""
+        with self._lock:
+            for req_id in req_ids:
+                if req_id in self._library.active_requests:
+                    self._library.stop_request(req_id)
+
+    def evict_cached_response(self, req_id: Hashable) -> None:
+        """Takes a response out of the global tree. An active request goes on with its own tree alone.
+
+        Raises:
+            ValueError: The response is not in the global tree.
+        """
+        with self._lock:
+            self._num_cached_tokens -= len(self._responses.pop(req_id, ()))
+            self._library.evict_cached_response(req_id)
+
+    def _evict_beyond_bounds(self) -> None:
+        while self._num_cached_tokens > self.max_cached_tokens or 0 < self.max_cached_requests < len(self._responses):
+            self.evict_cached_response(next(iter(self._responses)))
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the global tree's responses to a safetensors file: `tokens` (all, int32) and `lengths` (int64)."""
+        with self._lock:
+            responses = [np.array(response, dtype=np.int32) for response in self._responses.values() if response]
+        lengths = np.array([len(response) for response in responses], dtype=np.int64)
+        save_file({"tokens": np.concatenate([np.empty(0, np.int32), *responses]), "lengths": lengths}, path)
+
+    def load(self, path: str | os.PathLike) -> None:
+        """Adds the responses of a file written by `save`, about 3 microseconds per token; the bounds hold as ever.
+
+        Raises:
+            CheckpointFormatError: The file is not one of `save`, or its tokens are not in the target's vocabulary.
+        """
+        for req_id, response in enumerate(_read_responses(path, self.vocab_size)):
+            name = (next(_CALLS), req_id)
+            try:
+                self.start_request(name, ())
+                self.add_active_response(name, response)
+            finally:
+                self.stop_requests([name])
+
+
+class SuffixCandidateGenerator(CandidateGenerator):
+    """Drafts the likeliest continuations of the longest known suffix. See `SuffixOptions` and docs/suffix.md.
+
+    Each row is a request of the shared `SuffixCache`; what it generates can be drafted by other rows, calls and
+    threads at once.
+    """
+
+    options_class = SuffixOptions
+    default_num_speculative_tokens = SuffixOptions.max_tree_depth
+    draws = False
+    rates_drafts = True
+    loaded_by = (
+        "suffix_decoding_max_tree_depth",
+        "suffix_decoding_max_cached_requests",
+        "suffix_decoding_max_cached_tokens",
+    )
+
+    @classmethod
+    def default_length(cls, options: SuffixOptions) -> int:
+        """The tree depth: the length of a draft is the match's business, and only the depth bounds it."""
+        return options.max_tree_depth
+
+    @classmethod
+    def load(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> SuffixCache:
+        """An empty cache, to be kept between calls: without past responses only the request itself is searched.
+
+        Raises:
+            MissingDependencyError: arctic-inference is missing or too old.
+        """
+        options = config.options
+        vocab_size = target_model.config.get_text_config(decoder=True).vocab_size
+        return SuffixCache(
+            options.max_tree_depth, options.max_cached_requests, options.max_cached_tokens, vocab_size=vocab_size
+        )
+
+    @classmethod
+    def text_bytes(cls, resources: SuffixCache) -> int:
+        return resources.num_bytes
+
+    def __init__(self, config: SpeculativeConfig, resources: SuffixCache, session: Session):
+        super().__init__(config, resources, session)
+        self.cache, self.lookups = resources, Lookups()
+        self._call = next(_CALLS)
+        self._requests: list[tuple[int, int]] = []
+        self._contexts: list[list[int]] = []
+        # Of the last drafts: what the cache has found for each row, and how deep the row may draft.
+        self._found: list[SuffixDecodingDraft | None] = []
+        self._rooms: list[int] = []
+        # Hosts of the stock protocol never call close(); then the garbage collector must not leave trees behind.
+        self._stop_all = weakref.finalize(self, resources.stop_requests, self._requests)
+        self._stop_all.atexit = False
+        self._drafts_trees = config.options.use_tree_spec and session.takes_trees
+        if config.options.use_tree_spec and not session.takes_trees:
+            session.notes.append("suffix drafts chains: the target cannot verify trees.")
+
+    def prefill(self, prompt: Prompt) -> None:
+        for row, tokens in enumerate(prompt.token_lists):
+            request = (self._call, row)
+            # Listed before the start, so that close() also finds one that was interrupted half way.
+            self._requests.append(request)
+            self._contexts.append(self._tail(tokens))
+            self.cache.start_request(request, tokens)
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        most_nodes = self.shared_length(len(step.rows))
+        drafts, parents = [], []
+        self._found, self._rooms = [], self.draft_depths(step)
+        for request, context, room in zip(self._requests, self._contexts, self._rooms):
+            draft_tokens, draft_parents = self._draft(request, context, room, most_nodes)
+            drafts.append(draft_tokens)
+            parents.append(draft_parents)
+        self.lookups.count(drafts, self._rooms, self.cache.num_cached_tokens, self.cache.num_bytes)
+        return DraftTree.from_lists(drafts, self.session.device, parents)
+
+    @property
+    def draft_chances(self) -> list[list[float]]:
+        """Sums of the estimated probabilities by depth; all together they are the paper's score."""
+        return [
+            [] if found is None else _sums_by_depth(found.probs, found.parents)[:room]
+            for found, room in zip(self._found, self._rooms)
+        ]
+
+    def observe(self, commit: Commit) -> None:
+        for position, (request, tokens) in enumerate(zip(self._requests, commit.token_lists)):
+            self.cache.add_active_response(request, tokens)
+            self._contexts[position] = self._tail(self._contexts[position] + tokens)
+
+    def keep_rows(self, keep: list[int]) -> None:
+        kept = [self._requests[position] for position in keep]
+        self.cache.stop_requests(set(self._requests).difference(kept))
+        self._requests[:] = kept
+        self._contexts = [self._contexts[position] for position in keep]
+
+    def close(self) -> None:
+        self._stop_all()
+
+    def _draft(
+        self, request: tuple[int, int], context: list[int], room: int, most_nodes: int
+    ) -> tuple[list[int], list[int]]:
+        """A row's tokens and their parents, at most `most_nodes` and none deeper than `room`."""
+        if room <= 0:
+            self._found.append(None)
+            return [], []
+        options = self.options
+        limit = most_nodes if self._drafts_trees else min(most_nodes, room)
+        draft = self.cache.speculate(
+            request,
+            context,
+            max_spec_tokens=limit,
+            # A match has at least one token: a larger factor changes nothing, until it overflows the library's int.
+            max_spec_factor=min(options.max_spec_factor, limit),
+            min_token_prob=options.min_token_prob,
+            use_tree_spec=self._drafts_trees,
+        )
+        self._found.append(draft)
+        if len(draft.token_ids) > room:
+            return _cut(draft.token_ids, draft.parents, room)
+        return draft.token_ids, draft.parents
+
+    def _tail(self, tokens: list[int]) -> list[int]:
+        return tokens[-self.options.max_tree_depth :]
+
+
+def _sums_by_depth(values: list[float], parents: list[int]) -> list[float]:
+    """Sums over the nodes at depth 1, 2, ..."""
+    sums: list[float] = []
+    for value, depth in zip(values, node_depths(parents)):
+        if depth > len(sums):
+            sums.append(0.0)
+        sums[depth - 1] += value
+    return sums
+
+
+def _cut(tokens: list[int], parents: list[int], depth: int) -> tuple[list[int], list[int]]:
+    """The tree without what lies deeper."""
+    kept = [node for node, node_depth in enumerate(node_depths(parents)) if node_depth <= depth]
+    place = {node: index for index, node in enumerate(kept)}
+    return [tokens[node] for node in kept], [place.get(parents[node], -1) for node in kept]
+
+
+def _import_library() -> type[SuffixDecodingCache]:
+    try:
+        version = importlib.metadata.version("arctic-inference")
+    except importlib.metadata.PackageNotFoundError:
+        version = None
+    if version is not None and Version(version) < Version(MIN_LIBRARY_VERSION):
+        raise _missing_library(f"arctic-inference {version} is installed, which is too old")
+    try:
+        from arctic_inference.suffix_decoding import SuffixDecodingCache
+    except ImportError as error:
+        found = f"arctic-inference {version} cannot be imported ({error})" if version else "it is not installed"
+        raise _missing_library(found) from error
+    return SuffixDecodingCache
+
+
+def _missing_library(found: str) -> MissingDependencyError:
+    return MissingDependencyError(
+        f"spec_method='suffix' needs the package arctic-inference {MIN_LIBRARY_VERSION} or newer, but {found}. "
+        'Install it with `pip install "hf-specdec[suffix]"`: a source build with a C++20 compiler and CMake. '
+        "spec_method='ngram' drafts from the text of the request alone and needs no such package."
+    )
+
+
+def _token_array(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Token ids as the library wants them: one-dimensional, contiguous, int32. None may be negative."""
+    if isinstance(tokens, np.ndarray):
+        return _check_array(tokens).astype(np.int32, order="C")
+    try:
+        packed = array("i", tokens)
+    except (TypeError, OverflowError) as error:
+        raise SpecConfigError(f"Token ids must be integers from 0 to {_MAX_TOKEN_ID}: {error}.") from error
+    if packed and min(packed) < 0:
+        raise SpecConfigError(f"Token ids must be integers from 0 to {_MAX_TOKEN_ID}, found {min(packed)}.")
+    return np.array(packed, dtype=np.int32)
+
+
+def _check_array(tokens: np.ndarray) -> np.ndarray:
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise SpecConfigError(
+            f"Token ids must be a one-dimensional array of integers, got {tokens.dtype} of shape {tokens.shape}."
+        )
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() <= _MAX_TOKEN_ID:
+        raise SpecConfigError(
+            f"Token ids must be integers from 0 to {_MAX_TOKEN_ID}, found {tokens.min()} to {tokens.max()}."
+        )
+    return tokens
+
+
+def _pieces(tokens: np.ndarray) -> Iterator[np.ndarray]:
+    """Slices of at most `_PIECE` tokens; one empty slice of no tokens."""
+    for start in range(0, max(len(tokens), 1), _PIECE):
+        yield tokens[start : start + _PIECE]
+
+
+def _read_responses(path: str | os.PathLike, vocab_size: int | None) -> list[np.ndarray]:
+    """The responses of a file, checked: int32 arrays in the order of their caching."""
+    try:
+        with safe_open(path, framework="np") as file:
+            tokens, lengths = file.get_tensor("tokens"), file.get_tensor("lengths")
+    except SafetensorError as error:
+        raise CheckpointFormatError(f"{path} is no file of past responses: {error}. Use one from `save`.") from error
+    if tokens.dtype != np.int32 or tokens.ndim != 1 or lengths.dtype != np.int64 or lengths.ndim != 1:
+        raise CheckpointFormatError(
+            f"{path} must hold one-dimensional `tokens` (int32) and `lengths` (int64), found {tokens.dtype} of shape "
+            f"{tokens.shape} and {lengths.dtype} of shape {lengths.shape}. Use one from `save`."
+        )
+    if lengths.sum() != len(tokens) or (lengths < 0).any():
+        raise CheckpointFormatError(f"{path} is damaged: the `lengths` do not add up to its {len(tokens)} `tokens`.")
+    largest_known = _MAX_TOKEN_ID if vocab_size is None else vocab_size - 1
+    if len(tokens) and (tokens.min() < 0 or tokens.max() > largest_known):
+        raise CheckpointFormatError(
+            f"{path} holds token ids from {tokens.min()} to {tokens.max()}, the target knows 0 to {largest_known}. "
+            "Load responses that the same model or one with the same tokenizer gave."
+        )
+    return np.split(tokens, np.cumsum(lengths)[:-1]) if len(lengths) else []

@@ -1,0 +1,1 @@
+"""Machinery that several drafting methods share."""

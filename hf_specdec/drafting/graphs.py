@@ -1,0 +1,127 @@
+"""CUDA graphs of draft networks during a call, and how networks without a cache run as graphs.
+
+Networks that keep keys and values of the text have [`DraftSlots`].
+
+Shapes: R rows of a graph, r of them in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ..candidate_generators.base import Session
+from ..decoding.graphs import CallGraphs, CapturedForward, draft_graphs, padded_rows
+
+
+def begin_graphs(
+    network: torch.nn.Module, shared: tuple[torch.nn.Module, ...], config, session: Session
+) -> CallGraphs | None:
+    """The graphs of a draft network for this call; `None` where its device has none.
+
+    Args:
+        network (`nn.Module`): The network.
+        shared (`tuple[nn.Module, ...]`): Modules of the target that it goes through.
+        config (`SpeculativeConfig`): The settings.
+        session (`Session`): The call, whose statistics count the graphs.
+    """
+    graphs = draft_graphs(network, shared, config.enforce_eager)
+    if graphs is not None:
+        session.draft_graphs.append(graphs)
+    return graphs
+
+
+class RowInputs:
+    """The buffers from which a captured draft reads what changes.
+
+    Args:
+        rows (`int`): R.
+        values (`dict[str, torch.Tensor]`): Tensors `(r, ...)` of the sizes and dtypes that will be copied in.
+        device (`torch.device`): Where the buffers lie.
+        constants (`Any`): Tensors that the draft reads beside them: they must live as long as the graph.
+
+    Attributes:
+        tensors (`dict[str, torch.Tensor]`): The buffers `(R, ...)`.
+    """
+
+    def __init__(self, rows: int, values: dict[str, torch.Tensor], device: torch.device, constants: Any = None):
+        # A call may run in inference mode, and a later one outside of it.
+        with torch.inference_mode(False):
+            self.tensors = {
+                name: torch.zeros((rows, *value.shape[1:]), dtype=value.dtype, device=device)
+                for name, value in values.items()
+            }
+        self._constants = constants
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        return list(self.tensors.values())
+
+    def fill(self, values: dict[str, torch.Tensor]) -> None:
+        """Copies in what the rows read. Rows of padding are zeros."""
+        for name, buffer in self.tensors.items():
+            fill_front(buffer, values[name])
+
+
+def fill_front(buffer: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies values to the front of a buffer that is at least as large, zeros elsewhere: padding must be numbers."""
+    if values.shape != buffer.shape:
+        buffer.zero_()
+    buffer[tuple(map(slice, values.shape))].copy_(values)
+
+
+class RowGraphs:
+    """The graphs of a network that keeps nothing from cycle to cycle, during one call.
+
+    Args:
+        network (`nn.Module`): The network.
+        shared (`tuple[nn.Module, ...]`): Modules of the target that it goes through.
+    """
+
+    def __init__(self, network: torch.nn.Module, shared: tuple[torch.nn.Module, ...] = ()):
+        self._network, self._shared = network, shared
+        self._graphs: CallGraphs | None = None
+
+    def begin(self, config, session: Session) -> None:
+        """From now on what comes up repeatedly runs as a graph; the arguments are those of [`begin_graphs`]."""
+        self._graphs = begin_graphs(self._network, self._shared, config, session)
+
+    def run(self, key: tuple, read: Callable[..., Any], values: dict[str, torch.Tensor], constants: Any = None) -> Any:
+        """What the network makes of some tensors, from a graph where there is one.
+
+        Args:
+            key (`tuple`): What is built into the graph beside the rows.
+            read (`Callable`): Takes the tensors by name, and returns tensors `(r, ...)`, nested or not; a graph has R
+                rows.
+            values (`dict[str, torch.Tensor]`): The tensors `(r, ...)`.
+            constants (`Any`): Tensors that it reads beside them.
+
+        Returns:
+            What `read` has returned, to be used before the next graph runs.
+        """
+        captured = None if self._graphs is None else self._replay(key, read, values, constants)
+        if captured is None:
+            return read(**values)
+        count = _num_rows(values)
+        return tree_map_only(torch.Tensor, lambda part: part[:count], captured.output)
+
+    def _replay(self, key, read, values, constants) -> CapturedForward | None:
+        rows, device = padded_rows(_num_rows(values)), next(self._network.parameters()).device
+        return self._graphs.run(
+            (rows, *key),
+            lambda: RowInputs(rows, values, device, constants),
+            lambda inputs: inputs.fill(values),
+            lambda inputs: read(**inputs.tensors),
+        )
+
+    def close(self) -> None:
+        """Ends the call; its graphs are free for the next one."""
+        if self._graphs is not None:
+            self._graphs.close()
+
+
+def _num_rows(values: dict[str, torch.Tensor]) -> int:
+    return len(next(iter(values.values())))

@@ -1,0 +1,1 @@
+"""Layers that draft networks are made of."""

@@ -1,0 +1,233 @@
+"""What draft networks have in common: what they share with the target, their vocabulary, and how they are loaded.
+
+Shapes: R rows, T tokens, h hidden size, V vocabulary of the target, U that of the draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import Qwen3Config
+
+from ..checkpoints.checkpoint import tensor_shapes
+from ..checkpoints.draft_checkpoint import stated
+from ..decoding.attention import NAME
+from ..errors import CheckpointFormatError, shown
+
+
+if TYPE_CHECKING:
+    from ..candidate_generators.dflash.formats import DFlashConfig
+    from ..candidate_generators.eagle.formats import EagleConfig
+    from ..checkpoints.draft_checkpoint import DraftCheckpoint
+
+
+class TargetParts:
+    """Embedding and lm_head of a target. No module: they are no part of a draft, and copies of a draft share them.
+
+    They are looked up when they are used, because adapters and new vocabularies put others in their place. The target
+    is not kept alive; once it is gone, the last ones that it had remain.
+    """
+
+    def __init__(self, target_model: nn.Module):
+        self._target: Callable[[], nn.Module | None] = ref(target_model)
+        self._last = {name: find(target_model) for name, find in self._finders().items()}
+
+    @staticmethod
+    def _finders() -> dict[str, Callable[[nn.Module], Any]]:
+        """How each part is found in a target."""
+        return {"embedding": lambda target: target.get_input_embeddings(), "head": lambda t: t.get_output_embeddings()}
+
+    def __getattr__(self, name: str) -> Any:
+        finders = {} if name.startswith("_") else self._finders()
+        if name not in finders:
+            raise AttributeError(f"{type(self).__name__} has no part '{name}'.")
+        target = self._target()
+        if target is not None:
+            self._last[name] = finders[name](target)
+        return self._last[name]
+
+    def __deepcopy__(self, memo: dict) -> TargetParts:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_target": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _target=_gone)
+
+    def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
+        """Rows `(R, T, h)` of the embedding; what some targets do behind it, such as scaling, is left out."""
+        embedding = self.embedding
+        tokens = on_device_of(embedding, tokens)
+        if type(embedding).forward is nn.Embedding.forward:
+            return embedding(tokens)
+        if isinstance(embedding, nn.Embedding):
+            return _rows(embedding.weight, tokens)
+        # Of an adapter, which also scales what the embedding inside of it does.
+        scale = getattr(getattr(embedding, "base_layer", None), "embed_scale", None)
+        rows = embedding(tokens)
+        return rows if scale is None else rows / scale
+
+    def logits(self, output: torch.Tensor) -> torch.Tensor:
+        """What the target's lm_head makes of an output `(..., h)`."""
+        head = self.head
+        weight = getattr(head, "weight", None)
+        if not torch.is_tensor(weight):
+            # Packed for torch's own integer kernels.
+            return head(output.to("cpu", torch.float32))
+        # Other packed weights are of integers, and take states as they are.
+        return head(output.to(weight.device, weight.dtype if weight.is_floating_point() else None))
+
+
+def _gone() -> None:
+    """In the place of a weak reference whose target is in another process."""
+
+
+def on_device_of(embedding: nn.Module, tokens: torch.LongTensor) -> torch.LongTensor:
+    """Tokens where an embedding computes; one without weights of its own, such as a packed one, says nothing of it."""
+    weight = getattr(embedding, "weight", None)
+    return tokens.to(weight.device) if torch.is_tensor(weight) else tokens
+
+
+def _rows(weight: torch.Tensor, tokens: torch.LongTensor) -> torch.Tensor:
+    """Rows of a table, which may be spread over processes."""
+    if not is_distributed(weight):
+        return F.embedding(tokens, weight)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = weight.device_mesh
+    everywhere = DTensor.from_local(tokens, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return F.embedding(everywhere, weight).full_tensor()
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether the processes of a group have a part of a tensor each."""
+    return hasattr(tensor, "full_tensor")
+
+
+def is_copy(own: torch.Tensor, given: Any) -> bool:
+    """Whether a tensor of a draft is a copy of one of the target's, of its dtype and on its device."""
+    if not torch.is_tensor(given) or is_distributed(given):
+        return False
+    alike = (own.shape, own.dtype, own.device) == (given.shape, given.dtype, given.device)
+    return alike and torch.equal(own, given)
+
+
+def layer_config(config: EagleConfig | DFlashConfig) -> Qwen3Config:
+    """What transformers' modules want to know. Qwen3's config has all that Llama's modules read, and fewer rules."""
+    return Qwen3Config(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        hidden_act=config.hidden_act,
+        rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=dict(config.rope_parameters),
+        mlp_bias=False,
+        attn_implementation=NAME,
+    )
+
+
+class DraftNetwork(nn.Module):
+    """A draft with layers, and maybe a vocabulary, of its own.
+
+    Attributes:
+        config (`EagleConfig` or `DFlashConfig`): What it consists of.
+        token_ids (`torch.LongTensor` of shape `(U,)`): The target's id of each draft id; `None` where they are equal.
+        rotary_emb (`nn.Module`): Its rotary embedding, whose frequencies are in no checkpoint.
+    """
+
+    config: EagleConfig | DFlashConfig
+    token_ids: torch.LongTensor | None
+
+    def attach(self, target_model: nn.Module) -> DraftNetwork:
+        """Reads from `target_model` what the draft has not itself."""
+        raise NotImplementedError(f"{type(self).__name__} must implement attach().")
+
+    @property
+    def shared_modules(self) -> tuple[nn.Module, ...]:
+        """Modules of the target that the draft goes through: its embedding and lm_head, unless it has its own."""
+        shared = {"embedding": self.embed_tokens, "head": self.lm_head}
+        return tuple(getattr(self._target, name) for name, own in shared.items() if own is None)
+
+    def target_ids(self, draft_ids: torch.LongTensor) -> torch.LongTensor:
+        """The target's ids of draft ids, of any shape."""
+        return draft_ids if self.token_ids is None else self.token_ids[draft_ids]
+
+    def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits `(..., V)` over the target's vocabulary, -inf for what the draft lacks, from those of `logits`."""
+        size = self.config.vocab_size
+        if self.token_ids is None and logits.shape[-1] == size:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], size), -torch.inf)
+        if self.token_ids is None:
+            full[..., : logits.shape[-1]] = logits
+            return full
+        return full.index_copy_(-1, self.token_ids, logits)
+
+
+def loaded_network(
+    make: Callable[[Any], DraftNetwork],
+    checkpoint: DraftCheckpoint,
+    target_model: nn.Module,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> DraftNetwork:
+    """The network of a checkpoint, attached to the target.
+
+    Args:
+        make (`Callable`): Makes the network from the checkpoint's `config`.
+        checkpoint (`DraftCheckpoint`): Of a format that fits.
+        target_model (`PreTrainedModel`): The target.
+        dtype (`torch.dtype`, *optional*): Of the weights; `None`: as stored.
+        device (`torch.device`): Where to.
+
+    Raises:
+        CheckpointFormatError: The settings of its rotary embedding make no sense, or tensors are missing, not known
+            or of other shapes.
+    """
+    found = checkpoint.config
+    try:
+        with torch.device("meta"):
+            network = make(found)
+    except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointFormatError(
+            f"'{checkpoint.name}': no rotary embedding can be made of {shown(dict(found.rope_parameters))}: "
+            f"{shown(error)}. Correct `rope_parameters` or `rope_scaling` in its config.json."
+        ) from error
+    network.load_state_dict(checkpoint.read(tensor_shapes(network), dtype, device), assign=True)
+    network.rotary_emb.to(device)
+    network.attach(target_model)
+    _check_tied(checkpoint, network, target_model)
+    return network.eval().requires_grad_(False)
+
+
+def _check_tied(checkpoint: DraftCheckpoint, network: DraftNetwork, target_model: nn.Module) -> None:
+    """Refuses a draft whose lm_head is its own embedding: without an lm_head in the file, the target's is used."""
+    if not stated(checkpoint.places, "tie_word_embeddings") or network.lm_head is not None:
+        return
+    own = network.embed_tokens
+    given = target_model.get_input_embeddings().weight
+    # Configs are copied from targets, and what is said of these is no news; so is what EAGLE-1 has of the target.
+    if own is None or getattr(network.config, "method", None) == "eagle" or is_close(own.weight, given):
+        return
+    raise CheckpointFormatError(
+        f"'{checkpoint.name}' has `tie_word_embeddings`=true in its config.json, an embedding of its own, and no "
+        "`lm_head.weight`: a draft with its embedding as lm_head is not supported. Pass one with an lm_head."
+    )
+
+
+def is_close(own: torch.Tensor, given: torch.Tensor) -> bool:
+    """Whether a tensor of a draft is one of the target's but for rounding."""
+    rows = min(len(own), len(given))
+    if own.shape[1:] != given.shape[1:] or given.is_meta or not given.is_floating_point():
+        return False
+    return torch.allclose(own[:rows].float(), given[:rows].to(own.device).float(), rtol=2e-2, atol=1e-3)

@@ -1,1 +1,0 @@
-"""The draft networks and how their checkpoints are loaded."""

@@ -19,7 +19,6 @@ from transformers.generation import StoppingCriteriaList
 
 from .candidate_generators.base import DraftStep
 from .candidate_generators.draft_model.generator import DraftModelCandidateGenerator
-from .candidate_generators.draft_model.network import vocabulary_size
 from .control import ControlProfile
 from .decoding.graphs import padded_rows, padded_size
 from .decoding.loop import DecodingLoop, Request
@@ -30,6 +29,7 @@ from .hook import original_generate
 from .metrics import SpecDecodingStats
 from .metrics.listeners import CallProgress
 from .speculator import Speculator, load_speculator
+from .target_facts import vocabulary_size
 
 
 @dataclass

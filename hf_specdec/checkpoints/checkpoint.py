@@ -19,10 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..candidate_generators.draft_model.network import MAX_VOCABULARY_GAP, draft_device, vocabulary_size
 from ..errors import CheckpointFormatError, SpecConfigError, SpecDecError, shown
 from ..hub.files import WEIGHT_FILES, RepoFiles
 from ..hub.formats import unwrapped
+from ..target_facts import MAX_VOCABULARY_GAP, draft_device, hidden_size, vocabulary_size
 
 
 if TYPE_CHECKING:
@@ -281,13 +281,6 @@ def head_placement(
     if config.dtype is None:
         return target_model.dtype, device
     return None if config.dtype == "auto" else getattr(torch, config.dtype), device
-
-
-def hidden_size(target_model: torch.nn.Module) -> int:
-    """Width of the states that the target's head reads."""
-    head = target_model.get_output_embeddings()
-    # Packed weights have another shape.
-    return getattr(head, "in_features", None) or head.weight.shape[-1]
 
 
 def check_target(

@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..candidate_generators.draft_model.network import MAX_VOCABULARY_GAP, vocabulary_size
-from ..decoding.target import decoder_layers
 from ..errors import CheckpointFormatError, shown
-from .checkpoint import Checkpoint, hidden_size
+from ..target_facts import MAX_VOCABULARY_GAP, decoder_layers, hidden_size, vocabulary_size
+from .checkpoint import Checkpoint
 from .settings import COUNT, MAPPING, NAMES, POSITIVE, Kind
 
 

@@ -24,8 +24,9 @@ from transformers.generation import GenerationMixin
 
 from ..candidate_generators.base import Prompt
 from ..errors import UnsupportedModelError
+from ..target_facts import decoder_layers, layers_owner
 from .cache import SlotCache
-from .target import PositionCounter, SlotModel, decoder_layers, layers_owner
+from .target import PositionCounter, SlotModel
 
 
 CHECK_VARIABLE = "HF_SPECDEC_CHECK"

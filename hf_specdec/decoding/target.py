@@ -23,6 +23,7 @@ from ..errors import UnsupportedModelError
 from ..kernels._triton import use_triton
 from ..kernels.cache import WritePlan
 from ..kernels.tree_attention import MAX_NODES, SlotTree
+from ..target_facts import decoder_layers, layers_owner
 from ..transfers import select_rows, upload
 from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_switch, describe_layers
 from .cache import SlotCache
@@ -642,35 +643,8 @@ def _decoder(model: torch.nn.Module) -> torch.nn.Module:
     return layers_owner(model, decoder_layers(model)) if has_head else decoder
 
 
-def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
-    """The layers of the decoder (of a multimodal model: of its text part), in order.
-
-    Raises:
-        UnsupportedModelError: They cannot be found.
-    """
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for decoder in (model.get_decoder(), model):
-        named = [getattr(decoder, name, None) for name in _LAYER_LISTS]
-        lists = [module for module in (*named, *decoder.modules()) if isinstance(module, torch.nn.ModuleList)]
-        found = next((module for module in lists if len(module) == count), None)
-        # A config may count the parts of a layer.
-        found = found or next((module for module in named if isinstance(module, torch.nn.ModuleList)), None)
-        if found is not None:
-            return found
-    raise UnsupportedModelError(
-        f"The {count} decoder layers of {type(model).__name__} cannot be found, whose hidden states were asked for. "
-        "Use a drafter that reads no hidden states, such as spec_method='ngram'."
-    )
-
-
-def layers_owner(model: torch.nn.Module, layers: torch.nn.ModuleList) -> torch.nn.Module:
-    """The module that has the list of layers."""
-    return next(module for module in model.modules() if any(child is layers for child in module.children()))
-
-
 # Their output embeddings are a part of their own, with a transformation in front.
 _NOT_PLAIN_HEADS = ("electra", "modernbert-decoder")
 
-# What decoders call the list of their layers and their final norm.
-_LAYER_LISTS = ("layers", "h", "blocks", "block", "layer")
+# What decoders call their final norm.
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f", "norm_f", "layer_norm")

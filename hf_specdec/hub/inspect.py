@@ -199,7 +199,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _misfits(found: Detection, config: Mapping[str, Any]) -> Iterator[str]:
-    from ..candidate_generators.draft_model.network import MAX_VOCABULARY_GAP
+    from ..target_facts import MAX_VOCABULARY_GAP
 
     needs, text = found.target, text_config(config)
     if config.get("is_encoder_decoder"):

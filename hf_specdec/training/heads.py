@@ -15,11 +15,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specdec.candidate_generators.draft_model.network import vocabulary_size
 from hf_specdec.candidate_generators.medusa.network import NUM_RANKS, MedusaHeads
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
-from hf_specdec.checkpoints.checkpoint import hidden_size
 from hf_specdec.errors import SpecConfigError
+from hf_specdec.target_facts import hidden_size, vocabulary_size
 
 from .recipe import (
     IGNORED,

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig
 from hf_specdec.candidate_generators.draft_model.network import load_draft_model
-from hf_specdec.checkpoints.checkpoint import Checkpoint, head_placement, hidden_size
+from hf_specdec.checkpoints.checkpoint import Checkpoint, head_placement
+from hf_specdec.target_facts import hidden_size
 from tests.models import tiny_llama
 
 

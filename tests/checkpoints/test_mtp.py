@@ -13,8 +13,9 @@ from hf_specdec.candidate_generators.mtp import formats as mtp_formats
 from hf_specdec.candidate_generators.mtp.formats import _LAYOUTS, MTP_LAYOUT, MtpConfig
 from hf_specdec.candidate_generators.mtp.network import SUPPORTED_MODEL_TYPES, MtpNetwork, load_mtp, new_mtp
 from hf_specdec.checkpoints.checkpoint import Checkpoint
-from hf_specdec.decoding.target import captured_states, decoder_layers
+from hf_specdec.decoding.target import captured_states
 from hf_specdec.hub.detect import detect_method
+from hf_specdec.target_facts import decoder_layers
 from tests.architectures import tiny_model
 from tests.candidate_generators.test_mtp import FIXTURES, HYBRID, published
 from tests.models import prompts, tiny_gpt2, tiny_llama

@@ -22,10 +22,8 @@ from transformers import PreTrainedModel
 from hf_specdec.candidate_generators.dflash.denoising import Denoising, keep_counts
 from hf_specdec.candidate_generators.dflash.formats import DFlashConfig, default_layer_ids
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork, GivenContext, mask_token_of, tokenizer_of
-from hf_specdec.candidate_generators.draft_model.network import vocabulary_size
-from hf_specdec.checkpoints.checkpoint import hidden_size
-from hf_specdec.decoding.target import decoder_layers
 from hf_specdec.errors import SpecConfigError
+from hf_specdec.target_facts import decoder_layers, hidden_size, vocabulary_size
 
 from ...training.recipe import (
     CHUNK_LOGITS,

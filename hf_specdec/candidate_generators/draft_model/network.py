@@ -18,13 +18,11 @@ from ...checkpoints.loading import loads_checkpoint
 from ...checkpoints.settings import MOST, is_int
 from ...errors import MOST_SHOWN, CheckpointFormatError, MissingDependencyError, SpecConfigError, shown
 from ...hub.files import WEIGHT_FILES, RepoFiles, TensorTable, is_pickled
+from ...target_facts import MAX_VOCABULARY_GAP, draft_device, vocabulary_size
 from ...threads import Lock
 
 
 logger = logging.get_logger(__name__)
-
-# Vocabularies of one tokenizer differ by rows of padding and added tokens, at most by this share.
-MAX_VOCABULARY_GAP = 0.05
 
 # While transformers builds a model, torch's default dtype is that of the model, in all threads: two at a time would
 # leave the wrong one behind.
@@ -158,39 +156,6 @@ def _loading_arguments(config: Any, target_model) -> dict[str, Any]:
     return arguments
 
 
-def draft_device(config: Any, target_model, part: torch.nn.Module | None = None) -> torch.device:
-    """The device that was asked for, or the one where the target, or the part that a draft works with, computes.
-
-    Raises:
-        SpecConfigError: There is no such device.
-    """
-    if config.device is not None:
-        return _usable_device(config.device)
-    part = target_model if part is None else part
-    parameter = next(part.parameters(), None)
-    # Between its forwards an offloaded module has its weights nowhere; its hook knows where they go.
-    hook = getattr(part, "_hf_hook", None)
-    computes_on = getattr(hook, "execution_device", None)
-    candidates = (computes_on, None if parameter is None else parameter.device, target_model.device)
-    devices = (torch.device(device) for device in candidates if device is not None)
-    return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
-
-
-def _usable_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, ImportError, ValueError, TypeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise SpecConfigError(
-            f"`device`='{name}' cannot be used here: {reason}. Name a device that this machine has, such as 'cpu', or "
-            "leave it out for the target's."
-        ) from error
-    if device.type == "meta":
-        raise SpecConfigError("`device`='meta' holds no data to compute with. Leave it out for the target's device.")
-    return device
-
-
 def _from_pretrained(name: str, weights: str, location: dict[str, Any], arguments: dict[str, Any]) -> torch.nn.Module:
     """The model, loaded completely: transformers would give weights that are missing random values."""
     try:
@@ -293,13 +258,6 @@ def match_vocabularies(
             "they differ, drafts will rarely be accepted (the output stays right)."
         )
     return sizes
-
-
-def vocabulary_size(model) -> int:
-    """Width of a model's logits."""
-    head = model.get_output_embeddings()
-    features = getattr(head, "out_features", None)
-    return features or model.config.get_text_config(decoder=True).vocab_size
 
 
 def token_table(name: str | None, location: dict[str, Any] | None = None) -> dict[str, int] | None:

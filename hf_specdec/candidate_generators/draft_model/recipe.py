@@ -16,8 +16,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from hf_specdec.candidate_generators.draft_model.network import vocabulary_size
 from hf_specdec.errors import CheckpointFormatError, SpecConfigError
+from hf_specdec.target_facts import vocabulary_size
 
 from ...training.recipe import (
     IGNORED,

@@ -21,13 +21,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specdec.candidate_generators.draft_model.network import vocabulary_size
 from hf_specdec.candidate_generators.eagle.formats import EagleConfig
 from hf_specdec.candidate_generators.eagle.network import Eagle1Network, Eagle3Network, EagleNetwork
-from hf_specdec.checkpoints.checkpoint import hidden_size
 from hf_specdec.decoding.masks import FULL, Span
-from hf_specdec.decoding.target import decoder_layers
 from hf_specdec.errors import SpecConfigError
+from hf_specdec.target_facts import decoder_layers, hidden_size, vocabulary_size
 
 from ...training.recipe import (
     IGNORED,

@@ -35,7 +35,7 @@ from ...checkpoints.loading import loads_checkpoint
 from ...checkpoints.settings import COUNT, FLAG, NAME, is_number
 from ...errors import CheckpointFormatError, SpecConfigError
 from ...hub.files import MEDUSA_FILES
-from ..draft_model.network import vocabulary_size
+from ...target_facts import vocabulary_size
 
 
 if TYPE_CHECKING:

@@ -24,11 +24,11 @@ from ...drafting.graphs import RowGraphs
 from ...drafts import DraftTree, renumbered
 from ...errors import SpecConfigError
 from ...logits.acceptance import best_tokens
+from ...target_facts import vocabulary_size
 from ...threads import cached_property
 from ...token_trees import MAX_NODES, TokenTree
 from ...transfers import kept_on_device, select_rows, upload
 from ..base import CandidateGenerator, Commit, DraftStep, Prompt, Session
-from ..draft_model.network import vocabulary_size
 from ..options import check_bounds, check_integers
 from .network import MLPSpeculator, MLPStage, fitting_speculator, load_mlp_speculator
 

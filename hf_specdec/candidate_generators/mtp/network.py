@@ -23,16 +23,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...checkpoints.checkpoint import Checkpoint, head_placement, hidden_size, save_checkpoint, tensor_shapes
+from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint, tensor_shapes
 from ...checkpoints.draft_checkpoint import stated
 from ...checkpoints.loading import loads_checkpoint
 from ...decoding.attention import NAME, folding_masks
 from ...decoding.masks import FULL, Span
-from ...decoding.target import decoder_layers
 from ...errors import CheckpointFormatError, SpecConfigError, UnsupportedModelError, shown
 from ...hub.files import MTP_WEIGHT_FILES
 from ...layers.draft_network import TargetParts
-from ..draft_model.network import vocabulary_size
+from ...target_facts import decoder_layers, hidden_size, vocabulary_size
 from .formats import MTP_LAYOUT, WIDTH_KEY, MtpCheckpoint, MtpConfig, nested_configs, stored_tensors
 
 

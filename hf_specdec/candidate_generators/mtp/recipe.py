@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from hf_specdec.candidate_generators.mtp.network import MtpNetwork, check_family, new_mtp
-from hf_specdec.decoding.target import decoder_layers
 from hf_specdec.errors import SpecConfigError
+from hf_specdec.target_facts import decoder_layers
 
 from ..eagle.recipe import EagleRecipe, begin_near
 

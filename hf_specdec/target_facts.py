@@ -1,0 +1,89 @@
+"""Sizes, layers and device of a causal language model, read from its modules and config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .errors import SpecConfigError, UnsupportedModelError
+
+
+# Vocabularies of one tokenizer differ by rows of padding and added tokens, at most by this share.
+MAX_VOCABULARY_GAP = 0.05
+
+# Names that decoders give to the list of their layers.
+_LAYER_LISTS = ("layers", "h", "blocks", "block", "layer")
+
+
+def vocabulary_size(model: torch.nn.Module) -> int:
+    """Width of a model's logits."""
+    head = model.get_output_embeddings()
+    features = getattr(head, "out_features", None)
+    return features or model.config.get_text_config(decoder=True).vocab_size
+
+
+def hidden_size(target_model: torch.nn.Module) -> int:
+    """Width of the hidden states that a model's output embeddings read."""
+    head = target_model.get_output_embeddings()
+    # Packed weights have another shape.
+    return getattr(head, "in_features", None) or head.weight.shape[-1]
+
+
+def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
+    """Layers of the decoder (of a multimodal model: of its text part), in order.
+
+    Raises:
+        UnsupportedModelError: They cannot be found.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for decoder in (model.get_decoder(), model):
+        named = [getattr(decoder, name, None) for name in _LAYER_LISTS]
+        lists = [module for module in (*named, *decoder.modules()) if isinstance(module, torch.nn.ModuleList)]
+        found = next((module for module in lists if len(module) == count), None)
+        # A config may count the parts of a layer.
+        found = found or next((module for module in named if isinstance(module, torch.nn.ModuleList)), None)
+        if found is not None:
+            return found
+    raise UnsupportedModelError(
+        f"The {count} decoder layers of {type(model).__name__} cannot be found, whose hidden states were asked for. "
+        "Use a drafter that reads no hidden states, such as spec_method='ngram'."
+    )
+
+
+def layers_owner(model: torch.nn.Module, layers: torch.nn.ModuleList) -> torch.nn.Module:
+    """Module that holds the list of layers."""
+    return next(module for module in model.modules() if any(child is layers for child in module.children()))
+
+
+def draft_device(config: Any, target_model: torch.nn.Module, part: torch.nn.Module | None = None) -> torch.device:
+    """Device that was asked for, or else the one where the target, or `part` of it, computes.
+
+    Raises:
+        SpecConfigError: There is no such device.
+    """
+    if config.device is not None:
+        return _usable_device(config.device)
+    part = target_model if part is None else part
+    parameter = next(part.parameters(), None)
+    # Between its forwards an offloaded module has its weights nowhere; its hook knows where they go.
+    hook = getattr(part, "_hf_hook", None)
+    computes_on = getattr(hook, "execution_device", None)
+    candidates = (computes_on, None if parameter is None else parameter.device, target_model.device)
+    devices = (torch.device(device) for device in candidates if device is not None)
+    return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
+
+
+def _usable_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError, ValueError, TypeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise SpecConfigError(
+            f"`device`='{name}' cannot be used here: {reason}. Name a device that this machine has, such as 'cpu', or "
+            "leave it out for the target's."
+        ) from error
+    if device.type == "meta":
+        raise SpecConfigError("`device`='meta' holds no data to compute with. Leave it out for the target's device.")
+    return device

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a clock for generate() calls, a timer for model forwards, scripted drafts, prompts.
+"""Clocks of calls and forwards, scripted drafts, models and prompts of the programs beside this one.
 
 Shapes: B rows of a batch, P prompt length, L length of the whole text, V vocabulary.
 """
@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import functools
 import random
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter, thread_time
-from typing import Any, TypeVar
+from time import perf_counter
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -34,8 +32,6 @@ from hf_specdec.decoding.functional import FunctionalSlotModel
 from hf_specdec.decoding.target import SlotModel
 from hf_specdec.training.data import python_sources
 
-
-T = TypeVar("T")
 
 # -------------------------------------------------------------------------------------------------------------- clocks
 
@@ -198,93 +194,6 @@ def time_call(
         last.draft_seconds - first.draft_seconds,
         [output.tolist()],
     )
-
-
-class _Baton:
-    """Lets one of several threads run at a time, round after round, until each has ended.
-
-    Args:
-        count (`int`): Threads.
-        slice_seconds (`float`): After so much work a thread hands on.
-    """
-
-    def __init__(self, count: int, slice_seconds: float):
-        self.slice_seconds = slice_seconds
-        self._turns = [threading.Semaphore(0) for _ in range(count)]
-        self._running = list(range(count))
-        self._began = 0.0
-
-    def begin(self) -> None:
-        self._turns[self._running[0]].release()
-
-    def wait(self, index: int) -> None:
-        self._turns[index].acquire()
-        self._began = thread_time()
-
-    def offer(self, index: int) -> None:
-        """Hands on if the slice is used up, and returns when it is this thread's turn again."""
-        if len(self._running) > 1 and thread_time() - self._began >= self.slice_seconds:
-            place = self._running.index(index)
-            self._turns[self._running[(place + 1) % len(self._running)]].release()
-            self.wait(index)
-
-    def leave(self, index: int) -> None:
-        place = self._running.index(index)
-        self._running.remove(index)
-        if self._running:
-            self._turns[self._running[place % len(self._running)]].release()
-
-
-class _HandingStreamer(BaseStreamer):
-    """Offers the baton with every delivery."""
-
-    def __init__(self, baton: _Baton, index: int):
-        self.baton, self.index = baton, index
-
-    def put(self, value: torch.Tensor) -> None:
-        self.baton.offer(self.index)
-
-    def end(self) -> None:
-        """Nothing: the call still has its output to make."""
-
-
-def in_turns(sides: list[Callable[[BaseStreamer], T]], slice_seconds: float = 0.03) -> tuple[list[T], list[float]]:
-    """Runs generate() calls side by side, each for a short while in turn, so that a machine that slows down for a
-    second slows all of them down alike.
-
-    Args:
-        sides (`list[Callable]`): Each makes its calls with the streamer that it is given.
-        slice_seconds (`float`): After so much time a call hands on with its next tokens.
-
-    Returns:
-        What the calls returned, and the seconds that their threads computed. Torch should compute in one thread: what
-        it does in others is not counted.
-    """
-    baton = _Baton(len(sides), slice_seconds)
-    results: list[Any] = [None] * len(sides)
-
-    def run(index: int) -> None:
-        baton.wait(index)
-        try:
-            began = thread_time()
-            result = sides[index](_HandingStreamer(baton, index))
-            results[index] = result, thread_time() - began
-        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
-            results[index] = error
-        finally:
-            baton.leave(index)
-
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(sides))]
-    for thread in threads:
-        thread.start()
-    baton.begin()
-    for thread in threads:
-        thread.join()
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    values, seconds = zip(*results)
-    return list(values), list(seconds)
 
 
 # ----------------------------------------------------------------------------------------------------- scripted drafts

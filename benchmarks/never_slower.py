@@ -18,14 +18,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import cycle, islice
-from time import monotonic
+from time import monotonic, thread_time
+from typing import Any, TypeVar
 
 import torch
-from common import in_turns, random_prompts, without_end
+from common import random_prompts, without_end
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -35,6 +37,8 @@ from hf_specdec import SpeculativeConfig, Speculator, demo, forget_speculators, 
 from hf_specdec.benchmarking import describe_environment, total_stats
 from hf_specdec.candidate_generators.base import NoDrafts
 
+
+T = TypeVar("T")
 
 PLAIN, LOOP, AUTO = "plain", "loop without drafts", "auto"
 FIXED_LENGTHS = {"ngram": (4, 8, 16, 24), "draft_model": (1, 3, 5, 8, 12), "eagle3": (1, 2, 3, 4)}
@@ -159,6 +163,93 @@ def make_sides(target: PreTrainedModel, case: Case) -> dict[str, Callable[[BaseS
         return sides | {f"k={length}": side(length) for length in FIXED_LENGTHS[case.method]}
     bare = Speculator(SpeculativeConfig(method="ngram"), NoDrafts, None)
     return sides | {LOOP: partial(generate, speculator=bare)}
+
+
+class _Baton:
+    """Lets one of several threads run at a time, round after round, until each has ended.
+
+    Args:
+        count (`int`): Threads.
+        slice_seconds (`float`): After so much work a thread hands on.
+    """
+
+    def __init__(self, count: int, slice_seconds: float):
+        self.slice_seconds = slice_seconds
+        self._turns = [threading.Semaphore(0) for _ in range(count)]
+        self._running = list(range(count))
+        self._began = 0.0
+
+    def begin(self) -> None:
+        self._turns[self._running[0]].release()
+
+    def wait(self, index: int) -> None:
+        self._turns[index].acquire()
+        self._began = thread_time()
+
+    def offer(self, index: int) -> None:
+        """Hands on if the slice is used up, and returns when it is this thread's turn again."""
+        if len(self._running) > 1 and thread_time() - self._began >= self.slice_seconds:
+            place = self._running.index(index)
+            self._turns[self._running[(place + 1) % len(self._running)]].release()
+            self.wait(index)
+
+    def leave(self, index: int) -> None:
+        place = self._running.index(index)
+        self._running.remove(index)
+        if self._running:
+            self._turns[self._running[place % len(self._running)]].release()
+
+
+class _HandingStreamer(BaseStreamer):
+    """Offers the baton with every delivery."""
+
+    def __init__(self, baton: _Baton, index: int):
+        self.baton, self.index = baton, index
+
+    def put(self, value: torch.Tensor) -> None:
+        self.baton.offer(self.index)
+
+    def end(self) -> None:
+        """Nothing: the call still has its output to make."""
+
+
+def in_turns(sides: list[Callable[[BaseStreamer], T]], slice_seconds: float = 0.03) -> tuple[list[T], list[float]]:
+    """Runs generate() calls side by side, each for a short while in turn, so that a machine that slows down for a
+    second slows all of them down alike.
+
+    Args:
+        sides (`list[Callable]`): Each makes its calls with the streamer that it is given.
+        slice_seconds (`float`): After so much time a call hands on with its next tokens.
+
+    Returns:
+        What the calls returned, and the seconds that their threads computed. Torch should compute in one thread: what
+        it does in others is not counted.
+    """
+    baton = _Baton(len(sides), slice_seconds)
+    results: list[Any] = [None] * len(sides)
+
+    def run(index: int) -> None:
+        baton.wait(index)
+        try:
+            began = thread_time()
+            result = sides[index](_HandingStreamer(baton, index))
+            results[index] = result, thread_time() - began
+        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
+            results[index] = error
+        finally:
+            baton.leave(index)
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(sides))]
+    for thread in threads:
+        thread.start()
+    baton.begin()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    values, seconds = zip(*results)
+    return list(values), list(seconds)
 
 
 def measure(target: PreTrainedModel, case: Case, rounds: int, seconds: float) -> list[Row]:

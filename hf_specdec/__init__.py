@@ -27,7 +27,7 @@ _LAZY = {
     "Prompt": "candidate_generators.base",
     "Session": "candidate_generators.base",
     "SpecDecodingStats": "metrics",
-    "SpeculativeConfig": "config",
+    "SpeculativeConfig": "settings",
     "Speculator": "speculator",
     "forget_speculators": "speculator",
     "generate": "integration",
@@ -71,12 +71,12 @@ if TYPE_CHECKING:
     from . import metrics
     from .candidate_generators import register_candidate_generator
     from .candidate_generators.base import CandidateGenerator, Commit, DraftStep, Prompt, Session
-    from .config import SpeculativeConfig
     from .drafts import DraftTree
     from .hook import install, uninstall
     from .hub.published import store_settings
     from .integration import generate
     from .metrics import SpecDecodingStats, record
+    from .settings import SpeculativeConfig
     from .speculator import Speculator, forget_speculators, load_speculator
 
 

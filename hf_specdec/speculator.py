@@ -23,7 +23,6 @@ from .candidate_generators import parts_of, resolve_candidate_generator
 from .candidate_generators.assisted import StockCandidateGenerator, UnboundCandidateGenerator
 from .candidate_generators.base import CandidateGenerator, NoDrafts, Session
 from .candidate_generators.combined.generator import part_configs
-from .config import AUTO, SpeculativeConfig
 from .control import ControlProfile, ScheduledLength, SpeculationController
 from .control.store import find_profile
 from .decoding.graphs import forget_graphs
@@ -37,6 +36,7 @@ from .hub.trust import one_line, restrictions, warn_of
 from .loaded import forget_records, record_of
 from .logits.processors import ProcessorStack
 from .logits.sampling import DraftSampler
+from .settings import AUTO, SpeculativeConfig
 from .target_facts import vocabulary_size
 from .threads import cached_property
 from .transfers import on_cpu_unless_said

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .config import MOST_DRAFT_TOKENS
 from .drafts import DraftTree, TreeTopology, chain_topology, static_topology
 from .errors import SpecConfigError, shown
 from .threads import cached_property
 from .transfers import kept_on_device, upload
+from .validation import MOST_DRAFT_TOKENS
 
 
 Path = tuple[int, ...]

@@ -19,7 +19,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_specdec import SpecConfigError, SpecDecError, SpeculativeConfig, load_speculator
-from hf_specdec.config import METHODS_WITHOUT_MODEL, describe_settings
+from hf_specdec.settings import METHODS_WITHOUT_MODEL, describe_settings
 from tests.models import prompts, tiny_llama
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..benchmarking import PLAIN
-from ..config import AUTO, SpeculativeConfig
 from ..errors import MissingDependencyError, SpecConfigError, shown
 from ..reading import parse_json
+from ..settings import AUTO, SpeculativeConfig
 from ..speculator import Speculator, load_speculator
 
 

@@ -91,7 +91,7 @@ def register_candidate_generator(name: str, generator: type) -> None:
         SpecConfigError: The name is taken or would be read as a combination, or the class is not a candidate
             generator of this package.
     """
-    from ..config import AUTO
+    from ..setting_names import AUTO
     from .base import CandidateGenerator
 
     if COMBINING in name:

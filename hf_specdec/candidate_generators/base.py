@@ -47,9 +47,9 @@ from .options import NoOptions
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ..config import SpeculativeConfig
     from ..decoding.graphs import CallGraphs
     from ..logits.sampling import DraftSampler
+    from ..settings import SpeculativeConfig
     from .assisted import AssistedSide
 
 

@@ -26,7 +26,7 @@ from ..target_facts import MAX_VOCABULARY_GAP, draft_device, hidden_size, vocabu
 
 
 if TYPE_CHECKING:
-    from ..config import SpeculativeConfig
+    from ..settings import SpeculativeConfig
 
 
 _WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -7,27 +7,19 @@ from typing import Any, NamedTuple
 
 from transformers.activations import ACT2FN
 
+from ..validation import is_int, is_number
+
 
 class Kind(NamedTuple):
     """What a setting must be.
 
     Attributes:
-        is_valid (`Callable`): Whether a value is that.
-        what (`str`): The same in words, behind "must be".
+        is_valid (`Callable`): Test of a value.
+        what (`str`): The same in words, after "must be".
     """
 
     is_valid: Callable[[Any], bool]
     what: str
-
-
-def is_int(value: Any) -> bool:
-    """Whether it is an integer; in Python `True` is one."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is an integer or a floating-point number."""
-    return is_int(value) or isinstance(value, float)
 
 
 # Beyond this no count is one of something in a checkpoint.

@@ -231,7 +231,7 @@ def _described_sampling(sampling: Mapping[str, Any]) -> str:
 
 def _read_specs(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     from ..bench.decoders import read_spec
-    from ..config import METHODS_WITHOUT_MODEL
+    from ..settings import METHODS_WITHOUT_MODEL
 
     named = demo_methods() if options["target"] == EMBEDDED else {}
     chosen = options["specs"] or list(named) or METHODS_WITHOUT_MODEL

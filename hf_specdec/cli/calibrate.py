@@ -47,9 +47,9 @@ def calibrate_command(
     They learn without it, too.
     """
     with reported_errors(debug):
-        from ..config import AUTO
         from ..control.calibration import calibrate
         from ..control.store import profile_identity, save_profile
+        from ..settings import AUTO
         from ..speculator import load_speculator
 
         chosen = chosen_prompts(prompts, target, max_new_tokens)

@@ -15,7 +15,7 @@ from .common import DebugOption, reported_errors
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
 
-    from ..config import SpeculativeConfig
+    from ..settings import SpeculativeConfig
 
 
 def card_command(
@@ -87,8 +87,8 @@ def export_command(
 
 
 def _drafter_card(folder: Path, target: str | None, bench: Path | None, options: dict[str, Any]) -> ModelCard:
-    from ..config import SpeculativeConfig
     from ..hub.publish import card_of_folder
+    from ..settings import SpeculativeConfig
 
     config = SpeculativeConfig.resolve(folder)
     target = _known_target(folder, config.method) if target is None else target
@@ -122,7 +122,7 @@ def _target_card(folder: Path, drafter: str) -> ModelCard:
 
 
 def _settings(config: str | None, given: dict[str, Any]) -> SpeculativeConfig | None:
-    from ..config import SpeculativeConfig
+    from ..settings import SpeculativeConfig
 
     if config is not None:
         return SpeculativeConfig.resolve(config, **given)

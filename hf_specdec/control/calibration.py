@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..config import AUTO
 from ..errors import SpecConfigError
+from ..settings import AUTO
 from ..speculator import Speculator
 from .controller import ControlProfile, SpeculationController
 

@@ -17,9 +17,9 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from transformers.utils import logging
 
-from ..config import SpeculativeConfig
 from ..errors import SpecConfigError, shown
 from ..reading import parse_json, read_text
+from ..settings import SpeculativeConfig
 from .controller import ControlProfile
 
 

@@ -18,7 +18,6 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from ..candidate_generators.base import CandidateGenerator, Commit, DraftStep, Session
-from ..config import AUTO
 from ..drafts import DraftTree, chain_topology
 from ..errors import SpecConfigError
 from ..logits.processors import ProcessorStack
@@ -28,6 +27,7 @@ from ..logits.sampling import DraftSampler
 from ..logits.verifier import Verdict, Verifier, take_nodes
 from ..metrics import CycleTrace, RowTrace, SpecDecodingStats, begin_call, watch_acceptance
 from ..metrics.listeners import CallProgress
+from ..settings import AUTO
 from ..target_facts import vocabulary_size
 from ..transfers import select_rows, upload
 from .cache import SlotCache, check_room, compact, fill_cache

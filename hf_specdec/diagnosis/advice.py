@@ -19,10 +19,10 @@ from ..bench.decoders import Decoder, load_decoders, plain_decoder
 from ..bench.measure import Call, Measurement, measure, warm_up
 from ..bench.report import make_rows
 from ..benchmarking import PLAIN, Batch, describe_environment, total_stats
-from ..config import AUTO, SpeculativeConfig
 from ..control.theory import break_even_acceptance, optimal_length
 from ..hub.discover import Access, Candidate, Search, Target
 from ..hub.trust import one_line
+from ..settings import AUTO, SpeculativeConfig
 from .machine import free_bytes
 
 

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..candidate_generators.draft_model.network import checkpoint_location, compare_token_tables, token_table
-from ..config import SpeculativeConfig
 from ..errors import CheckpointFormatError
 from ..hub.detect import Detection, detect
 from ..hub.files import RepoFiles
 from ..hub.inspect import target_problems
+from ..settings import SpeculativeConfig
 from ..speculator import Speculator
 from ..target_facts import vocabulary_size
 

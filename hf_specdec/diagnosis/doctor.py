@@ -17,9 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..bench.prompts import Prompt
 from ..benchmarking import Batch, make_batches
-from ..config import METHODS_WITHOUT_MODEL, SpeculativeConfig
 from ..errors import SpecDecError
 from ..hub.files import RepoFiles
+from ..settings import METHODS_WITHOUT_MODEL, SpeculativeConfig
 from ..speculator import Speculator, load_speculator
 from .checks import Finding, Status, checkpoint_findings, network_findings, token_ids, tokenizer_findings
 from .probe import Acceptance, consistent_meaning, measure_acceptance, variants

@@ -22,8 +22,8 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from ..candidate_generators import parts_of
-from ..config import AUTO, METHODS_WITHOUT_MODEL, SpeculativeConfig
 from ..errors import SpecConfigError
+from ..settings import AUTO, METHODS_WITHOUT_MODEL, SpeculativeConfig
 from .files import RepoFiles
 from .inspect import is_repo_id
 from .published import CARD_KEY, published_config, settings_to_publish, target_entry

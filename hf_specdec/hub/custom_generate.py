@@ -14,8 +14,8 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from .. import __version__
-from ..config import AUTO, CONFIG_NAME, METHODS_WITHOUT_MODEL, SpeculativeConfig
 from ..errors import SpecConfigError
+from ..settings import AUTO, CONFIG_NAME, METHODS_WITHOUT_MODEL, SpeculativeConfig
 from .card import CARD_NAME, is_public, load_card, repository_name
 from .published import PRIVATE
 

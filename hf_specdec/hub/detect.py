@@ -19,7 +19,7 @@ from .formats import Format, TensorNames, format_of
 
 if TYPE_CHECKING:
     from ..candidate_generators.mlp_speculator.network import MLPSpeculatorConfig
-    from ..config import SpeculativeConfig
+    from ..settings import SpeculativeConfig
 
 
 # All names that weights have in some format.

@@ -30,9 +30,9 @@ from transformers.utils import logging
 
 from ..candidate_generators import KNOWN_METHODS, parts_of
 from ..candidate_generators.draft_model.network import compare_token_tables, token_table
-from ..config import AUTO, METHODS_WITHOUT_MODEL, SpeculativeConfig, describe_settings
 from ..errors import CheckpointFormatError, SpecConfigError
 from ..hook import configured_settings
+from ..settings import AUTO, METHODS_WITHOUT_MODEL, SpeculativeConfig, describe_settings
 from ..threads import cached_property
 from .detect import Detection, detect
 from .files import RepoFiles

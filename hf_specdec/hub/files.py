@@ -54,7 +54,7 @@ from .pickles import Inflated, Unreadable, check_archive, is_archive, tensors_in
 
 
 if TYPE_CHECKING:
-    from ..config import SpeculativeConfig
+    from ..settings import SpeculativeConfig
 
 
 logger = logging.get_logger(__name__)

@@ -17,7 +17,7 @@ from .trust import one_line
 
 
 if TYPE_CHECKING:
-    from ..config import SpeculativeConfig
+    from ..settings import SpeculativeConfig
 
 
 # The name of the embedded target.

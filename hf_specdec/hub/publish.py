@@ -21,8 +21,8 @@ from transformers.utils import logging
 
 from .. import __version__
 from ..candidate_generators import parts_of
-from ..config import CONFIG_NAME, SpeculativeConfig
 from ..errors import SpecConfigError
+from ..settings import CONFIG_NAME, SpeculativeConfig
 from .card import CARD_NAME, load_card, make_card, repository_name
 from .detect import detect, forget_method
 from .discover import Target

@@ -18,8 +18,8 @@ from huggingface_hub.errors import HFValidationError
 from transformers.utils import logging
 
 from ..candidate_generators import is_method_name
-from ..config import AUTO, CONFIG_NAME, METHODS_WITHOUT_MODEL, SpeculativeConfig
 from ..errors import CheckpointAccessError, CheckpointFormatError, SpecConfigError
+from ..settings import AUTO, CONFIG_NAME, METHODS_WITHOUT_MODEL, SpeculativeConfig
 from .files import MAX_CONFIG_BYTES, ReadOfRepositories, RepoFiles, is_pickled
 from .trust import MODELS_VARIABLE, PLACE_SETTINGS, believed, may_be_published, one_line, sifted, warn_of
 

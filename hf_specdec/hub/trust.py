@@ -14,8 +14,8 @@ from typing import Any
 from transformers.utils import logging
 
 from ..candidate_generators import parts_of
-from ..config import AUTO, option_fields
 from ..errors import SpecConfigError
+from ..setting_names import AUTO, option_fields
 
 
 logger = logging.get_logger(__name__)

@@ -23,7 +23,7 @@ from .randomness import ACCEPT, TARGET, RowUniforms
 
 
 if TYPE_CHECKING:
-    from ..config import SpeculativeConfig
+    from ..settings import SpeculativeConfig
 
 
 logger = logging.get_logger(__name__)

@@ -17,8 +17,8 @@ from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Sess
 from hf_specdec.candidate_generators.ngram import index as ngram_index
 from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator, NgramOptions, merge
 from hf_specdec.candidate_generators.ngram.index import MAX_TOKEN_ID, NgramIndex, sort_prefixes
-from hf_specdec.config import SpeculativeConfig
 from hf_specdec.errors import SpecConfigError
+from hf_specdec.settings import SpeculativeConfig
 
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "ngram" / "vllm_cpu" / "expected.safetensors"

@@ -19,8 +19,8 @@ import hf_specdec.candidate_generators.suffix as suffix_package
 from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
 from hf_specdec.candidate_generators.suffix import generator as suffix
 from hf_specdec.candidate_generators.suffix.generator import SuffixCache, SuffixCandidateGenerator, SuffixOptions
-from hf_specdec.config import SpeculativeConfig
 from hf_specdec.errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
+from hf_specdec.settings import SpeculativeConfig
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "suffix"

@@ -10,7 +10,7 @@ from hf_specdec import demo, record
 from hf_specdec.candidate_generators.eagle.network import load_eagle
 from hf_specdec.candidate_generators.medusa.network import load_medusa
 from hf_specdec.candidate_generators.mlp_speculator.network import load_mlp_speculator
-from hf_specdec.config import SpeculativeConfig
+from hf_specdec.settings import SpeculativeConfig
 from tests.methods import CHECKPOINTS
 
 

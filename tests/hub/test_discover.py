@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from hf_specdec import SpeculativeConfig, cli
-from hf_specdec.config import AUTO
 from hf_specdec.hub import discover, discover_drafters
 from hf_specdec.hub.discover import METHOD_PREFERENCE, PLACES, RELATIONS, Access, Candidate, Search, Target, rank
+from hf_specdec.settings import AUTO
 from tests.models import letter_tokenizer, tiny_llama
 
 

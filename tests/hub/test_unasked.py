@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hf_specdec import SpecConfigError, SpecDecError, SpeculativeConfig, UnsupportedModelError, load_speculator, record
-from hf_specdec.config import describe_settings
 from hf_specdec.hub import trust
 from hf_specdec.hub.card import read_card
 from hf_specdec.hub.discover import Access, Search, Target
 from hf_specdec.hub.trust import may_be_published, one_line, sifted, why_not_unasked
+from hf_specdec.settings import describe_settings
 from tests.hub.test_discover import EAGLE, FIXTURES, card_of
 from tests.models import prompts, tiny_llama
 

@@ -24,12 +24,12 @@ from ...drafts import DraftTree
 from ...errors import SpecConfigError
 from ...token_trees import MAX_NODES
 from ...transfers import upload
+from ...validation import check_bounds
 from ..base import CandidateGenerator, Commit, DraftStep, Lookups, Prompt, Session
-from ..options import check_bounds
 
 
 if TYPE_CHECKING:
-    from ...config import SpeculativeConfig
+    from ...settings import SpeculativeConfig
 
 
 # Tokens, of all rows together, that the second drafter has at most not been told of.

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from transformers.utils import logging
 
-from ...config import MOST_INTEGER
 from ...drafting.graphs import begin_graphs
 from ...drafting.slots import DraftInputs, DraftSlots, Entries, KnownPrompt
 from ...drafting.tensors import last_of_each
@@ -27,8 +26,8 @@ from ...drafts import DraftTree
 from ...errors import SpecConfigError
 from ...logits.acceptance import best_tokens
 from ...token_trees import MAX_NODES
+from ...validation import MOST_INTEGER, check_bounds, check_draft_sample_method
 from ..base import CandidateGenerator, Commit, DraftStep, Prompt, Session
-from ..options import check_bounds, check_draft_sample_method
 from .denoising import Denoising, keep_counts
 from .formats import BlockView
 from .functional import FunctionalDFlash, lean_network

@@ -41,8 +41,8 @@ from .formats import BlockView, DFlashCheckpoint, DFlashConfig
 
 
 if TYPE_CHECKING:
-    from ...config import SpeculativeConfig
     from ...decoding.cache import SlotCache
+    from ...settings import SpeculativeConfig
 
 
 # How tokenizers spell a mask token where the checkpoint does not say it.

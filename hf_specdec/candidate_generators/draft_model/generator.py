@@ -31,8 +31,8 @@ from ...logits.acceptance import best_tokens
 from ...logits.processors import ProcessorStack
 from ...logits.sampling import DraftSampler
 from ...transfers import PendingRead, upload
+from ...validation import check_bounds, check_draft_sample_method, check_flag
 from ..base import CandidateGenerator, Commit, DraftStep, Prompt, Session
-from ..options import check_bounds, check_draft_sample_method, check_flag
 from .network import Vocabularies, checkpoint_location, load_draft_model, match_vocabularies
 
 

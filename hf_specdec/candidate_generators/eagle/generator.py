@@ -38,8 +38,8 @@ from ...layers.lean import lean_forward
 from ...logits.acceptance import best_tokens
 from ...token_trees import MAX_NODES, TokenTree
 from ...transfers import select_rows, upload
+from ...validation import check_bounds, check_draft_sample_method, check_integers
 from ..base import CandidateGenerator, Commit, DraftStep, Prompt, Session
-from ..options import check_bounds, check_draft_sample_method, check_integers
 from .network import EagleNetwork, fitting_network, load_eagle
 
 

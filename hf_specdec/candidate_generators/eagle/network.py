@@ -41,8 +41,8 @@ from .formats import EagleCheckpoint, EagleConfig, stored_tensors
 
 
 if TYPE_CHECKING:
-    from ...config import SpeculativeConfig
     from ...decoding.cache import SlotCache
+    from ...settings import SpeculativeConfig
 
 
 class EagleNetwork(DraftNetwork):

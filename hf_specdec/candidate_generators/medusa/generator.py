@@ -27,13 +27,13 @@ from ...metrics import LOSSLESS_RULES
 from ...threads import Lock
 from ...token_trees import MAX_NODES, TokenTree, prior_accuracies
 from ...transfers import kept_on_device, select_rows, upload
+from ...validation import check_bounds, check_choice
 from ..base import CandidateGenerator, Commit, DraftStep, Prompt, Session
-from ..options import check_bounds, check_choice
 from .network import NUM_RANKS, MedusaHeads, fitting_heads, load_medusa
 
 
 if TYPE_CHECKING:
-    from ...config import SpeculativeConfig
+    from ...settings import SpeculativeConfig
 
 
 # Nodes of the published trees, and the most of a default one.

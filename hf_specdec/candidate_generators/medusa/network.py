@@ -39,7 +39,7 @@ from ...target_facts import vocabulary_size
 
 
 if TYPE_CHECKING:
-    from ...config import SpeculativeConfig
+    from ...settings import SpeculativeConfig
 
 
 # Ranks of a head's candidates whose accuracy a checkpoint may tell; no published tree asks for more.

@@ -28,8 +28,8 @@ from ...target_facts import vocabulary_size
 from ...threads import cached_property
 from ...token_trees import MAX_NODES, TokenTree
 from ...transfers import kept_on_device, select_rows, upload
+from ...validation import check_bounds, check_integers
 from ..base import CandidateGenerator, Commit, DraftStep, Prompt, Session
-from ..options import check_bounds, check_integers
 from .network import MLPSpeculator, MLPStage, fitting_speculator, load_mlp_speculator
 
 

@@ -34,7 +34,7 @@ from ...errors import CheckpointFormatError, SpecConfigError, shown
 
 
 if TYPE_CHECKING:
-    from ...config import SpeculativeConfig
+    from ...settings import SpeculativeConfig
 
 
 _PREFIX = "speculator."

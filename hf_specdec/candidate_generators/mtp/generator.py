@@ -32,10 +32,10 @@ from ...hub import detect
 from ...hub.files import RepoFiles
 from ...token_trees import TokenTree
 from ...transfers import select_rows, upload
+from ...validation import check_choice
 from ..base import Session
 from ..draft_model.network import load_draft_model
 from ..eagle.generator import OWN, DraftEntries, DynamicTree, EagleCandidateGenerator, ExtrapolationOptions
-from ..options import check_choice
 from .network import MtpNetwork, fitting_network, load_mtp, placed
 
 

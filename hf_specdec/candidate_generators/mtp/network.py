@@ -36,8 +36,8 @@ from .formats import MTP_LAYOUT, WIDTH_KEY, MtpCheckpoint, MtpConfig, nested_con
 
 
 if TYPE_CHECKING:
-    from ...config import SpeculativeConfig
     from ...decoding.cache import SlotCache
+    from ...settings import SpeculativeConfig
 
 
 # The model types of targets whose decoder layers have been checked as MTP layers.

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...drafts import DraftTree
 from ...errors import SpecConfigError
+from ...validation import check_bounds, check_choice
 from ..base import CandidateGenerator, Commit, DraftStep, Lookups, Prompt, Session
-from ..options import check_bounds, check_choice
 from .index import NgramIndex
 
 
 if TYPE_CHECKING:
-    from ...config import SpeculativeConfig
+    from ...settings import SpeculativeConfig
 
 
 # Without a fixed n-gram range, a match of l tokens is trusted for so many times l draft tokens.

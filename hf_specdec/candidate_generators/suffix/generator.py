@@ -26,15 +26,15 @@ from ...drafts import DraftTree, node_depths
 from ...errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
 from ...threads import Lock
 from ...token_trees import MAX_NODES
+from ...validation import check_bounds, check_flag, check_number
 from ..base import CandidateGenerator, Commit, DraftStep, Lookups, Prompt, Session
-from ..options import check_bounds, check_flag, check_number
 
 
 if TYPE_CHECKING:
     import torch
     from arctic_inference.suffix_decoding import SuffixDecodingCache, SuffixDecodingDraft
 
-    from ...config import SpeculativeConfig
+    from ...settings import SpeculativeConfig
 
 
 # The first release whose calls are known to be the ones used here; the oldest have no suffix trees at all.

@@ -1,0 +1,81 @@
+"""Settings for other engines: vLLM's `--speculative-config`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.utils import logging
+
+from ..candidate_generators import resolve_candidate_generator
+from ..errors import SpecConfigError, shown
+from ..settings import AUTO, SpeculativeConfig
+
+
+logger = logging.get_logger(__name__)
+
+# Methods of vLLM 0.33 and its keys of --speculative-config; it refuses all others.
+_VLLM_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "dflash")
+_VLLM_KEYS = frozenset(
+    {
+        "method",
+        "model",
+        "num_speculative_tokens",
+        "draft_tensor_parallel_size",
+        "quantization",
+        "num_speculative_tokens_per_batch_size",
+        "max_model_len",
+        "revision",
+        "code_revision",
+        "enforce_eager",
+        "disable_padded_drafter_batch",
+        "rejection_sample_method",
+        "draft_sample_method",
+        "prompt_lookup_min",
+        "prompt_lookup_max",
+        "suffix_decoding_max_tree_depth",
+        "suffix_decoding_max_cached_requests",
+        "suffix_decoding_max_spec_factor",
+        "suffix_decoding_min_token_prob",
+        "synthetic_acceptance_rates",
+        "synthetic_acceptance_length",
+    }
+)
+
+
+def to_vllm(config: SpeculativeConfig) -> dict[str, Any]:
+    """A configuration as vLLM's `--speculative-config` takes it; see [`SpeculativeConfig.to_vllm`]."""
+    if config.method is None:
+        raise SpecConfigError(
+            f"The method of `model`={shown(config.model)} has not been read yet. Name it, or call "
+            "SpeculativeConfig.resolve() first."
+        )
+    if config.method not in _VLLM_METHODS:
+        raise SpecConfigError(f"vLLM has no method {shown(config.method)}. It knows: {', '.join(_VLLM_METHODS)}.")
+    if config.rejection_sample_method == "typical":
+        raise SpecConfigError("vLLM has no rejection_sample_method='typical'. Use 'standard' or 'block'.")
+    if config.subfolder is not None:
+        raise SpecConfigError(
+            f"vLLM cannot load a draft model from `subfolder`={shown(config.subfolder)} of a repository. "
+            "Save it to a folder of its own and name that as `model`."
+        )
+    settings = config.to_dict()
+    if config.num_speculative_tokens == AUTO:
+        logger.warning("vLLM does not adapt `num_speculative_tokens`; the method's default is given.")
+        del settings["num_speculative_tokens"]
+    settings.setdefault(
+        "num_speculative_tokens", resolve_candidate_generator(config.method).default_length(config.options)
+    )
+    lengths = config.num_speculative_tokens_per_batch_size
+    if lengths is not None:
+        # vLLM wants ranges; the last one holds for everything above it there, too.
+        ends = [first - 1 for first, _ in lengths[1:]] + [lengths[-1][0]]
+        settings["num_speculative_tokens_per_batch_size"] = [[a, b, k] for (a, k), b in zip(lengths, ends)]
+        settings["num_speculative_tokens"] = max(settings["num_speculative_tokens"], max(k for _, k in lengths))
+    if config.quantization == "bitsandbytes_4bit":
+        settings["quantization"] = "bitsandbytes"
+    unknown = settings.keys() - _VLLM_KEYS
+    if config.quantization in ("bitsandbytes_fp4", "bitsandbytes_8bit"):
+        unknown |= {"quantization"}
+    if unknown:
+        logger.warning(f"vLLM has no counterpart of these settings, they are left out: {', '.join(sorted(unknown))}.")
+    return {key: value for key, value in settings.items() if key not in unknown}

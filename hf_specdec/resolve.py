@@ -1,0 +1,128 @@
+"""Settings from whatever names them: a dict, JSON, the name of a method, a file, a folder or a repository.
+
+[`SpeculativeConfig`] checks settings that are given by name; this module finds them, also in checkpoints and on the
+Hub.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.utils.hub import cached_file
+
+from .candidate_generators import KNOWN_METHODS, METHOD_ALIASES, available_methods, is_method_name
+from .errors import SpecConfigError, shown
+from .hub.detect import detect_method
+from .hub.inspect import method_for_target
+from .hub.published import published_config, with_saved_settings
+from .reading import parse_json, read_text, reading_settings
+from .settings import AUTO, CONFIG_NAME, SpeculativeConfig, merged
+
+
+def resolve(value: Any, overrides: Mapping[str, Any], target_config: PretrainedConfig | None) -> SpeculativeConfig:
+    """The configuration that a user's `value` means, with a method; see [`SpeculativeConfig.resolve`]."""
+    overrides = {key: item for key, item in overrides.items() if item is not None}
+    with reading_settings(value, overrides):
+        if isinstance(value, SpeculativeConfig) and not overrides:
+            config = value
+        else:
+            config = SpeculativeConfig(**merged(_read_settings(value), overrides))
+        if config.method is None:
+            config = with_saved_settings(config)
+        if config.method is None:
+            method = detect_method(config, target_config=target_config)
+            config = config.replace(method=method_for_target(config, method, target_config))
+        if target_config is not None:
+            longest = getattr(target_config.get_text_config(), "max_position_embeddings", None)
+            config.check_against_target(longest)
+        return config
+
+
+def read_pretrained(path_or_repo: str | os.PathLike, revision: str | None) -> SpeculativeConfig:
+    """The configuration in a `speculation_config.json`; see [`SpeculativeConfig.from_pretrained`]."""
+    with reading_settings(path_or_repo):
+        path, is_published = Path(path_or_repo), False
+        if not path.is_file():
+            # Beside a checkpoint and on the Hub they are those of whoever made it.
+            is_published = not path.is_dir() or (path / "config.json").is_file()
+            try:
+                path = Path(cached_file(str(path_or_repo), CONFIG_NAME, revision=revision))
+            except OSError as error:
+                raise SpecConfigError(
+                    f"No {CONFIG_NAME} found in {shown(path_or_repo)}: {error} Pass a folder written by "
+                    "save_pretrained(), or name the method."
+                ) from error
+        settings = _read_json_file(path)
+        if is_published:
+            return published_config(settings, f"{CONFIG_NAME} of '{path_or_repo}'")
+        return SpeculativeConfig.from_dict(settings)
+
+
+def _read_settings(value: Any) -> dict[str, Any]:
+    """The flat settings of anything that `SpeculativeConfig.resolve` takes."""
+    if value is None:
+        return {}
+    if isinstance(value, SpeculativeConfig):
+        return value.to_dict(secrets=True)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, os.PathLike):
+        return _read_path(os.fspath(value))
+    if isinstance(value, str):
+        return _read_text(value.strip())
+    raise SpecConfigError(
+        "Speculation is set by a SpeculativeConfig, a dict, JSON text, the name of a method, a repo id or a path, got "
+        f"{type(value).__name__}. A loaded draft model or speculator goes to `assistant=`."
+    )
+
+
+def _read_text(text: str) -> dict[str, Any]:
+    if text.startswith("{"):
+        return _read_json(text, "the JSON text")
+    if not text:
+        raise SpecConfigError("Speculation needs a method or a model, got an empty string.")
+    if text == AUTO or is_method_name(text):
+        return {"method": text}
+    if "/" not in text and not os.path.exists(text):
+        names = [*dict.fromkeys([*KNOWN_METHODS, *available_methods(), *METHOD_ALIASES]), AUTO]
+        close = difflib.get_close_matches(text.lower(), names, n=1, cutoff=0.8)
+        if close:
+            raise SpecConfigError(
+                f"{shown(text)} is neither a method nor a local path. Did you mean '{close[0]}'? If it is a repo id, "
+                "pass it as `model`."
+            )
+    return _read_path(text)
+
+
+def _read_path(path: str) -> dict[str, Any]:
+    """The settings in a file, or a folder or repository as the model; what was saved in it is read with its method."""
+    return _read_json_file(Path(path)) if path.endswith(".json") else {"model": path}
+
+
+def _read_json_file(path: Path) -> dict[str, Any]:
+    try:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
+        raise SpecConfigError(
+            f"The settings in {shown(str(path))} cannot be read: {error}. Name a JSON file of settings."
+        ) from error
+    return _read_json(text, shown(str(path)))
+
+
+def _read_json(text: str, source: str) -> dict[str, Any]:
+    source = f"{source[0].upper()}{source[1:]}"
+    try:
+        settings = parse_json(text)
+    except ValueError as error:
+        raise SpecConfigError(
+            f"{source} is not valid JSON: {error}. Names and texts stand in double quotes, and true, false and null "
+            "are lower case."
+        ) from error
+    if not isinstance(settings, dict):
+        raise SpecConfigError(f"{source} must hold an object of settings, got {shown(settings)}.")
+    return settings

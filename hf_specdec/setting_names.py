@@ -1,0 +1,193 @@
+"""The flat names of settings: which there are, whose they are, and what other engines call them.
+
+Options of a method have a flat name, by default that of the field in its options class. Users give them beside the
+settings of all methods or inside of `options`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any
+
+from .candidate_generators import COMBINING, available_methods, parts_of, resolve_candidate_generator
+from .errors import SpecConfigError, SpecDecError, shown
+from .reading import plain_value
+
+
+# In a method's place: the drafter that is found for the target, or the method of the `model` that is named.
+AUTO = "auto"
+
+# Names that other engines, older versions of them, and transformers have for a setting.
+_NAMES_ELSEWHERE = {
+    "method": "speculative_method speculative_algorithm speculative_decoding_mode decoding_type spec_method spec_type",
+    "model": "speculative_model speculative_draft_model_path speculative_model_dir draft_model_path draft_model "
+    "assistant_model spec_model",
+    "num_speculative_tokens": "speculative_num_steps num_speculative_steps speculative_tokens max_draft_len draft_max "
+    "num_assistant_tokens prompt_lookup_num_tokens max_verification_set_size",
+    "speculative_token_tree": "speculative_num_draft_tokens speculative_eagle_topk medusa_choices eagle_choices",
+    "draft_tensor_parallel_size": "speculative_draft_tensor_parallel_size",
+    "quantization": "speculative_model_quantization speculative_draft_model_quantization",
+    "max_model_len": "speculative_max_model_len",
+    "revision": "speculative_model_revision speculative_draft_model_revision",
+    "disable_by_batch_size": "speculative_disable_by_batch_size",
+    "rejection_sample_method": "spec_decoding_acceptance_method acceptance_method",
+    "posterior_threshold": "typical_acceptance_sampler_posterior_threshold",
+    "posterior_alpha": "typical_acceptance_sampler_posterior_alpha",
+    "prompt_lookup_max": "ngram_prompt_lookup_max speculative_ngram_max_match_window_size max_matching_ngram_size",
+    "prompt_lookup_min": "ngram_prompt_lookup_min speculative_ngram_min_match_window_size",
+    "draft_confidence_threshold": "assistant_confidence_threshold",
+    "token": "use_auth_token hf_token",
+}
+_OTHER_NAMES = {other: name for name, others in _NAMES_ELSEWHERE.items() for other in others.split()}
+
+
+@dataclass(frozen=True)
+class PendingOptions:
+    """Options given before the method is known; they are checked once it has been read from the checkpoint."""
+
+    values: tuple[tuple[str, Any], ...] = ()
+
+
+def canonical_method(name: Any) -> str | None:
+    """A method by its own name, where it may be given by an alias.
+
+    Raises:
+        SpecConfigError: It is no text.
+    """
+    if name is not None and not isinstance(name, str):
+        raise SpecConfigError(f"`method` must be the name of a method, got {shown(name)} ({type(name).__name__}).")
+    return None if name is None else COMBINING.join(parts_of(name))
+
+
+def options_class(method: str) -> type:
+    """The dataclass of a method's own options."""
+    return resolve_candidate_generator(method).options_class
+
+
+def options_in(options: Any) -> list[Field]:
+    """The fields of an options class or object that are options."""
+    return [item for item in fields(options) if item.init]
+
+
+def option_fields(method: str) -> list[Field]:
+    """The fields of a method's own options; none of a method that does not exist."""
+    try:
+        return options_in(options_class(method))
+    except SpecDecError:
+        return []
+
+
+def key_of(item: Field) -> str:
+    """The flat name of an option."""
+    return item.metadata.get("key", item.name)
+
+
+def default_of(item: Field) -> Any:
+    """The default of an option, made anew where it has a factory."""
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def flattened(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat settings with the content of `options` (an options object or a mapping) among them."""
+    flat = dict(settings.items())
+    options = flat.pop("options", None)
+    if options is None:
+        options = {}
+    if isinstance(options, PendingOptions):
+        options = dict(options.values)
+    elif hasattr(options, "__dataclass_fields__"):
+        options = {key_of(item): getattr(options, item.name) for item in options_in(options)}
+    elif not isinstance(options, Mapping):
+        raise SpecConfigError(f"`options` must be a dict or the options object of a method, got {shown(options)}.")
+    unnamed = next((key for key in (*flat, *options) if not isinstance(key, str)), None)
+    if unnamed is not None:
+        raise SpecConfigError(f"The names of settings must be strings, got {shown(unnamed)}.")
+    twice = options.keys() & flat.keys()
+    if twice:
+        names = ", ".join(name[:100] for name in sorted(twice))
+        raise SpecConfigError(f"These settings are given twice, beside and inside `options`: {names}.")
+    flat.update(options)
+    return {str.__str__(key): plain_value(key[:100], value) for key, value in flat.items()}
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` on top, whichever of its two names an option is given by."""
+    base, changes = flattened(base), flattened(changes)
+    method = canonical_method(changes.get("method", base.get("method")))
+    if method in (None, AUTO):
+        return {**base, **changes}
+    return {**by_key(method, base), **by_key(method, changes)}
+
+
+def by_key(method: str, flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with the options under their flat names, not under the names of the dataclass fields.
+
+    Raises:
+        SpecConfigError: One is given under both.
+    """
+    keys = {item.name: key_of(item) for item in options_in(options_class(method))}
+    named = {}
+    for name, value in flat.items():
+        key = keys.get(name, name)
+        if key in named:
+            both = " and ".join(f"`{other}`" for other in flat if keys.get(other, other) == key)
+            raise SpecConfigError(f"{both} are two names of one setting. Keep one.")
+        named[key] = value
+    return named
+
+
+def check_is_named(flat: Mapping[str, Any]) -> None:
+    """Raises a [`SpecConfigError`] unless there is a method or a model; it names the setting that was meant."""
+    if flat["method"] is not None or flat["model"] is not None:
+        return
+    for key in flat.keys() - {"method", "model"}:
+        if key in _OTHER_NAMES:
+            raise SpecConfigError(_called_otherwise(key))
+        close = difflib.get_close_matches(key, ("method", "model"), n=1) if len(key) < 100 else []
+        if close:
+            raise SpecConfigError(f"Unknown setting `{key}`. Did you mean `{close[0]}`?")
+    raise SpecConfigError(
+        "Speculation needs a method or a model, got neither. Name a `method` such as 'ngram', or a draft `model` from "
+        "whose checkpoint the method is read."
+    )
+
+
+def _called_otherwise(key: str) -> str:
+    name = _OTHER_NAMES[key]
+    argument = f" (an argument of generate(): `spec_{name}`)" if name in ("method", "model") else ""
+    owners = [f"'{owner}'" for owner in option_owners().get(name, [])]
+    whose = f", a setting of method {' and '.join(owners)}" if owners else ""
+    return f"`{key}` is called `{name}` here{argument}{whose}. Rename it."
+
+
+def unknown_setting(method: str | None, key: str, options: Iterable[str], common: Iterable[str]) -> str:
+    """The message about a setting that does not exist.
+
+    Args:
+        method (`str`, *optional*): The method, as far as it is known.
+        key (`str`): What was given.
+        options (`Iterable[str]`): Names of the method's own options.
+        common (`Iterable[str]`): Names of the settings of all methods.
+    """
+    owners = option_owners().get(key, [])
+    whose = f"method='{method}'" if method else "Speculation"
+    if owners:
+        belongs = " and ".join(f"'{owner}'" for owner in owners)
+        return f"`{key}` belongs to method {belongs}, got {whose}. Leave it out, or change the method."
+    if key in _OTHER_NAMES:
+        return _called_otherwise(key)
+    close = difflib.get_close_matches(key[:100], [*common, *options], n=1)
+    hint = f" Did you mean '{close[0]}'?" if close else ""
+    own = f" Its own options are: {', '.join(options)}." if method and options else ""
+    return f"{whose} has no setting {shown(key)}.{hint}{own} The settings of all methods are: {', '.join(common)}."
+
+
+def option_owners() -> dict[str, list[str]]:
+    """The methods that have an option, by its name; for messages, because it imports every method."""
+    owners: dict[str, list[str]] = {}
+    for method in available_methods():
+        for name in sorted({name for item in option_fields(method) for name in (item.name, key_of(item))}):
+            owners.setdefault(name, []).append(method)
+    return owners

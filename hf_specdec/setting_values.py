@@ -1,0 +1,126 @@
+"""Settings with several spellings, each brought into the one form that is kept.
+
+Every function takes what a user has written for one setting, returns its value, and leaves `None` as it is. What is
+none of the spellings raises a [`SpecConfigError`] with an example.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import SpecConfigError, shown
+from .validation import MOST_DRAFT_TOKENS, MOST_INTEGER, is_int, is_number
+
+
+QUANTIZATION_ALIASES = {
+    "bitsandbytes": "bitsandbytes_4bit",
+    "4bit": "bitsandbytes_4bit",
+    "nf4": "bitsandbytes_4bit",
+    "fp4": "bitsandbytes_fp4",
+    "8bit": "bitsandbytes_8bit",
+    "int8": "bitsandbytes_8bit",
+}
+
+
+def plain_path(value: Any) -> Any:
+    """A path as text; anything else as it is."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def torch_name(value: Any) -> Any:
+    """`torch.bfloat16` -> "bfloat16", `torch.device("cuda", 0)` -> "cuda:0"; anything else as it is."""
+    return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+
+
+def token_tree(value: Any) -> Any:
+    """A static tree as paths of child ranks, from every spelling of [`~token_trees.parse_token_tree`]."""
+    if value is None:
+        return None
+    from .token_trees import parse_token_tree
+
+    return parse_token_tree(value)
+
+
+def lengths_by_batch_size(value: Any) -> Any:
+    """Pairs of a number of rows and the length from there on, in increasing order; neighbours differ in length."""
+    if value is None:
+        return None
+    entries = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(entries, (list, tuple)) or not entries:
+        raise _wrong_lengths(value)
+    ranges = sorted(_range_of_rows(entry, value) for entry in entries)
+    last, pairs = 0, []
+    for first, end, length in ranges:
+        if first <= last:
+            raise SpecConfigError(
+                f"`num_speculative_tokens_per_batch_size` says twice what holds for {first} rows, got {shown(value)}. "
+                "Let its ranges not overlap."
+            )
+        last = end
+        if not pairs or pairs[-1][1] != length:
+            pairs.append((first, length))
+    if pairs[0][0] != 1:
+        raise SpecConfigError(
+            f"`num_speculative_tokens_per_batch_size` must begin at 1 row, got {shown(value)}, which begins at "
+            f"{pairs[0][0]}."
+        )
+    if not any(length for _, length in pairs):
+        raise SpecConfigError(
+            f"`num_speculative_tokens_per_batch_size` must allow drafts somewhere, got {shown(value)}. Leave "
+            "speculation out to generate without drafts."
+        )
+    return tuple(pairs)
+
+
+def _range_of_rows(entry: Any, value: Any) -> tuple[int, int, int]:
+    """First and last number of rows, and the length, of `(rows, k)` or `(first, last, k)`."""
+    if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3):
+        raise _wrong_lengths(value)
+    # JSON has only strings for the keys of a mapping.
+    numbers_given = [int(item) if isinstance(item, str) and item.isdecimal() else item for item in entry]
+    if not all(map(is_int, numbers_given)):
+        raise _wrong_lengths(value)
+    first, last, length = numbers_given if len(entry) == 3 else (numbers_given[0], *numbers_given)
+    if not 1 <= first <= last <= MOST_INTEGER or not 0 <= length <= MOST_DRAFT_TOKENS:
+        raise _wrong_lengths(value)
+    return int(first), int(last), int(length)
+
+
+def _wrong_lengths(value: Any) -> SpecConfigError:
+    return SpecConfigError(
+        "`num_speculative_tokens_per_batch_size` must be a list of [first, last, k], such as [[1, 8, 5], [9, 32, 2], "
+        "[33, 128, 0]] for numbers of rows and the draft tokens there, or a mapping from the number of rows from "
+        f"which on a k holds, {{1: 5, 9: 2, 33: 0}}; rows are at least 1, k is from 0 to {MOST_DRAFT_TOKENS}. "
+        f"Got {shown(value)}."
+    )
+
+
+def owners(value: Any) -> Any:
+    """Names on the Hub, from a list or a text with commas."""
+    if value is None:
+        return None
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise SpecConfigError(f"`trusted_owners` must be a list of users and organisations, got {shown(value)}.")
+    return tuple(filter(None, map(str.strip, names)))
+
+
+def acceptance_rates(value: Any) -> Any:
+    """Rates of acceptance by position, which never increase."""
+    if value is None:
+        return None
+    is_list = isinstance(value, (list, tuple)) and len(value) > 0
+    is_list = is_list and len(value) <= MOST_DRAFT_TOKENS
+    if not is_list or not all(is_number(rate) and 0 <= rate <= 1 for rate in value):
+        raise SpecConfigError(
+            "`synthetic_acceptance_rates` must be a list of numbers from 0 to 1, at most "
+            f"{MOST_DRAFT_TOKENS} of them, got {shown(value)}."
+        )
+    if any(later > earlier for earlier, later in zip(value, value[1:])):
+        raise SpecConfigError(
+            f"`synthetic_acceptance_rates` must not increase, got {shown(list(value))}: more draft tokens cannot be "
+            "accepted more often than fewer."
+        )
+    return tuple(float(rate) for rate in value)

@@ -1,0 +1,673 @@
+"""The settings of speculative decoding: one validated object, spelled as in serving engines.
+
+`SpeculativeConfig` holds what every method understands; `options` holds what only the chosen method understands, as
+the frozen dataclass that is declared beside the method. From outside both are one flat set of names, those of vLLM's
+`--speculative-config` where vLLM has the setting.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, NamedTuple, get_type_hints
+
+from .candidate_generators import KNOWN_METHODS, parts_of
+from .errors import SpecConfigError, is_access_token, shown
+from .reading import reading_settings
+from .setting_names import (
+    AUTO,
+    PendingOptions,
+    by_key,
+    canonical_method,
+    check_is_named,
+    default_of,
+    flattened,
+    key_of,
+    merged,
+    option_owners,
+    options_class,
+    options_in,
+    unknown_setting,
+)
+from .setting_values import (
+    QUANTIZATION_ALIASES,
+    acceptance_rates,
+    lengths_by_batch_size,
+    owners,
+    plain_path,
+    token_tree,
+    torch_name,
+)
+from .validation import (
+    MOST_DRAFT_TOKENS,
+    MOST_INTEGER,
+    as_annotated,
+    frozen,
+    is_json_value,
+    is_number,
+    thawed,
+    types_of,
+)
+
+
+CONFIG_NAME = "speculation_config.json"
+
+METHODS_WITHOUT_MODEL = ("ngram", "suffix")
+TREE_METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3", "mtp")
+
+# Settings that only one acceptance rule reads.
+_RULE_OF_SETTING = {
+    "posterior_threshold": "typical",
+    "posterior_alpha": "typical",
+    "synthetic_acceptance_rates": "synthetic",
+    "synthetic_acceptance_length": "synthetic",
+}
+
+
+class Setting(NamedTuple):
+    """One documented setting: its flat name, its type and default as text, and what it does."""
+
+    key: str
+    type: str
+    default: str
+    help: str
+
+
+def _setting(
+    default: Any,
+    help: str,
+    *,
+    minimum=None,
+    maximum=None,
+    normalize=None,
+    aliases: Mapping[str, str] | None = None,
+    describes_model: bool = False,
+    is_secret: bool = False,
+) -> Any:
+    metadata = {"help": help, "normalize": normalize, "aliases": aliases or {}, "minimum": minimum, "maximum": maximum}
+    metadata |= {"describes_model": describes_model, "is_secret": is_secret}
+    return field(default=default, metadata=metadata, compare=not is_secret)
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class SpeculativeConfig:
+    """The method, its draft model, and their settings. Immutable, comparable and hashable.
+
+    The constructor takes all settings by their flat names, those of the method included; `SpeculativeConfig.resolve`
+    also takes a dict, JSON, the name of a method, a repo id or a path.
+
+    ```python
+    SpeculativeConfig(method="ngram", num_speculative_tokens=8, prompt_lookup_max=4)
+    SpeculativeConfig.resolve({"method": "suffix", "suffix_decoding_max_tree_depth": 64})
+    SpeculativeConfig.resolve("path/to/draft-model")
+    ```
+
+    The settings are the fields below: their `help` says what each does, and `describe_settings()` and
+    docs/configuration.md list them.
+
+    Attributes:
+        options (`Any`):
+            The method's own options, an instance of its `options_class` ([`PendingOptions`] while `method` is `None`).
+
+    Raises:
+        SpecConfigError: A setting is unknown, has the wrong type, is out of range or contradicts another.
+    """
+
+    method: str | None = _setting(
+        None,
+        "Name of the method. Left out, it is read from the checkpoint of `model`. `auto` finds a drafter for the "
+        "target. `suffix+eagle3` combines one that retrieves (`suffix`, `ngram`) with one that drafts with weights.",
+    )
+    model: str | None = _setting(
+        None,
+        "Repo id or local folder of the draft model or draft head.",
+        normalize=plain_path,
+        describes_model=True,
+    )
+    num_speculative_tokens: int | Literal["auto"] | None = _setting(
+        None,
+        "Speculation length k: draft tokens of a chain per cycle, from 1 to 1024. `auto`: in each cycle the length "
+        "that pays, down to plain decoding. Left out, the method's default.",
+        minimum=1,
+        maximum=MOST_DRAFT_TOKENS,
+    )
+    num_speculative_tokens_per_batch_size: tuple | None = _setting(
+        None,
+        "Most draft tokens by the number of active rows: `[[1, 8, 5], [9, 32, 2], [33, 128, 0]]` (first, last, k; 0: "
+        "none) or `{1: 5, 9: 2, 33: 0}` (from so many rows on). The last k holds for all larger batches. Of trees, "
+        "the depth.",
+        normalize=lengths_by_batch_size,
+    )
+    speculative_token_tree: tuple | None = _setting(
+        None,
+        "Static draft tree: paths of child ranks `[(0,), (1,), (0, 0)]`, parents `[0, 0, 1]` (0: the anchor), "
+        "SGLang's `{'num_steps': 3, 'topk': 4, 'num_draft_tokens': 16}`, text of one of these, or the name of a "
+        f"published tree. For the methods that draft trees: {', '.join(TREE_METHODS)}.",
+        normalize=token_tree,
+    )
+    draft_tensor_parallel_size: int = _setting(
+        1,
+        "Processes that hold parts of the draft model: 1, every process has all of it, or those of a loaded draft "
+        "model that is passed as `assistant`.",
+        minimum=1,
+    )
+    quantization: Literal["bitsandbytes_4bit", "bitsandbytes_fp4", "bitsandbytes_8bit"] | None = _setting(
+        None,
+        "Quantise the draft model on loading: `bitsandbytes_4bit` (NF4; also `bitsandbytes`, `4bit`, `nf4`), "
+        "`bitsandbytes_fp4` (`fp4`) or `bitsandbytes_8bit` (`8bit`, `int8`).",
+        aliases=QUANTIZATION_ALIASES,
+        describes_model=True,
+    )
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] | None = _setting(
+        None,
+        "Data type of the draft model; `auto` takes the checkpoint's. Left out, the target's.",
+        normalize=torch_name,
+        describes_model=True,
+    )
+    device: str | None = _setting(
+        None,
+        "Device of the draft model, e.g. `cuda:1`. Left out, the target's.",
+        normalize=torch_name,
+        describes_model=True,
+    )
+    max_model_len: int | None = _setting(
+        None,
+        "Longest sequence in tokens that is drafted for; a longer row goes on without drafts. "
+        "Left out, the limits of the models.",
+        minimum=1,
+    )
+    revision: str | None = _setting(
+        None,
+        "Branch, tag or commit of the draft model's repository.",
+        describes_model=True,
+    )
+    code_revision: str | None = _setting(
+        None,
+        "Branch, tag or commit of the draft model's remote code, if that is kept in another repository.",
+        describes_model=True,
+    )
+    subfolder: str | None = _setting(
+        None,
+        "Folder inside the repository that holds the draft model.",
+        describes_model=True,
+    )
+    cache_dir: str | None = _setting(
+        None,
+        "Folder where downloads are kept. Left out, the Hub's cache.",
+        normalize=plain_path,
+        describes_model=True,
+    )
+    local_files_only: bool = _setting(
+        False,
+        "Take the draft model from the cache, and ask nothing of the Hub.",
+        describes_model=True,
+    )
+    token: str | bool | None = _setting(
+        None,
+        "Access token for private and gated repositories. Left out, that of the login. It is never saved.",
+        describes_model=True,
+        is_secret=True,
+    )
+    trust_remote_code: bool = _setting(
+        False,
+        "Whether code from the draft model's repository may run.",
+        describes_model=True,
+    )
+    trusted_owners: tuple | None = _setting(
+        None,
+        "Owners on the Hub whose drafters may be taken where no `model` is named, e.g. `['google', 'Qwen']`. Left "
+        "out, all, as far as the environment variable HF_SPECDEC_TRUSTED_OWNERS allows them.",
+        normalize=owners,
+        describes_model=True,
+    )
+    enforce_eager: bool = _setting(
+        False,
+        "Launch every forward from Python, and capture nothing in CUDA graphs. Nothing is captured on a CPU.",
+    )
+    control_profile: str | None = _setting(
+        None,
+        "For `num_speculative_tokens='auto'`: file of `hf-specdec calibrate` to begin with. Left out, that of the "
+        "cache folder, if there is one.",
+        normalize=plain_path,
+    )
+    disable_by_batch_size: int | None = _setting(
+        None,
+        "Generate without drafts where the batch has more rows than this.",
+        minimum=1,
+    )
+    disable_padded_drafter_batch: bool = _setting(
+        False,
+        "Accepted for configurations of serving engines. Rows are never padded to each other here, so it changes "
+        "nothing.",
+    )
+    rejection_sample_method: Literal["standard", "block", "typical", "synthetic"] = _setting(
+        "standard",
+        "Acceptance rule. `standard` and `block` keep the target's distribution exactly; `block` judges a sampled "
+        "chain as a whole and accepts at least as much. `typical` (Medusa's) changes the distribution; `synthetic` "
+        "accepts at given rates whatever the tokens are, for timing: its text is meaningless.",
+    )
+    posterior_threshold: float = _setting(
+        0.09,
+        "Epsilon of `typical`: a draft token of more probability is always kept. From 0 to 1.",
+        minimum=0,
+        maximum=1,
+    )
+    posterior_alpha: float = _setting(
+        0.3,
+        "Delta of `typical`: so is a draft token of more probability than this times exp(-entropy).",
+        minimum=0,
+    )
+    synthetic_acceptance_rates: tuple | None = _setting(
+        None,
+        "For `synthetic`: the chance that the first 1, 2, ... draft tokens are accepted, e.g. `[0.8, 0.6, 0.5]`. "
+        "Never increasing; 0 behind the last one.",
+        normalize=acceptance_rates,
+    )
+    synthetic_acceptance_length: float | None = _setting(
+        None,
+        "For `synthetic`, instead of the rates: tokens committed per verification, at least 1.",
+        minimum=1,
+        maximum=MOST_DRAFT_TOKENS + 1,
+    )
+    options: Any = field(default=PendingOptions(), metadata={"help": "The options of the method, as an object."})
+
+    def __init__(self, /, method: str | None = None, model: str | os.PathLike | None = None, **settings):
+        with reading_settings(settings):
+            flat = flattened({"method": method, "model": model, **settings})
+            flat.update(_without_placeholder(flat["method"], flat["model"]))
+            check_is_named(flat)
+            hints = _type_hints(SpeculativeConfig)
+            for setting in _common_fields():
+                value = _checked(setting, flat.pop(setting.name, None), hints[setting.name])
+                object.__setattr__(self, setting.name, value)
+            self._check_combinations()
+            object.__setattr__(self, "options", _build_options(self.method, flat))
+
+    def __reduce__(self):
+        # Not even a process of the same user is handed the token.
+        return SpeculativeConfig.from_dict, (self.to_dict(),)
+
+    def __copy__(self) -> SpeculativeConfig:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> SpeculativeConfig:
+        return self
+
+    @classmethod
+    def resolve(cls, /, value: Any = None, *, target_config: Any = None, **overrides) -> SpeculativeConfig:
+        """The configuration that a user's `value` means.
+
+        Args:
+            value (`SpeculativeConfig`, `dict`, `str` or `os.PathLike`, *optional*):
+                A configuration; a dict of flat settings, or the same as JSON text; the name of a method; a folder or
+                file written by [`~SpeculativeConfig.save_pretrained`]; or the repo id or folder of a draft model.
+            target_config (`PretrainedConfig`, *optional*):
+                The target's configuration. Given, the settings are checked against it.
+            overrides:
+                Flat settings that take precedence over those of `value`; `None` means not given.
+
+        Returns:
+            `SpeculativeConfig` with a method. Where none was named it is read from the checkpoint of `model`, with the
+            other settings that were saved there; "auto" stays until there is a target, see [`load_speculator`].
+
+        Raises:
+            SpecConfigError: `value` cannot be understood, or a setting is wrong.
+        """
+        from .resolve import resolve
+
+        return resolve(value, overrides, target_config)
+
+    @property
+    def fixed_length(self) -> int | None:
+        """`num_speculative_tokens` where it is a number; `None` where it is left out or "auto"."""
+        return None if self.num_speculative_tokens == AUTO else self.num_speculative_tokens
+
+    def most_tokens(self, num_rows: int) -> int | None:
+        """What `num_speculative_tokens_per_batch_size` says for so many active rows; `None` without it."""
+        lengths = self.num_speculative_tokens_per_batch_size
+        return None if lengths is None else next(k for first, k in reversed(lengths) if first <= num_rows)
+
+    def replace(self, /, **changes) -> SpeculativeConfig:
+        """A copy with some settings changed.
+
+        When the method changes, the options of the old one are left behind, and so are the settings of the old
+        acceptance rule when that changes.
+        """
+        base, changes = self.to_dict(secrets=True), flattened(changes)
+        new_method = canonical_method(changes.get("method", self.method))
+        if self.method not in (None, AUTO) and new_method != self.method:
+            common = {setting.name for setting in _common_fields()}
+            base = {key: value for key, value in base.items() if key in common}
+        new_rule = changes.get("rejection_sample_method", self.rejection_sample_method)
+        base = {key: value for key, value in base.items() if _RULE_OF_SETTING.get(key, new_rule) == new_rule}
+        return type(self)(**merged(base, changes))
+
+    def for_method(self, method: str, **defaults) -> SpeculativeConfig:
+        """The settings of a configuration that named no method, as far as this one has them.
+
+        Args:
+            method (`str`): The method.
+            defaults: Flat settings that hold where this configuration says nothing, as far as the method has them.
+        """
+        known = {name for item in options_in(options_class(method)) for name in (item.name, key_of(item))}
+        known |= {setting.name for setting in _common_fields() if _concerns(setting, method)}
+        settings = {key: value for key, value in self.to_dict(secrets=True).items() if key in known}
+        defaults = {key: value for key, value in defaults.items() if key in known}
+        return type(self)(**merged(defaults, {**settings, "method": method}))
+
+    def check_against_target(self, max_position_embeddings: int | None = None, num_heads: int | None = None) -> None:
+        """Checks the settings against the numbers of loaded models.
+
+        Args:
+            max_position_embeddings (`int`, *optional*): Longest context of the target in tokens; `None` if unlimited.
+            num_heads (`int`, *optional*): Draft heads of the checkpoint, for methods that draft one token a head.
+
+        Raises:
+            SpecConfigError: A setting does not fit; the message has both numbers.
+        """
+        k, longest = self.fixed_length, self.max_model_len
+        if num_heads is not None and k is not None and k > num_heads:
+            raise SpecConfigError(
+                f"`num_speculative_tokens`={k} is more than the {num_heads} heads of the {self.method} checkpoint. "
+                f"Use at most {num_heads}, or leave it out."
+            )
+        if max_position_embeddings is None:
+            return
+        if k is not None and k >= max_position_embeddings:
+            raise SpecConfigError(
+                f"`num_speculative_tokens`={k} does not fit the target's context of {max_position_embeddings} tokens. "
+                f"Use at most {max_position_embeddings - 1}."
+            )
+        if longest is not None and longest > max_position_embeddings:
+            raise SpecConfigError(
+                f"`max_model_len`={longest} is longer than the target's context of {max_position_embeddings} tokens. "
+                f"Use at most {max_position_embeddings}, or leave it out."
+            )
+
+    def to_dict(self, *, defaults: bool = False, secrets: bool = False) -> dict[str, Any]:
+        """The flat settings as plain Python and JSON types. `from_dict` gives back an equal configuration.
+
+        Args:
+            defaults (`bool`, defaults to `False`): Also settings that have their default value.
+            secrets (`bool`, defaults to `False`): Also `token`, which must not get into files and logs.
+        """
+        return {
+            key: thawed(value)
+            for key, value, default in self._flat_items(secrets)
+            if defaults or default is MISSING or value != default
+        }
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> SpeculativeConfig:
+        """The configuration of a dict of flat settings."""
+        if not isinstance(settings, Mapping):
+            raise SpecConfigError(f"from_dict() needs a dict of settings, got {type(settings).__name__}.")
+        with reading_settings(settings):
+            return cls(**merged(settings, {}))
+
+    def save_pretrained(self, save_directory: str | os.PathLike) -> Path:
+        """Writes `speculation_config.json` to a folder, which is made if needed, and returns the file's path."""
+        path = Path(save_directory) / CONFIG_NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def from_pretrained(cls, path_or_repo: str | os.PathLike, *, revision: str | None = None) -> SpeculativeConfig:
+        """Reads what [`~SpeculativeConfig.save_pretrained`] wrote.
+
+        Of settings on the Hub and of those beside a checkpoint only the shape of drafts is taken.
+
+        Args:
+            path_or_repo (`str` or `os.PathLike`): A folder, the file itself, or the id of a repository on the Hub.
+            revision (`str`, *optional*): Branch, tag or commit of the repository.
+        """
+        from .resolve import read_pretrained
+
+        return read_pretrained(path_or_repo, revision)
+
+    def to_vllm(self) -> dict[str, Any]:
+        """The same settings for vLLM's `--speculative-config`.
+
+        A setting that vLLM has no key for is left out with a warning; it changes speed, not text. k is always named,
+        because vLLM has no default for most methods.
+
+        Raises:
+            SpecConfigError: The method is unknown to vLLM or not yet resolved, or vLLM would not find the draft model.
+        """
+        from .hub.engines import to_vllm
+
+        return to_vllm(self)
+
+    def compute_hash(self) -> str:
+        """A name for this configuration in caches and logs: 16 hexadecimal digits.
+
+        Equal configurations have equal names, in every process and whichever way they were spelled.
+        """
+        text = json.dumps(self.to_dict(defaults=True), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __repr__(self) -> str:
+        return f"SpeculativeConfig({', '.join(f'{key}={value!r}' for key, value in self.to_dict().items())})"
+
+    def _flat_items(self, secrets: bool = False) -> Iterator[tuple[str, Any, Any]]:
+        """Flat name, value and default of every setting; pending options have no default."""
+        for setting in _common_fields():
+            if setting.metadata["is_secret"] and not secrets:
+                continue
+            yield setting.name, getattr(self, setting.name), setting.default
+        if isinstance(self.options, PendingOptions):
+            yield from ((key, value, MISSING) for key, value in self.options.values)
+        else:
+            for option in options_in(self.options):
+                yield key_of(option), getattr(self.options, option.name), default_of(option)
+
+    def _check_combinations(self) -> None:
+        self._check_acceptance_rule()
+        self._check_model_settings()
+        self._check_token_tree()
+        self._check_lengths()
+
+    def _check_acceptance_rule(self) -> None:
+        rule = self.rejection_sample_method
+        for setting in _common_fields():
+            owner = _RULE_OF_SETTING.get(setting.name)
+            value = getattr(self, setting.name)
+            if owner not in (None, rule) and value != setting.default:
+                raise SpecConfigError(
+                    f"`{setting.name}`={shown(value)} belongs to rejection_sample_method='{owner}', got '{rule}'. "
+                    "Leave it out, or change the rule."
+                )
+        given = [self.synthetic_acceptance_rates is not None, self.synthetic_acceptance_length is not None]
+        if rule == "synthetic" and sum(given) != 1:
+            raise SpecConfigError(
+                "rejection_sample_method='synthetic' needs either `synthetic_acceptance_rates` or "
+                f"`synthetic_acceptance_length`, got {'both' if all(given) else 'neither'}."
+            )
+
+    def _check_model_settings(self) -> None:
+        if self.method == AUTO:
+            self.check_can_be_found()
+        if self.method not in METHODS_WITHOUT_MODEL:
+            return
+        for setting in _common_fields():
+            value = getattr(self, setting.name)
+            if setting.metadata["describes_model"] and value != setting.default:
+                given = "" if setting.metadata["is_secret"] else f"={shown(value)}"
+                raise SpecConfigError(
+                    f"`{setting.name}`{given} is about a draft model, and method='{self.method}' drafts without "
+                    f"one. Leave out `{setting.name}`, or choose a method that has a draft model."
+                )
+
+    @property
+    def is_to_be_found(self) -> bool:
+        """Whether a drafter has to be found: the method has weights, and no model is named for it."""
+        if self.method in (None, AUTO) or self.model is not None:
+            return self.method == AUTO
+        drafting = parts_of(self.method)[-1]
+        # Layers of the target itself lie where the call says.
+        is_placed = drafting == "mtp" and (self.revision or self.subfolder)
+        return drafting in KNOWN_METHODS and drafting not in METHODS_WITHOUT_MODEL and not is_placed
+
+    def check_can_be_found(self) -> None:
+        """A drafter that is yet to be found has no place that could be named, and nobody knows its code.
+
+        Raises:
+            SpecConfigError: The settings speak of one.
+        """
+        for name in ("revision", "code_revision", "subfolder", "trust_remote_code"):
+            if getattr(self, name) not in (None, False):
+                raise SpecConfigError(
+                    f"`{name}`={shown(getattr(self, name))} is about a named `model`, and method='{self.method}' "
+                    f"finds one. Name the `model`, or leave out `{name}`."
+                )
+
+    def _check_lengths(self) -> None:
+        if self.control_profile is not None and self.num_speculative_tokens != AUTO:
+            raise SpecConfigError(
+                f"`control_profile`={shown(self.control_profile)} is for num_speculative_tokens='auto', got "
+                f"{shown(self.num_speculative_tokens)}. Leave it out, or set 'auto'."
+            )
+        k, lengths = self.fixed_length, self.num_speculative_tokens_per_batch_size
+        if lengths is None or k is None or self.speculative_token_tree is not None:
+            return
+        longest = max(length for _, length in lengths)
+        if longest > k:
+            raise SpecConfigError(
+                f"`num_speculative_tokens_per_batch_size` has k={longest}, more than `num_speculative_tokens`={k}, "
+                "which is the most. Raise or leave out `num_speculative_tokens`."
+            )
+
+    def _check_token_tree(self) -> None:
+        tree, k = self.speculative_token_tree, self.fixed_length
+        if tree is None:
+            return
+        # Of a combination the one with weights.
+        method = None if self.method is None else parts_of(self.method)[-1]
+        if method in KNOWN_METHODS and method not in TREE_METHODS:
+            raise SpecConfigError(
+                f"`speculative_token_tree` belongs to the methods that draft trees ({', '.join(TREE_METHODS)}), got "
+                f"method='{self.method}'. Leave it out and set `num_speculative_tokens`."
+            )
+        if k is not None and k != len(tree):
+            raise SpecConfigError(
+                f"`num_speculative_tokens`={k} and `speculative_token_tree` with {len(tree)} nodes contradict each "
+                "other. Leave out `num_speculative_tokens`, or give the tree's number of nodes."
+            )
+
+
+def describe_settings(method: str | None = None) -> list[Setting]:
+    """The documented settings of a method's own options, or without `method` those that all methods share."""
+    described = _common_fields() if method is None else options_in(options_class(method))
+    return [
+        Setting(key_of(item), _type_name(item), repr(default_of(item)), item.metadata.get("help", ""))
+        for item in described
+    ]
+
+
+def _without_placeholder(method: Any, model: Any) -> dict[str, Any]:
+    """Method and model, where the model may be the method's own name ("ngram", "[ngram]") for lack of a real one."""
+    method = canonical_method(method)
+    if method == AUTO and model is not None:
+        method = None
+    name = model.strip("[]") if isinstance(model, str) else None
+    if name in METHODS_WITHOUT_MODEL and method in (None, name):
+        return {"method": name, "model": None}
+    return {"method": method, "model": model}
+
+
+@cache
+def _common_fields() -> list[Field]:
+    """The settings of all methods."""
+    return [item for item in fields(SpeculativeConfig) if item.name != "options"]
+
+
+def _common_names() -> list[str]:
+    return [setting.name for setting in _common_fields()]
+
+
+def _concerns(setting: Field, method: str) -> bool:
+    """Whether a setting of all methods can be given together with this one."""
+    if method in METHODS_WITHOUT_MODEL and setting.metadata["describes_model"]:
+        return False
+    last = parts_of(method)[-1]
+    return setting.name != "speculative_token_tree" or last in TREE_METHODS or last not in KNOWN_METHODS
+
+
+def _type_name(item: Field) -> str:
+    if isinstance(item.type, str):
+        return item.type
+    return item.type.__name__ if type(item.type) is type else str(item.type).replace("typing.", "")
+
+
+def _build_options(method: str | None, flat: Mapping[str, Any]) -> Any:
+    """The options object of a method, from all settings that are not common ones."""
+    if method in (None, AUTO):
+        return _pending_options(flat)
+    own_class = options_class(method)
+    own = {key_of(item): item for item in options_in(own_class)}
+    hints = _type_hints(own_class)
+    values = {}
+    for key, value in by_key(method, flat).items():
+        if key not in own:
+            raise SpecConfigError(unknown_setting(method, key, own, _common_names()))
+        values[own[key].name] = _checked(own[key], value, hints[own[key].name])
+    try:
+        return own_class(**values)
+    except SpecConfigError as error:
+        raise SpecConfigError(_with_flat_names(str(error), own.values())) from error
+
+
+def _with_flat_names(message: str, options: Iterable[Field]) -> str:
+    """A message of an options class about its fields (in backticks), in the names that the user writes."""
+    for item in options:
+        message = message.replace(f"`{item.name}`", f"`{key_of(item)}`")
+    return message
+
+
+def _pending_options(flat: Mapping[str, Any]) -> PendingOptions:
+    """Options of a method that is not known yet: some method must have each of them."""
+    known = option_owners() if flat else {}
+    for key, value in flat.items():
+        if key not in known:
+            raise SpecConfigError(unknown_setting(None, key, known, _common_names()))
+        if not is_json_value(value):
+            raise SpecConfigError(
+                f"`{key}` must be a text, a finite number or a list of them, got {shown(value)} "
+                f"({type(value).__name__})."
+            )
+    return PendingOptions(tuple(sorted((key, frozen(value)) for key, value in flat.items())))
+
+
+def _checked(item: Field, value: Any, hint: Any) -> Any:
+    """The value in the type of its field and within its bounds; `None` is the default where it is no value itself."""
+    name, about, types = key_of(item), item.metadata, types_of(hint)
+    if value is None and NoneType not in types:
+        return default_of(item)
+    if normalize := about.get("normalize"):
+        value = normalize(value)
+    if about.get("is_secret") and not isinstance(value, types):
+        raise SpecConfigError(f"`{name}` must be a string, True, False or None, got a {type(value).__name__}.")
+    if is_access_token(value) and not about.get("is_secret"):
+        raise SpecConfigError(f"`{name}` has the form of an access token. Give that as `token`.")
+    aliases = about.get("aliases", {})
+    value = as_annotated(name, aliases.get(value, value) if isinstance(value, str) else value, hint, aliases)
+    if is_number(value):
+        minimum, maximum = about.get("minimum"), about.get("maximum")
+        maximum = MOST_INTEGER if maximum is None and isinstance(value, int) else maximum
+        if minimum is not None and value < minimum:
+            raise SpecConfigError(f"`{name}` must be at least {minimum}, got {shown(value)}.")
+        if maximum is not None and value > maximum:
+            raise SpecConfigError(f"`{name}` must be at most {maximum}, got {shown(value)}.")
+    return value
+
+
+@cache
+def _type_hints(dataclass_type: type) -> dict[str, Any]:
+    return get_type_hints(dataclass_type)

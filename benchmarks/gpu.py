@@ -50,10 +50,10 @@ from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
 from hf_specdec import Speculator, benchmarking, generate, record
+from hf_specdec.drafts import TokenTree
 from hf_specdec.errors import MissingDependencyError
 from hf_specdec.kernels._triton import HAS_TRITON, triton
 from hf_specdec.speculator import forget_speculators
-from hf_specdec.token_trees import TokenTree
 
 
 SECTIONS = ("checks", "verification", "decoding")

@@ -33,10 +33,9 @@ from hf_specdec import demo, load_speculator, record
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.graphs import CallGraphs, forget_graphs
 from hf_specdec.decoding.loop import DecodingLoop
-from hf_specdec.drafts import chain_topology
+from hf_specdec.drafts import TokenTree, chain_topology
 from hf_specdec.errors import MissingDependencyError
 from hf_specdec.kernels.tree_attention import SlotTree, pack_ancestors, tree_attention
-from hf_specdec.token_trees import TokenTree
 
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"

@@ -34,8 +34,8 @@ from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
 from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
+from hf_specdec.drafts import TokenTree
 from hf_specdec.target_facts import hidden_size, vocabulary_size
-from hf_specdec.token_trees import TokenTree
 from hf_specdec.training.heads import MedusaRecipe
 
 
@@ -398,7 +398,7 @@ class RandomNodesCandidateGenerator(CandidateGenerator):
         if max(depths) <= 0:
             return DraftTree.empty(len(depths), device)
         tokens = torch.randint(self.vocab_size, (len(depths), len(self.shape)), device=device)
-        return self.shape.draft(tokens, depths)
+        return DraftTree.of_shape(self.shape, tokens, depths)
 
 
 def random_nodes(shape: TokenTree, vocab_size: int, length: float) -> Speculator:

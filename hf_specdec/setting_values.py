@@ -35,10 +35,10 @@ def torch_name(value: Any) -> Any:
 
 
 def token_tree(value: Any) -> Any:
-    """A static tree as paths of child ranks, from every spelling of [`~token_trees.parse_token_tree`]."""
+    """A static tree as paths of child ranks, from every spelling of [`~drafts.parse_token_tree`]."""
     if value is None:
         return None
-    from .token_trees import parse_token_tree
+    from .drafts import parse_token_tree
 
     return parse_token_tree(value)
 

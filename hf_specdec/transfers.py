@@ -87,6 +87,12 @@ def upload(values: Sequence, device: torch.device) -> torch.LongTensor:
     return pinned.to(device, non_blocking=True)
 
 
+@kept_on_device
+def kept_tensor(values: tuple[int, ...], device: torch.device) -> torch.LongTensor:
+    """Integers as a tensor on `device`, kept for when the same are asked for again; not to be written to."""
+    return upload(values, device)
+
+
 def upload_together(device: torch.device, *tables: Sequence[int]) -> list[torch.LongTensor]:
     """Several lists of integers in one copy; each begins at a multiple of 16 bytes, which kernels are compiled for."""
     if device.type == "cpu":

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specdec.drafts import DraftTree, TreeTopology
-from hf_specdec.token_trees import TokenTree
+from hf_specdec.drafts import DraftTree, TokenTree, TreeTopology
 
 
 @st.composite
@@ -101,7 +100,7 @@ def test_drafts_that_the_host_knows():
     assert DraftTree.from_lists([[1, 2], [3]]).unknown_tables(tokens=True) == {}
     assert DraftTree.chain(torch.ones(2, 3, dtype=torch.long)).unknown_tables() == {}
     tree = TokenTree.from_paths([(0,), (1,), (0, 0)])
-    assert tree.draft(torch.ones(2, 3, dtype=torch.long), [2, 1]).unknown_tables() == {}
+    assert DraftTree.of_shape(tree, torch.ones(2, 3, dtype=torch.long), [2, 1]).unknown_tables() == {}
 
 
 @pytest.mark.parametrize("counts", [[3, 3], [1, 3], [0, 0]])
@@ -167,7 +166,7 @@ def test_a_smaller_tree_has_the_likeliest_nodes(size, batch_size, count, data):
 def test_a_smaller_static_tree_is_static(max_depths, count):
     tree = TokenTree.of_size(9, 3)
     tokens = torch.arange(2 * len(tree)).view(2, -1)
-    cut = tree.draft(tokens, max_depths).likeliest(count)
+    cut = DraftTree.of_shape(tree, tokens, max_depths).likeliest(count)
     assert cut.size <= count
     assert cut.shape is not None
     for row, depth in enumerate(max_depths):
@@ -176,7 +175,7 @@ def test_a_smaller_static_tree_is_static(max_depths, count):
         assert all(len(path) <= depth for path in paths)
         parents = [paths[parent] if parent >= 0 else () for parent in cut.parent_lists()[row]]
         assert parents == [path[:-1] for path in paths]
-    ranked = tree.draft(tokens).chances_by_rank()
+    ranked = DraftTree.of_shape(tree, tokens).chances_by_rank()
     assert ranked.tolist() == sorted(ranked.tolist(), reverse=True)
     assert ranked[0] == pytest.approx(0.6)
 

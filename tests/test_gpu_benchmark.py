@@ -26,8 +26,8 @@ from hf_specdec import benchmarking, demo, generate, record  # noqa: E402
 from hf_specdec.candidate_generators import KNOWN_METHODS  # noqa: E402
 from hf_specdec.decoding.functional import is_plain_llama  # noqa: E402
 from hf_specdec.decoding.graphs import CaptureBackend, forget_graphs  # noqa: E402
+from hf_specdec.drafts import TokenTree  # noqa: E402
 from hf_specdec.errors import MissingDependencyError  # noqa: E402
-from hf_specdec.token_trees import TokenTree  # noqa: E402
 from tests.tape import tape_everything  # noqa: E402
 
 

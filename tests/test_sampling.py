@@ -15,11 +15,11 @@ from transformers import LogitsProcessor
 
 from hf_specdec import CandidateGenerator, SpecDecError, SpeculativeConfig, Speculator, load_speculator, record
 from hf_specdec.candidate_generators.base import NoDrafts
+from hf_specdec.drafts import DraftTree, TokenTree
 from hf_specdec.kernels.acceptance import Acceptance
 from hf_specdec.kernels.sampling import sample_from_probs
 from hf_specdec.logits import rules
 from hf_specdec.logits.verifier import take_nodes
-from hf_specdec.token_trees import TokenTree
 from tests.models import VOCAB_SIZE, prompts, scripted_for, tiny_llama
 from tests.sampled import sampled_speculator
 from tests.scripted import scripted_speculator
@@ -264,7 +264,9 @@ class RankedTrees(CandidateGenerator):
 
     def propose(self, step):
         depths, ranks = torch.tensor(self.tree.depths) - 1, torch.tensor(self.tree.ranks)
-        return self.tree.draft(self.candidates[step.anchor_tokens][:, depths, ranks], step.max_draft_tokens)
+        return DraftTree.of_shape(
+            self.tree, self.candidates[step.anchor_tokens][:, depths, ranks], step.max_draft_tokens
+        )
 
 
 def ranked_tree(tree: TokenTree) -> Speculator:

@@ -13,9 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specdec.drafts import DraftTree, TreeTopology
+from hf_specdec.drafts import PUBLISHED_TREES, DraftTree, TokenTree, TreeTopology, parse_token_tree
 from hf_specdec.errors import SpecConfigError
-from hf_specdec.token_trees import PUBLISHED_TREES, TokenTree, parse_token_tree
 
 
 CPU = torch.device("cpu")
@@ -262,7 +261,7 @@ class TestGeometry:
     def test_without_nodes(self):
         tree = TokenTree(())
         assert (len(tree), tree.max_depth, tree.widths, tree.is_chain) == (0, 0, (), True)
-        draft = tree.draft(torch.zeros((2, 0), dtype=torch.long))
+        draft = DraftTree.of_shape(tree, torch.zeros((2, 0), dtype=torch.long))
         assert (draft.size, draft.num_nodes.tolist(), draft.topology.depths.tolist()) == (0, [0, 0], [0])
 
     def test_equal_trees_share_what_follows_from_them(self):
@@ -279,7 +278,7 @@ class TestDraft:
     def test_cut_to_the_rows_depths(self, tree, data):
         depths = data.draw(st.lists(st.integers(0, tree.max_depth + 2), min_size=1, max_size=4))
         tokens = torch.arange(len(depths) * len(tree)).view(len(depths), -1)
-        draft = tree.draft(tokens, depths)
+        draft = DraftTree.of_shape(tree, tokens, depths)
         for row, depth in enumerate(depths):
             kept = [node for node in range(len(tree)) if tree.depths[node] <= depth]
             assert draft.token_lists()[row] == tokens[row, kept].tolist()
@@ -302,14 +301,14 @@ class TestDraft:
         tree = TokenTree.published("mc_sim_7b_63")
         tokens = torch.arange(126).view(2, 63)
         for depths in (None, [4, 4], [4, 9]):
-            draft = tree.draft(tokens, depths)
+            draft = DraftTree.of_shape(tree, tokens, depths)
             assert torch.equal(draft.tokens, tokens)
             assert draft.shape is tree
             assert draft.num_nodes.tolist() == [63, 63]
             assert draft.topology is tree.topology(CPU)
 
     def test_chain(self):
-        draft = TokenTree.chain(4).draft(torch.arange(8).view(2, 4), [3, 1])
+        draft = DraftTree.of_shape(TokenTree.chain(4), torch.arange(8).view(2, 4), [3, 1])
         assert draft.is_chain
         assert draft.token_lists() == [[0, 1, 2], [4]]
         assert draft.topology.is_chain

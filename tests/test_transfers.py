@@ -14,13 +14,15 @@ from hf_specdec import transfers
 from hf_specdec.candidate_generators.medusa import generator as medusa
 from hf_specdec.candidate_generators.mlp_speculator import generator as mlp_speculator
 from hf_specdec.decoding import masks
-from hf_specdec.drafts import _node_indices, chain_parents, chain_topology, static_topology
+from hf_specdec.drafts import TokenTree, chain_topology, static_topology
+from hf_specdec.drafts.static import _levels
+from hf_specdec.drafts.topology import chain_parents
 from hf_specdec.kernels import cache, indexing
-from hf_specdec.token_trees import TokenTree, _levels, _parents_tensor
 from hf_specdec.transfers import (
     PendingRead,
     holding,
     kept_on_device,
+    kept_tensor,
     read_together,
     select_rows,
     upload,
@@ -100,13 +102,11 @@ TREE, CPU = TokenTree.chain(3), torch.device("cpu")
 
 KEPT = {
     indexing.arange: (3,),
-    masks._on_device: ((1, 2),),
+    kept_tensor: ((1, 2),),
     masks._padding_mask: ((1, 2), torch.float32),
-    _node_indices: ((0, 1),),
     chain_parents: (2,),
     chain_topology: (2,),
     static_topology: ((-1, -1, 0),),
-    _parents_tensor: ((-1, -1),),
     _levels: (TREE,),
     medusa._candidate_of_node: (TREE, 4),
     medusa._is_committed: ((1, 2), 3),

@@ -13,7 +13,7 @@ from hf_specdec import DraftTree, SpeculativeConfig, Speculator, record
 from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt
 from hf_specdec.decoding import functional
 from hf_specdec.decoding.functional import FunctionalSlotModel, slot_model
-from hf_specdec.token_trees import TokenTree
+from hf_specdec.drafts import TokenTree
 from tests.models import TINY, VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.scripted import Script, ScriptedCandidateGenerator
 
@@ -49,7 +49,7 @@ class TreeGenerator(ScriptedCandidateGenerator):
             self._tree_tokens(row, length, tree.max_depth, list(tree.parents))
             for row, length in zip(step.rows, step.lengths)
         ]
-        return tree.draft(torch.tensor(tokens), step.max_draft_tokens)
+        return DraftTree.of_shape(tree, torch.tensor(tokens), step.max_draft_tokens)
 
     def _dynamic(self, step: DraftStep) -> DraftTree:
         parents = [

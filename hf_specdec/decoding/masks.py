@@ -16,7 +16,7 @@ import torch
 
 from ..drafts import TreeTopology
 from ..kernels.tree_attention import SlotTree, pack_ancestors
-from ..transfers import kept_on_device, upload
+from ..transfers import kept_on_device, kept_tensor, upload
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class RowState:
 
     def starts_on(self, device: torch.device) -> torch.LongTensor:
         """The starts `(R,)`, which stay the same from cycle to cycle."""
-        return _on_device(tuple(self.starts), device)
+        return kept_tensor(tuple(self.starts), device)
 
     def visible(self, slots: torch.LongTensor, end: torch.LongTensor) -> torch.BoolTensor:
         """Which of the slots `(S',)` each row sees in front of `end` `(R, 1)`: `(R, S')`."""
@@ -90,18 +90,13 @@ def node_positions(topology: TreeTopology, rows: RowState) -> torch.LongTensor:
         return depths.expand(len(first), -1) + first[0]
     # Only the lengths change from cycle to cycle.
     lead = tuple(offset - start for start, offset in zip(rows.starts, rows.offsets))
-    return (rows.lengths_on(depths.device) + _on_device(lead, depths.device))[:, None] + depths
+    return (rows.lengths_on(depths.device) + kept_tensor(lead, depths.device))[:, None] + depths
 
 
 def slot_tree(topology: TreeTopology, rows: RowState) -> SlotTree:
     """The nodes of a forward for the tree attention kernel."""
     device = topology.depths.device
     return SlotTree(rows.lengths_on(device), rows.starts_on(device), ancestor_bits(topology), topology.depths)
-
-
-@kept_on_device
-def _on_device(values: tuple[int, ...], device: torch.device) -> torch.LongTensor:
-    return upload(values, device)
 
 
 def ancestor_bits(topology: TreeTopology) -> torch.LongTensor:

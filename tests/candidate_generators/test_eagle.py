@@ -17,8 +17,7 @@ from hf_specdec.candidate_generators.eagle.formats import EagleConfig
 from hf_specdec.candidate_generators.eagle.generator import DynamicTree, EagleCandidateGenerator
 from hf_specdec.candidate_generators.eagle.network import Eagle1Network, Eagle3Network
 from hf_specdec.decoding.target import captured_states
-from hf_specdec.drafts import DraftTree
-from hf_specdec.token_trees import TokenTree
+from hf_specdec.drafts import DraftTree, TokenTree
 from tests.architectures import tiny_model
 from tests.models import VOCAB_SIZE, prompts, tiny_llama
 from tests.statistics import chi_square_pvalue

@@ -24,11 +24,11 @@ from hf_specdec.candidate_generators.medusa.generator import MedusaOptions, Rank
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.functional import slot_model
-from hf_specdec.drafts import DraftTree
+from hf_specdec.drafts import PUBLISHED_TREES, DraftTree, TokenTree
+from hf_specdec.drafts.static import prior_accuracies
 from hf_specdec.kernels.acceptance import follow
 from hf_specdec.logits.acceptance import accept_typical, best_tokens
 from hf_specdec.speculator import Speculator
-from hf_specdec.token_trees import PUBLISHED_TREES, TokenTree, prior_accuracies
 from tests.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama, tiny_mistral
 
 

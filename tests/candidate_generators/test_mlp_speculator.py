@@ -16,7 +16,7 @@ from hf_specdec.candidate_generators.base import Commit, DraftStep, Session
 from hf_specdec.candidate_generators.mlp_speculator import generator as module
 from hf_specdec.candidate_generators.mlp_speculator.generator import GrowthPlan, MLPSpeculatorCandidateGenerator
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
-from hf_specdec.token_trees import TokenTree
+from hf_specdec.drafts import TokenTree
 from tests.models import VOCAB_SIZE, prompts, tiny_llama
 from tests.statistics import chi_square_pvalue
 from tests.test_sampling import (

@@ -12,8 +12,7 @@ from hf_specdec import SpecConfigError, demo, forget_speculators, load_speculato
 from hf_specdec.control import ControlProfile, LatencyModel
 from hf_specdec.control.calibration import SweepingController
 from hf_specdec.control.tree_size import TreeSize
-from hf_specdec.drafts import DraftTree
-from hf_specdec.token_trees import TokenTree
+from hf_specdec.drafts import DraftTree, TokenTree
 
 
 def latency_of(verify, rows=1, draft=0.0):

@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from hf_specdec.drafts import DraftTree
+from hf_specdec.drafts import DraftTree, TokenTree
 from hf_specdec.kernels.acceptance import follow, reject_chain
 from hf_specdec.kernels.sampling import sample_from_probs
 from hf_specdec.logits.acceptance import accept_synthetic, accept_typical, block_thresholds, reject_block
 from hf_specdec.logits.rules import conditional_rates, rates_of_length
-from hf_specdec.token_trees import TokenTree
 from tests.statistics import chi_square_pvalue
 
 
@@ -474,7 +473,7 @@ class TestTypical:
         shape = small if tree == "small" else TokenTree.published(tree)
         nodes = case[f"{tree}.tree_candidates"]
         scores = case[f"{tree}.tree_logits"] / temperature
-        acceptance = accept_typical(shape.draft(nodes[:, 1:]), scores, 0.09, 0.3)
+        acceptance = accept_typical(DraftTree.of_shape(shape, nodes[:, 1:]), scores, 0.09, 0.3)
         answer = f"{tree}.typical_t{temperature}"
         count = case[f"{answer}.accept_length"].item()
         assert acceptance.num_accepted.item() == count

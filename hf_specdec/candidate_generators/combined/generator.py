@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from ...control.clock import CycleClock
 from ...control.latency import LatencyModel
 from ...drafts import DraftTree
+from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
-from ...token_trees import MAX_NODES
 from ...transfers import upload
 from ...validation import check_bounds
 from ..base import CandidateGenerator, Commit, DraftStep, Lookups, Prompt, Session

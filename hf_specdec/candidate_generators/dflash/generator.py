@@ -23,9 +23,9 @@ from ...drafting.graphs import begin_graphs
 from ...drafting.slots import DraftInputs, DraftSlots, Entries, KnownPrompt
 from ...drafting.tensors import last_of_each
 from ...drafts import DraftTree
+from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...logits.acceptance import best_tokens
-from ...token_trees import MAX_NODES
 from ...validation import MOST_INTEGER, check_bounds, check_draft_sample_method
 from ..base import CandidateGenerator, Commit, DraftStep, Prompt, Session
 from .denoising import Denoising, keep_counts

@@ -32,11 +32,11 @@ from ...decoding.masks import FULL
 from ...drafting.graphs import begin_graphs
 from ...drafting.slots import DraftInputs, DraftSlots, Entries, KnownPrompt
 from ...drafting.tensors import last_of_each
-from ...drafts import DraftTree, renumbered
+from ...drafts import DraftTree, TokenTree, renumbered
+from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...layers.lean import lean_forward
 from ...logits.acceptance import best_tokens
-from ...token_trees import MAX_NODES, TokenTree
 from ...transfers import select_rows, upload
 from ...validation import check_bounds, check_draft_sample_method, check_integers
 from ..base import CandidateGenerator, Commit, DraftStep, Prompt, Session
@@ -435,7 +435,7 @@ class EagleCandidateGenerator(CandidateGenerator):
         tokens, parents, sizes, chances = grown
         if sizes is None:
             plan = self.plan.up_to(max(limits))
-            return plan.draft(tokens[:, : len(plan)].to(device), limits)
+            return DraftTree.of_shape(plan, tokens[:, : len(plan)].to(device), limits)
         deepest = len(sizes) - 1
         counts = [min(sizes[min(limit, deepest)], self.plan.total_tokens - 1) for limit in limits]
         tokens, parents, chances = (values[:, : max(counts)].to(device) for values in (tokens, parents, chances))

@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 
 from ...drafting.graphs import RowGraphs
-from ...drafts import DraftTree
+from ...drafts import DraftTree, TokenTree
+from ...drafts.static import MAX_NODES, prior_accuracies
 from ...errors import SpecConfigError
 from ...layers.draft_network import TargetParts
 from ...metrics import LOSSLESS_RULES
 from ...threads import Lock
-from ...token_trees import MAX_NODES, TokenTree, prior_accuracies
 from ...transfers import kept_on_device, select_rows, upload
 from ...validation import check_bounds, check_choice
 from ..base import CandidateGenerator, Commit, DraftStep, Prompt, Session
@@ -220,7 +220,7 @@ class MedusaCandidateGenerator(CandidateGenerator):
         if self.counts:
             self.candidates = best.transpose(0, 1)
         flat = best.flatten(1)
-        return tree.draft(flat.index_select(1, _candidate_of_node(tree, count, flat.device)), depths)
+        return DraftTree.of_shape(tree, flat.index_select(1, _candidate_of_node(tree, count, flat.device)), depths)
 
     def _best_tokens(self, depth: int, count: int) -> torch.LongTensor:
         """The `count` best tokens of each of the first `depth` heads, best first: `(B, D, C)`."""

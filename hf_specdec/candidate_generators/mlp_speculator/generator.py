@@ -21,12 +21,12 @@ from typing import Literal, NamedTuple
 import torch
 
 from ...drafting.graphs import RowGraphs
-from ...drafts import DraftTree, renumbered
+from ...drafts import DraftTree, TokenTree, renumbered
+from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...logits.acceptance import best_tokens
 from ...target_facts import vocabulary_size
 from ...threads import cached_property
-from ...token_trees import MAX_NODES, TokenTree
 from ...transfers import kept_on_device, select_rows, upload
 from ...validation import check_bounds, check_integers
 from ..base import CandidateGenerator, Commit, DraftStep, Prompt, Session
@@ -189,7 +189,7 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         drafted = self._draft(step, depth)
         if isinstance(drafted, ChosenNodes):
             return drafted.draft(limits, self.session.device)
-        return self.plan.up_to(depth).draft(drafted.to(self.session.device), limits)
+        return DraftTree.of_shape(self.plan.up_to(depth), drafted.to(self.session.device), limits)
 
     def _draft(self, step: DraftStep, depth: int) -> torch.LongTensor | ChosenNodes:
         """What the plan says up to a depth: tokens `(B, N)`, or nodes that differ from row to row."""

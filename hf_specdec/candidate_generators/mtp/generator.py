@@ -27,10 +27,10 @@ import torch.nn.functional as F
 
 from ...drafting.slots import DraftInputs, Entries
 from ...drafting.tensors import last_of_each
+from ...drafts import TokenTree
 from ...errors import SpecConfigError, UnsupportedModelError
 from ...hub import detect
 from ...hub.files import RepoFiles
-from ...token_trees import TokenTree
 from ...transfers import select_rows, upload
 from ...validation import check_choice
 from ..base import Session

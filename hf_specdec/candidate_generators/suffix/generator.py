@@ -23,9 +23,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ...drafts import DraftTree, node_depths
+from ...drafts.static import MAX_NODES
 from ...errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
 from ...threads import Lock
-from ...token_trees import MAX_NODES
 from ...validation import check_bounds, check_flag, check_number
 from ..base import CandidateGenerator, Commit, DraftStep, Lookups, Prompt, Session
 

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .drafts import DraftTree, TreeTopology, chain_topology, static_topology
-from .errors import SpecConfigError, shown
-from .threads import cached_property
-from .transfers import kept_on_device, upload
-from .validation import MOST_DRAFT_TOKENS
+from ..errors import SpecConfigError, shown
+from ..threads import cached_property
+from ..transfers import kept_on_device, upload
+from ..validation import MOST_DRAFT_TOKENS
+from .topology import TreeTopology, chain_topology, static_topology
 
 
 Path = tuple[int, ...]
@@ -272,27 +272,6 @@ class TokenTree:
         """The tree depth by depth, for drafters that read nodes to find their children; computed once per device."""
         return _levels(self, device)
 
-    def draft(self, tokens: torch.LongTensor, max_depths: Sequence[int] | None = None) -> DraftTree:
-        """Drafts of this shape.
-
-        Args:
-            tokens (`torch.LongTensor` of shape `(B, N)`): The nodes' tokens.
-            max_depths (`Sequence[int]` of length B, *optional*): How deep each row may draft. The tree is cut to the
-                deepest row.
-        """
-        tree, counts = self, [len(self)] * tokens.shape[0]
-        if max_depths is not None and min(max_depths) < self.max_depth:
-            tree = self.up_to(max(max_depths))
-            counts = [tree.num_nodes_to(depth) for depth in max_depths]
-            tokens = tokens[:, : len(tree)]
-        return DraftTree(
-            tokens,
-            _parents_tensor(tree.parents, tokens.device),
-            counts,
-            is_chain=tree.is_chain,
-            shape=tree,
-        )
-
     @cached_property
     def is_chain(self) -> bool:
         return all(parent == node - 1 for node, parent in enumerate(self.parents))
@@ -309,11 +288,6 @@ def _likeliest(tree: TokenTree, count: int) -> tuple[TokenTree, tuple[int, ...]]
     order = sorted(range(len(tree)), key=lambda node: -tree.prior_chances[node])
     nodes = tuple(sorted(order[:count]))
     return TokenTree(tuple(tree.paths[node] for node in nodes)), nodes
-
-
-@kept_on_device
-def _parents_tensor(parents: tuple[int, ...], device: torch.device) -> torch.LongTensor:
-    return upload(parents, device)
 
 
 @kept_on_device

@@ -12,17 +12,13 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
-from .threads import cached_property
-from .transfers import kept_on_device, read_together, upload, upload_together
-
-
-if TYPE_CHECKING:
-    from .token_trees import TokenTree
+from ..threads import cached_property
+from ..transfers import kept_tensor, read_together, upload, upload_together
+from .static import TokenTree
+from .topology import TreeTopology, chain_parents, chain_topology, node_depths, renumbered, static_topology
 
 
 @dataclass
@@ -114,6 +110,26 @@ class DraftTree:
         return cls(tokens.view(len(drafts), size), padded, num_nodes, node_lists=drafts, node_parents=parents)
 
     @classmethod
+    def of_shape(
+        cls, shape: TokenTree, tokens: torch.LongTensor, max_depths: Sequence[int] | None = None
+    ) -> DraftTree:
+        """Drafts that share a static tree.
+
+        Args:
+            shape (`TokenTree`): The tree.
+            tokens (`torch.LongTensor` of shape `(B, N)`): The nodes' tokens.
+            max_depths (`Sequence[int]` of length B, *optional*): Deepest node that each row may draft. The tree is cut
+                to the deepest row.
+        """
+        counts = [len(shape)] * tokens.shape[0]
+        if max_depths is not None and min(max_depths) < shape.max_depth:
+            shape = shape.up_to(max(max_depths))
+            counts = [shape.num_nodes_to(depth) for depth in max_depths]
+            tokens = tokens[:, : len(shape)]
+        parents = kept_tensor(shape.parents, tokens.device)
+        return cls(tokens, parents, counts, is_chain=shape.is_chain, shape=shape)
+
+    @classmethod
     def empty(cls, batch_size: int, device: torch.device | str = "cpu", why: str = "nothing_found") -> DraftTree:
         """No drafts: the cycle verifies the anchors alone, which is plain decoding."""
         tokens = torch.empty((batch_size, 0), dtype=torch.long, device=device)
@@ -186,10 +202,10 @@ class DraftTree:
 
     def _likeliest_of_shape(self, count: int) -> DraftTree:
         tree, nodes = self.shape.likeliest(count)
-        tokens = self.tokens.index_select(1, _node_indices(nodes, self.tokens.device))
+        tokens = self.tokens.index_select(1, kept_tensor(nodes, self.tokens.device))
         # Rows that may not draft so deep have the first nodes only.
         counts = [bisect_left(nodes, own) for own in self.counts()]
-        return replace(tree.draft(tokens), num_nodes=counts)
+        return replace(DraftTree.of_shape(tree, tokens), num_nodes=counts)
 
     def unknown_tables(self, tokens: bool = False) -> dict[str, torch.LongTensor]:
         """What the host does not know of the drafts, for a transfer that is made anyway; [`learn`] takes it.
@@ -255,60 +271,6 @@ class DraftTree:
         return [max(node_depths(parents), default=0) for parents in self.parent_lists()]
 
 
-@dataclass(frozen=True, eq=False)
-class TreeTopology:
-    """What follows from the parents alone. Node 0 is the anchor, node i + 1 is draft node i.
-
-    Attributes:
-        parents (`torch.LongTensor` of shape `(T,)` or `(B, T)`): Parent of each verified node; the anchor's is itself.
-        depths (`torch.LongTensor` of shape `(T,)` or `(B, T)`): Edges to the anchor.
-        ancestors (`torch.BoolTensor` of shape `(T, T)` or `(B, T, T)`): `[i, j]`: j is i or one of its ancestors.
-        max_depth (`int`): Upper bound of the depths.
-        is_chain (`bool`): Node i follows node i - 1.
-    """
-
-    parents: torch.LongTensor
-    depths: torch.LongTensor
-    ancestors: torch.BoolTensor
-    max_depth: int
-    is_chain: bool = False
-
-    @classmethod
-    def from_parents(cls, draft_parents: torch.LongTensor) -> TreeTopology:
-        """The topology of draft parents of shape `(N,)` or `(B, N)` (-1: the anchor), without a loop over nodes."""
-        parents = F.pad(draft_parents + 1, (1, 0))
-        size = parents.shape[-1]
-        # The dtype is named because the solver has no 16-bit version, and the user's default may be one.
-        itself = torch.eye(size, dtype=torch.float32, device=parents.device)
-        # A node reaches itself and what its parent reaches, and parents come first: a triangular system. The solver
-        # takes the diagonal to be 1, whatever it holds.
-        step = itself.new_zeros((*parents.shape, size)).scatter_(-1, parents[..., None], -1.0)
-        reach = torch.linalg.solve_triangular(step, itself.expand_as(step), upper=False, unitriangular=True)
-        return cls(parents, reach.sum(-1).long() - 1, reach.bool(), size - 1)
-
-
-def renumbered(parents: torch.LongTensor, nodes: torch.LongTensor, size: int) -> torch.LongTensor:
-    """Parents among nodes that were picked out of more; each node's parent was picked, too, or is the anchor.
-
-    Args:
-        parents (`torch.LongTensor` of shape `(B, N)`): The parents of the picked nodes in the old numbers, -1: anchor.
-        nodes (`torch.LongTensor` of shape `(B, N)`): The picked nodes in the old numbers, in their new order.
-        size (`int`): How many there were.
-    """
-    # Where each node has gone; entry 0 is the anchor.
-    places = nodes.new_full((len(nodes), size + 1), -1)
-    places.scatter_(1, nodes + 1, torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes))
-    return places.gather(1, parents + 1)
-
-
-def node_depths(parents: Sequence[int]) -> list[int]:
-    """Depth of each draft node, from parents that come before their children (-1: the anchor, of depth 0)."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return depths
-
-
 def _padded(rows: list[list[int]], size: int, filler: int) -> list[list[int]]:
     return [row + [filler] * (size - len(row)) for row in rows]
 
@@ -327,27 +289,3 @@ def _counts_tensor(counts: list[int], device: torch.device) -> torch.LongTensor:
 @lru_cache(maxsize=256)
 def _prior_chances_by_rank(shape: TokenTree) -> torch.FloatTensor:
     return torch.tensor(sorted(shape.prior_chances, reverse=True))
-
-
-@kept_on_device
-def _node_indices(nodes: tuple[int, ...], device: torch.device) -> torch.LongTensor:
-    return upload(nodes, device)
-
-
-@kept_on_device
-def chain_parents(size: int, device: torch.device) -> torch.LongTensor:
-    """Parents of a chain of `size` draft nodes: -1, 0, 1, ..."""
-    return torch.arange(-1, size - 1, device=device)
-
-
-@kept_on_device
-def chain_topology(size: int, device: torch.device) -> TreeTopology:
-    depths = torch.arange(size + 1, device=device)
-    ancestors = depths[None, :] <= depths[:, None]
-    return TreeTopology((depths - 1).clamp_(min=0), depths, ancestors, size, is_chain=True)
-
-
-@kept_on_device
-def static_topology(parents: tuple[int, ...], device: torch.device) -> TreeTopology:
-    topology = TreeTopology.from_parents(upload(parents, device))
-    return replace(topology, max_depth=max(node_depths(parents), default=0))

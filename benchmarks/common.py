@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -30,8 +32,10 @@ from hf_specdec.candidate_generators import available_methods
 from hf_specdec.candidate_generators.base import DraftStep
 from hf_specdec.decoding.functional import FunctionalSlotModel
 from hf_specdec.decoding.target import SlotModel
-from hf_specdec.training.data import python_sources
 
+
+# Scripts of this folder are started by their paths; `tools` lies beside it.
+sys.path.append(str(Path(__file__).parents[1]))
 
 # -------------------------------------------------------------------------------------------------------------- clocks
 
@@ -358,6 +362,8 @@ def prefilled_cache(model: PreTrainedModel, input_ids: torch.LongTensor) -> Dyna
 
 def demo_prompts(count: int, context: int, seed: int = 0) -> torch.LongTensor:
     """Windows `(count, context)` of Python sources that the embedded models were not trained on."""
+    from tools.build_demo.data import python_sources
+
     tokenizer = demo.load_tokenizer()
     texts = python_sources().validation
     encoded = [tokenizer(text, verbose=False)["input_ids"] for text in texts]

@@ -32,11 +32,11 @@ from hf_specdec.candidate_generators import available_methods
 from hf_specdec.candidate_generators.base import DraftStep, NoDrafts
 from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
 from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
+from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
 from hf_specdec.drafts import TokenTree
 from hf_specdec.target_facts import hidden_size, vocabulary_size
-from hf_specdec.training.heads import MedusaRecipe
 
 
 # Of transformers' and of our draft model; the length of transformers' prompt lookup and its longest n-gram.

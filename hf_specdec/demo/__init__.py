@@ -1,7 +1,7 @@
 """The embedded demo: a tiny Llama target trained on Python sources, its drafts, and prompts to try them on.
 
 Target and draft model are ordinary transformers folders, heads have the layouts in which such heads are published. All
-are made by `python -m hf_specdec.training.demo`.
+are made by `python -m tools.build_demo` in the repository.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hf_specdec.errors import CheckpointFormatError
+from ..errors import CheckpointFormatError
 
 
 if TYPE_CHECKING:
@@ -124,9 +124,8 @@ def prompts() -> list[DemoPrompt]:
         for path in sorted(files.glob(f"{kind}_*.txt")):
             text = path.read_text(encoding="utf-8")
             if kind == "complete":
-                text = text.rstrip(
-                    "\n"
-                )  # a line break and the indentation behind it are one token: the model's to write
+                # A line break and the indentation after it are one token, which is the model's to write.
+                text = text.rstrip("\n")
             found.append(DemoPrompt(path.stem.removeprefix(f"{kind}_"), kind, text, max_new_tokens))
     return found
 
@@ -141,6 +140,6 @@ def _checkpoint_folder(name: str, weights: str = "model.safetensors") -> str:
     if missing:
         raise CheckpointFormatError(
             f"The embedded {name} model is incomplete: {', '.join(missing)} not found in {folder}. "
-            "Reinstall hf-specdec, or run `python -m hf_specdec.training.demo --output DIR` and copy the models there."
+            "Reinstall hf-specdec."
         )
     return str(folder)

@@ -27,8 +27,9 @@ from hf_specdec.errors import SpecConfigError
 from ..candidate_generators.dflash.recipe import DFlashRecipe
 from ..candidate_generators.draft_model.recipe import DraftModelRecipe
 from ..candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
+from ..candidate_generators.medusa.recipe import MedusaRecipe
+from ..candidate_generators.mlp_speculator.recipe import MLPSpeculatorRecipe
 from ..candidate_generators.mtp.recipe import MtpRecipe
-from .heads import MedusaRecipe, MLPSpeculatorRecipe
 from .recipe import Acceptance, Batch, Recipe, TargetReader, check_at_least
 from .text import Document, Rows, check_data, continue_prompts, draw_prompts, load_documents, pack
 from .trainer import STATE_FOLDER, Checkpoints, TrainingOptions, check_identity, train

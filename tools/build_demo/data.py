@@ -1,4 +1,4 @@
-"""Training text: the sources of Python's standard library, and editing documents made from them.
+"""Training text of the demo: sources of Python's standard library, and editing documents made from them.
 
 An editing document is a piece of code followed by the same code after an edit that its heading names:
 
@@ -8,7 +8,7 @@ An editing document is a piece of code followed by the same code after an edit t
     # rename `prices` to `amounts`
     def total(amounts): ...
 
-Such text teaches a small model to copy from its context, which is what editing code mostly is.
+Such text teaches a small model to copy from its context, which is most of what editing code takes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
-from hf_specdec.errors import SpecDecError
 
 
 SKIPPED_FOLDERS = frozenset(
@@ -56,14 +54,8 @@ def python_sources(root: str | Path | None = None, held_out: frozenset[str] = HE
     Collects Python files in sorted order, without tests and generated tables.
 
     Args:
-        root (`str` or `Path`, *optional*): Folder to search. Defaults to the standard library of the running Python.
+        root (`str` or `Path`, *optional*): Folder to search; the standard library of the running Python by default.
         held_out (`frozenset[str]`): Paths relative to `root` that go to the validation part.
-
-    Returns:
-        [`Corpus`]
-
-    Raises:
-        `SpecDecError`: If no training file is found.
     """
     root = Path(root or sysconfig.get_paths()["stdlib"])
     train, validation = [], []
@@ -78,7 +70,7 @@ def python_sources(root: str | Path | None = None, held_out: frozenset[str] = HE
         if text.strip():
             (validation if relative.as_posix() in held_out else train).append(text)
     if not train:
-        raise SpecDecError(f"No Python source files to train on under {root}. Point `root` at a folder of .py files.")
+        raise SystemExit(f"There are no Python source files to train on under {root}.")
     return Corpus(tuple(train), tuple(validation))
 
 
@@ -113,7 +105,7 @@ def collect_snippets(sources: Sequence[str], min_chars: int = 120, max_chars: in
 
 
 def _bound_names(node: ast.AST) -> tuple[str, ...]:
-    names = {node.name}
+    names = set()
     for child in ast.walk(node):
         if isinstance(child, ast.arg):
             names.add(child.arg)
@@ -150,17 +142,9 @@ def remove_comments(code: str) -> str:
 
 
 class EditDocuments:
-    """
-    Draws editing documents from functions and classes.
-
-    Args:
-        snippets (`list[Snippet]`): What [`collect_snippets`] returned.
-        seed (`int`): Seed of the draws; the same seed gives the same documents.
-    """
+    """Draws editing documents from functions and classes; the same seed gives the same documents."""
 
     def __init__(self, snippets: list[Snippet], seed: int):
-        if not snippets:
-            raise SpecDecError("No functions or classes to make editing documents from; give larger sources.")
         self.snippets = snippets
         self.lengths = [len(snippet.text) for snippet in snippets]
         self.name_pool = sorted({name for snippet in snippets for name in snippet.names})
@@ -169,10 +153,13 @@ class EditDocuments:
     def draw(self, max_chars: int) -> str:
         """Returns one document: an original of at most about `max_chars / 2` characters and its edited versions."""
         fitting = bisect.bisect_right(self.lengths, max_chars // 2)
-        # Of three draws the longest: long copies are rarer in the sources than short ones.
+        # The longest of up to three draws: long copies are rarer in the sources than short ones.
         index = max(self.random.randrange(max(fitting, 1)) for _ in range(self.random.randint(1, 3)))
         snippet = self.snippets[index]
-        code, names = self._disguise(snippet.text, list(snippet.names))
+        code, names = snippet.text, list(snippet.names)
+        # Some names change beforehand, so that the copy cannot be written from memory of the sources.
+        for old in self.random.sample(names, min(len(names), self.random.randint(0, 4))):
+            code, names, _ = self._rename(code, names, old)
         document = f"# original\n{code}"
         has_docstring = snippet.docstring is not None
         while True:
@@ -181,13 +168,9 @@ class EditDocuments:
             if len(document) + len(code) > max_chars or self.random.random() < 0.5:
                 return document
 
-    def _disguise(self, code: str, names: list[str]) -> tuple[str, list[str]]:
-        """Renames some names beforehand, so that the copy cannot be written from memory of the sources."""
-        for old in self.random.sample(names, min(len(names), self.random.randint(0, 4))):
-            code, names = self._rename(code, names, old, self._new_name(code))
-        return code, names
-
-    def _edit(self, snippet, code, names, has_docstring):
+    def _edit(
+        self, snippet: Snippet, code: str, names: list[str], has_docstring: bool
+    ) -> tuple[str, str, list[str], bool]:
         choice = self.random.random()
         if has_docstring and choice < 0.15:
             return "remove the docstring", remove_docstring(snippet, code), names, False
@@ -196,32 +179,27 @@ class EditDocuments:
             return "remove the comments", stripped, names, False
         if not names or choice < 0.4:
             return "copy", code, names, has_docstring
-        renamed = self.random.sample(names, min(len(names), 1 if choice < 0.8 else 2))
         steps = []
-        for old in renamed:
-            new = self._new_name(code)
-            code, names = self._rename(code, names, old, new)
+        for old in self.random.sample(names, min(len(names), 1 if choice < 0.8 else 2)):
+            code, names, new = self._rename(code, names, old)
             steps.append(f"`{old}` to `{new}`")
         return f"rename {' and '.join(steps)}", code, names, has_docstring
 
-    def _rename(self, code, names, old, new):
-        return rename(code, old, new), sorted(new if name == old else name for name in names)
-
-    def _new_name(self, code: str) -> str:
+    def _rename(self, code: str, names: list[str], old: str) -> tuple[str, list[str], str]:
+        """Gives `old` a new name that `code` does not contain."""
         while True:
             if self.random.random() < 0.25:
-                letters = self.random.choices(string.ascii_lowercase, k=self.random.randint(2, 8))
-                name = "".join(letters)
+                new = "".join(self.random.choices(string.ascii_lowercase, k=self.random.randint(2, 8)))
             else:
-                name = self.random.choice(self.name_pool)
-            if name not in _FIXED_NAMES and not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", code):
-                return name
+                new = self.random.choice(self.name_pool)
+            if new not in _FIXED_NAMES and not re.search(rf"(?<!\w){re.escape(new)}(?!\w)", code):
+                return rename(code, old, new), sorted(new if name == old else name for name in names), new
 
 
 @dataclass(frozen=True)
 class Mixture:
     """
-    What the batches of a training phase are made of.
+    Rows that the batches of a training phase are made of.
 
     Args:
         row_lengths (`dict[int, float]`): Row lengths and how often each is drawn.
@@ -256,12 +234,10 @@ class TokenRows:
         self.random = random.Random(seed)
         self.chars_per_token = sum(map(len, sources)) / len(self.stream)
 
-    def batches(self, mixture: Mixture) -> Iterator[torch.Tensor]:
+    def batches(self, mixture: Mixture) -> Iterator[torch.LongTensor]:
         """
-        Yields batches without end; the row length is drawn anew for each, so that most are cheap and some are long.
-
-        Returns:
-            Iterator of `torch.LongTensor` of shape `(B, T)` with `B * T` about `mixture.tokens_per_batch`.
+        Yields endless batches `(B, T)` of about `mixture.tokens_per_batch` tokens; the row length is drawn for each
+        batch, so that most are cheap and some are long.
         """
         lengths, weights = zip(*mixture.row_lengths.items())
         while True:
@@ -269,8 +245,8 @@ class TokenRows:
             count = max(1, mixture.tokens_per_batch // length)
             yield torch.stack([self.row(length, mixture) for _ in range(count)])
 
-    def row(self, length: int, mixture: Mixture) -> torch.Tensor:
-        """Returns one row of a kind drawn from `mixture`, a `torch.LongTensor` of shape `(length,)`."""
+    def row(self, length: int, mixture: Mixture) -> torch.LongTensor:
+        """Returns one row `(length,)` of a kind drawn from `mixture`."""
         draw = self.random.random()
         if draw < mixture.edit_share:
             return self.edit_row(length)
@@ -278,23 +254,18 @@ class TokenRows:
             return self.repeat_row(length)
         return self.source_row(length)
 
-    def source_row(self, length: int) -> torch.Tensor:
-        if length > len(self.stream):
-            raise SpecDecError(
-                f"The sources have {len(self.stream)} tokens, fewer than a row of {length}; "
-                "give more text or shorter rows."
-            )
+    def source_row(self, length: int) -> torch.LongTensor:
         start = self.random.randrange(len(self.stream) - length + 1)
         return torch.from_numpy(self.stream[start : start + length].copy())
 
-    def edit_row(self, length: int) -> torch.Tensor:
+    def edit_row(self, length: int) -> torch.LongTensor:
         tokens: list[int] = []
         while len(tokens) < length:
             document = self.edits.draw(int(length * self.chars_per_token))
             tokens += [*self.encode(document), self.eos_token_id]
         return torch.tensor(tokens[:length])
 
-    def repeat_row(self, length: int) -> torch.Tensor:
+    def repeat_row(self, length: int) -> torch.LongTensor:
         """
         Returns a passage repeated to the end of the row; in half of the rows with tokens replaced by other tokens.
 

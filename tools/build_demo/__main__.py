@@ -1,0 +1,4 @@
+from .build import main
+
+
+main()

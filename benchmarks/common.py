@@ -28,10 +28,10 @@ from hf_specdec import (
     record,
     register_candidate_generator,
 )
-from hf_specdec.candidate_generators import available_methods
 from hf_specdec.candidate_generators.base import DraftStep
 from hf_specdec.decoding.functional import FunctionalSlotModel
 from hf_specdec.decoding.target import SlotModel
+from hf_specdec.method import methods
 
 
 # Scripts of this folder are started by their paths; `tools` lies beside it.
@@ -277,7 +277,7 @@ class StockScriptedCandidateGenerator(HfCandidateGenerator):
 
 def scripted_speculator(script: Script, num_speculative_tokens: int) -> Speculator:
     """For `generate(assistant=...)`."""
-    if "scripted_benchmark" not in available_methods():
+    if "scripted_benchmark" not in methods():
         register_candidate_generator("scripted_benchmark", ScriptedCandidateGenerator)
     config = SpeculativeConfig(method="scripted_benchmark", num_speculative_tokens=num_speculative_tokens)
     return Speculator(config, ScriptedCandidateGenerator, script)

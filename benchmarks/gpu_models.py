@@ -28,7 +28,6 @@ from hf_specdec import (
     load_speculator,
     register_candidate_generator,
 )
-from hf_specdec.candidate_generators import available_methods
 from hf_specdec.candidate_generators.base import DraftStep, NoDrafts
 from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
 from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
@@ -36,6 +35,7 @@ from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
 from hf_specdec.drafts import TokenTree
+from hf_specdec.method import methods
 from hf_specdec.target_facts import hidden_size, vocabulary_size
 
 
@@ -403,7 +403,7 @@ class RandomNodesCandidateGenerator(CandidateGenerator):
 
 def random_nodes(shape: TokenTree, vocab_size: int, length: float) -> Speculator:
     """Drafts of one shape, of which `length` tokens a cycle are committed."""
-    if "random_nodes_benchmark" not in available_methods():
+    if "random_nodes_benchmark" not in methods():
         register_candidate_generator("random_nodes_benchmark", RandomNodesCandidateGenerator)
     config = SpeculativeConfig(method="random_nodes_benchmark", **synthetic(length))
     return Speculator(config, RandomNodesCandidateGenerator, (shape, vocab_size))

@@ -22,12 +22,12 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 from transformers.utils import logging
 
-from .candidate_generators import resolve_candidate_generator
 from .decoding.loop import DecodingLoop, Request
 from .decoding.target import REPEATED_INPUTS, is_text_only, model_profile
 from .errors import SpecConfigError, SpecDecError, shown
 from .hook import ARGUMENTS, GivenArguments, configured_settings, is_off, original_generate
 from .hub.published import IN_GENERATION_CONFIG
+from .method import resolve_candidate_generator
 from .speculator import GivenCandidateGenerator, Speculator, is_refused, load_configured, load_speculator, refuse
 from .transfers import on_cpu_unless_said
 

@@ -15,11 +15,11 @@ from typing import Any
 from transformers import PretrainedConfig
 from transformers.utils.hub import cached_file
 
-from .candidate_generators import KNOWN_METHODS, METHOD_ALIASES, available_methods, is_method_name
 from .errors import SpecConfigError, shown
 from .hub.detect import detect_method
 from .hub.inspect import method_for_target
 from .hub.published import published_config, with_saved_settings
+from .method import is_method_name, names_of_methods
 from .reading import parse_json, read_text, reading_settings
 from .settings import AUTO, CONFIG_NAME, SpeculativeConfig, merged
 
@@ -89,7 +89,7 @@ def _read_text(text: str) -> dict[str, Any]:
     if text == AUTO or is_method_name(text):
         return {"method": text}
     if "/" not in text and not os.path.exists(text):
-        names = [*dict.fromkeys([*KNOWN_METHODS, *available_methods(), *METHOD_ALIASES]), AUTO]
+        names = [*names_of_methods(), AUTO]
         close = difflib.get_close_matches(text.lower(), names, n=1, cutoff=0.8)
         if close:
             raise SpecConfigError(

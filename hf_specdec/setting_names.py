@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
-from .candidate_generators import COMBINING, available_methods, parts_of, resolve_candidate_generator
 from .errors import SpecConfigError, SpecDecError, shown
+from .method import COMBINING, methods, parts_of, resolve_candidate_generator
 from .reading import plain_value
 
 
@@ -187,7 +187,7 @@ def unknown_setting(method: str | None, key: str, options: Iterable[str], common
 def option_owners() -> dict[str, list[str]]:
     """The methods that have an option, by its name; for messages, because it imports every method."""
     owners: dict[str, list[str]] = {}
-    for method in available_methods():
+    for method in methods():
         for name in sorted({name for item in option_fields(method) for name in (item.name, key_of(item))}):
             owners.setdefault(name, []).append(method)
     return owners

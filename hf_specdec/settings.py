@@ -17,8 +17,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_type_hints
 
-from .candidate_generators import KNOWN_METHODS, parts_of
 from .errors import SpecConfigError, is_access_token, shown
+from .method import built_in_methods, drafting_method, methods, takes_model
 from .reading import reading_settings
 from .setting_names import (
     AUTO,
@@ -58,8 +58,6 @@ from .validation import (
 
 CONFIG_NAME = "speculation_config.json"
 
-METHODS_WITHOUT_MODEL = ("ngram", "suffix")
-TREE_METHODS = ("medusa", "mlp_speculator", "eagle", "eagle3", "mtp")
 
 # Settings that only one acceptance rule reads.
 _RULE_OF_SETTING = {
@@ -148,7 +146,7 @@ class SpeculativeConfig:
         None,
         "Static draft tree: paths of child ranks `[(0,), (1,), (0, 0)]`, parents `[0, 0, 1]` (0: the anchor), "
         "SGLang's `{'num_steps': 3, 'topk': 4, 'num_draft_tokens': 16}`, text of one of these, or the name of a "
-        f"published tree. For the methods that draft trees: {', '.join(TREE_METHODS)}.",
+        "published tree. For the methods that draft static trees.",
         normalize=token_tree,
     )
     draft_tensor_parallel_size: int = _setting(
@@ -494,7 +492,7 @@ class SpeculativeConfig:
     def _check_model_settings(self) -> None:
         if self.method == AUTO:
             self.check_can_be_found()
-        if self.method not in METHODS_WITHOUT_MODEL:
+        if takes_model(self.method):
             return
         for setting in _common_fields():
             value = getattr(self, setting.name)
@@ -510,10 +508,11 @@ class SpeculativeConfig:
         """Whether a drafter has to be found: the method has weights, and no model is named for it."""
         if self.method in (None, AUTO) or self.model is not None:
             return self.method == AUTO
-        drafting = parts_of(self.method)[-1]
+        drafting = drafting_method(self.method)
+        if drafting is None or drafting.weights is None:
+            return False
         # Layers of the target itself lie where the call says.
-        is_placed = drafting == "mtp" and (self.revision or self.subfolder)
-        return drafting in KNOWN_METHODS and drafting not in METHODS_WITHOUT_MODEL and not is_placed
+        return not (drafting.in_target_checkpoint and (self.revision or self.subfolder))
 
     def check_can_be_found(self) -> None:
         """A drafter that is yet to be found has no place that could be named, and nobody knows its code.
@@ -549,10 +548,11 @@ class SpeculativeConfig:
         if tree is None:
             return
         # Of a combination the one with weights.
-        method = None if self.method is None else parts_of(self.method)[-1]
-        if method in KNOWN_METHODS and method not in TREE_METHODS:
+        method = drafting_method(self.method)
+        if method is not None and not method.drafts_static_trees:
+            drafting = ", ".join(method.name for method in built_in_methods() if method.drafts_static_trees)
             raise SpecConfigError(
-                f"`speculative_token_tree` belongs to the methods that draft trees ({', '.join(TREE_METHODS)}), got "
+                f"`speculative_token_tree` belongs to the methods that draft trees ({drafting}), got "
                 f"method='{self.method}'. Leave it out and set `num_speculative_tokens`."
             )
         if k is not None and k != len(tree):
@@ -577,7 +577,7 @@ def _without_placeholder(method: Any, model: Any) -> dict[str, Any]:
     if method == AUTO and model is not None:
         method = None
     name = model.strip("[]") if isinstance(model, str) else None
-    if name in METHODS_WITHOUT_MODEL and method in (None, name):
+    if name in methods() and not takes_model(name) and method in (None, name):
         return {"method": name, "model": None}
     return {"method": method, "model": model}
 
@@ -594,10 +594,10 @@ def _common_names() -> list[str]:
 
 def _concerns(setting: Field, method: str) -> bool:
     """Whether a setting of all methods can be given together with this one."""
-    if method in METHODS_WITHOUT_MODEL and setting.metadata["describes_model"]:
+    if setting.metadata["describes_model"] and not takes_model(method):
         return False
-    last = parts_of(method)[-1]
-    return setting.name != "speculative_token_tree" or last in TREE_METHODS or last not in KNOWN_METHODS
+    drafting = drafting_method(method)
+    return setting.name != "speculative_token_tree" or drafting is None or drafting.drafts_static_trees
 
 
 def _type_name(item: Field) -> str:

@@ -19,7 +19,6 @@ from transformers.generation.candidate_generator import CandidateGenerator as Hf
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
-from .candidate_generators import parts_of, resolve_candidate_generator
 from .candidate_generators.assisted import StockCandidateGenerator, UnboundCandidateGenerator
 from .candidate_generators.base import CandidateGenerator, NoDrafts, Session
 from .candidate_generators.combined.generator import part_configs
@@ -36,6 +35,14 @@ from .hub.trust import one_line, restrictions, warn_of
 from .loaded import forget_records, record_of
 from .logits.processors import ProcessorStack
 from .logits.sampling import DraftSampler
+from .method import (
+    drafting_method,
+    is_language_model,
+    language_model_method,
+    own_layers_method,
+    parts_of,
+    resolve_candidate_generator,
+)
 from .settings import AUTO, SpeculativeConfig
 from .target_facts import vocabulary_size
 from .threads import cached_property
@@ -438,7 +445,8 @@ _MOST_LISTED = 8
 
 def _nothing_found(config: SpeculativeConfig, target: str, seen: list[str], notes: list[str]) -> str:
     """What was looked for, what was seen, and why it does not fit."""
-    drafter = "a drafter" if config.method == AUTO else _CALLED.get(parts_of(config.method)[-1], "a drafter")
+    drafting = None if config.method == AUTO else drafting_method(config.method)
+    drafter = (drafting and drafting.weights) or "a drafter"
     found = f" Seen: {' '.join(f'({i}) {line}' for i, line in enumerate(seen[:_MOST_LISTED], 1))}" if seen else ""
     more = f" And {len(seen) - _MOST_LISTED} more." if len(seen) > _MOST_LISTED else ""
     limits = f" Not searched: {'; '.join(map(one_line, notes))}." if notes else ""
@@ -447,17 +455,6 @@ def _nothing_found(config: SpeculativeConfig, target: str, seen: list[str], note
         f"spec_method='{config.method}' needs {drafter}, and none was found for {name}.{found}{more}{limits} Pass its "
         "folder or repo id as `spec_model`, or leave the choice to spec_method='auto'."
     )
-
-
-_CALLED = {
-    "draft_model": "a draft model",
-    "dflash": "a draft",
-    "eagle": "a head",
-    "eagle3": "a head",
-    "medusa": "heads",
-    "mlp_speculator": "a speculator",
-    "mtp": "MTP layers",
-}
 
 
 def _why_without_weights(search: Search, failures: Mapping[str, Exception]) -> str:
@@ -508,8 +505,8 @@ def _profile(
 def _method_of(draft_model: torch.nn.Module) -> str:
     """The method of a loaded network: this package's own say it, those of transformers are known by their type."""
     if reads_target_cache(draft_model):
-        return "mtp"
-    return getattr(draft_model, "spec_method", "draft_model")
+        return own_layers_method().name
+    return getattr(draft_model, "spec_method", language_model_method().name)
 
 
 def _check_takes(generator_class: type[CandidateGenerator], method: str, draft_model: torch.nn.Module) -> None:
@@ -521,9 +518,9 @@ def _check_takes(generator_class: type[CandidateGenerator], method: str, draft_m
             f"method='{method}' drafts without a model, and got a {kind}. Leave the model or the method out."
         )
     # Each method's own loader looks closer.
-    if own not in ("draft_model", method):
+    if own != method and not is_language_model(own):
         raise SpecConfigError(f"method='{method}' cannot draft with a {kind}, which is for method='{own}'.")
-    if method == "draft_model" and not hasattr(draft_model, "config"):
+    if is_language_model(method) and not hasattr(draft_model, "config"):
         raise SpecConfigError(f"A {kind} is no draft model. Pass a causal language model, or name the method.")
 
 

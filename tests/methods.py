@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specdec import Speculator, demo, load_speculator
-from hf_specdec.candidate_generators import KNOWN_METHODS, parts_of
+from hf_specdec.method import built_in_methods, parts_of
 
 
 CHECKPOINTS = {
@@ -70,11 +70,11 @@ def _params(names):
     return [pytest.param(name, marks=needs_library if "suffix" in name else ()) for name in names]
 
 
-METHODS = _params(KNOWN_METHODS)
+METHODS = _params(method.name for method in built_in_methods())
 COMBINATIONS = _params(name for name in _SHAPES if "+" in name)
 EVERYTHING = _params(_SHAPES)
 
-assert set(KNOWN_METHODS) <= set(_SHAPES), "a method is missing in the table"
+assert {method.name for method in built_in_methods()} <= set(_SHAPES), "a method is missing in the table"
 
 
 @cache

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from hf_specdec import CandidateGenerator, DraftTree, SpeculativeConfig, Speculator, register_candidate_generator
-from hf_specdec.candidate_generators import available_methods
 from hf_specdec.candidate_generators.base import DraftStep
+from hf_specdec.method import methods
 from hf_specdec.transfers import upload
 
 
@@ -129,5 +129,5 @@ def scripted_speculator(
     return Speculator(config, ScriptedCandidateGenerator, Script(texts, vocab_size, **options))
 
 
-if "scripted" not in available_methods():
+if "scripted" not in methods():
     register_candidate_generator("scripted", ScriptedCandidateGenerator)

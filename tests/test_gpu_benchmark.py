@@ -23,11 +23,11 @@ import gpu_first  # noqa: E402
 import gpu_models  # noqa: E402
 
 from hf_specdec import benchmarking, demo, generate, record  # noqa: E402
-from hf_specdec.candidate_generators import KNOWN_METHODS  # noqa: E402
 from hf_specdec.decoding.functional import is_plain_llama  # noqa: E402
 from hf_specdec.decoding.graphs import CaptureBackend, forget_graphs  # noqa: E402
 from hf_specdec.drafts import TokenTree  # noqa: E402
 from hf_specdec.errors import MissingDependencyError  # noqa: E402
+from hf_specdec.method import built_in_methods  # noqa: E402
 from tests.tape import tape_everything  # noqa: E402
 
 
@@ -485,7 +485,7 @@ class TestSmoke:
     def test_parts(self):
         names = [name for name, _ in gpu_first.smoke_parts(None, CPU)]
         methods = {name.removeprefix("text: ") for name in names if name.startswith("text: ")}
-        assert methods == set(KNOWN_METHODS)
+        assert methods == {method.name for method in built_in_methods()}
         assert names[-1] == "captured cycle"
 
     def test_on_graphs(self, tmp_path, taped, monkeypatch):

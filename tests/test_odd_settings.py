@@ -19,11 +19,13 @@ import torch
 from transformers import GenerationConfig
 
 from hf_specdec import SpecConfigError, SpecDecError, SpeculativeConfig, load_speculator
-from hf_specdec.settings import METHODS_WITHOUT_MODEL, describe_settings
+from hf_specdec.method import built_in_methods
+from hf_specdec.settings import describe_settings
 from tests.models import prompts, tiny_llama
 
 
-METHODS = ("ngram", "suffix", "draft_model", "medusa", "mlp_speculator", "eagle", "eagle3", "dflash", "mtp", "auto")
+METHODS = (*(method.name for method in built_in_methods()), "auto")
+WITHOUT_MODEL = [method.name for method in built_in_methods() if not method.takes_model]
 COMMON = [setting.key for setting in describe_settings()]
 OWN = {method: [setting.key for setting in describe_settings(method)] for method in METHODS[:-1]}
 MOST_CHARACTERS = 3000
@@ -163,11 +165,11 @@ def check_text(model, rng, plain):
     names = ("spec_method", "spec_model", "num_speculative_tokens", "speculative", "assistant")
     arguments = {name: rng.choice(VALUES)() for name in names if rng.random() < 0.3}
     if rng.random() < 0.6:
-        arguments["spec_method"] = rng.choice(METHODS_WITHOUT_MODEL)
+        arguments["spec_method"] = rng.choice(WITHOUT_MODEL)
     if rng.random() < 0.6:
         settings = drawn_settings(rng)
-        if isinstance(settings.get("method"), str) and settings["method"] not in METHODS_WITHOUT_MODEL:
-            settings["method"] = rng.choice(METHODS_WITHOUT_MODEL)
+        if isinstance(settings.get("method"), str) and settings["method"] not in WITHOUT_MODEL:
+            settings["method"] = rng.choice(WITHOUT_MODEL)
         arguments["speculative"] = settings
     try:
         text = model.generate(**inputs, **PLAIN, **arguments)
@@ -249,7 +251,7 @@ def check_request(model, rng):
     names = rng.sample(list(ARGUMENTS), rng.randint(1, 4))
     arguments = {"max_new_tokens": 7, **inputs, **{name: rng.choice(ARGUMENTS[name]) for name in names}}
     plain, plain_error = outcome(model, **arguments)
-    ours, error = outcome(model, **arguments, spec_method=rng.choice(METHODS_WITHOUT_MODEL))
+    ours, error = outcome(model, **arguments, spec_method=rng.choice(WITHOUT_MODEL))
     if error is not None:
         assert isinstance(error, SpecDecError) or type(error) is type(plain_error), (names, error, plain_error)
         if isinstance(error, SpecDecError):

@@ -19,14 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hf_specdec.hub.engines as engines_module
-from hf_specdec.candidate_generators import (
-    available_methods,
-    register_candidate_generator,
-    resolve_candidate_generator,
-    unregister_candidate_generator,
-)
+from hf_specdec.candidate_generators import register_candidate_generator, unregister_candidate_generator
 from hf_specdec.candidate_generators.base import CandidateGenerator
 from hf_specdec.errors import SpecConfigError, SpecDecError
+from hf_specdec.method import built_in_methods, resolve_candidate_generator
 from hf_specdec.setting_names import PendingOptions
 from hf_specdec.settings import CONFIG_NAME, SpeculativeConfig, describe_settings
 
@@ -688,8 +684,7 @@ class TestDocumentation:
 
     def test_page_covers_every_method(self):
         assert re.findall(r"<!-- settings (\w+) -->", DOC.read_text(encoding="utf-8")) == ["common", *BUILT_IN]
-        modules = {name: resolve_candidate_generator(name).__module__ for name in available_methods()}
-        assert set(BUILT_IN) == {name for name, module in modules.items() if module.startswith("hf_specdec.")}
+        assert set(BUILT_IN) == {method.name for method in built_in_methods()}
 
     @pytest.mark.parametrize("method", [None, *BUILT_IN])
     def test_every_setting_is_explained(self, method):

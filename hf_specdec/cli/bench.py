@@ -231,10 +231,12 @@ def _described_sampling(sampling: Mapping[str, Any]) -> str:
 
 def _read_specs(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     from ..bench.decoders import read_spec
-    from ..settings import METHODS_WITHOUT_MODEL
+    from ..method import built_in_methods
 
     named = demo_methods() if options["target"] == EMBEDDED else {}
-    chosen = options["specs"] or list(named) or METHODS_WITHOUT_MODEL
+    chosen = (
+        options["specs"] or list(named) or [method.name for method in built_in_methods() if not method.takes_model]
+    )
     return [read_spec(text, named) for text in chosen]
 
 

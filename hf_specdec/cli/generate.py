@@ -178,7 +178,7 @@ def _load_speculator(
         if extra:
             raise SpecConfigError(f"--method {method} generates without drafts. Leave out {' and '.join(extra)}.")
         return None
-    from ..candidate_generators import parts_of
+    from ..method import parts_of
     from ..speculator import load_speculator
 
     if method is None and spec_model is None and config is None:

@@ -22,6 +22,7 @@ from ..benchmarking import PLAIN, Batch, describe_environment, total_stats
 from ..control.theory import break_even_acceptance, optimal_length
 from ..hub.discover import Access, Candidate, Search, Target
 from ..hub.trust import one_line
+from ..method import built_in_methods
 from ..settings import AUTO, SpeculativeConfig
 from .machine import free_bytes
 
@@ -35,7 +36,7 @@ _NEAR = 0.8
 # Of the drafters that discovery has found, the best ones are measured.
 DEFAULT_MOST_DRAFTERS = 4
 
-_METHODS_FOR_ALL = ("ngram", "suffix")
+_METHODS_FOR_ALL = tuple(method.name for method in built_in_methods() if not method.takes_model)
 
 _GREEDY = {"do_sample": False}
 

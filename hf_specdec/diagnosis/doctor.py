@@ -19,24 +19,13 @@ from ..bench.prompts import Prompt
 from ..benchmarking import Batch, make_batches
 from ..errors import SpecDecError
 from ..hub.files import RepoFiles
-from ..settings import METHODS_WITHOUT_MODEL, SpeculativeConfig
+from ..method import methods, takes_model
+from ..settings import SpeculativeConfig
 from ..speculator import Speculator, load_speculator
 from .checks import Finding, Status, checkpoint_findings, network_findings, token_ids, tokenizer_findings
 from .probe import Acceptance, consistent_meaning, measure_acceptance, variants
 from .prompts import chat_forms, general_prompts
 
-
-# The share of first draft tokens that a healthy drafter of each method has accepted at least, on text of its kind.
-# Medusa heads and MLP speculators know no attention.
-HEALTHY_FIRST_RATES = {
-    "eagle3": 0.4,
-    "dflash": 0.4,
-    "mtp": 0.4,
-    "eagle": 0.4,
-    "draft_model": 0.3,
-    "mlp_speculator": 0.15,
-    "medusa": 0.1,
-}
 
 # Below this share nothing of the drafts is more than chance.
 _CHANCE = 0.05
@@ -207,7 +196,7 @@ class _Examination:
             )
             return
         is_healthy = self._judge(best)
-        if self.speculator.config.model is None and self.speculator.method in METHODS_WITHOUT_MODEL:
+        if self.speculator.config.model is None and not takes_model(self.speculator.method):
             return
         causes = [*self._template(), *self._vocabulary(best), *self._meaning(best), *self._temperature(form, best)]
         if try_variants:
@@ -221,7 +210,7 @@ class _Examination:
         method, first = self.speculator.method, found.first_rate
         rates = ", ".join(f"{100 * rate:.0f}" for rate in found.rates[:8])
         shown = f"{found.acceptance_length:.2f} tokens a cycle; accepted by position: {rates} %."
-        healthy = HEALTHY_FIRST_RATES.get(method)
+        healthy = _healthy_first_rate(method)
         if healthy is None:
             remedy = "" if first >= _CHANCE else "These prompts repeat little. Try a method with a drafter."
             self._add("acceptance", "ok" if first >= _CHANCE else "warning", shown, remedy)
@@ -335,7 +324,7 @@ class _Examination:
 
     def _unexplained(self, found: Acceptance) -> list[tuple[str, str]]:
         """What remains where no probe has helped."""
-        if found.first_rate >= HEALTHY_FIRST_RATES[self.speculator.method]:
+        if found.first_rate >= (_healthy_first_rate(self.speculator.method) or 0.0):
             return [
                 (
                     "The first draft token is good and those behind it are not: the drafter does not go on from its "
@@ -356,3 +345,8 @@ class _Examination:
                 "with what it was trained on.",
             )
         ]
+
+
+def _healthy_first_rate(method: str) -> float | None:
+    found = methods().get(method)
+    return None if found is None else found.healthy_first_rate

@@ -21,9 +21,9 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from ..candidate_generators import parts_of
 from ..errors import SpecConfigError
-from ..settings import AUTO, METHODS_WITHOUT_MODEL, SpeculativeConfig
+from ..method import is_language_model, methods, parts_of, resolve_candidate_generator, takes_model
+from ..settings import AUTO, SpeculativeConfig
 from .files import RepoFiles
 from .inspect import is_repo_id
 from .published import CARD_KEY, published_config, settings_to_publish, target_entry
@@ -33,29 +33,6 @@ CARD_NAME = "README.md"
 
 # What the settings of a card are called in messages.
 _SOURCE = "`speculative` in the card of '{}'"
-
-_TITLES = {
-    "draft_model": "draft model",
-    "dflash": "DFlash draft",
-    "eagle": "EAGLE head",
-    "eagle3": "EAGLE-3 head",
-    "medusa": "Medusa heads",
-    "mlp_speculator": "MLP speculator",
-    "mtp": "multi-token-prediction layers",
-    "ngram": "n-gram speculation",
-    "suffix": "suffix decoding",
-}
-
-# vLLM reads multi-token-prediction layers from the target's own checkpoint, not from a repository of their own.
-_NOT_FOR_VLLM = ("mtp",)
-
-_SGLANG_ALGORITHMS = {
-    "draft_model": "STANDALONE",
-    "dflash": "DFLASH",
-    "eagle": "EAGLE",
-    "eagle3": "EAGLE3",
-    "ngram": "NGRAM",
-}
 
 
 # ----------------------------------------------------------------------------------------------------------- reading
@@ -142,7 +119,7 @@ def make_card(
     config = SpeculativeConfig.from_dict(settings_to_publish(config, with_place=False))
     engines = _of_length(config, num_draft_tokens)
     commands = {"vllm": _vllm_command(engines, name, target), "sglang": _sglang_command(engines, name, target)}
-    bases = _as_list(data.get("base_model")) if config.method == "draft_model" else []
+    bases = _as_list(data.get("base_model")) if is_language_model(config.method) else []
     data |= _metadata(config, target, base_model_relation)
     if bases:
         # A whole model has a base of its own.
@@ -220,7 +197,7 @@ def load_card(folder: str | os.PathLike) -> ModelCard | None:
 
 
 def _metadata(config: SpeculativeConfig, target: str | None, relation: str) -> dict[str, Any]:
-    is_whole_model = config.method == "draft_model"
+    is_whole_model = is_language_model(config.method)
     found: dict[str, Any] = {}
     if target is not None:
         found["base_model"] = [target]
@@ -236,7 +213,7 @@ def _metadata(config: SpeculativeConfig, target: str | None, relation: str) -> d
 
 
 def _tags(config: SpeculativeConfig) -> list[str]:
-    what = [] if config.method in METHODS_WITHOUT_MODEL else ["draft-model"]
+    what = ["draft-model"] if takes_model(config.method) else []
     return ["speculative-decoding", *what, *parts_of(config.method)]
 
 
@@ -251,7 +228,7 @@ def _body(
     target_revision: str | None,
     source: tuple[str, str | None] | None,
 ) -> list[str]:
-    title = " and ".join(_TITLES.get(method, method) for method in parts_of(config.method))
+    title = " and ".join(methods()[part].noun for part in parts_of(config.method))
     of = f" for `{target}`" if target else ""
     at = f" at revision `{target_revision}`" if target_revision else ""
     settings = settings_to_publish(config, with_place=False)
@@ -303,17 +280,15 @@ def _of_length(config: SpeculativeConfig, num_draft_tokens: int | None) -> Specu
 
 
 def _length(config: SpeculativeConfig) -> int:
-    from ..candidate_generators import resolve_candidate_generator
-
-    default = resolve_candidate_generator(config.method).default_length
-    return config.fixed_length or default(config.options)
+    return config.fixed_length or resolve_candidate_generator(config.method).default_length(config.options)
 
 
 def _vllm_command(config: SpeculativeConfig, name: str, target: str | None) -> str | None:
-    """`None` if vLLM has no such method."""
-    if config.method in _NOT_FOR_VLLM:
+    """`None` if vLLM has no such method, or reads its layers from the target's own checkpoint alone."""
+    method = methods().get(config.method)
+    if method is None or method.in_target_checkpoint:
         return None
-    place = {} if config.method in METHODS_WITHOUT_MODEL else {"model": name}
+    place = {"model": name} if method.takes_model else {}
     try:
         settings = json.dumps(config.replace(**place).to_vllm())
     except SpecConfigError:
@@ -323,13 +298,13 @@ def _vllm_command(config: SpeculativeConfig, name: str, target: str | None) -> s
 
 def _sglang_command(config: SpeculativeConfig, name: str, target: str | None) -> str | None:
     """Its number of draft tokens counts the last committed one as well."""
-    algorithm, length = _SGLANG_ALGORITHMS.get(config.method), _length(config)
-    if algorithm is None:
+    method, length = methods().get(config.method), _length(config)
+    if method is None or method.sglang is None:
         return None
-    options = [f"--model-path {shlex.quote(target or 'path/to/target')}", f"--speculative-algorithm {algorithm}"]
-    if config.method not in METHODS_WITHOUT_MODEL:
+    options = [f"--model-path {shlex.quote(target or 'path/to/target')}", f"--speculative-algorithm {method.sglang}"]
+    if method.takes_model:
         options.append(f"--speculative-draft-model-path {shlex.quote(name)}")
-    if config.method in ("draft_model", "eagle", "eagle3"):
+    if method.sglang_counts_steps:
         options += [f"--speculative-num-steps {length}", "--speculative-eagle-topk 1"]
     options.append(f"--speculative-num-draft-tokens {length + 1}")
     return " \\\n    ".join(["python -m sglang.launch_server", *options])

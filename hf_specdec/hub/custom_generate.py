@@ -15,7 +15,8 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from .. import __version__
 from ..errors import SpecConfigError
-from ..settings import AUTO, CONFIG_NAME, METHODS_WITHOUT_MODEL, SpeculativeConfig
+from ..method import takes_model
+from ..settings import AUTO, CONFIG_NAME, SpeculativeConfig
 from .card import CARD_NAME, is_public, load_card, repository_name
 from .published import PRIVATE
 
@@ -103,7 +104,8 @@ def _settings(folder: Path, config: SpeculativeConfig | None, name: str | None) 
             )
         config = config.replace(model=name) if is_here else config
     if (
-        config.method not in (*METHODS_WITHOUT_MODEL, AUTO)
+        config.method != AUTO
+        and takes_model(config.method)
         and config.model is not None
         and not is_public(config.model)
     ):

@@ -15,6 +15,7 @@ would have to be trusted: no pickled weights, no code, no more bytes than the ta
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -28,11 +29,20 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from transformers import CONFIG_MAPPING
 from transformers.utils import logging
 
-from ..candidate_generators import KNOWN_METHODS, parts_of
 from ..candidate_generators.draft_model.network import compare_token_tables, token_table
 from ..errors import CheckpointFormatError, SpecConfigError
 from ..hook import configured_settings
-from ..settings import AUTO, METHODS_WITHOUT_MODEL, SpeculativeConfig, describe_settings
+from ..method import (
+    built_in_methods,
+    drafting_method,
+    is_language_model,
+    methods,
+    own_layers_method,
+    parts_of,
+    preferred_methods,
+    takes_model,
+)
+from ..settings import AUTO, SpeculativeConfig, describe_settings
 from ..threads import cached_property
 from .detect import Detection, detect
 from .files import RepoFiles
@@ -62,19 +72,6 @@ from .trust import (
 
 logger = logging.get_logger(__name__)
 
-# The preferred method first, and why it stands where it does.
-METHOD_PREFERENCE = {
-    "eagle3": "one layer that reads three depths of the target: long accepted drafts for little work",
-    "dflash": "a whole block in one pass, of several layers",
-    "mtp": "trained with the target, mostly for one token that is then drafted on from",
-    "eagle": "one layer that reads the target's last state alone",
-    "mlp_speculator": "no attention: each token is a guess from the state and the token before",
-    "medusa": "no attention, and heads that do not know each other's tokens",
-    "draft_model": "a whole model, the most work for a token",
-    "suffix": "no weights: repeats the prompt and earlier responses",
-    "ngram": "no weights: repeats the prompt",
-}
-
 # How closely a drafter belongs to the target: made for it; made for the model that it is based on; of its sizes, and
 # nothing is said; or made for none in particular.
 RELATIONS = ("exact", "derived", "sizes", "any")
@@ -97,9 +94,10 @@ _LEAST_BOUND = 64 * 2**20
 _BESIDE_WEIGHTS = (".json", ".txt", ".model", ".jinja")
 
 # Tags of drafters' cards. The Hub is asked for the first ones; a query cannot say "or".
-_TAGS_ASKED_FOR = ("speculative-decoding", "eagle3", "dflash")
+_TAG = "speculative-decoding"
+_TAGS_ASKED_FOR = (_TAG, *(method.name for method in preferred_methods()[:2]))
 _TAGS = frozenset(
-    {*_TAGS_ASKED_FOR, *METHOD_PREFERENCE, "draft-model", "eagle-3", "mlp-speculator", "speculator", "speculators"}
+    [_TAG, "speculator", "speculators", *(tag for method in built_in_methods() for tag in (method.name, *method.tags))]
 )
 
 # Of what is based on a target the most are fine-tunes, most downloaded first.
@@ -174,7 +172,7 @@ class Candidate:
         method = self.method if asked.method == AUTO else asked.method
         # It has been found.
         asked = asked.replace(trusted_owners=None)
-        has_shape = method not in METHODS_WITHOUT_MODEL
+        has_shape = takes_model(method)
         options = asked.to_dict().keys() - {setting.key for setting in describe_settings()}
         says_shape = has_shape and (asked.speculative_token_tree or options)
         if asked.num_speculative_tokens or says_shape:
@@ -183,7 +181,8 @@ class Candidate:
         config = asked.for_method(method, **own)
         most, k = self.num_draft_tokens, config.fixed_length
         is_chain = isinstance(k, int) and not config.speculative_token_tree
-        if asked.method == AUTO and method in _ONE_TOKEN_A_HEAD and most and is_chain and k > most:
+        has_heads = method in methods() and methods()[method].drafts_one_token_per_head
+        if asked.method == AUTO and has_heads and most and is_chain and k > most:
             config = config.replace(num_speculative_tokens=most)
         return config
 
@@ -192,8 +191,6 @@ class Candidate:
         lists = {"problems": list(self.problems), "left_out": list(self.left_out)}
         return {**asdict(self), "settings": dict(self.settings), **lists}
 
-
-_ONE_TOKEN_A_HEAD = ("medusa", "mlp_speculator")
 
 _FOUND = {
     "target": "in the target's own checkpoint",
@@ -216,12 +213,12 @@ _REASONS = {
 
 def rank(candidate: Candidate) -> tuple:
     """What candidates are sorted by, the best first: what cannot be used comes last."""
-    methods = list(METHOD_PREFERENCE)
+    method = methods().get(candidate.method)
     return (
         bool(candidate.problems),
         RELATIONS.index(candidate.relation),
         PLACES.index(candidate.place),
-        methods.index(candidate.method) if candidate.method in methods else len(methods),
+        math.inf if method is None else method.preference,
         -candidate.downloads,
         candidate.model or "",
     )
@@ -480,7 +477,7 @@ class Search:
 
     def _shows_the_same_sizes(self, found: Detection, candidate: Candidate) -> bool:
         """Whether something speaks for a drafter of which nothing speaks against."""
-        if found.method == "draft_model":
+        if is_language_model(found.method):
             return self._has_the_same_tokens(candidate)
         return found.target.hidden_size is not None and found.target.vocab_size is not None
 
@@ -506,7 +503,7 @@ class Search:
         if found.is_pickled:
             yield "Its weights are pickled: name it as `model` if you trust it."
         yield from self._reasons_of_size(files, found)
-        if found.method != "draft_model":
+        if not is_language_model(found.method):
             return
         if "auto_map" in files.config and files.config.get("model_type") not in CONFIG_MAPPING:
             yield "It needs code from its repository: name it as `model` with `trust_remote_code` if you trust it."
@@ -523,7 +520,7 @@ class Search:
         if most is None or found.weight_file is None:
             return
         names = files.parts(found.weight_file)
-        if found.method == "draft_model":
+        if is_language_model(found.method):
             names += [name for name in files.sizes if "/" not in name and name.endswith(_BESIDE_WEIGHTS)]
         sizes = [files.sizes.get(name) for name in names]
         if None in sizes:
@@ -552,7 +549,9 @@ class Search:
             if config.model is None:
                 return self._drafter_without_model(named, config)
             if config.subfolder is None and is_same_checkpoint(config.model, self.target.name):
-                raise SpecConfigError(f"{_ENTRY} names the target itself. Its own layers are method='mtp'.")
+                raise SpecConfigError(
+                    f"{_ENTRY} names the target itself. Its own layers are method='{own_layers_method().name}'."
+                )
             location = {"revision": config.revision, "subfolder": config.subfolder}
             found = self.examined(self._path_of(config.model), "entry", relation="exact", **location)
             if found.method is None:
@@ -568,8 +567,8 @@ class Search:
             return replace(named, problems=(one_line(error, 500),))
 
     def _drafter_without_model(self, named: Candidate, config: SpeculativeConfig) -> Candidate:
-        drafting = parts_of(config.method)[-1]
-        if drafting in KNOWN_METHODS and drafting not in (*METHODS_WITHOUT_MODEL, "mtp"):
+        drafting = drafting_method(config.method)
+        if drafting is not None and drafting.weights is not None and not drafting.in_target_checkpoint:
             raise SpecConfigError(f"{_ENTRY} names the method '{config.method}' and no model for it.")
         return replace(named, settings=_settings_of(config))
 
@@ -676,9 +675,10 @@ def discover_drafters(
 def _in_target(search: Search) -> Iterator[Candidate]:
     """Multi-token-prediction layers in the target's checkpoint."""
     target = search.target
-    if search.method == "mtp":
+    own = own_layers_method().name
+    if search.method == own:
         # Who asks for them hears from their loader what is wrong with them.
-        yield Candidate("mtp", None, "target", "exact")
+        yield Candidate(own, None, "target", "exact")
         return
     if not target.name:
         return
@@ -687,7 +687,7 @@ def _in_target(search: Search) -> Iterator[Candidate]:
     if not has_mtp_layers(files, found):
         return
     yield Candidate(
-        "mtp",
+        own,
         None,
         "target",
         "exact",
@@ -786,11 +786,11 @@ def _looks_like_drafter(info: ModelInfo, base_model: str) -> bool:
 
 def _without_weights(search: Search) -> Iterator[Candidate]:
     """What works with every target. How much of it pays differs from text to text, so that it is measured."""
-    is_missing = find_spec("arctic_inference") is None
-    settings = {"num_speculative_tokens": AUTO}
-    problems = ("The package arctic-inference is not installed.",) if is_missing else ()
-    yield Candidate("suffix", settings=settings, problems=problems)
-    yield Candidate("ngram", settings=settings)
+    for method in preferred_methods():
+        if not method.takes_model:
+            is_missing = method.package is not None and find_spec(method.package.replace("-", "_")) is None
+            problems = (f"The package {method.package} is not installed.",) if is_missing else ()
+            yield Candidate(method.name, settings={"num_speculative_tokens": AUTO}, problems=problems)
 
 
 _SEARCHES: dict[str, Callable[[Search], Iterator[Candidate]]] = {

@@ -6,15 +6,14 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ..candidate_generators import resolve_candidate_generator
 from ..errors import SpecConfigError, shown
+from ..method import built_in_methods, methods
 from ..settings import AUTO, SpeculativeConfig
 
 
 logger = logging.get_logger(__name__)
 
-# Methods of vLLM 0.33 and its keys of --speculative-config; it refuses all others.
-_VLLM_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "dflash")
+# vLLM 0.33's keys of --speculative-config; it refuses all others.
 _VLLM_KEYS = frozenset(
     {
         "method",
@@ -49,8 +48,10 @@ def to_vllm(config: SpeculativeConfig) -> dict[str, Any]:
             f"The method of `model`={shown(config.model)} has not been read yet. Name it, or call "
             "SpeculativeConfig.resolve() first."
         )
-    if config.method not in _VLLM_METHODS:
-        raise SpecConfigError(f"vLLM has no method {shown(config.method)}. It knows: {', '.join(_VLLM_METHODS)}.")
+    method = methods().get(config.method)
+    if method is None or method.vllm is None:
+        known = ", ".join(method.vllm for method in built_in_methods() if method.vllm)
+        raise SpecConfigError(f"vLLM has no method {shown(config.method)}. It knows: {known}.")
     if config.rejection_sample_method == "typical":
         raise SpecConfigError("vLLM has no rejection_sample_method='typical'. Use 'standard' or 'block'.")
     if config.subfolder is not None:
@@ -62,9 +63,8 @@ def to_vllm(config: SpeculativeConfig) -> dict[str, Any]:
     if config.num_speculative_tokens == AUTO:
         logger.warning("vLLM does not adapt `num_speculative_tokens`; the method's default is given.")
         del settings["num_speculative_tokens"]
-    settings.setdefault(
-        "num_speculative_tokens", resolve_candidate_generator(config.method).default_length(config.options)
-    )
+    settings["method"] = method.vllm
+    settings.setdefault("num_speculative_tokens", method.generator_class.default_length(config.options))
     lengths = config.num_speculative_tokens_per_batch_size
     if lengths is not None:
         # vLLM wants ranges; the last one holds for everything above it there, too.

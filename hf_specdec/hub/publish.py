@@ -20,8 +20,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from .. import __version__
-from ..candidate_generators import parts_of
 from ..errors import SpecConfigError
+from ..method import drafting_method, is_language_model
 from ..settings import CONFIG_NAME, SpeculativeConfig
 from .card import CARD_NAME, load_card, make_card, repository_name
 from .detect import detect, forget_method
@@ -172,7 +172,9 @@ def _save_weights(speculator: Speculator, folder: Path) -> None:
         return
     files = None if config.model is None else RepoFiles.of(config)
     # Of a whole model that has multi-token-prediction layers only these are wanted.
-    if files is not None and not (parts_of(config.method)[-1] == "mtp" and detect(files).method == "draft_model"):
+    if files is not None and not (
+        drafting_method(config.method).in_target_checkpoint and is_language_model(detect(files).method)
+    ):
         _copy_checkpoint(files, folder, with_code=config.trust_remote_code)
     elif isinstance(network, PreTrainedModel):
         network.save_pretrained(folder)

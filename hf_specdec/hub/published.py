@@ -17,9 +17,9 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers.utils import logging
 
-from ..candidate_generators import is_method_name
 from ..errors import CheckpointAccessError, CheckpointFormatError, SpecConfigError
-from ..settings import AUTO, CONFIG_NAME, METHODS_WITHOUT_MODEL, SpeculativeConfig
+from ..method import is_method_name, takes_model
+from ..settings import AUTO, CONFIG_NAME, SpeculativeConfig
 from .files import MAX_CONFIG_BYTES, ReadOfRepositories, RepoFiles, is_pickled
 from .trust import MODELS_VARIABLE, PLACE_SETTINGS, believed, may_be_published, one_line, sifted, warn_of
 
@@ -78,7 +78,7 @@ def published_config(settings: Any, source: str, *, with_place: bool = False, **
 def config_of(flat: dict[str, Any], source: str, **place) -> SpeculativeConfig:
     """The configuration of settings that have been sifted."""
     try:
-        if flat.get("method") not in METHODS_WITHOUT_MODEL and flat.get("model") is None:
+        if takes_model(flat.get("method")) and flat.get("model") is None:
             flat = {**flat, **{key: value for key, value in place.items() if value is not None}}
         return SpeculativeConfig.from_dict(flat)
     except Exception as error:
@@ -187,7 +187,7 @@ def with_saved_settings(config: SpeculativeConfig) -> SpeculativeConfig:
         saved.pop("speculative_token_tree", None)
     if "speculative_token_tree" in given:
         saved.pop("num_speculative_tokens", None)
-    if saved.get("method") in METHODS_WITHOUT_MODEL:
+    if not takes_model(saved.get("method")):
         given = {key: value for key, value in given.items() if key not in PRIVATE + PLACE_SETTINGS}
     elif is_pointer:
         given = {key: value for key, value in given.items() if key not in PLACE_SETTINGS}

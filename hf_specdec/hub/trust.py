@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ..candidate_generators import parts_of
 from ..errors import SpecConfigError
+from ..method import built_in_methods, parts_of
 from ..setting_names import AUTO, option_fields
 
 
@@ -29,26 +29,6 @@ PUBLISHED_SETTINGS = (
     "max_model_len",
     "disable_by_batch_size",
 )
-
-# The same of single methods: the shape of drafts, and what the weights were trained with. Not memory to be spent, and
-# nothing that the sampled tokens depend on.
-PUBLISHED_OPTIONS = {
-    "ngram": ("prompt_lookup_min", "prompt_lookup_max", "prompt_lookup_match", "prompt_lookup_num_matches"),
-    "suffix": (
-        "suffix_decoding_max_tree_depth",
-        "suffix_decoding_max_spec_factor",
-        "suffix_decoding_min_token_prob",
-        "suffix_decoding_use_tree_spec",
-    ),
-    "draft_model": ("draft_confidence_threshold",),
-    "medusa": ("medusa_num_nodes", "medusa_tree"),
-    "mlp_speculator": ("top_k_tokens_per_head", "num_candidates", "mlp_speculator_num_nodes"),
-    "eagle": ("depth", "top_k", "total_tokens", "adaptive_threshold", "aux_layer_ids"),
-    "eagle3": ("depth", "top_k", "total_tokens", "adaptive_threshold", "aux_layer_ids"),
-    "dflash": ("dflash_block_size", "dflash_num_denoising_steps", "dflash_mask_token_id", "dflash_tree_budget"),
-    "mtp": ("depth", "top_k", "total_tokens", "adaptive_threshold", "mode"),
-}
-COMBINATION_OPTIONS = ("retrieval_num_speculative_tokens",)
 
 # Where a drafter is: for a target to say, not for what lies beside the drafter.
 PLACE_SETTINGS = ("model", "revision", "subfolder")
@@ -72,16 +52,15 @@ _MOST_CHARACTERS = 10_000
 def may_be_published(method: str | None = None) -> set[str]:
     """Names of the settings that may be published for a method; `None`: for any that this package has.
 
-    Options have the flat name and that of their field. Of a registered method those may be published whose field has
-    `"published": True` in its metadata.
+    Options have the flat name and that of their field, which has `"published": True` in its metadata: the shape of
+    drafts, and what the weights were trained with. Not memory to be spent, and nothing that sampled tokens depend on.
     """
     found = set(PUBLISHED_SETTINGS)
-    for part in PUBLISHED_OPTIONS if method in (None, AUTO) else {method, *parts_of(method)}:
-        own = {*PUBLISHED_OPTIONS.get(part, ()), *COMBINATION_OPTIONS}
+    built_in = [method.name for method in built_in_methods()]
+    for part in built_in if method in (None, AUTO) else {method, *parts_of(method)}:
         for item in option_fields(part):
-            key = item.metadata.get("key", item.name)
-            if key in own or item.metadata.get("published"):
-                found |= {key, item.name}
+            if item.metadata.get("published"):
+                found |= {item.metadata.get("key", item.name), item.name}
     return found
 
 

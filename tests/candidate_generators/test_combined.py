@@ -28,7 +28,7 @@ from hf_specdec import (
     record,
     register_candidate_generator,
 )
-from hf_specdec.candidate_generators import parts_of, resolve_candidate_generator, unregister_candidate_generator
+from hf_specdec.candidate_generators import unregister_candidate_generator
 from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
 from hf_specdec.candidate_generators.combined import generator as combined
 from hf_specdec.candidate_generators.combined.generator import (
@@ -40,6 +40,7 @@ from hf_specdec.candidate_generators.combined.generator import (
 )
 from hf_specdec.drafts import DraftTree
 from hf_specdec.errors import MissingDependencyError
+from hf_specdec.method import parts_of, resolve_candidate_generator
 from tests.candidate_generators.test_suffix import needs_library
 from tests.models import VOCAB_SIZE, prompts
 from tests.sampled import SampledCandidateGenerator

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from hf_specdec.candidate_generators import resolve_candidate_generator
 from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
 from hf_specdec.candidate_generators.ngram import index as ngram_index
 from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator, NgramOptions, merge
 from hf_specdec.candidate_generators.ngram.index import MAX_TOKEN_ID, NgramIndex, sort_prefixes
 from hf_specdec.errors import SpecConfigError
+from hf_specdec.method import resolve_candidate_generator
 from hf_specdec.settings import SpeculativeConfig
 
 

@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpecDecError, SpeculativeConfig, UnsupportedModelError
-from hf_specdec.candidate_generators import resolve_candidate_generator
 from hf_specdec.candidate_generators.draft_model.network import load_draft_model
 from hf_specdec.candidate_generators.eagle.network import load_eagle
 from hf_specdec.checkpoints.loading import checkpoint_errors, loads_checkpoint
 from hf_specdec.errors import CheckpointAccessError
 from hf_specdec.hub.detect import detect_checkpoint
+from hf_specdec.method import resolve_candidate_generator
 from tests.hub.test_one_reader import HEADS, copy_of, loaded_target
 from tests.models import tiny_llama
 

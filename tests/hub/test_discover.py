@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from hf_specdec import SpeculativeConfig, cli
 from hf_specdec.hub import discover, discover_drafters
-from hf_specdec.hub.discover import METHOD_PREFERENCE, PLACES, RELATIONS, Access, Candidate, Search, Target, rank
+from hf_specdec.hub.discover import PLACES, RELATIONS, Access, Candidate, Search, Target, rank
+from hf_specdec.method import preferred_methods
 from hf_specdec.settings import AUTO
 from tests.models import letter_tokenizer, tiny_llama
 
@@ -53,10 +54,13 @@ def target(hub):
     return "user/target"
 
 
+PREFERRED = [method.name for method in preferred_methods()]
+
+
 class TestRanking:
     candidates = st.builds(
         Candidate,
-        st.sampled_from([*METHOD_PREFERENCE, "of_a_plugin"]),
+        st.sampled_from([*PREFERRED, "of_a_plugin"]),
         st.sampled_from(["user/a", "user/b", "user/c", None]),
         st.sampled_from(PLACES),
         st.sampled_from(RELATIONS),
@@ -79,7 +83,7 @@ class TestRanking:
             if first.relation == second.relation:
                 assert PLACES.index(first.place) <= PLACES.index(second.place)
 
-    @pytest.mark.parametrize(("better", "worse"), list(zip(METHOD_PREFERENCE, list(METHOD_PREFERENCE)[1:])))
+    @pytest.mark.parametrize(("better", "worse"), list(zip(PREFERRED, PREFERRED[1:])))
     def test_methods_are_preferred_in_the_order_of_the_table(self, better, worse):
         popular = Candidate(worse, "user/popular", "hub", "exact", downloads=10**6)
         assert rank(Candidate(better, "user/new", "hub", "exact")) < rank(popular)
@@ -543,5 +547,5 @@ class TestCommand:
 
 def test_page_has_the_order_of_the_methods():
     page = (Path(__file__).parents[2] / "docs" / "hub.md").read_text(encoding="utf-8")
-    rows = [f"| `{method}` | {reason} |" for method, reason in METHOD_PREFERENCE.items()]
+    rows = [f"| `{method.name}` | {method.preferred_because} |" for method in preferred_methods()]
     assert "\n".join(rows) in page

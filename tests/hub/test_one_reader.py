@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_specdec import CheckpointFormatError, SpecDecError, SpeculativeConfig, demo
-from hf_specdec.candidate_generators import resolve_candidate_generator
 from hf_specdec.hub.detect import Detection, detect_checkpoint
 from hf_specdec.hub.inspect import inspect_checkpoint
+from hf_specdec.method import resolve_candidate_generator
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

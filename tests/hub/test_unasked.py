@@ -20,6 +20,8 @@ from hf_specdec.hub import trust
 from hf_specdec.hub.card import read_card
 from hf_specdec.hub.discover import Access, Search, Target
 from hf_specdec.hub.trust import may_be_published, one_line, sifted, why_not_unasked
+from hf_specdec.method import built_in_methods
+from hf_specdec.setting_names import option_fields
 from hf_specdec.settings import describe_settings
 from tests.hub.test_discover import EAGLE, FIXTURES, card_of
 from tests.models import prompts, tiny_llama
@@ -422,12 +424,10 @@ class TestAllowList:
     def test_names_are_those_of_settings(self):
         common = {setting.key for setting in describe_settings()}
         assert {*trust.PUBLISHED_SETTINGS, *trust.PLACE_SETTINGS} <= common
-        for method, names in trust.PUBLISHED_OPTIONS.items():
-            assert set(names) <= {setting.key for setting in describe_settings(method)}
 
     def test_nothing_else_is_believed(self):
         """Every setting that is not on the list is left out, by both of its names."""
-        for method in trust.PUBLISHED_OPTIONS:
+        for method in (method.name for method in built_in_methods()):
             settings = {item.key: 1 for item in [*describe_settings(), *describe_settings(method)]}
             settings |= {"method": method, "trust_remote_code": False}
             found, left_out = sifted(settings, "The card")
@@ -449,11 +449,16 @@ class TestAllowList:
         """docs/security.md has the list."""
         page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
         rows = [f"| all | {', '.join(f'`{name}`' for name in trust.PUBLISHED_SETTINGS)} |"]
-        rows += [
-            f"| `{method}` | {', '.join(f'`{name}`' for name in names)} |"
-            for method, names in trust.PUBLISHED_OPTIONS.items()
-        ]
-        rows += [f"| combinations | those of both, {', '.join(f'`{name}`' for name in trust.COMBINATION_OPTIONS)} |"]
+        options = {
+            method.name: [
+                f"`{item.metadata.get('key', item.name)}`"
+                for item in option_fields(method.name)
+                if item.metadata.get("published")
+            ]
+            for method in built_in_methods()
+        }
+        rows += [f"| `{method}` | {', '.join(names)} |" for method, names in options.items()]
+        rows += ["| combinations | those of both, `retrieval_num_speculative_tokens` |"]
         rows += [f"| of a target's entry also | {', '.join(f'`{name}`' for name in trust.PLACE_SETTINGS)} |"]
         assert "\n".join(rows) in page
         for variable in (trust.OWNERS_VARIABLE, trust.MODELS_VARIABLE):

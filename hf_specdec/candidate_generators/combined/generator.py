@@ -72,8 +72,9 @@ class CombinedOptions:
     retrieval_num_speculative_tokens: int | None = field(
         default=None,
         metadata={
+            "published": True,
             "help": "Most tokens of a retrieved draft; `num_speculative_tokens` is that of the other method. Left "
-            "out, the default of the retrieving method."
+            "out, the default of the retrieving method.",
         },
     )
 

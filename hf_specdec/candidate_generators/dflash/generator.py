@@ -60,28 +60,33 @@ class DFlashOptions:
     dflash_block_size: int | None = field(
         default=None,
         metadata={
+            "published": True,
             "help": "Tokens of a block, the last committed one included; at most what the draft was trained with. "
-            "Left out, one more than `num_speculative_tokens`, or the trained size."
+            "Left out, one more than `num_speculative_tokens`, or the trained size.",
         },
     )
     dflash_num_denoising_steps: int | None = field(
         default=None,
         metadata={
+            "published": True,
             "help": "Forwards of the draft for a block; between them the surest tokens are kept and the others are "
-            "masked again. Left out, what the checkpoint declares, otherwise 1."
+            "masked again. Left out, what the checkpoint declares, otherwise 1.",
         },
     )
     dflash_mask_token_id: int | None = field(
         default=None,
         metadata={
+            "published": True,
             "help": "The token at positions that are to be filled. Left out, what the checkpoint says, or the "
-            "tokenizer's mask token."
+            "tokenizer's mask token.",
         },
     )
     dflash_tree_budget: int = field(
         default=0,
         metadata={
-            "help": "Draft tokens of the tree of the most probable prefixes of a block. 0 drafts the block as a chain."
+            "published": True,
+            "help": "Draft tokens of the tree of the most probable prefixes of a block. 0 drafts the block as a "
+            "chain.",
         },
     )
     draft_sample_method: Literal["greedy", "probabilistic"] | None = field(

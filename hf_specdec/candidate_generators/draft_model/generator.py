@@ -58,6 +58,7 @@ class DraftModelOptions:
     confidence_threshold: float = field(
         default=0.0,
         metadata={
+            "published": True,
             "help": "A row stops drafting behind a token that the draft gives less probability than this, in [0, 1]. "
             "0 drafts always `num_speculative_tokens`.",
             "key": "draft_confidence_threshold",

@@ -107,30 +107,34 @@ class ExtrapolationOptions:
     depth: int | None = field(
         default=None,
         metadata={
+            "published": True,
             "help": "For the dynamic tree: how often its best nodes are continued; it is one token deeper. Left out, "
-            f"{_TREE.depth}, on a CPU {_TREES['cpu'].depth}."
+            f"{_TREE.depth}, on a CPU {_TREES['cpu'].depth}.",
         },
     )
     top_k: int | None = field(
         default=None,
         metadata={
+            "published": True,
             "help": "For the dynamic tree: continuations of each node, and nodes of a level that are continued. Left "
-            f"out, {_TREE.top_k}, on a CPU {_TREES['cpu'].top_k}."
+            f"out, {_TREE.top_k}, on a CPU {_TREES['cpu'].top_k}.",
         },
     )
     total_tokens: int | None = field(
         default=None,
         metadata={
+            "published": True,
             "help": "For the dynamic tree: verified tokens, the anchor included, so one more than are drafted. Left "
-            f"out, {_TREE.total_tokens}, on a CPU {_TREES['cpu'].total_tokens}."
+            f"out, {_TREE.total_tokens}, on a CPU {_TREES['cpu'].total_tokens}.",
         },
     )
     adaptive_threshold: float | None = field(
         default=None,
         metadata={
+            "published": True,
             "help": "A row's draft is not continued behind nodes whose probability, along the whole path, is at most "
             "this. 0 always drafts the full depth. Left out, 0; on a CPU, where no shape is asked for, "
-            f"{_DOUBTS['cpu']}."
+            f"{_DOUBTS['cpu']}.",
         },
     )
     draft_sample_method: Literal["greedy", "probabilistic"] | None = field(
@@ -160,8 +164,9 @@ class EagleOptions(ExtrapolationOptions):
     aux_layer_ids: tuple[int, ...] | None = field(
         default=None,
         metadata={
+            "published": True,
             "help": "Which states of the target an EAGLE-3 head reads: k is what enters its decoder layer k, the "
-            "number of its layers what leaves the last one. Left out, what the checkpoint says."
+            "number of its layers what leaves the last one. Left out, what the checkpoint says.",
         },
     )
 

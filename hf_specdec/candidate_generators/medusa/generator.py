@@ -65,6 +65,7 @@ class MedusaOptions:
     num_nodes: int | None = field(
         default=None,
         metadata={
+            "published": True,
             "help": "Nodes of the default tree. Left out, 63, on a CPU as many as pay.",
             "key": "medusa_num_nodes",
         },
@@ -72,6 +73,7 @@ class MedusaOptions:
     tree: Literal["static", "measured"] = field(
         default="static",
         metadata={
+            "published": True,
             "help": "`static` keeps one tree; `measured` counts which candidates turn out right while generating, and "
             "makes the tree anew from that. The output does not depend on it.",
             "key": "medusa_tree",

@@ -62,18 +62,23 @@ class MLPSpeculatorOptions:
 
     top_k_tokens_per_head: tuple[int, ...] | None = field(
         default=None,
-        metadata={"help": "Continuations that each depth of a tree gives every node. Left out, the checkpoint's."},
+        metadata={
+            "published": True,
+            "help": "Continuations that each depth of a tree gives every node. Left out, the checkpoint's.",
+        },
     )
     num_candidates: int | None = field(
         default=None,
         metadata={
+            "published": True,
             "help": "Draft the tree of this many best sequences, as the published code does (there: `n_candidates`), "
-            "instead of the tree of the best nodes."
+            "instead of the tree of the best nodes.",
         },
     )
     num_nodes: int | None = field(
         default=None,
         metadata={
+            "published": True,
             "help": "Draft the tree of about this many most probable nodes. Without any setting of the draft's shape "
             f"that is the default, with {_NUM_NODES_ELSEWHERE} nodes, except on a CPU: there it is a chain of at most "
             f"{_CHAIN_LENGTH} tokens.",

@@ -50,15 +50,17 @@ class MtpOptions(ExtrapolationOptions):
     adaptive_threshold: float = field(
         default=0.0,
         metadata={
+            "published": True,
             "help": "A row's draft is not continued behind nodes whose probability, along the whole path, is at most "
-            "this. 0 always drafts the full depth."
+            "this. 0 always drafts the full depth.",
         },
     )
     mode: Literal["chain", "reuse"] | None = field(
         default=None,
         metadata={
+            "published": True,
             "help": "`chain` drafts one token with each MTP layer, `reuse` all of them with the first layer, trees "
-            "among them. Left out, `chain` where the checkpoint has several layers."
+            "among them. Left out, `chain` where the checkpoint has several layers.",
         },
     )
 

@@ -1,1 +1,20 @@
-"""Drafts that continue an n-gram as it went on before."""
+"""Drafts that continue an n-gram as it went on earlier in the text."""
+
+from ...method import Method
+
+
+METHODS = (
+    Method(
+        name="ngram",
+        noun="n-gram speculation",
+        folder=__name__,
+        generator="generator:NgramCandidateGenerator",
+        takes_model=False,
+        aliases=("prompt_lookup", "prompt_lookup_decoding"),
+        preference=9,
+        preferred_because="no weights: repeats the prompt",
+        vllm="ngram",
+        sglang="NGRAM",
+        transformers="prompt_lookup_num_tokens",
+    ),
+)

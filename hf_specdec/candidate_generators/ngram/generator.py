@@ -45,15 +45,22 @@ class NgramOptions:
 
     prompt_lookup_min: int | None = field(
         default=None,
-        metadata={"help": "Shortest match that is drafted from, in tokens. Left out, `prompt_lookup_max`, or else 1."},
+        metadata={
+            "published": True,
+            "help": "Shortest match that is drafted from, in tokens. Left out, `prompt_lookup_max`, or else 1.",
+        },
     )
     prompt_lookup_max: int | None = field(
         default=None,
-        metadata={"help": "Longest match looked for, in tokens. Left out, `prompt_lookup_min`, or else no limit."},
+        metadata={
+            "published": True,
+            "help": "Longest match looked for, in tokens. Left out, `prompt_lookup_min`, or else no limit.",
+        },
     )
     match: Literal["last", "first"] | None = field(
         default=None,
         metadata={
+            "published": True,
             "help": "Which occurrence of the longest match counts. Left out, 'first' if `prompt_lookup_min` or "
             "`prompt_lookup_max` is given, as in vLLM, or else 'last'.",
             "key": "prompt_lookup_match",
@@ -62,6 +69,7 @@ class NgramOptions:
     num_matches: int | None = field(
         default=None,
         metadata={
+            "published": True,
             "help": "Occurrences that are drafted from, the longest matches first; 1 drafts a chain, more a tree. "
             "Left out, 1 if `prompt_lookup_min` or `prompt_lookup_max` is given, as in vLLM, or else 4.",
             "key": "prompt_lookup_num_matches",

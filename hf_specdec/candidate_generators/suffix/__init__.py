@@ -1,1 +1,19 @@
-"""Drafts from a suffix tree of earlier text (SuffixDecoding)."""
+"""Drafts from a suffix tree of the prompt and of earlier responses (SuffixDecoding, arXiv:2411.04975)."""
+
+from ...method import Method
+
+
+METHODS = (
+    Method(
+        name="suffix",
+        noun="suffix decoding",
+        folder=__name__,
+        generator="generator:SuffixCandidateGenerator",
+        takes_model=False,
+        aliases=("suffix_decoding",),
+        package="arctic-inference",
+        preference=8,
+        preferred_because="no weights: repeats the prompt and earlier responses",
+        vllm="suffix",
+    ),
+)

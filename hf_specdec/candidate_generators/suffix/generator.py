@@ -66,6 +66,7 @@ class SuffixOptions:
     max_tree_depth: int = field(
         default=24,
         metadata={
+            "published": True,
             "help": "Depth of the suffix trees in tokens, shared by match and draft, from 2 to 1024. 64 drafts longer "
             "copies.",
             "key": "suffix_decoding_max_tree_depth",
@@ -81,6 +82,7 @@ class SuffixOptions:
     max_spec_factor: float = field(
         default=1.0,
         metadata={
+            "published": True,
             "help": "Draft tokens per token of the match.",
             "key": "suffix_decoding_max_spec_factor",
         },
@@ -88,6 +90,7 @@ class SuffixOptions:
     min_token_prob: float = field(
         default=0.1,
         metadata={
+            "published": True,
             "help": "A draft ends before the token whose estimated probability (from counts) is below this.",
             "key": "suffix_decoding_min_token_prob",
         },
@@ -95,6 +98,7 @@ class SuffixOptions:
     use_tree_spec: bool = field(
         default=False,
         metadata={
+            "published": True,
             "help": "Draft a tree of the likeliest continuations, of as many tokens as the chain may have.",
             "key": "suffix_decoding_use_tree_spec",
         },

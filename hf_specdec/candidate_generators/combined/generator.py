@@ -564,7 +564,7 @@ def combined_generator(methods: tuple[str, ...]) -> type[CombinedCandidateGenera
     Raises:
         SpecConfigError: They cannot be combined, or one is unknown.
     """
-    from .. import resolve_candidate_generator
+    from ...method import resolve_candidate_generator
 
     return _combined_class(methods, tuple(map(resolve_candidate_generator, methods)))
 

@@ -28,10 +28,10 @@ from hf_specdec import (
     record,
     register_candidate_generator,
 )
-from hf_specdec.candidate_generators.base import DraftStep
 from hf_specdec.decoding.functional import FunctionalSlotModel
 from hf_specdec.decoding.target import SlotModel
 from hf_specdec.method import methods
+from hf_specdec.protocol import DraftStep
 
 
 # Scripts of this folder are started by their paths; `tools` lies beside it.

@@ -28,7 +28,7 @@ from hf_specdec import (
     load_speculator,
     register_candidate_generator,
 )
-from hf_specdec.candidate_generators.base import DraftStep, NoDrafts
+from hf_specdec.candidate_generators.base import NoDrafts
 from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
 from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
@@ -36,6 +36,7 @@ from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
 from hf_specdec.drafts import TokenTree
 from hf_specdec.method import methods
+from hf_specdec.protocol import DraftStep
 from hf_specdec.target_facts import hidden_size, vocabulary_size
 
 
@@ -382,7 +383,7 @@ class RandomNodesCandidateGenerator(CandidateGenerator):
     """Drafts random tokens in a shape of its own, at no cost."""
 
     options_class = RandomNodesOptions
-    draws = False
+    samples_drafts = False
 
     def __init__(self, config, resources: tuple[TokenTree, int], session):
         super().__init__(config, resources, session)

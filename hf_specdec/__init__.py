@@ -70,12 +70,13 @@ __all__ = [
 if TYPE_CHECKING:
     from . import metrics
     from .candidate_generators import register_candidate_generator
-    from .candidate_generators.base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+    from .candidate_generators.base import CandidateGenerator
     from .drafts import DraftTree
     from .hook import install, uninstall
     from .hub.published import store_settings
     from .integration import generate
     from .metrics import SpecDecodingStats, record
+    from .protocol import Commit, DraftStep, Prompt, Session
     from .settings import SpeculativeConfig
     from .speculator import Speculator, forget_speculators, load_speculator
 

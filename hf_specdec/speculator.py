@@ -20,7 +20,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
 from .candidate_generators.assisted import StockCandidateGenerator, UnboundCandidateGenerator
-from .candidate_generators.base import CandidateGenerator, NoDrafts, Session
+from .candidate_generators.base import CandidateGenerator, NoDrafts
 from .candidate_generators.combined.generator import part_configs
 from .control import ControlProfile, ScheduledLength, SpeculationController
 from .control.store import find_profile
@@ -29,7 +29,7 @@ from .decoding.sequences import Sequences
 from .errors import SpecConfigError, SpecDecError
 from .hub.detect import reads_target_cache
 from .hub.discover import Access, Candidate, Search, Target
-from .hub.files import file_identity, only_safetensors
+from .hub.files import RepoFiles, file_identity, only_safetensors
 from .hub.published import IN_GENERATION_CONFIG, published_config, settings_of_generation_config
 from .hub.trust import one_line, restrictions, warn_of
 from .loaded import forget_records, record_of
@@ -43,6 +43,7 @@ from .method import (
     parts_of,
     resolve_candidate_generator,
 )
+from .protocol import Session
 from .settings import AUTO, SpeculativeConfig
 from .target_facts import vocabulary_size
 from .threads import cached_property
@@ -475,7 +476,8 @@ def _resources(generator_class, config, target_model, draft_model):
     flat = config.to_dict(defaults=True)
     names = flat if generator_class.loaded_by is None else generator_class.loaded_by
     key = (config.method, draft_model is not None, json.dumps({name: flat[name] for name in sorted(names)}))
-    files = generator_class.files(config, target_model) if draft_model is None else None
+    source = generator_class.loaded_from(config, target_model) if draft_model is None else None
+    files = None if source is None else RepoFiles.of(source)
     return record_of(target_model).load_once(key, generator_class, load, files, draft_model)
 
 

@@ -148,3 +148,12 @@ class PendingRead:
 def select_rows(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """A copy of the rows of these numbers; unlike an index that is a list it does not wait."""
     return values.index_select(0, upload(rows, values.device))
+
+
+def last_of_each(values: torch.Tensor, counts: Sequence[int] | torch.LongTensor) -> torch.Tensor:
+    """Entry `counts[r] - 1` of each row of `(R, T, ...)`: `(R, ...)`."""
+    if not torch.is_tensor(counts):
+        if min(counts) == max(counts):
+            return values[:, counts[0] - 1]
+        counts = upload(counts, values.device)
+    return values[torch.arange(len(counts), device=values.device), counts - 1]

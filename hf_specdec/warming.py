@@ -17,7 +17,6 @@ import torch
 from transformers import MaxLengthCriteria
 from transformers.generation import StoppingCriteriaList
 
-from .candidate_generators.base import DraftStep
 from .candidate_generators.draft_model.generator import DraftModelCandidateGenerator
 from .control import ControlProfile
 from .decoding.graphs import padded_rows, padded_size
@@ -28,6 +27,7 @@ from .errors import SpecConfigError
 from .hook import original_generate
 from .metrics import SpecDecodingStats
 from .metrics.listeners import CallProgress
+from .protocol import DraftStep
 from .speculator import Speculator, load_speculator
 from .target_facts import vocabulary_size
 

@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 
 from hf_specdec import CandidateGenerator, DraftTree, SpeculativeConfig, Speculator, register_candidate_generator
-from hf_specdec.candidate_generators.base import DraftStep
 from hf_specdec.kernels.sampling import sample_from_probs
 from hf_specdec.logits.randomness import DRAFT
 from hf_specdec.method import methods
+from hf_specdec.protocol import DraftStep
 from hf_specdec.transfers import upload
 
 

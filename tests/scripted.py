@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from hf_specdec import CandidateGenerator, DraftTree, SpeculativeConfig, Speculator, register_candidate_generator
-from hf_specdec.candidate_generators.base import DraftStep
 from hf_specdec.method import methods
+from hf_specdec.protocol import DraftStep
 from hf_specdec.transfers import upload
 
 

@@ -191,8 +191,8 @@ def written_while_read(tmp_path):
         loaded_by = ()
 
         @classmethod
-        def files(cls, config, target_model):
-            return RepoFiles(tmp_path)
+        def loaded_from(cls, config, target_model):
+            return config.replace(model=str(tmp_path))
 
         @classmethod
         def load(cls, config, target_model):

@@ -10,10 +10,10 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from hf_specdec import DraftTree, SpeculativeConfig, Speculator, record
-from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt
 from hf_specdec.decoding import functional
 from hf_specdec.decoding.functional import FunctionalSlotModel, slot_model
 from hf_specdec.drafts import TokenTree
+from hf_specdec.protocol import Commit, DraftStep, Prompt
 from tests.models import TINY, VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.scripted import Script, ScriptedCandidateGenerator
 

@@ -17,8 +17,9 @@ from transformers.generation.candidate_generator import CandidateGenerator as Hf
 
 from ..drafts import DraftTree
 from ..errors import SpecConfigError, UnsupportedModelError
+from ..protocol import Commit, DraftStep, Prompt, Session
 from ..threads import cached_property
-from .base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from .base import CandidateGenerator
 
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class AssistedSide:
                 f"transformers' assisted decoding takes one row, and the batch has {len(input_ids)}. Pass the "
                 "candidate generator as generate(assistant=...), which takes batches."
             )
-        session = self.given.session or Session(1, _UNKNOWN_LENGTH, input_ids.device, takes_trees=False)
+        session = self.given.session or Session(1, _UNKNOWN_LENGTH, input_ids.device, supports_trees=False)
         self.generator = self.given.bind(session)
         mask = model_kwargs.get("attention_mask")
         if torch.is_tensor(mask) and mask.dim() == 2:

@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from transformers.utils import logging
 
-from ..candidate_generators.base import CandidateGenerator, Commit, DraftStep, Lookups, Prompt
+from ..candidate_generators.base import CandidateGenerator
 from ..drafts import DraftTree
+from ..protocol import Commit, DraftStep, Lookups, Prompt
 from .clock import CycleClock
 from .controller import RowOutcome, SpeculationController
 from .schedule import ScheduledLength
@@ -39,7 +40,7 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         self.session, self.config = generator.session, generator.config
         self.num_speculative_tokens = generator.num_speculative_tokens
         self.target_hidden_states = generator.target_hidden_states
-        self.draws = generator.draws
+        self.samples_drafts = generator.samples_drafts
         self._clock, self._reading_clock = CycleClock(self.session.device), CycleClock(self.session.device)
         # What the method has not been told of, the rows that have left meanwhile among it.
         self._prompt: Prompt | None = None

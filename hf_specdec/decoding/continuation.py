@@ -22,8 +22,8 @@ import torch
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin
 
-from ..candidate_generators.base import Prompt
 from ..errors import UnsupportedModelError
+from ..protocol import Prompt
 from ..target_facts import decoder_layers, layers_owner
 from .cache import SlotCache
 from .target import PositionCounter, SlotModel

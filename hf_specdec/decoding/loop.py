@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
-from ..candidate_generators.base import CandidateGenerator, Commit, DraftStep, Session
 from ..drafts import DraftTree, chain_topology
 from ..errors import SpecConfigError
 from ..logits.processors import ProcessorStack
@@ -27,6 +26,7 @@ from ..logits.sampling import DraftSampler
 from ..logits.verifier import Verdict, Verifier, take_nodes
 from ..metrics import CycleTrace, RowTrace, SpecDecodingStats, begin_call, watch_acceptance
 from ..metrics.listeners import CallProgress
+from ..protocol import Commit, DraftStep, Session
 from ..settings import AUTO
 from ..target_facts import vocabulary_size
 from ..transfers import select_rows, upload
@@ -42,6 +42,8 @@ from .target import REPEATED_INPUTS, SlotModel, SlotOutput, check_reach, is_text
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from ..candidate_generators.base import CandidateGenerator
 
 
 # Padding tokens that one forward reads of a row that has ended, where outputs hold them.
@@ -119,7 +121,7 @@ class DecodingLoop:
             if_it_fails.pop_all()
 
     def _verifier(self, stack: ProcessorStack, uniforms: RowUniforms | None) -> Verifier:
-        rule = acceptance_rule(self.generator.config, self.generator.draws, uniforms, self._uniforms)
+        rule = acceptance_rule(self.generator.config, self.generator.samples_drafts, uniforms, self._uniforms)
         self.stats.rejection_sample_method = rule.name
         if rule.note:
             self.stats.notes.append(rule.note)
@@ -155,7 +157,7 @@ class DecodingLoop:
             max_length=self.stop.max_length,
             device=self.device,
             sampler=DraftSampler(stack, self.sequences, uniforms, vocabulary_size(self.model)),
-            takes_trees=model_profile(self.model).takes_trees,
+            supports_trees=model_profile(self.model).takes_trees,
             notes=self.stats.notes,
             group=_processes_of(self.model),
         )

@@ -19,12 +19,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..benchmarking import Batch, new_tokens
-from ..candidate_generators.base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from ..candidate_generators.base import CandidateGenerator
 from ..candidate_generators.eagle.network import Eagle3Network
 from ..checkpoints.draft_checkpoint import TargetSizes
 from ..drafts import DraftTree
 from ..integration import generate
 from ..layers.draft_network import DraftNetwork, layer_config
+from ..protocol import Commit, DraftStep, Prompt, Session
 from ..speculator import Speculator
 
 
@@ -293,7 +294,7 @@ class _WatchedGenerator(CandidateGenerator):
         drafts (`dict[int, Drafts]`): Where the drafts of each row are put.
     """
 
-    draws = False
+    samples_drafts = False
 
     def __init__(self, generator: CandidateGenerator, wiring: Wiring, drafts: dict[int, Drafts]):
         self.generator, self.wiring, self.drafts = generator, wiring, drafts

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..candidate_generators.base import Session
 from ..decoding.graphs import CallGraphs, CapturedForward, draft_graphs, padded_rows
+from ..protocol import Session
 
 
 def begin_graphs(

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..candidate_generators.base import Prompt
 from ..decoding.cache import SlotCache, SlotLayer
 from ..decoding.graphs import CallGraphs, padded_rows
 from ..kernels.cache import WritePlan
+from ..protocol import Prompt
 from ..transfers import upload
 from .graphs import fill_front
 

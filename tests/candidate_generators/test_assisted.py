@@ -298,10 +298,10 @@ class TestOfTheUsersOwn:
 
     def test_two_methods_without_options_combine(self, model):
         class Rating(Repeating):
-            rates_drafts = True
+            estimates_acceptance = True
 
             @property
-            def draft_chances(self):
+            def acceptance_probs(self):
                 return [[] for _ in self.texts]
 
         register_candidate_generator("rating", Rating)

@@ -29,7 +29,6 @@ from hf_specdec import (
     register_candidate_generator,
 )
 from hf_specdec.candidate_generators import unregister_candidate_generator
-from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
 from hf_specdec.candidate_generators.combined import generator as combined
 from hf_specdec.candidate_generators.combined.generator import (
     DrafterChoice,
@@ -41,6 +40,7 @@ from hf_specdec.candidate_generators.combined.generator import (
 from hf_specdec.drafts import DraftTree
 from hf_specdec.errors import MissingDependencyError
 from hf_specdec.method import parts_of, resolve_candidate_generator
+from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from tests.candidate_generators.test_suffix import needs_library
 from tests.models import VOCAB_SIZE, prompts
 from tests.sampled import SampledCandidateGenerator
@@ -274,13 +274,13 @@ class TestSampling:
         )
         speculative = pair("draft_model", draft_sample_method=method)
         sample(target, inputs(1), max_new_tokens=6, speculative=speculative)
-        assert made[0].draws is draws
+        assert made[0].samples_drafts is draws
 
 
 @pytest.fixture
 def drawing():
     """A combination whose second drafter draws, from a law that is unlike the target's."""
-    register_candidate_generator("drawn", type("Drawn", (SampledCandidateGenerator,), {"draws": True}))
+    register_candidate_generator("drawn", type("Drawn", (SampledCandidateGenerator,), {"samples_drafts": True}))
     yield "ngram+drawn"
     unregister_candidate_generator("drawn")
 
@@ -412,7 +412,7 @@ class TestRatings:
         generator = kind(config, kind.load(config, target), session)
         generator.prefill(Prompt(torch.tensor([self.text] * len(rooms)), [0] * len(rooms)))
         step = DraftStep(list(range(len(rooms))), torch.tensor([3] * len(rooms)), [12] * len(rooms), rooms)
-        return generator.propose(step), generator.draft_chances
+        return generator.propose(step), generator.acceptance_probs
 
     def test_ngram(self):
         draft, chances = self.rated("ngram", [10, 2, 0])

@@ -16,7 +16,6 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, Speculator, load_speculator, record
-from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
 from hf_specdec.candidate_generators.dflash import generator as module
 from hf_specdec.candidate_generators.dflash.formats import BlockView, DFlashConfig
 from hf_specdec.candidate_generators.dflash.functional import FunctionalDFlash, lean_network
@@ -24,6 +23,7 @@ from hf_specdec.candidate_generators.dflash.generator import DFlashCandidateGene
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork, GivenContext
 from hf_specdec.decoding.target import captured_states
 from hf_specdec.drafts import DraftTree
+from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from tests.architectures import tiny_model
 from tests.models import VOCAB_SIZE, prompts, tiny_llama
 from tests.statistics import chi_square_pvalue

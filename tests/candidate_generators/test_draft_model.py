@@ -38,9 +38,9 @@ from hf_specdec import (
     load_speculator,
     record,
 )
-from hf_specdec.candidate_generators.base import Session
 from hf_specdec.candidate_generators.draft_model import network as loading
 from hf_specdec.decoding.target import SlotModel
+from hf_specdec.protocol import Session
 from tests.models import TINY, VOCAB_SIZE, prompts, tiny_llama, tiny_mistral
 from tests.statistics import chi_square_pvalue
 from tests.test_sampling import (

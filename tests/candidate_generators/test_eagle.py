@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, Dy
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, Speculator, load_speculator, record
-from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
 from hf_specdec.candidate_generators.eagle import generator as module
 from hf_specdec.candidate_generators.eagle.formats import EagleConfig
 from hf_specdec.candidate_generators.eagle.generator import DynamicTree, EagleCandidateGenerator
 from hf_specdec.candidate_generators.eagle.network import Eagle1Network, Eagle3Network
 from hf_specdec.decoding.target import captured_states
 from hf_specdec.drafts import DraftTree, TokenTree
+from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from tests.architectures import tiny_model
 from tests.models import VOCAB_SIZE, prompts, tiny_llama
 from tests.statistics import chi_square_pvalue
@@ -913,10 +913,10 @@ class TestSettings:
         assert default("cuda", settings={"num_speculative_tokens": 6}) == (TokenTree.chain(6), [])
         assert default("cuda", settings={"top_k": 1, "depth": 3}) == (TokenTree.chain(4), [])
         assert default("cuda", settings={"top_k": 1, "depth": 3, "total_tokens": 3}) == (TokenTree.chain(2), [])
-        plan, notes = default("cuda", takes_trees=False)
+        plan, notes = default("cuda", supports_trees=False)
         assert plan == TokenTree.chain(4)
         assert len(notes) == 1
-        assert default("cuda", settings={"depth": 6}, takes_trees=False)[0] == TokenTree.chain(7)
+        assert default("cuda", settings={"depth": 6}, supports_trees=False)[0] == TokenTree.chain(7)
 
     @pytest.mark.parametrize(
         ("device", "settings", "threshold"),

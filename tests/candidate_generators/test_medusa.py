@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig, load_speculator, record
-from hf_specdec.candidate_generators.base import Commit, DraftStep, Session
 from hf_specdec.candidate_generators.medusa import generator as medusa
 from hf_specdec.candidate_generators.medusa.generator import MedusaOptions, RankCounts, default_tree
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
@@ -28,6 +27,7 @@ from hf_specdec.drafts import PUBLISHED_TREES, DraftTree, TokenTree
 from hf_specdec.drafts.static import prior_accuracies
 from hf_specdec.kernels.acceptance import follow
 from hf_specdec.logits.acceptance import accept_typical, best_tokens
+from hf_specdec.protocol import Commit, DraftStep, Session
 from hf_specdec.speculator import Speculator
 from tests.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama, tiny_mistral
 

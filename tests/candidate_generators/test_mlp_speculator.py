@@ -12,11 +12,11 @@ from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, load_speculator, record
-from hf_specdec.candidate_generators.base import Commit, DraftStep, Session
 from hf_specdec.candidate_generators.mlp_speculator import generator as module
 from hf_specdec.candidate_generators.mlp_speculator.generator import GrowthPlan, MLPSpeculatorCandidateGenerator
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
 from hf_specdec.drafts import TokenTree
+from hf_specdec.protocol import Commit, DraftStep, Session
 from tests.models import VOCAB_SIZE, prompts, tiny_llama
 from tests.statistics import chi_square_pvalue
 from tests.test_sampling import (
@@ -125,9 +125,9 @@ def plain_and_ours(target, folder, inputs, shape=None, **arguments):
     return plain, ours, made.calls[0]
 
 
-def generator_for(target, folder, batch_size, takes_trees=True, **shape) -> MLPSpeculatorCandidateGenerator:
+def generator_for(target, folder, batch_size, supports_trees=True, **shape) -> MLPSpeculatorCandidateGenerator:
     speculator = load_speculator(target, "mlp_speculator", model=str(folder), **shape)
-    session = Session(batch_size, 1000, torch.device("cpu"), takes_trees=takes_trees)
+    session = Session(batch_size, 1000, torch.device("cpu"), supports_trees=supports_trees)
     return speculator.candidate_generator(session)
 
 
@@ -484,7 +484,7 @@ class TestSettings:
 
         assert default("cpu") == (TokenTree.chain(3), [])
         assert default("cuda") == (GrowthPlan((4, 3, 2), 32), [])
-        assert default("cuda", takes_trees=False) == (TokenTree.chain(3), [])
+        assert default("cuda", supports_trees=False) == (TokenTree.chain(3), [])
 
     def test_loads_once(self, model, folder, monkeypatch):
         loaded = []

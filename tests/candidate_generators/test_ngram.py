@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
 from hf_specdec.candidate_generators.ngram import index as ngram_index
 from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator, NgramOptions, merge
 from hf_specdec.candidate_generators.ngram.index import MAX_TOKEN_ID, NgramIndex, sort_prefixes
 from hf_specdec.errors import SpecConfigError
 from hf_specdec.method import resolve_candidate_generator
+from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from hf_specdec.settings import SpeculativeConfig
 
 
@@ -428,7 +428,7 @@ def test_rows_have_trees_of_their_own():
 
 @pytest.mark.parametrize("asked", [{}, {"prompt_lookup_num_matches": 1}, {"prompt_lookup_num_matches": 4}])
 def test_targets_that_take_no_trees_get_chains(asked):
-    session = Session(1, 100, torch.device("cpu"), takes_trees=False)
+    session = Session(1, 100, torch.device("cpu"), supports_trees=False)
     config = SpeculativeConfig(method="ngram", **asked)
     generator = NgramCandidateGenerator(config, None, session)
     text = [1, 2, 1, 3, 1]

@@ -151,7 +151,7 @@ def test_targets_that_cannot_verify_trees_get_chains(method, monkeypatch):
     monkeypatch.setattr(
         base.Session,
         "__init__",
-        lambda self, *given, **fields: session(self, *given, **{**fields, "takes_trees": False}),
+        lambda self, *given, **fields: session(self, *given, **{**fields, "supports_trees": False}),
     )
     ours, call, rows = run(model, inputs, TREES[method], do_sample=False, max_new_tokens=16)
     assert torch.equal(ours, plain)

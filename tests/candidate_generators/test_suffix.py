@@ -16,10 +16,10 @@ from safetensors.numpy import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_specdec.candidate_generators.suffix as suffix_package
-from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
 from hf_specdec.candidate_generators.suffix import generator as suffix
 from hf_specdec.candidate_generators.suffix.generator import SuffixCache, SuffixCandidateGenerator, SuffixOptions
 from hf_specdec.errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
+from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from hf_specdec.settings import SpeculativeConfig
 
 
@@ -544,7 +544,7 @@ def test_what_is_deeper_than_the_room_is_cut(room):
 @needs_library
 def test_targets_that_take_no_trees_get_chains():
     config = make_config(use_tree_spec=True)
-    session = Session(1, 100, torch.device("cpu"), takes_trees=False)
+    session = Session(1, 100, torch.device("cpu"), supports_trees=False)
     generator = SuffixCandidateGenerator(config, make_cache(config), session)
     prefill(generator, WIDE)
     assert propose_trees(generator, len(WIDE)).is_chain

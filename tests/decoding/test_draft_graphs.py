@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec import SpeculativeConfig, demo, forget_speculators, load_speculator, record
-from hf_specdec.candidate_generators.base import Commit, DraftStep, Prompt, Session
 from hf_specdec.candidate_generators.eagle.generator import EagleCandidateGenerator
 from hf_specdec.candidate_generators.medusa import generator as medusa
 from hf_specdec.candidate_generators.medusa.generator import MedusaCandidateGenerator, MedusaResources, RankCounts
@@ -28,6 +27,7 @@ from hf_specdec.decoding.graphs import CallGraphs, draft_graphs
 from hf_specdec.drafting.graphs import RowGraphs, RowInputs
 from hf_specdec.drafting.slots import DraftInputs, DraftSlots, Entries
 from hf_specdec.drafts import DraftTree
+from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from hf_specdec.speculator import Speculator
 from tests.candidate_generators import test_dflash as dflash_cases
 from tests.candidate_generators import test_eagle as eagle_cases

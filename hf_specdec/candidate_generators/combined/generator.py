@@ -23,9 +23,10 @@ from ...control.latency import LatencyModel
 from ...drafts import DraftTree
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
+from ...protocol import Commit, DraftStep, Lookups, Prompt, Session
 from ...transfers import upload
 from ...validation import check_bounds
-from ..base import CandidateGenerator, Commit, DraftStep, Lookups, Prompt, Session
+from ..base import CandidateGenerator
 
 
 if TYPE_CHECKING:
@@ -164,8 +165,8 @@ class CombinedCandidateGenerator(CandidateGenerator):
         return cls.parts[1].network(resources.model)
 
     @classmethod
-    def files(cls, config, target_model):
-        return cls.parts[1].files(part_configs(config)[1], target_model)
+    def loaded_from(cls, config, target_model):
+        return cls.parts[1].loaded_from(part_configs(config)[1], target_model)
 
     @classmethod
     def text_bytes(cls, resources: CombinedResources) -> int:
@@ -182,7 +183,7 @@ class CombinedCandidateGenerator(CandidateGenerator):
         self.model = self.parts[1](own[1], resources.model, session)
         self.num_speculative_tokens = max(self.retrieval.num_speculative_tokens, self.model.num_speculative_tokens)
         self.target_hidden_states = self.model.target_hidden_states
-        self.draws = self.model.draws
+        self.samples_drafts = self.model.samples_drafts
         self.experience = resources.experience
         self.choice = DrafterChoice(
             resources.experience, session.batch_size, self.model.num_speculative_tokens, self.model.num_draft_nodes
@@ -211,8 +212,8 @@ class CombinedCandidateGenerator(CandidateGenerator):
 
     def propose(self, step: DraftStep) -> DraftTree:
         retrieved = self.retrieval.propose(step)
-        cycle = self._cycle = _Cycle(retrieved, self.retrieval.draft_chances, step.max_draft_tokens)
-        lengths = [min(room, self.model.num_speculative_tokens) for room in step.max_draft_tokens]
+        cycle = self._cycle = _Cycle(retrieved, self.retrieval.acceptance_probs, step.max_draft_tokens)
+        lengths = self.model.draft_depths(step)
         cycle.num_unread = self._unread.num_tokens
         asked = self.choice.asks(step.rows, cycle.chances, retrieved.size, lengths, cycle.num_unread)
         cycle.asked = list(map(bool, self.session.agreed(asked)))
@@ -588,7 +589,7 @@ def _combined_class(methods: tuple[str, ...], parts: tuple[type, ...]) -> type[C
 
 
 def _check_parts(methods: tuple[str, ...], parts: tuple[type, ...]) -> None:
-    rates = [part.rates_drafts for part in parts]
+    rates = [part.estimates_acceptance for part in parts]
     if rates == [True, False]:
         return
     name = "+".join(methods)

@@ -21,13 +21,14 @@ from transformers.utils import logging
 
 from ...drafting.graphs import begin_graphs
 from ...drafting.slots import DraftInputs, DraftSlots, Entries, KnownPrompt
-from ...drafting.tensors import last_of_each
 from ...drafts import DraftTree
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...logits.acceptance import best_tokens
+from ...protocol import Commit, DraftStep, Prompt, Session
+from ...transfers import last_of_each
 from ...validation import MOST_INTEGER, check_bounds, check_draft_sample_method
-from ..base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from ..base import CandidateGenerator
 from .denoising import Denoising, keep_counts
 from .formats import BlockView
 from .functional import FunctionalDFlash, lean_network
@@ -138,21 +139,21 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.block_size, self.num_speculative_tokens = _sizes(config, network)
         self.num_steps = _num_steps(self.options, network)
         self.tree_budget = self.options.dflash_tree_budget
-        self.draws = self.asks_to_draw
+        self.samples_drafts = self.asks_to_sample
         self._settle_contradictions()
-        self.check_drawn_length()
+        self.check_sampled_length()
         self.text: DraftText | None = None
         self.pending: Commit | None = None  # committed, and not yet read
 
     def _settle_contradictions(self) -> None:
         """Gives up what the call or the draft has no room for, and says so."""
         notes = self.session.notes
-        if self.draws and self.num_steps > 1:
-            self.draws = False
+        if self.samples_drafts and self.num_steps > 1:
+            self.samples_drafts = False
             notes.append("draft tokens are chosen, not drawn: several denoising steps have no distribution")
         if not self.tree_budget:
             return
-        reason = self.why_chains
+        reason = self.chain_only_reason
         if reason is None and self.network.markov_head is not None:
             reason = "the draft's tokens depend on each other"
         if reason:
@@ -212,7 +213,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             self._read_pending()
             self.text.begin_block(self.block_size)
             predicted = self._predict(self.text, step.anchor_tokens.to(self.device), max(limits))
-        if self.draws:
+        if self.samples_drafts:
             return self._draw_chain(predicted, step, limits)
         return self._tree(predicted, limits) if self.tree_budget else self._chain(predicted, limits)
 
@@ -223,7 +224,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             Logits `(R, count, U)` if tokens are drawn; tokens and log-probabilities of candidates for a tree, as
             [`best_candidates`]; otherwise the tokens of a chain `(R, K)`, at least so many.
         """
-        if self.draws:
+        if self.samples_drafts:
             return self._first_logits(text, anchors, count)
         if self.tree_budget:
             return best_candidates(self._first_logits(text, anchors, count), self.tree_budget, self.network.token_ids)
@@ -312,7 +313,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return None
         kind = (self.block_size, self.num_speculative_tokens, self.num_steps, self.tree_budget, self.mask_token_id)
         predicted = self.text.replay(
-            (*kind, self.draws),
+            (*kind, self.samples_drafts),
             Entries(new.tokens, new.hidden_states, new.counts),
             self.most_committed,
             self.block_size,

@@ -24,15 +24,15 @@ from ...decoding.cache import SlotCache, compact
 from ...decoding.functional import slot_model
 from ...decoding.graphs import call_graphs
 from ...decoding.target import SlotModel, model_profile
-from ...drafting.tensors import last_of_each
 from ...drafts import DraftTree, chain_topology
 from ...errors import SpecConfigError, shown
 from ...logits.acceptance import best_tokens
 from ...logits.processors import ProcessorStack
 from ...logits.sampling import DraftSampler
-from ...transfers import PendingRead, upload
+from ...protocol import Commit, DraftStep, Prompt, Session
+from ...transfers import PendingRead, last_of_each, upload
 from ...validation import check_bounds, check_draft_sample_method, check_flag
-from ..base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from ..base import CandidateGenerator
 from .network import Vocabularies, checkpoint_location, load_draft_model, match_vocabularies
 
 
@@ -180,8 +180,8 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             self._note(ignored)
         self._limiting = min(limits, key=limits.get)
         self.longest = limits[self._limiting]
-        self.draws = not self.sampler.is_greedy and self.options.draft_sample_method != "greedy"
-        self.check_drawn_length()
+        self.samples_drafts = not self.sampler.is_greedy and self.options.draft_sample_method != "greedy"
+        self.check_sampled_length()
         self.model: SlotModel = slot_model(model, SlotCache(0))
         self.model.max_position = self.longest - 1
         self.rows: list[int] = []  # the rows that are drafted for; one leaves when it gets too long
@@ -255,9 +255,8 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self._drop([row not in where or self._is_too_long(step.lengths[where[row]]) for row in self.rows])
         self._drop_rows_out_of_step()
         order = [where[row] for row in self.rows]
-        depths = [
-            min(step.max_draft_tokens[i], self.num_speculative_tokens, self.longest - step.lengths[i]) for i in order
-        ]
+        most = self.draft_depths(step)
+        depths = [most[index] for index in order]
         if max(depths, default=0) == 0:
             return DraftTree.empty(len(step.rows), self.session.device)
         tokens, counts, probs = self._draft([step.lengths[i] - 1 for i in order], depths)
@@ -286,7 +285,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         logits = self._feed_pending()
         for depth in range(max(depths)):
             scores = self.sampler.scores(logits.to(self.session.device), self.rows, drafted)
-            if self.draws:
+            if self.samples_drafts:
                 tokens, law = self.sampler.draw(scores, self.rows, anchor_positions, depth)
                 laws.append(law)
             else:

@@ -31,15 +31,15 @@ from ...decoding.graphs import padded_size
 from ...decoding.masks import FULL
 from ...drafting.graphs import begin_graphs
 from ...drafting.slots import DraftInputs, DraftSlots, Entries, KnownPrompt
-from ...drafting.tensors import last_of_each
 from ...drafts import DraftTree, TokenTree, renumbered
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...layers.lean import lean_forward
 from ...logits.acceptance import best_tokens
-from ...transfers import select_rows, upload
+from ...protocol import Commit, DraftStep, Prompt, Session
+from ...transfers import last_of_each, select_rows, upload
 from ...validation import check_bounds, check_draft_sample_method, check_integers
-from ..base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from ..base import CandidateGenerator
 from .network import EagleNetwork, fitting_network, load_eagle
 
 
@@ -198,14 +198,14 @@ class EagleCandidateGenerator(CandidateGenerator):
         self.network = resources
         self.device = resources.device
         self.target_hidden_states = resources.target_hidden_states
-        self.draws = self.asks_to_draw
+        self.samples_drafts = self.asks_to_sample
         self.plan = self.make_plan()
         self.threshold = self.options.adaptive_threshold
         if self.threshold is None:
             self.threshold = 0.0 if _names_shape(config) else _DOUBTS.get(session.device.type, 0.0)
         self.num_speculative_tokens = self.plan.max_depth
         self.num_reads = self.plan.num_reads if isinstance(self.plan, DynamicTree) else len(self.plan)
-        self.check_drawn_length()
+        self.check_sampled_length()
         self.entries: DraftEntries | None = None
         self.pending: Commit | None = None  # committed, and not yet read
         self.hidden: torch.Tensor | None = None  # (R, h): what the last entry of each row hands on
@@ -217,8 +217,8 @@ class EagleCandidateGenerator(CandidateGenerator):
 
     def make_plan(self) -> TokenTree | DynamicTree:
         """What is drafted in the call."""
-        length = self.default_num_speculative_tokens
-        return _plan(self.config, self.draft_vocab_size, self.session, self.why_chains, length, self.prefers_trees)
+        length, reason = self.default_num_speculative_tokens, self.chain_only_reason
+        return _plan(self.config, self.draft_vocab_size, self.session, reason, length, self.prefers_trees)
 
     @property
     def draft_vocab_size(self) -> int:
@@ -291,7 +291,7 @@ class EagleCandidateGenerator(CandidateGenerator):
             self.pending = None
             return DraftTree.empty(len(step.rows), self.session.device)
         new = self._take_pending()
-        if self.draws:
+        if self.samples_drafts:
             return self._draw_chain(new, step, limits)
         return self._replay_draft(new, limits) or self._draft(new, limits)
 
@@ -730,7 +730,7 @@ def _of(values: torch.Tensor, nodes: torch.LongTensor) -> torch.Tensor:
 
 
 def _plan(
-    config, vocab_size: int, session: Session, why_chains: str | None, chain_length: int, prefers_trees: bool
+    config, vocab_size: int, session: Session, chain_only_reason: str | None, chain_length: int, prefers_trees: bool
 ) -> TokenTree | DynamicTree:
     """What is drafted in a call: a static tree, chains among them, or a dynamic one.
 
@@ -738,7 +738,7 @@ def _plan(
         config (`SpeculativeConfig`): The settings.
         vocab_size (`int`): Tokens that the draft knows.
         session (`Session`): The call.
-        why_chains (`str`, *optional*): Why it can only have chains.
+        chain_only_reason (`str`, *optional*): Why it can only have chains.
         chain_length (`int`): Of the chain that is drafted where the settings name nothing.
         prefers_trees (`bool`): A small batch gets a tree then.
 
@@ -756,9 +756,9 @@ def _plan(
         return TokenTree.chain(length or chain_length)
     else:
         plan = _dynamic_tree(config.options, vocab_size, session.device)
-    if not why_chains or plan.is_chain:
+    if not chain_only_reason or plan.is_chain:
         return plan
-    session.notes.append(f"chains instead of trees: {why_chains}")
+    session.notes.append(f"chains instead of trees: {chain_only_reason}")
     return TokenTree.chain(plan.max_depth if paths or growth else chain_length)
 
 

@@ -25,10 +25,11 @@ from ...drafts.static import MAX_NODES, prior_accuracies
 from ...errors import SpecConfigError
 from ...layers.draft_network import TargetParts
 from ...metrics import LOSSLESS_RULES
+from ...protocol import Commit, DraftStep, Prompt, Session
 from ...threads import Lock
 from ...transfers import kept_on_device, select_rows, upload
 from ...validation import check_bounds, check_choice
-from ..base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from ..base import CandidateGenerator
 from .network import NUM_RANKS, MedusaHeads, fitting_heads, load_medusa
 
 
@@ -155,7 +156,7 @@ class MedusaCandidateGenerator(CandidateGenerator):
 
     options_class = MedusaOptions
     target_hidden_states = ("last",)
-    draws = False
+    samples_drafts = False
     loaded_by = ("model", "revision", "subfolder", "cache_dir", "dtype", "device", "quantization")
 
     @classmethod
@@ -189,14 +190,14 @@ class MedusaCandidateGenerator(CandidateGenerator):
         rule = self.config.rejection_sample_method
         if rule not in LOSSLESS_RULES:
             self.session.notes.append(f"medusa counts nothing for its tree under rejection_sample_method='{rule}'.")
-        return self.session.takes_trees and rule in LOSSLESS_RULES
+        return self.session.supports_trees and rule in LOSSLESS_RULES
 
     def _default_tree(self) -> TokenTree:
         return default_tree(self.heads, self._accuracies, self.num_nodes, self.node_cost)
 
     def _fitting(self, tree: TokenTree) -> TokenTree:
         """The tree, or its best path where the target cannot verify branches."""
-        if self.session.takes_trees or tree.is_chain:
+        if self.session.supports_trees or tree.is_chain:
             return tree
         self.session.notes.append("medusa drafts chains: the target cannot verify trees.")
         return TokenTree.chain(tree.max_depth)

@@ -25,11 +25,12 @@ from ...drafts import DraftTree, TokenTree, renumbered
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...logits.acceptance import best_tokens
+from ...protocol import Commit, DraftStep, Prompt, Session
 from ...target_facts import vocabulary_size
 from ...threads import cached_property
 from ...transfers import kept_on_device, select_rows, upload
 from ...validation import check_bounds, check_integers
-from ..base import CandidateGenerator, Commit, DraftStep, Prompt, Session
+from ..base import CandidateGenerator
 from .network import MLPSpeculator, MLPStage, fitting_speculator, load_mlp_speculator
 
 
@@ -157,9 +158,9 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         self.sampler = session.sampler
         weight = self.stages[0].projection
         self.device, self.dtype = weight.device, weight.dtype
-        self.draws = self.asks_to_draw
-        self.plan = _plan(config, resources, session, self.why_chains)
-        self.is_steered = self.plan.is_chain and (self.draws or _has_processors(session))
+        self.samples_drafts = self.asks_to_sample
+        self.plan = _plan(config, resources, session, self.chain_only_reason)
+        self.is_steered = self.plan.is_chain and (self.samples_drafts or _has_processors(session))
         self.num_speculative_tokens = self.plan.max_depth
         self.states: torch.Tensor | None = None  # (B, H): of each row, what its anchor was predicted from
         self.graphs = RowGraphs(self.speculator)
@@ -226,7 +227,7 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
             values = {"state": state, "tokens": tokens}
             state, logits = self.graphs.run((depth, *self.vocabulary), partial(self._read, depth), values)
             scores = self.sampler.scores(logits.to(self.session.device), step.rows, drafted)
-            if self.draws:
+            if self.samples_drafts:
                 tokens, law = self.sampler.draw(scores, step.rows, positions, depth)
                 laws.append(law)
             else:
@@ -422,14 +423,14 @@ def _has_processors(session: Session) -> bool:
     return session.sampler is not None and bool(session.sampler.stack)
 
 
-def _plan(config, loaded: LoadedSpeculator, session: Session, why_chains: str | None) -> TokenTree | GrowthPlan:
+def _plan(config, loaded: LoadedSpeculator, session: Session, chain_only_reason: str | None) -> TokenTree | GrowthPlan:
     """What is drafted in a call: a static tree, chains among them, or one that is grown.
 
     Args:
         config (`SpeculativeConfig`): The settings.
         loaded (`LoadedSpeculator`): What drafts.
         session (`Session`): The call.
-        why_chains (`str`, *optional*): Why it can only have chains.
+        chain_only_reason (`str`, *optional*): Why it can only have chains.
 
     Raises:
         SpecConfigError: Settings contradict each other, or ask for more stages than there are.
@@ -444,14 +445,14 @@ def _plan(config, loaded: LoadedSpeculator, session: Session, why_chains: str | 
     else:
         sizes = loaded.speculator.config
         config.check_against_target(num_heads=sizes.n_predict)
-        grows = config.num_speculative_tokens is None and session.device.type != "cpu" and not why_chains
+        grows = config.num_speculative_tokens is None and session.device.type != "cpu" and not chain_only_reason
         if growth or grows:
             plan = _growth_plan(config, loaded, session.device)
         else:
             plan = TokenTree.chain(config.num_speculative_tokens or min(_CHAIN_LENGTH, sizes.n_predict))
-    if not why_chains or plan.is_chain:
+    if not chain_only_reason or plan.is_chain:
         return plan
-    session.notes.append(f"chains instead of trees: {why_chains}")
+    session.notes.append(f"chains instead of trees: {chain_only_reason}")
     return TokenTree.chain(plan.max_depth)
 
 

@@ -26,14 +26,12 @@ import torch
 import torch.nn.functional as F
 
 from ...drafting.slots import DraftInputs, Entries
-from ...drafting.tensors import last_of_each
 from ...drafts import TokenTree
 from ...errors import SpecConfigError, UnsupportedModelError
 from ...hub import detect
-from ...hub.files import RepoFiles
-from ...transfers import select_rows, upload
+from ...protocol import Session
+from ...transfers import last_of_each, select_rows, upload
 from ...validation import check_choice
-from ..base import Session
 from ..draft_model.network import load_draft_model
 from ..eagle.generator import OWN, DraftEntries, DynamicTree, EagleCandidateGenerator, ExtrapolationOptions
 from .network import MtpNetwork, fitting_network, load_mtp, placed
@@ -88,9 +86,9 @@ class MtpCandidateGenerator(EagleCandidateGenerator):
         return load_mtp(config, target_model)
 
     @classmethod
-    def files(cls, config, target_model):
+    def loaded_from(cls, config, target_model):
         is_stored = config.model or getattr(target_model.config, "_name_or_path", None)
-        return RepoFiles.of(placed(config, target_model)) if is_stored else None
+        return placed(config, target_model) if is_stored else None
 
     @classmethod
     def stock_assistant(cls, resources: torch.nn.Module) -> torch.nn.Module | None:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...drafts import DraftTree
 from ...errors import SpecConfigError
+from ...protocol import Commit, DraftStep, Lookups, Prompt, Session
 from ...validation import check_bounds, check_choice
-from ..base import CandidateGenerator, Commit, DraftStep, Lookups, Prompt, Session
+from ..base import CandidateGenerator
 from .index import NgramIndex
 
 
@@ -131,8 +132,8 @@ class NgramCandidateGenerator(CandidateGenerator):
 
     options_class = NgramOptions
     default_num_speculative_tokens = 24
-    draws = False
-    rates_drafts = True
+    samples_drafts = False
+    estimates_acceptance = True
     loaded_by = ()
 
     def __init__(self, config: SpeculativeConfig, resources: Any, session: Session):
@@ -141,7 +142,7 @@ class NgramCandidateGenerator(CandidateGenerator):
         self._indexes: dict[int, NgramIndex] = {}
         self._rows: list[int] = []
         self._best: list[tuple[int, int]] = []  # of each row's last draft: its longest match, and the tokens from it
-        self._num_matches = self.options.most_matches if session.takes_trees else 1
+        self._num_matches = self.options.most_matches if session.supports_trees else 1
         if self._num_matches < (self.options.num_matches or 1):
             session.notes.append("ngram drafts from one match: the target cannot verify trees.")
 
@@ -167,7 +168,7 @@ class NgramCandidateGenerator(CandidateGenerator):
     def propose(self, step: DraftStep) -> DraftTree:
         longest = self.shared_length(len(step.rows))
         self._best = []
-        rooms = [min(room, self._room_in_model(length)) for length, room in zip(step.lengths, step.max_draft_tokens)]
+        rooms = self.draft_depths(step)
         drafts = [self._draft(self._indexes[row], longest, room) for row, room in zip(step.rows, rooms)]
         tokens, parents = map(list, zip(*drafts)) if drafts else ([], [])
         num_indexed = sum(map(len, self._indexes.values()))
@@ -175,7 +176,7 @@ class NgramCandidateGenerator(CandidateGenerator):
         return DraftTree.from_lists(tokens, self.session.device, parents)
 
     @property
-    def draft_chances(self) -> list[list[float]]:
+    def acceptance_probs(self) -> list[list[float]]:
         """Of the best match alone: where l tokens agree, one more is taken to agree in l of l + 1 cases."""
         return [[(match / (match + 1)) ** depth for depth in range(1, count + 1)] for match, count in self._best]
 
@@ -195,9 +196,6 @@ class NgramCandidateGenerator(CandidateGenerator):
         """As in vLLM, the draft may fill the model's length and leave no room for the bonus token."""
         limit = self.config.max_model_len
         return None if limit is None else (limit, "max_model_len")
-
-    def _room_in_model(self, length: int) -> int:
-        return self.num_speculative_tokens if self.longest_row is None else self.longest_row[0] - length
 
     def _draft(self, index: NgramIndex, longest: int, room: int) -> tuple[list[int], list[int]]:
         """Tokens and parents of what followed the best matches, none deeper than `longest` and `room`."""

@@ -25,9 +25,10 @@ from safetensors.numpy import save_file
 from ...drafts import DraftTree, node_depths
 from ...drafts.static import MAX_NODES
 from ...errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
+from ...protocol import Commit, DraftStep, Lookups, Prompt, Session
 from ...threads import Lock
 from ...validation import check_bounds, check_flag, check_number
-from ..base import CandidateGenerator, Commit, DraftStep, Lookups, Prompt, Session
+from ..base import CandidateGenerator
 
 
 if TYPE_CHECKING:
@@ -329,8 +330,8 @@ class SuffixCandidateGenerator(CandidateGenerator):
 
     options_class = SuffixOptions
     default_num_speculative_tokens = SuffixOptions.max_tree_depth
-    draws = False
-    rates_drafts = True
+    samples_drafts = False
+    estimates_acceptance = True
     loaded_by = (
         "suffix_decoding_max_tree_depth",
         "suffix_decoding_max_cached_requests",
@@ -371,8 +372,8 @@ class SuffixCandidateGenerator(CandidateGenerator):
         # Hosts of the stock protocol never call close(); then the garbage collector must not leave trees behind.
         self._stop_all = weakref.finalize(self, resources.stop_requests, self._requests)
         self._stop_all.atexit = False
-        self._drafts_trees = config.options.use_tree_spec and session.takes_trees
-        if config.options.use_tree_spec and not session.takes_trees:
+        self._drafts_trees = config.options.use_tree_spec and session.supports_trees
+        if config.options.use_tree_spec and not session.supports_trees:
             session.notes.append("suffix drafts chains: the target cannot verify trees.")
 
     def prefill(self, prompt: Prompt) -> None:
@@ -395,7 +396,7 @@ class SuffixCandidateGenerator(CandidateGenerator):
         return DraftTree.from_lists(drafts, self.session.device, parents)
 
     @property
-    def draft_chances(self) -> list[list[float]]:
+    def acceptance_probs(self) -> list[list[float]]:
         """Sums of the estimated probabilities by depth; all together they are the paper's score."""
         return [
             [] if found is None else _sums_by_depth(found.probs, found.parents)[:room]

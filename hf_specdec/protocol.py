@@ -1,0 +1,206 @@
+"""Data that the decoding loop and a candidate generator hand to each other.
+
+Shapes: B active rows, P padded prompt length, M committed tokens of a cycle, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+from .threads import cached_property
+from .transfers import last_of_each, select_rows, upload
+
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .decoding.graphs import CallGraphs
+    from .logits.sampling import DraftSampler
+
+
+@dataclass
+class Session:
+    """Constants of one `generate()` call, and what is collected in it.
+
+    Attributes:
+        batch_size (`int`): Rows at the start; row indices 0 to `batch_size - 1` name them for the whole call.
+        max_length (`int`): Tokens a row may hold, prompt included (padding not counted for the longest prompt).
+        device (`torch.device`): Where draft tokens are expected.
+        sampler (`DraftSampler`, *optional*): Samples draft tokens from draft logits, processed as the target's are.
+        supports_trees (`bool`): The target can verify branches; if not, drafts must be chains.
+        notes (`list[str]`): Limits of this call, and the reasons for them; part of the statistics.
+        draft_graphs (`list[CallGraphs]`): The CUDA graphs of draft networks in this call; part of the statistics.
+        group (`ProcessGroup`, *optional*): The processes that hold parts of one target, see `agreed`.
+    """
+
+    batch_size: int
+    max_length: int
+    device: torch.device
+    sampler: DraftSampler | None = None
+    supports_trees: bool = True
+    notes: list[str] = field(default_factory=list)
+    draft_graphs: list[CallGraphs] = field(default_factory=list)
+    group: ProcessGroup | None = None
+
+    @property
+    def takes_trees(self) -> bool:
+        """Former name of `supports_trees`."""
+        return self.supports_trees
+
+    def agreed(self, numbers: list[int]) -> list[int]:
+        """The decision of the first process of the group.
+
+        Processes with parts of one target must draft alike, or they wait for each other for ever. Whatever depends on
+        a clock, which differs from process to process, is decided by the first one alone.
+
+        Args:
+            numbers (`list[int]`): A decision, of the same length in all processes.
+        """
+        if self.group is None:
+            return numbers
+        decided = torch.tensor(numbers, dtype=torch.long, device=self.device)
+        torch.distributed.broadcast(decided, group=self.group, group_src=0)
+        return decided.tolist()
+
+    def join(self, call: Session) -> None:
+        """Becomes the session of a call for those who hold it already; its notes go to that of the call."""
+        call.notes[:0] = self.notes
+        vars(self).update(vars(call))
+
+
+@dataclass
+class Prompt:
+    """The prompts of a call, as the target has read them.
+
+    Attributes:
+        input_ids (`torch.LongTensor` of shape `(B, P)`): Left-padded tokens.
+        starts (`list[int]` of length B): Index of each row's first real token.
+        hidden_states (`dict[int | str, torch.Tensor]`): The states the method asked for, each `(B, P, H)`.
+    """
+
+    input_ids: torch.LongTensor
+    starts: list[int]
+    hidden_states: dict = field(default_factory=dict)
+
+    @cached_property
+    def token_lists(self) -> list[list[int]]:
+        """Each row's tokens without padding, on the host."""
+        return [row[start:] for row, start in zip(self.input_ids.tolist(), self.starts)]
+
+    @property
+    def num_states(self) -> int:
+        """Tokens whose states are given, the padding included: the last ones."""
+        return next(iter(self.hidden_states.values())).shape[1]
+
+
+@dataclass
+class DraftStep:
+    """The state of the active rows at the start of a cycle.
+
+    Attributes:
+        rows (`list[int]` of length B): Number of each active row in the call.
+        anchor_tokens (`torch.LongTensor` of shape `(B,)`): The last committed token of each row.
+        lengths (`list[int]` of length B): Committed tokens, prompt and anchor included, padding excluded.
+        max_draft_tokens (`list[int]` of length B): Largest depth of each row's draft; 0 where nothing more fits.
+    """
+
+    rows: list[int]
+    anchor_tokens: torch.LongTensor
+    lengths: list[int]
+    max_draft_tokens: list[int]
+
+
+@dataclass
+class Commit:
+    """Tokens that a cycle has added to each active row.
+
+    Attributes:
+        rows (`list[int]` of length B): Number of each active row in the call.
+        tokens (`torch.LongTensor` of shape `(B, M)`): Committed tokens: the accepted draft tokens and one more of
+            the target's, fewer where the row has ended or waits for others. Shorter rows are padded.
+        token_lists (`list[list[int]]`): Those of each row on the host, without padding.
+        num_accepted (`list[int]`): Draft tokens among them.
+        hidden_states (`dict[int | str, torch.Tensor]`): The states the method asked for, each `(B, M, H)`: entry j is
+            the state from which the target predicted committed token j.
+    """
+
+    rows: list[int]
+    tokens: torch.LongTensor
+    token_lists: list[list[int]]
+    num_accepted: list[int]
+    hidden_states: dict = field(default_factory=dict)
+
+    @property
+    def counts(self) -> list[int]:
+        """Committed tokens of each row."""
+        return list(map(len, self.token_lists))
+
+    def anchor_states(self, key: int | str) -> torch.Tensor:
+        """States `(B, H)` from which each row's last committed token, the next anchor, was predicted."""
+        return last_of_each(self.hidden_states[key], self.counts)
+
+    def of_rows(self, keep: list[int]) -> Commit:
+        """The active rows at these positions, in this order."""
+        return Commit(
+            [self.rows[index] for index in keep],
+            select_rows(self.tokens, keep),
+            [self.token_lists[index] for index in keep],
+            [self.num_accepted[index] for index in keep],
+            {key: select_rows(states, keep) for key, states in self.hidden_states.items()},
+        )
+
+    @classmethod
+    def joined(cls, commits: list[Commit]) -> Commit:
+        """Joins successive commits of the same rows, for a drafter that has drafted none of their tokens."""
+        first, width = commits[0], sum(commit.tokens.shape[1] for commit in commits)
+        tokens = torch.cat([commit.tokens for commit in commits], dim=1)
+        keys = first.hidden_states
+        states = {key: torch.cat([commit.hidden_states[key] for commit in commits], dim=1) for key in keys}
+        places = [_places(row_counts, commits) for row_counts in zip(*(commit.counts for commit in commits))]
+        longest = max(map(len, places))
+        if any(len(row) < width for row in places):
+            # Padding in the middle goes to the end.
+            index = upload([row + row[-1:] * (longest - len(row)) for row in places], tokens.device)
+            tokens = tokens.gather(1, index)
+            states = {key: _entries(value, index.to(value.device)) for key, value in states.items()}
+        lists = [sum(lists, []) for lists in zip(*(commit.token_lists for commit in commits))]
+        return cls(first.rows, tokens, lists, [0] * len(first.rows), states)
+
+
+def _places(counts: tuple[int, ...], commits: list[Commit]) -> list[int]:
+    """Columns of a row's tokens in the commits written one after the other."""
+    ends = accumulate(commit.tokens.shape[1] for commit in commits)
+    begins = [end - commit.tokens.shape[1] for end, commit in zip(ends, commits)]
+    return [place for begin, count in zip(begins, counts) for place in range(begin, begin + count)]
+
+
+def _entries(values: torch.Tensor, index: torch.LongTensor) -> torch.Tensor:
+    """Picks from each row's values `(B, W, H)` those at `index` `(B, M)`: `(B, M, H)`."""
+    return values[torch.arange(len(index), device=index.device)[:, None], index]
+
+
+@dataclass
+class Lookups:
+    """Counts of the lookups that a retrieving method has made in one call.
+
+    Attributes:
+        num_rows (`int`): Lookups, counted per row.
+        num_hits (`int`): Those of them that found a draft.
+        num_tokens, num_bytes (`int`): Tokens searched last, and an estimate of the memory that they take.
+    """
+
+    num_rows: int = 0
+    num_hits: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+
+    def count(self, drafts: Sequence[Sequence[int]], rooms: Sequence[int], num_tokens: int, num_bytes: int) -> None:
+        """Adds the drafts of one cycle, empty where nothing was found, and the tokens that each had room for."""
+        self.num_rows += sum(room > 0 for room in rooms)
+        self.num_hits += sum(map(bool, drafts))
+        self.num_tokens, self.num_bytes = num_tokens, num_bytes

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.generation import GenerationMixin
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
@@ -22,12 +24,13 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 from transformers.utils import logging
 
+from .arguments import ARGUMENTS, SpeculativeArguments, configured_arguments, is_off
 from .decoding.loop import DecodingLoop, Request
 from .decoding.target import REPEATED_INPUTS, is_text_only, model_profile
 from .errors import SpecConfigError, SpecDecError, shown
-from .hook import ARGUMENTS, GivenArguments, configured_settings, is_off, original_generate
-from .hub.published import IN_GENERATION_CONFIG
+from .hub.published import IN_GENERATION_CONFIG, entry_of, entry_of_model, settings_of_generation_config
 from .method import resolve_candidate_generator
+from .patching import original_generate
 from .speculator import GivenCandidateGenerator, Speculator, is_refused, load_configured, load_speculator, refuse
 from .transfers import on_cpu_unless_said
 
@@ -73,96 +76,156 @@ def generate(
             "`model.get_base_model()`."
         )
     original = original_generate(type(model))
-    asked = (spec_method, spec_model, num_speculative_tokens, speculative, assistant)
-    if all(argument is None for argument in asked) and configured_settings(model, args, kwargs) is None:
+    asked = SpeculativeArguments(spec_method, spec_model, num_speculative_tokens, speculative, assistant)
+    configured = None if asked.choose_drafter else configured_arguments(model, args, kwargs)
+    if configured is None and not asked.given:
         return original(model, *args, **kwargs)
-    return generate_speculatively(model, original, args, kwargs, *asked)
+    return generate_speculatively(model, original, args, kwargs, asked, configured)
 
 
 @on_cpu_unless_said
 def generate_speculatively(
-    model, original, args, kwargs, spec_method, spec_model, num_speculative_tokens, speculative, assistant
+    model: PreTrainedModel,
+    original: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    asked: SpeculativeArguments,
+    configured: SpeculativeArguments | None,
 ):
-    """[`generate`] with speculation asked for, by an argument or by the generation config.
+    """Runs [`generate`] where speculation is asked for.
 
-    `original` is transformers' own `generate` function.
+    Args:
+        model (`PreTrainedModel`): The target.
+        original (`Callable`): transformers' own `generate` function.
+        args, kwargs: transformers' arguments of the call.
+        asked (`SpeculativeArguments`): What the call asks for.
+        configured (`SpeculativeArguments`, *optional*): What its generation config asks for, where the call names no
+            drafter.
     """
-    began = perf_counter()
-    named = (spec_method, spec_model, speculative, assistant)
-    configured = configured_settings(model, args, kwargs) if all(item is None for item in named) else None
     arguments = _bind(original, model, args, kwargs)
     if _repository_speculates(model, arguments):
-        given = zip(ARGUMENTS, (spec_method, spec_model, num_speculative_tokens, speculative, assistant))
-        return original(model, **arguments, **{name: value for name, value in given if value is not None})
-    if isinstance(configured, GivenArguments):
-        # Nobody has published an object: it counts as an argument.
-        length = num_speculative_tokens
-        spec_method, spec_model, num_speculative_tokens, speculative, assistant = map(configured.get, ARGUMENTS)
-        num_speculative_tokens = num_speculative_tokens if length is None else length
-        _leave_out_objects(model, arguments)
-        configured = None
-    elif configured is not None:
-        speculative = configured
-    if is_off(spec_method) or is_off(speculative):
+        return original(model, **arguments, **asked.given)
+    call = _Call.of(model, arguments, asked, configured)
+    if call.asked.is_off or not call.can_speculate():
         return original(model, *args, **kwargs)
-    _use_cache_unless_forbidden(model, arguments)
-    problems = _problems(model, arguments)
-    # A generation config of this call asks for it; one that came with the model, or a copy of it, does not.
-    is_asked = configured is None or num_speculative_tokens is not None or not _is_the_models_own(model, configured)
-    if problems and configured is not None:
-        # Nobody has asked for speculation in this call.
-        logger.warning_once(
-            f"A call is decoded without speculation, which the generation config of {type(model).__name__} sets: "
-            f"{problems} Pass spec_method='off' to such calls."
-        )
-        return original(model, *args, **kwargs)
-    if problems:
-        raise SpecConfigError(f"This request cannot be decoded speculatively. {problems}")
-    if not is_asked and is_refused(model, configured):
-        return original(model, *args, **kwargs)
-    _prepare_stop_strings(model, arguments)
-    speculator, loop = None, None
-
-    # The signature matters: transformers hands over only what it names, and the rest as the model's arguments.
-    def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-        nonlocal loop
-        _check_model_kwargs(model, model_kwargs)
-        request = Request(
-            model=model,
-            input_ids=input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            model_kwargs=model_kwargs,
-            streamer=streamer,
-            synced_gpus=_must_sync(model) if synced_gpus is None else synced_gpus,
-            past_key_values=user_cache,
-            began=began,
-        )
-        loop = DecodingLoop(request, speculator)
-        return loop.run()
-
     try:
         model_profile(model)
         # Last, because it may load weights.
-        if configured is None:
-            speculator = _speculator(model, spec_method, spec_model, num_speculative_tokens, speculative, assistant)
-        else:
-            with _naming_the_source(IN_GENERATION_CONFIG):
-                speculator = load_configured(model, configured, num_speculative_tokens)
-        if speculator.stock_assistant is not None:
-            return _generate_assisted(model, original, arguments, speculator)
-        streamer, synced_gpus = arguments.pop("streamer", None), arguments.pop("synced_gpus", None)
-        user_cache = arguments.get("past_key_values")
-        home = _move_to_model(model, arguments)
-        output = original(model, **{**arguments, "custom_generate": decode})
+        call.load()
+        if call.speculator.stock_assistant is not None:
+            return _generate_assisted(model, original, arguments, call.speculator)
+        return call.run(original)
     except SpecDecError as error:
-        if is_asked or (loop is not None and loop.has_shown):
+        if call.is_asked or (call.loop is not None and call.loop.has_shown):
             raise
         # Nobody has asked for speculation in this call.
-        refuse(model, configured, error, for_a_while=speculator is None)
+        refuse(model, call.entry, error, for_a_while=call.speculator is None)
         return original(model, *args, **kwargs)
-    return output if home is None else _moved_output(output, home)
+
+
+@dataclass
+class _Call:
+    """A call that asks for speculation.
+
+    Attributes:
+        model (`PreTrainedModel`): The target.
+        arguments (`dict`): transformers' arguments by name, prepared for the loop as the call goes on.
+        asked (`SpeculativeArguments`): What is asked for, by the call or by its generation config.
+        entry (`Any`): What the generation config says, where it is that which asks; otherwise `None`.
+        is_asked (`bool`): Errors are raised. A generation config that came with the model asks for nothing that the
+            call cannot do without.
+        speculator (`Speculator`, *optional*): What drafts, once it is loaded.
+        loop (`DecodingLoop`, *optional*): The loop, once it has begun.
+    """
+
+    model: PreTrainedModel
+    arguments: dict[str, Any]
+    asked: SpeculativeArguments
+    entry: Any = None
+    is_asked: bool = True
+    speculator: Speculator | GivenCandidateGenerator | None = None
+    loop: DecodingLoop | None = None
+    began: float = field(default_factory=perf_counter)
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        arguments: dict[str, Any],
+        asked: SpeculativeArguments,
+        configured: SpeculativeArguments | None,
+    ) -> _Call:
+        """The call, with what the generation config asks for in place of what it leaves open."""
+        if configured is None:
+            return cls(model, arguments, asked)
+        length = asked.num_speculative_tokens
+        if configured.has_objects and not configured.is_off:
+            # Nobody has published an object: it counts as an argument. The settings beside it may be a stranger's.
+            _leave_out_objects(model, arguments)
+            settings = configured.speculative
+            settings = settings_of_generation_config(settings) if settings else None
+            length = configured.num_speculative_tokens if length is None else length
+            return cls(model, arguments, replace(configured, speculative=settings, num_speculative_tokens=length))
+        entry = entry_of(configured)
+        # A generation config of this call asks for it; one that came with the model, or a copy of it, does not.
+        is_asked = length is not None or not _is_the_models_own(model, entry)
+        return cls(model, arguments, replace(asked, speculative=entry), entry, is_asked)
+
+    def can_speculate(self) -> bool:
+        """Prepares the arguments for the loop; `False` where the generation config asks for what cannot be done.
+
+        Raises:
+            SpecConfigError: The call asks for it.
+        """
+        _use_cache_unless_forbidden(self.model, self.arguments)
+        problems = _problems(self.model, self.arguments)
+        if problems and self.entry is None:
+            raise SpecConfigError(f"This request cannot be decoded speculatively. {problems}")
+        if problems:
+            logger.warning_once(
+                f"A call is decoded without speculation, which the generation config of {type(self.model).__name__} "
+                f"sets: {problems} Pass spec_method='off' to such calls."
+            )
+            return False
+        if not self.is_asked and is_refused(self.model, self.entry):
+            return False
+        _prepare_stop_strings(self.model, self.arguments)
+        return True
+
+    def load(self) -> None:
+        """Finds or loads what drafts."""
+        if self.entry is None:
+            self.speculator = _speculator(self.model, self.asked)
+            return
+        with _naming_the_source(IN_GENERATION_CONFIG):
+            self.speculator = load_configured(self.model, self.entry, self.asked.num_speculative_tokens)
+
+    def run(self, original: Callable):
+        """The output of transformers' `generate()` with the loop of this package inside."""
+        streamer, synced_gpus = self.arguments.pop("streamer", None), self.arguments.pop("synced_gpus", None)
+        user_cache = self.arguments.get("past_key_values")
+
+        # The signature matters: transformers hands over only what it names, and the rest as the model's arguments.
+        def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+            _check_model_kwargs(model, model_kwargs)
+            request = Request(
+                model=model,
+                input_ids=input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                model_kwargs=model_kwargs,
+                streamer=streamer,
+                synced_gpus=_must_sync(model) if synced_gpus is None else synced_gpus,
+                past_key_values=user_cache,
+                began=self.began,
+            )
+            self.loop = DecodingLoop(request, self.speculator)
+            return self.loop.run()
+
+        original_device = _move_to_model(self.model, self.arguments)
+        output = original(self.model, **{**self.arguments, "custom_generate": decode})
+        return output if original_device is None else _moved_output(output, original_device)
 
 
 def _leave_out_objects(model, arguments: dict[str, Any]) -> None:
@@ -252,23 +315,24 @@ def _first_arguments(self, inputs=None, generation_config=None, **kwargs):
     """The arguments of `generate()` that are ever given without their names."""
 
 
-def _speculator(model, spec_method, spec_model, num_speculative_tokens, speculative, assistant):
-    settings = {"method": spec_method, "num_speculative_tokens": num_speculative_tokens}
+def _speculator(model: PreTrainedModel, asked: SpeculativeArguments) -> Speculator | GivenCandidateGenerator:
+    """What the arguments of a call name as its drafter."""
+    assistant, draft_model = asked.assistant, asked.spec_model
     if assistant is not None:
         is_loaded = isinstance(assistant, (Speculator, HfCandidateGenerator))
-        if is_loaded and all(other is None for other in (spec_model, speculative, *settings.values())):
+        if is_loaded and asked.given.keys() == {"assistant"}:
             return assistant if isinstance(assistant, Speculator) else GivenCandidateGenerator(assistant)
         if not isinstance(assistant, torch.nn.Module):
             raise SpecConfigError(
                 "`assistant` takes a loaded speculator, a draft model or a candidate generator, got "
                 f"{_why_no_assistant(assistant, is_loaded)}"
             )
-        if spec_model is not None:
+        if draft_model is not None:
             raise SpecConfigError("`assistant` and `spec_model` both name a draft model. Pass one of them.")
-        spec_model = assistant
-    if isinstance(spec_model, torch.nn.Module):
-        return load_speculator(model, speculative, draft_model=spec_model, **settings)
-    return load_speculator(model, speculative, model=spec_model, **settings)
+        draft_model = assistant
+    name = "draft_model" if isinstance(draft_model, torch.nn.Module) else "model"
+    settings = {name: draft_model, "method": asked.spec_method, "num_speculative_tokens": asked.num_speculative_tokens}
+    return load_speculator(model, asked.speculative, **settings)
 
 
 def _why_no_assistant(assistant: Any, is_loaded: bool) -> str:
@@ -341,11 +405,11 @@ def _repository_speculates(model, arguments: dict[str, Any]) -> bool:
     return getattr(model.load_custom_generate(repository, **others), "takes_speculative_arguments", False)
 
 
-def _is_the_models_own(model, configured: Any) -> bool:
-    """Whether a call's generation config says what the model's does: pipelines and servers pass copies of that."""
-    own = configured_settings(model, (), {})
+def _is_the_models_own(model: PreTrainedModel, entry: Any) -> bool:
+    """`True` where a call's generation config says what the model's does: pipelines and servers pass copies of it."""
+    own = entry_of_model(model)
     try:
-        return own is configured or bool(own == configured)
+        return own is entry or bool(own == entry)
     except Exception:  # noqa: BLE001 - anything can stand in a generation config
         return False
 

@@ -24,9 +24,9 @@ from .decoding.loop import DecodingLoop, Request
 from .decoding.target import SlotModel, model_profile
 from .drafts import chain_topology
 from .errors import SpecConfigError
-from .hook import original_generate
 from .metrics import SpecDecodingStats
 from .metrics.listeners import CallProgress
+from .patching import original_generate
 from .protocol import DraftStep
 from .speculator import Speculator, load_speculator
 from .target_facts import vocabulary_size

@@ -25,17 +25,18 @@ from hf_specdec import (
     SpecConfigError,
     SpeculativeConfig,
     forget_speculators,
-    hook,
     integration,
     load_speculator,
     record,
     register_candidate_generator,
 )
+from hf_specdec.arguments import ARGUMENTS
 from hf_specdec.candidate_generators import unregister_candidate_generator
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator
 from hf_specdec.decoding import functional
 from hf_specdec.loaded import record_of
+from hf_specdec.patching import original_generate
 from tests.models import prompts, scripted_for, tiny_llama
 
 
@@ -69,7 +70,7 @@ def run_python(code: str, **environment) -> str:
 class TestInstall:
     def test_install_twice_and_uninstall(self):
         patched = GenerationMixin.generate
-        original = hook.original_generate(GenerationMixin)
+        original = original_generate(GenerationMixin)
         assert patched is not original
         hf_specdec.install()
         assert GenerationMixin.generate is patched
@@ -86,17 +87,17 @@ class TestInstall:
         assert GenerationMixin.generate.__wrapped__ is original
 
     def test_signature_and_docstring_show_the_arguments(self):
-        original = hook.original_generate(GenerationMixin)
+        original = original_generate(GenerationMixin)
         before = inspect.signature(original)
         assert GenerationMixin.generate.__name__ == "generate"
         for method in (GenerationMixin.generate, LlamaForCausalLM.generate, tiny_llama().generate):
             shown = inspect.signature(method)
-            assert [name for name in shown.parameters if name not in before.parameters] == list(hook.ARGUMENTS)
+            assert [name for name in shown.parameters if name not in before.parameters] == list(ARGUMENTS)
             assert list(shown.parameters)[-1] == "kwargs"
             text = inspect.getdoc(method)
             assert text.startswith(inspect.getdoc(original)[:60])
-            assert all(f"{name} (`" in text for name in hook.ARGUMENTS)
-        assert list(inspect.signature(hf_specdec.generate).parameters)[2:7] == list(hook.ARGUMENTS)
+            assert all(f"{name} (`" in text for name in ARGUMENTS)
+        assert list(inspect.signature(hf_specdec.generate).parameters)[2:7] == list(ARGUMENTS)
         assert pydoc.render_doc(GenerationMixin.generate).count("num_speculative_tokens") >= 2
         hf_specdec.uninstall()
         try:
@@ -123,7 +124,7 @@ class TestInstall:
     @pytest.mark.parametrize("says_what_it_wraps", [True, False])
     def test_patches_of_other_packages_survive(self, model, inputs, plain, says_what_it_wraps):
         calls = []
-        original, ours = hook.original_generate(GenerationMixin), GenerationMixin.generate
+        original, ours = original_generate(GenerationMixin), GenerationMixin.generate
 
         def other(self, *given, **named):
             calls.append(sorted(named))
@@ -172,7 +173,7 @@ class TestInstall:
             hf_specdec.install()
 
     def test_installs_again_where_the_original_was_put_back(self, model, inputs, plain):
-        GenerationMixin.generate = hook.original_generate(GenerationMixin)
+        GenerationMixin.generate = original_generate(GenerationMixin)
         hf_specdec.install()
         with record() as made:
             assert torch.equal(model.generate(**inputs, **SETTINGS, spec_method="ngram"), plain)
@@ -268,7 +269,7 @@ class TestPlainCalls:
     def test_sampling_and_beams_without_speculation(self, model, inputs):
         for settings in ({"do_sample": True}, {"num_beams": 3, "do_sample": False}):
             outputs = []
-            for generate in (model.generate, partial(hook.original_generate(GenerationMixin), model)):
+            for generate in (model.generate, partial(original_generate(GenerationMixin), model)):
                 torch.manual_seed(3)
                 outputs.append(generate(**inputs, max_new_tokens=12, **settings))
             assert torch.equal(*outputs)

@@ -27,7 +27,6 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 EMBEDDED = "demo"
-OFF = ("off", "none")
 
 
 class Dtype(str, Enum):

@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ..arguments import is_off
 from ..errors import SpecConfigError
 from .common import (
     EMBEDDED,
-    OFF,
     DebugOption,
     DeviceOption,
     Dtype,
@@ -172,7 +172,7 @@ def _load_speculator(
     config: str | None,
 ) -> Speculator | None:
     """The speculator that the options mean; `None` for plain generation."""
-    if method in OFF:
+    if is_off(method):
         given = {"--spec-model": spec_model, "--num-speculative-tokens": num_speculative_tokens, "--config": config}
         extra = [option for option, value in given.items() if value is not None]
         if extra:

@@ -30,8 +30,8 @@ from transformers.utils import logging
 
 from ..benchmarking import Batch, new_tokens
 from ..decoding.target import model_profile
-from ..hook import original_generate
 from ..integration import generate
+from ..patching import original_generate
 from ..speculator import load_speculator
 from .machine import free_bytes
 

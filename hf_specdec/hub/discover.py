@@ -29,9 +29,9 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from transformers import CONFIG_MAPPING
 from transformers.utils import logging
 
+from ..arguments import is_off
 from ..candidate_generators.draft_model.network import compare_token_tables, token_table
 from ..errors import CheckpointFormatError, SpecConfigError
-from ..hook import configured_settings
 from ..method import (
     built_in_methods,
     drafting_method,
@@ -57,7 +57,7 @@ from .inspect import (
     target_problems,
     text_config,
 )
-from .published import CARD_KEY, config_of, saved_settings, settings_in_entry, target_entry
+from .published import CARD_KEY, config_of, entry_of_model, saved_settings, settings_in_entry, target_entry
 from .trust import (
     MODELS_VARIABLE,
     PLACE_SETTINGS,
@@ -274,7 +274,7 @@ class Target:
             str(getattr(source, "_name_or_path", None) or ""),
             source.to_dict(),
             getattr(source, "_commit_hash", None),
-            configured_settings(model, (), {}),
+            entry_of_model(model),
             sum(weight.numel() * weight.element_size() for weight in model.parameters()),
         )
 
@@ -533,8 +533,7 @@ class Search:
 
     def from_entry(self, entry: Any) -> Iterator[Candidate]:
         """The drafter that an entry of the target names, with the settings that it states."""
-        is_off = isinstance(entry, (str, bool)) and entry in ("off", "none", False)
-        candidate = None if entry is None or is_off else self._named_by(entry)
+        candidate = None if entry is None or is_off(entry) else self._named_by(entry)
         if candidate is not None:
             yield candidate
 

@@ -17,6 +17,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers.utils import logging
 
+from ..arguments import SpeculativeArguments, configured_arguments, is_off
 from ..errors import CheckpointAccessError, CheckpointFormatError, SpecConfigError
 from ..method import is_method_name, takes_model
 from ..settings import AUTO, CONFIG_NAME, SpeculativeConfig
@@ -25,7 +26,7 @@ from .trust import MODELS_VARIABLE, PLACE_SETTINGS, believed, may_be_published, 
 
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, PreTrainedModel
 
 logger = logging.get_logger(__name__)
 
@@ -36,6 +37,9 @@ IN_GENERATION_CONFIG = "`speculative` in the generation config"
 
 # About the machine, the account or the code; never written down for others.
 PRIVATE = ("device", "cache_dir", "local_files_only", "token", "trust_remote_code", "code_revision", "control_profile")
+
+# Speculative arguments, and what they are called among the settings.
+_SETTINGS = {"spec_method": "method", "spec_model": "model"}
 
 _saved_on_the_hub = ReadOfRepositories()
 _UNKNOWN = object()
@@ -118,7 +122,7 @@ def store_settings(generation_config: GenerationConfig, settings: Any) -> None:
             sifted(settings, IN_GENERATION_CONFIG)
         config = settings if isinstance(settings, SpeculativeConfig) else SpeculativeConfig.from_dict(settings)
         settings = settings_to_publish(config, with_place=True)
-    elif settings not in ("off", "none"):
+    elif not is_off(settings):
         settings_of_generation_config(settings)
     if os.path.isdir(named := settings.get("model", "") if isinstance(settings, dict) else settings):
         logger.warning_once(
@@ -129,6 +133,33 @@ def store_settings(generation_config: GenerationConfig, settings: Any) -> None:
     generation_config.speculative = settings
     # Of a generation config that says so, transformers reads no keys that it does not know.
     generation_config._from_model_config = False
+
+
+def entry_of_model(model: PreTrainedModel) -> Any:
+    """What the generation config of a model says about speculation; `None` also where it has objects, not settings."""
+    configured = configured_arguments(model, (), {})
+    return None if configured is None or configured.has_objects else entry_of(configured)
+
+
+def entry_of(configured: SpeculativeArguments) -> Any:
+    """What a generation config says, as what `speculative` may be there; as in a call, single arguments come first."""
+    found = configured.given
+    if found.keys() == {"speculative"}:
+        return found["speculative"]
+    if configured.is_off:
+        return "off"
+    settings = found.pop("speculative", {})
+    if isinstance(settings, str):
+        try:
+            settings = settings_of_generation_config(settings)
+        except SpecConfigError:
+            # Whoever follows it says what is wrong, if the call asks for it at all.
+            return settings
+    elif not isinstance(settings, Mapping):
+        # A configuration.
+        settings = settings.to_dict() if hasattr(settings, "to_dict") else {"speculative": settings}
+    named = {_SETTINGS.get(name, name): value for name, value in found.items()}
+    return {**settings, **{name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in named.items()}}
 
 
 def settings_of_generation_config(value: Any) -> dict[str, Any]:

@@ -1,0 +1,81 @@
+"""The speculative arguments of `generate()`, which stand in a call or in a generation config.
+
+Nothing heavy is imported here: every call of `generate()` comes by, plain ones too.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.generation.candidate_generator import CandidateGenerator
+
+    from .settings import SpeculativeConfig
+    from .speculator import Speculator
+
+# In place of a method: plain generation.
+OFF = ("off", "none")
+
+# What a file can hold, and paths.
+_WRITTEN = (str, int, float, list, tuple, dict, os.PathLike)
+
+
+def is_off(value: Any) -> bool:
+    """`True` where `spec_method` or `speculative` asks for plain generation."""
+    return value is False or (isinstance(value, str) and str.__str__(value) in OFF)
+
+
+@dataclass(frozen=True, eq=False)
+class SpeculativeArguments:
+    """What `generate()` takes beyond transformers' own arguments; [`~integration.generate`] says what each means."""
+
+    spec_method: str | None = None
+    spec_model: str | os.PathLike | PreTrainedModel | None = None
+    num_speculative_tokens: int | str | None = None
+    speculative: SpeculativeConfig | dict | str | None = None
+    assistant: Speculator | PreTrainedModel | CandidateGenerator | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that are not `None`, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    @property
+    def choose_drafter(self) -> bool:
+        """`True` where one of them says who drafts; a length alone leaves that to the generation config."""
+        return not self.given.keys() <= {"num_speculative_tokens"}
+
+    @property
+    def is_off(self) -> bool:
+        return is_off(self.spec_method) or is_off(self.speculative)
+
+    @property
+    def has_objects(self) -> bool:
+        """`True` where one is an object that no file could hold, such as a loaded model."""
+        named = (self.spec_model, self.assistant)
+        return not all(value is None or isinstance(value, _WRITTEN) for value in named)
+
+
+ARGUMENTS = {item.name: item.type for item in fields(SpeculativeArguments)}
+
+
+def configured_arguments(model: Any, args: tuple, kwargs: dict[str, Any]) -> SpeculativeArguments | None:
+    """What the generation config of a call asks for, the given one or else the model's own.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        args, kwargs: What `generate()` was given, beside the speculative arguments.
+
+    Returns:
+        [`SpeculativeArguments`], or `None` where the config has none of them.
+    """
+    given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    for config in (given, getattr(model, "generation_config", None)):
+        found = {name: value for name in ARGUMENTS if (value := getattr(config, name, None)) is not None}
+        if found:
+            return SpeculativeArguments(**found)
+    return None

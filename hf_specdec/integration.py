@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from .arguments import ARGUMENTS, SpeculativeArguments, configured_arguments, is_off
 from .decoding.loop import DecodingLoop, Request
-from .decoding.target import REPEATED_INPUTS, is_text_only, model_profile
+from .decoding.profile import REPEATED_INPUTS, is_text_only, model_profile
 from .errors import SpecConfigError, SpecDecError, shown
 from .hub.published import IN_GENERATION_CONFIG, entry_of, entry_of_model, settings_of_generation_config
 from .method import resolve_candidate_generator

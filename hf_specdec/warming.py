@@ -19,9 +19,10 @@ from transformers.generation import StoppingCriteriaList
 
 from .candidate_generators.draft_model.generator import DraftModelCandidateGenerator
 from .control import ControlProfile
-from .decoding.graphs import padded_rows, padded_size
+from .decoding.cache import padded_rows, padded_size
 from .decoding.loop import DecodingLoop, Request
-from .decoding.target import SlotModel, model_profile
+from .decoding.profile import model_profile
+from .decoding.target import SlotModel
 from .drafts import chain_topology
 from .errors import SpecConfigError
 from .metrics import SpecDecodingStats

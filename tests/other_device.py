@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-from hf_specdec.decoding.graphs import _WAITING, FROM_LISTS, INDEXING, _picks_by_mask, parts_of_index
+from hf_specdec.decoding.capture import _WAITING, FROM_LISTS, INDEXING, _picks_by_mask, parts_of_index
 
 
 DEVICE = torch.device("meta")

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 import hf_specdec
 from hf_specdec import UnsupportedModelError
-from hf_specdec.decoding.target import check_reach, model_profile
+from hf_specdec.decoding.profile import check_reach, model_profile
 
 from .architectures import (
     CHAINS_ONLY,

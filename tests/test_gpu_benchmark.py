@@ -23,8 +23,9 @@ import gpu_first  # noqa: E402
 import gpu_models  # noqa: E402
 
 from hf_specdec import benchmarking, demo, generate, record  # noqa: E402
+from hf_specdec.decoding.capture import CaptureBackend  # noqa: E402
 from hf_specdec.decoding.functional import is_plain_llama  # noqa: E402
-from hf_specdec.decoding.graphs import CaptureBackend, forget_graphs  # noqa: E402
+from hf_specdec.decoding.graphs import forget_graphs  # noqa: E402
 from hf_specdec.drafts import TokenTree  # noqa: E402
 from hf_specdec.errors import MissingDependencyError  # noqa: E402
 from hf_specdec.method import built_in_methods  # noqa: E402

@@ -126,7 +126,7 @@ class AssistedSide:
 
     def _capture(self, keys: tuple) -> None:
         """Captures these states in the next forward, as this package's loop does; the hooks leave with it."""
-        from ..decoding.target import captured_states
+        from ..decoding.states import captured_states
 
         thread = get_ident()
 

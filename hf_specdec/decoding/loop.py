@@ -33,11 +33,12 @@ from ..transfers import select_rows, upload
 from .cache import SlotCache, check_room, compact, fill_cache
 from .continuation import Continuation, ContinuationCheck, next_inputs, watched_prefill
 from .functional import slot_model
-from .graphs import CallGraphs, call_graphs
+from .graphs import CallGraphs
 from .output import OutputRecorder, SpeculativeOutput
+from .profile import REPEATED_INPUTS, check_reach, is_text_only, model_profile
 from .recurrent import store_states
 from .sequences import Sequences, StopRules
-from .target import REPEATED_INPUTS, SlotModel, SlotOutput, check_reach, is_text_only, model_profile
+from .target import SlotModel, SlotOutput, call_graphs
 
 
 if TYPE_CHECKING:

@@ -3,222 +3,32 @@
 The target and a draft model are both driven through `SlotModel`. The model runs through its own forward with a
 `SlotCache`, explicit positions and ready-made masks; nothing of it is copied, replaced or left changed.
 
-Shapes: R active rows, T nodes (anchor included), P prompt length, H hidden size, V vocabulary.
+Shapes: R active rows, T nodes (anchor included), P prompt length, H hidden size, V vocabulary. The buffers of a
+captured forward are padded to more rows and nodes: there R and T are those of the buffers, r and t those in use.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from threading import get_ident
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 
 from ..drafts import TreeTopology
 from ..errors import UnsupportedModelError
 from ..kernels._triton import use_triton
 from ..kernels.cache import WritePlan
 from ..kernels.tree_attention import MAX_NODES, SlotTree
-from ..target_facts import decoder_layers, layers_owner
 from ..transfers import select_rows, upload
 from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_switch, describe_layers
-from .cache import SlotCache
-from .masks import FULL, RowState, Span, node_masks, node_positions, slot_tree
+from .cache import SlotCache, padded_rows
+from .graphs import CallGraphs, graphs_for
+from .masks import RowState, ancestor_bits, node_masks, node_positions, slot_tree
+from .profile import MASK_OF_LAYER_TYPE, WITHOUT_ATTENTION, model_profile
 from .recurrent import RecurrentLayers, RecurrentState, mixers
-
-
-if TYPE_CHECKING:
-    from .graphs import CallGraphs, NodeInputs
-
-
-@dataclass(frozen=True)
-class ModelProfile:
-    """What the loop must know of a model, read from its class and config once.
-
-    Attributes:
-        spans (`tuple[Span, ...]`): The distinct spans of its layers; one mask each.
-        layer_types (`tuple[str, ...]`, *optional*): Types of the layers that attend, in the order of `spans`, by which
-            the model asks for the masks; `None` if it takes a single mask.
-        counts_slots (`bool`): Tells positions from the slots of its cache, whatever positions it is given. That is
-            right for chains in rows of equal length only.
-        takes_flat_mask (`bool`): Builds its position bias from a 2-D mask, and has no use for a ready 4-D one.
-        takes_position_ids (`bool`): Its forward has the argument `position_ids`.
-        takes_logits_to_keep (`bool`): Its forward has the argument `logits_to_keep`.
-        is_recurrent (`bool`): Some of its layers have a recurrent state, which cannot branch.
-    """
-
-    spans: tuple[Span, ...]
-    layer_types: tuple[str, ...] | None
-    counts_slots: bool
-    takes_flat_mask: bool
-    takes_position_ids: bool
-    takes_logits_to_keep: bool
-    is_recurrent: bool = False
-
-    @property
-    def takes_trees(self) -> bool:
-        """Whether branches can be verified, and not chains only."""
-        return not (self.counts_slots or self.is_recurrent)
-
-
-# Models with `position_ids` that count slots all the same; those without always do.
-_COUNT_SLOTS = {
-    "gpt_neo": "its local layers cut their window by slot",
-    "inkling2_text": "its position bias counts slots",
-    "inkling_text": "its position bias counts slots",
-}
-
-# Models that no cache of keys and values is enough for.
-_UNSUPPORTED = {
-    "blt": "groups bytes into patches by what one forward reads, so its logits depend on how the text is cut",
-    "cpmant": "reads the whole text again in every forward and places a learned prompt in front of it",
-    "glm5_next_text": "pools keys by their places in the whole buffers of its cache, by a mask of two dimensions",
-    "git": "keeps image slots in front of the padding, which its mask does not cover",
-    "qwen4_exp_text": "remembers the last tokens for its n-grams beside its recurrent state",
-    "prophetnet": "continues from its cache by one token at a time",
-}
-
-_SPAN_OF_LAYER_TYPE = {
-    "full_attention": "full",
-    "sliding_attention": "sliding",
-    "chunked_attention": "chunked",
-    # They choose among what the mask lets them see; the keys they choose by are kept like all others.
-    "indexed_attention": "full",
-    "deepseek_sparse_attention": "full",
-    # Attention beside a recurrent state.
-    "hybrid": "full",
-    "hybrid_sliding": "sliding",
-}
-
-# What some models call the mask of such layers; others call it by the type of the layers.
-_MASK_OF_LAYER_TYPE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
-
-# Layers that attend to nothing: those with a recurrent state alone, and those that work on each token by itself.
-_WITHOUT_ATTENTION = ("linear_attention", "conv", "mlp", "moe")
-
-_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-
-# Arguments with a value for each token, of which new tokens get the last one in plain generation.
-REPEATED_INPUTS = ("token_type_ids",)
-
-_profiles: WeakKeyDictionary[torch.nn.Module, ModelProfile] = WeakKeyDictionary()
-
-
-def model_profile(model: torch.nn.Module, role: str = "target model") -> ModelProfile:
-    """The model's profile.
-
-    Raises:
-        UnsupportedModelError: The loop cannot drive the model: what it is and what is missing.
-    """
-    if model not in _profiles:
-        _profiles[model] = _read_profile(model, role)
-    return _profiles[model]
-
-
-def _read_profile(model, role) -> ModelProfile:
-    name = type(model).__name__
-    config = model.config
-    if config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"{name} is an encoder-decoder model; as {role} only decoder-only models can be used. Leave the "
-            "speculative arguments out to use plain generate()."
-        )
-    text_config = config.get_text_config(decoder=True)
-    if text_config.model_type in _UNSUPPORTED:
-        raise UnsupportedModelError(
-            f"{name} {_UNSUPPORTED[text_config.model_type]}; it cannot be used as {role}. Leave the speculative "
-            "arguments out to use plain generate()."
-        )
-    layer_types = getattr(text_config, "layer_types", None)
-    is_recurrent = bool(mixers(model))
-    known = set(_SPAN_OF_LAYER_TYPE) | set(_WITHOUT_ATTENTION)
-    others = sorted(set(layer_types or ()) - (known if is_recurrent else known - _RECURRENT))
-    if others or (getattr(model, "_is_stateful", False) and not is_recurrent):
-        what = f"layers of type {', '.join(others)}" if others else "a recurrent state"
-        raise UnsupportedModelError(
-            f"{name} has {what} that cannot be cut back to the accepted tokens; as {role} only models can be used "
-            "that keep keys and values of every token, or a recurrent state where transformers' caches keep it. Leave "
-            "the speculative arguments out to use plain generate()."
-        )
-    parameters = inspect.signature(model.forward).parameters
-    if "past_key_values" not in parameters:
-        raise UnsupportedModelError(
-            f"{name} keeps no key/value cache (its forward has no `past_key_values`), which speculation needs of the "
-            f"{role}. Leave the speculative arguments out to use plain generate()."
-        )
-    spans, keys = _read_spans(text_config, layer_types, is_recurrent)
-    takes_flat_mask = text_config.model_type == "bloom" or bool(getattr(text_config, "alibi", False))
-    return ModelProfile(
-        spans=spans,
-        layer_types=keys,
-        counts_slots="position_ids" not in parameters or takes_flat_mask or text_config.model_type in _COUNT_SLOTS,
-        takes_flat_mask=takes_flat_mask,
-        takes_position_ids="position_ids" in parameters,
-        takes_logits_to_keep="logits_to_keep" in parameters,
-        is_recurrent=is_recurrent,
-    )
-
-
-def _read_spans(config, layer_types, is_recurrent):
-    window = getattr(config, "sliding_window", None)
-    if not layer_types:
-        return (Span("sliding", window) if window else FULL,), None
-    sizes = {"sliding": window, "chunked": getattr(config, "attention_chunk_size", None), "full": 0}
-    keys = tuple(sorted(set(layer_types) - set(_WITHOUT_ATTENTION)))
-    kinds = [_SPAN_OF_LAYER_TYPE[key] for key in keys]
-    spans = tuple(Span(kind, sizes[kind]) if sizes[kind] else FULL for kind in kinds)
-    if is_recurrent and len(set(spans)) <= 1:
-        # One mask is understood to be for the attention; not all of these models call it by the types of their layers.
-        return spans[:1] or (FULL,), None
-    return spans, keys
-
-
-def is_text_only(model: torch.nn.Module) -> bool:
-    """Whether a model reads nothing but text."""
-    # Where the language model has no config of its own, there may still be other parts beside it.
-    is_whole = model.config.get_text_config(decoder=True) is model.config
-    return is_whole and model.input_modalities in ("text", ["text"], ("text",))
-
-
-def check_reach(model: torch.nn.Module, prompt_lengths: list[int], max_new_tokens: int) -> None:
-    """Refuses texts during which the rotary embedding would change its frequencies.
-
-    It changes them for a whole forward, by the last position in it. A forward over several draft tokens would not
-    give the earlier ones what they get in plain generation.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        prompt_lengths (`list[int]`): Positions of each row before generation, padding not counted.
-        max_new_tokens (`int`): Positions that generation may add.
-
-    Raises:
-        UnsupportedModelError: A row may get past the position where the frequencies change.
-    """
-    config = model.config.get_text_config(decoder=True)
-    # The last token is not read.
-    longest = max(prompt_lengths) + max_new_tokens - 1
-    for parameters in _rope_parameters(config):
-        kind, limit = parameters.get("rope_type"), config.max_position_embeddings
-        if kind == "longrope":
-            limit = parameters["original_max_position_embeddings"]
-        changes = kind == "dynamic" or (kind == "longrope" and min(prompt_lengths) <= limit)
-        if changes and longest > limit:
-            raise UnsupportedModelError(
-                f"The rotary embedding of {type(model).__name__} (rope_type='{kind}') changes at position {limit}, "
-                f"and this call may reach {longest}: prompts of {min(prompt_lengths)} to {max(prompt_lengths)} tokens "
-                f"and {max_new_tokens} new ones. Set `max_new_tokens` so that it stays below, or leave the "
-                "speculative arguments out to use plain generate()."
-            )
-
-
-def _rope_parameters(config) -> list[dict]:
-    """The rotary parameters, one for each layer type where they differ."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, dict)]
+from .states import StateTaps
 
 
 @dataclass
@@ -228,6 +38,72 @@ class SlotOutput:
     logits: torch.Tensor
     hidden_states: dict = field(default_factory=dict)
     all_hidden_states: tuple | None = None
+
+
+_NO_LIMIT = torch.iinfo(torch.long).max
+
+
+class NodeInputs:
+    """The buffers from which a captured forward reads what changes.
+
+    Args:
+        rows (`int`): R.
+        nodes (`int`): T.
+        device (`torch.device`): Where they lie.
+    """
+
+    def __init__(self, rows: int, nodes: int, device: torch.device):
+        # A call may run in inference mode, and a later one outside of it.
+        with torch.inference_mode(False):
+            self.tokens, self.ancestors, self.depths = (
+                torch.zeros((rows, nodes), dtype=torch.long, device=device) for _ in range(3)
+            )
+            # Each part begins at a multiple of 16 bytes, for which kernels are compiled in any case.
+            self._rows = torch.zeros((4, rows + rows % 2), dtype=torch.long, device=device)
+        self.lengths, self.starts, self._first_positions, self._last_positions = self._rows[:, :rows]
+
+    def fill(
+        self, tokens: torch.LongTensor, topology: TreeTopology, rows: RowState, max_position: int | None = None
+    ) -> None:
+        """Copies in the nodes `tokens` `(r, t)` of a forward; the other arguments are those of [`SlotModel`].
+
+        Rows of padding are empty, and write to slots that no row uses. Nodes of padding see themselves and the
+        committed slots, and lie behind the nodes in use.
+        """
+        num_rows, num_nodes = self.tokens.shape
+        missing = num_nodes - tokens.shape[1]
+        self.tokens.copy_(_with_rows(F.pad(tokens, (0, missing)), num_rows))
+        bits, depths = ancestor_bits(topology), topology.depths
+        if missing:
+            itself = 1 << torch.arange(tokens.shape[1], num_nodes, device=bits.device)
+            bits = torch.cat([bits, itself.expand(*bits.shape[:-1], -1)], dim=-1)
+            depths = F.pad(depths, (0, missing))
+        self.ancestors.copy_(_with_rows(bits, num_rows))
+        self.depths.copy_(_with_rows(depths, num_rows))
+        first = [length - start + offset for length, start, offset in zip(rows.lengths, rows.starts, rows.offsets)]
+        last = [_NO_LIMIT if max_position is None else max_position] * len(first)
+        padding = [0] * (self._rows.shape[1] - len(first))
+        table = torch.tensor([values + padding for values in (rows.lengths, rows.starts, first, last)])
+        self._rows.copy_(table, non_blocking=True)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        return [self.tokens, self.ancestors, self.depths, self._rows]
+
+    @property
+    def tree(self) -> SlotTree:
+        return SlotTree(self.lengths, self.starts, self.ancestors, self.depths)
+
+    @property
+    def positions(self) -> torch.LongTensor:
+        """Position ids `(R, T)`."""
+        return torch.minimum(self._first_positions[:, None] + self.depths, self._last_positions[:, None])
+
+
+def _with_rows(values: torch.Tensor, rows: int) -> torch.Tensor:
+    """Values `(r, T)` with copies of the first row behind them; `(T,)` stand for all rows."""
+    missing = rows - len(values)
+    return values if values.dim() == 1 or not missing else torch.cat([values, values[:1].expand(missing, -1)])
 
 
 class SlotModel:
@@ -387,11 +263,34 @@ class SlotModel:
         return plan, rows
 
     def _replay(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int) -> SlotOutput | None:
-        """The forward as a graph; `None` where it has to run without one."""
-        output = None if self.graphs is None else self.graphs.forward(self, tokens, topology)
-        if output is None:
+        """The output of [`SlotModel.forward`] from a graph; `None` where the forward has to run without one."""
+        rows, nodes = tokens.shape
+        if self.graphs is None or nodes > MAX_NODES:
             return None
-        return SlotOutput(output.logits[:, logits_from:], output.hidden_states)
+        size = padded_rows(rows), self.graphs.padded_nodes(nodes)
+
+        def fill(inputs: NodeInputs) -> None:
+            inputs.fill(tokens, topology, self.rows, self.max_position)
+            self.cache.plan_write(nodes)
+
+        def read(inputs: NodeInputs, columns: int) -> tuple:
+            output, layers = self.read_static(inputs, columns)
+            return output.logits, output.hidden_states, layers
+
+        captured = self.graphs.run_on_slots(
+            (*size, self.states),
+            lambda: NodeInputs(*size, tokens.device),
+            fill,
+            read,
+            self.cache,
+            ahead=size[1],
+        )
+        if captured is None:
+            return None
+        logits, states, self.attention_layers = captured.output
+        # Rows and nodes of padding are cut off.
+        states = {key: state[:rows, :nodes] for key, state in states.items()}
+        return SlotOutput(logits[:rows, logits_from:nodes], states)
 
     def read_static(self, nodes: NodeInputs, columns: int) -> tuple[SlotOutput, Counter]:
         """The same forward from tensors that stay where they are, for a capture; nothing else changes with the text.
@@ -480,9 +379,9 @@ class SlotModel:
         masks = {
             name: mask
             for layer_type, mask in zip(self.profile.layer_types, masks)
-            for name in (layer_type, _MASK_OF_LAYER_TYPE.get(layer_type, layer_type))
+            for name in (layer_type, MASK_OF_LAYER_TYPE.get(layer_type, layer_type))
         }
-        return {**masks, **dict.fromkeys(_WITHOUT_ATTENTION)} if self.profile.is_recurrent else masks
+        return {**masks, **dict.fromkeys(WITHOUT_ATTENTION)} if self.profile.is_recurrent else masks
 
     def keep_rows(self, keep: list[int]) -> None:
         self.cache.keep_rows(keep)
@@ -517,134 +416,27 @@ class PositionCounter:
         return count(tokens.reshape(-1, 1), self.embedding.padding_idx, slots.reshape(-1, 1)).view(tokens.shape)
 
 
-@contextmanager
-def captured_states(model: torch.nn.Module, keys: tuple, joined: bool = False):
-    """Collects hidden states of the forwards inside: yields the dict that each forward puts them into.
+def call_graphs(
+    model: torch.nn.Module,
+    largest: int = 1,
+    enforce_eager: bool = False,
+    all_hidden_states: bool = False,
+    row_inputs: tuple[str, ...] = (),
+) -> CallGraphs | None:
+    """Graphs of a causal language model for one call; `None` where its device has none.
 
     Args:
-        model (`PreTrainedModel`): A decoder-only model.
-        keys (`tuple`): Which states, each of the shape `(R, T, H)`. A number is a boundary: i is the residual stream
-            that enters decoder layer i, and the number of layers stands for what enters the final norm. "last" is the
-            output of the decoder behind its final norm, which the head reads.
-        joined (`bool`): The forwards of the model read one text in chunks; when the block ends, the dict holds the
-            states of the whole. Otherwise it holds those of the last forward.
-
-    Raises:
-        UnsupportedModelError: The model has no such boundary, or its layers cannot be found.
+        largest (`int`): Nodes of a full draft, the anchor included.
+        enforce_eager (`bool`): The user wants none.
+        all_hidden_states (`bool`): The forwards return the hidden states of all layers.
+        row_inputs (`tuple[str, ...]`): What the forwards read of each row beside its tokens.
     """
-    with StateTaps(model, keys).captured(joined) as states:
-        yield states
-
-
-class StateTaps:
-    """Where in a model the states of `captured_states` are found; for those who capture them again and again."""
-
-    def __init__(self, model: torch.nn.Module, keys: tuple):
-        self.model, self.keys = model, keys
-        self._taps = [(key, module, enters) for key in keys for module, enters in _taps(model, key)]
-
-    @contextmanager
-    def captured(self, joined: bool = False):
-        states: dict = {}
-        chunks: dict[Any, list] = {key: [] for key in self.keys}
-        handles = []
-        try:
-            for key, module, enters in self._taps:
-                store = _Store(states, key)
-                if enters:
-                    handles.append(module.register_forward_pre_hook(store.on_entering, with_kwargs=True))
-                else:
-                    handles.append(module.register_forward_hook(store.on_leaving))
-            if joined and self.keys:
-                handles.append(self.model.register_forward_hook(_Collector(states, chunks)))
-            yield states
-            states |= {key: torch.cat(parts, dim=1) for key, parts in chunks.items() if len(parts) > 1}
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-class _Store:
-    """Hooks that put a state into the dict under its key."""
-
-    def __init__(self, states: dict, key):
-        self.states, self.key = states, key
-        # Another thread may run a call of its own on the same model.
-        self.thread = get_ident()
-
-    def on_entering(self, module, args, kwargs=None):
-        # Without keyword arguments torch calls it in another thread, while this one takes it back.
-        if get_ident() != self.thread:
-            return
-        state = kwargs.get("hidden_states")
-        self._put(next(filter(torch.is_tensor, (*args, *kwargs.values()))) if state is None else state, module)
-
-    def on_leaving(self, module, args, output):
-        self._put(output if torch.is_tensor(output) else output[0], module)
-
-    def _put(self, state: torch.Tensor, module: torch.nn.Module) -> None:
-        if get_ident() != self.thread:
-            return
-        if state.dim() != 3:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} works on states of the shape {list(state.shape)}, where a drafter reads one "
-                "vector for every token. Use a drafter that reads no hidden states, such as spec_method='ngram'."
-            )
-        self.states[self.key] = state
-
-
-class _Collector:
-    """Hook behind a forward of the whole model, in which a layer may have run more than once."""
-
-    def __init__(self, states: dict, chunks: dict):
-        self.states, self.chunks, self.thread = states, chunks, get_ident()
-
-    def __call__(self, module, args, output):
-        if get_ident() == self.thread:
-            for key, parts in self.chunks.items():
-                parts.append(self.states[key])
-
-
-def _taps(model: torch.nn.Module, key) -> list[tuple[torch.nn.Module, bool]]:
-    """The modules that see a state, and whether it enters or leaves them; the last one to see it counts."""
-    if key == "last":
-        _check_head(model)
-        return [(_decoder(model), False)]
-    layers = decoder_layers(model)
-    if not 0 <= key <= len(layers):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has {len(layers)} decoder layers, so its hidden states can be captured at the "
-            f"boundaries 0 to {len(layers)}, and {key} was asked for. Use a drafter that was made for this model."
-        )
-    if key < len(layers):
-        # What enters a layer, not what leaves the one before: some models add to the stream in between.
-        return [(layers[key], True)]
-    norms = (getattr(layers_owner(model, layers), name, None) for name in _FINAL_NORMS)
-    return [(layers[-1], False), *((norm, True) for norm in norms if norm is not None)]
-
-
-def _check_head(model: torch.nn.Module) -> None:
-    """Refuses heads that are more than one matrix behind the decoder: what they read is not the decoder's output."""
-    head = model.get_output_embeddings()
-    is_plain = any(child is head for child in model.children()) and model.config.model_type not in _NOT_PLAIN_HEADS
-    if not is_plain:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} transforms its last hidden state before its output embeddings, and drafters that "
-            "read this state are made for models that do not. Use a drafter that reads none, such as "
-            "spec_method='ngram'."
-        )
-
-
-def _decoder(model: torch.nn.Module) -> torch.nn.Module:
-    """The module whose output the head reads."""
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    # Some models take themselves or their head for it.
-    has_head = any(module is head for module in decoder.modules())
-    return layers_owner(model, decoder_layers(model)) if has_head else decoder
-
-
-# Their output embeddings are a part of their own, with a transformation in front.
-_NOT_PLAIN_HEADS = ("electra", "modernbert-decoder")
-
-# What decoders call their final norm.
-_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f", "norm_f", "layer_norm")
+    profile = model_profile(model)
+    reasons = {
+        "enforce_eager=True": enforce_eager,
+        "the hidden states of all layers are returned": all_hidden_states,
+        f"it reads {', '.join(row_inputs)}": bool(row_inputs),
+        "it has layers with a recurrent state": profile.is_recurrent,
+        "it tells positions from the slots of its cache": profile.counts_slots,
+    }
+    return graphs_for(model, reasons, largest=largest)

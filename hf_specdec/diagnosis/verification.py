@@ -29,7 +29,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from transformers.utils import logging
 
 from ..benchmarking import Batch, new_tokens
-from ..decoding.target import model_profile
+from ..decoding.profile import model_profile
 from ..integration import generate
 from ..patching import original_generate
 from ..speculator import load_speculator

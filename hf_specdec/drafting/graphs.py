@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..decoding.graphs import CallGraphs, CapturedForward, draft_graphs, padded_rows
+from ..decoding.cache import padded_rows
+from ..decoding.graphs import CallGraphs, CapturedForward, graphs_for
 from ..protocol import Session
 
 
@@ -28,7 +29,7 @@ def begin_graphs(
         config (`SpeculativeConfig`): The settings.
         session (`Session`): The call, whose statistics count the graphs.
     """
-    graphs = draft_graphs(network, shared, config.enforce_eager)
+    graphs = graphs_for(network, {"enforce_eager=True": config.enforce_eager}, shared)
     if graphs is not None:
         session.draft_graphs.append(graphs)
     return graphs

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..decoding.cache import SlotCache, SlotLayer
-from ..decoding.graphs import CallGraphs, padded_rows
+from ..decoding.cache import SlotCache, SlotLayer, padded_rows
+from ..decoding.graphs import CallGraphs
 from ..kernels.cache import WritePlan
 from ..protocol import Prompt
 from ..transfers import upload

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec.decoding.target import captured_states
+from hf_specdec.decoding.states import captured_states
 from hf_specdec.errors import SpecConfigError, UnsupportedModelError
 
 

@@ -18,7 +18,7 @@ from transformers import StoppingCriteria
 from hf_specdec import Commit, DraftStep, DraftTree, Prompt, Session, Speculator, record
 from hf_specdec.candidate_generators.combined.generator import DrafterChoice
 from hf_specdec.control import SpeculationController
-from hf_specdec.decoding.target import captured_states
+from hf_specdec.decoding.states import captured_states
 from tests.methods import COMBINATIONS, METHODS, demo_inputs, demo_target, fresh_speculator, plain_text, settings_of
 
 

@@ -21,7 +21,7 @@ from hf_specdec.candidate_generators.dflash.formats import BlockView, DFlashConf
 from hf_specdec.candidate_generators.dflash.functional import FunctionalDFlash, lean_network
 from hf_specdec.candidate_generators.dflash.generator import DFlashCandidateGenerator
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork, GivenContext
-from hf_specdec.decoding.target import captured_states
+from hf_specdec.decoding.states import captured_states
 from hf_specdec.drafts import DraftTree
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from tests.architectures import tiny_model

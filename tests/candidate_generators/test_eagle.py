@@ -15,7 +15,7 @@ from hf_specdec.candidate_generators.eagle import generator as module
 from hf_specdec.candidate_generators.eagle.formats import EagleConfig
 from hf_specdec.candidate_generators.eagle.generator import DynamicTree, EagleCandidateGenerator
 from hf_specdec.candidate_generators.eagle.network import Eagle1Network, Eagle3Network
-from hf_specdec.decoding.target import captured_states
+from hf_specdec.decoding.states import captured_states
 from hf_specdec.drafts import DraftTree, TokenTree
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from tests.architectures import tiny_model

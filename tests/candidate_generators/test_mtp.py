@@ -24,7 +24,7 @@ from hf_specdec.candidate_generators.eagle import generator as eagle_module
 from hf_specdec.candidate_generators.eagle.generator import DynamicTree
 from hf_specdec.candidate_generators.mtp.generator import LayerEntries, MtpCandidateGenerator
 from hf_specdec.candidate_generators.mtp.network import MtpNetwork, new_mtp
-from hf_specdec.decoding.target import captured_states
+from hf_specdec.decoding.states import captured_states
 from hf_specdec.method import methods
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from tests.candidate_generators.test_eagle import GREEDY, STATIC, drafts_of, feed, padded, plain_and_ours, rows_of

@@ -22,7 +22,7 @@ from transformers import (
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig
 from hf_specdec.candidate_generators.dflash.formats import BlockView, default_layer_ids
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork, GivenContext, load_dflash
-from hf_specdec.decoding.target import captured_states
+from hf_specdec.decoding.states import captured_states
 from tests.candidate_generators.test_dflash import NETWORKS, random_network
 from tests.models import TINY, letter_tokenizer, tiny_llama
 

@@ -18,7 +18,7 @@ from hf_specdec.candidate_generators.eagle import formats as eagle_formats
 from hf_specdec.candidate_generators.eagle.network import EagleNetwork, load_eagle
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks
-from hf_specdec.decoding.target import captured_states
+from hf_specdec.decoding.states import captured_states
 from hf_specdec.drafts import chain_topology
 from tests.models import TINY, VOCAB_SIZE, tiny_llama
 

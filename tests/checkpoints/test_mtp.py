@@ -13,7 +13,7 @@ from hf_specdec.candidate_generators.mtp import formats as mtp_formats
 from hf_specdec.candidate_generators.mtp.formats import _LAYOUTS, MTP_LAYOUT, MtpConfig
 from hf_specdec.candidate_generators.mtp.network import SUPPORTED_MODEL_TYPES, MtpNetwork, load_mtp, new_mtp
 from hf_specdec.checkpoints.checkpoint import Checkpoint
-from hf_specdec.decoding.target import captured_states
+from hf_specdec.decoding.states import captured_states
 from hf_specdec.hub.detect import detect_method
 from hf_specdec.target_facts import decoder_layers
 from tests.architectures import tiny_model

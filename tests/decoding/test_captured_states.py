@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_specdec import CandidateGenerator, DraftTree, UnsupportedModelError
-from hf_specdec.decoding.target import captured_states
+from hf_specdec.decoding.states import captured_states
 from hf_specdec.target_facts import decoder_layers
 from tests.architectures import supported, tiny_model
 from tests.models import VOCAB_SIZE, prompts, tiny_llama

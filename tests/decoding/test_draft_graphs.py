@@ -23,7 +23,7 @@ from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.candidate_generators.mlp_speculator.generator import LoadedSpeculator, MLPSpeculatorCandidateGenerator
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig, MLPStage
 from hf_specdec.decoding import graphs
-from hf_specdec.decoding.graphs import CallGraphs, draft_graphs
+from hf_specdec.decoding.graphs import CallGraphs, graphs_for
 from hf_specdec.drafting.graphs import RowGraphs, RowInputs
 from hf_specdec.drafting.slots import DraftInputs, DraftSlots, Entries
 from hf_specdec.drafts import DraftTree
@@ -261,7 +261,7 @@ class TestDraftsEqualThoseWithoutGraphs:
         """Rows of different length that leave one after the other; later calls find the graphs of earlier ones."""
         counts = [run(kind, shape, num_rows, seed) for seed in range(2) for num_rows in (1, 3)]
         assert sum(counts) > 0
-        assert str(draft_graphs(network_of(kind))) == "on"
+        assert str(graphs_for(network_of(kind), {})) == "on"
 
     @settings(max_examples=12)
     @given(case=st.sampled_from(sorted(CASES)), num_rows=st.integers(1, 5), seed=st.integers(0, 10**6))
@@ -597,9 +597,9 @@ class TestEager:
     def test_hooks_on_what_is_shared(self, target, backends):
         """Modules of the target that the draft goes through are looked at as well."""
         network = load_speculator(target, settings_of("eagle")).resources
-        assert str(draft_graphs(network, network.shared_modules)) == "on"
+        assert str(graphs_for(network, {}, network.shared_modules)) == "on"
         handle = target.get_output_embeddings().register_forward_hook(lambda module, args, output: None)
-        hooked = draft_graphs(network, network.shared_modules)
+        hooked = graphs_for(network, {}, network.shared_modules)
         assert str(hooked) == "off: its modules have hooks, or forwards of their own"
         handle.remove()
 

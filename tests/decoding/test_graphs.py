@@ -18,22 +18,13 @@ from transformers import LlamaForCausalLM
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 from hf_specdec import forget_speculators
-from hf_specdec.decoding import attention, graphs, loop, target
+from hf_specdec.decoding import attention, cache, capture, graphs, loop, target
 from hf_specdec.decoding.attention import TreeMask
-from hf_specdec.decoding.cache import SlotCache
-from hf_specdec.decoding.graphs import (
-    CallGraphs,
-    CannotCaptureError,
-    CaptureBackend,
-    CudaBackend,
-    NodeInputs,
-    NoWaiting,
-    SharedOutputs,
-    SlotStore,
-    call_graphs,
-    padded_size,
-)
+from hf_specdec.decoding.cache import SlotCache, SlotStore, padded_size
+from hf_specdec.decoding.capture import CannotCaptureError, CaptureBackend, CudaBackend, NoWaiting, SharedOutputs
+from hf_specdec.decoding.graphs import CallGraphs
 from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, node_positions
+from hf_specdec.decoding.target import NodeInputs, call_graphs
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from hf_specdec.kernels.indexing import arange
 from hf_specdec.kernels.tree_attention import MAX_NODES
@@ -68,7 +59,7 @@ def with_kernel(monkeypatch):
 @pytest.fixture
 def small_slots(monkeypatch):
     """Calls begin with room for hardly more than their prompts."""
-    monkeypatch.setattr(graphs, "_LEAST_SLOTS", 1)
+    monkeypatch.setattr(cache, "_LEAST_SLOTS", 1)
     monkeypatch.setattr(loop, "SlotCache", lambda capacity, limit: SlotCache(12, limit))
 
 
@@ -715,7 +706,7 @@ class TestLengths:
 class TestSharedOutputs:
     @pytest.fixture
     def everything_is_large(self, monkeypatch):
-        monkeypatch.setattr(graphs, "_LARGE_OUTPUT", 0)
+        monkeypatch.setattr(capture, "_LARGE_OUTPUT", 0)
 
     @pytest.mark.parametrize("script", SCRIPTS)
     @pytest.mark.parametrize("batch_size", [1, 3])
@@ -746,7 +737,7 @@ class TestSharedOutputs:
     def test_what_is_put_comes_out(self, kinds):
         shared = SharedOutputs()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(graphs, "_LARGE_OUTPUT", 16)
+            patch.setattr(capture, "_LARGE_OUTPUT", 16)
             for _ in range(2):
                 given = {number: torch.randint(9, (3, size)).to(dtype) for number, (size, dtype) in enumerate(kinds)}
                 output = shared.put((given, "text"))

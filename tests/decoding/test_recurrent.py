@@ -15,8 +15,9 @@ from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
 from hf_specdec.candidate_generators.eagle.recipe import Eagle3Recipe
 from hf_specdec.decoding import recurrent
 from hf_specdec.decoding.cache import SlotCache
+from hf_specdec.decoding.profile import model_profile
 from hf_specdec.decoding.recurrent import mixers
-from hf_specdec.decoding.target import SlotModel, model_profile
+from hf_specdec.decoding.target import SlotModel
 from hf_specdec.drafts import chain_topology
 from tests.architectures import tiny_model
 from tests.scripted import scripted_speculator

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
 from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorRecipe
-from hf_specdec.decoding.target import captured_states
+from hf_specdec.decoding.states import captured_states
 from hf_specdec.errors import SpecConfigError, UnsupportedModelError
 from hf_specdec.training import recipe as frame
 from hf_specdec.training.recipe import Batch, TargetReader, check_plain_head, draft_loss, walk

@@ -22,8 +22,8 @@ from transformers.utils import logging
 from ...checkpoints.loading import checkpoint_errors
 from ...decoding.cache import SlotCache, compact
 from ...decoding.functional import slot_model
-from ...decoding.graphs import call_graphs
-from ...decoding.target import SlotModel, model_profile
+from ...decoding.profile import model_profile
+from ...decoding.target import SlotModel, call_graphs
 from ...drafts import DraftTree, chain_topology
 from ...errors import SpecConfigError, shown
 from ...logits.acceptance import best_tokens

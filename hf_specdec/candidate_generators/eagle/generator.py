@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...decoding.graphs import padded_size
+from ...decoding.cache import padded_size
 from ...decoding.masks import FULL
 from ...drafting.graphs import begin_graphs
 from ...drafting.slots import DraftInputs, DraftSlots, Entries, KnownPrompt

@@ -1,0 +1,199 @@
+"""Properties of a model that decide how the loop can drive it, and the models that it cannot drive."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..errors import UnsupportedModelError
+from .masks import FULL, Span
+from .recurrent import mixers
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """What the loop must know of a model, read from its class and config once.
+
+    Attributes:
+        spans (`tuple[Span, ...]`): The distinct spans of its layers; one mask each.
+        layer_types (`tuple[str, ...]`, *optional*): Types of the layers that attend, in the order of `spans`, by which
+            the model asks for the masks; `None` if it takes a single mask.
+        counts_slots (`bool`): Tells positions from the slots of its cache, whatever positions it is given. That is
+            right for chains in rows of equal length only.
+        takes_flat_mask (`bool`): Builds its position bias from a 2-D mask, and has no use for a ready 4-D one.
+        takes_position_ids (`bool`): Its forward has the argument `position_ids`.
+        takes_logits_to_keep (`bool`): Its forward has the argument `logits_to_keep`.
+        is_recurrent (`bool`): Some of its layers have a recurrent state, which cannot branch.
+    """
+
+    spans: tuple[Span, ...]
+    layer_types: tuple[str, ...] | None
+    counts_slots: bool
+    takes_flat_mask: bool
+    takes_position_ids: bool
+    takes_logits_to_keep: bool
+    is_recurrent: bool = False
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether branches can be verified, and not chains only."""
+        return not (self.counts_slots or self.is_recurrent)
+
+
+# Models with `position_ids` that count slots all the same; those without always do.
+_COUNT_SLOTS = {
+    "gpt_neo": "its local layers cut their window by slot",
+    "inkling2_text": "its position bias counts slots",
+    "inkling_text": "its position bias counts slots",
+}
+
+# Models that no cache of keys and values is enough for.
+_UNSUPPORTED = {
+    "blt": "groups bytes into patches by what one forward reads, so its logits depend on how the text is cut",
+    "cpmant": "reads the whole text again in every forward and places a learned prompt in front of it",
+    "glm5_next_text": "pools keys by their places in the whole buffers of its cache, by a mask of two dimensions",
+    "git": "keeps image slots in front of the padding, which its mask does not cover",
+    "qwen4_exp_text": "remembers the last tokens for its n-grams beside its recurrent state",
+    "prophetnet": "continues from its cache by one token at a time",
+}
+
+_SPAN_OF_LAYER_TYPE = {
+    "full_attention": "full",
+    "sliding_attention": "sliding",
+    "chunked_attention": "chunked",
+    # They choose among what the mask lets them see; the keys they choose by are kept like all others.
+    "indexed_attention": "full",
+    "deepseek_sparse_attention": "full",
+    # Attention beside a recurrent state.
+    "hybrid": "full",
+    "hybrid_sliding": "sliding",
+}
+
+# What some models call the mask of such layers; others call it by the type of the layers.
+MASK_OF_LAYER_TYPE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+
+# Layers that attend to nothing: those with a recurrent state alone, and those that work on each token by itself.
+WITHOUT_ATTENTION = ("linear_attention", "conv", "mlp", "moe")
+
+_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+
+# Arguments with a value for each token, of which new tokens get the last one in plain generation.
+REPEATED_INPUTS = ("token_type_ids",)
+
+_profiles: WeakKeyDictionary[torch.nn.Module, ModelProfile] = WeakKeyDictionary()
+
+
+def model_profile(model: torch.nn.Module, role: str = "target model") -> ModelProfile:
+    """The model's profile.
+
+    Raises:
+        UnsupportedModelError: The loop cannot drive the model: what it is and what is missing.
+    """
+    if model not in _profiles:
+        _profiles[model] = _read_profile(model, role)
+    return _profiles[model]
+
+
+def _read_profile(model, role) -> ModelProfile:
+    name = type(model).__name__
+    config = model.config
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder model; as {role} only decoder-only models can be used. Leave the "
+            "speculative arguments out to use plain generate()."
+        )
+    text_config = config.get_text_config(decoder=True)
+    if text_config.model_type in _UNSUPPORTED:
+        raise UnsupportedModelError(
+            f"{name} {_UNSUPPORTED[text_config.model_type]}; it cannot be used as {role}. Leave the speculative "
+            "arguments out to use plain generate()."
+        )
+    layer_types = getattr(text_config, "layer_types", None)
+    is_recurrent = bool(mixers(model))
+    known = set(_SPAN_OF_LAYER_TYPE) | set(WITHOUT_ATTENTION)
+    others = sorted(set(layer_types or ()) - (known if is_recurrent else known - _RECURRENT))
+    if others or (getattr(model, "_is_stateful", False) and not is_recurrent):
+        what = f"layers of type {', '.join(others)}" if others else "a recurrent state"
+        raise UnsupportedModelError(
+            f"{name} has {what} that cannot be cut back to the accepted tokens; as {role} only models can be used "
+            "that keep keys and values of every token, or a recurrent state where transformers' caches keep it. Leave "
+            "the speculative arguments out to use plain generate()."
+        )
+    parameters = inspect.signature(model.forward).parameters
+    if "past_key_values" not in parameters:
+        raise UnsupportedModelError(
+            f"{name} keeps no key/value cache (its forward has no `past_key_values`), which speculation needs of the "
+            f"{role}. Leave the speculative arguments out to use plain generate()."
+        )
+    spans, keys = _read_spans(text_config, layer_types, is_recurrent)
+    takes_flat_mask = text_config.model_type == "bloom" or bool(getattr(text_config, "alibi", False))
+    return ModelProfile(
+        spans=spans,
+        layer_types=keys,
+        counts_slots="position_ids" not in parameters or takes_flat_mask or text_config.model_type in _COUNT_SLOTS,
+        takes_flat_mask=takes_flat_mask,
+        takes_position_ids="position_ids" in parameters,
+        takes_logits_to_keep="logits_to_keep" in parameters,
+        is_recurrent=is_recurrent,
+    )
+
+
+def _read_spans(config, layer_types, is_recurrent):
+    window = getattr(config, "sliding_window", None)
+    if not layer_types:
+        return (Span("sliding", window) if window else FULL,), None
+    sizes = {"sliding": window, "chunked": getattr(config, "attention_chunk_size", None), "full": 0}
+    keys = tuple(sorted(set(layer_types) - set(WITHOUT_ATTENTION)))
+    kinds = [_SPAN_OF_LAYER_TYPE[key] for key in keys]
+    spans = tuple(Span(kind, sizes[kind]) if sizes[kind] else FULL for kind in kinds)
+    if is_recurrent and len(set(spans)) <= 1:
+        # One mask is understood to be for the attention; not all of these models call it by the types of their layers.
+        return spans[:1] or (FULL,), None
+    return spans, keys
+
+
+def is_text_only(model: torch.nn.Module) -> bool:
+    """Whether a model reads nothing but text."""
+    # Where the language model has no config of its own, there may still be other parts beside it.
+    is_whole = model.config.get_text_config(decoder=True) is model.config
+    return is_whole and model.input_modalities in ("text", ["text"], ("text",))
+
+
+def check_reach(model: torch.nn.Module, prompt_lengths: list[int], max_new_tokens: int) -> None:
+    """Refuses texts during which the rotary embedding would change its frequencies.
+
+    It changes them for a whole forward, by the last position in it. A forward over several draft tokens would not
+    give the earlier ones what they get in plain generation.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        prompt_lengths (`list[int]`): Positions of each row before generation, padding not counted.
+        max_new_tokens (`int`): Positions that generation may add.
+
+    Raises:
+        UnsupportedModelError: A row may get past the position where the frequencies change.
+    """
+    config = model.config.get_text_config(decoder=True)
+    # The last token is not read.
+    longest = max(prompt_lengths) + max_new_tokens - 1
+    for parameters in _rope_parameters(config):
+        kind, limit = parameters.get("rope_type"), config.max_position_embeddings
+        if kind == "longrope":
+            limit = parameters["original_max_position_embeddings"]
+        changes = kind == "dynamic" or (kind == "longrope" and min(prompt_lengths) <= limit)
+        if changes and longest > limit:
+            raise UnsupportedModelError(
+                f"The rotary embedding of {type(model).__name__} (rope_type='{kind}') changes at position {limit}, "
+                f"and this call may reach {longest}: prompts of {min(prompt_lengths)} to {max(prompt_lengths)} tokens "
+                f"and {max_new_tokens} new ones. Set `max_new_tokens` so that it stays below, or leave the "
+                "speculative arguments out to use plain generate()."
+            )
+
+
+def _rope_parameters(config) -> list[dict]:
+    """The rotary parameters, one for each layer type where they differ."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, dict)]

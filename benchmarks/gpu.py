@@ -49,7 +49,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
-from hf_specdec import Speculator, benchmarking, generate, record
+from hf_specdec import Speculator, generate, record
+from hf_specdec.bench.machine import describe_environment, num_threads
 from hf_specdec.drafts import TokenTree
 from hf_specdec.errors import MissingDependencyError
 from hf_specdec.kernels._triton import HAS_TRITON, triton
@@ -491,7 +492,7 @@ def draft_shapes(nodes: Sequence[int]) -> Iterator[tuple[str, TokenTree | None]]
 
 
 def environment(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    found = benchmarking.describe_environment(device, dtype)
+    found = describe_environment(device, dtype)
     found["triton"] = triton.__version__ if HAS_TRITON else None
     found["cuda"] = torch.version.cuda
     if device.type == "cuda":
@@ -776,7 +777,7 @@ def main() -> None:
         raise SystemExit(gpu_first.main(options, console))
     bench = Bench(options, console)
     console.print(heading(bench.report), highlight=False)
-    with benchmarking.num_threads(1 if bench.device.type == "cpu" else None):
+    with num_threads(1 if bench.device.type == "cpu" else None):
         bench.run()
     bench.save()
     console.print("\n".join(closing_lines(bench.report)), markup=False, highlight=False)

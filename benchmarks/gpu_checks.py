@@ -19,7 +19,9 @@ from unittest.mock import patch
 import torch
 from transformers import PreTrainedModel
 
-from hf_specdec import benchmarking, demo, load_speculator
+from hf_specdec import SpecDecodingStats, demo, load_speculator
+from hf_specdec.bench.engine import Call, find_differences, time_call
+from hf_specdec.bench.prompts import Batch, make_batches
 from hf_specdec.decoding import functional
 from hf_specdec.drafts import DraftTree, TreeTopology
 from hf_specdec.errors import MissingDependencyError
@@ -221,6 +223,10 @@ def _same_acceptance(what: str, expected, found) -> Check:
 # --------------------------------------------------------------------------------------------------------------- texts
 
 
+# Arguments of plain generation.
+PLAIN = {"do_sample": False}
+
+
 def drafts() -> dict[str, dict[str, Any]]:
     """Settings of every method, chains and trees."""
     eagle, eagle3 = {"method": "eagle", "model": demo.eagle_path()}, {"method": "eagle3", "model": demo.eagle3_path()}
@@ -251,16 +257,16 @@ def drafts() -> dict[str, dict[str, Any]]:
 
 def plain_texts(
     device: torch.device, max_new_tokens: int, is_quick: bool = False
-) -> tuple[PreTrainedModel, list, list]:
+) -> tuple[PreTrainedModel, list[Batch], list[Call]]:
     """The demo's target, batches of prompts, and what plain `generate()` makes of them."""
     target = demo.load_target().to(device)
     tokenizer, prompts = demo.load_tokenizer(), demo.prompts()
     # One to edit, one to continue, and the last ones together, padded.
     singles = prompts[-1:] if is_quick else (prompts[0], prompts[-1])
-    batches = benchmarking.make_batches(tokenizer, singles, 1, max_new_tokens, device)
+    batches = make_batches(tokenizer, singles, 1, max_new_tokens, device)
     if not is_quick:
-        batches += benchmarking.make_batches(tokenizer, prompts[-4:], 4, max_new_tokens, device)
-    return target, batches, [benchmarking.run(target, batch, None) for batch in batches]
+        batches += make_batches(tokenizer, prompts[-4:], 4, max_new_tokens, device)
+    return target, batches, [time_call(target, batch, PLAIN) for batch in batches]
 
 
 def check_texts(device: torch.device, max_new_tokens: int) -> Iterator[Check]:
@@ -275,14 +281,14 @@ def check_texts(device: torch.device, max_new_tokens: int) -> Iterator[Check]:
                 yield check_text(f"{name}, {way}", target, settings | further, batches, plain)
 
 
-def check_text(what: str, target: PreTrainedModel, settings: dict, batches: list, plain: list) -> Check:
+def check_text(what: str, target: PreTrainedModel, settings: dict, batches: list[Batch], plain: list[Call]) -> Check:
     try:
         speculator = load_speculator(target, **settings)
     except MissingDependencyError as error:
         return Check(what, None, f"not run: {error}")
-    samples = [benchmarking.run(target, batch, speculator) for batch in batches]
-    different = benchmarking.find_differences(plain, samples, batches)
-    stats = benchmarking.total_stats([sample.stats for sample in samples])
+    samples = [time_call(target, batch, {**PLAIN, "assistant": speculator}) for batch in batches]
+    different = find_differences(plain, samples, batches)
+    stats = SpecDecodingStats.total([sample.stats for sample in samples])
     last = samples[-1].stats
     found = f"{stats.mean_acceptance_length:.2f} tokens a cycle, attention: {last.attention}, graphs: {last.graphs}"
     margins = {
@@ -302,7 +308,7 @@ TIE = 1e-4
 
 
 @torch.no_grad()
-def margin_at(target: PreTrainedModel, batch: benchmarking.Batch, tokens: list[int], row: int, index: int) -> float:
+def margin_at(target: PreTrainedModel, batch: Batch, tokens: list[int], row: int, index: int) -> float:
     """By how much the plain text's token at `index` of a row was ahead of the next best one."""
     visible = batch.inputs["attention_mask"][row].bool()
     prompt = batch.inputs["input_ids"][row][visible]

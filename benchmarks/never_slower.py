@@ -33,8 +33,16 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec import SpeculativeConfig, Speculator, demo, forget_speculators, load_speculator, record
-from hf_specdec.benchmarking import describe_environment, total_stats
+from hf_specdec import (
+    SpecDecodingStats,
+    SpeculativeConfig,
+    Speculator,
+    demo,
+    forget_speculators,
+    load_speculator,
+    record,
+)
+from hf_specdec.bench.machine import describe_environment
 from hf_specdec.candidate_generators.base import NoDrafts
 
 
@@ -272,7 +280,7 @@ def measure(target: PreTrainedModel, case: Case, rounds: int, seconds: float) ->
             if text != texts[order.index(PLAIN)]:
                 raise RuntimeError(f"{case.name}: the text of '{name}' is not that of plain generation.")
         adaptive = [call.stats for call in r.calls if any("adaptive" in note for note in call.stats.notes)]
-        length = total_stats(adaptive).mean_acceptance_length
+        length = SpecDecodingStats.total(adaptive).mean_acceptance_length
     others = [name for name in names if name != AUTO]
     if case.kind == "friendly":
         others = [min(others, key=lambda name: statistics.median(times[name]))]

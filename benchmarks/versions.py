@@ -48,10 +48,18 @@ class Comparison:
 
 
 class Worker:
-    """A process that runs calls with the version in `folder`."""
+    """A process that runs calls with the version in `folder`.
 
-    def __init__(self, folder: Path, new_tokens: int):
-        self.folder = folder.resolve()
+    It uses what all versions have: the demo, `record()`, and the settings of `generate()`.
+
+    Args:
+        folder (`Path`): Holds `hf_specdec`.
+        new_tokens (`int`): Of each row.
+        prompts (`list[list[int]]`): Token ids of the rows of the largest batch.
+    """
+
+    def __init__(self, folder: Path, new_tokens: int, prompts: list[list[int]]):
+        self.folder, self.prompts = folder.resolve(), prompts
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "PYTHONSAFEPATH": ""}
         command = [sys.executable, str(Path(__file__).resolve()), str(self.folder), str(new_tokens)]
         self.process = subprocess.Popen(
@@ -61,7 +69,7 @@ class Worker:
     def run(self, side: str, batch_size: int) -> dict:
         """Seconds, cycles and texts of one call."""
         try:
-            print(json.dumps([side, batch_size]), file=self.process.stdin, flush=True)
+            print(json.dumps([side, self.prompts[:batch_size]]), file=self.process.stdin, flush=True)
             return json.loads(self.process.stdout.readline())
         except (BrokenPipeError, json.JSONDecodeError):
             # It has ended, before or after it read the question.
@@ -77,7 +85,10 @@ def compare(other: Path, rounds: int, new_tokens: int, console: Console) -> list
     """This version beside the one in the folder `other`; prints a table."""
     if not (other / "hf_specdec" / "__init__.py").is_file():
         raise SystemExit(f"--against wants a folder that holds a version of hf_specdec, got {other}.")
-    workers = [Worker(folder, new_tokens) for folder in (Path(__file__).parents[1], other)]
+    from common import demo_prompts
+
+    prompts = demo_prompts(max(BATCH_SIZES), CONTEXT).tolist()
+    workers = [Worker(folder, new_tokens, prompts) for folder in (Path(__file__).parents[1], other)]
     try:
         found = [_compare_side(workers, side, size, rounds) for size in BATCH_SIZES for side in SIDES]
     finally:
@@ -138,7 +149,7 @@ def _settings(side: str) -> dict:
 
 
 def _serve(folder: Path, new_tokens: int) -> None:
-    """Answers each line of stdin, `[side, batch size]`, with a line of seconds, cycles and texts."""
+    """Answers each line of stdin, `[side, prompts]`, with a line of seconds, cycles and texts."""
     # Nothing else may come between the answers.
     answers, sys.stdout = sys.stdout, sys.stderr
     import hf_specdec
@@ -150,21 +161,23 @@ def _serve(folder: Path, new_tokens: int) -> None:
         print(json.dumps(run(*json.loads(line))), file=answers, flush=True)
 
 
-def _caller(new_tokens: int) -> Callable[[str, int], dict]:
+def _caller(new_tokens: int) -> Callable[[str, list[list[int]]], dict]:
     import torch
-    from common import demo_prompts, without_end
     from transformers.utils import logging
 
     from hf_specdec import demo, record
 
     logging.set_verbosity_error()
     torch.set_num_threads(1)
-    target = without_end(demo.load_target(torch.float32))
-    prompts = demo_prompts(max(BATCH_SIZES), CONTEXT)
+    target = demo.load_target(torch.float32)
+    # All texts have the length asked for.
+    target.config.eos_token_id = target.generation_config.eos_token_id = None
+    target.generation_config.pad_token_id = 0
 
-    def run(side: str, batch_size: int) -> dict:
+    def run(side: str, prompts: list[list[int]]) -> dict:
         sampling = {"do_sample": True, "temperature": 0.8} if side.endswith("sampled") else {"do_sample": False}
-        inputs = {"input_ids": prompts[:batch_size], "attention_mask": torch.ones_like(prompts[:batch_size])}
+        input_ids = torch.tensor(prompts)
+        inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         torch.manual_seed(0)
         with record() as made:
             began = process_time()

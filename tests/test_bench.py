@@ -14,16 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from hf_specdec import benchmarking, cli, demo
-from hf_specdec.bench import decoders, figures, measure, prompts, report
+from hf_specdec import cli, demo
+from hf_specdec.bench import decoders, engine, figures, prompts, report
 from hf_specdec.bench.decoders import Decoder, load_decoders, plain_decoder, read_spec, stock_decoders
-from hf_specdec.bench.measure import Call, Measurement, time_call, warm_up
-from hf_specdec.bench.prompts import Prompt, read_prompts
+from hf_specdec.bench.engine import Call, Measurement, find_differences, run_round, time_call, warm_up
+from hf_specdec.bench.prompts import Batch, Prompt, make_batches, read_prompts
 from hf_specdec.errors import MissingDependencyError, SpecConfigError
 from hf_specdec.metrics import SpecDecodingStats
 
 
 GREEDY = {"do_sample": False}
+PLAIN = {**GREEDY, **plain_decoder().arguments}
 SPECS = ("ngram", "draft_model", "eagle3,k=2", "eagle3,num_speculative_tokens=3")
 
 
@@ -44,7 +45,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def batches():
-    return benchmarking.make_batches(demo.load_tokenizer(), demo.prompts()[-2:], 1, 8)
+    return make_batches(demo.load_tokenizer(), demo.prompts()[-2:], 1, 8)
 
 
 @pytest.fixture(scope="module")
@@ -165,17 +166,17 @@ def test_says_what_was_switched_off():
 
 
 def test_an_interrupt_keeps_complete_rounds(monkeypatch):
-    complete = measure._run_round
+    complete = engine.run_round
 
     def run_round(model, ways, found, *args):
         if found.rounds:
             raise KeyboardInterrupt
         return complete(model, ways, found, *args)
 
-    monkeypatch.setattr(measure, "_run_round", run_round)
+    monkeypatch.setattr(engine, "run_round", run_round)
     result = bench("--spec", "ngram", "--no-stock", "--rounds", 3, exit_code=130)
     assert "1 of 3 rounds: interrupted." in " ".join(result.stdout.split())
-    monkeypatch.setattr(measure, "_run_round", lambda *args: run_round(None, [], SimpleNamespace(rounds=[1])))
+    monkeypatch.setattr(engine, "run_round", lambda *args: run_round(None, [], SimpleNamespace(rounds=[1])))
     assert "Interrupted" in bench("--spec", "ngram", "--no-stock", exit_code=130).stderr
 
 
@@ -248,7 +249,7 @@ def test_figures_of_known_calls():
     counts = {"batch_size": 1, "num_drafts": 2, "num_draft_tokens": 8, "num_accepted_tokens": 6}
     counts |= {"num_reached_tokens": 7, "num_accepted_tokens_per_pos": [2, 2, 1, 1], "num_row_cycles": 2}
     counts |= {"num_committed_tokens": 9, "draft_seconds": 0.5}
-    batches = [benchmarking.Batch(("one",), "edit", {}, 9), benchmarking.Batch(("two",), "list", {}, 9)]
+    batches = [Batch(("one",), "edit", {}, 9), Batch(("two",), "list", {}, 9)]
     text, other = [7] * 9, [7] * 8 + [8]
 
     def one_round(seconds):
@@ -354,7 +355,7 @@ def test_chat_template_is_not_given_special_tokens_twice():
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ '<answer>' }}"
     (prompt,) = prompts.as_chat([Prompt("one", "text")], tokenizer)
     assert prompt.text == "<user>text<answer>"
-    (batch,) = benchmarking.make_batches(tokenizer, [prompt], add_special_tokens=False)
+    (batch,) = make_batches(tokenizer, [prompt], add_special_tokens=False)
     assert tokenizer.decode(batch.inputs["input_ids"][0]) == prompt.text
 
 
@@ -505,7 +506,7 @@ def test_every_round_begins_without_earlier_texts(target, batches, method):
         resources = decoder.speculator.resources
         cache = resources.retrieval if "+" in method else resources
         assert not cache.cached_requests
-        time_call(target, batches[0], decoder, GREEDY)
+        time_call(target, batches[0], {**GREEDY, **decoder.arguments})
         assert len(cache.cached_requests) == 1
         caches.append(cache)
     assert caches[0] is not caches[1]
@@ -517,8 +518,8 @@ def test_every_round_begins_without_earlier_texts(target, batches, method):
 
 def test_a_call_is_timed_and_counted(target, batches):
     (ngram,), _ = load_decoders(target, [{"config": "ngram"}])
-    plain = time_call(target, batches[0], plain_decoder(), GREEDY)
-    drafted = time_call(target, batches[0], ngram, GREEDY)
+    plain = time_call(target, batches[0], PLAIN)
+    drafted = time_call(target, batches[0], {**GREEDY, **ngram.arguments})
     assert drafted.tokens == plain.tokens
     assert len(plain.cycle_seconds) == len(plain.tokens[0]) - 1
     assert len(drafted.cycle_seconds) == drafted.stats.num_target_forwards - 1
@@ -532,14 +533,14 @@ def test_a_call_is_timed_and_counted(target, batches):
 def test_plain_generation_stays_plain_with_settings_in_the_generation_config(target, batches):
     target.generation_config.speculative = {"method": "ngram"}
     try:
-        assert time_call(target, batches[0], plain_decoder(), GREEDY).stats is None
+        assert time_call(target, batches[0], PLAIN).stats is None
     finally:
         del target.generation_config.speculative
 
 
 def test_sampled_texts_depend_on_the_seed_of_the_round(target, batches):
-    sampling = {"do_sample": True, "temperature": 1.5}
-    first, again, other = (time_call(target, batches[0], plain_decoder(), sampling, seed) for seed in (1, 1, 2))
+    sampling = {**PLAIN, "do_sample": True, "temperature": 1.5}
+    first, again, other = (time_call(target, batches[0], sampling, seed) for seed in (1, 1, 2))
     assert first.tokens == again.tokens != other.tokens
 
 
@@ -548,7 +549,7 @@ def test_what_cannot_run_is_found_while_warming_up(target, batches):
     own = Decoder("own", {"speculative": {"method": "ngram"}, "num_beams": 2})
     steps = []
     ways = [plain_decoder(), broken, own]
-    two = benchmarking.make_batches(demo.load_tokenizer(), demo.prompts()[-2:], 2, 8)
+    two = make_batches(demo.load_tokenizer(), demo.prompts()[-2:], 2, 8)
     refused = warm_up(target, ways, {1: batches, 2: two}, GREEDY, lambda: steps.append(1))
     assert refused[1].keys() == refused[2].keys() == {"stock_mtp", "own"}
     assert "mtp" in refused[1]["stock_mtp"]
@@ -562,35 +563,43 @@ def test_what_cannot_run_is_found_while_warming_up(target, batches):
 def test_each_way_begins_in_turn(monkeypatch):
     order = []
     monkeypatch.setattr(
-        measure, "time_call", lambda model, batch, way, *args: order.append((batch, way.name, args[1]))
+        engine, "time_call", lambda model, batch, given, seed: order.append((batch, given["way"], seed))
     )
-    ways = [Decoder(name, {}) for name in "abc"]
+    ways = [Decoder(name, {"way": name}) for name in "abc"]
     found = Measurement({1: ["x", "y"], 2: ["z"]}, refused={2: {"b": "why"}})
-    measure.measure(None, ways, found, 2, GREEDY, seed=5, on_step=lambda: None)
-    names = ["".join(name for text, name, seed in order if text == batch) for batch in "xyz"]
+    for seed in (5, 6):
+        found.rounds.append(run_round(None, ways, found, GREEDY, seed, lambda: None))
+    names = ["".join(name for text, name, _ in order if text == batch) for batch in "xyz"]
     assert names == ["abcbca", "bcacab", "acca"]
     assert [seed for _, _, seed in order] == [5] * 8 + [6] * 8
-    assert len(found.rounds) == 2
 
 
 def test_rounds_end_with_the_time(monkeypatch):
-    clock = [0.0]
+    clock, seeds = [0.0], []
 
-    def run_round(*args):
+    def run_round(model, ways, found, arguments, seed, on_step):
         clock[0] += 10.0
+        seeds.append(seed)
         return {}
 
-    monkeypatch.setattr(measure, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(measure, "_run_round", run_round)
+    monkeypatch.setattr(engine, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(engine, "run_round", run_round)
     for limit, count in ((None, 5), (35.0, 3), (0.0, 1)):
-        found = Measurement({})
-        measure.measure(None, [], found, 5, GREEDY, max_seconds=limit, on_step=lambda: None)
+        found = engine.measure(None, [], {}, 5, GREEDY, seed=7, max_seconds=limit)
         assert len(found.rounds) == count
+    assert seeds[:5] == [7, 8, 9, 10, 11]
+
+
+def test_differences_are_found_by_prompt():
+    batches = [Batch(("one", "two", "three"), "edit", {}, 3)]
+    plain = [Call([[1, 2, 3], [1, 2, 3], [1, 2, 3]], 1.0)]
+    other = [Call([[1, 2, 3], [1, 9, 3], [1, 2]], 1.0)]
+    assert find_differences(plain, other, batches) == {"two": 1, "three": 2}
 
 
 def test_batches_are_filled_with_prompts_of_their_kind():
     some = [Prompt(name, name * 3, kind, 8) for name, kind in (("a", "x"), ("b", "x"), ("c", "x"), ("d", "y"))]
-    found = benchmarking.make_batches(demo.load_tokenizer(), some, 2, fill=True)
+    found = make_batches(demo.load_tokenizer(), some, 2, fill=True)
     assert [batch.names for batch in found] == [("a", "b"), ("c", "a"), ("d", "d")]
-    left = benchmarking.make_batches(demo.load_tokenizer(), some, 2)
+    left = make_batches(demo.load_tokenizer(), some, 2)
     assert [batch.names for batch in left] == [("a", "b"), ("c",), ("d",)]

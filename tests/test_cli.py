@@ -10,7 +10,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_specdec import __version__, benchmarking, cli, demo
+from hf_specdec import __version__, cli, demo
+from hf_specdec.bench import engine
+from hf_specdec.bench.machine import suitable_dtype
 from hf_specdec.cli.generate import _read_prompt
 from hf_specdec.errors import SpecConfigError, SpecDecError
 
@@ -98,7 +100,7 @@ def test_demo_says_what_was_measured(short_demo):
     assert environment["hf_specdec"] == __version__
     assert environment["torch"] == torch.__version__
     assert environment["threads"] == 1
-    assert environment["dtype"] == str(benchmarking.suitable_dtype(environment["device"])).removeprefix("torch.")
+    assert environment["dtype"] == str(suitable_dtype(environment["device"])).removeprefix("torch.")
     assert environment["cpu"]
     assert settings["rounds"] == 1
     assert settings["prompts"] == {prompt.name: prompt.kind for prompt in demo.prompts()}
@@ -137,15 +139,15 @@ def test_demo_restores_the_number_of_threads():
 
 
 def test_demo_fails_if_an_output_differs(monkeypatch):
-    faithful = benchmarking.run
+    faithful = engine.time_call
 
-    def run(model, batch, speculator):
-        sample = faithful(model, batch, speculator)
-        if speculator is not None and "class" in batch.names:
-            sample.tokens[0][3] += 1
-        return sample
+    def time_call(model, batch, arguments, seed=0):
+        call = faithful(model, batch, arguments, seed)
+        if "assistant" in arguments and "class" in batch.names:
+            call.tokens[0][3] += 1
+        return call
 
-    monkeypatch.setattr(benchmarking, "run", run)
+    monkeypatch.setattr(engine, "time_call", time_call)
     result = invoke(*SHORT_DEMO, "--methods", "ngram")
     assert result.exit_code == 1
     rows = json.loads(result.stdout)["rows"]
@@ -321,44 +323,3 @@ def test_ends_quietly(event):
     assert process.wait(timeout=60) == {"interrupt": 130, "closed pipe": 141}[event]
     assert "Traceback" not in errors
     process.stderr.close()
-
-
-# Measuring
-
-
-def test_differences_are_found_by_prompt():
-    batches = [benchmarking.Batch(("one", "two", "three"), "edit", {}, 3)]
-    plain = [benchmarking.Sample([[1, 2, 3], [1, 2, 3], [1, 2, 3]], 1.0)]
-    other = [benchmarking.Sample([[1, 2, 3], [1, 9, 3], [1, 2]], 1.0)]
-    assert benchmarking.find_differences(plain, other, batches) == {"two": 1, "three": 2}
-
-
-def test_speed_is_that_of_the_fastest_round_of_each_batch():
-    batches = [benchmarking.Batch((name,), name, {}, 10) for name in ("edit", "complete")]
-
-    def one_round(*seconds):
-        samples = iter([benchmarking.Sample([[7] * 10], each) for each in seconds])
-        return {name: [next(samples), next(samples)] for name in ("plain", "ngram")}
-
-    plain, ngram = benchmarking.summarise([one_round(4, 3, 1, 2), one_round(2, 5, 2, 1)], batches)
-    assert plain.tokens_per_second == 20 / (2 + 3)
-    assert ngram.tokens_per_second == 20 / (1 + 1)
-    assert ngram.speedup == 2.5
-    assert ngram.speedup_range == (7 / 3, 7 / 3)
-    assert ngram.kinds["edit"].speedup == 2.0
-    assert ngram.kinds["complete"].speedup == 3.0
-    assert ngram.same_texts == 2
-
-
-def test_rounds_end_with_the_time(monkeypatch):
-    clock = [0.0]
-
-    def run_round(*args, first, **options):
-        clock[0] += 10.0
-        return {"first": first}
-
-    monkeypatch.setattr(benchmarking, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(benchmarking, "run_round", run_round)
-    assert [one["first"] for one in benchmarking.measure(None, {}, [], 5)] == [0, 1, 2, 3, 4]
-    assert len(benchmarking.measure(None, {}, [], 5, max_seconds=35.0)) == 3
-    assert len(benchmarking.measure(None, {}, [], 5, max_seconds=0.0)) == 1

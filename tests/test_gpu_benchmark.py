@@ -22,7 +22,9 @@ import gpu_clocks  # noqa: E402
 import gpu_first  # noqa: E402
 import gpu_models  # noqa: E402
 
-from hf_specdec import benchmarking, demo, generate, record  # noqa: E402
+from hf_specdec import demo, generate, record  # noqa: E402
+from hf_specdec.bench.engine import time_call  # noqa: E402
+from hf_specdec.bench.prompts import make_batches  # noqa: E402
 from hf_specdec.decoding.capture import CaptureBackend  # noqa: E402
 from hf_specdec.decoding.functional import is_plain_llama  # noqa: E402
 from hf_specdec.decoding.graphs import forget_graphs  # noqa: E402
@@ -329,8 +331,8 @@ def test_aims():
 
 def test_wrong_texts_are_seen():
     target = demo.load_target()
-    batches = benchmarking.make_batches(demo.load_tokenizer(), demo.prompts()[-1:], 1, 8)
-    plain = [benchmarking.run(target, batch, None) for batch in batches]
+    batches = make_batches(demo.load_tokenizer(), demo.prompts()[-1:], 1, 8)
+    plain = [time_call(target, batch, gpu_checks.PLAIN) for batch in batches]
     settings = {"method": "medusa", "model": demo.medusa_path(), "num_speculative_tokens": 3}
     right = gpu_checks.check_text("right", target, settings, batches, plain)
     wrong = gpu_checks.check_text("wrong", target, settings | gpu_models.synthetic(4.0), batches, plain)

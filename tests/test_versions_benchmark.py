@@ -60,7 +60,7 @@ def test_a_version_that_fails(tmp_path):
     package = tmp_path / "hf_specdec"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('broken')")
-    worker = versions.Worker(tmp_path, 24)
+    worker = versions.Worker(tmp_path, 24, [[1]])
     with pytest.raises(SystemExit, match="has failed"):
         worker.run("ngram", 1)
     worker.close()

@@ -1,9 +1,10 @@
-"""`hf-specdec bench`: methods beside plain generation and transformers' own, on the user's model and prompts.
+"""Measures ways of decoding beside each other: plain generation, the methods, and transformers' own.
 
-prompts     files of prompts, Spec-Bench's questions
+prompts     files of prompts, Spec-Bench's questions, and batches of them
 decoders    the ways of decoding that are compared
-measure     timed calls, in rounds
+engine      timed calls, in rounds
+machine     hardware and versions that figures hold for
 figures     medians, percentiles and spreads
-report      what was measured, as JSON
-plots       the same as charts
+report      the figures as JSON
+plots       the figures as charts
 """

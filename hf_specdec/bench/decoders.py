@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..benchmarking import PLAIN
 from ..errors import MissingDependencyError, SpecConfigError, shown
 from ..reading import parse_json
 from ..settings import AUTO, SpeculativeConfig
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+
+PLAIN = "plain"
 
 # Names of transformers' own ways begin with this.
 STOCK = "stock_"

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..benchmarking import PLAIN
 from ..errors import MissingDependencyError, SpecConfigError
-from .decoders import STOCK
+from .decoders import PLAIN, STOCK
 
 
 if TYPE_CHECKING:

@@ -1,8 +1,9 @@
-"""Prompts to measure on: files of the user's own, Spec-Bench's questions, those of the demo."""
+"""Prompts to measure on (the user's own files, Spec-Bench's questions, those of the demo), and batches of them."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 import urllib.error
@@ -16,7 +17,10 @@ from ..errors import SpecConfigError
 
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
+
+    from ..demo import DemoPrompt
 
 
 DEMO = "demo"
@@ -45,7 +49,7 @@ class Prompt:
     Attributes:
         name (`str`): Unique among those it is used with.
         text (`str`): What the model reads.
-        kind (`str`): What sort of text it asks for; figures are also given by kind.
+        kind (`str`): Kind of text it asks for; figures are also given by kind.
         max_new_tokens (`int`): How many tokens to generate at most.
     """
 
@@ -53,6 +57,23 @@ class Prompt:
     text: str
     kind: str = "prompt"
     max_new_tokens: int = 256
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts that are generated from together.
+
+    Attributes:
+        names (`tuple[str, ...]`): Names of the B prompts.
+        kind (`str`): Kind of text they ask for; results are also given by kind.
+        inputs (`dict`): `input_ids` and `attention_mask` of shape `(B, P)`, padded on the left.
+        max_new_tokens (`int`): How many tokens to generate.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    inputs: dict[str, torch.Tensor]
+    max_new_tokens: int
 
 
 def read_prompts(source: str, max_new_tokens: int = 256, per_kind: int | None = None) -> list[Prompt]:
@@ -95,6 +116,48 @@ def as_chat(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, **opt
         return tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False, **options)
 
     return [replace(prompt, text=in_template(prompt.text)) for prompt in prompts]
+
+
+def make_batches(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Iterable[Prompt | DemoPrompt],
+    batch_size: int = 1,
+    max_new_tokens: int | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    fill: bool = False,
+    add_special_tokens: bool = True,
+) -> list[Batch]:
+    """Tokenises prompts in batches of the same kind and length of answer, in the order of the prompts.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The model's, with a padding token and padding on the left.
+        prompts (`Iterable[Prompt | DemoPrompt]`): The prompts.
+        batch_size (`int`): Rows of a batch; the last ones of a kind may be smaller, unless they are filled.
+        max_new_tokens (`int`, *optional*): Upper limit in tokens.
+        device (`torch.device` or `str`): The model's.
+        fill (`bool`): Fill the last batch of a kind with the kind's first prompts once more.
+        add_special_tokens (`bool`): Those of the tokenizer; a chat template has written its own.
+    """
+    groups: dict[tuple[str, int], list[Prompt | DemoPrompt]] = {}
+    for prompt in prompts:
+        groups.setdefault((prompt.kind, prompt.max_new_tokens), []).append(prompt)
+    batches = []
+    for (kind, longest), group in groups.items():
+        length = longest if max_new_tokens is None else min(longest, max_new_tokens)
+        for start in range(0, len(group), batch_size):
+            rows = group[start : start + batch_size]
+            if fill:
+                rows += itertools.islice(itertools.cycle(group), batch_size - len(rows))
+            inputs = tokenizer(
+                [row.text for row in rows],
+                return_tensors="pt",
+                padding=len(rows) > 1,
+                add_special_tokens=add_special_tokens,
+            ).to(device)
+            tensors = {key: inputs[key] for key in ("input_ids", "attention_mask")}
+            batches.append(Batch(tuple(row.name for row in rows), kind, tensors, length))
+    return batches
 
 
 def _first_of_each_kind(prompts: Sequence[Prompt], count: int) -> Iterator[Prompt]:

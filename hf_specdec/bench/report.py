@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..benchmarking import PLAIN, find_differences
-from .decoders import Decoder
+from .decoders import PLAIN, Decoder
+from .engine import Call, Measurement, Round, find_differences
 from .figures import Figure, median_and_quartiles, median_and_range, percentiles, pooled
-from .measure import Call, Measurement, Round
+from .prompts import Batch
 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from ..benchmarking import Batch
 
 
 def make_rows(

@@ -35,10 +35,7 @@ from .pairs import TargetOption, ThreadsOption, TrustOption, chosen_threads, pre
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..bench.decoders import Decoder
-    from ..bench.measure import Measurement
-    from ..bench.prompts import Prompt
-    from ..benchmarking import Batch
+    from ..bench.prompts import Batch, Prompt
 
 
 _prompt_option = partial(typer.Option, rich_help_panel="Prompts")
@@ -138,23 +135,33 @@ def _run_bench(options: Mapping[str, Any]) -> dict[str, Any]:
     sizes, sampling, specs = _batch_sizes(options["batch_sizes"]), _sampling(options), _read_specs(options)
     prompts = _read_prompts(options)
     _check_outputs(options["plot"], options["output"])
-    from .. import benchmarking
     from ..bench import decoders as decoding
-    from ..bench.measure import Measurement
+    from ..bench.engine import measure
+    from ..bench.machine import describe_environment, num_threads
     from ..bench.report import make_rows, unavailable
 
-    with benchmarking.num_threads(chosen_threads(options["threads"], options["target"])):
+    with num_threads(chosen_threads(options["threads"], options["target"])):
         model, tokenizer = load_target(
             options["target"], options["dtype"], options["device"], options["trust_remote_code"]
         )
         chat = tokenizer.chat_template is not None and not options["raw"]
-        found = Measurement(_batches(model, tokenizer, prompts, sizes, chat))
+        batches = _batches(model, tokenizer, prompts, sizes, chat)
         # What nobody asked for by name may be missing.
         methods, missing = decoding.load_decoders(model, specs, skip_missing=not options["specs"])
         stock = decoding.stock_decoders(methods) if options["stock"] else []
         decoders = [decoding.plain_decoder(), *stock, *methods]
-        _measure(model, decoders, found, sampling, options)
-        environment = benchmarking.describe_environment(model.device, model.dtype)
+        with progress_bars() as begin:
+            found = measure(
+                model,
+                decoders,
+                batches,
+                options["rounds"],
+                sampling,
+                seed=options["seed"],
+                max_seconds=options["max_seconds"],
+                begin=begin,
+            )
+        environment = describe_environment(model.device, model.dtype)
     settings = {
         "target": options["target"],
         "prompts": {prompt.name: prompt.kind for prompt in prompts},
@@ -163,7 +170,7 @@ def _run_bench(options: Mapping[str, Any]) -> dict[str, Any]:
         "max_new_tokens": options["max_new_tokens"],
         "batch_size": sizes[0] if len(sizes) == 1 else sizes,
         "batch_sizes": sizes,
-        "repeated_prompts": {str(size): _num_repeated(prompts, found.batches[size]) for size in sizes},
+        "repeated_prompts": {str(size): _num_repeated(prompts, batches[size]) for size in sizes},
         "rounds": len(found.rounds),
         "rounds_asked": options["rounds"],
         "interrupted": found.interrupted,
@@ -174,32 +181,6 @@ def _run_bench(options: Mapping[str, Any]) -> dict[str, Any]:
     rows = make_rows(model, decoders, found, greedy=not sampling["do_sample"])
     left_out = unavailable(found, missing)
     return {"rows": rows, "unavailable": left_out, "settings": settings, "environment": environment}
-
-
-def _measure(
-    model: PreTrainedModel,
-    decoders: list[Decoder],
-    found: Measurement,
-    sampling: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> None:
-    """Fills `found`, with progress bars."""
-    from ..bench.measure import measure, warm_up
-
-    with progress_bars() as begin:
-        step = begin("Warming up", len(found.batches) * len(decoders))
-        found.refused = warm_up(model, decoders, found.batches, sampling, step)
-        calls = sum(len(found.batches[size]) * (len(decoders) - len(why)) for size, why in found.refused.items())
-        measure(
-            model,
-            decoders,
-            found,
-            options["rounds"],
-            sampling,
-            seed=options["seed"],
-            max_seconds=options["max_seconds"],
-            on_step=begin("Measuring", calls * options["rounds"]),
-        )
 
 
 def _batch_sizes(text: str) -> list[int]:
@@ -264,8 +245,7 @@ def _check_outputs(plot: Path | None, output: Path | None) -> None:
 def _batches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt], sizes: list[int], chat: bool
 ) -> dict[int, list[Batch]]:
-    from ..bench.prompts import as_chat
-    from ..benchmarking import make_batches
+    from ..bench.prompts import as_chat, make_batches
 
     prepare_padding(tokenizer)
     texts = as_chat(prompts, tokenizer) if chat else prompts

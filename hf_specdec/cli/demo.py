@@ -5,8 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -17,22 +16,18 @@ from rich.text import Text
 from ..errors import SpecConfigError
 from .common import (
     EXIT_DIFFERENT,
+    EXIT_INTERRUPTED,
     DebugOption,
     DeviceOption,
     Dtype,
     JsonOption,
     checked_device,
     counted,
-    dtype_name,
     print_error,
     progress_bars,
     quieten_loading,
     reported_errors,
 )
-
-
-if TYPE_CHECKING:
-    from ..benchmarking import Result, Round
 
 
 def demo_methods() -> dict[str, dict[str, Any]]:
@@ -95,6 +90,8 @@ def demo_command(
                 print_error(f"{method} differs from plain generation on '{prompt}', from new token {index + 1} on.")
         if different:
             raise typer.Exit(EXIT_DIFFERENT)
+        if report["settings"]["interrupted"]:
+            raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _chosen_methods(names: str | None, auto: bool = False) -> dict[str, dict[str, Any]]:
@@ -134,59 +131,58 @@ def _run_demo(
     """Runs the comparison; what it returns is what `--json` prints."""
     import torch
 
-    from .. import benchmarking, demo
+    from .. import demo
+    from ..bench.decoders import load_decoders, plain_decoder
+    from ..bench.engine import Measurement, find_differences, measure, run_round
+    from ..bench.machine import describe_environment, num_threads, suitable_dtype
+    from ..bench.prompts import make_batches
+    from ..bench.report import make_rows, unavailable
 
     quieten_loading()
     device = checked_device(device)
-    timed_dtype = benchmarking.suitable_dtype(device) if dtype is Dtype.auto else getattr(torch, dtype.value)
-    with benchmarking.num_threads(threads):
-        model = demo.load_target(torch.float32).to(device)
-        batches = benchmarking.make_batches(demo.load_tokenizer(), demo.prompts(), batch_size, max_new_tokens, device)
-        available, missing = benchmarking.find_available(model, methods)
-        steps = len(batches) * (len(available) + 1)
-        with progress_bars() as begin:
-            exact = benchmarking.run_round(
-                model, available, batches, on_step=begin("Comparing the outputs in float32", steps)
-            )
-            if timed_dtype != torch.float32:
-                model = demo.load_target(timed_dtype).to(device)
-            measured = benchmarking.measure(
-                model,
-                available,
-                batches,
-                rounds,
-                max_seconds=max_seconds,
-                on_step=begin(f"Timing in {dtype_name(timed_dtype)}", steps * rounds),
-            )
-        environment = benchmarking.describe_environment(device, timed_dtype)
-    differences = {
-        name: benchmarking.find_differences(exact[benchmarking.PLAIN], samples, batches)
-        for name, samples in exact.items()
-    }
-    results = benchmarking.summarise(measured, batches)
+    timed_dtype = suitable_dtype(device) if dtype is Dtype.auto else getattr(torch, dtype.value)
+    greedy = {"do_sample": False}
+    specs = [{"name": name, **settings} for name, settings in methods.items()]
+
+    def loaded(dtype):
+        model = demo.load_target(dtype).to(device)
+        found, missing = load_decoders(model, specs, skip_missing=True)
+        return model, [plain_decoder(), *found], missing
+
+    with num_threads(threads), progress_bars() as begin:
+        model, decoders, missing = loaded(torch.float32)
+        batches = make_batches(demo.load_tokenizer(), demo.prompts(), batch_size, max_new_tokens, device)
+        sized = {batch_size: batches}
+        step = begin("Comparing the outputs in float32", len(batches) * len(decoders))
+        exact = run_round(model, decoders, Measurement(sized), greedy, 0, step)[batch_size]
+        if timed_dtype != torch.float32:
+            model, decoders, _ = loaded(timed_dtype)
+        found = measure(model, decoders, sized, rounds, greedy, max_seconds=max_seconds, begin=begin)
+        environment = describe_environment(device, timed_dtype)
+    rows = make_rows(model, decoders, found, greedy=True)
+    for row in rows:
+        row["first_differences"] = find_differences(exact["plain"], exact[row["method"]], batches)
+        row["identical"] = not row["first_differences"]
+        spread = row["spread"]["speedup"]
+        row["speedup_range"] = spread["low"], spread["high"]
+    plain = exact["plain"]
     return {
-        "rows": [_demo_row(result, differences[result.method]) for result in results],
-        "unavailable": [{"method": name, "reason": reason} for name, reason in missing.items()],
-        "identity_check": {"dtype": "float32", "plain_tokens_per_second": _plain_speed(exact)},
+        "rows": rows,
+        "unavailable": unavailable(found, missing),
+        "identity_check": {
+            "dtype": "float32",
+            "plain_tokens_per_second": sum(call.num_tokens for call in plain) / sum(call.seconds for call in plain),
+        },
         "settings": {
-            "prompts": {batch_name: batch.kind for batch in batches for batch_name in batch.names},
+            "prompts": {name: batch.kind for batch in batches for name in batch.names},
             "max_new_tokens": max_new_tokens,
             "batch_size": batch_size,
-            "rounds": len(measured),
+            "rounds": len(found.rounds),
             "rounds_asked": rounds,
+            "interrupted": found.interrupted,
         },
         "environment": environment,
     }
-
-
-def _demo_row(result: Result, differences: dict[str, int]) -> dict[str, Any]:
-    row = asdict(result)
-    return {"method": row.pop("method"), "identical": not differences, "first_differences": differences, **row}
-
-
-def _plain_speed(samples: Round) -> float:
-    plain = samples["plain"]
-    return sum(sample.num_tokens for sample in plain) / sum(sample.seconds for sample in plain)
 
 
 def _print_demo(report: dict[str, Any]) -> None:
@@ -210,7 +206,7 @@ def _print_demo(report: dict[str, Any]) -> None:
         f"{settings['max_new_tokens']} new tokens, greedy; {machine}; torch {environment['torch']}, "
         f"transformers {environment['transformers']}.",
         f"Speed: {dtype} for plain generation and all methods, timed in turn "
-        f"({counted(settings['rounds'], 'round')}); the fastest round of each prompt counts.",
+        f"({counted(settings['rounds'], 'round')}); median, with the range of the rounds.",
         f"Identical output: every token compared with plain generation in float32 (which made "
         f"{report['identity_check']['plain_tokens_per_second']:.0f} tokens/s there).",
     ]

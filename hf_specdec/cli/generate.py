@@ -93,9 +93,9 @@ def generate_command(
         embedded = model == EMBEDDED
         sampling = sampling_arguments(temperature, top_p, top_k)
         length = _read_length(num_speculative_tokens)
-        from .. import benchmarking
+        from ..bench.machine import num_threads
 
-        with benchmarking.num_threads(1 if threads is None and embedded else threads):
+        with num_threads(1 if threads is None and embedded else threads):
             target, tokenizer = load_target(model, dtype, device, trust_remote_code)
             inputs = {key: value.to(target.device) for key, value in _encode(tokenizer, text, chat, model).items()}
             speculator = _load_speculator(target, embedded, method, spec_model, length, config)

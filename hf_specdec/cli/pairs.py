@@ -17,8 +17,7 @@ from .common import EMBEDDED, Dtype, load_target, quieten_loading
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..bench.prompts import Prompt
-    from ..benchmarking import Batch
+    from ..bench.prompts import Batch, Prompt
 
 
 TargetOption = Annotated[
@@ -76,7 +75,7 @@ def loaded_target(
     target: str, dtype: Dtype, device: str | None, threads: int | None, trust_remote_code: bool
 ) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
     """The target and its tokenizer, for a block that reports quietly and computes in the chosen number of threads."""
-    from ..benchmarking import num_threads
+    from ..bench.machine import num_threads
 
     with quiet(), num_threads(chosen_threads(threads, target)):
         yield load_target(target, dtype, device, trust_remote_code)
@@ -110,8 +109,7 @@ def tokenised(
     prompts: list[Prompt], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, raw: bool
 ) -> list[Batch]:
     """Batches of them on the model's device, in the chat template where there is one and not `raw`."""
-    from ..bench.prompts import as_chat
-    from ..benchmarking import make_batches
+    from ..bench.prompts import as_chat, make_batches
 
     prepare_padding(tokenizer)
     chat = tokenizer.chat_template is not None and not raw

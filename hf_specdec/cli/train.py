@@ -316,14 +316,14 @@ def _run_training(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
             given[name] = _layer_numbers(name, given[name])
     from dataclasses import fields
 
-    from .. import benchmarking
+    from ..bench.machine import num_threads
     from ..training.run import RunOptions, TrainingRun, make_recipe
 
     # All that can be checked without the target is checked before it is loaded.
     recipe = make_recipe(options["method"], given)
     common = RunOptions(**{item.name: options[item.name] for item in fields(RunOptions)})
     run = TrainingRun(recipe, common, options["output"], cpu=options["cpu"])
-    with benchmarking.num_threads(options["threads"]):
+    with num_threads(options["threads"]):
         name = options["target"]
         target, tokenizer = load_target(
             name, options["dtype"], str(run.accelerator.device), options["trust_remote_code"]

@@ -5,6 +5,7 @@ doctor      target and drafter: what fits, what does not, and why few drafts are
 advise      which way of speculating is the fastest on the user's own prompts
 """
 
+from ..bench.prompts import Batch, make_batches
 from .advice import Advice, Option, Rejection, advise
 from .checks import Finding
 from .doctor import Diagnosis, diagnose
@@ -16,6 +17,7 @@ __all__ = [
     "BUG",
     "TIE",
     "Advice",
+    "Batch",
     "Diagnosis",
     "Difference",
     "Finding",
@@ -25,5 +27,6 @@ __all__ = [
     "advise",
     "diagnose",
     "general_prompts",
+    "make_batches",
     "verify",
 ]

@@ -15,16 +15,17 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..bench.decoders import Decoder, load_decoders, plain_decoder
-from ..bench.measure import Call, Measurement, measure, warm_up
+from ..bench.decoders import PLAIN, Decoder, load_decoders, plain_decoder
+from ..bench.engine import Call, measure
+from ..bench.machine import describe_environment, free_bytes
+from ..bench.prompts import Batch
 from ..bench.report import make_rows
-from ..benchmarking import PLAIN, Batch, describe_environment, total_stats
 from ..control.theory import break_even_acceptance, optimal_length
 from ..hub.discover import Access, Candidate, Search, Target
 from ..hub.trust import one_line
 from ..method import built_in_methods
+from ..metrics import SpecDecodingStats
 from ..settings import AUTO, SpeculativeConfig
-from .machine import free_bytes
 
 
 # A smaller speed-up is not worth a configuration.
@@ -150,7 +151,7 @@ def advise(
 
     Args:
         target_model (`PreTrainedModel`): The target.
-        batches (`Sequence[Batch]`): What to generate, from [`~benchmarking.make_batches`].
+        batches (`Sequence[Batch]`): What to generate, from [`~bench.prompts.make_batches`].
         specs (`Mapping[str, Any]`, *optional*): Further ways of speculating by name: what `load_speculator` takes.
         discover (`bool`): Look for drafters as spec_method="auto" does.
         local_files_only (`bool`): Not on the Hub.
@@ -251,13 +252,17 @@ class _Adviser:
         """Times the ways of speculating beside plain generation and adds what was found."""
         chosen = [decoder for name, decoder in self.decoders.items() if names is None or name in names]
         decoders = [plain_decoder(), *chosen]
-        found = Measurement({self.size: self.batches})
-        self.say("Warming up")
-        found.refused = warm_up(self.model, decoders, found.batches, _GREEDY, lambda: None)
+        found = measure(
+            self.model,
+            decoders,
+            {self.size: self.batches},
+            rounds,
+            _GREEDY,
+            max_seconds=max_seconds,
+            begin=self._begin,
+        )
         for name, reason in found.refused[self.size].items():
             self._reject(name, self.origins[name], reason)
-        self.say("Measuring")
-        measure(self.model, decoders, found, rounds, _GREEDY, max_seconds=max_seconds, on_step=lambda: None)
         self.advice.rounds = len(found.rounds)
         rows = {row["method"]: row for row in make_rows(self.model, decoders, found, greedy=True)}
         plain_seconds = _plain_seconds([call for one in found.rounds for call in one[self.size][PLAIN]])
@@ -267,9 +272,13 @@ class _Adviser:
                 self.advice.options.append(self._option(decoder, rows[decoder.name], calls, plain_seconds))
         self.advice.options.sort(key=lambda option: -option.speedup)
 
+    def _begin(self, title: str, steps: int) -> Callable[[], None]:
+        self.say(title)
+        return lambda: None
+
     def _option(self, decoder: Decoder, row: dict[str, Any], calls: Sequence[Call], plain_seconds: float) -> Option:
         # transformers' own assisted generation keeps none.
-        stats = total_stats([call.stats for call in calls if call.stats is not None])
+        stats = SpecDecodingStats.total([call.stats for call in calls if call.stats is not None])
         # Of a batch all rows that are active share a cycle.
         cycles = max(stats.num_target_forwards - len(calls), 1)
         draft_seconds, verify_seconds = stats.draft_seconds / cycles, stats.verify_seconds / cycles

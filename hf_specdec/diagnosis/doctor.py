@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..bench.prompts import Prompt
-from ..benchmarking import Batch, make_batches
+from ..bench.prompts import Batch, Prompt, make_batches
 from ..errors import SpecDecError
 from ..hub.files import RepoFiles
 from ..method import methods, takes_model

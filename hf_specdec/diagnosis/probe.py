@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..benchmarking import Batch, new_tokens
+from ..bench.engine import greedy_texts
+from ..bench.prompts import Batch
 from ..candidate_generators.base import CandidateGenerator
 from ..candidate_generators.eagle.network import Eagle3Network
 from ..checkpoints.draft_checkpoint import TargetSizes
 from ..drafts import DraftTree
-from ..integration import generate
 from ..layers.draft_network import DraftNetwork, layer_config
 from ..protocol import Commit, DraftStep, Prompt, Session
 from ..speculator import Speculator
@@ -120,11 +120,8 @@ def measure_acceptance(
     number = 0
     for batch in batches:
         watching.drafts.clear()
-        arguments = {"do_sample": False, "max_new_tokens": batch.max_new_tokens, **sampling}
-        sequences = generate(model, **batch.inputs, **arguments, assistant=watching)
-        width = batch.inputs["input_ids"].shape[1]
-        for row, new in enumerate(new_tokens(model, batch, sequences)):
-            prompt = sequences[row, :width][batch.inputs["attention_mask"][row].bool()].tolist()
+        for row, new in enumerate(greedy_texts(model, batch, **sampling, assistant=watching)):
+            prompt = batch.inputs["input_ids"][row][batch.inputs["attention_mask"][row].bool()].tolist()
             found.tokens += new
             _count(found, number, prompt + new, watching.drafts[row])
             number += 1

@@ -28,12 +28,12 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
-from ..benchmarking import Batch, new_tokens
+from ..bench.engine import first_difference, greedy_texts
+from ..bench.machine import free_bytes
+from ..bench.prompts import Batch
 from ..decoding.profile import model_profile
-from ..integration import generate
 from ..patching import original_generate
 from ..speculator import load_speculator
-from .machine import free_bytes
 
 
 logger = logging.get_logger(__name__)
@@ -128,7 +128,7 @@ def verify(
     Args:
         target_model (`PreTrainedModel`): The target.
         methods (`Mapping[str, Any]`): For each name what `load_speculator` takes as `config`, or a `Speculator`.
-        batches (`Sequence[Batch]`): What to generate, from [`~benchmarking.make_batches`].
+        batches (`Sequence[Batch]`): What to generate, from [`~bench.prompts.make_batches`].
         on_step (`Callable`, *optional*): Called after every `generate()` call.
 
     Returns:
@@ -146,11 +146,11 @@ def verify(
     reference = _Reference(target_model)
     for batch in batches:
         # The settings of a generation config must not speed up what the others are compared with.
-        plain = _texts(target_model, batch, spec_method="off")
+        plain = greedy_texts(target_model, batch, spec_method="off")
         if on_step is not None:
             on_step()
         for name, speculator in speculators.items():
-            found = _texts(target_model, batch, assistant=speculator)
+            found = greedy_texts(target_model, batch, assistant=speculator)
             result = results[name]
             result.num_texts += len(plain)
             result.num_tokens += sum(map(len, plain))
@@ -162,12 +162,6 @@ def verify(
             if on_step is not None:
                 on_step()
     return list(results.values())
-
-
-def _texts(model: PreTrainedModel, batch: Batch, **speculation: Any) -> list[list[int]]:
-    """The greedy texts of a batch, prompts left out."""
-    arguments = {"do_sample": False, "max_new_tokens": batch.max_new_tokens, **speculation}
-    return new_tokens(model, batch, generate(model, **batch.inputs, **arguments))
 
 
 def _prompt_of(batch: Batch, row: int) -> torch.LongTensor:
@@ -187,9 +181,7 @@ class _Reference:
         self, name: str, prompt: torch.LongTensor, plain: list[int], speculative: list[int], max_new_tokens: int
     ) -> Difference:
         """The verdict on two texts `plain` and `speculative` behind a prompt `(1, P)`."""
-        shorter = min(len(plain), len(speculative))
-        pairs = zip(plain, speculative)
-        index = next((i for i, (one, two) in enumerate(pairs) if one != two), shorter)
+        index = first_difference(plain, speculative)
         tokens = [text[index] if index < len(text) else None for text in (plain, speculative)]
         if None in tokens:
             # The same tokens, and one of them goes on: no logit decides that.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 
@@ -170,6 +171,16 @@ class SpecDecodingStats:
                 mine[index] += count
         for reason, count in other.num_cycles_without_drafts.items():
             self.count_without_drafts(reason, count)
+
+    @classmethod
+    def total(cls, calls: Iterable[SpecDecodingStats]) -> SpecDecodingStats:
+        """Sums several calls of one method; the notes of all of them, each once."""
+        found = cls()
+        for call in calls:
+            found.add(call)
+            found.method, found.rejection_sample_method = call.method, call.rejection_sample_method
+            found.notes += [note for note in call.notes if note not in found.notes]
+        return found
 
     def to_dict(self) -> dict:
         """All counts and rates as plain values, for JSON."""

@@ -8,8 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_specdec import SpeculativeConfig, cli, demo, forget_speculators
-from hf_specdec.bench.prompts import Prompt
-from hf_specdec.benchmarking import make_batches
+from hf_specdec.bench.prompts import Prompt, make_batches
 from hf_specdec.diagnosis import advice, advise
 
 

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from hf_specdec import cli, demo
-from hf_specdec.benchmarking import Batch, make_batches
+from hf_specdec.bench.prompts import Batch, make_batches
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.diagnosis import BUG, TIE, general_prompts, verification, verify
 from hf_specdec.diagnosis.verification import _Reference

@@ -22,15 +22,16 @@ from rich.progress import Progress
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from hf_specdec.errors import SpecConfigError
-
 from ..candidate_generators.dflash.recipe import DFlashRecipe
 from ..candidate_generators.draft_model.recipe import DraftModelRecipe
 from ..candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
 from ..candidate_generators.medusa.recipe import MedusaRecipe
 from ..candidate_generators.mlp_speculator.recipe import MLPSpeculatorRecipe
 from ..candidate_generators.mtp.recipe import MtpRecipe
-from .recipe import Acceptance, Batch, Recipe, TargetReader, check_at_least
+from ..errors import SpecConfigError
+from .options import Options, option
+from .reading import Batch, TargetReader
+from .recipe import Acceptance, Recipe
 from .text import Document, Rows, check_data, continue_prompts, draw_prompts, load_documents, pack
 from .trainer import STATE_FOLDER, Checkpoints, TrainingOptions, check_identity, train
 
@@ -72,7 +73,7 @@ def make_recipe(method: str, options: Mapping[str, Any]) -> Recipe:
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class RunOptions(Options):
     """
     What the recipes have in common.
 
@@ -107,17 +108,17 @@ class RunOptions:
 
     data: Sequence[str]
     column: str | None = None
-    seq_length: int = 1024
-    batch_size: int = 8
-    steps: int | None = None
-    epochs: float = 1.0
-    max_tokens: int | None = None
+    seq_length: int = option(1024, least=8)
+    batch_size: int = option(8, least=1)
+    steps: int | None = option(None, least=1)
+    epochs: float = option(1.0, least=0, inclusive=False)
+    max_tokens: int | None = option(None, least=1)
     max_minutes: float | None = None
-    held_out: float = 0.05
-    self_generate: int = 0
+    held_out: float = option(0.05, least=0, most=1, inclusive=False)
+    self_generate: int = option(0, least=0)
     keep_text: bool = False
-    max_new_tokens: int | None = None
-    temperature: float = 0.8
+    max_new_tokens: int | None = option(None, least=1)
+    temperature: float = option(0.8, least=0, inclusive=False)
     learning_rate: float = 1e-3
     warmup_steps: int | None = None
     weight_decay: float | None = None
@@ -125,21 +126,11 @@ class RunOptions:
     bf16: bool = True
     seed: int = 0
     keep_states: bool = False
-    save_every: int = 500
+    save_every: int = option(500, least=1)
     resume: bool = False
 
     def __post_init__(self):
-        for name, least in (("seq_length", 8), ("batch_size", 1), ("self_generate", 0), ("save_every", 1)):
-            check_at_least(name, getattr(self, name), least)
-        for name in ("steps", "max_tokens", "max_new_tokens"):
-            if getattr(self, name) is not None:
-                check_at_least(name, getattr(self, name))
-        if self.epochs <= 0:
-            raise SpecConfigError(f"`epochs` must be above 0, got {self.epochs}.")
-        if not 0 < self.held_out < 1:
-            raise SpecConfigError(f"`held_out` must be between 0 and 1, got {self.held_out}.")
-        if self.temperature <= 0:
-            raise SpecConfigError(f"`temperature` must be above 0, got {self.temperature}.")
+        super().__post_init__()
         if self.self_generate == 1:
             raise SpecConfigError("`self_generate` must be at least 2: one continuation is held out.")
         if self.keep_text and not self.self_generate:

@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from hf_specdec.errors import MissingDependencyError, SpecConfigError, UnsupportedModelError
 
-from .recipe import Batch
+from .reading import Batch
 
 
 logger = logging.get_logger(__name__)

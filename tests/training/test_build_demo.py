@@ -16,7 +16,7 @@ from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Rec
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
 from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorRecipe
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
-from hf_specdec.training.recipe import Batch
+from hf_specdec.training.reading import Batch
 from hf_specdec.training.text import Rows
 from tools.build_demo import build
 from tools.build_demo.data import (

@@ -16,7 +16,7 @@ from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
 from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe, block_labels, mask_token_for, read_blocks
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
 from hf_specdec.errors import SpecConfigError
-from hf_specdec.training.recipe import IGNORED, Batch, TargetReader
+from hf_specdec.training.reading import IGNORED, Batch, TargetReader
 from hf_specdec.training.run import RunOptions, TrainingRun, make_recipe
 from hf_specdec.training.text import load_documents, pack
 from hf_specdec.training.trainer import TrainingOptions, train

@@ -16,7 +16,8 @@ from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorR
 from hf_specdec.decoding.states import captured_states
 from hf_specdec.errors import SpecConfigError, UnsupportedModelError
 from hf_specdec.training import recipe as frame
-from hf_specdec.training.recipe import Batch, TargetReader, check_plain_head, draft_loss, walk
+from hf_specdec.training.reading import Batch, TargetReader, check_plain_head
+from hf_specdec.training.recipe import draft_loss, walk
 from hf_specdec.training.run import RunOptions, TrainingRun, make_recipe
 from hf_specdec.training.text import Rows, load_documents, pack
 from hf_specdec.training.trainer import TrainingOptions, train

@@ -2,7 +2,7 @@
 
 A block begins at an anchor, as in drafting: the token that was committed last, and masks. It sees the target's states
 of the text before the anchor, and itself. Every mask is to become the text's token of its place, and the loss of the
-j-th of them has the weight `head_decay`^(j - 1): a wrong token makes those behind it worthless.
+j-th of them has the weight `head_decay`^(j - 1): a wrong token makes those after it worthless.
 
 With `reveal_share` some blocks have the text's tokens in the place of a part of their masks, as in training masked
 diffusion (LLaDA, Nie et al. 2025, arXiv:2502.09992, section 2.2). Only such drafts gain from several denoising steps.
@@ -19,24 +19,23 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from hf_specdec.candidate_generators.dflash.denoising import Denoising, keep_counts
-from hf_specdec.candidate_generators.dflash.formats import DFlashConfig, default_layer_ids
-from hf_specdec.candidate_generators.dflash.network import DFlashNetwork, GivenContext, mask_token_of, tokenizer_of
-from hf_specdec.errors import SpecConfigError
-from hf_specdec.target_facts import decoder_layers, hidden_size, vocabulary_size
-
+from ...errors import SpecConfigError
+from ...target_facts import decoder_layers, hidden_size, vocabulary_size
+from ...training.initial_weights import begin_as, begin_near, intermediate_size_option, layer_sizes
+from ...training.options import option
+from ...training.reading import IGNORED, Reading
 from ...training.recipe import (
     CHUNK_LOGITS,
-    IGNORED,
-    Reading,
     Recipe,
-    check_at_least,
-    check_plain_head,
-    check_share,
     draft_loss,
+    head_decay_option,
+    kl_weight_option,
+    no_loss,
     sum_over_chunks,
 )
-from ..eagle.recipe import begin_as, begin_near, cycle_anchors, layer_sizes
+from .denoising import Denoising, keep_counts
+from .formats import DFlashConfig, default_layer_ids
+from .network import DFlashNetwork, GivenContext, mask_token_of, tokenizer_of
 
 
 # Positions of blocks that attend in one piece. Blocks do not see each other, so that more would be wasted work, and
@@ -49,71 +48,52 @@ class DFlashRecipe(Recipe):
     """
     A DFlash draft: decoder layers that fill a block of masks, with the embedding and the lm_head of the target. They
     begin as the target's last ones, as far as their shapes agree.
-
-    Args:
-        block_size (`int`): S, the anchor included.
-        num_layers (`int`): Decoder layers.
-        intermediate_size (`int`): Of their MLPs; 0 for the target's.
-        target_layer_ids (`tuple[int, ...]`, *optional*): The target's decoder layers whose outputs it reads; by
-            default as many as the draft has layers, spread over the depth.
-        mask_token_id (`int`, *optional*): The token of the masks; by default the tokenizer's, otherwise an id
-            behind the tokenizer's that the embedding has, otherwise the end-of-sequence token.
-        num_anchors (`int`): Blocks that are drawn from a row in every step; 0 for all. Neighbouring ones teach much
-            the same.
-        head_decay (`float`): Weight of a mask's loss relative to the one before it.
-        kl_weight (`float`): Share of KL(target || draft) in the loss; the rest is the cross-entropy.
-        reveal_share (`float`): Share of the blocks of which a random part is revealed.
-        num_denoising_steps (`int`, *optional*): Forwards for a block that the saved draft asks for; by default 1, or 3
-            if blocks are revealed.
     """
 
-    block_size: int = 16
-    num_layers: int = 5
-    intermediate_size: int = 0
-    target_layer_ids: tuple[int, ...] | None = None
-    mask_token_id: int | None = None
-    num_anchors: int = 128
-    head_decay: float = 0.87
-    kl_weight: float = 0.0
-    reveal_share: float = 0.0
-    num_denoising_steps: int | None = None
+    block_size: int = option(16, "Tokens of a block, the last committed one included.", least=2)
+    num_layers: int = option(5, "Decoder layers.", least=1)
+    intermediate_size: int = intermediate_size_option()
+    target_layer_ids: tuple[int, ...] | None = option(
+        None,
+        "Target layers whose outputs the draft reads, separated by commas. Left out: as many as the draft has layers, "
+        "spread over the depth.",
+    )
+    mask_token_id: int | None = option(
+        None, "Token of the masks. Left out: the tokenizer's, an unused one, or end of text.", least=0
+    )
+    # Neighbouring blocks teach much the same.
+    num_anchors: int = option(128, "Blocks of a row that are drawn for a step; 0 for all.", least=0)
+    head_decay: float = head_decay_option(0.87)
+    kl_weight: float = kl_weight_option(0.0)
+    reveal_share: float = option(
+        0.0,
+        "Share of the blocks with a part of their tokens revealed, for several denoising steps.",
+        least=0,
+        most=1,
+    )
+    num_denoising_steps: int | None = option(
+        None, "Forwards for a block that the draft asks for. Left out: 1, or 3 with --reveal-share.", least=1
+    )
 
     method = "dflash"
     muon = True
 
     def __post_init__(self):
-        check_at_least("block_size", self.block_size, 2)
-        check_at_least("num_layers", self.num_layers)
-        check_at_least("intermediate_size", self.intermediate_size, 0)
-        check_at_least("num_anchors", self.num_anchors, 0)
-        for name in ("head_decay", "kl_weight", "reveal_share"):
-            check_share(name, getattr(self, name))
+        super().__post_init__()
         if self.target_layer_ids is not None and not self.target_layer_ids:
             raise SpecConfigError("`target_layer_ids` must name at least one layer of the target, got none.")
-        if self.num_denoising_steps is not None:
-            check_at_least("num_denoising_steps", self.num_denoising_steps)
-            if self.num_denoising_steps > 1 and not self.reveal_share:
-                raise SpecConfigError(
-                    f"`num_denoising_steps`={self.num_denoising_steps} needs a draft that has seen revealed tokens. "
-                    "Set `reveal_share`, or leave it out."
-                )
-
-    @property
-    def target_hidden_states(self) -> tuple:
-        return ("last",) if self.kl_weight else ()
-
-    def states_for(self, network: DFlashNetwork) -> tuple:
-        return (*self.target_hidden_states, *network.target_hidden_states)
+        if (self.num_denoising_steps or 1) > 1 and not self.reveal_share:
+            raise SpecConfigError(
+                f"`num_denoising_steps`={self.num_denoising_steps} needs a draft that has seen revealed tokens. "
+                "Set `reveal_share`, or leave it out."
+            )
 
     @property
     def num_drafts(self) -> int:
         return self.block_size - 1
 
     def check(self, target: PreTrainedModel) -> None:
-        if target.get_output_embeddings() is None:
-            raise SpecConfigError(f"{type(target).__name__} has no lm_head. Pass a causal language model as target.")
-        if self.kl_weight:
-            check_plain_head(target, "`kl_weight`")
+        super().check(target)
         num_layers, num_tokens = len(decoder_layers(target)), target.get_input_embeddings().weight.shape[0]
         outside = [layer for layer in self.target_layer_ids or () if not 0 <= layer < num_layers]
         if outside:
@@ -152,8 +132,7 @@ class DFlashRecipe(Recipe):
         return network
 
     def loss(self, network: DFlashNetwork, reading: Reading) -> torch.Tensor:
-        # Every process must take part in the step, also with rows in which nothing counts.
-        total = sum(parameter.sum() for parameter in network.parameters() if parameter.requires_grad) * 0.0
+        total = no_loss(network)
         anchors = self.draw_anchors(reading)
         if not anchors.numel():
             return total
@@ -166,7 +145,7 @@ class DFlashRecipe(Recipe):
         rows, blocks, masks = counting
         if not len(rows):
             return total
-        # Where the target has the state that it predicts the token from.
+        # The target predicts the tokens there.
         places = rows * reading.tokens.shape[1] + anchors[rows, blocks] + 1 + masks
         weights = self.head_decay**masks
         output, labels = output[counting], labels[counting]
@@ -179,16 +158,16 @@ class DFlashRecipe(Recipe):
         return total + sum_over_chunks(chunk_loss, len(labels), network.config.draft_vocab_size) / weights.sum()
 
     def draw_anchors(self, reading: Reading) -> torch.LongTensor:
-        """Anchors of this step, `(B, A)`."""
-        anchors = cycle_anchors(reading)
+        """Draws the anchors of this step, `(B, A)`."""
+        anchors = reading.cycle_anchors()
         if not 0 < self.num_anchors < anchors.shape[1]:
             return anchors
         # Those that only fill up their rows come last.
-        order = torch.rand(anchors.shape, device=anchors.device) + _begin(reading, anchors)
+        order = torch.rand(anchors.shape, device=anchors.device) + reading.begins_at(anchors)
         return anchors.gather(1, order.topk(self.num_anchors, dim=1).indices)
 
     def draw_revealed(self, labels: torch.LongTensor) -> torch.BoolTensor:
-        """Which masks show their tokens, `(B, A, K)`: at least one of a block that shows any, never all."""
+        """Draws the masks that show their tokens, `(B, A, K)`: at least one of a block that shows any, never all."""
         count = self.num_drafts
         if not self.reveal_share or count < 2:
             return torch.zeros_like(labels, dtype=torch.bool)
@@ -200,7 +179,7 @@ class DFlashRecipe(Recipe):
 
     @torch.no_grad()
     def hits(self, network: DFlashNetwork, reading: Reading) -> tuple[torch.BoolTensor, torch.BoolTensor]:
-        anchors = cycle_anchors(reading)
+        anchors = reading.cycle_anchors()
         shape = (self.num_drafts, *reading.tokens.shape)
         hits, known = reading.tokens.new_zeros((2, *shape), dtype=torch.bool)
         if not anchors.numel():
@@ -217,14 +196,14 @@ class DFlashRecipe(Recipe):
 
 def mask_token_for(target: PreTrainedModel) -> int:
     """
-    The token that masks can have: what the tokenizer has for it, or else the first id behind those of the tokenizer.
+    Chooses the token of the masks: the tokenizer's mask token, or else the first id after those of the tokenizer.
     Where the embedding ends there, it is the end-of-sequence token, which is rarely an anchor and never in between.
     """
     tokenizer = tokenizer_of(target)
     found = mask_token_of(tokenizer)
     if found is None and tokenizer is not None:
-        behind = max(tokenizer.get_vocab().values()) + 1
-        found = behind if behind < target.get_input_embeddings().weight.shape[0] else None
+        unused = max(tokenizer.get_vocab().values()) + 1
+        found = unused if unused < target.get_input_embeddings().weight.shape[0] else None
     if found is None:
         ends = target.generation_config.eos_token_id
         found = ends[0] if isinstance(ends, Sequence) else ends
@@ -232,24 +211,17 @@ def mask_token_for(target: PreTrainedModel) -> int:
 
 
 def block_labels(reading: Reading, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
-    """The tokens that the masks stand for, `(B, A, count)`; -100 where there is none, it does not count, or no block
-    begins."""
-    labels = torch.stack([reading.next_tokens(2 + mask).gather(1, anchors) for mask in range(count)], dim=2)
-    return labels.masked_fill(~_begin(reading, anchors)[..., None], IGNORED)
-
-
-def _begin(reading: Reading, anchors: torch.LongTensor) -> torch.BoolTensor:
-    """Where a cycle begins indeed, `(B, A)`."""
-    return reading.next_tokens(2).gather(1, anchors) != IGNORED
+    """Returns the tokens that the masks stand for, `(B, A, count)`; -100 as in [`Reading.labels_at`]."""
+    return torch.stack([reading.labels_at(anchors, mask) for mask in range(count)], dim=2)
 
 
 def _blocks(reading: Reading, anchors: torch.LongTensor, masked: torch.LongTensor) -> torch.LongTensor:
-    """The tokens of blocks, `(B, A, S)`: the cycle of position t begins with the token at t + 1."""
+    """Joins the tokens of blocks, `(B, A, S)`: the cycle of position t begins with the token at t + 1."""
     return torch.cat((reading.tokens.gather(1, anchors + 1)[..., None], masked), dim=2)
 
 
 def _context(network: DFlashNetwork, reading: Reading, anchors: torch.LongTensor) -> list:
-    """Keys and values of the text up to the last anchor."""
+    """Computes the keys and values of the text up to the last anchor."""
     width = int(anchors.max()) + 1
     fused = network.fuse({key: reading.states[key][:, :width] for key in network.target_hidden_states})
     return network.context(fused, torch.arange(width, device=fused.device)[None])
@@ -268,7 +240,7 @@ def read_blocks(
         tokens (`torch.LongTensor` of shape `(B, A, S)`): The blocks, which begin one place further on.
 
     Returns:
-        `torch.Tensor` of shape `(B, A, K, h)`: what the network makes of the masks.
+        `torch.Tensor` of shape `(B, A, K, h)`: the network's output at the masks.
     """
     rows, count, size = tokens.shape
     together = min(count, max(1, _PIECE // size))
@@ -286,14 +258,14 @@ def read_blocks(
 
 
 def _mask(network, view, anchors: torch.LongTensor, positions: torch.LongTensor, width: int) -> torch.Tensor:
-    """What a layer's mask adds `(N, 1, P, width + P)` for P positions of the blocks of a piece."""
+    """Makes a layer's additive mask `(N, 1, P, width + P)` for P positions of the blocks of a piece."""
     size = positions.shape[1] // anchors.shape[1]
     text = torch.arange(width, device=positions.device)
     block = torch.arange(positions.shape[1], device=positions.device) // size
-    behind = text > anchors.repeat_interleave(size, dim=1)[..., None]
+    later = text > anchors.repeat_interleave(size, dim=1)[..., None]
     others = (block[:, None] != block).expand(len(positions), -1, -1)
     keys = torch.cat((text.expand(len(positions), -1), positions), dim=1)
-    hidden = torch.cat((behind, others), dim=2) | view.hidden(positions[..., None] - keys[:, None])
+    hidden = torch.cat((later, others), dim=2) | view.hidden(positions[..., None] - keys[:, None])
     mask = torch.zeros(hidden.shape, dtype=network.dtype, device=hidden.device)
     return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[:, None]
 
@@ -301,7 +273,7 @@ def _mask(network, view, anchors: torch.LongTensor, positions: torch.LongTensor,
 def draft_blocks(
     network: DFlashNetwork, context: list, reading: Reading, anchors: torch.LongTensor
 ) -> torch.LongTensor:
-    """The drafts `(B, A, K)` of the cycles that begin at the anchors `(B, A)`, in as many steps as the draft has."""
+    """Drafts the tokens `(B, A, K)` of the cycles at the anchors `(B, A)`, in as many steps as the draft has."""
     count, mask_token_id = network.config.num_drafts(network.config.block_size), network.config.mask_token_id
     state = Denoising.start(anchors.numel(), count, mask_token_id, anchors.device)
     for keep in keep_counts(count, network.config.num_denoising_steps):

@@ -14,23 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from transformers.utils import logging
 
-from hf_specdec.errors import CheckpointFormatError, SpecConfigError
-from hf_specdec.target_facts import vocabulary_size
-
-from ...training.recipe import (
-    IGNORED,
-    Reading,
-    Recipe,
-    check_plain_head,
-    check_share,
-    draft_loss,
-    sum_over_chunks,
-)
-
-
-logger = logging.get_logger(__name__)
+from ...errors import CheckpointFormatError, SpecConfigError
+from ...target_facts import vocabulary_size
+from ...training.options import option
+from ...training.reading import IGNORED, Reading, check_plain_head
+from ...training.recipe import Recipe, draft_loss, kl_weight_option, no_loss, sum_over_chunks
 
 
 @dataclass(frozen=True)
@@ -38,20 +27,15 @@ class DraftModelRecipe(Recipe):
     """
     A small causal language model.
 
-    Args:
-        draft_model (`str`, *optional*): Folder or repo id of the model to train on.
-        from_scratch (`Mapping[str, Any]`, *optional*): Sizes of a new Llama model instead: arguments of `LlamaConfig`
-            such as `hidden_size`, `intermediate_size`, `num_hidden_layers`, `num_attention_heads`.
-        kl_weight (`float`): Share of KL(target || draft) in the loss; the rest is the cross-entropy of the text. 0
-            needs nothing of the target.
-
     Raises:
-        SpecConfigError: Neither or both of the first two are given.
+        SpecConfigError: Neither or both of `draft_model` and `from_scratch` are given.
     """
 
-    draft_model: str | None = None
-    from_scratch: Mapping[str, Any] | None = None
-    kl_weight: float = 1.0
+    draft_model: str | None = option(None, "Checkpoint to train on: a repo id or a folder.")
+    from_scratch: Mapping[str, Any] | None = option(
+        None, "Sizes of a new Llama model instead: hidden_size=256,num_hidden_layers=4,... or JSON."
+    )
+    kl_weight: float = kl_weight_option(1.0)
 
     method = "draft_model"
     weight_decay = 0.1
@@ -59,17 +43,13 @@ class DraftModelRecipe(Recipe):
     num_drafts = 4
 
     def __post_init__(self):
-        check_share("kl_weight", self.kl_weight)
+        super().__post_init__()
         if (self.draft_model is None) == (self.from_scratch is None):
             found = "neither" if self.draft_model is None else "both"
             raise SpecConfigError(
                 "Training a draft model needs either `draft_model`, a checkpoint to train on, or `from_scratch`, the "
                 f"sizes of a new one; got {found}."
             )
-
-    @property
-    def target_hidden_states(self) -> tuple:
-        return ("last",) if self.kl_weight else ()
 
     def check(self, target: PreTrainedModel) -> None:
         if self.kl_weight:
@@ -116,10 +96,10 @@ class DraftModelRecipe(Recipe):
         # Ids that only the target has are padding of its vocabulary.
         labels = labels.masked_fill(labels >= vocabulary_size(network), IGNORED)
         positions = (labels != IGNORED).nonzero()[:, 0]
+        if not len(positions):
+            return no_loss(network)
         hidden = self._hidden(network, reading).flatten(0, 1)
         head = network.get_output_embeddings()
-        if not len(positions):
-            return hidden.sum() * 0.0
 
         def chunk_loss(rows: slice) -> torch.Tensor:
             target_logits = reading.target_logits(positions[rows]) if self.kl_weight else None
@@ -129,7 +109,7 @@ class DraftModelRecipe(Recipe):
         return sum_over_chunks(chunk_loss, len(positions), head.weight.shape[0]) / len(positions)
 
     def _hidden(self, network: nn.Module, reading: Reading) -> torch.Tensor:
-        """What the draft's lm_head reads, `(B, T, H)`."""
+        """Computes the states that the draft's lm_head reads, `(B, T, H)`."""
         tokens = reading.tokens.clamp(max=vocabulary_size(network) - 1)
         return network.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
 
@@ -142,7 +122,7 @@ class DraftModelRecipe(Recipe):
             labels = reading.next_tokens(2 + draft)
             known.append(labels != IGNORED)
             drafted = torch.zeros_like(tokens)
-            # Draft d of a cycle at t is what the model says at t + 1 + d, given the text up to there.
+            # Draft d of a cycle at t is the model's prediction at t + 1 + d, given the text up to there.
             count = max(tokens.shape[1] - 1 - draft, 0)
             drafted[:, :count] = best[:, 1 + draft :]
             hits.append(drafted == labels)

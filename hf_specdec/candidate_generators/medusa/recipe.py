@@ -1,4 +1,4 @@
-"""The recipe of Medusa heads on a frozen target (Cai et al. 2024, arXiv:2401.10774, "Medusa-1")."""
+"""The recipe of Medusa heads on a frozen target ("Medusa-1", Cai et al. 2024, arXiv:2401.10774)."""
 
 from __future__ import annotations
 
@@ -10,41 +10,30 @@ from transformers import PreTrainedModel
 
 from ...errors import SpecConfigError
 from ...target_facts import hidden_size, vocabulary_size
-from ...training.heads import HeadsRecipe
-from ...training.recipe import Reading, check_at_least
+from ...training.heads import HeadsRecipe, max_positions_option
+from ...training.options import option
+from ...training.reading import Reading
+from ...training.recipe import head_decay_option, kl_weight_option
 from .network import NUM_RANKS, MedusaHeads
 
 
 @dataclass(frozen=True)
 class MedusaRecipe(HeadsRecipe):
-    """
-    Medusa heads on a frozen target ("Medusa-1").
+    """Residual heads, which are saved with the accuracy of their best ranks."""
 
-    Args:
-        num_heads (`int`): K.
-        num_layers (`int`): Residual blocks of a head.
-        share_lm_head (`bool`): The heads use the target's lm_head; otherwise each trains one of its own, which begins
-            as a copy of the target's.
-        head_decay (`float`): Weight of a head's loss relative to the one before it.
-        kl_weight (`float`): Share of KL(target || head) in the loss; the rest is the cross-entropy.
-        max_positions (`int`, *optional*): Positions of a batch that are drawn for the loss. Neighbours in a text teach
-            much the same, so many rows and few positions of each learn faster than few rows and all positions.
-    """
-
-    num_heads: int = 4
-    num_layers: int = 1
-    share_lm_head: bool = True
-    head_decay: float = 0.8
-    kl_weight: float = 0.0
-    max_positions: int | None = None
+    num_heads: int = option(4, "Number of heads.", least=1)
+    num_layers: int = option(1, "Residual blocks of a head.", least=1)
+    share_lm_head: bool = option(
+        True,
+        "The heads use the target's lm_head, or each trains its own, which begins as a copy of it.",
+        flags=("--share-lm-head/--own-lm-heads",),
+    )
+    head_decay: float = head_decay_option(0.8)
+    kl_weight: float = kl_weight_option(0.0)
+    max_positions: int | None = max_positions_option()
 
     method = "medusa"
     num_ranks = NUM_RANKS
-
-    def __post_init__(self):
-        check_at_least("num_heads", self.num_heads)
-        check_at_least("num_layers", self.num_layers)
-        self._check_losses()
 
     @property
     def num_drafts(self) -> int:

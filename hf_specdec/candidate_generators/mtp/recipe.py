@@ -1,8 +1,8 @@
-"""Recipe of an MTP layer for a target that has none, or one that drafts several tokens better than its own.
+"""The recipe of MTP layers, for a target that has none or to draft several tokens better than its own does.
 
 The layer reads the embedding of token t + 1 and the target's last state of token t, and predicts token t + 2; the
-tokens behind it are drafted by the same layer from the states that it hands on. It is trained on these steps, as
-FastMTP trains published layers (Cai et al. 2025, arXiv:2509.18362), with the cycles of [`~training.eagle`].
+tokens after it are drafted by the same layer from the states that it hands on. It is trained on these steps, as
+FastMTP trains published layers (Cai et al. 2025, arXiv:2509.18362), with the cycles of `training/cycles.py`.
 """
 
 from __future__ import annotations
@@ -11,34 +11,24 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from hf_specdec.candidate_generators.mtp.network import MtpNetwork, check_family, new_mtp
-from hf_specdec.errors import SpecConfigError
-from hf_specdec.target_facts import decoder_layers
-
-from ..eagle.recipe import EagleRecipe, begin_near
+from ...errors import SpecConfigError
+from ...target_facts import decoder_layers
+from ...training.cycles import CyclesRecipe, ttt_steps_option
+from ...training.initial_weights import begin_near, intermediate_size_option
+from ...training.recipe import head_decay_option, kl_weight_option
+from .network import MtpNetwork, check_family, new_mtp
 
 
 @dataclass(frozen=True)
-class MtpRecipe(EagleRecipe):
-    """
-    One layer of the target's own class, saved in the `mtp.*` layout. It begins as the target's last one.
+class MtpRecipe(CyclesRecipe):
+    """One layer of the target's own class, saved in the `mtp.*` layout. It begins as the target's last one."""
 
-    Args:
-        ttt_steps (`int`): Steps of a cycle; 1 is how MTP layers are trained with their models.
-        intermediate_size (`int`): Of a dense MLP, at most the target's; 0 for the target's.
-        head_decay (`float`): Weight of a step's loss relative to the one before it.
-        kl_weight (`float`): Share of KL(target || draft); the rest is the cross-entropy.
-    """
-
-    ttt_steps: int = 4
-    intermediate_size: int = 0
-    head_decay: float = 0.8
-    kl_weight: float = 1.0
+    ttt_steps: int = ttt_steps_option(4)
+    intermediate_size: int = intermediate_size_option()
+    head_decay: float = head_decay_option(0.8)
+    kl_weight: float = kl_weight_option(1.0)
 
     method = "mtp"
-
-    def __post_init__(self):
-        self._check_common()
 
     def check(self, target: PreTrainedModel) -> None:
         check_family(target)

@@ -1,0 +1,223 @@
+"""The recipe that methods share whose drafts extrapolate from the network's own states: EAGLE heads and MTP layers.
+
+A network learns on what it drafts from (EAGLE-3's training-time test, Li et al. 2025, arXiv:2503.01840, section 3.1;
+for EAGLE-1 this is HASS, arXiv:2408.15766). A cycle begins at every anchor t of a row. Its step 0 is the entry of
+token t + 1 with the target's state of token t; step s is that of token t + 1 + s with the state that step s - 1 of the
+same cycle fed back, at position t + s. It sees step 0 of the anchors up to t, and the steps 1 to s of its own cycle:
+what drafting sees. Step s predicts token t + 2 + s, and its loss is weighted with `head_decay`^s.
+
+Shapes as in `recipe.py`; U tokens that the draft knows, h its hidden size, C cycles of a row.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from ..decoding.masks import FULL, Span
+from .options import option
+from .reading import IGNORED, Reading
+from .recipe import Recipe, draft_loss, no_loss, sum_over_chunks
+
+
+class CyclesNetwork(Protocol):
+    """
+    The interface of a network that is trained in cycles.
+
+    Attributes:
+        span (`Span`): How far back its layers look.
+        token_ids (`torch.LongTensor` of shape `(U,)`, *optional*): The target's id of each draft id; `None` where they
+            are equal.
+    """
+
+    span: Span
+    token_ids: torch.LongTensor | None
+    config: Any
+
+    def fuse(self, states: dict[Any, torch.Tensor]) -> torch.Tensor:
+        """Fuses captured states, each `(B, T, H)`, into those that the network reads, `(B, T, h)`."""
+
+    def __call__(
+        self,
+        tokens: torch.LongTensor,
+        states: torch.Tensor,
+        positions: torch.LongTensor,
+        mask: torch.Tensor | None,
+        cache: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads entries: the states to feed back, and the output that `logits` takes, both `(B, T, h)`."""
+
+    def logits(self, output: torch.Tensor) -> torch.Tensor:
+        """Computes the logits of outputs, `(..., U)`."""
+
+    def target_ids(self, draft_ids: torch.LongTensor) -> torch.LongTensor:
+        """Returns the target's ids of draft ids."""
+
+
+class CyclesRecipe(Recipe):
+    """
+    Class attributes:
+        noise (`float`): Width of the range around 0 from which noise is added to the target's states.
+    """
+
+    ttt_steps: int
+    intermediate_size: int
+    head_decay: float
+    kl_weight: float
+    noise: float = 0.0
+
+    muon = True
+    target_hidden_states = ("last",)
+    num_drafts = 4
+
+    def step_loss(
+        self, network: CyclesNetwork, fed: torch.Tensor, token_loss: torch.Tensor, states: torch.Tensor
+    ) -> torch.Tensor:
+        """
+        Completes the loss of a step; by default it is the loss of its tokens.
+
+        Args:
+            fed (`torch.Tensor` of shape `(N, h)`): States that the network feeds back, at the places that count.
+            token_loss (`torch.Tensor`): Mean loss of the tokens predicted there.
+            states (`torch.Tensor` of shape `(N, H)`): The target's last states that `fed` stands for.
+        """
+        return token_loss
+
+    def loss(self, network: CyclesNetwork, reading: Reading) -> torch.Tensor:
+        total = no_loss(network)
+        anchors = reading.cycle_anchors()
+        if not anchors.numel():
+            return total
+        states = _fused(network, reading, anchors)
+        states = states + self.noise * (torch.rand_like(states) - 0.5) if self.noise else states
+        weights = self.head_decay ** torch.arange(self.ttt_steps, dtype=torch.float32)
+        weights = (weights / weights.sum()).tolist()
+        for step, (fed, output) in enumerate(walk_cycles(network, reading.tokens, states, anchors, self.ttt_steps)):
+            labels = _draft_ids(network, reading.labels_at(anchors, step))
+            rows, cycles = (labels != IGNORED).nonzero(as_tuple=True)
+            if len(rows):
+                # The target's state that the step stands for is there.
+                places = rows * reading.tokens.shape[1] + anchors[rows, cycles] + step + 1
+                counting = output[rows, cycles], labels[rows, cycles], places
+                token_loss = self._token_loss(network, reading, *counting)
+                last = reading.flat_states()[places]
+                total = total + weights[step] * self.step_loss(network, fed[rows, cycles], token_loss, last)
+        return total
+
+    def _token_loss(
+        self,
+        network: CyclesNetwork,
+        reading: Reading,
+        output: torch.Tensor,
+        labels: torch.LongTensor,
+        places: torch.LongTensor,
+    ) -> torch.Tensor:
+        """Computes the mean loss of N tokens: `output` `(N, h)`, `labels` and `places` `(N,)`."""
+
+        def chunk_loss(rows: slice) -> torch.Tensor:
+            target_logits = None
+            if self.kl_weight:
+                target_logits = reading.target_logits(places[rows]).to(output.device)
+                if network.token_ids is not None:
+                    target_logits = target_logits[:, network.token_ids]
+            return draft_loss(network.logits(output[rows]), labels[rows], target_logits, self.kl_weight).sum()
+
+        vocab_size = reading.vocab_size if network.token_ids is None else len(network.token_ids)
+        return sum_over_chunks(chunk_loss, len(labels), vocab_size) / len(labels)
+
+    def hits(self, network: CyclesNetwork, reading: Reading) -> tuple[torch.BoolTensor, torch.BoolTensor]:
+        anchors = reading.cycle_anchors()
+        shape = (self.num_drafts, *reading.tokens.shape)
+        hits, known = reading.tokens.new_zeros((2, *shape), dtype=torch.bool)
+        if not anchors.numel():
+            return hits[:, None], known
+        # A draft counts only after right ones, so that the tokens drafted before it are those of the text.
+        states = _fused(network, reading, anchors)
+        cycles = walk_cycles(network, reading.tokens, states, anchors, self.num_drafts)
+        for draft, (_, output) in enumerate(cycles):
+            labels = reading.labels_at(anchors, draft)
+            best = [network.logits(part).argmax(-1) for part in output.flatten(0, 1).split(512)]
+            best = network.target_ids(torch.cat(best)).view(labels.shape)
+            known[draft].scatter_(1, anchors, labels != IGNORED)
+            hits[draft].scatter_(1, anchors, best == labels)
+        return hits[:, None], known
+
+
+def _fused(network: CyclesNetwork, reading: Reading, anchors: torch.LongTensor) -> torch.Tensor:
+    """Fuses the target's states up to the last anchor."""
+    last = int(anchors.max())
+    return network.fuse({key: state[:, : last + 1] for key, state in reading.states.items()})
+
+
+def walk_cycles(
+    network: CyclesNetwork, tokens: torch.LongTensor, states: torch.Tensor, anchors: torch.LongTensor, num_steps: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """
+    Walks through the cycles that begin at the anchors of unpadded rows.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(B, T)`): Token ids.
+        states (`torch.Tensor` of shape `(B, T, h)`): The target's states, fused by the network.
+        anchors (`torch.LongTensor` of shape `(B, C)`): Places before the last one, at least one.
+        num_steps (`int`): Steps. Those that lead out of a row mean nothing.
+
+    Yields:
+        For each step both outputs of the network at every anchor, of shape `(B, C, h)`.
+    """
+    # Later entries are seen by no anchor.
+    width = int(anchors.max()) + 1
+    cache, seen = _StepCache(), torch.arange(width, device=tokens.device)
+    causal = None
+    if network.span != FULL:
+        causal = _within(network.span, seen <= seen[:, None], seen[None], seen[None])
+    read = network(tokens[:, 1 : width + 1], states[:, :width], seen[None], causal, cache)
+    hidden, output = (_at(part, anchors) for part in read)
+    yield hidden, output
+    earlier = seen <= anchors[..., None]
+    own = torch.eye(anchors.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+    places = seen.expand(len(tokens), -1)
+    for step in range(1, num_steps):
+        next_tokens = tokens.gather(1, (anchors + step + 1).clamp(max=tokens.shape[1] - 1))
+        places = torch.cat((places, anchors + step), dim=1)
+        mask = _within(network.span, torch.cat((earlier, *[own] * step), dim=2), anchors + step, places)
+        hidden, output = network(next_tokens, hidden, anchors + step, mask, cache)
+        yield hidden, output
+
+
+def _within(span: Span, mask: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Limits a mask `(B, T, S)` to the span, by positions `(B, T)` and `(B, S)`: `(B, 1, T, S)`."""
+    far = span.hidden(queries[..., None], keys[:, None])
+    return (mask if far is None else mask & ~far)[:, None]
+
+
+def _at(states: torch.Tensor, anchors: torch.LongTensor) -> torch.Tensor:
+    """Gathers the states `(B, T, h)` at the anchors, `(B, C, h)`."""
+    return states.gather(1, anchors[..., None].expand(-1, -1, states.shape[-1]))
+
+
+class _StepCache:
+    """Keys and values of all steps so far, one after the other."""
+
+    def __init__(self):
+        self._steps: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *args, **kwargs):
+        self._steps[layer].append((key, value))
+        return tuple(torch.cat(parts, dim=2) for parts in zip(*self._steps[layer]))
+
+
+def _draft_ids(network: CyclesNetwork, labels: torch.LongTensor) -> torch.LongTensor:
+    """Returns the draft's ids of tokens, of any shape; -100 for those that it does not know."""
+    if network.token_ids is None:
+        return labels
+    table = labels.new_full((network.config.vocab_size,), IGNORED)
+    table[network.token_ids] = torch.arange(len(network.token_ids), device=labels.device)
+    return table[labels.clamp(min=0)].masked_fill(labels == IGNORED, IGNORED)
+
+
+def ttt_steps_option(default: int, help: str = "") -> Any:
+    """Declares the option `ttt_steps` of a recipe."""
+    return option(default, "Steps in the draft's own states that it is trained on." + help, least=1)

@@ -1,0 +1,180 @@
+"""Rows of tokens, and their reading by the frozen target: hidden states, logits and labels for a draft's loss.
+
+Shapes: B rows, T tokens of a row, C cycles of a row, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..decoding.states import captured_states
+from ..errors import UnsupportedModelError
+
+
+# Label of tokens without a loss.
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """
+    Rows of tokens.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(B, T)`): Token ids.
+        counted (`torch.BoolTensor` of shape `(B, T)`): Tokens that a draft is to predict: not those of a prompt that
+            the target continued, and not the padding after its answer.
+        index (`torch.LongTensor` of shape `(B,)`, *optional*): Indices of these rows among all rows.
+    """
+
+    tokens: torch.LongTensor
+    counted: torch.BoolTensor
+    index: torch.LongTensor | None = None
+
+    @classmethod
+    def of(cls, tokens: torch.LongTensor | Batch) -> Batch:
+        """Makes a batch in which every token counts of tokens; a batch stays as it is."""
+        return tokens if isinstance(tokens, Batch) else cls(tokens, torch.ones_like(tokens, dtype=torch.bool))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, rows: Any) -> Batch:
+        return Batch(self.tokens[rows], self.counted[rows], None if self.index is None else self.index[rows])
+
+    def to(self, device: torch.device) -> Batch:
+        # The index stays with what it points into.
+        return Batch(self.tokens.to(device), self.counted.to(device), self.index)
+
+    def numel(self) -> int:
+        return self.tokens.numel()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """
+    A batch after the target has read it.
+
+    Args:
+        tokens, counted: See [`Batch`].
+        states (`dict`): The hidden states asked for, each `(B, T, H)`, see [`captured_states`].
+        head (`nn.Module`, *optional*): The target's lm_head.
+    """
+
+    tokens: torch.LongTensor
+    counted: torch.BoolTensor
+    states: dict = field(default_factory=dict)
+    head: nn.Module | None = None
+
+    def flat_states(self, key: Any = "last") -> torch.Tensor:
+        """Returns the states of all positions, row after row: `(B * T, H)`."""
+        return self.states[key].flatten(0, 1)
+
+    @torch.no_grad()
+    def target_logits(self, positions: torch.LongTensor) -> torch.Tensor:
+        """Computes the target's logits at some of the B * T positions, `(*positions.shape, V)`."""
+        return self.head(self.flat_states()[positions])
+
+    @property
+    def vocab_size(self) -> int:
+        """V, also where the weights of the head are packed."""
+        return getattr(self.head, "out_features", None) or self.head.weight.shape[0]
+
+    def next_tokens(self, offset: int) -> torch.LongTensor:
+        """Returns the tokens `offset` places on, `(B, T)`; -100 where there is none or it does not count."""
+        tokens = torch.where(self.counted, self.tokens, IGNORED)
+        return F.pad(tokens[:, offset:], (0, min(offset, tokens.shape[1])), value=IGNORED)
+
+    def cycle_anchors(self) -> torch.LongTensor:
+        """
+        Finds the positions `(B, C)` at which cycles begin: the first token that such a cycle drafts counts. Rows with
+        fewer than C are filled up with other positions.
+        """
+        begins = self.next_tokens(2) != IGNORED
+        most = int(begins.sum(1).max()) if begins.numel() else 0
+        return begins.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
+
+    def begins_at(self, anchors: torch.LongTensor) -> torch.BoolTensor:
+        """Tells anchors `(B, C)` at which cycles begin from those that fill up their rows."""
+        return self.next_tokens(2).gather(1, anchors) != IGNORED
+
+    def labels_at(self, anchors: torch.LongTensor, draft: int) -> torch.LongTensor:
+        """
+        Returns the tokens that the cycles at the anchors are to draft, counted from 0: `(B, C)`; -100 where there is
+        none, it does not count, or no cycle begins.
+        """
+        labels = self.next_tokens(2 + draft).gather(1, anchors)
+        return labels.masked_fill(~self.begins_at(anchors), IGNORED)
+
+
+class TargetReader:
+    """
+    Reads batches with the frozen target.
+
+    Args:
+        target (`PreTrainedModel`, *optional*): The target; `None` if a recipe needs nothing of it.
+        states (`tuple`): Hidden states to capture, see [`captured_states`].
+    """
+
+    def __init__(self, target: PreTrainedModel | None, states: tuple):
+        self.target, self.states = target, states
+        self._kept: dict[Any, torch.Tensor] = {}
+        if states:
+            target.requires_grad_(False).eval()
+
+    def keep(self, batches: Iterable[Batch]) -> None:
+        """
+        Reads all rows, in order, and keeps their states in the host's memory, for several passes.
+
+        Memory: H values of the target's dtype for every token and state.
+        """
+        parts: dict[Any, list[torch.Tensor]] = {key: [] for key in self.states}
+        for batch in batches:
+            for key, state in self.read(batch.to(self.target.device)).states.items():
+                parts[key].append(state.cpu())
+        self._kept = {key: torch.cat(states) for key, states in parts.items()}
+
+    @torch.no_grad()
+    def read(self, batch: torch.LongTensor | Batch) -> Reading:
+        batch = Batch.of(batch)
+        if not self.states:
+            return Reading(batch.tokens, batch.counted)
+        if self._kept and batch.index is not None:
+            states = {key: kept[batch.index].to(batch.tokens.device) for key, kept in self._kept.items()}
+            return Reading(batch.tokens, batch.counted, states, self.target.get_output_embeddings())
+        counted = batch.counted.any(0).nonzero()
+        width = int(counted[-1]) + 1 if len(counted) else 1
+        # In its own dtype, whatever the draft trains in.
+        with (
+            captured_states(self.target, self.states) as states,
+            torch.autocast(batch.tokens.device.type, enabled=False),
+        ):
+            self.target.get_decoder()(input_ids=batch.tokens[:, :width], use_cache=False)
+        # Nothing is predicted from the padding at the end.
+        states = {key: F.pad(state, (0, 0, 0, batch.tokens.shape[1] - width)) for key, state in states.items()}
+        return Reading(batch.tokens, batch.counted, states, self.target.get_output_embeddings())
+
+
+@torch.no_grad()
+def check_plain_head(model: PreTrainedModel, what: str) -> None:
+    """Checks that a model's logits are those of its lm_head on the last hidden state, without anything in between.
+
+    Raises:
+        UnsupportedModelError: They are scaled or capped.
+    """
+    tokens = torch.arange(min(4, model.get_input_embeddings().weight.shape[0]), device=model.device)[None]
+    with captured_states(model, ("last",)) as states:
+        logits = model(input_ids=tokens, use_cache=False).logits.float()
+    plain = model.get_output_embeddings()(states["last"]).float()
+    if not torch.allclose(plain, logits, atol=1e-2, rtol=1e-2):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} scales or caps the logits after its lm_head, which {what} does not follow. "
+            "Set `kl_weight` to 0, or choose another model."
+        )

@@ -3,7 +3,7 @@
     recipe = MedusaRecipe(num_heads=4)
     result = TrainingRun(recipe, RunOptions(data=("notes/",), self_generate=500), "heads").run(target, tokenizer)
 
-A method is a row in `RECIPES`.
+The recipes are those that the methods' descriptors name.
 """
 
 from __future__ import annotations
@@ -22,13 +22,8 @@ from rich.progress import Progress
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from ..candidate_generators.dflash.recipe import DFlashRecipe
-from ..candidate_generators.draft_model.recipe import DraftModelRecipe
-from ..candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
-from ..candidate_generators.medusa.recipe import MedusaRecipe
-from ..candidate_generators.mlp_speculator.recipe import MLPSpeculatorRecipe
-from ..candidate_generators.mtp.recipe import MtpRecipe
 from ..errors import SpecConfigError
+from ..method import built_in_methods
 from .options import Options, option
 from .reading import Batch, TargetReader
 from .recipe import Acceptance, Recipe
@@ -36,40 +31,32 @@ from .text import Document, Rows, check_data, continue_prompts, draw_prompts, lo
 from .trainer import STATE_FOLDER, Checkpoints, TrainingOptions, check_identity, train
 
 
-RECIPES: dict[str, type[Recipe]] = {
-    recipe.method: recipe
-    for recipe in (
-        DraftModelRecipe,
-        MedusaRecipe,
-        MLPSpeculatorRecipe,
-        Eagle1Recipe,
-        Eagle3Recipe,
-        DFlashRecipe,
-        MtpRecipe,
-    )
-}
-
 RESULT_FILE = "training.json"
 CONTINUATIONS_FILE = "continuations.pt"
 
 
+def recipes() -> dict[str, type[Recipe]]:
+    """Imports the recipes, by the names of their methods."""
+    return {method.name: method.load(method.recipe) for method in built_in_methods() if method.recipe}
+
+
 def make_recipe(method: str, options: Mapping[str, Any]) -> Recipe:
     """
-    The recipe of a method with some of its options.
+    Makes the recipe of a method with some of its options.
 
     Raises:
         SpecConfigError: There is no such recipe, or the options do not belong to it or contradict each other.
     """
-    if method not in RECIPES:
-        raise SpecConfigError(f"There is no training recipe for '{method}'. There is one for: {', '.join(RECIPES)}.")
-    recipe = RECIPES[method]
-    known = {item.name for item in fields(recipe)}
-    for name in options:
-        if name not in known:
-            owners = [other for other, of in RECIPES.items() if name in {item.name for item in fields(of)}]
-            of = f" It is for {' and '.join(owners)}." if owners else ""
-            raise SpecConfigError(f"`{name}` is no option of the recipe for {method}.{of}")
-    return recipe(**options)
+    known = recipes()
+    if method not in known:
+        raise SpecConfigError(f"There is no training recipe for '{method}'. There is one for: {', '.join(known)}.")
+    names = {name: {item.name for item in fields(recipe)} for name, recipe in known.items()}
+    for option_name in options:
+        if option_name not in names[method]:
+            owners = " and ".join(name for name in known if option_name in names[name])
+            hint = f" It is for {owners}." if owners else ""
+            raise SpecConfigError(f"`{option_name}` is no option of the recipe for {method}.{hint}")
+    return known[method](**options)
 
 
 @dataclass(frozen=True)

@@ -269,7 +269,7 @@ class TestBuilding:
                 {"mask_token_id": 64},
                 "`mask_token_id` must be from 0 to 63, the tokens that the",
             ),
-            ({"ttt_steps": 2}, "no option of the recipe for dflash. It is for eagle and eagle3"),
+            ({"ttt_steps": 2}, "no option of the recipe for dflash. It is for eagle"),
         ],
     )
     def test_errors(self, given, message, target):

@@ -14,6 +14,7 @@ METHODS = (
         drafts_one_token_per_head=True,
         preference=6,
         preferred_because="no attention, and heads that do not know each other's tokens",
+        recipe="recipe:MedusaRecipe",
         healthy_first_rate=0.1,
         demo="medusa",
     ),

@@ -15,6 +15,7 @@ METHODS = (
         preference=5,
         preferred_because="no attention: each token is a guess from the state and the token before",
         tags=("mlp-speculator",),
+        recipe="recipe:MLPSpeculatorRecipe",
         healthy_first_rate=0.15,
         demo="mlp_speculator",
     ),

@@ -1,8 +1,7 @@
-"""`hf-specdec advise`: which way of speculating is the fastest for a target, on the user's own prompts?"""
+"""`hf-specdec advise`: finds the fastest way of speculating for a target, on the user's own prompts."""
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,27 +10,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .common import (
-    EMBEDDED,
-    DebugOption,
-    DeviceOption,
-    Dtype,
-    DtypeOption,
-    JsonOption,
-    counted,
-    reported_errors,
-    shown_size,
-)
+from .common import JsonOption, counted, show, shown_size
 from .pairs import (
     SPEC_HELP,
+    BatchSizeOption,
+    MaxSecondsOption,
+    Place,
     PromptsOption,
     RawOption,
-    TargetOption,
-    ThreadsOption,
-    TrustOption,
-    chosen_prompts,
-    loaded_target,
-    named_specs,
+    RoundsOption,
+    on_target,
     tokenised,
 )
 
@@ -40,8 +28,9 @@ if TYPE_CHECKING:
     from ..diagnosis import Advice
 
 
+@on_target
 def advise_command(
-    target: TargetOption = EMBEDDED,
+    place: Place,
     specs: Annotated[
         list[str] | None,
         typer.Option(
@@ -54,54 +43,43 @@ def advise_command(
     prompts: PromptsOption = None,
     raw: RawOption = False,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=2, help="Tokens per prompt.")] = 128,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts generated together.")] = 1,
-    rounds: Annotated[int, typer.Option(min=1, help="How often everything is timed.")] = 3,
-    max_seconds: Annotated[
-        float | None, typer.Option(min=0, help="Begin no further round that is likely to end after so many seconds.")
-    ] = None,
+    batch_size: BatchSizeOption = 1,
+    rounds: RoundsOption = 3,
+    max_seconds: MaxSecondsOption = None,
     most_drafters: Annotated[int, typer.Option(min=0, help="Measure at most so many of the drafters found.")] = 4,
     search: Annotated[bool, typer.Option("--search/--no-search", help="Look for drafters as 'auto' does.")] = True,
     offline: Annotated[bool, typer.Option("--offline", help="Look into the local cache only.")] = False,
     lengths: Annotated[
         bool, typer.Option("--lengths/--no-lengths", help="Also measure other lengths of the fastest one.")
     ] = True,
-    dtype: DtypeOption = Dtype.auto,
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Recommend a configuration, by measuring on your prompts.
 
     Drafters that are found for the target, methods without weights and what --spec names generate the same prompts
     beside plain generation. Prints the fastest as Python and JSON, and why the others lose.
     """
-    with reported_errors(debug):
-        from ..diagnosis import advise
-        from .demo import demo_methods
+    from ..diagnosis import advise
+    from .demo import demo_methods
 
-        chosen = chosen_prompts(prompts, target, max_new_tokens)
-        named = list(demo_methods()) if target == EMBEDDED and specs is None else specs or []
-        with loaded_target(target, dtype, device, threads, trust_remote_code) as (model, tokenizer):
-            batches = tokenised(chosen, model, tokenizer, batch_size, raw)
-            with Console(stderr=True).status("Looking", spinner="dots") as status:
-                found = advise(
-                    model,
-                    batches,
-                    specs=named_specs(named, target),
-                    discover=search,
-                    local_files_only=offline,
-                    most_drafters=most_drafters,
-                    rounds=rounds,
-                    max_seconds=max_seconds,
-                    try_lengths=lengths,
-                    on_step=status.update,
-                )
-        if as_json:
-            typer.echo(json.dumps(found.to_dict(), indent=2))
-        else:
-            _print(found, len(chosen), max_new_tokens, batch_size)
+    chosen = place.prompts(prompts, max_new_tokens)
+    named = list(demo_methods()) if place.is_embedded and specs is None else specs or []
+    with place.loaded() as (model, tokenizer):
+        batches = tokenised(chosen, model, tokenizer, batch_size, raw)
+        with Console(stderr=True).status("Looking", spinner="dots") as status:
+            found = advise(
+                model,
+                batches,
+                specs=place.named_settings(named),
+                discover=search,
+                local_files_only=offline,
+                most_drafters=most_drafters,
+                rounds=rounds,
+                max_seconds=max_seconds,
+                try_lengths=lengths,
+                on_step=status.update,
+            )
+    show(found.to_dict(), as_json, lambda: _print(found, len(chosen), max_new_tokens, batch_size))
 
 
 def _print(found: Advice, num_prompts: int, max_new_tokens: int, batch_size: int) -> None:

@@ -1,4 +1,4 @@
-"""`hf-specdec bench`: methods beside plain generation and transformers' own, on any model and prompts."""
+"""`hf-specdec bench`: measures methods beside plain generation and transformers' own, on any model and prompts."""
 
 from __future__ import annotations
 
@@ -15,25 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import SpecConfigError
-from .common import (
-    EMBEDDED,
-    EXIT_INTERRUPTED,
-    DebugOption,
-    DeviceOption,
-    Dtype,
-    JsonOption,
-    counted,
-    load_target,
-    progress_bars,
-    reported_errors,
-)
+from .common import EMBEDDED, EXIT_INTERRUPTED, JsonOption, counted, progress_bars
 from .demo import demo_methods
 from .generate import sampling_arguments
-from .pairs import TargetOption, ThreadsOption, TrustOption, chosen_threads, prepare_padding
+from .pairs import MaxSecondsOption, Place, RoundsOption, has_template, on_target, tokenised
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from ..bench.prompts import Batch, Prompt
 
@@ -46,8 +35,9 @@ _MOST_POSITIONS = 8
 _WIDTH_OF_FILES = 120
 
 
+@on_target
 def bench_command(
-    target: TargetOption = EMBEDDED,
+    place: Place,
     specs: Annotated[
         list[str] | None,
         typer.Option(
@@ -75,10 +65,8 @@ def bench_command(
         bool, _prompt_option("--raw", help="Take prompts as they are, also where there is a chat template.")
     ] = False,
     batch_sizes: Annotated[str, typer.Option(help="Prompts generated together: numbers separated by commas.")] = "1",
-    rounds: Annotated[int, typer.Option(min=1, help="How often everything is timed.")] = 3,
-    max_seconds: Annotated[
-        float | None, typer.Option(min=0, help="Begin no further round that is likely to end after so many seconds.")
-    ] = None,
+    rounds: RoundsOption = 3,
+    max_seconds: MaxSecondsOption = None,
     stock: Annotated[
         bool, typer.Option("--stock/--no-stock", help="Also time transformers' own assisted generation.")
     ] = True,
@@ -91,16 +79,9 @@ def bench_command(
     ] = None,
     top_k: Annotated[int | None, _sampling_option(min=0, help="Sample from so many likeliest tokens; 0: all.")] = None,
     seed: Annotated[int, _sampling_option(help="Seed of the first round; each round has its own.")] = 0,
-    dtype: Annotated[
-        Dtype, typer.Option(help="Data type of the target. auto: the checkpoint's; float32 for the embedded model.")
-    ] = Dtype.auto,
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    trust_remote_code: TrustOption = False,
     plot: Annotated[Path | None, _output_option(help="Folder for charts (PNG). Needs matplotlib.")] = None,
     output: Annotated[Path | None, _output_option("--output", "-o", help="Also write the JSON to this file.")] = None,
     as_json: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Compare methods with plain generation and with transformers' own assisted generation, on your model and prompts.
 
@@ -108,44 +89,42 @@ def bench_command(
     complete.
     """
     options = locals()
-    with reported_errors(debug):
-        report = _run_bench(options)
-        text = json.dumps(report, indent=2)
-        if output is not None:
-            _write(output, text)
-        if as_json:
-            typer.echo(text)
-        else:
-            _print_bench(report)
-        if plot is not None:
-            from ..bench.plots import draw
+    report = _run_bench(place, options)
+    text = json.dumps(report, indent=2)
+    if output is not None:
+        _write(output, text)
+    if as_json:
+        typer.echo(text)
+    else:
+        _print_bench(report)
+    if plot is not None:
+        from ..bench.plots import draw
 
-            for path in draw(report, plot):
-                Console(stderr=True).print(Text(f"Wrote {path}.", style="dim"), soft_wrap=True)
-        if report["settings"]["interrupted"]:
-            raise typer.Exit(EXIT_INTERRUPTED)
+        for path in draw(report, plot):
+            Console(stderr=True).print(Text(f"Wrote {path}.", style="dim"), soft_wrap=True)
+    if report["settings"]["interrupted"]:
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring
 
 
-def _run_bench(options: Mapping[str, Any]) -> dict[str, Any]:
+def _run_bench(place: Place, options: Mapping[str, Any]) -> dict[str, Any]:
     """Measures as the options say; what it returns is what `--json` prints."""
     # All that can be checked without the target is checked before it is loaded.
-    sizes, sampling, specs = _batch_sizes(options["batch_sizes"]), _sampling(options), _read_specs(options)
-    prompts = _read_prompts(options)
+    sizes, sampling = _batch_sizes(options["batch_sizes"]), _sampling(options)
+    specs, prompts = _read_specs(place, options["specs"]), _read_prompts(place, options)
     _check_outputs(options["plot"], options["output"])
     from ..bench import decoders as decoding
     from ..bench.engine import measure
     from ..bench.machine import describe_environment, num_threads
     from ..bench.report import make_rows, unavailable
 
-    with num_threads(chosen_threads(options["threads"], options["target"])):
-        model, tokenizer = load_target(
-            options["target"], options["dtype"], options["device"], options["trust_remote_code"]
-        )
-        chat = tokenizer.chat_template is not None and not options["raw"]
-        batches = _batches(model, tokenizer, prompts, sizes, chat)
+    with num_threads(place.num_threads):
+        model, tokenizer = place.load()
+        raw = options["raw"]
+        batches = {size: tokenised(prompts, model, tokenizer, size, raw, fill=True) for size in sizes}
+        _check_lengths(model, [batch for group in batches.values() for batch in group])
         # What nobody asked for by name may be missing.
         methods, missing = decoding.load_decoders(model, specs, skip_missing=not options["specs"])
         stock = decoding.stock_decoders(methods) if options["stock"] else []
@@ -163,10 +142,10 @@ def _run_bench(options: Mapping[str, Any]) -> dict[str, Any]:
             )
         environment = describe_environment(model.device, model.dtype)
     settings = {
-        "target": options["target"],
+        "target": place.target,
         "prompts": {prompt.name: prompt.kind for prompt in prompts},
         "prompts_source": options["prompts"] or EMBEDDED,
-        "chat_template": chat,
+        "chat_template": has_template(tokenizer, raw),
         "max_new_tokens": options["max_new_tokens"],
         "batch_size": sizes[0] if len(sizes) == 1 else sizes,
         "batch_sizes": sizes,
@@ -210,22 +189,20 @@ def _described_sampling(sampling: Mapping[str, Any]) -> str:
     return "greedy" if not sampling["do_sample"] else f"sampled ({details})" if details else "sampled"
 
 
-def _read_specs(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _read_specs(place: Place, specs: list[str] | None) -> list[dict[str, Any]]:
     from ..bench.decoders import read_spec
     from ..method import built_in_methods
 
-    named = demo_methods() if options["target"] == EMBEDDED else {}
-    chosen = (
-        options["specs"] or list(named) or [method.name for method in built_in_methods() if not method.takes_model]
-    )
-    return [read_spec(text, named) for text in chosen]
+    named = demo_methods() if place.is_embedded else {}
+    of_all_targets = [method.name for method in built_in_methods() if not method.takes_model]
+    return [read_spec(text, named) for text in specs or list(named) or of_all_targets]
 
 
-def _read_prompts(options: Mapping[str, Any]) -> list[Prompt]:
+def _read_prompts(place: Place, options: Mapping[str, Any]) -> list[Prompt]:
     from ..bench.prompts import DEMO, SPEC_BENCH, read_prompts
 
     source = options["prompts"]
-    if source is None and options["target"] != EMBEDDED:
+    if source is None and not place.is_embedded:
         raise SpecConfigError(
             f"--prompts is missing. Pass a file with prompts such as those you will generate from, or '{SPEC_BENCH}'."
         )
@@ -240,21 +217,6 @@ def _check_outputs(plot: Path | None, output: Path | None) -> None:
         check_can_draw(plot)
     if output is not None and not output.absolute().parent.is_dir():
         raise SpecConfigError(f"--output '{output}': there is no folder '{output.absolute().parent}'. Make it first.")
-
-
-def _batches(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt], sizes: list[int], chat: bool
-) -> dict[int, list[Batch]]:
-    from ..bench.prompts import as_chat, make_batches
-
-    prepare_padding(tokenizer)
-    texts = as_chat(prompts, tokenizer) if chat else prompts
-    batches = {
-        size: make_batches(tokenizer, texts, size, device=model.device, fill=True, add_special_tokens=not chat)
-        for size in sizes
-    }
-    _check_lengths(model, [batch for group in batches.values() for batch in group])
-    return batches
 
 
 def _check_lengths(model: PreTrainedModel, batches: Iterable[Batch]) -> None:

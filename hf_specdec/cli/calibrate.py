@@ -1,30 +1,20 @@
-"""`hf-specdec calibrate`: what num_speculative_tokens="auto" begins with, measured and stored."""
+"""`hf-specdec calibrate`: measures and stores what num_speculative_tokens="auto" begins with."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .common import EMBEDDED, DebugOption, DeviceOption, Dtype, DtypeOption, JsonOption, reported_errors
-from .pairs import (
-    SPEC_HELP,
-    PromptsOption,
-    TargetOption,
-    ThreadsOption,
-    TrustOption,
-    chosen_prompts,
-    loaded_target,
-    spec_settings,
-    tokenised,
-)
+from .common import EMBEDDED_SPEC, JsonOption, show
+from .pairs import Place, PromptsOption, SpecOption, on_target, tokenised
 
 
+@on_target
 def calibrate_command(
-    target: TargetOption = EMBEDDED,
-    spec: Annotated[str, typer.Option("--spec", "-s", help=SPEC_HELP)] = "draft_model",
+    place: Place,
+    spec: SpecOption = EMBEDDED_SPEC,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File. Left out: in the cache folder, where calls look for it.")
     ] = None,
@@ -34,37 +24,29 @@ def calibrate_command(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=2, help="Tokens per prompt.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="Calls with each batch of prompts.")] = 2,
-    dtype: DtypeOption = Dtype.auto,
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Measure what drafts of each length cost and how many are accepted, and store it for later calls.
 
     Calls with num_speculative_tokens="auto", the same target, drafter, settings, device and data type begin with it.
     They learn without it, too.
     """
-    with reported_errors(debug):
-        from ..control.calibration import calibrate
-        from ..control.store import profile_identity, save_profile
-        from ..settings import AUTO
-        from ..speculator import load_speculator
+    from ..control.calibration import calibrate
+    from ..control.store import profile_identity, save_profile
+    from ..settings import AUTO
+    from ..speculator import load_speculator
 
-        chosen = chosen_prompts(prompts, target, max_new_tokens)
-        with loaded_target(target, dtype, device, threads, trust_remote_code) as (model, tokenizer):
-            speculator = load_speculator(model, spec_settings(spec, target), num_speculative_tokens=AUTO)
-            batches = [
-                batch.inputs for size in batch_size or [1] for batch in tokenised(chosen, model, tokenizer, size, True)
-            ]
-            profile = calibrate(model, speculator, batches, max_new_tokens, rounds)
-            network = speculator.generator_class.network(speculator.resources)
-            file = save_profile(profile, profile_identity(model, speculator.config, network), out)
-        if as_json:
-            typer.echo(json.dumps({"file": str(file), **profile.to_dict()}, indent=2))
-        else:
-            _print(file, profile.to_dict())
+    chosen = place.prompts(prompts, max_new_tokens)
+    with place.loaded() as (model, tokenizer):
+        speculator = load_speculator(model, place.settings(spec), num_speculative_tokens=AUTO)
+        batches = [
+            batch.inputs for size in batch_size or [1] for batch in tokenised(chosen, model, tokenizer, size, True)
+        ]
+        profile = calibrate(model, speculator, batches, max_new_tokens, rounds)
+        network = speculator.generator_class.network(speculator.resources)
+        file = save_profile(profile, profile_identity(model, speculator.config, network), out)
+    report = profile.to_dict()
+    show({"file": str(file), **report}, as_json, lambda: _print(file, report))
 
 
 def _print(file: Path, profile: dict[str, Any]) -> None:

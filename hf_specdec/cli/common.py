@@ -1,13 +1,16 @@
-"""What the commands share: options, loading, errors, progress."""
+"""Shared by the commands: options, loading, errors, progress, output."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -36,12 +39,48 @@ class Dtype(str, Enum):
     float16 = "float16"
 
 
-DtypeOption = Annotated[Dtype, typer.Option(help="Data type of the target model.")]
+# The drafters of commands that are given none: for the embedded target, and for all others.
+EMBEDDED_SPEC, ANY_SPEC = "draft_model", "ngram"
+
+DtypeOption = Annotated[
+    Dtype, typer.Option(help="Data type of the target. auto: the checkpoint's; float32 for the embedded model.")
+]
 DeviceOption = Annotated[
     str | None, typer.Option(help="Such as cpu or cuda:0. Left out: cuda if there is one, else cpu.")
 ]
-DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to standard output.")]
+
+
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def with_parameters(function: Callable[..., None], parameters: Iterable[inspect.Parameter]) -> Callable[..., None]:
+    """Lets typer see these parameters of a function that takes any keyword arguments."""
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    function.__signature__ = inspect.Signature(parameters)
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return function
+
+
+def reporting(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command `--debug`, and prints errors of the package as one line."""
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    debugging = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DebugOption)
+
+    @wraps(command)
+    def run(*, debug: bool = False, **given: Any) -> None:
+        with reported_errors(debug):
+            command(**given)
+
+    return with_parameters(run, [*own, debugging])
+
+
+def show(report: dict[str, Any], as_json: bool, show: Callable[[], None]) -> None:
+    """Prints a report as JSON, or for people."""
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        show()
 
 
 def load_target(

@@ -1,9 +1,8 @@
-"""`hf-specdec demo`: the methods beside plain generation, on the embedded model."""
+"""`hf-specdec demo`: compares the methods with plain generation, on the embedded model."""
 
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -17,7 +16,6 @@ from ..errors import SpecConfigError
 from .common import (
     EXIT_DIFFERENT,
     EXIT_INTERRUPTED,
-    DebugOption,
     DeviceOption,
     Dtype,
     JsonOption,
@@ -26,28 +24,28 @@ from .common import (
     print_error,
     progress_bars,
     quieten_loading,
-    reported_errors,
+    reporting,
+    show,
 )
 
 
 def demo_methods() -> dict[str, dict[str, Any]]:
     """Settings of the methods that the package has a drafter for, by the name of their row in the demo's table."""
     from .. import demo
+    from ..method import built_in_methods
 
-    return {
-        "ngram": {"method": "ngram"},
-        "suffix": {"method": "suffix"},
-        "draft_model": {"method": "draft_model", "model": demo.draft_path(), "same_tokenizer": True},
-        "medusa": {"method": "medusa", "model": demo.medusa_path()},
-        "mlp_speculator": {"method": "mlp_speculator", "model": demo.mlp_speculator_path()},
-        "eagle": {"method": "eagle", "model": demo.eagle_path()},
-        "eagle3": {"method": "eagle3", "model": demo.eagle3_path()},
-        "eagle3_tree": {"method": "eagle3", "model": demo.eagle3_path(), "total_tokens": 20},
-        "mtp": {"method": "mtp", "model": demo.mtp_path()},
-        "dflash": {"method": "dflash", "model": demo.dflash_path()},
-    }
+    rows = {}
+    for method in built_in_methods():
+        if method.takes_model and method.demo is None:
+            continue
+        drafter = {} if method.demo is None else {"model": demo.drafter_path(method.demo)}
+        for suffix, settings in method.demo_settings.items():
+            name = f"{method.name}_{suffix}" if suffix else method.name
+            rows[name] = {"method": method.name, **drafter, **settings}
+    return rows
 
 
+@reporting
 def demo_command(
     methods: Annotated[
         str | None, typer.Option(help="Methods to compare, separated by commas. Left out: all of them.")
@@ -69,29 +67,24 @@ def demo_command(
         bool, typer.Option("--auto", help="Also each method with num_speculative_tokens='auto', in a row of its own.")
     ] = False,
     as_json: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Compare the methods with plain generation on the embedded model.
 
     The prompts ask for edits of code and for new code. Every greedy output is first compared with that of plain
     generation, in float32; then all are timed in turn. Exits with 1 if an output differs.
     """
-    with reported_errors(debug):
-        report = _run_demo(
-            _chosen_methods(methods, auto), max_new_tokens, rounds, max_seconds, batch_size, dtype, device, threads
-        )
-        if as_json:
-            typer.echo(json.dumps(report, indent=2))
-        else:
-            _print_demo(report)
-        different = {row["method"]: row["first_differences"] for row in report["rows"] if not row["identical"]}
-        for method, prompts in different.items():
-            for prompt, index in prompts.items():
-                print_error(f"{method} differs from plain generation on '{prompt}', from new token {index + 1} on.")
-        if different:
-            raise typer.Exit(EXIT_DIFFERENT)
-        if report["settings"]["interrupted"]:
-            raise typer.Exit(EXIT_INTERRUPTED)
+    report = _run_demo(
+        _chosen_methods(methods, auto), max_new_tokens, rounds, max_seconds, batch_size, dtype, device, threads
+    )
+    show(report, as_json, lambda: _print_demo(report))
+    different = {row["method"]: row["first_differences"] for row in report["rows"] if not row["identical"]}
+    for method, prompts in different.items():
+        for prompt, index in prompts.items():
+            print_error(f"{method} differs from plain generation on '{prompt}', from new token {index + 1} on.")
+    if different:
+        raise typer.Exit(EXIT_DIFFERENT)
+    if report["settings"]["interrupted"]:
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _chosen_methods(names: str | None, auto: bool = False) -> dict[str, dict[str, Any]]:

@@ -1,8 +1,7 @@
-"""`hf-specdec discover`: which drafters there are for a target."""
+"""`hf-specdec discover`: lists drafters for a target."""
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,13 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .common import EMBEDDED, DebugOption, JsonOption, reported_errors, shown_size
+from .common import EMBEDDED, JsonOption, reporting, show, shown_size
 
 
 if TYPE_CHECKING:
     from ..hub.discover import Candidate
 
 
+@reporting
 def discover_command(
     target: Annotated[str, typer.Argument(help="Target model: a repo id or a folder; 'demo' is the embedded one.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the target's repository.")] = None,
@@ -26,30 +26,30 @@ def discover_command(
     ] = 8,
     offline: Annotated[bool, typer.Option("--offline", help="Look into the local cache only.")] = False,
     as_json: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """List drafters for a target, in the order in which spec_method="auto" would take them.
 
     Looks into the target's own checkpoint, its generation config and card, the local cache and the Hub. Weights are
     not downloaded. What was found but does not fit is listed last, with the reason.
     """
-    with reported_errors(debug):
-        from .. import demo
-        from ..hub.discover import Access, Search, Target
+    from .. import demo
+    from ..hub.discover import Access, Search, Target
 
-        access = Access(local_files_only=offline)
-        name = demo.target_path() if target == EMBEDDED else target
-        search = Search(Target.of_name(name, access, revision), access, limit)
-        candidates = search.all()
-        if as_json:
-            found = {"target": name, "candidates": [item.to_dict() for item in candidates], "notes": search.notes}
-            typer.echo(json.dumps(found, indent=2))
-            return
-        Console().print(_table([item for item in candidates if not item.problems]))
-        for line in _problems(candidates):
-            Console().print(Text(line), soft_wrap=True)
-        for note in search.notes:
-            Console(stderr=True).print(Text(f"Less may have been found {note}.", style="dim"), soft_wrap=True)
+    access = Access(local_files_only=offline)
+    name = demo.target_path() if target == EMBEDDED else target
+    search = Search(Target.of_name(name, access, revision), access, limit)
+    candidates = search.all()
+    report = {"target": name, "candidates": [item.to_dict() for item in candidates], "notes": search.notes}
+    show(report, as_json, lambda: _print(candidates, search.notes))
+
+
+def _print(candidates: list[Candidate], notes: list[str]) -> None:
+    Console().print(_table([item for item in candidates if not item.problems]))
+    for item in candidates:
+        if item.problems:
+            Console().print(Text(f"Not usable: {item}, {item.reason}. {' '.join(item.problems)}"), soft_wrap=True)
+    for note in notes:
+        Console(stderr=True).print(Text(f"Less may have been found {note}.", style="dim"), soft_wrap=True)
 
 
 def _table(candidates: list[Candidate]) -> Table:
@@ -60,8 +60,3 @@ def _table(candidates: list[Candidate]) -> Table:
         downloads = str(item.downloads) if item.downloads else ""
         table.add_row(item.method, Text(item.model or ""), item.reason, shown_size(item.num_bytes), downloads)
     return table
-
-
-def _problems(candidates: list[Candidate]) -> list[str]:
-    """A line for each that cannot be used."""
-    return [f"Not usable: {item}, {item.reason}. {' '.join(item.problems)}" for item in candidates if item.problems]

@@ -1,4 +1,4 @@
-"""`hf-specdec generate`: text from any model, as it comes."""
+"""`hf-specdec generate`: prints text of any model as it comes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..arguments import is_off
 from ..errors import SpecConfigError
 from .common import (
     EMBEDDED,
-    DebugOption,
     DeviceOption,
     Dtype,
+    DtypeOption,
     JsonOption,
     counted,
     load_target,
-    reported_errors,
+    reporting,
 )
 from .demo import demo_methods
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ..speculator import Speculator
 
 
+@reporting
 def generate_command(
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; '-' reads it from standard input.", show_default=False)
@@ -68,10 +69,7 @@ def generate_command(
     ] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="Sample from so many most likely tokens; 0: all.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
-    dtype: Annotated[
-        Dtype,
-        typer.Option(help="Data type of the target. auto: the checkpoint's; float32 for the embedded model."),
-    ] = Dtype.auto,
+    dtype: DtypeOption = Dtype.auto,
     device: DeviceOption = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads. Left out: torch's choice; 1 for the embedded model.")
@@ -82,32 +80,30 @@ def generate_command(
     ] = False,
     stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Print statistics to standard error.")] = True,
     as_json: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Generate text, printed as it comes.
 
     The prompt is the argument, the content of --file, or standard input, taken as it is. Only the new text is printed.
     """
-    with reported_errors(debug):
-        text = _read_prompt(prompt, file)
-        embedded = model == EMBEDDED
-        sampling = sampling_arguments(temperature, top_p, top_k)
-        length = _read_length(num_speculative_tokens)
-        from ..bench.machine import num_threads
+    text = _read_prompt(prompt, file)
+    embedded = model == EMBEDDED
+    sampling = sampling_arguments(temperature, top_p, top_k)
+    length = _read_length(num_speculative_tokens)
+    from ..bench.machine import num_threads
 
-        with num_threads(1 if threads is None and embedded else threads):
-            target, tokenizer = load_target(model, dtype, device, trust_remote_code)
-            inputs = {key: value.to(target.device) for key, value in _encode(tokenizer, text, chat, model).items()}
-            speculator = _load_speculator(target, embedded, method, spec_model, length, config)
-            _seed(seed)
-            tokens, statistics = _generate(
-                target, tokenizer, inputs, speculator, stream=not as_json, max_new_tokens=max_new_tokens, **sampling
-            )
-        if as_json:
-            answer = tokenizer.decode(tokens, skip_special_tokens=True)
-            typer.echo(json.dumps({"text": answer, "token_ids": tokens, "stats": statistics}, indent=2))
-        elif stats:
-            _print_statistics(statistics)
+    with num_threads(1 if threads is None and embedded else threads):
+        target, tokenizer = load_target(model, dtype, device, trust_remote_code)
+        inputs = {key: value.to(target.device) for key, value in _encode(tokenizer, text, chat, model).items()}
+        speculator = _load_speculator(target, embedded, method, spec_model, length, config)
+        _seed(seed)
+        tokens, statistics = _generate(
+            target, tokenizer, inputs, speculator, stream=not as_json, max_new_tokens=max_new_tokens, **sampling
+        )
+    if as_json:
+        answer = tokenizer.decode(tokens, skip_special_tokens=True)
+        typer.echo(json.dumps({"text": answer, "token_ids": tokens, "stats": statistics}, indent=2))
+    elif stats:
+        _print_statistics(statistics)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:

@@ -1,8 +1,7 @@
-"""`hf-specdec inspect`: what a checkpoint is, and whether it fits a target."""
+"""`hf-specdec inspect`: describes a checkpoint, and tells whether it fits a target."""
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .common import EXIT_DIFFERENT, DebugOption, JsonOption, counted, reported_errors, shown_size
+from .common import EXIT_DIFFERENT, JsonOption, counted, reporting, show, shown_size
 
 
 if TYPE_CHECKING:
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from ..hub.inspect import Inspection
 
 
+@reporting
 def inspect_command(
     checkpoint: Annotated[str, typer.Argument(help="The drafter: a repo id or a folder.")],
     target: Annotated[
@@ -30,28 +30,23 @@ def inspect_command(
     cache_dir: Annotated[str | None, typer.Option(help="Folder where downloads are kept.")] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Look into the local cache only.")] = False,
     as_json: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Tell what a checkpoint is: method, format, size, and the target it was made for.
 
     Weights are not downloaded. The exit code is 1 if it does not fit the target.
     """
-    with reported_errors(debug):
-        from ..hub.inspect import inspect_checkpoint
+    from ..hub.inspect import inspect_checkpoint
 
-        found = inspect_checkpoint(
-            checkpoint,
-            target,
-            revision=revision,
-            subfolder=subfolder,
-            target_revision=target_revision,
-            cache_dir=cache_dir,
-            local_files_only=offline,
-        )
-        if as_json:
-            typer.echo(json.dumps(found.to_dict(), indent=2))
-        else:
-            Console().print(_table(found, target))
+    found = inspect_checkpoint(
+        checkpoint,
+        target,
+        revision=revision,
+        subfolder=subfolder,
+        target_revision=target_revision,
+        cache_dir=cache_dir,
+        local_files_only=offline,
+    )
+    show(found.to_dict(), as_json, lambda: Console().print(_table(found, target)))
     if found.fits is False:
         raise typer.Exit(EXIT_DIFFERENT)
 
@@ -80,7 +75,7 @@ def _table(inspection: Inspection, target: str | None) -> Table:
 
 
 def _described(needs: TargetNeeds) -> str:
-    """What is known of the target that a checkpoint was made for."""
+    """Describes the target that a checkpoint was made for, as far as it is known."""
     sizes = {
         "hidden size": needs.hidden_size,
         "vocabulary": needs.vocab_size,

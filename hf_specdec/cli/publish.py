@@ -1,4 +1,4 @@
-"""`hf-specdec card` and `hf-specdec export-custom-generate`: what makes a folder a repository for others."""
+"""`hf-specdec card` and `hf-specdec export-custom-generate`: make a folder a repository for others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import SpecConfigError
-from .common import DebugOption, reported_errors
+from .common import reporting
 
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..settings import SpeculativeConfig
 
 
+@reporting
 def card_command(
     folder: Annotated[Path, typer.Argument(help="A drafter: a saved folder or a checkpoint.")],
     target: Annotated[
@@ -38,29 +39,28 @@ def card_command(
         typer.Option(help="The folder is a target: let its card name this drafter (repo id, method or JSON)."),
     ] = None,
     write: Annotated[bool, typer.Option("--write", help="Write README.md instead of printing it.")] = False,
-    debug: DebugOption = False,
 ) -> None:
     """Make the model card of a drafter: metadata, settings, usage, and measured figures.
 
     A card that is there keeps its text and its other metadata.
     """
-    with reported_errors(debug):
-        _check_is_folder(folder)
-        if drafter is None:
-            options = {"target_revision": target_revision, "license": license, "tags": tag or []}
-            options |= {"name": name, "base_model_relation": base_model_relation}
-            made = _drafter_card(folder, target, bench, options)
-        else:
-            of_drafters = {"--target": target, "--target-revision": target_revision, "--name": name, "--bench": bench}
-            _check_left_out(of_drafters | {"--license": license, "--tag": tag})
-            made = _target_card(folder, drafter)
-        if not write:
-            typer.echo(str(made))
-            return
-        made.save(folder / "README.md")
-        typer.echo(folder / "README.md")
+    _check_is_folder(folder)
+    if drafter is None:
+        options = {"target_revision": target_revision, "license": license, "tags": tag or []}
+        options |= {"name": name, "base_model_relation": base_model_relation}
+        made = _drafter_card(folder, target, bench, options)
+    else:
+        of_drafters = {"--target": target, "--target-revision": target_revision, "--name": name, "--bench": bench}
+        _check_left_out(of_drafters | {"--license": license, "--tag": tag})
+        made = _target_card(folder, drafter)
+    if not write:
+        typer.echo(str(made))
+        return
+    made.save(folder / "README.md")
+    typer.echo(folder / "README.md")
 
 
+@reporting
 def export_command(
     folder: Annotated[Path, typer.Argument(help="Where to; it may hold a drafter. Made if needed.")],
     name: Annotated[str | None, typer.Option(help="Repo id that the folder will have.")] = None,
@@ -72,18 +72,16 @@ def export_command(
     config: Annotated[
         str | None, typer.Option(help="Their settings as JSON, or the path of a JSON file or a saved folder.")
     ] = None,
-    debug: DebugOption = False,
 ) -> None:
     """Write a repository for generate(custom_generate="user/repo", trust_remote_code=True).
 
     Without settings, calls use the drafter in the folder; without one, the drafter that is found for their model.
     """
-    with reported_errors(debug):
-        from ..hub.custom_generate import export_custom_generate
+    from ..hub.custom_generate import export_custom_generate
 
-        given = {"method": method, "model": spec_model, "num_speculative_tokens": num_speculative_tokens}
-        for file in export_custom_generate(folder, _settings(config, given), name=name):
-            typer.echo(file)
+    given = {"method": method, "model": spec_model, "num_speculative_tokens": num_speculative_tokens}
+    for file in export_custom_generate(folder, _settings(config, given), name=name):
+        typer.echo(file)
 
 
 def _drafter_card(folder: Path, target: str | None, bench: Path | None, options: dict[str, Any]) -> ModelCard:

@@ -1,8 +1,7 @@
-"""`hf-specdec verify`: is the output that of plain generation, and if not, is it a numerical tie or a bug?"""
+"""`hf-specdec verify`: tells whether outputs are those of plain generation, and numerical ties from bugs."""
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,31 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .common import (
-    EMBEDDED,
-    EXIT_DIFFERENT,
-    DebugOption,
-    DeviceOption,
-    Dtype,
-    DtypeOption,
-    JsonOption,
-    counted,
-    dtype_name,
-    progress_bars,
-    reported_errors,
-)
-from .pairs import (
-    SPEC_HELP,
-    PromptsOption,
-    RawOption,
-    TargetOption,
-    ThreadsOption,
-    TrustOption,
-    chosen_prompts,
-    loaded_target,
-    named_specs,
-    tokenised,
-)
+from .common import ANY_SPEC, EMBEDDED_SPEC, EXIT_DIFFERENT, JsonOption, counted, dtype_name, progress_bars, show
+from .pairs import SPEC_HELP, BatchSizeOption, Place, PromptsOption, RawOption, on_target, tokenised
 
 
 if TYPE_CHECKING:
@@ -44,8 +20,9 @@ if TYPE_CHECKING:
     from ..diagnosis import Verification
 
 
+@on_target
 def verify_command(
-    target: TargetOption = EMBEDDED,
+    place: Place,
     specs: Annotated[
         list[str] | None,
         typer.Option(
@@ -57,13 +34,8 @@ def verify_command(
     prompts: PromptsOption = None,
     raw: RawOption = False,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens per prompt.")] = 128,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts generated together.")] = 1,
-    dtype: DtypeOption = Dtype.auto,
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    trust_remote_code: TrustOption = False,
+    batch_size: BatchSizeOption = 1,
     as_json: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Compare greedy output with plain generation; judge each difference.
 
@@ -71,28 +43,24 @@ def verify_command(
     rounding error of the data type, as measured on this text, it is a numerical tie, else a bug. Exits with 1 if there
     is a bug.
     """
-    with reported_errors(debug):
-        from ..diagnosis import verify
+    from ..diagnosis import verify
 
-        chosen = chosen_prompts(prompts, target, max_new_tokens)
-        methods = named_specs(specs or ["draft_model" if target == EMBEDDED else "ngram"], target)
-        with loaded_target(target, dtype, device, threads, trust_remote_code) as (model, tokenizer):
-            batches = tokenised(chosen, model, tokenizer, batch_size, raw)
-            with progress_bars() as begin:
-                steps = len(batches) * (len(methods) + 1)
-                found = verify(model, methods, batches, on_step=begin("Comparing the outputs", steps))
-        report = {
-            "target": target,
-            "dtype": dtype_name(model.dtype),
-            "device": str(model.device),
-            "max_new_tokens": max_new_tokens,
-            "batch_size": batch_size,
-            "methods": [_described(item, tokenizer) for item in found],
-        }
-        if as_json:
-            typer.echo(json.dumps(report, indent=2))
-        else:
-            _print(report)
+    chosen = place.prompts(prompts, max_new_tokens)
+    methods = place.named_settings(specs or [EMBEDDED_SPEC if place.is_embedded else ANY_SPEC])
+    with place.loaded() as (model, tokenizer):
+        batches = tokenised(chosen, model, tokenizer, batch_size, raw)
+        with progress_bars() as begin:
+            steps = len(batches) * (len(methods) + 1)
+            found = verify(model, methods, batches, on_step=begin("Comparing the outputs", steps))
+    report = {
+        "target": place.target,
+        "dtype": dtype_name(model.dtype),
+        "device": str(model.device),
+        "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
+        "methods": [_described(item, tokenizer) for item in found],
+    }
+    show(report, as_json, lambda: _print(report))
     if any(item.bugs for item in found):
         raise typer.Exit(EXIT_DIFFERENT)
 

@@ -2,66 +2,48 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from .common import (
-    EMBEDDED,
-    DebugOption,
-    DeviceOption,
-    Dtype,
-    DtypeOption,
-    JsonOption,
-    counted,
-    reported_errors,
-)
-from .pairs import SPEC_HELP, TargetOption, ThreadsOption, TrustOption, loaded_target, spec_settings
+from .common import ANY_SPEC, JsonOption, counted, show
+from .pairs import Place, SpecOption, on_target
 
 
 if TYPE_CHECKING:
     from ..warming import WarmUp
 
 
+@on_target
 def warm_up_command(
-    target: TargetOption = EMBEDDED,
-    spec: Annotated[str, typer.Option("--spec", "-s", help=SPEC_HELP)] = "ngram",
+    place: Place,
+    spec: SpecOption = ANY_SPEC,
     batch_size: Annotated[
         list[int] | None, typer.Option("--batch-size", "-b", min=1, help="Rows of calls to come; may be repeated.")
     ] = None,
     prompt_length: Annotated[int, typer.Option(min=1, help="About the most tokens of a prompt.")] = 512,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=2, help="Likewise of a text.")] = 128,
     sampling: Annotated[bool, typer.Option("--sampling/--greedy", help="Whether calls will sample, too.")] = True,
-    dtype: DtypeOption = Dtype.auto,
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Compile kernels beforehand, and try what is captured as CUDA graphs.
 
     The kernels stay on disk, where later processes find them. Graphs belong to a process: call `hf_specdec.warm_up()`
-    in a server, behind the loading of its model.
+    in a server, after loading its model.
     """
-    with reported_errors(debug):
-        from ..warming import warm_up
+    from ..warming import warm_up
 
-        with loaded_target(target, dtype, device, threads, trust_remote_code) as (model, _):
-            done = warm_up(
-                model,
-                spec_settings(spec, target),
-                batch_sizes=batch_size or [1],
-                prompt_length=prompt_length,
-                max_new_tokens=max_new_tokens,
-                sampling=sampling,
-            )
-    if as_json:
-        typer.echo(json.dumps(done.to_dict(), indent=2))
-    else:
-        _print(done)
+    with place.loaded() as (model, _):
+        done = warm_up(
+            model,
+            place.settings(spec),
+            batch_sizes=batch_size or [1],
+            prompt_length=prompt_length,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+        )
+    show(done.to_dict(), as_json, lambda: _print(done))
 
 
 def _print(done: WarmUp) -> None:

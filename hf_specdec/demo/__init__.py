@@ -93,6 +93,11 @@ def mtp_path() -> str:
     return _checkpoint_folder("mtp")
 
 
+def drafter_path(name: str) -> str:
+    """Returns the folder of a drafter for the target, by the name of the folder, such as "eagle3"."""
+    return _checkpoint_folder(name, "medusa_lm_head.safetensors" if name == "medusa" else "model.safetensors")
+
+
 def load_target(dtype: torch.dtype | str | None = None) -> PreTrainedModel:
     """
     Loads the target model in evaluation mode.

@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_iter
 
 from hf_specdec.candidate_generators.dflash import denoising
 from hf_specdec.candidate_generators.dflash import generator as dflash
-from hf_specdec.candidate_generators.eagle import generator as eagle
 from hf_specdec.candidate_generators.mlp_speculator import generator as mlp_speculator
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.capture import CannotCaptureError, CaptureBackend, NoWaiting
 from hf_specdec.decoding.target import NodeInputs
+from hf_specdec.drafting import chain, growth
 from hf_specdec.drafting.graphs import RowInputs
 from hf_specdec.drafting.slots import DraftInputs
 
@@ -140,7 +140,7 @@ def tape_everything(monkeypatch) -> list[TapeBackend]:
         return used[-1]
 
     monkeypatch.setattr(graphs, "capture_backend", backend)
-    for module in (denoising, dflash, eagle, mlp_speculator):
+    for module in (denoising, dflash, growth, chain, mlp_speculator):
         # On a CPU it goes through numpy, which is not on a tape.
         monkeypatch.setattr(module, "best_tokens", lambda scores: scores.argmax(-1))
     return used

@@ -12,20 +12,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..decoding.cache import SlotCache, SlotLayer, padded_rows
 from ..decoding.graphs import CallGraphs
 from ..kernels.cache import WritePlan
-from ..protocol import Prompt
+from ..protocol import Prompt, Session
 from ..transfers import upload
-from .graphs import fill_front
+from .graphs import begin_graphs, fill_front
+
+
+if TYPE_CHECKING:
+    from ..settings import SpeculativeConfig
+
+
+# Positions of a prompt that one forward reads.
+_CHUNK_SIZE = 1024
 
 
 class Entries(NamedTuple):
-    """What a draft reads of a text.
+    """Inputs of one draft forward.
 
     Attributes:
         tokens (`torch.LongTensor` of shape `(R, T)`): Tokens, padded on the right.
@@ -297,23 +305,31 @@ class KnownPrompt:
         self.starts = [max(start - first, 0) for start in prompt.starts]
         self.offsets = [max(first - start, 0) for start in prompt.starts]
 
-    def slots(self, max_length: int, num_ahead: int) -> dict[str, Any]:
-        """Arguments of [`DraftSlots`] for a call.
+    def slots(
+        self, network: torch.nn.Module, config: SpeculativeConfig, session: Session, num_ahead: int
+    ) -> dict[str, Any]:
+        """Begins a call of a network: arguments of its [`DraftSlots`].
 
         Args:
-            max_length (`int`): Tokens that a row may hold.
-            num_ahead (`int`): Slots of a draft, behind what is committed.
+            network (`nn.Module`): The draft, with `shared_modules`, those of the target that it goes through.
+            config (`SpeculativeConfig`): The settings.
+            session (`Session`): The call.
+            num_ahead (`int`): Slots of a draft, after what is committed.
         """
-        room = max_length - self.prompt.input_ids.shape[1]
-        capacity = self.count + min(room, 1024) + num_ahead + 1
-        return {"starts": self.starts, "offsets": self.offsets, "capacity": capacity}
+        room = session.max_length - self.prompt.input_ids.shape[1]
+        return {
+            "starts": self.starts,
+            "offsets": self.offsets,
+            "capacity": self.count + min(room, 1024) + num_ahead + 1,
+            "graphs": begin_graphs(network, network.shared_modules, config, session),
+        }
 
-    def chunks(self, size: int) -> Iterator[tuple[dict[Any, torch.Tensor], torch.LongTensor, list[int]]]:
-        """States `(R, C, th)`, the tokens `(R, C)` behind them, C for each row; at most `size` at once."""
+    def chunks(self) -> Iterator[tuple[dict[Any, torch.Tensor], torch.LongTensor, list[int]]]:
+        """States `(R, C, th)`, the tokens `(R, C)` after them, and C for each row; as many as one forward reads."""
         tokens, states = self.prompt.input_ids, self.prompt.hidden_states
         first_token = tokens.shape[1] - self.count
         first_state = self.prompt.num_states - 1 - self.count
-        for begin in range(0, self.count, size):
-            end = min(begin + size, self.count)
+        for begin in range(0, self.count, _CHUNK_SIZE):
+            end = min(begin + _CHUNK_SIZE, self.count)
             here = {key: value[:, first_state + begin : first_state + end] for key, value in states.items()}
             yield here, tokens[:, first_token + begin : first_token + end], [end - begin] * len(self.starts)

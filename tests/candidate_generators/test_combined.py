@@ -321,7 +321,7 @@ class TestToldLate:
 
     def test_nothing_is_read_for_who_is_never_asked(self, target, inputs, monkeypatch):
         decide(monkeypatch, [0])
-        monkeypatch.setattr("hf_specdec.candidate_generators.eagle.generator.DraftEntries.read", None)
+        monkeypatch.setattr("hf_specdec.drafting.entries.DraftEntries.read", None)
         text, call = generated(target, inputs(1), speculative=pair("eagle3"))
         assert call.stats.notes[-1] == "eagle3: 0 tokens accepted from 0 drafts"
 

@@ -22,6 +22,7 @@ from hf_specdec.candidate_generators.dflash.functional import FunctionalDFlash, 
 from hf_specdec.candidate_generators.dflash.generator import DFlashCandidateGenerator
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork, GivenContext
 from hf_specdec.decoding.states import captured_states
+from hf_specdec.drafting import slots
 from hf_specdec.drafts import DraftTree
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from tests.architectures import tiny_model
@@ -439,7 +440,7 @@ class TestAgainstRecomputation:
     @every_network
     @pytest.mark.parametrize(("parts", "chunk_size"), [(1, 1024), (2, 2), (3, 3)])
     def test_chain(self, network, parts, chunk_size, monkeypatch):
-        monkeypatch.setattr(module, "_CHUNK_SIZE", chunk_size)
+        monkeypatch.setattr(slots, "_CHUNK_SIZE", chunk_size)
         network = random_network(**network)
         generator = self.generator(network)
         texts, states = random_rows(network, self.LENGTHS, seed=parts)

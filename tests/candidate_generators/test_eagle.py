@@ -13,9 +13,12 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specdec import SpecConfigError, SpeculativeConfig, Speculator, load_speculator, record
 from hf_specdec.candidate_generators.eagle import generator as module
 from hf_specdec.candidate_generators.eagle.formats import EagleConfig
-from hf_specdec.candidate_generators.eagle.generator import DynamicTree, EagleCandidateGenerator
+from hf_specdec.candidate_generators.eagle.generator import EagleCandidateGenerator
 from hf_specdec.candidate_generators.eagle.network import Eagle1Network, Eagle3Network
 from hf_specdec.decoding.states import captured_states
+from hf_specdec.drafting import growth, slots
+from hf_specdec.drafting.entries import DraftEntries
+from hf_specdec.drafting.growth import DynamicTree
 from hf_specdec.drafts import DraftTree, TokenTree
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from tests.architectures import tiny_model
@@ -379,7 +382,7 @@ class TestAgainstRecomputation:
     @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS.keys())
     @pytest.mark.parametrize(("parts", "chunk_size"), [(1, 1024), (2, 2), (3, 3)])
     def test_dynamic_tree(self, network, parts, chunk_size, monkeypatch):
-        monkeypatch.setattr(module, "_CHUNK_SIZE", chunk_size)
+        monkeypatch.setattr(slots, "_CHUNK_SIZE", chunk_size)
         network, shape = random_network(**network), {"depth": 3, "top_k": 3, "total_tokens": 10}
         generator = self.generator(network, **shape)
         texts, states = random_rows(network, self.LENGTHS, seed=parts)
@@ -461,7 +464,7 @@ class TestAgainstRecomputation:
         network = random_network(**NETWORKS["eagle1"])
         shapes = [{"depth": 4, "top_k": 4, "total_tokens": total} for total in (3, 4, 7, 12)]
         texts, states = random_rows(network, self.LENGTHS, seed=2)
-        read_nodes = module.DraftEntries.read_nodes
+        read_nodes = DraftEntries.read_nodes
 
         def outcomes(shape):
             read = []
@@ -470,13 +473,13 @@ class TestAgainstRecomputation:
                 read.append(tokens.shape[1])
                 return read_nodes(entries, tokens, *arguments)
 
-            monkeypatch.setattr(module.DraftEntries, "read_nodes", counting)
+            monkeypatch.setattr(DraftEntries, "read_nodes", counting)
             generator = self.generator(network, **shape)
             feed(generator, texts, states, self.PROMPTS)
             return drafts_of(generator, texts), sum(read)
 
         found = [outcomes(shape) for shape in shapes]
-        monkeypatch.setattr(EagleCandidateGenerator, "_num_fruitful", lambda self, grown, chances: chances.shape[1])
+        monkeypatch.setattr(growth, "num_expandable", lambda plan, levels, log_probs: log_probs.shape[1])
         expected = [outcomes(shape) for shape in shapes]
         assert [drafts for drafts, _ in found] == [drafts for drafts, _ in expected]
         assert all(few < many for (_, few), (_, many) in zip(found, expected))
@@ -505,7 +508,7 @@ class TestAgainstRecomputation:
         last = {key: value[:, -1:] for key, value in known.items()}
         generator.observe(Commit([0], text[None, -1:], [text[-1:].tolist()], [0], last))
         count = min(num_states, num_tokens + 1)
-        assert generator.entries.rows.offsets == [max(num_tokens - count, 0)]
+        assert generator.drafter.entries.rows.offsets == [max(num_tokens - count, 0)]
         known = {key: value[8 - count :] for key, value in states.items()}
         recomputed = Recomputed(network, text[8 - count :], known)
         assert drafts_of(generator, [text])[0] == recomputed.dynamic(DynamicTree(**OFFICIAL), 5)
@@ -545,13 +548,13 @@ class TestDraftCache:
         """After every cycle the keys and values are those of the text so far, read at once."""
         target, folder, expected = published(name)
         kept = []
-        begin_draft = module.DraftEntries.begin_draft
+        begin_draft = DraftEntries.begin_draft
 
         def watched(entries, num_nodes):
             kept.append((entries.cache.lengths[0], entries.cache.row_states(0)))
             begin_draft(entries, num_nodes)
 
-        monkeypatch.setattr(module.DraftEntries, "begin_draft", watched)
+        monkeypatch.setattr(DraftEntries, "begin_draft", watched)
         speculator = load_speculator(target, method_of(name), model=folder, **OFFICIAL)
         prompt = expected["prompt_ids"]
         text = target.generate(prompt, attention_mask=torch.ones_like(prompt), **GREEDY, assistant=speculator)
@@ -565,7 +568,7 @@ class TestDraftCache:
         rebuilt = speculator.candidate_generator(Session(1, 1000, torch.device("cpu")))
         rebuilt.prefill(Prompt(text, [0], states))
         for length, layers in cycles:
-            for ours, whole in zip(layers, rebuilt.entries.cache.row_states(0)):
+            for ours, whole in zip(layers, rebuilt.drafter.entries.cache.row_states(0)):
                 for mine, all_of_them in zip(ours, whole):
                     torch.testing.assert_close(mine, all_of_them[:, :length], atol=1e-4, rtol=1e-4)
 
@@ -935,7 +938,7 @@ class TestSettings:
         session = Session(1, 100, torch.device(device))
         config = SpeculativeConfig("eagle", "loaded", **settings)
         generator = EagleCandidateGenerator(config, random_network(**NETWORKS["eagle1"]), session)
-        assert generator.threshold == threshold
+        assert generator.drafter.threshold == threshold
 
     @pytest.mark.parametrize(
         ("tree", "max_depth", "size", "reads"),

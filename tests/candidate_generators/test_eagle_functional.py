@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_specdec.candidate_generators.eagle import generator as module
 from hf_specdec.candidate_generators.eagle.formats import EagleConfig
-from hf_specdec.candidate_generators.eagle.generator import DraftEntries
 from hf_specdec.candidate_generators.eagle.network import Eagle1Network, Eagle3Network
+from hf_specdec.drafting import entries as module
+from hf_specdec.drafting.entries import DraftEntries
 from hf_specdec.layers.lean import lean_forward
 from tests.models import VOCAB_SIZE, tiny_llama
 

@@ -20,11 +20,12 @@ from transformers import (
 )
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, Speculator, UnsupportedModelError, load_speculator, record
-from hf_specdec.candidate_generators.eagle import generator as eagle_module
-from hf_specdec.candidate_generators.eagle.generator import DynamicTree
-from hf_specdec.candidate_generators.mtp.generator import LayerEntries, MtpCandidateGenerator
+from hf_specdec.candidate_generators.mtp.entries import LayerEntries
+from hf_specdec.candidate_generators.mtp.generator import MtpCandidateGenerator
 from hf_specdec.candidate_generators.mtp.network import MtpNetwork, new_mtp
 from hf_specdec.decoding.states import captured_states
+from hf_specdec.drafting import slots
+from hf_specdec.drafting.growth import DynamicTree
 from hf_specdec.method import methods
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from tests.candidate_generators.test_eagle import GREEDY, STATIC, drafts_of, feed, padded, plain_and_ours, rows_of
@@ -199,7 +200,7 @@ class TestPublishedRuns:
     def test_prefill_in_chunks(self, name, mode, monkeypatch):
         self.run(name, mode, ["", "p2."], prefill_chunk_size=5)
         for size in (1, 2, 5):
-            monkeypatch.setattr(eagle_module, "_CHUNK_SIZE", size)
+            monkeypatch.setattr(slots, "_CHUNK_SIZE", size)
             self.run(name, mode, ["", "p2."])
 
 
@@ -256,7 +257,7 @@ class TestLayersAgainstRecomputation:
     )
     def test_any_run(self, num_layers, lengths, chunk_size, seed):
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(eagle_module, "_CHUNK_SIZE", chunk_size)
+            monkeypatch.setattr(slots, "_CHUNK_SIZE", chunk_size)
             self.run(num_layers, lengths, seed, monkeypatch)
 
     def run(self, num_layers, lengths, seed, monkeypatch):
@@ -264,10 +265,10 @@ class TestLayersAgainstRecomputation:
         rows = [Row(network, length, random) for length in lengths]
         logits = LogitsOf(network, monkeypatch)
         generator = generator_for(network, len(rows), mode="chain", adaptive_threshold=0.0)
-        assert isinstance(generator.make_entries(starts=[0], offsets=[0], capacity=4), LayerEntries)
         starts = [max(lengths) - length for length in lengths]
         states = {"last": padded([row.states for row in rows], left=True)}
         generator.prefill(Prompt(padded([row.text[:-1] for row in rows], left=True), starts, states))
+        assert isinstance(generator.drafter.entries, LayerEntries)
         news = [(row.text[-1:], row.states[-1:]) for row in rows]
 
         def below(most):
@@ -313,7 +314,7 @@ class TestLayersAgainstRecomputation:
         generator.prefill(Prompt(row.text[None, :-1], [0], {"last": row.states[None]}))
         new = row.text[-1:], row.states[-1:]
         for threshold in (0.999, 0.999, 0.0, 0.999, 0.0):
-            generator.threshold = threshold
+            generator.drafter.threshold = threshold
             generator.observe(Commit([0], new[0][None], [new[0].tolist()], [0], {"last": new[1][None]}))
             draft = generator.propose(DraftStep([0], row.text[-1:], [len(row.text)], [3])).token_lists()[0]
             assert draft == row.recomputed(3)[0][: 1 if threshold else 3]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from hf_specdec.candidate_generators.eagle import generator as module
-from hf_specdec.candidate_generators.eagle.generator import DraftEntries
-from hf_specdec.candidate_generators.mtp.generator import LayerEntries
+from hf_specdec.candidate_generators.mtp.entries import LayerEntries
 from hf_specdec.candidate_generators.mtp.network import MtpNetwork, new_mtp
+from hf_specdec.drafting import entries as module
+from hf_specdec.drafting.entries import DraftEntries
 from hf_specdec.layers.lean import lean_forward
 from tests.models import VOCAB_SIZE, tiny_llama
 

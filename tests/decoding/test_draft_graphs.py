@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec import SpeculativeConfig, demo, forget_speculators, load_speculator, record
-from hf_specdec.candidate_generators.eagle.generator import EagleCandidateGenerator
 from hf_specdec.candidate_generators.medusa import generator as medusa
 from hf_specdec.candidate_generators.medusa.generator import MedusaCandidateGenerator, MedusaResources, RankCounts
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.candidate_generators.mlp_speculator.generator import LoadedSpeculator, MLPSpeculatorCandidateGenerator
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig, MLPStage
+from hf_specdec.candidate_generators.mtp.generator import MtpCandidateGenerator
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.graphs import CallGraphs, graphs_for
 from hf_specdec.drafting.graphs import RowGraphs, RowInputs
@@ -360,8 +360,8 @@ class TestCalls:
     @pytest.mark.parametrize("shape", [{}, {"num_speculative_tokens": 2}, {"adaptive_threshold": 0.1}], ids=str)
     def test_drawn_chains_of_layers(self, shape, backends, monkeypatch):
         """Each token is drawn from the next layer, which reads the window in a graph of its own."""
-        network, found, laws, propose = network_of("mtp"), [], [], EagleCandidateGenerator.propose
-        monkeypatch.setattr(EagleCandidateGenerator, "propose", lambda *args: _noted(propose(*args), laws))
+        network, found, laws, propose = network_of("mtp"), [], [], MtpCandidateGenerator.propose
+        monkeypatch.setattr(MtpCandidateGenerator, "propose", lambda *args: _noted(propose(*args), laws))
         for enforce_eager in (False, True):
             torch.manual_seed(5)
             speculator = speculator_of(
@@ -624,7 +624,7 @@ class TestEager:
         """As after plain cycles, whose tokens come all at once: they are read without a graph."""
         call = a_call("eagle/eagle3", {"num_speculative_tokens": 2})
         new = Entries(torch.zeros((2, 4), dtype=torch.long), {}, [4, 4])
-        slots: DraftSlots = call.generator.entries
+        slots: DraftSlots = call.generator.drafter.entries
         assert slots.replay((), new, 3, 0, [1, 1], lambda inputs, columns: None) is None
 
 
@@ -639,7 +639,7 @@ class TestDraftInputs:
     def test_padding(self):
         """Entries of padding are zeros; rows of padding stand where the first one does."""
         call = a_call("eagle/eagle3", {})
-        rows = call.generator.entries.rows
+        rows = call.generator.drafter.entries.rows
         inputs = DraftInputs(4, 3, {1: torch.zeros((2, 1, 5))}, CPU)
         for buffer in inputs.buffers:
             spoil(buffer)

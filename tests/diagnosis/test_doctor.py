@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 
 from hf_specdec import cli, demo, forget_speculators
 from hf_specdec.bench.prompts import Prompt
-from hf_specdec.candidate_generators.eagle.generator import DraftEntries, EagleCandidateGenerator
+from hf_specdec.candidate_generators.eagle.generator import EagleCandidateGenerator
 from hf_specdec.diagnosis import diagnose
 from hf_specdec.diagnosis.probe import Acceptance, _count, consistent_meaning
+from hf_specdec.drafting.entries import DraftEntries
 from tests.diagnosis.planted import damaged, give_draft_vocabulary, shuffle_states
 from tests.models import letter_tokenizer, tiny_llama
 

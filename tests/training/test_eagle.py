@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from hf_specdec import cli, load_speculator, record
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
-from hf_specdec.candidate_generators.eagle.generator import DraftEntries
 from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
+from hf_specdec.drafting.entries import DraftEntries
 from hf_specdec.errors import SpecConfigError
 from hf_specdec.training.cycles import walk_cycles
 from hf_specdec.training.reading import Batch, TargetReader

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from transformers.utils import logging
 
-from ...drafting.graphs import begin_graphs
 from ...drafting.slots import DraftInputs, DraftSlots, Entries, KnownPrompt
 from ...drafts import DraftTree
 from ...drafts.static import MAX_NODES
@@ -37,9 +36,6 @@ from .network import DFlashNetwork, check_mask_token, fitting_network, load_dfla
 
 
 logger = logging.get_logger(__name__)
-
-# Positions of the prompt whose keys and values are made at once.
-_CHUNK_SIZE = 1024
 
 # Options that are integers, with the smallest and the largest value of each.
 _BOUNDS = {
@@ -174,10 +170,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def prefill(self, prompt: Prompt) -> None:
         """Takes in the states of all tokens but the last one, which come again with the first committed token."""
         known, network = KnownPrompt(prompt), self.network
-        slots = known.slots(self.session.max_length, self.block_size + self.most_committed)
-        graphs = begin_graphs(network, network.shared_modules, self.config, self.session)
-        self.text = DraftText(network, **slots, graphs=graphs)
-        for states, _, counts in known.chunks(_CHUNK_SIZE):
+        slots = known.slots(network, self.config, self.session, self.block_size + self.most_committed)
+        self.text = DraftText(network, **slots)
+        for states, _, counts in known.chunks():
             self.text.extend(states, counts)
 
     def observe(self, commit: Commit) -> None:

@@ -1,0 +1,204 @@
+"""Drafting with a network that goes on from a state of its own, one token after the other.
+
+The network reads entries, each a token and the state that the token before it has left: first those of the text, whose
+states are the target's, then those of its own draft. Drafts are chains, static trees and dynamic trees.
+
+On a GPU a cycle is one graph, which reads what was committed and grows the whole draft. Of sampled chains each token
+is one, since logits processors of the user's come in between.
+
+Shapes: R active rows, h hidden size of the network, U its vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..drafts import DraftTree, TokenTree
+from ..protocol import Commit, DraftStep, Prompt, Session
+from ..transfers import select_rows
+from .chain import SteeredChain
+from .defer import PendingCommit
+from .entries import DraftEntries, ReadNext
+from .growth import CapturedLimits, DraftNodes, DynamicTree, RowLimits, grow, num_reads
+from .slots import DraftInputs, Entries, KnownPrompt
+
+
+if TYPE_CHECKING:
+    from ..settings import SpeculativeConfig
+
+
+class AutoregressiveDrafter:
+    """Drafts for one call.
+
+    Args:
+        network (`nn.Module`): Has what [`DraftEntries`] needs, `shared_modules`, `target_ids` and `target_logits`.
+        plan (`TokenTree` or `DynamicTree`): Shape of the drafts.
+        config (`SpeculativeConfig`): The settings.
+        session (`Session`): The call.
+        threshold (`float`): Probability that a node's path must exceed for the draft to go on there; 0 for any.
+        samples (`bool`): Tokens are sampled; the plan is a chain.
+        make_entries (`Callable`): Makes the slots of the text; takes what [`DraftEntries`] takes.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        plan: TokenTree | DynamicTree,
+        config: SpeculativeConfig,
+        session: Session,
+        threshold: float = 0.0,
+        samples: bool = False,
+        make_entries: Callable[..., DraftEntries] = DraftEntries,
+    ):
+        self.network, self.device = network, network.device
+        self.plan, self.threshold, self.samples = plan, threshold, samples
+        self.config, self.session = config, session
+        self.make_entries = make_entries
+        self.num_reads = num_reads(plan)
+        self.most_committed = plan.max_depth + 1  # entries of a row that a cycle leaves to be read
+        self.entries: DraftEntries | None = None
+        self.pending = PendingCommit(lambda commit: self._read(self._entries_of(commit)))
+        self.hidden: torch.Tensor | None = None  # (R, h): states that the last entries hand on
+        self.logits: torch.Tensor | None = None  # (R, U): after them
+
+    # The text
+
+    def prefill(self, prompt: Prompt) -> None:
+        """Reads the entries of the prompt but the last one, whose token is still to come.
+
+        There is an entry where the state of a token and the next token are known.
+        """
+        known = KnownPrompt(prompt)
+        slots = known.slots(self.network, self.config, self.session, self.num_reads + self.most_committed)
+        self.entries = self.make_entries(self.network, **slots)
+        for states, tokens, counts in known.chunks():
+            new = self.entries.gather(Entries(tokens, states, counts))
+            self.entries.read(new.tokens, self.network.fuse(new.states), new.counts)
+
+    def observe(self, commit: Commit) -> None:
+        """Keeps what was committed; the next draft reads it, so that a call that ends here pays nothing."""
+        self.pending.hold(commit)
+
+    def _take_pending(self) -> Entries | None:
+        commit = self.pending.take()
+        return None if commit is None else self._entries_of(commit)
+
+    def _entries_of(self, commit: Commit) -> Entries:
+        return self.entries.gather(Entries(commit.tokens, commit.hidden_states, commit.counts))
+
+    def _read(self, new: Entries | None) -> None:
+        if new is not None:
+            self.hidden, self.logits = self.entries.read_last(new)
+
+    def keep_rows(self, keep: list[int]) -> None:
+        """Drops finished rows: the active rows at these positions remain, in this order."""
+        self.entries.keep_rows(keep)
+        self.pending.keep_rows(keep)
+        if self.hidden is not None:
+            self.hidden, self.logits = select_rows(self.hidden, keep), select_rows(self.logits, keep)
+
+    def close(self) -> None:
+        """Ends the call."""
+        if self.entries is not None:
+            self.entries.close()
+        self.pending.take()
+        self.entries = self.hidden = self.logits = None
+
+    # Drafts
+
+    def propose(self, step: DraftStep, depths: list[int]) -> DraftTree:
+        """Drafts for all active rows.
+
+        Args:
+            step (`DraftStep`): The active rows.
+            depths (`list[int]`): Largest depth of each row's draft.
+        """
+        limits = RowLimits(depths, self.threshold)
+        if limits.deepest <= 0:
+            # There will never be room again.
+            self.pending.take()
+            return DraftTree.empty(len(step.rows), self.session.device)
+        new = self._take_pending()
+        if self.samples:
+            return self._sample_chain(new, step, limits)
+        return self._replay(new, limits) or self._draft(new, limits)
+
+    def _draft(self, new: Entries | None, limits: RowLimits) -> DraftTree:
+        self._read(new)
+        self.entries.begin_draft(self.num_reads)
+        nodes = grow(self.plan, self.entries, self.hidden, self.logits, limits)
+        return nodes.draft(self.plan, limits.depths, self.session.device)
+
+    def _sample_chain(self, new: Entries | None, step: DraftStep, limits: RowLimits) -> DraftTree:
+        """Samples the tokens one by one from the network's distributions, processed as the target's are."""
+        read_next = self._begin_chain(new)
+        hidden, logits, lengths = self.hidden, self.logits, self.entries.cache.lengths
+        chain = SteeredChain(self.session.sampler, step.rows, step.lengths)
+        log_probs = hidden.new_zeros((len(step.rows), 1), dtype=torch.float32)
+        while True:
+            scores = chain.scores(self.network.target_logits(logits).to(self.session.device))
+            tokens = chain.choose(scores)
+            log_probs = log_probs + chain.probs[-1].gather(1, tokens[:, None]).log().to(self.device)
+            limits.stop_low_confidence(log_probs, len(chain.tokens))
+            if len(chain.tokens) == limits.deepest:
+                break
+            hidden, logits = read_next(tokens, hidden)
+        self.entries.cache.lengths = lengths
+        return chain.draft(limits.depths)
+
+    def _begin_chain(self, new: Entries | None) -> ReadNext:
+        """Reads new entries, and returns what reads the tokens of a chain."""
+        entries = self.entries
+        if entries.graphs is not None and new is not None:
+            self.hidden, self.logits, read_next = entries.begin_captured_chain(
+                new, self.most_committed, self.num_reads
+            )
+            return read_next
+        self._read(new)
+        entries.begin_draft(self.num_reads)
+        return entries.read_next
+
+    # Graphs
+
+    def _replay(self, new: Entries | None, limits: RowLimits) -> DraftTree | None:
+        """Runs the cycle as one graph; `None` where there is none to run.
+
+        The graph drafts as deep as its size is, and what is deeper than a row's limit is cut off. Only a threshold
+        makes the host wait for it, to learn how much has to be verified.
+        """
+        if self.entries.graphs is None or new is None:
+            return None
+        depth, num_rows = self._captured_depth(limits.deepest), len(limits.depths)
+        output = self.entries.replay(
+            (self.plan, depth, self.threshold),
+            new,
+            self.most_committed,
+            self.num_reads,
+            limits.depths,
+            partial(self._captured_draft, depth),
+            None if isinstance(self.plan, DynamicTree) else self.plan.up_to(depth).levels(self.device),
+        )
+        if output is None:
+            return None
+        hidden, logits, nodes, depths = output
+        self.hidden, self.logits = hidden[:num_rows], logits[:num_rows]
+        depths = depths[:num_rows].tolist() if self.threshold else limits.depths
+        return nodes.of_rows(num_rows).draft(self.plan, depths, self.session.device)
+
+    def _captured_depth(self, deepest: int) -> int:
+        """Depth of a graph that serves limits of up to `deepest`."""
+        return min(self.entries.captured_depth(deepest), self.plan.max_depth)
+
+    def _captured_draft(
+        self, depth: int, inputs: DraftInputs, columns: int
+    ) -> tuple[torch.Tensor, torch.Tensor, DraftNodes, torch.LongTensor]:
+        entries, limits = self.entries.static(inputs, columns), CapturedLimits(inputs.limits, depth, self.threshold)
+        hidden, logits = entries.read_last(inputs)
+        entries.begin_draft(self.num_reads)
+        nodes = grow(self.plan, entries, hidden, logits, limits)
+        return hidden, logits, nodes, limits.depths

@@ -1,0 +1,204 @@
+"""Slots of networks that read entries, each a token and a state, and hand on a state of their own.
+
+Entries with states of the target are kept. Those of drafted nodes, which have states of the network itself, are
+forgotten at the end of the cycle. The last kept entry is the anchor's; its logits propose the first drafted tokens.
+
+Shapes: R active rows, T entries, F nodes of a level that are read, S slots, h hidden size of the network, U its
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..decoding.cache import padded_size
+from ..decoding.masks import FULL
+from ..layers.lean import lean_forward
+from ..transfers import last_of_each
+from .slots import DraftInputs, DraftSlots, Entries
+
+
+# Key of a state that the network itself has handed on, in place of the target's states.
+DRAFT_STATE = "draft"
+
+# Reads the next token of a chain: takes tokens `(R,)` and the states handed on before them `(R, h)`, and returns the
+# states handed on after them and the logits there `(R, U)`.
+ReadNext = Callable[[torch.LongTensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class DraftEntries(DraftSlots):
+    """Keys and values of a draft network: kept entries of each row, and after them the nodes of the current draft.
+
+    Args:
+        network (`nn.Module`): The draft; beside what [`DraftSlots`] needs it has `dtype`, `span`, `fuse` and `logits`.
+        starts, offsets, capacity, options: As for [`DraftSlots`].
+
+    Attributes:
+        num_read (`int`): Nodes of the current draft that have been read.
+    """
+
+    num_read = 0
+
+    def __init__(self, network: nn.Module, starts: list[int], offsets: list[int], capacity: int, **options):
+        super().__init__(network, starts, offsets, capacity, **options)
+        self.dtype, self.span = network.dtype, network.span
+        self._forward = lean_forward(network, max(offsets))
+
+    def static(self, inputs: DraftInputs, columns: int) -> DraftEntries:
+        static = super().static(inputs, columns)
+        # Calls are not launched again, and the lean forward has a table that ends with this call.
+        static._forward = self.network
+        return static
+
+    # Kept entries
+
+    def gather(self, new: Entries) -> Entries:
+        """The entries that have to be read when there are new ones: these."""
+        return new
+
+    def read_last(self, new: Entries | DraftInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads and keeps entries; states `(R, h)` that each row's last one hands on, and logits `(R, U)` after it."""
+        hidden, output = self.read(new.tokens, self.states_of(new), new.counts)
+        return last_of_each(hidden, new.counts), self.network.logits(last_of_each(output, new.counts))
+
+    def states_of(self, new: Entries | DraftInputs) -> torch.Tensor:
+        """States `(R, T, h)` as the network takes them: made from the target's, or its own."""
+        return new.states[DRAFT_STATE] if DRAFT_STATE in new.states else self.network.fuse(new.states)
+
+    def read(
+        self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: list[int] | torch.LongTensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads entries after those of each row and keeps the first `counts[r]` of them.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(R, T)`): Tokens, padded on the right.
+            hidden (`torch.Tensor` of shape `(R, T, h)`): States.
+            counts (`list[int]` or `torch.LongTensor` of shape `(R,)`): Entries of each row.
+
+        Returns:
+            Both outputs of the network, of shape `(R, T, h)`: states to hand on, and what `logits` reads.
+        """
+        count = tokens.shape[1]
+        plan = self.rows.plan_write(count)
+        mask = self._causal_mask(count, plan.columns)
+        positions = self.rows.positions + torch.arange(count, device=self.device)
+        outputs = self._forward(tokens.to(self.device), hidden, positions, mask, self.cache)
+        self.rows.commit(counts)
+        return outputs
+
+    # Nodes of a draft
+
+    def begin_draft(self, num_nodes: int) -> None:
+        """Prepares for a draft of which at most `num_nodes` nodes are read."""
+        ends, columns = self.rows.ends, self.rows.columns(num_nodes)
+        # A node sees what its parent sees, and itself. At first, that is what the last entry of each row sees.
+        self._mask = self._causal_mask(1, columns, back=1)[:, 0]
+        self._slots = ends + torch.arange(num_nodes, device=self.device)
+        self._keys = torch.arange(columns, device=self.device).expand(len(ends), -1)
+        self._ends, self._positions = ends, self.rows.positions
+        self._depth = self.num_read = 0
+
+    def read_nodes(
+        self, tokens: torch.LongTensor, hidden: torch.Tensor, parents: torch.LongTensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads the next level of the draft.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(R, F)`): The nodes' tokens.
+            hidden (`torch.Tensor` of shape `(R, F, h)`): States that their parents have handed on.
+            parents (`torch.LongTensor` of shape `(F,)` or `(R, F)`): Their parents among the nodes of the level
+                before; of the first level, the anchor.
+
+        Returns:
+            Both outputs of the network, of shape `(R, F, h)`.
+        """
+        first, self.num_read = self.num_read, self.num_read + tokens.shape[1]
+        plan = self.rows.plan_write(tokens.shape[1], ahead=first)
+        self._mask = pick_nodes(self._mask, parents)
+        slots = self._slots[:, first : self.num_read]
+        self._mask.scatter_(2, slots[..., None].expand(len(self._mask), -1, 1), 0.0)
+        if self.span != FULL:
+            self._hide_distant(slots)
+        positions, self._depth = self._positions + self._depth, self._depth + 1
+        mask = self._mask[:, None, :, : plan.columns]
+        return self._forward(tokens.to(self.device), hidden, positions, mask, self.cache)
+
+    def read_next(self, tokens: torch.LongTensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads the next node of each row's chain, as a [`ReadNext`]; `begin_draft` comes before the first."""
+        parent = torch.zeros(1, dtype=torch.long, device=self.device)
+        hidden, output = self.read_nodes(tokens[:, None], hidden[:, None], parent)
+        return hidden[:, 0], self.network.logits(output)[:, 0]
+
+    # Graphs
+
+    def captured_depth(self, deepest: int) -> int:
+        """Depth of a graph that serves limits of up to `deepest`."""
+        return padded_size(deepest)
+
+    def begin_captured_chain(
+        self, new: Entries, width: int, num_nodes: int
+    ) -> tuple[torch.Tensor, torch.Tensor, ReadNext]:
+        """Reads new entries, as the beginning of chains whose tokens are chosen outside of graphs, one by one.
+
+        A graph reads the new entries, and one each token, as an entry that the caller takes back later.
+
+        Args:
+            new (`Entries`): The entries.
+            width (`int`): Most entries of a row that a cycle leaves to be read.
+            num_nodes (`int`): Most nodes of a draft that are read.
+
+        Returns:
+            `tuple`: The two of `read_last`, and a [`ReadNext`].
+        """
+
+        def read_next(tokens: torch.LongTensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            node = Entries(tokens[:, None], {DRAFT_STATE: hidden[:, None]}, [1] * len(tokens))
+            return self._replay_read(node, 1, num_nodes)
+
+        return *self._replay_read(new, width, num_nodes), read_next
+
+    def _replay_read(self, new: Entries, width: int, ahead: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Does what `read_last` does, in a graph if there is one."""
+        output = self.replay(("read",), new, width, ahead, new.counts, self._captured_read)
+        if output is None:
+            return self.read_last(new)
+        hidden, logits = output
+        return hidden[: len(new.tokens)], logits[: len(new.tokens)]
+
+    def _captured_read(self, inputs: DraftInputs, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.static(inputs, columns).read_last(inputs)
+
+    # Masks
+
+    def _hide_distant(self, slots: torch.LongTensor) -> None:
+        """Masks what lies outside of the network's window for the nodes in these slots; they have equal positions."""
+        query = self._ends + self._depth
+        self._keys = self._keys.scatter(1, slots, query.expand_as(slots))
+        hidden = self.span.hidden(query, self._keys)
+        self._mask.masked_fill_(hidden[:, None], torch.finfo(self._mask.dtype).min)
+
+    def _causal_mask(self, count: int, columns: int, back: int = 0) -> torch.Tensor:
+        """Additive mask `(R | 1, 1, count, columns)` of entries in `count` slots from `back` before each row's end."""
+        lowest = torch.finfo(self.dtype).min
+        mask = torch.zeros((1, 1, count, columns), dtype=self.dtype, device=self.device)
+        if self.span == FULL and self.rows.is_uniform:
+            first = self.cache.lengths[0] - back
+            mask[..., first:] = torch.full_like(mask[..., first:], lowest).triu_(1)
+            return mask
+        own = (self.rows.ends - back)[..., None] + torch.arange(count, device=self.device)[:, None]
+        slots = torch.arange(columns, device=self.device)
+        # Padding attends to itself: a row with no visible key would softmax to NaN.
+        hidden = (slots > own) | ((slots < self.rows.first_slots[..., None]) & (slots != own))
+        distant = self.span.hidden(own, slots)
+        return torch.where(hidden if distant is None else hidden | distant, lowest, mask[0])[:, None]
+
+
+def pick_nodes(values: torch.Tensor, nodes: torch.LongTensor) -> torch.Tensor:
+    """Picks nodes `(F,)` or `(R, F)` from each row's values `(R | 1, F', X)`, as a new tensor `(R | 1, F, X)`."""
+    if nodes.dim() == 1:
+        return values.index_select(1, nodes)
+    values = values.expand(len(nodes), -1, -1)
+    return values.gather(1, nodes[..., None].expand(-1, -1, values.shape[-1]))

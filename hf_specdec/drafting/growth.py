@@ -1,0 +1,324 @@
+"""Growing drafts level by level: chains, static trees and dynamic trees.
+
+A network reads the nodes of a level, each a token and the state that its parent has left, and says what follows them.
+A static tree takes the candidates of given ranks. A dynamic tree follows the network's confidence: the best nodes of
+a level are expanded, and the most probable of all candidates are drafted (EAGLE-2, arXiv:2406.16858, section 4).
+
+Shapes: R active rows, F nodes of a level that are read, W candidates of each, C candidates of a whole tree, N nodes of
+the draft, h hidden size of the network, U its vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..drafts import DraftTree, TokenTree, renumbered
+from ..logits.acceptance import best_tokens
+from ..transfers import upload
+from .entries import DraftEntries, pick_nodes
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """Shape of a tree that follows the confidence of the network.
+
+    Args:
+        depth (`int`): How often the best nodes of a level are expanded.
+        top_k (`int`): Candidates of each node, and nodes of a level that are expanded.
+        total_tokens (`int`): Verified tokens, the anchor included.
+    """
+
+    depth: int
+    top_k: int
+    total_tokens: int
+
+    is_chain = False
+
+    @property
+    def max_depth(self) -> int:
+        # A deeper node would need more nodes above it than there are.
+        return min(self.depth + 1, self.total_tokens - 1)
+
+    def __len__(self) -> int:
+        """Most nodes that are drafted."""
+        return min(self.total_tokens - 1, self.top_k + (self.max_depth - 1) * self.top_k**2)
+
+    @property
+    def num_reads(self) -> int:
+        """Most nodes that are expanded; many of them need not be drafted."""
+        return (self.max_depth - 1) * self.top_k
+
+
+def num_reads(plan: TokenTree | DynamicTree) -> int:
+    """Most nodes of a draft that the network reads."""
+    return plan.num_reads if isinstance(plan, DynamicTree) else len(plan)
+
+
+class DraftNodes(NamedTuple):
+    """A draft as deep as it was grown; rows may have room for less.
+
+    Attributes:
+        tokens (`torch.LongTensor` of shape `(R, N)`): The target's ids.
+        parents (`torch.LongTensor` of shape `(R, N)`, *optional*): Of the nodes of a dynamic tree.
+        sizes (`list[int]`, *optional*): Candidates of the first 0, 1, ... levels of a dynamic tree together.
+        log_probs (`torch.FloatTensor` of shape `(R, N)`, *optional*): Log-probability of the path to each node of a
+            dynamic tree.
+    """
+
+    tokens: torch.LongTensor
+    parents: torch.LongTensor | None = None
+    sizes: list[int] | None = None
+    log_probs: torch.FloatTensor | None = None
+
+    def of_rows(self, count: int) -> DraftNodes:
+        """The first rows."""
+        if self.parents is None:
+            return DraftNodes(self.tokens[:count])
+        return DraftNodes(self.tokens[:count], self.parents[:count], self.sizes, self.log_probs[:count])
+
+    def draft(self, plan: TokenTree | DynamicTree, depths: list[int], device: torch.device) -> DraftTree:
+        """The draft, each row cut to its depth.
+
+        Args:
+            plan (`TokenTree` or `DynamicTree`): The shape that was grown.
+            depths (`list[int]` of length R): Largest depth of each row.
+            device (`torch.device`): Where the draft is expected.
+        """
+        if self.sizes is None:
+            shape = plan.up_to(max(depths))
+            return DraftTree.of_shape(shape, self.tokens[:, : len(shape)].to(device), depths)
+        deepest = len(self.sizes) - 1
+        counts = [min(self.sizes[min(depth, deepest)], plan.total_tokens - 1) for depth in depths]
+        tokens, parents, log_probs = (
+            values[:, : max(counts)].to(device) for values in (self.tokens, self.parents, self.log_probs)
+        )
+        return DraftTree(tokens, parents, counts, chances=log_probs)
+
+
+class RowLimits:
+    """Largest depth of each row's draft, known on the host.
+
+    Args:
+        depths (`list[int]`): The depths.
+        threshold (`float`): Probability that a node's path must exceed for the node to be expanded; 0 for any.
+    """
+
+    def __init__(self, depths: list[int], threshold: float):
+        self.depths, self.threshold = depths, threshold
+
+    @property
+    def deepest(self) -> int:
+        return max(self.depths)
+
+    def stop_low_confidence(self, log_probs: torch.FloatTensor, depth: int) -> None:
+        """Ends rows at `depth` where no node that would be expanded is probable enough.
+
+        Args:
+            log_probs (`torch.FloatTensor` of shape `(R, F)`): Log-probability of the path to each of these nodes.
+            depth (`int`): Levels so far.
+        """
+        if not self.threshold:
+            return
+        # Waits for the device: forwards that are not needed are not launched.
+        is_probable = (log_probs.amax(1) > math.log(self.threshold)).tolist()
+        self.depths = [limit if goes_on else min(limit, depth) for limit, goes_on in zip(self.depths, is_probable)]
+
+    def within(self, log_probs: torch.FloatTensor, sizes: list[int]) -> torch.FloatTensor:
+        """Log-probabilities `(R, C)` of candidates, -inf for those that are too deep for their row.
+
+        Args:
+            log_probs (`torch.FloatTensor` of shape `(R, C)`): Of all candidates, level by level.
+            sizes (`list[int]`): Candidates of the first 0, 1, ... levels together.
+        """
+        ends = [sizes[min(depth, len(sizes) - 1)] for depth in self.depths]
+        if min(ends) == max(ends):
+            return log_probs
+        return _cut(log_probs, upload(ends, log_probs.device))
+
+
+class CapturedLimits:
+    """[`RowLimits`] inside of a graph: a tensor; the draft is as deep as the graph, whatever the rows' limits are.
+
+    Args:
+        depths (`torch.LongTensor` of shape `(R,)`): Largest depth of each row.
+        deepest (`int`): The depth of the graph.
+        threshold (`float`): As for [`RowLimits`].
+    """
+
+    def __init__(self, depths: torch.LongTensor, deepest: int, threshold: float):
+        self.depths, self.deepest, self.threshold = depths, deepest, threshold
+
+    def stop_low_confidence(self, log_probs: torch.FloatTensor, depth: int) -> None:
+        if self.threshold:
+            is_probable = log_probs.amax(1) > math.log(self.threshold)
+            self.depths = torch.where(is_probable, self.depths, self.depths.clamp(max=depth))
+
+    def within(self, log_probs: torch.FloatTensor, sizes: list[int]) -> torch.FloatTensor:
+        ends = torch.zeros_like(self.depths)
+        for depth, (before, size) in enumerate(pairwise(sizes), start=1):
+            ends = ends + (size - before) * (self.depths >= depth)
+        return _cut(log_probs, ends)
+
+
+def _cut(log_probs: torch.FloatTensor, ends: torch.LongTensor) -> torch.FloatTensor:
+    places = torch.arange(log_probs.shape[1], device=log_probs.device)
+    return log_probs.masked_fill(places >= ends[:, None], -math.inf)
+
+
+def grow(
+    plan: TokenTree | DynamicTree,
+    entries: DraftEntries,
+    hidden: torch.Tensor,
+    logits: torch.Tensor,
+    limits: RowLimits | CapturedLimits,
+) -> DraftNodes:
+    """Grows a draft after the last entry of each row.
+
+    Args:
+        plan (`TokenTree` or `DynamicTree`): Its shape.
+        entries (`DraftEntries`): What has been read so far, prepared for a draft.
+        hidden (`torch.Tensor` of shape `(R, h)`): States that the last entries hand on.
+        logits (`torch.Tensor` of shape `(R, U)`): Logits after them.
+        limits (`RowLimits` or `CapturedLimits`): Largest depth of each row.
+    """
+    grow_shape = _grow_dynamic if isinstance(plan, DynamicTree) else _grow_static
+    return grow_shape(plan, entries, hidden[:, None], logits[:, None], limits)
+
+
+def _grow_static(
+    plan: TokenTree,
+    entries: DraftEntries,
+    hidden: torch.Tensor,
+    logits: torch.Tensor,
+    limits: RowLimits | CapturedLimits,
+) -> DraftNodes:
+    """Takes the candidates of the given ranks; only nodes that have children are read."""
+    network = entries.network
+    log_probs = hidden.new_zeros(hidden.shape[:2], dtype=torch.float32) if limits.threshold else None
+    drafted = []
+    for depth, level in enumerate(plan.up_to(limits.deepest).levels(entries.device), start=1):
+        tokens, log_probs = _candidates(network, logits, level.width, log_probs)
+        drafted.append(tokens[:, level.picks])
+        if depth < limits.deepest and log_probs is not None:
+            log_probs = log_probs[:, level.read_picks]
+            limits.stop_low_confidence(log_probs, depth)
+        if depth == limits.deepest:
+            break
+        parents = level.read_parents
+        hidden, output = entries.read_nodes(tokens[:, level.read_picks], pick_nodes(hidden, parents), parents)
+        logits = network.logits(output)
+    return DraftNodes(torch.cat(drafted, dim=1))
+
+
+def _grow_dynamic(
+    plan: DynamicTree,
+    entries: DraftEntries,
+    hidden: torch.Tensor,
+    logits: torch.Tensor,
+    limits: RowLimits | CapturedLimits,
+) -> DraftNodes:
+    """Expands the best nodes of each level, and takes the most probable of all candidates."""
+    network, width = entries.network, plan.top_k
+    log_probs = hidden.new_zeros(hidden.shape[:2], dtype=torch.float32)
+    # The anchor, and the nodes that were read, each as its place among the candidates.
+    read = [torch.full_like(log_probs, -1, dtype=torch.long)]
+    levels: list[tuple[torch.Tensor, torch.Tensor]] = []
+    sizes = [0]
+    while True:
+        tokens, log_probs = _candidates(network, logits, width, log_probs)
+        levels.append((tokens, log_probs))
+        sizes.append(sizes[-1] + tokens.shape[1])
+        # Stable: of equally probable nodes the first one counts, so that a parent comes before its child.
+        log_probs, order = log_probs.sort(dim=1, descending=True, stable=True)
+        if len(levels) < limits.deepest:
+            limits.stop_low_confidence(log_probs, len(levels))
+        if len(levels) == limits.deepest:
+            break
+        count = width if entries.rows.is_static else num_expandable(plan, levels, log_probs[:, :width])
+        if not count:
+            break
+        best, log_probs = order[:, :count], log_probs[:, :count]
+        parents = best // width
+        read.append(best + sizes[-2])
+        hidden, output = entries.read_nodes(tokens.gather(1, best), pick_nodes(hidden, parents), parents)
+        logits = network.logits(output)
+    tokens, log_probs, read = (torch.cat(parts, dim=1) for parts in (*zip(*levels), read))
+    return _most_probable(plan, tokens, limits.within(log_probs, sizes), read, sizes)
+
+
+def num_expandable(
+    plan: DynamicTree, levels: list[tuple[torch.Tensor, torch.Tensor]], log_probs: torch.FloatTensor
+) -> int:
+    """Number of nodes of a level whose children can still be drafted; reading the others would change nothing.
+
+    A child is never more probable than its parent. So it can be drafted only if its parent is among the most probable
+    of all candidates so far, one place of the draft being the child's own.
+
+    Args:
+        plan (`DynamicTree`): The shape.
+        levels (`list[tuple]`): Tokens and log-probabilities of the candidates of each level.
+        log_probs (`torch.FloatTensor` of shape `(R, W)`): Log-probabilities of the nodes, in decreasing order.
+    """
+    places = plan.total_tokens - 2
+    found = torch.cat([values for _, values in levels], dim=1)
+    # On other devices asking costs more than reading the nodes.
+    if found.device.type != "cpu" or found.shape[1] <= places:
+        return log_probs.shape[1]
+    least = found.topk(places, dim=1).values[:, -1:]
+    return int((log_probs >= least).sum(1).max())
+
+
+def _most_probable(
+    plan: DynamicTree,
+    tokens: torch.LongTensor,
+    log_probs: torch.FloatTensor,
+    read: torch.LongTensor,
+    sizes: list[int],
+) -> DraftNodes:
+    """Takes the most probable candidates of each row.
+
+    Args:
+        plan (`DynamicTree`): The shape.
+        tokens (`torch.LongTensor` of shape `(R, C)`): The candidates, level by level.
+        log_probs (`torch.FloatTensor` of shape `(R, C)`): Log-probability of the path to each, -inf where the row has
+            no room for it.
+        read (`torch.LongTensor` of shape `(R, C / W)`): Nodes that each W successive candidates follow: places among
+            the candidates, -1 for the anchor.
+        sizes (`list[int]`): Candidates of the first 0, 1, ... levels together.
+    """
+    count = min(sizes[-1], plan.total_tokens - 1)
+    order = log_probs.sort(dim=1, descending=True, stable=True).indices
+    chosen = order[:, :count].sort(dim=1).values
+    parents = renumbered(read.gather(1, chosen // plan.top_k), chosen, tokens.shape[1])
+    return DraftNodes(tokens.gather(1, chosen), parents, sizes, log_probs.gather(1, chosen))
+
+
+def _candidates(
+    network: nn.Module, logits: torch.Tensor, width: int, log_probs: torch.FloatTensor | None
+) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
+    """The best continuations of each node.
+
+    Args:
+        network (`nn.Module`): Knows the target's id of each of its tokens.
+        logits (`torch.Tensor` of shape `(R, F, U)`): Logits after the nodes.
+        width (`int`): W.
+        log_probs (`torch.FloatTensor` of shape `(R, F)`, *optional*): Log-probability of the path to each node.
+
+    Returns:
+        `tuple`: The target's ids `(R, F * W)`, and the log-probability of the path to each, if those of the nodes were
+        given.
+    """
+    if width == 1 and log_probs is None:
+        return network.target_ids(best_tokens(logits)), None
+    if log_probs is not None:
+        logits = F.log_softmax(logits, -1, dtype=torch.float32)
+    best = logits.topk(width)
+    tokens = network.target_ids(best.indices).flatten(1)
+    return tokens, None if log_probs is None else (log_probs[..., None] + best.values).flatten(1)

@@ -1,259 +1,123 @@
-"""`hf-specdec train`: a draft for a target model."""
+"""`hf-specdec train`: a draft for a target model.
+
+The flags come from the dataclasses of options: those of the run, and those of the recipes, grouped by the methods that
+take them. Their modules import torch, and so are read when the command is called.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperCommand
 
-from ..errors import SpecConfigError
+from ..training.options import flags_of, options_of, parsed
 from .common import DebugOption, Dtype, JsonOption, counted, load_target, reported_errors
 
 
-_data_option = partial(typer.Option, rich_help_panel="Data")
-_training_option = partial(typer.Option, rich_help_panel="Training")
+class TrainCommand(TyperCommand):
+    """Builds the command with all of its flags when it is called."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        app.command(help=self.help)(_command())
+        return typer.main.get_command(app).make_context(*args, **kwargs)
 
 
-def _method_option(*methods: str, flag: str | None = None, **settings) -> Any:
-    names = (flag,) if flag else ()
-    panel = f"Options of {' and '.join(methods)}"
-    return typer.Option(*names, show_default=False, rich_help_panel=panel, **settings)
+def train_command() -> None:
+    """Train a draft for a target model.
+
+    Ends with the acceptance measured on held-out rows, and the line that uses the draft. For several GPUs or machines
+    start it with `accelerate launch -m hf_specdec train ...` or torchrun.
+    """
 
 
-_MEDUSA, _MLP, _DRAFT, _EAGLE, _EAGLE3 = "medusa", "mlp_speculator", "draft_model", "eagle", "eagle3"
-_DFLASH, _MTP = "dflash", "mtp"
+def _command() -> Any:
+    """Returns a function with a parameter for each option, as typer reads it."""
+    from ..training.run import recipes
+
+    def command(**values: Any) -> None:
+        _train(**values)
+
+    known = recipes()
+    method, *others, _ = inspect.signature(_train, eval_str=True).parameters.values()
+    help = f"{', '.join(known)}."
+    method = method.replace(annotation=Annotated[str, typer.Argument(help=help, show_default=False)])
+    command.__signature__ = inspect.Signature([method, *others, *_run_parameters(), *_recipe_parameters(known)])
+    return command
 
 
-def train_command(
-    method: Annotated[
-        str,
-        typer.Argument(help="medusa, mlp_speculator, eagle, eagle3, dflash, mtp or draft_model.", show_default=False),
-    ],
+def _run_parameters() -> Iterator[inspect.Parameter]:
+    """Yields the options of every run. Those that have to be given stand in the first panel."""
+    from ..training.text import TextOptions
+    from ..training.trainer import TrainingOptions
+
+    for panel, options in (("Data", TextOptions), ("Training", TrainingOptions)):
+        for item, kind in options_of(options):
+            if item.default is MISSING:
+                yield _parameter(item, kind, inspect.Parameter.empty, item.metadata["help"], None)
+            else:
+                yield _parameter(item, kind, item.default, item.metadata["help"], panel)
+
+
+def _recipe_parameters(recipes: Mapping[str, type]) -> Iterator[inspect.Parameter]:
+    """Yields the options of the recipes, each once; `None` stands for those that were not given."""
+    owners: dict[str, dict[str, tuple[Field, Any]]] = {}
+    for method, recipe in recipes.items():
+        for item, kind in options_of(recipe):
+            owners.setdefault(item.name, {})[method] = item, kind
+    for found in owners.values():
+        item, kind = next(iter(found.values()))
+        helps = _by_value({method: item.metadata["help"] for method, (item, _) in found.items()})
+        help = next(iter(helps)) if len(helps) == 1 else " ".join(f"{of}: {text}" for text, of in helps.items())
+        defaults = _by_value({method: _shown(item) for method, (item, _) in found.items()})
+        shown = "; ".join(text if not place else f"{of}: {text}" for place, (text, of) in enumerate(defaults.items()))
+        panel = "every method" if len(found) == len(recipes) else " and ".join(", ".join(found).rsplit(", ", 1))
+        yield _parameter(item, kind, None, f"{help} ({shown})" if shown else help, f"Options of {panel}")
+
+
+def _parameter(item: Field, kind: Any, default: Any, help: str, panel: str | None) -> inspect.Parameter:
+    limits = item.metadata["limits"]
+    bounds = {"min": limits["least"], "max": limits["most"]} if limits["inclusive"] else {}
+    settings = {"help": help, "rich_help_panel": panel, "show_default": default is not None} | bounds
+    info = typer.Option(*flags_of(item, kind), **settings)
+    kind = list[str] if get_origin(kind) is Sequence else kind if kind in (bool, int, float) else str
+    annotation = Annotated[kind if default is not None else kind | None, info]
+    return inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _by_value(values: Mapping[str, str]) -> dict[str, str]:
+    """Groups methods by a text, the most frequent text first: "0.8" to "medusa, eagle"."""
+    groups: dict[str, list[str]] = {}
+    for method, text in values.items():
+        groups.setdefault(text, []).append(method)
+    return {text: ", ".join(of) for text, of in sorted(groups.items(), key=lambda group: -len(group[1]))}
+
+
+def _shown(item: Field) -> str:
+    """Returns a default as the help shows it; that of a switch is the name of its flag."""
+    if item.default is None:
+        return ""
+    if isinstance(item.default, bool):
+        return flags_of(item, bool)[0].split("/")[not item.default]
+    return f"{item.default:g}"
+
+
+def _train(
+    *,
+    method: str,
     target: Annotated[
         str, typer.Option("--target", "-t", help="Target model: a repo id or a folder; 'demo' is the embedded one.")
     ],
-    data: Annotated[
-        list[str],
-        typer.Option(
-            "--data",
-            "-d",
-            help="Text: a file or folder (.txt, .md, .py, .jsonl, .parquet) or the id of a data set. May be repeated.",
-        ),
-    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the draft.")],
-    column: Annotated[str | None, _data_option(help="Column of the records that holds text or messages.")] = None,
-    max_tokens: Annotated[int | None, _data_option(min=1, help="Read no more tokens of the data.")] = None,
-    self_generate: Annotated[
-        int,
-        _data_option(
-            min=0,
-            help="Prompts from the data that the target continues; training is then on what the target wrote.",
-        ),
-    ] = 0,
-    max_new_tokens: Annotated[
-        int | None, _data_option(min=1, help="Most tokens of a continuation. Left out: it fills its row.")
-    ] = None,
-    keep_text: Annotated[
-        bool, _data_option("--keep-text", help="With --self-generate: train on the data too.")
-    ] = False,
-    temperature: Annotated[float, _data_option(min=0.0, help="Of the sampled half of --self-generate.")] = 0.8,
-    seq_length: Annotated[int, _data_option(min=8, help="Tokens of a row.")] = 1024,
-    batch_size: Annotated[int, _training_option(min=1, help="Rows of a step, those of all processes together.")] = 8,
-    steps: Annotated[
-        int | None,
-        _training_option(min=1, help="Training steps. Left out: what --epochs take."),
-    ] = None,
-    epochs: Annotated[float, _training_option(help="Passes over the rows.")] = 1.0,
-    max_minutes: Annotated[float | None, _training_option(help="Time limit; the schedule ends with it.")] = None,
-    held_out: Annotated[float, _data_option(help="Share of the rows that acceptance is measured on.")] = 0.05,
-    learning_rate: Annotated[
-        float, _training_option("--learning-rate", "--lr", help="Peak of the cosine schedule.")
-    ] = 1e-3,
-    warmup_steps: Annotated[
-        int | None,
-        _training_option(min=0, help="Left out: a twentieth of the steps, at most 100."),
-    ] = None,
-    weight_decay: Annotated[
-        float | None, _training_option(min=0.0, help="Left out: 0.1 for draft models, else 0.")
-    ] = None,
-    muon: Annotated[
-        bool | None,
-        _training_option(
-            "--muon/--no-muon",
-            help="Muon for hidden matrices. Left out: for draft models, eagle, eagle3, dflash and mtp.",
-            show_default=False,
-        ),
-    ] = None,
-    keep_states: Annotated[
-        bool,
-        _training_option(
-            "--keep-states",
-            help="Read the rows with the target once and keep its states in memory.",
-        ),
-    ] = False,
-    kl_weight: Annotated[
-        float | None,
-        _training_option(
-            min=0.0,
-            max=1.0,
-            help="Share of KL(target || draft) in the loss, the rest is cross-entropy. Left out: 0 for medusa, "
-            "mlp_speculator and dflash, else 1.",
-        ),
-    ] = None,
-    num_heads: Annotated[int | None, _method_option(_MEDUSA, help="Number of heads (4).", min=1)] = None,
-    num_layers: Annotated[
-        int | None,
-        _method_option(
-            _MEDUSA, _EAGLE, _EAGLE3, _DFLASH, help="Blocks of a head, or decoder layers (1; dflash: 5).", min=1
-        ),
-    ] = None,
-    share_lm_head: Annotated[
-        bool | None,
-        _method_option(
-            _MEDUSA,
-            flag="--share-lm-head/--own-lm-heads",
-            help="The heads use the target's lm_head (so left out), or each trains its own.",
-        ),
-    ] = None,
-    n_predict: Annotated[int | None, _method_option(_MLP, help="Number of stages (3).", min=1)] = None,
-    inner_dim: Annotated[int | None, _method_option(_MLP, help="Width (0: the target's).", min=0)] = None,
-    tie_weights: Annotated[
-        bool | None,
-        _method_option(
-            _MLP, flag="--tie-weights/--no-tie-weights", help="The stages share their weights (so left out)."
-        ),
-    ] = None,
-    scale_input: Annotated[
-        bool | None,
-        _method_option(
-            _MLP, flag="--scale-input/--no-scale-input", help="The target's state is normalised (so left out)."
-        ),
-    ] = None,
-    head_decay: Annotated[
-        float | None,
-        _method_option(
-            _MEDUSA,
-            _MLP,
-            _EAGLE,
-            _EAGLE3,
-            _DFLASH,
-            _MTP,
-            help="Weight of a draft's loss relative to the one before (0.8; mlp_speculator: 0.9; dflash: 0.87).",
-        ),
-    ] = None,
-    max_positions: Annotated[
-        int | None,
-        _method_option(
-            _MEDUSA,
-            _MLP,
-            help="Positions of a batch that are drawn for the loss: with many rows and --keep-states.",
-            min=1,
-        ),
-    ] = None,
-    ttt_steps: Annotated[
-        int | None,
-        _method_option(
-            _EAGLE,
-            _EAGLE3,
-            _MTP,
-            help="Steps in the draft's own states that it is trained on (6; mtp: 4; eagle: 1, with more it is HASS).",
-            min=1,
-        ),
-    ] = None,
-    intermediate_size: Annotated[
-        int | None,
-        _method_option(_EAGLE, _EAGLE3, _DFLASH, _MTP, help="Width of the MLPs (0: the target's).", min=0),
-    ] = None,
-    token_weight: Annotated[
-        float | None,
-        _method_option(_EAGLE, help="Weight of the tokens' loss beside that of the states (0.1).", min=0.0),
-    ] = None,
-    noise: Annotated[
-        float | None,
-        _method_option(_EAGLE, help="Width of the range of noise on the target's states (0.2).", min=0.0),
-    ] = None,
-    hidden_size: Annotated[
-        int | None, _method_option(_EAGLE3, help="Hidden size of the head (0: the target's).", min=0)
-    ] = None,
-    draft_vocab_size: Annotated[
-        int | None,
-        _method_option(
-            _EAGLE3, help="Tokens that the draft knows, the most frequent of the training rows (0: all).", min=0
-        ),
-    ] = None,
-    own_head: Annotated[
-        bool | None,
-        _method_option(
-            _EAGLE3,
-            flag="--own-lm-head/--target-lm-head",
-            help="The head trains an lm_head (so left out), or uses the target's.",
-        ),
-    ] = None,
-    aux_layer_ids: Annotated[
-        str | None,
-        _method_option(
-            _EAGLE3,
-            help="Target layers whose inputs the head reads, separated by commas (2, N // 2, N - 3 of N layers).",
-        ),
-    ] = None,
-    block_size: Annotated[
-        int | None, _method_option(_DFLASH, help="Tokens of a block, the last committed one included (16).", min=2)
-    ] = None,
-    target_layer_ids: Annotated[
-        str | None,
-        _method_option(
-            _DFLASH, help="Target layers whose outputs the draft reads, separated by commas (spread over the depth)."
-        ),
-    ] = None,
-    mask_token_id: Annotated[
-        int | None,
-        _method_option(_DFLASH, help="Token of the masks (the tokenizer's, an unused one, or end of text).", min=0),
-    ] = None,
-    num_anchors: Annotated[
-        int | None, _method_option(_DFLASH, help="Blocks of a row that are drawn for a step (128; 0: all).", min=0)
-    ] = None,
-    reveal_share: Annotated[
-        float | None,
-        _method_option(
-            _DFLASH,
-            help="Share of the blocks with a part of their tokens revealed, for several denoising steps (0).",
-            min=0.0,
-            max=1.0,
-        ),
-    ] = None,
-    num_denoising_steps: Annotated[
-        int | None,
-        _method_option(
-            _DFLASH, help="Forwards for a block that the draft asks for (1; 3 with --reveal-share).", min=1
-        ),
-    ] = None,
-    draft_model: Annotated[str | None, _method_option(_DRAFT, help="Checkpoint to train on.")] = None,
-    from_scratch: Annotated[
-        str | None,
-        _method_option(
-            _DRAFT,
-            help="Train a new Llama model of these sizes: hidden_size=256,num_hidden_layers=4,... or JSON.",
-        ),
-    ] = None,
-    seed: Annotated[int, _training_option(help="Seed of weights, data order and sampling.")] = 0,
-    resume: Annotated[bool, _training_option("--resume", help="Take up the run in the output folder.")] = False,
-    save_every: Annotated[int, _training_option(min=1, help="Steps between two states to resume from.")] = 500,
-    dtype: Annotated[
-        Dtype,
-        typer.Option(help="Data type of the target. auto: the checkpoint's."),
-    ] = Dtype.auto,
-    bf16: Annotated[
-        bool,
-        _training_option(
-            "--bf16/--no-bf16",
-            help="Train in bfloat16 autocast and save bfloat16, or float32.",
-        ),
-    ] = True,
+    dtype: Annotated[Dtype, typer.Option(help="Data type of the target. auto: the checkpoint's.")] = Dtype.auto,
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU although there is a GPU.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Left out: torch's choice.")] = None,
     trust_remote_code: Annotated[
@@ -261,104 +125,30 @@ def train_command(
     ] = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
+    **options: Any,
 ) -> None:
-    """Train a draft for a target model.
-
-    Ends with the acceptance measured on held-out rows, and the line that uses the draft. For several GPUs or machines
-    start it with `accelerate launch -m hf_specdec train ...` or torchrun.
-    """
-    options = locals()
-    with reported_errors(debug):
-        report, is_main = _run_training(options)
-        if is_main and as_json:
-            typer.echo(json.dumps(report, indent=2))
-        elif is_main:
-            _print_training(report)
-
-
-_RECIPE_OPTIONS = (
-    "kl_weight",
-    "num_heads",
-    "num_layers",
-    "share_lm_head",
-    "n_predict",
-    "inner_dim",
-    "tie_weights",
-    "scale_input",
-    "head_decay",
-    "max_positions",
-    "ttt_steps",
-    "intermediate_size",
-    "token_weight",
-    "noise",
-    "hidden_size",
-    "draft_vocab_size",
-    "own_head",
-    "aux_layer_ids",
-    "block_size",
-    "target_layer_ids",
-    "mask_token_id",
-    "num_anchors",
-    "reveal_share",
-    "num_denoising_steps",
-    "draft_model",
-    "from_scratch",
-)
-
-
-def _run_training(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Trains as the command's options say; what it returns first is what `--json` prints."""
-    given = {name: options[name] for name in _RECIPE_OPTIONS if options[name] is not None}
-    if "from_scratch" in given:
-        given["from_scratch"] = _sizes(given["from_scratch"])
-    for name in ("aux_layer_ids", "target_layer_ids"):
-        if name in given:
-            given[name] = _layer_numbers(name, given[name])
-    from dataclasses import fields
-
+    """Trains with the values of all options, and prints the report."""
     from ..bench.machine import num_threads
-    from ..training.run import RunOptions, TrainingRun, make_recipe
+    from ..training.run import RunOptions, TrainingRun, make_recipe, recipes
 
-    # All that can be checked without the target is checked before it is loaded.
-    recipe = make_recipe(options["method"], given)
-    common = RunOptions(**{item.name: options[item.name] for item in fields(RunOptions)})
-    run = TrainingRun(recipe, common, options["output"], cpu=options["cpu"])
-    with num_threads(options["threads"]):
-        name = options["target"]
-        target, tokenizer = load_target(
-            name, options["dtype"], str(run.accelerator.device), options["trust_remote_code"]
-        )
-        result = run.run(target, tokenizer, name)
-    return result.to_dict() | {"use": _usage(result.method, result.folder, name)}, run.accelerator.is_main_process
-
-
-def _sizes(text: str) -> dict[str, Any]:
-    """Sizes of a model from JSON, or from `name=number,...`."""
-    try:
-        if text.lstrip().startswith("{"):
-            return json.loads(text)
-        pairs = (part.partition("=") for part in text.split(","))
-        return {name.strip(): json.loads(value) for name, _, value in pairs}
-    except ValueError as error:
-        raise SpecConfigError(
-            f"--from-scratch must be sizes such as hidden_size=256,num_hidden_layers=4 or JSON, got '{text}'."
-        ) from error
+    with reported_errors(debug):
+        kinds = {item.name: kind for recipe in recipes().values() for item, kind in options_of(recipe)}
+        given = {name: options.pop(name) for name in kinds if name in options}
+        given = {name: parsed(name, value, kinds[name]) for name, value in given.items() if value is not None}
+        # All that can be checked without the target is checked before it is loaded.
+        run = TrainingRun(make_recipe(method, given), RunOptions(**options), output, cpu=cpu)
+        with num_threads(threads):
+            model, tokenizer = load_target(target, dtype, str(run.accelerator.device), trust_remote_code)
+            result = run.run(model, tokenizer, target)
+        use = f"hf-specdec generate --model {target} --method {method} --spec-model {result.folder}"
+        report = result.to_dict() | {"use": use}
+        if run.accelerator.is_main_process and as_json:
+            typer.echo(json.dumps(report, indent=2))
+        elif run.accelerator.is_main_process:
+            _print_report(report)
 
 
-def _layer_numbers(name: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise SpecConfigError(
-            f"--{name.replace('_', '-')} must be numbers separated by commas such as 2,8,13, got '{text}'."
-        ) from error
-
-
-def _usage(method: str, folder: str, target: str) -> str:
-    return f"hf-specdec generate --model {target} --method {method} --spec-model {folder}"
-
-
-def _print_training(report: dict[str, Any]) -> None:
+def _print_report(report: dict[str, Any]) -> None:
     shares = ", ".join(f"{100 * share:.1f} %" for share in report["accuracies"])
     console = Console()
     for line in (

@@ -218,6 +218,6 @@ def _draft_ids(network: CyclesNetwork, labels: torch.LongTensor) -> torch.LongTe
     return table[labels.clamp(min=0)].masked_fill(labels == IGNORED, IGNORED)
 
 
-def ttt_steps_option(default: int, help: str = "") -> Any:
+def ttt_steps_option(default: int) -> Any:
     """Declares the option `ttt_steps` of a recipe."""
-    return option(default, "Steps in the draft's own states that it is trained on." + help, least=1)
+    return option(default, "Steps in the draft's own states that it is trained on.", least=1)

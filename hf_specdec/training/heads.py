@@ -85,10 +85,9 @@ class HeadsRecipe(Recipe):
 
 def max_positions_option() -> Any:
     """Declares the option `max_positions` of a recipe."""
-    # Neighbours in a text teach much the same.
+    # Neighbouring positions teach much the same.
     return option(
         None,
-        "Positions of a batch that are drawn for the loss, by default all: many rows and few positions of each, with "
-        "--keep-states, teach more than few rows and all positions.",
+        "Positions of a batch that are drawn for the loss: with many rows and --keep-states. Left out: all.",
         least=1,
     )

@@ -5,8 +5,11 @@ The limits are checked when the dataclass is made. The command line is built fro
 
 from __future__ import annotations
 
-from dataclasses import MISSING, field, fields
-from typing import Any
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, field, fields
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ..errors import SpecConfigError
 
@@ -59,3 +62,45 @@ def _check_limits(name: str, value: Any, least: float | None, most: float | None
     else:
         wanted = f"from {least} to {most}" if inclusive else f"between {least} and {most}"
     raise SpecConfigError(f"`{name}` must be {wanted}, got {value}.")
+
+
+def options_of(options: type) -> Iterator[tuple[Field, Any]]:
+    """Yields the options of a dataclass and their types, without `None`."""
+    hints = get_type_hints(options)
+    for item in fields(options):
+        if "help" in item.metadata:
+            kinds = get_args(hints[item.name])
+            yield item, kinds[0] if NoneType in kinds else hints[item.name]
+
+
+def flags_of(item: Field, kind: Any) -> tuple[str, ...]:
+    """Returns the flags of an option, switches with both of theirs: "--muon/--no-muon"."""
+    name = item.name.replace("_", "-")
+    can_be_off = kind is bool and item.default is not False
+    return item.metadata["flags"] or (f"--{name}/--no-{name}" if can_be_off else f"--{name}",)
+
+
+def parsed(name: str, value: Any, kind: Any) -> Any:
+    """
+    Reads an option's value as the command line gives it: numbers separated by commas, sizes from JSON or
+    `name=number,...`; other values stay as they are.
+    """
+    flag = f"--{name.replace('_', '-')}"
+    if get_origin(kind) is tuple:
+        try:
+            return tuple(int(part) for part in value.split(","))
+        except ValueError as error:
+            raise SpecConfigError(
+                f"{flag} must be numbers separated by commas such as 2,8,13, got '{value}'."
+            ) from error
+    if get_origin(kind) is Mapping:
+        try:
+            if value.lstrip().startswith("{"):
+                return json.loads(value)
+            pairs = (part.partition("=") for part in value.split(","))
+            return {size.strip(): json.loads(number) for size, _, number in pairs}
+        except ValueError as error:
+            raise SpecConfigError(
+                f"{flag} must be sizes such as hidden_size=256,num_hidden_layers=4 or JSON, got '{value}'."
+            ) from error
+    return value

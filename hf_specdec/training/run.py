@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..errors import SpecConfigError
 from ..method import built_in_methods
-from .options import Options, option
+from .continuations import continue_prompts, draw_prompts
 from .reading import Batch, TargetReader
 from .recipe import Acceptance, Recipe
-from .text import Document, Rows, check_data, continue_prompts, draw_prompts, load_documents, pack
-from .trainer import STATE_FOLDER, Checkpoints, TrainingOptions, check_identity, train
+from .text import Document, Rows, TextOptions, find_sources, load_documents, pack
+from .trainer import RunState, TrainingOptions, check_identity, train
 
 
+STATE_FOLDER = "training_state"
 RESULT_FILE = "training.json"
 CONTINUATIONS_FILE = "continuations.pt"
+
+# Settings that a resumed run may change.
+_FREE_SETTINGS = ("epochs", "keep_states", "resume", "save_every")
 
 
 def recipes() -> dict[str, type[Recipe]]:
@@ -60,83 +64,18 @@ def make_recipe(method: str, options: Mapping[str, Any]) -> Recipe:
 
 
 @dataclass(frozen=True)
-class RunOptions(Options):
-    """
-    What the recipes have in common.
+class RunOptions(TrainingOptions, TextOptions):
+    """Options that the recipes have in common: the rows of [`TextOptions`], and [`TrainingOptions`]."""
 
-    Args:
-        data (`Sequence[str]`): Sources of text, see [`load_documents`].
-        column (`str`, *optional*): Column of records.
-        seq_length (`int`): Tokens of a row.
-        batch_size (`int`): Rows of a step, those of all processes together.
-        steps (`int`, *optional*): Optimiser steps; by default as many as `epochs` take.
-        epochs (`float`): Passes over the rows.
-        max_tokens (`int`, *optional*): Read no more tokens of the data.
-        max_minutes (`float`, *optional*): Time limit of the training.
-        held_out (`float`): Share of the rows that acceptance is measured on.
-        self_generate (`int`): Prompts from the data that the target continues. Training then is on what it wrote: the
-            rows of text are left out unless `keep_text`.
-        keep_text (`bool`): Train on the rows of text too.
-        max_new_tokens (`int`, *optional*): Most tokens of a continuation; by default it fills its row.
-        temperature (`float`): Of the sampled half of these continuations.
-        learning_rate (`float`): Peak learning rate.
-        warmup_steps (`int`, *optional*): By default a twentieth of the steps, at most 100.
-        weight_decay (`float`, *optional*): By default what suits the method.
-        muon (`bool`, *optional*): By default where whole networks are trained and torch has it.
-        bf16 (`bool`): Compute in bfloat16 autocast.
-        seed (`int`): Seed of weights, data order and sampling.
-        keep_states (`bool`): Read the rows with the target once and keep its states in memory: for several epochs.
-        save_every (`int`): Steps between two training states.
-        resume (`bool`): Take up the state in the output folder.
-
-    Raises:
-        SpecConfigError: A value is out of range.
-    """
-
-    data: Sequence[str]
-    column: str | None = None
-    seq_length: int = option(1024, least=8)
-    batch_size: int = option(8, least=1)
-    steps: int | None = option(None, least=1)
-    epochs: float = option(1.0, least=0, inclusive=False)
-    max_tokens: int | None = option(None, least=1)
-    max_minutes: float | None = None
-    held_out: float = option(0.05, least=0, most=1, inclusive=False)
-    self_generate: int = option(0, least=0)
-    keep_text: bool = False
-    max_new_tokens: int | None = option(None, least=1)
-    temperature: float = option(0.8, least=0, inclusive=False)
-    learning_rate: float = 1e-3
-    warmup_steps: int | None = None
-    weight_decay: float | None = None
-    muon: bool | None = None
-    bf16: bool = True
-    seed: int = 0
-    keep_states: bool = False
-    save_every: int = option(500, least=1)
-    resume: bool = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.self_generate == 1:
-            raise SpecConfigError("`self_generate` must be at least 2: one continuation is held out.")
-        if self.keep_text and not self.self_generate:
-            raise SpecConfigError(
-                "`keep_text` adds text to the target's continuations, and `self_generate` asks for none."
-            )
-
-    def training(self, num_rows: int, recipe: Recipe) -> TrainingOptions:
-        """Length, schedule and precision for so many rows."""
+    def completed(self, num_rows: int, recipe: Recipe) -> RunOptions:
+        """Fills in what is left out, for so many rows and a recipe."""
         steps = self.steps or max(1, round(self.epochs * num_rows / self.batch_size))
-        muon = recipe.muon and hasattr(torch.optim, "Muon") if self.muon is None else self.muon
-        return TrainingOptions(
+        return replace(
+            self,
             steps=steps,
-            learning_rate=self.learning_rate,
             warmup_steps=min(100, steps // 20) if self.warmup_steps is None else self.warmup_steps,
             weight_decay=recipe.weight_decay if self.weight_decay is None else self.weight_decay,
-            max_minutes=self.max_minutes,
-            muon=muon,
-            bf16=self.bf16,
+            muon=recipe.muon and hasattr(torch.optim, "Muon") if self.muon is None else self.muon,
         )
 
 
@@ -144,9 +83,9 @@ class RunOptions(Options):
 class RunResult:
     """
     Attributes:
-        folder (`str`): Where the draft is.
+        folder (`str`): Folder of the draft.
         method (`str`): Its method.
-        before, after ([`Acceptance`]): Measured on the held-out rows before and after training.
+        before, after ([`Acceptance`]): Acceptance on the held-out rows before and after training.
         losses (`list[float]`): The loss of every step.
         num_tokens (`int`): Tokens of the training rows that counted.
         num_parameters (`int`): Parameters that were trained.
@@ -182,9 +121,9 @@ class TrainingRun:
     Args:
         recipe ([`Recipe`]): The method and its options.
         options ([`RunOptions`]): The rest.
-        folder (`str` or `Path`): Where the draft and the training state go.
+        folder (`str` or `Path`): Folder for the draft and the training state.
         cpu (`bool`): Train on the CPU although there is a GPU.
-        console (`Console`, *optional*): Where progress is told.
+        console (`Console`, *optional*): Console for the progress.
 
     Raises:
         SpecDecError: The data are not there, or the folder holds something that is not to be written over.
@@ -200,7 +139,7 @@ class TrainingRun:
     ):
         self.recipe, self.options, self.folder = recipe, options, Path(folder)
         self.console = console or Console(stderr=True)
-        check_data(options.data)
+        find_sources(options.data)
         self._check_folder()
         self.accelerator = Accelerator(cpu=cpu)
         if options.batch_size % self.accelerator.num_processes:
@@ -255,21 +194,17 @@ class TrainingRun:
             return pack(documents, options.seq_length, tokenizer.eos_token_id, options.max_tokens)
         if not documents:
             raise SpecConfigError("The data have no text to make prompts of.")
-        rows = self._own_text(target, documents)
+        rows = self._continuations(target, documents)
         if options.keep_text:
             rows += pack(documents, options.seq_length, tokenizer.eos_token_id, options.max_tokens)
         return rows
 
-    def _own_text(self, target: PreTrainedModel, documents: Sequence[Document]) -> Rows:
-        """The target's continuations, every process its share of them; kept for a resumed run."""
+    def _continuations(self, target: PreTrainedModel, documents: Sequence[Document]) -> Rows:
+        """Returns the target's continuations, every process writing its share of them; kept for a resumed run."""
         options, accelerator = self.options, self.accelerator
         kept = self.folder / CONTINUATIONS_FILE
-        settings = {name: getattr(options, name) for name in ("self_generate", "seq_length", "temperature", "seed")}
-        settings |= {
-            "data": list(options.data),
-            "max_tokens": options.max_tokens,
-            "max_new_tokens": options.max_new_tokens,
-        }
+        names = ("self_generate", "seq_length", "temperature", "seed", "max_tokens", "max_new_tokens")
+        settings = {name: getattr(options, name) for name in names} | {"data": list(options.data)}
         if options.resume and kept.is_file():
             found = torch.load(kept, weights_only=True)
             check_identity(settings, found["settings"])
@@ -307,11 +242,11 @@ class TrainingRun:
         target_name: str = "",
     ) -> RunResult:
         """Trains a network on rows, measures it on others and saves it."""
-        options, recipe, accelerator = self.options, self.recipe, self.accelerator
+        recipe, accelerator = self.recipe, self.accelerator
+        options = self.options.completed(len(rows), recipe)
         recipe.prepare(network, target, rows.tokens[rows.counted])
         reader = TargetReader(target, recipe.states_for(network))
         network.to(accelerator.device)
-        training = options.training(len(rows), recipe)
         if options.keep_states:
             reader.keep(rows.once(options.batch_size))
         before = self._measure(network, reader, held_out)
@@ -319,12 +254,10 @@ class TrainingRun:
             network,
             rows.batches(options.batch_size, options.seed),
             recipe.objective(network, reader),
-            training,
+            options,
             description=recipe.method,
             measure=lambda: self._measure(network, reader, held_out[:32]).tokens_per_cycle,
-            checkpoints=Checkpoints(
-                self.folder / STATE_FOLDER, options.save_every, options.resume, self._identity(training, rows)
-            ),
+            state=RunState(self.folder / STATE_FOLDER, self._identity(options, rows)),
             accelerator=accelerator,
         )
         after = self._measure(network, reader, held_out)
@@ -336,24 +269,25 @@ class TrainingRun:
         return result
 
     def _measure(self, network: nn.Module, reader: TargetReader, rows: Rows) -> Acceptance:
-        """Every process measures all held-out rows, so that all know the figure."""
+        """Measures the acceptance on all rows, in every process, so that all know the figure."""
         network.eval()
         device = self.accelerator.device
         batches: list[Batch] = [batch.to(device) for batch in rows.once(self.options.batch_size)]
         return self.recipe.measure(network, reader, batches)
 
-    def _identity(self, training: TrainingOptions, rows: Rows) -> dict[str, Any]:
-        """What a resumed run must have in common with the one that it continues."""
+    def _identity(self, options: RunOptions, rows: Rows) -> dict[str, Any]:
+        """Returns the settings that a resumed run must have in common with the one that it continues."""
+        names = [item.name for item in fields(TrainingOptions) if item.name not in _FREE_SETTINGS]
         return {
             "method": self.recipe.method,
-            **{name: value for name, value in asdict(self.recipe).items()},
-            **asdict(training),
-            "batch_size": self.options.batch_size,
-            "seed": self.options.seed,
+            **asdict(self.recipe),
+            **{name: getattr(options, name) for name in names},
             "rows": [len(rows), int(rows.tokens.sum())],
         }
 
-    def _save(self, network, result: RunResult, tokenizer, target_name: str) -> None:
+    def _save(
+        self, network: nn.Module, result: RunResult, tokenizer: PreTrainedTokenizerBase | None, target_name: str
+    ) -> None:
         self.recipe.save(
             network,
             self.folder,

@@ -1,8 +1,6 @@
-"""Training rows from a user's text: files, folders or a data set, chats in the chat template, the target's own text.
+"""Training rows from a user's text: files, folders or a data set, chats in the chat template.
 
-Documents are packed one behind the other, with the end-of-sequence token between them, into rows of equal length. What
-a draft has to predict is not text but what the target writes: `continue_prompts` lets the target continue documents,
-greedily and sampled, and only what it wrote counts in the loss.
+Documents are packed one after the other, with the end-of-sequence token between them, into rows of equal length.
 
 Shapes: B rows, N rows in all, T tokens of a row.
 """
@@ -10,31 +8,61 @@ Shapes: B rows, N rows in all, T tokens of a row.
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers import PreTrainedTokenizerBase
 
-from hf_specdec.errors import MissingDependencyError, SpecConfigError, UnsupportedModelError
-
+from ..errors import MissingDependencyError, SpecConfigError
+from .options import Options, option
 from .reading import Batch
 
 
-logger = logging.get_logger(__name__)
-
-TEXT_SUFFIXES = (".txt", ".md", ".py")
-SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".parquet")
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 TEXT_COLUMNS = ("text", "content")
 CHAT_COLUMNS = ("messages", "conversations")
 
 # Batches whose rows are sorted by length before they are dealt out.
 _SORTED_BATCHES = 16
+
+
+@dataclass(frozen=True)
+class TextOptions(Options):
+    """
+    Rows to train on.
+
+    Raises:
+        SpecConfigError: A value is out of range, or two contradict each other.
+    """
+
+    data: Sequence[str] = option(
+        help="Text: a file or folder (.txt, .md, .py, .jsonl, .parquet) or the id of a data set. May be repeated.",
+        flags=("--data", "-d"),
+    )
+    column: str | None = option(None, "Column of the records that holds text or messages.")
+    max_tokens: int | None = option(None, "Read no more tokens of the data.", least=1)
+    self_generate: int = option(
+        0, "Prompts from the data that the target continues; training is then on what the target wrote.", least=0
+    )
+    max_new_tokens: int | None = option(None, "Most tokens of a continuation. Left out: it fills its row.", least=1)
+    keep_text: bool = option(False, "With --self-generate: train on the data too.")
+    temperature: float = option(0.8, "Of the sampled half of --self-generate.", least=0, inclusive=False)
+    seq_length: int = option(1024, "Tokens of a row.", least=8)
+    held_out: float = option(
+        0.05, "Share of the rows that acceptance is measured on.", least=0, most=1, inclusive=False
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.self_generate == 1:
+            raise SpecConfigError("`self_generate` must be at least 2: one continuation is held out.")
+        if self.keep_text and not self.self_generate:
+            raise SpecConfigError(
+                "`keep_text` adds text to the target's continuations, and `self_generate` asks for none."
+            )
 
 
 @dataclass(frozen=True)
@@ -44,7 +72,7 @@ class Document:
 
     Args:
         tokens (`list[int]`): Its tokens, without special ones around it.
-        prompt_length (`int`): How many of them come before the last answer of a chat; 0 for a text.
+        prompt_length (`int`): Number of those before the last answer of a chat; 0 for a text.
     """
 
     tokens: list[int]
@@ -58,7 +86,7 @@ class Rows:
 
     Args:
         tokens (`torch.LongTensor` of shape `(N, T)`): Token ids.
-        counted (`torch.BoolTensor` of shape `(N, T)`): Which tokens a draft is to predict.
+        counted (`torch.BoolTensor` of shape `(N, T)`): Tokens that a draft is to predict.
     """
 
     tokens: torch.LongTensor
@@ -72,8 +100,8 @@ class Rows:
 
     def batches(self, batch_size: int, seed: int) -> Iterator[Batch]:
         """
-        Yields batches without end; every pass has an order of its own, which the seed alone decides. Rows that end at
-        about the same place share a batch, as far as few batches allow: the target does not read what is behind.
+        Yields endless batches; every pass has an order of its own, which the seed alone decides. Rows that end at
+        about the same place share a batch, as far as few batches allow: the target does not read the padding.
         """
         order = torch.empty(0, dtype=torch.long)
         generator = torch.Generator().manual_seed(seed)
@@ -89,11 +117,11 @@ class Rows:
                     yield Batch(self.tokens[index], self.counted[index], index)
 
     def once(self, batch_size: int) -> list[Batch]:
-        """All rows in order, in batches."""
+        """Returns all rows in order, in batches."""
         return [Batch(*parts) for parts in zip(self.tokens.split(batch_size), self.counted.split(batch_size))]
 
     def split(self, share: float, seed: int) -> tuple[Rows, Rows]:
-        """Draws a share of the rows, at least one, for the measurement: the rest, and those."""
+        """Divides the rows at random: the rest to train on, and a share of at least one row to measure on."""
         if len(self) < 2:
             raise SpecConfigError(
                 f"The data fill {len(self)} row, and training needs at least two, one of them held out. Give more "
@@ -118,88 +146,88 @@ def load_documents(
         data (`Sequence[str]`): Files (.txt, .md, .py: one document each; .jsonl, .parquet: one a record), folders of
             such files, or ids of the `datasets` library, whose split may follow a colon (`name:train`).
         tokenizer (`PreTrainedTokenizerBase`): The target's.
-        column (`str`, *optional*): Which column of records to read: text, or a chat as a list of messages. By default
-            the first of messages, conversations, text, content that they have.
+        column (`str`, *optional*): Column of records to read: text, or a chat as a list of messages. By default the
+            first of messages, conversations, text, content that they have.
 
     Raises:
         SpecConfigError: Something cannot be read: a name that is neither file nor folder nor data set id, a record
             without text, a chat without a chat template.
         MissingDependencyError: A data set id or .parquet without the packages that read them.
     """
-    for name in data:
-        for record in _records(name):
-            document = _document(record, name, tokenizer, column)
+    for source in find_sources(data):
+        for record in _records(source):
+            document = _document(record, str(source), tokenizer, column)
             if document.tokens:
                 yield document
 
 
-def check_data(data: Sequence[str]) -> None:
-    """Checks that the sources are there, before anything is loaded; raises as [`load_documents`] does."""
+def find_sources(data: Sequence[str]) -> list[Path | str]:
+    """
+    Returns the files of `data` and the ids of data sets, without reading any.
+
+    Raises:
+        SpecConfigError: There is no such file or folder, or no file of a known kind.
+        MissingDependencyError: A name seems to be that of a data set, and the library is not there.
+    """
     if not data:
         raise SpecConfigError("There is no training data. Name files, folders or data sets.")
+    found: list[Path | str] = []
     for name in data:
         path = Path(name)
         if path.is_dir():
-            _files_of(path)
+            files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+            if not files:
+                raise SpecConfigError(f"The folder '{path}' has no files of a known kind: {', '.join(SUFFIXES)}.")
+            found += files
         elif path.is_file():
-            _check_suffix(path)
+            if path.suffix not in SUFFIXES:
+                raise SpecConfigError(
+                    f"'{path}' is of no known kind. Training data are files of {', '.join(SUFFIXES)}."
+                )
+            found.append(path)
         else:
-            _check_dataset_id(name)
+            _datasets_library(name)
+            found.append(name)
+    return found
 
 
-def _records(name: str) -> Iterator[Any]:
-    path = Path(name)
-    if path.is_dir():
-        return chain.from_iterable(map(_file_records, _files_of(path)))
-    if path.is_file():
-        _check_suffix(path)
-        return _file_records(path)
-    return _dataset_records(name)
+def _records(source: Path | str) -> Iterator[Any]:
+    """Yields the texts and records of a file or data set."""
+    if isinstance(source, str):
+        location, _, split = source.partition(":")
+        try:
+            yield from _datasets_library(source).load_dataset(location, split=split or "train", streaming=True)
+        except (OSError, ValueError, ConnectionError) as error:
+            raise SpecConfigError(f"The data set '{source}' cannot be read: {error}") from error
+    elif source.suffix == ".parquet":
+        try:
+            from pyarrow import parquet
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"Reading '{source}' needs pyarrow. Install it with: pip install pyarrow"
+            ) from error
+        for part in parquet.ParquetFile(source).iter_batches():
+            yield from part.to_pylist()
+    elif source.suffix == ".jsonl":
+        for number, line in enumerate(_read_text(source).splitlines(), 1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise SpecConfigError(f"Line {number} of '{source}' is no JSON: {error}") from error
+    else:
+        yield _read_text(source)
 
 
-def _files_of(folder: Path) -> list[Path]:
-    files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
-    if not files:
-        raise SpecConfigError(f"The folder '{folder}' has no files of a known kind: {', '.join(SUFFIXES)}.")
-    return files
-
-
-def _check_suffix(path: Path) -> None:
-    if path.suffix not in SUFFIXES:
-        raise SpecConfigError(f"'{path}' is of no known kind. Training data are files of {', '.join(SUFFIXES)}.")
-
-
-def _file_records(path: Path) -> Iterator[Any]:
-    if path.suffix == ".parquet":
-        yield from _parquet_records(path)
-        return
+def _read_text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecConfigError(f"'{path}' cannot be read: {error}") from error
-    if path.suffix != ".jsonl":
-        yield text
-        return
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise SpecConfigError(f"Line {number} of '{path}' is no JSON: {error}") from error
 
 
-def _parquet_records(path: Path) -> Iterator[Any]:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"Reading '{path}' needs pyarrow. Install it with: pip install pyarrow"
-        ) from error
-    for part in parquet.ParquetFile(path).iter_batches():
-        yield from part.to_pylist()
-
-
-def _check_dataset_id(name: str) -> Any:
+def _datasets_library(name: str) -> Any:
+    """Imports the `datasets` library for a name that is no file and no folder."""
     location = name.partition(":")[0]
     looks_like_path = (
         Path(location).suffix in SUFFIXES or location.startswith((".", "/", "~")) or location.count("/") > 1
@@ -214,15 +242,6 @@ def _check_dataset_id(name: str) -> Any:
             "it with: pip install datasets"
         ) from error
     return datasets
-
-
-def _dataset_records(name: str) -> Iterator[Any]:
-    datasets = _check_dataset_id(name)
-    location, _, split = name.partition(":")
-    try:
-        yield from datasets.load_dataset(location, split=split or "train", streaming=True)
-    except (OSError, ValueError, ConnectionError) as error:
-        raise SpecConfigError(f"The data set '{name}' cannot be read: {error}") from error
 
 
 def _document(record: Any, name: str, tokenizer: PreTrainedTokenizerBase, column: str | None) -> Document:
@@ -251,8 +270,8 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 
 
-def _chat(messages: list, name: str, tokenizer: PreTrainedTokenizerBase) -> Document:
-    """A chat in the tokenizer's template, up to its last answer."""
+def _chat(messages: list[Any], name: str, tokenizer: PreTrainedTokenizerBase) -> Document:
+    """Renders a chat in the tokenizer's template, up to its last answer."""
     if tokenizer.chat_template is None:
         raise SpecConfigError(
             f"'{name}' holds chats, and the target's tokenizer has no chat template. Give text, or a target that was "
@@ -287,7 +306,7 @@ def pack(documents: Iterable[Document], length: int, eos_token_id: int | None, m
     Args:
         documents (`Iterable[Document]`): What to pack, in order.
         length (`int`): Tokens of a row.
-        eos_token_id (`int`, *optional*): Put behind every document.
+        eos_token_id (`int`, *optional*): Appended to every document.
         max_tokens (`int`, *optional*): Stop at so many tokens.
 
     Raises:
@@ -308,99 +327,3 @@ def pack(documents: Iterable[Document], length: int, eos_token_id: int | None, m
         )
     tokens = torch.tensor(stream[: count * length]).view(count, length)
     return Rows(tokens, torch.ones_like(tokens, dtype=torch.bool))
-
-
-def draw_prompts(documents: Sequence[Document], count: int, length: int, seed: int) -> list[list[int]]:
-    """
-    Draws beginnings for the target to continue: of a chat all that comes before its last answer, of a text a piece.
-
-    Args:
-        documents (`Sequence[Document]`): Where from.
-        count (`int`): How many prompts.
-        length (`int`): Tokens of the row that a prompt is continued to; a prompt takes up to half of them.
-        seed (`int`): Seed of the draws.
-    """
-    choose = random.Random(seed)
-    weights = [len(document.tokens) if not document.prompt_length else length for document in documents]
-    prompts = []
-    for document in choose.choices(documents, weights, k=count):
-        if document.prompt_length:
-            prompts.append(document.tokens[: document.prompt_length][-(length // 2) :])
-            continue
-        size = choose.randint(max(1, length // 16), max(1, length // 2))
-        start = choose.randrange(max(1, len(document.tokens) - size + 1))
-        prompts.append(document.tokens[start : start + size])
-    return prompts
-
-
-@torch.no_grad()
-def continue_prompts(
-    target: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    length: int,
-    *,
-    sampled_share: float = 0.5,
-    temperature: float = 0.8,
-    max_new_tokens: int | None = None,
-    batch_size: int = 32,
-    on_step: Callable[[int], None] | None = None,
-) -> Rows:
-    """
-    Lets the target continue prompts to the end of a row, or to its end-of-sequence token.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-        prompts (`Sequence[Sequence[int]]`): Token ids, each shorter than `length`.
-        length (`int`): Tokens of a row.
-        sampled_share (`float`): Share of the batches that are sampled, at `temperature`; the others are greedy.
-        max_new_tokens (`int`, *optional*): Most tokens of a continuation. Long ones repeat themselves more, and more
-            prompts teach more.
-        batch_size (`int`): Prompts continued together.
-        on_step (`Callable[[int], None]`, *optional*): Called with the number of prompts done.
-
-    Returns:
-        [`Rows`]: prompt, continuation and padding; only the continuation counts. In the order of the prompts' lengths.
-    """
-    tokens = torch.zeros(len(prompts), length, dtype=torch.long)
-    counted = torch.zeros(len(prompts), length, dtype=torch.bool)
-    # Prompts of similar length together.
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    due = 0.0
-    for start in range(0, len(order), batch_size):
-        chosen = [prompts[index] for index in order[start : start + batch_size]]
-        due += sampled_share
-        sampled = due >= 1.0
-        due -= sampled
-        sampling = {"do_sample": True, "temperature": temperature} if sampled else {"do_sample": False}
-        room = length - min(map(len, chosen))
-        most = room if max_new_tokens is None else min(room, max_new_tokens)
-        for row, answer in enumerate(_continuations(target, chosen, most, sampling), start):
-            end = len(chosen[row - start])
-            text = torch.cat((torch.tensor(chosen[row - start]), answer.cpu()))[:length]
-            tokens[row, : len(text)] = text
-            counted[row, end : len(text)] = True
-        if on_step is not None:
-            on_step(min(start + batch_size, len(order)))
-    return Rows(tokens, counted)
-
-
-def _continuations(target, prompts, max_new_tokens, sampling) -> Iterator[torch.LongTensor]:
-    """The answers to some prompts, each with its end-of-sequence token if there is one."""
-    width = max(map(len, prompts))
-    input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    mask = torch.zeros_like(input_ids)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
-    inputs = {"input_ids": input_ids.to(target.device), "attention_mask": mask.to(target.device)}
-    arguments = {"max_new_tokens": max_new_tokens, "pad_token_id": 0, **sampling}
-    try:
-        # The same text, faster.
-        output = target.generate(**inputs, **arguments, spec_method="ngram")
-    except UnsupportedModelError:
-        output = target.generate(**inputs, **arguments)
-    ends = target.generation_config.eos_token_id
-    ends = torch.tensor(ends if isinstance(ends, list) else [-1 if ends is None else ends], device=output.device)
-    for answer in output[:, width:]:
-        found = torch.isin(answer, ends).nonzero()
-        yield answer[: found[0, 0] + 1] if len(found) else answer

@@ -1,12 +1,16 @@
 """`hf-specdec train` from end to end, on a tiny saved target and a text file."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from hf_specdec import cli
+from hf_specdec.training.options import flags_of, options_of
+from hf_specdec.training.run import RunOptions, recipes
 from tests.models import VOCAB_SIZE, letter_tokenizer, prompts, tiny_llama
 
 
@@ -109,8 +113,23 @@ def test_too_little_text(common, tmp_path):
     assert "The data have 3 tokens, fewer than one row of 32" in result.stderr
 
 
-def test_help_names_every_option_of_a_method():
+def flags(options):
+    return [flag for item, kind in options_of(options) for flag in flags_of(item, kind)]
+
+
+def test_help_names_every_option(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     result = invoke("--help")
     assert result.exit_code == 0
-    for option in ("--self-generate", "--num-heads", "--n-predict", "--from-scratch", "--kl-weight", "--resume"):
-        assert option in result.stdout
+    for options in (RunOptions, *recipes().values()):
+        for flag in flags(options):
+            assert all(f" {part}" in result.stdout.replace(",", " ") for part in flag.split("/"))
+    assert "Weight of a draft's loss relative to the one before it. (0.8; mlp_speculator: 0.9" in result.stdout
+    assert "Options of medusa and mlp_speculator " in result.stdout
+
+
+def test_the_page_has_the_options_of_every_method():
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    rows = (line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| `"))
+    table = {row[0].strip(" `"): set(re.findall(r"`(--[^` ]+)", row[-1])) for row in rows if len(row) == 3}
+    assert table == {method: set(flags(recipe)) - {"--kl-weight"} for method, recipe in recipes().items()}

@@ -9,15 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specdec.errors import MissingDependencyError, SpecConfigError
-from hf_specdec.training.text import (
-    Document,
-    Rows,
-    check_data,
-    continue_prompts,
-    draw_prompts,
-    load_documents,
-    pack,
-)
+from hf_specdec.training.continuations import continue_prompts, draw_prompts
+from hf_specdec.training.text import Document, Rows, find_sources, load_documents, pack
 from tests.models import VOCAB_SIZE, letter_tokenizer, tiny_llama
 
 
@@ -118,10 +111,10 @@ class TestErrors:
             (["./missing"], "There is no file or folder"),
         ):
             with pytest.raises(SpecConfigError, match=message):
-                check_data(data)
+                find_sources(data)
         hide(monkeypatch, "datasets")
         with pytest.raises(MissingDependencyError, match="pip install datasets"):
-            check_data(["someone/something"])
+            find_sources(["someone/something"])
 
     def test_parquet_without_its_package(self, tmp_path, tokenizer, monkeypatch):
         (tmp_path / "a.parquet").write_bytes(b"PAR1")

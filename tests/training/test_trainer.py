@@ -120,9 +120,8 @@ def test_training_lowers_the_loss_and_is_repeatable(make_model, muon):
     runs = []
     for _ in range(2):
         model = make_model(0)
-        done = []
-        losses = train(model, itertools.repeat(tokens), next_token_loss(model), options, on_step=done.append)
-        assert done == list(range(1, 13))
+        losses = train(model, itertools.repeat(tokens), next_token_loss(model), options)
+        assert len(losses) == 12
         assert not model.training
         runs.append(losses)
     assert runs[0] == runs[1]

@@ -22,10 +22,11 @@ from .network import Eagle1Network, Eagle3Network, EagleNetwork
 class Eagle1Recipe(CyclesRecipe):
     """
     An EAGLE-1 head, which EAGLE-2 drafts with too: regression of the target's next state, and through the target's
-    lm_head the next token (Li et al. 2024, arXiv:2401.15077, section 4.2). Its layer begins as the target's last one.
+    lm_head the next token (Li et al. 2024, arXiv:2401.15077, section 4.2). With more than one step it is HASS. Its
+    layer begins as the target's last one.
     """
 
-    ttt_steps: int = ttt_steps_option(1, " With more than one it is HASS.")
+    ttt_steps: int = ttt_steps_option(1)
     num_layers: int = option(1, "Decoder layers.", least=1)
     intermediate_size: int = intermediate_size_option()
     token_weight: float = option(0.1, "Weight of the tokens' loss beside that of the states, a smooth L1.", least=0)

@@ -7,7 +7,6 @@ take them. Their modules import torch, and so are read when the command is calle
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field
 from pathlib import Path
@@ -19,7 +18,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from ..training.options import flags_of, options_of, parsed
-from .common import DebugOption, Dtype, JsonOption, counted, load_target, reported_errors
+from .common import Dtype, DtypeOption, JsonOption, counted, load_target, reporting, show, with_parameters
 
 
 class TrainCommand(TyperCommand):
@@ -40,7 +39,7 @@ def train_command() -> None:
 
 
 def _command() -> Any:
-    """Returns a function with a parameter for each option, as typer reads it."""
+    """Returns the command with a parameter for each option."""
     from ..training.run import recipes
 
     def command(**values: Any) -> None:
@@ -50,8 +49,7 @@ def _command() -> Any:
     method, *others, _ = inspect.signature(_train, eval_str=True).parameters.values()
     help = f"{', '.join(known)}."
     method = method.replace(annotation=Annotated[str, typer.Argument(help=help, show_default=False)])
-    command.__signature__ = inspect.Signature([method, *others, *_run_parameters(), *_recipe_parameters(known)])
-    return command
+    return reporting(with_parameters(command, [method, *others, *_run_parameters(), *_recipe_parameters(known)]))
 
 
 def _run_parameters() -> Iterator[inspect.Parameter]:
@@ -117,35 +115,31 @@ def _train(
         str, typer.Option("--target", "-t", help="Target model: a repo id or a folder; 'demo' is the embedded one.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the draft.")],
-    dtype: Annotated[Dtype, typer.Option(help="Data type of the target. auto: the checkpoint's.")] = Dtype.auto,
+    dtype: DtypeOption = Dtype.auto,
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU although there is a GPU.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Left out: torch's choice.")] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow code from the target's repository to run.")
     ] = False,
     as_json: JsonOption = False,
-    debug: DebugOption = False,
     **options: Any,
 ) -> None:
     """Trains with the values of all options, and prints the report."""
     from ..bench.machine import num_threads
     from ..training.run import RunOptions, TrainingRun, make_recipe, recipes
 
-    with reported_errors(debug):
-        kinds = {item.name: kind for recipe in recipes().values() for item, kind in options_of(recipe)}
-        given = {name: options.pop(name) for name in kinds if name in options}
-        given = {name: parsed(name, value, kinds[name]) for name, value in given.items() if value is not None}
-        # All that can be checked without the target is checked before it is loaded.
-        run = TrainingRun(make_recipe(method, given), RunOptions(**options), output, cpu=cpu)
-        with num_threads(threads):
-            model, tokenizer = load_target(target, dtype, str(run.accelerator.device), trust_remote_code)
-            result = run.run(model, tokenizer, target)
+    kinds = {item.name: kind for recipe in recipes().values() for item, kind in options_of(recipe)}
+    given = {name: options.pop(name) for name in kinds if name in options}
+    given = {name: parsed(name, value, kinds[name]) for name, value in given.items() if value is not None}
+    # All that can be checked without the target is checked before it is loaded.
+    run = TrainingRun(make_recipe(method, given), RunOptions(**options), output, cpu=cpu)
+    with num_threads(threads):
+        model, tokenizer = load_target(target, dtype, str(run.accelerator.device), trust_remote_code)
+        result = run.run(model, tokenizer, target)
+    if run.accelerator.is_main_process:
         use = f"hf-specdec generate --model {target} --method {method} --spec-model {result.folder}"
         report = result.to_dict() | {"use": use}
-        if run.accelerator.is_main_process and as_json:
-            typer.echo(json.dumps(report, indent=2))
-        elif run.accelerator.is_main_process:
-            _print_report(report)
+        show(report, as_json, lambda: _print_report(report))
 
 
 def _print_report(report: dict[str, Any]) -> None:

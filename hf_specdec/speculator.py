@@ -27,10 +27,12 @@ from .control.store import find_profile
 from .decoding.graphs import forget_graphs
 from .decoding.sequences import Sequences
 from .errors import SpecConfigError, SpecDecError
+from .hub.candidate import Candidate
 from .hub.detect import reads_target_cache
-from .hub.discover import Access, Candidate, Search, Target
+from .hub.discover import Search
 from .hub.files import RepoFiles, file_identity, only_safetensors
 from .hub.published import IN_GENERATION_CONFIG, published_config, settings_of_generation_config
+from .hub.target import Access, Target
 from .hub.trust import one_line, restrictions, warn_of
 from .loaded import forget_records, record_of
 from .logits.processors import ProcessorStack

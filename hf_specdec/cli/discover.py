@@ -14,7 +14,7 @@ from .common import EMBEDDED, JsonOption, reporting, show, shown_size
 
 
 if TYPE_CHECKING:
-    from ..hub.discover import Candidate
+    from ..hub.candidate import Candidate
 
 
 @reporting
@@ -33,7 +33,8 @@ def discover_command(
     not downloaded. What was found but does not fit is listed last, with the reason.
     """
     from .. import demo
-    from ..hub.discover import Access, Search, Target
+    from ..hub.discover import Search
+    from ..hub.target import Access, Target
 
     access = Access(local_files_only=offline)
     name = demo.target_path() if target == EMBEDDED else target

@@ -21,7 +21,9 @@ from ..bench.machine import describe_environment, free_bytes
 from ..bench.prompts import Batch
 from ..bench.report import make_rows
 from ..control.theory import break_even_acceptance, optimal_length
-from ..hub.discover import Access, Candidate, Search, Target
+from ..hub.candidate import Candidate
+from ..hub.discover import Search
+from ..hub.target import Access, Target
 from ..hub.trust import one_line
 from ..method import built_in_methods
 from ..metrics import SpecDecodingStats

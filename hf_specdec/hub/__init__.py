@@ -28,7 +28,7 @@ _HOMES = {
     "read_card": "card",
     "read_target_card": "card",
     "export_custom_generate": "custom_generate",
-    "Candidate": "discover",
+    "Candidate": "candidate",
     "discover_drafters": "discover",
     "Detection": "detect",
     "detect_checkpoint": "detect",

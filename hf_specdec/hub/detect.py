@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoints.settings import COUNT
 from ..errors import CheckpointAccessError, CheckpointFormatError
-from .files import MEDUSA_FILES, MTP_FILES, WEIGHT_FILES, ReadOfRepositories, RepoFiles, TensorTable, is_pickled
+from .files import MEDUSA_FILES, MTP_FILES, WEIGHT_FILES, ReadOfRepositories, RepoFiles, is_pickled
 from .formats import Format, TensorNames, format_of
+from .headers import TensorTable
 
 
 if TYPE_CHECKING:

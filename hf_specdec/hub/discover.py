@@ -15,16 +15,15 @@ would have to be trusted: no pickled weights, no code, no more bytes than the ta
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from huggingface_hub import ModelInfo, constants, get_session, is_offline_mode
+from huggingface_hub import ModelInfo, constants, get_session
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from transformers import CONFIG_MAPPING
 from transformers.utils import logging
@@ -36,14 +35,13 @@ from ..method import (
     built_in_methods,
     drafting_method,
     is_language_model,
-    methods,
     own_layers_method,
     parts_of,
     preferred_methods,
-    takes_model,
 )
-from ..settings import AUTO, SpeculativeConfig, describe_settings
+from ..settings import AUTO, SpeculativeConfig
 from ..threads import cached_property
+from .candidate import FOUND, RELATIONS, Candidate, rank, without
 from .detect import Detection, detect
 from .files import RepoFiles
 from .formats import FORMATS
@@ -53,17 +51,15 @@ from .inspect import (
     is_repo_id,
     is_same_checkpoint,
     own_layer_problems,
-    repo_id_of,
     target_problems,
-    text_config,
 )
-from .published import CARD_KEY, config_of, entry_of_model, saved_settings, settings_in_entry, target_entry
+from .published import CARD_KEY, config_of, saved_settings, settings_in_entry, target_entry
+from .target import WEIGHTS, Access, Target, work
 from .trust import (
     MODELS_VARIABLE,
     PLACE_SETTINGS,
     is_allowed_folder,
     one_line,
-    owner_of,
     restrictions,
     sifted,
     why_not_unasked,
@@ -71,12 +67,6 @@ from .trust import (
 
 
 logger = logging.get_logger(__name__)
-
-# How closely a drafter belongs to the target: made for it; made for the model that it is based on; of its sizes, and
-# nothing is said; or made for none in particular.
-RELATIONS = ("exact", "derived", "sizes", "any")
-
-PLACES = ("target", "entry", "cache", "hub", "none")
 
 # After so many seconds nothing more is begun in a place; a single request has the time that the Hub's client gives it.
 SECONDS_PER_PLACE = 15.0
@@ -87,11 +77,8 @@ DEFAULT_LIMIT = 8
 # Each token of a draft model costs about this share of a target's; beyond the last one it cannot pay.
 _MOST_DRAFT_WORK = 1 / 4
 
-# A drafter that nobody has named has at most as many bytes as the target, or so many.
-_LEAST_BOUND = 64 * 2**20
-
 # Files that come along with a whole model.
-_BESIDE_WEIGHTS = (".json", ".txt", ".model", ".jinja")
+_BESIDEWEIGHTS = (".json", ".txt", ".model", ".jinja")
 
 # Tags of drafters' cards. The Hub is asked for the first ones; a query cannot say "or".
 _TAG = "speculative-decoding"
@@ -103,208 +90,6 @@ _TAGS = frozenset(
 # Of what is based on a target the most are fine-tunes, most downloaded first.
 _MOST_LISTED = 100
 _LISTED_PROPERTIES = ["config", "downloads", "sha", "tags"]
-
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way of drafting for a target.
-
-    Attributes:
-        method (`str`, *optional*): Its method; `None` where that could not be read.
-        model (`str`, *optional*): Repo id or folder of its weights. `None`: none, or the target's own.
-        place (`str`): Where it was found, one of `PLACES`.
-        relation (`str`): How closely it belongs to the target, one of `RELATIONS`.
-        settings (`dict`): Further settings that come with it, such as its revision.
-        format (`str`, *optional*): Layout of its checkpoint.
-        num_bytes (`int`, *optional*): Size of its weights.
-        num_draft_tokens (`int`, *optional*): Tokens of a draft that it was made for, as far as it says.
-        downloads (`int`): From the Hub within a month; 0 where not known.
-        problems (`tuple[str, ...]`): Why it is never chosen; empty where it can be.
-        left_out (`tuple[str, ...]`): Settings that came with it and are not for it to say.
-    """
-
-    method: str | None
-    model: str | None = None
-    place: str = "none"
-    relation: str = "any"
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    format: str | None = None
-    num_bytes: int | None = None
-    num_draft_tokens: int | None = None
-    downloads: int = 0
-    problems: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.method or 'unknown format'} '{one_line(self.model)}'" if self.model else str(self.method)
-
-    @property
-    def origin(self) -> dict[str, str | None]:
-        """What was taken and from whom: `model`, `owner` and `revision` (of a repository), `place`."""
-        is_repository = self.model is not None and not os.path.isdir(self.model)
-        return {
-            "model": self.model,
-            "owner": owner_of(self.model) if is_repository else None,
-            "revision": self.settings.get("revision") if is_repository else None,
-            "place": self.place,
-        }
-
-    @property
-    def title(self) -> str:
-        """Its name with owner and revision."""
-        of = {"owner": self.origin["owner"], "revision": self.origin["revision"]}
-        known = ", ".join(f"{name} '{one_line(value, 60)}'" for name, value in of.items() if value)
-        return f"{self} ({known})" if known else str(self)
-
-    @property
-    def reason(self) -> str:
-        """Where it was found and how it belongs to the target, for people."""
-        return _REASONS.get((self.place, self.relation)) or f"{_FOUND[self.place]}, {_BELONGS[self.relation]}"
-
-    def configured(self, asked: SpeculativeConfig) -> SpeculativeConfig:
-        """The settings of a call for this drafter: its own, and over them those of the call that its method has.
-
-        A call that names the method, which may be a combination with that of the drafter, has its way.
-        """
-        own = {"model": self.model, **self.settings}
-        method = self.method if asked.method == AUTO else asked.method
-        # It has been found.
-        asked = asked.replace(trusted_owners=None)
-        has_shape = takes_model(method)
-        options = asked.to_dict().keys() - {setting.key for setting in describe_settings()}
-        says_shape = has_shape and (asked.speculative_token_tree or options)
-        if asked.num_speculative_tokens or says_shape:
-            # The call says itself what shape its drafts have.
-            own = _without(own, "num_speculative_tokens", "speculative_token_tree")
-        config = asked.for_method(method, **own)
-        most, k = self.num_draft_tokens, config.fixed_length
-        is_chain = isinstance(k, int) and not config.speculative_token_tree
-        has_heads = method in methods() and methods()[method].drafts_one_token_per_head
-        if asked.method == AUTO and has_heads and most and is_chain and k > most:
-            config = config.replace(num_speculative_tokens=most)
-        return config
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain Python and JSON types."""
-        lists = {"problems": list(self.problems), "left_out": list(self.left_out)}
-        return {**asdict(self), "settings": dict(self.settings), **lists}
-
-
-_FOUND = {
-    "target": "in the target's own checkpoint",
-    "entry": "named by the target",
-    "cache": "in the local cache",
-    "hub": "on the Hub",
-    "none": "without weights",
-}
-_BELONGS = {
-    "exact": "made for the target",
-    "derived": "made for the model that the target is based on",
-    "sizes": "of the target's sizes",
-}
-_REASONS = {
-    ("target", "exact"): _FOUND["target"],
-    ("entry", "exact"): _FOUND["entry"],
-    ("none", "any"): "needs no weights",
-}
-
-
-def rank(candidate: Candidate) -> tuple:
-    """What candidates are sorted by, the best first: what cannot be used comes last."""
-    method = methods().get(candidate.method)
-    return (
-        bool(candidate.problems),
-        RELATIONS.index(candidate.relation),
-        PLACES.index(candidate.place),
-        math.inf if method is None else method.preference,
-        -candidate.downloads,
-        candidate.model or "",
-    )
-
-
-@dataclass(frozen=True)
-class Access:
-    """How files are reached.
-
-    Attributes:
-        token (`str` or `bool`, *optional*): For private and gated repositories; `None`: the one that is logged in.
-        cache_dir (`str`, *optional*): The local cache; `None`: the usual one.
-        local_files_only (`bool`): Ask no network.
-    """
-
-    token: str | bool | None = None
-    cache_dir: str | None = None
-    local_files_only: bool = False
-
-    @classmethod
-    def of(cls, config: SpeculativeConfig) -> Access:
-        """What a configuration says of it."""
-        return cls(config.token, config.cache_dir, config.local_files_only)
-
-    @property
-    def is_offline(self) -> bool:
-        return self.local_files_only or is_offline_mode()
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a search knows of a target.
-
-    Attributes:
-        name (`str`): Repo id or folder; empty if it was not loaded from one.
-        config (`dict`): Its `config.json`.
-        revision (`str`, *optional*): Branch, tag or commit of its repository.
-        entry (`Any`): `speculative` of its generation config.
-        num_bytes (`int`, *optional*): Of its weights.
-    """
-
-    name: str
-    config: Mapping[str, Any]
-    revision: str | None = None
-    entry: Any = None
-    num_bytes: int | None = None
-
-    @classmethod
-    def of_model(cls, model) -> Target:
-        """A loaded model."""
-        source = model.config
-        return cls(
-            str(getattr(source, "_name_or_path", None) or ""),
-            source.to_dict(),
-            getattr(source, "_commit_hash", None),
-            entry_of_model(model),
-            sum(weight.numel() * weight.element_size() for weight in model.parameters()),
-        )
-
-    @classmethod
-    def of_name(cls, name: str, access: Access, revision: str | None = None) -> Target:
-        """A repository or folder.
-
-        Raises:
-            CheckpointFormatError: It has no readable `config.json`.
-        """
-        files = RepoFiles(name, revision=revision, **asdict(access))
-        settings = files.read_json("generation_config.json") if "generation_config.json" in files else {}
-        sizes = [size for file, size in files.sizes.items() if file.endswith(_WEIGHTS) and size]
-        return cls(name, files.config, revision, settings.get("speculative"), sum(sizes) or None)
-
-    @property
-    def repo_id(self) -> str | None:
-        """Its id on the Hub, as far as its name tells."""
-        return repo_id_of(self.name)
-
-    @property
-    def most_draft_bytes(self) -> int | None:
-        """The most that the weights of a drafter which nobody has named may have; `None`: nothing tells."""
-        if self.num_bytes is None:
-            return None
-        # Of a target that is spread over processes each knows its own part; its config knows the whole.
-        vocabulary = _first_count(text_config(self.config), ("vocab_size",))
-        width = _first_count(text_config(self.config), _WIDTHS)
-        by_config = 2 * (12 * _work(self.config) + 2 * vocabulary * width)
-        return max(self.num_bytes, by_config, _LEAST_BOUND)
 
 
 class Search:
@@ -385,11 +170,11 @@ class Search:
                     self._seen.add(key)
                     found.append(candidate)
                 if monotonic() - began > SECONDS_PER_PLACE:
-                    self.notes.append(f"{_FOUND[place]}: not searched to the end, it is slow")
+                    self.notes.append(f"{FOUND[place]}: not searched to the end, it is slow")
                     break
         except Exception as error:
             # What strangers write and servers answer may trip anything.
-            self.notes.append(f"{_FOUND[place]}: {one_line(error)}")
+            self.notes.append(f"{FOUND[place]}: {one_line(error)}")
             logger.debug(f"Discovery {self.notes[-1]}", exc_info=True)
         return found
 
@@ -507,7 +292,7 @@ class Search:
             return
         if "auto_map" in files.config and files.config.get("model_type") not in CONFIG_MAPPING:
             yield "It needs code from its repository: name it as `model` with `trust_remote_code` if you trust it."
-        share = _work(files.config) / (_work(self.target.config) or 1)
+        share = work(files.config) / (work(self.target.config) or 1)
         # Whoever publishes a target may know what pays for it.
         if share > _MOST_DRAFT_WORK and candidate.place != "entry":
             yield (
@@ -521,7 +306,7 @@ class Search:
             return
         names = files.parts(found.weight_file)
         if is_language_model(found.method):
-            names += [name for name in files.sizes if "/" not in name and name.endswith(_BESIDE_WEIGHTS)]
+            names += [name for name in files.sizes if "/" not in name and name.endswith(_BESIDEWEIGHTS)]
         sizes = [files.sizes.get(name) for name in names]
         if None in sizes:
             yield "The size of its weights is not known."
@@ -609,7 +394,7 @@ _ENTRY = "The target's entry `speculative`"
 
 def _settings_of(config: SpeculativeConfig) -> dict[str, Any]:
     """What the settings of a drafter say beside its name."""
-    return _without(config.to_dict(), "method", "model")
+    return without(config.to_dict(), "method", "model")
 
 
 def _own_settings(files: RepoFiles, method: str) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -619,29 +404,9 @@ def _own_settings(files: RepoFiles, method: str) -> tuple[dict[str, Any], tuple[
         return {}, ()
     source = f"The settings of '{files.name}'"
     # A card says for which target it is.
-    settings, left_out = sifted({**_without(saved, "target"), "method": method}, source)
+    settings, left_out = sifted({**without(saved, "target"), "method": method}, source)
     left_out = tuple(name for name in left_out if name not in PLACE_SETTINGS)
     return _settings_of(config_of(settings, source)), left_out
-
-
-def _without(settings: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {key: value for key, value in settings.items() if key not in names}
-
-
-_WIDTHS = ("hidden_size", "n_embd", "d_model")
-_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
-
-
-def _work(config: Mapping[str, Any]) -> int:
-    """What a model of this config computes for a token, but for factors that most models have in common."""
-    sizes = text_config(config)
-    return _first_count(sizes, _DEPTHS) * _first_count(sizes, _WIDTHS) ** 2
-
-
-def _first_count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
-    """The first positive integer under one of these keys, 0 where there is none."""
-    values = map(config.get, keys)
-    return next((value for value in values if isinstance(value, int) and 0 < value < 2**40), 0)
 
 
 def discover_drafters(
@@ -730,7 +495,7 @@ def _cached_commit(folder: Path) -> str | None:
     """The commit of which a folder of the cache has weights: that of the main branch, else the latest."""
     try:
         snapshots = [path for path in folder.glob("snapshots/*") if (path / "config.json").is_file()]
-        snapshots = [path for path in snapshots if any(file.name.endswith(_WEIGHTS) for file in path.iterdir())]
+        snapshots = [path for path in snapshots if any(file.name.endswith(WEIGHTS) for file in path.iterdir())]
         branch = folder / "refs" / "main"
         main = branch.read_text(encoding="utf-8").strip() if branch.is_file() else None
         latest = max(snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), default=None)
@@ -743,7 +508,7 @@ def _cached_commit(folder: Path) -> str | None:
 def _on_hub(search: Search) -> Iterator[Candidate]:
     """Repositories of the Hub that say they are based on the target, and by tags or config are drafters."""
     if search.access.is_offline or (search.target.name and search.target_files.is_offline):
-        search.notes.append(f"{_FOUND['hub']}: not searched, it is offline")
+        search.notes.append(f"{FOUND['hub']}: not searched, it is offline")
         return
     for name, relation in list(search.names.items()):
         for listed in _listed_drafters(search, name):

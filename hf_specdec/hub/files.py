@@ -10,10 +10,9 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -33,14 +32,8 @@ from huggingface_hub import (
 # The base of what its HTTP client raises, whichever client that is.
 from huggingface_hub.errors import (
     EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
     HTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
     SafetensorsParsingError,
 )
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
@@ -50,6 +43,8 @@ from transformers.utils import logging
 
 from ..errors import CheckpointAccessError, CheckpointFormatError
 from ..threads import Recent, cached_property
+from .access_errors import is_missing_file, is_outage, reason_of
+from .headers import BLOCK_BYTES, RemoteFile, StoredTensor, TensorTable, num_bytes_of
 from .pickles import Inflated, Unreadable, check_archive, is_archive, tensors_in
 
 
@@ -106,15 +101,6 @@ _PARTS_OF_CHECKPOINTS = (".json", ".safetensors", ".bin", ".pt", ".model", ".txt
 # Large files are named by the SHA-256 of their content, others by that of git.
 _SHA256, _GIT_SHA1 = 64, 40
 _HEXADECIMAL = re.compile(r"[0-9a-f]+")
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """What a file says of a tensor: its dtype (the name that the file's format has for it), shape and bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    num_bytes: int
 
 
 class ReadOfRepositories(Recent[Any]):
@@ -272,7 +258,7 @@ class RepoFiles:
                 timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
                 return api.model_info(self.name, revision=self._asked_revision, files_metadata=True, timeout=timeout)
         except CheckpointAccessError as error:
-            if not _is_outage(error.__cause__) or self._cached("config.json") is None:
+            if not is_outage(error.__cause__) or self._cached("config.json") is None:
                 raise
             logger.warning(f"{error} What is in the cache is used.")
             self.is_offline = True
@@ -348,7 +334,7 @@ class RepoFiles:
         try:
             return self.read_json("config.json")
         except CheckpointFormatError as error:
-            if self.folder is None and isinstance(error, CheckpointAccessError) and not _is_missing_file(error):
+            if self.folder is None and isinstance(error, CheckpointAccessError) and not is_missing_file(error):
                 raise
             reason = str(error).removeprefix(f"'{self.name}': ")
             raise type(error)(
@@ -374,7 +360,7 @@ class RepoFiles:
                 return self._pickled_header(name, file)
         if size is None:
             return None
-        with self._explained(name), io.BufferedReader(_RemoteFile(self._get_range(name), size), _BLOCK_BYTES) as file:
+        with self._explained(name), io.BufferedReader(RemoteFile(self._get_range(name), size), BLOCK_BYTES) as file:
             return self._pickled_header(name, file)
 
     def _pickled_header(self, name: str, file: io.BufferedIOBase) -> dict[str, StoredTensor] | None:
@@ -452,7 +438,7 @@ class RepoFiles:
                 found = {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}
         except (SafetensorError, OSError) as error:
             raise self.damaged(name, f"is damaged: {error}", path) from error
-        return {key: StoredTensor(dtype, shape, _num_bytes(dtype, shape)) for key, (dtype, shape) in found.items()}
+        return {key: StoredTensor(dtype, shape, num_bytes_of(dtype, shape)) for key, (dtype, shape) in found.items()}
 
     def _remote_header(self, name: str) -> dict[str, StoredTensor]:
         api = HfApi(endpoint=constants.ENDPOINT, token=self.token)
@@ -524,34 +510,9 @@ class RepoFiles:
         except (HTTPError, OSError, EntryNotFoundError, ValueError) as error:
             if isinstance(error, CheckpointFormatError):
                 raise
-            raise CheckpointAccessError(f"'{self.name}': {what} cannot be had: {self._reason(error)}") from error
-
-    def _reason(self, error: Exception) -> str:
-        page = f"{constants.ENDPOINT}/{self.name}"
-        revision = f" at revision '{self.revision}'" if self.revision else ""
-        login = "log in with `hf auth login` or pass `token`"
-        if isinstance(error, GatedRepoError):
-            return f"the repository is gated. Ask for access at {page}, then {login}."
-        if isinstance(error, RepositoryNotFoundError) or _status(error) in (401, 403):
-            return f"there is neither a local folder nor a repository of this name, or it is private: then {login}."
-        if isinstance(error, RevisionNotFoundError):
-            return f"the repository has no revision '{self.revision}'. Name a branch, tag or commit of {page}."
-        if isinstance(error, HFValidationError):
-            return "it is neither a local folder nor the id of a repository, such as 'user/name'. Correct the path."
-        if isinstance(error, LocalEntryNotFoundError) and self.is_offline:
-            return (
-                f"it is not in the cache{revision}, and nothing may be downloaded (`local_files_only`, or the "
-                "environment variable HF_HUB_OFFLINE). Download it once while online."
-            )
-        if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
-            error = error.__cause__ or error
-        if isinstance(error, EntryNotFoundError):
-            return f"the repository has no such file{revision}. Pass the repository of a complete checkpoint."
-        if isinstance(error, HTTPError):
-            status = _status(error)
-            answer = f"answers with the status {status}" if status else f"cannot be reached ({_first_line(error)})"
-            return f"{constants.ENDPOINT} {answer}. Try again later, or pass a local folder."
-        return f"{_first_line(error)} Try again, or pass a local folder."
+            raise CheckpointAccessError(
+                f"'{self.name}': {what} cannot be had: {reason_of(error, self.name, self.revision, self.is_offline)}"
+            ) from error
 
     def damaged(self, name: str, what: str, path: Path | None = None) -> CheckpointFormatError:
         """The error that a file is not as it should be; of a download (`path`) it says how to have it again."""
@@ -560,61 +521,6 @@ class RepoFiles:
             place = f"Delete {path.resolve()}, so that it is" if path is not None else "See whether it can be"
             todo = f"{place} downloaded again, or pass another checkpoint."
         return CheckpointFormatError(f"'{self.name}': {name} {what}. {todo}")
-
-
-class TensorTable(Mapping[str, tuple[int, ...]]):
-    """Shapes of the tensors of a checkpoint by name. The headers of shards are read when a shape is asked for.
-
-    Args:
-        files (`RepoFiles`): The checkpoint.
-        source (`str`): The weight file or the index.
-        file_of (`Mapping[str, str]`): File of each tensor.
-        headers (`Mapping`, *optional*): Those that have been read, by file.
-    """
-
-    def __init__(
-        self,
-        files: RepoFiles,
-        source: str,
-        file_of: Mapping[str, str],
-        headers: Mapping[str, Mapping[str, StoredTensor] | None] | None = None,
-    ):
-        self.files, self.source, self.file_of = files, source, file_of
-        self._headers = dict(headers or {})
-
-    def __getitem__(self, name: str) -> tuple[int, ...]:
-        return self.stored(name).shape
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.file_of)
-
-    def __len__(self) -> int:
-        return len(self.file_of)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.file_of
-
-    def stored(self, name: str) -> StoredTensor:
-        """What its file says of a tensor."""
-        file = self.file_of[name]
-        if file not in self._headers:
-            read = self.files.header if file.endswith(".safetensors") else self.files.pickled_header
-            self._headers[file] = read(file)
-        header = self._headers[file]
-        if header is None or name not in header:
-            raise CheckpointFormatError(
-                f"'{self.files.name}': {file} has no tensor {name}, which {self.source} says it has. Pass a complete "
-                "checkpoint."
-            )
-        return header[name]
-
-    @cached_property
-    def num_bytes(self) -> int | None:
-        """Bytes of all tensors, by the headers or the sizes of the files; `None` where they do not tell."""
-        if set(self.file_of.values()) <= self._headers.keys():
-            return sum(self.stored(name).num_bytes for name in self)
-        sizes = [self.files.sizes.get(file) for file in set(self.file_of.values())]
-        return None if None in sizes else sum(sizes)
 
 
 # Names
@@ -673,76 +579,3 @@ def _is_intact(path: Path) -> bool:
 def _remove(path: Path) -> None:
     path.resolve().unlink(missing_ok=True)
     path.unlink(missing_ok=True)
-
-
-def _status(error: Exception) -> int | None:
-    """Status code of an answer of the Hub."""
-    return getattr(getattr(error, "response", None), "status_code", None)
-
-
-def _is_outage(error: BaseException | None) -> bool:
-    """Whether it is for the Hub or the network that something cannot be had now."""
-    if isinstance(error, HfHubHTTPError):
-        return (_status(error) or 0) >= 500
-    return isinstance(error, (HTTPError, OfflineModeIsEnabled, ConnectionError, TimeoutError))
-
-
-def _is_missing_file(error: CheckpointAccessError) -> bool:
-    """Whether there is a repository, and no such file in it."""
-    cause = error.__cause__
-    return isinstance(cause, EntryNotFoundError) and not isinstance(cause, LocalEntryNotFoundError)
-
-
-def _first_line(error: Exception) -> str:
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return line if line.endswith(".") else f"{line}."
-
-
-# Headers
-
-_BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-
-
-def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor by the name of its dtype, which ends with its bits: `F32`, `BF16`, `I64`, `F8_E4M3`."""
-    bits = _BITS.get(dtype) or int(re.match(r"[A-Z]+(\d+)", dtype)[1])
-    count = 1
-    for size in shape:
-        count *= size
-    return count * bits // 8
-
-
-# What is fetched at a time of a pickled file on the Hub.
-_BLOCK_BYTES = 64 * 1024
-
-
-class _RemoteFile(io.RawIOBase):
-    """A file that can only be had in parts, as a file for those who want one.
-
-    Args:
-        get (`Callable`): Bytes from a position on, so many.
-        size (`int`): Of the file.
-    """
-
-    def __init__(self, get: Callable[[int, int], bytes], size: int):
-        self._get, self._size, self._position = get, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer) -> int:
-        count = min(len(buffer), self._size - self._position)
-        data = self._get(self._position, count) if count > 0 else b""
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)

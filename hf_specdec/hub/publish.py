@@ -25,9 +25,9 @@ from ..method import drafting_method, is_language_model
 from ..settings import CONFIG_NAME, SpeculativeConfig
 from .card import CARD_NAME, load_card, make_card, repository_name
 from .detect import detect, forget_method
-from .discover import Target
 from .files import RepoFiles
 from .published import forget_saved, settings_to_publish
+from .target import Target
 
 
 if TYPE_CHECKING:

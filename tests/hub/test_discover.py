@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 
 from hf_specdec import SpeculativeConfig, cli
 from hf_specdec.hub import discover, discover_drafters
-from hf_specdec.hub.discover import PLACES, RELATIONS, Access, Candidate, Search, Target, rank
+from hf_specdec.hub.candidate import PLACES, RELATIONS, Candidate, rank
+from hf_specdec.hub.discover import Search
+from hf_specdec.hub.target import Access, Target
 from hf_specdec.method import preferred_methods
 from hf_specdec.settings import AUTO
 from tests.models import letter_tokenizer, tiny_llama

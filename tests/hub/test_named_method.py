@@ -261,7 +261,7 @@ class TestTrust:
         assert load_speculator(model, "medusa", model="user/pickled").method == "medusa"
 
     def test_size_is_bounded_before_anything_is_downloaded(self, target, hub, monkeypatch):
-        monkeypatch.setattr("hf_specdec.hub.discover._LEAST_BOUND", 1000)
+        monkeypatch.setattr("hf_specdec.hub.target._LEAST_BOUND", 1000)
         # Its header says nothing of them.
         padded = {"model.safetensors": (EAGLE / "model.safetensors").read_bytes() + bytes(8_000_000)}
         hub.add("user/huge", EAGLE, files=padded, card=card_of("user/small", "eagle3"))

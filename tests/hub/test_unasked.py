@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from hf_specdec import SpecConfigError, SpecDecError, SpeculativeConfig, UnsupportedModelError, load_speculator, record
 from hf_specdec.hub import trust
 from hf_specdec.hub.card import read_card
-from hf_specdec.hub.discover import Access, Search, Target
+from hf_specdec.hub.discover import Search
+from hf_specdec.hub.target import Access, Target
 from hf_specdec.hub.trust import may_be_published, one_line, sifted, why_not_unasked
 from hf_specdec.method import built_in_methods
 from hf_specdec.setting_names import option_fields

@@ -1,0 +1,141 @@
+"""One way of drafting for a target, and which of several is the best choice."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..method import methods, takes_model
+from ..settings import AUTO, SpeculativeConfig, describe_settings
+from .trust import one_line, owner_of
+
+
+# How closely a drafter belongs to the target: made for it; made for the model that it is based on; of its sizes, and
+# nothing is said; or made for none in particular.
+RELATIONS = ("exact", "derived", "sizes", "any")
+
+PLACES = ("target", "entry", "cache", "hub", "none")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way of drafting for a target.
+
+    Attributes:
+        method (`str`, *optional*): Its method; `None` where that could not be read.
+        model (`str`, *optional*): Repo id or folder of its weights. `None`: none, or the target's own.
+        place (`str`): Where it was found, one of `PLACES`.
+        relation (`str`): How closely it belongs to the target, one of `RELATIONS`.
+        settings (`dict`): Further settings that come with it, such as its revision.
+        format (`str`, *optional*): Layout of its checkpoint.
+        num_bytes (`int`, *optional*): Size of its weights.
+        num_draft_tokens (`int`, *optional*): Tokens of a draft that it was made for, as far as it says.
+        downloads (`int`): From the Hub within a month; 0 where not known.
+        problems (`tuple[str, ...]`): Why it is never chosen; empty where it can be.
+        left_out (`tuple[str, ...]`): Settings that came with it and are not for it to say.
+    """
+
+    method: str | None
+    model: str | None = None
+    place: str = "none"
+    relation: str = "any"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    format: str | None = None
+    num_bytes: int | None = None
+    num_draft_tokens: int | None = None
+    downloads: int = 0
+    problems: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.method or 'unknown format'} '{one_line(self.model)}'" if self.model else str(self.method)
+
+    @property
+    def origin(self) -> dict[str, str | None]:
+        """What was taken and from whom: `model`, `owner` and `revision` (of a repository), `place`."""
+        is_repository = self.model is not None and not os.path.isdir(self.model)
+        return {
+            "model": self.model,
+            "owner": owner_of(self.model) if is_repository else None,
+            "revision": self.settings.get("revision") if is_repository else None,
+            "place": self.place,
+        }
+
+    @property
+    def title(self) -> str:
+        """Its name with owner and revision."""
+        of = {"owner": self.origin["owner"], "revision": self.origin["revision"]}
+        known = ", ".join(f"{name} '{one_line(value, 60)}'" for name, value in of.items() if value)
+        return f"{self} ({known})" if known else str(self)
+
+    @property
+    def reason(self) -> str:
+        """Where it was found and how it belongs to the target, for people."""
+        return _REASONS.get((self.place, self.relation)) or f"{FOUND[self.place]}, {_BELONGS[self.relation]}"
+
+    def configured(self, asked: SpeculativeConfig) -> SpeculativeConfig:
+        """The settings of a call for this drafter: its own, and over them those of the call that its method has.
+
+        A call that names the method, which may be a combination with that of the drafter, has its way.
+        """
+        own = {"model": self.model, **self.settings}
+        method = self.method if asked.method == AUTO else asked.method
+        # It has been found.
+        asked = asked.replace(trusted_owners=None)
+        has_shape = takes_model(method)
+        options = asked.to_dict().keys() - {setting.key for setting in describe_settings()}
+        says_shape = has_shape and (asked.speculative_token_tree or options)
+        if asked.num_speculative_tokens or says_shape:
+            # The call says itself what shape its drafts have.
+            own = without(own, "num_speculative_tokens", "speculative_token_tree")
+        config = asked.for_method(method, **own)
+        most, k = self.num_draft_tokens, config.fixed_length
+        is_chain = isinstance(k, int) and not config.speculative_token_tree
+        has_heads = method in methods() and methods()[method].drafts_one_token_per_head
+        if asked.method == AUTO and has_heads and most and is_chain and k > most:
+            config = config.replace(num_speculative_tokens=most)
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain Python and JSON types."""
+        lists = {"problems": list(self.problems), "left_out": list(self.left_out)}
+        return {**asdict(self), "settings": dict(self.settings), **lists}
+
+
+FOUND = {
+    "target": "in the target's own checkpoint",
+    "entry": "named by the target",
+    "cache": "in the local cache",
+    "hub": "on the Hub",
+    "none": "without weights",
+}
+_BELONGS = {
+    "exact": "made for the target",
+    "derived": "made for the model that the target is based on",
+    "sizes": "of the target's sizes",
+}
+_REASONS = {
+    ("target", "exact"): FOUND["target"],
+    ("entry", "exact"): FOUND["entry"],
+    ("none", "any"): "needs no weights",
+}
+
+
+def rank(candidate: Candidate) -> tuple:
+    """What candidates are sorted by, the best first: what cannot be used comes last."""
+    method = methods().get(candidate.method)
+    return (
+        bool(candidate.problems),
+        RELATIONS.index(candidate.relation),
+        PLACES.index(candidate.place),
+        math.inf if method is None else method.preference,
+        -candidate.downloads,
+        candidate.model or "",
+    )
+
+
+def without(settings: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in names}

@@ -1,0 +1,119 @@
+"""A target as discovery sees it: its name, config, size, and how its files are reached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from huggingface_hub import is_offline_mode
+
+from ..settings import SpeculativeConfig
+from .files import RepoFiles
+from .inspect import repo_id_of, text_config
+from .published import entry_of_model
+
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+
+# A drafter that nobody has named has at most as many bytes as the target, or so many.
+_LEAST_BOUND = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Access:
+    """How files are reached.
+
+    Attributes:
+        token (`str` or `bool`, *optional*): For private and gated repositories; `None`: the one that is logged in.
+        cache_dir (`str`, *optional*): The local cache; `None`: the usual one.
+        local_files_only (`bool`): Ask no network.
+    """
+
+    token: str | bool | None = None
+    cache_dir: str | None = None
+    local_files_only: bool = False
+
+    @classmethod
+    def of(cls, config: SpeculativeConfig) -> Access:
+        """What a configuration says of it."""
+        return cls(config.token, config.cache_dir, config.local_files_only)
+
+    @property
+    def is_offline(self) -> bool:
+        return self.local_files_only or is_offline_mode()
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a search knows of a target.
+
+    Attributes:
+        name (`str`): Repo id or folder; empty if it was not loaded from one.
+        config (`dict`): Its `config.json`.
+        revision (`str`, *optional*): Branch, tag or commit of its repository.
+        entry (`Any`): `speculative` of its generation config.
+        num_bytes (`int`, *optional*): Of its weights.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    revision: str | None = None
+    entry: Any = None
+    num_bytes: int | None = None
+
+    @classmethod
+    def of_model(cls, model) -> Target:
+        """A loaded model."""
+        source = model.config
+        return cls(
+            str(getattr(source, "_name_or_path", None) or ""),
+            source.to_dict(),
+            getattr(source, "_commit_hash", None),
+            entry_of_model(model),
+            sum(weight.numel() * weight.element_size() for weight in model.parameters()),
+        )
+
+    @classmethod
+    def of_name(cls, name: str, access: Access, revision: str | None = None) -> Target:
+        """A repository or folder.
+
+        Raises:
+            CheckpointFormatError: It has no readable `config.json`.
+        """
+        files = RepoFiles(name, revision=revision, **asdict(access))
+        settings = files.read_json("generation_config.json") if "generation_config.json" in files else {}
+        sizes = [size for file, size in files.sizes.items() if file.endswith(WEIGHTS) and size]
+        return cls(name, files.config, revision, settings.get("speculative"), sum(sizes) or None)
+
+    @property
+    def repo_id(self) -> str | None:
+        """Its id on the Hub, as far as its name tells."""
+        return repo_id_of(self.name)
+
+    @property
+    def most_draft_bytes(self) -> int | None:
+        """The most that the weights of a drafter which nobody has named may have; `None`: nothing tells."""
+        if self.num_bytes is None:
+            return None
+        # Of a target that is spread over processes each knows its own part; its config knows the whole.
+        vocabulary = _first_count(text_config(self.config), ("vocab_size",))
+        width = _first_count(text_config(self.config), _WIDTHS)
+        by_config = 2 * (12 * work(self.config) + 2 * vocabulary * width)
+        return max(self.num_bytes, by_config, _LEAST_BOUND)
+
+
+_WIDTHS = ("hidden_size", "n_embd", "d_model")
+_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
+
+
+def work(config: Mapping[str, Any]) -> int:
+    """What a model of this config computes for a token, but for factors that most models have in common."""
+    sizes = text_config(config)
+    return _first_count(sizes, _DEPTHS) * _first_count(sizes, _WIDTHS) ** 2
+
+
+def _first_count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
+    """The first positive integer under one of these keys, 0 where there is none."""
+    values = map(config.get, keys)
+    return next((value for value in values if isinstance(value, int) and 0 < value < 2**40), 0)

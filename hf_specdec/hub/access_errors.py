@@ -55,14 +55,14 @@ def _status(error: Exception) -> int | None:
 
 
 def is_outage(error: BaseException | None) -> bool:
-    """Whether it is for the Hub or the network that something cannot be had now."""
+    """Tells failures of the Hub or the network from wrong names and missing rights."""
     if isinstance(error, HfHubHTTPError):
         return (_status(error) or 0) >= 500
     return isinstance(error, (HTTPError, OfflineModeIsEnabled, ConnectionError, TimeoutError))
 
 
 def is_missing_file(error: CheckpointAccessError) -> bool:
-    """Whether there is a repository, and no such file in it."""
+    """Tells a missing file of a repository that exists."""
     cause = error.__cause__
     return isinstance(cause, EntryNotFoundError) and not isinstance(cause, LocalEntryNotFoundError)
 

@@ -1,4 +1,4 @@
-"""One way of drafting for a target, and which of several is the best choice."""
+"""Drafters for a target and their order of preference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLACES = ("target", "entry", "cache", "hub", "none")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way of drafting for a target.
+    """A drafter for a target.
 
     Attributes:
         method (`str`, *optional*): Its method; `None` where that could not be read.
@@ -55,7 +55,7 @@ class Candidate:
 
     @property
     def origin(self) -> dict[str, str | None]:
-        """What was taken and from whom: `model`, `owner` and `revision` (of a repository), `place`."""
+        """Source of the drafter: `model`, `owner` and `revision` (of a repository), `place`."""
         is_repository = self.model is not None and not os.path.isdir(self.model)
         return {
             "model": self.model,
@@ -73,7 +73,7 @@ class Candidate:
 
     @property
     def reason(self) -> str:
-        """Where it was found and how it belongs to the target, for people."""
+        """Place and relation to the target, for people."""
         return _REASONS.get((self.place, self.relation)) or f"{FOUND[self.place]}, {_BELONGS[self.relation]}"
 
     def configured(self, asked: SpeculativeConfig) -> SpeculativeConfig:
@@ -100,7 +100,7 @@ class Candidate:
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain Python and JSON types."""
+        """Converts to plain Python and JSON types."""
         lists = {"problems": list(self.problems), "left_out": list(self.left_out)}
         return {**asdict(self), "settings": dict(self.settings), **lists}
 
@@ -125,7 +125,7 @@ _REASONS = {
 
 
 def rank(candidate: Candidate) -> tuple:
-    """What candidates are sorted by, the best first: what cannot be used comes last."""
+    """Sort key of candidates, the best first; unusable ones come last."""
     method = methods().get(candidate.method)
     return (
         bool(candidate.problems),

@@ -1,6 +1,6 @@
 """Model cards: that of a drafter, with the settings to use it with, and the entry in a target's card that names one.
 
-A card is Markdown behind metadata in YAML. Under `speculative` the metadata have the flat settings of
+A card is Markdown after metadata in YAML. Under `speculative` the metadata have the flat settings of
 [`SpeculativeConfig`]:
 
     of a drafter   `target` and how to draft; where the drafter is goes without saying
@@ -174,7 +174,7 @@ def repository_name(name: str | None, folder: Path) -> str:
 
 
 def is_public(name: str) -> bool:
-    """Whether others can know a model by this name: it is that of a repository, and of no folder here."""
+    """Tells a name that others can use: of a repository, and of no folder here."""
     return is_repo_id(name) and not os.path.exists(name)
 
 
@@ -346,7 +346,7 @@ def _with_measurements(text: str, section: str) -> str:
 
 
 def _rows(report: Mapping[str, Any], method: str) -> list[Mapping[str, Any]]:
-    """Those of plain generation and of the method, whose variants are named `method_variant`."""
+    """Rows of plain generation and of the method, whose variants are named `method_variant`."""
     rows = report.get("rows") if isinstance(report, Mapping) else None
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) and "method" in row for row in rows):
         raise SpecConfigError(
@@ -368,7 +368,7 @@ def _figures(row: Mapping[str, Any], columns: Mapping[str, tuple[str, str]]) -> 
 
 
 def _circumstances(report: Mapping[str, Any]) -> list[str]:
-    """What the figures hold for, as far as the report says it."""
+    """Circumstances of the figures, as far as the report has them."""
     environment, settings = (
         found if isinstance(found := report.get(key), Mapping) else {} for key in ("environment", "settings")
     )

@@ -7,7 +7,7 @@ Four places are searched, in this order:
     cache    the repositories in the local cache of the Hub
     hub      the repositories of the Hub whose card says that they are based on the target
 
-and behind them come the methods that need no weights. A search may be for the drafters of one method only. Only
+followed by the methods that need no weights. A search may be for the drafters of one method only. Only
 configs, cards and the headers of weights are read. A place that cannot be reached, or that takes too long, just has
 less to offer: a search never fails. Nobody has named what is found here, so that it is taken only where nothing of it
 would have to be trusted: no pickled weights, no code, no more bytes than the target has, and of allowed owners.
@@ -93,7 +93,7 @@ _LISTED_PROPERTIES = ["config", "downloads", "sha", "tags"]
 
 
 class Search:
-    """One search for the drafters of a target.
+    """A search for the drafters of a target.
 
     Args:
         target (`Target`): The target.
@@ -126,7 +126,7 @@ class Search:
         self._seen: set[tuple] = set()
 
     def usable(self) -> Iterator[Candidate]:
-        """Those that can be used, in the order of `rank`; a place is searched when those before it are used up."""
+        """Yields usable drafters in the order of `rank`; a place is searched once those before it are exhausted."""
         distant = []
         for place in _SEARCHES:
             found = self._fit(self._found_in(place))
@@ -139,7 +139,7 @@ class Search:
         return self._fit(list(self.from_entry(entry)))
 
     def _fit(self, found: list[Candidate]) -> list[Candidate]:
-        """Those that can be used; of the others it is remembered why not."""
+        """Keeps usable drafters and notes why the others are not."""
         fitting = []
         for candidate in found:
             problems = candidate.problems
@@ -159,7 +159,7 @@ class Search:
         return sorted((candidate for place in _SEARCHES for candidate in self._found_in(place)), key=rank)
 
     def _found_in(self, place: str) -> list[Candidate]:
-        """What a place has to offer, as far as it can be reached in time."""
+        """Drafters that a place offers, as far as it can be reached in time."""
         found: list[Candidate] = []
         began = monotonic()
         try:
@@ -180,7 +180,7 @@ class Search:
 
     @cached_property
     def target_files(self) -> RepoFiles:
-        """Those of the target."""
+        """Files of the target."""
         return self.files(self.target.name, revision=self.target.revision)
 
     def files(self, name: str, place: str = "hub", **location) -> RepoFiles:
@@ -261,7 +261,7 @@ class Search:
         return ends.get(Path(name).name.lower())
 
     def _shows_the_same_sizes(self, found: Detection, candidate: Candidate) -> bool:
-        """Whether something speaks for a drafter of which nothing speaks against."""
+        """Tells a drafter whose sizes or tokens match the target from one that merely contradicts nothing."""
         if is_language_model(found.method):
             return self._has_the_same_tokens(candidate)
         return found.target.hidden_size is not None and found.target.vocab_size is not None
@@ -284,7 +284,7 @@ class Search:
         return True
 
     def _reasons_not_to_choose(self, files: RepoFiles, found: Detection, candidate: Candidate) -> Iterator[str]:
-        """What speaks against a drafter that nobody has named, though it could be loaded."""
+        """Reasons against choosing a loadable drafter that nobody has named."""
         if found.is_pickled:
             yield "Its weights are pickled: name it as `model` if you trust it."
         yield from self._reasons_of_size(files, found)
@@ -393,7 +393,7 @@ _ENTRY = "The target's entry `speculative`"
 
 
 def _settings_of(config: SpeculativeConfig) -> dict[str, Any]:
-    """What the settings of a drafter say beside its name."""
+    """Settings of a drafter without method and model."""
     return without(config.to_dict(), "method", "model")
 
 
@@ -549,7 +549,7 @@ def _looks_like_drafter(info: ModelInfo, base_model: str) -> bool:
 
 
 def _without_weights(search: Search) -> Iterator[Candidate]:
-    """What works with every target. How much of it pays differs from text to text, so that it is measured."""
+    """Methods that work with every target. Their gain differs from text to text, so lengths are adaptive."""
     for method in preferred_methods():
         if not method.takes_model:
             is_missing = method.package is not None and find_spec(method.package.replace("-", "_")) is None

@@ -68,7 +68,7 @@ def only_safetensors() -> Iterator[None]:
 
 
 def is_pickled(name: str) -> bool:
-    """Whether a file of this name holds weights of `torch.save`, or is the index of such files."""
+    """Tells the name of weights of `torch.save`, or of the index of such files."""
     return name.endswith((".pt", ".pth", ".bin", ".bin.index.json"))
 
 
@@ -104,7 +104,7 @@ _HEXADECIMAL = re.compile(r"[0-9a-f]+")
 
 
 class ReadOfRepositories(Recent[Any]):
-    """What has been read of repositories of the Hub, until the cache has another commit of them.
+    """Remembers facts read from repositories of the Hub until the cache has another commit of them.
 
     Every call of generate() asks again, and the answer must not take a second.
     """
@@ -179,7 +179,7 @@ class RepoFiles:
 
     @classmethod
     def of(cls, config: SpeculativeConfig) -> RepoFiles:
-        """Those of `config.model`."""
+        """Files of `config.model`."""
         names = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
         return cls(config.model, **{name: getattr(config, name) for name in names})
 
@@ -249,7 +249,7 @@ class RepoFiles:
 
     @cached_property
     def _info(self) -> ModelInfo | None:
-        """What the Hub says of the repository; `None` offline, and where only the cache can be reached."""
+        """Repository information from the Hub; `None` offline, or where only the cache can be reached."""
         if self.is_offline:
             return None
         api = HfApi(endpoint=constants.ENDPOINT, token=self.token)
@@ -349,7 +349,7 @@ class RepoFiles:
         return self._remote_header(name) if path is None else self._local_header(name, path)
 
     def pickled_header(self, name: str) -> dict[str, StoredTensor] | None:
-        """The same of a file of `torch.save`; `None` where only reading it whole would tell.
+        """Tensors of a file of `torch.save` by name; `None` where only reading it whole would tell.
 
         It is not unpickled, and of a file on the Hub only the parts that name its tensors are downloaded.
         """
@@ -542,7 +542,7 @@ def _joined(subfolder: str, name: str) -> str:
 
 
 def _outermost(folder: Path) -> Path:
-    """What links in a folder may lead to: the folder itself, and of a snapshot in the Hub's cache the cache."""
+    """Folder that links may lead to: the folder itself, or the cache for a snapshot in the Hub's cache."""
     for snapshots in folder.parents:
         if snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--"):
             return snapshots.parent.parent
@@ -564,7 +564,7 @@ def _commit_of(path: Path) -> str | None:
 
 
 def _is_intact(path: Path) -> bool:
-    """Whether a file in the cache has the content that it is named by; without links it has no such name."""
+    """Compares a file in the cache with the checksum that it is named by; without links it has no such name."""
     blob = path.resolve()
     if blob.parent.name != "blobs" or not _HEXADECIMAL.fullmatch(blob.name):
         return True

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What a file says of a tensor: its dtype (the name that the file's format has for it), shape and bytes."""
+    """A tensor by its header: dtype (named as in the file's format), shape and bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class TensorTable(Mapping[str, tuple[int, ...]]):
         return name in self.file_of
 
     def stored(self, name: str) -> StoredTensor:
-        """What its file says of a tensor."""
+        """Header entry of a tensor."""
         file = self.file_of[name]
         if file not in self._headers:
             read = self.files.header if file.endswith(".safetensors") else self.files.pickled_header

@@ -43,7 +43,7 @@ class Inflated(Unreadable):
 
 
 class PickledTensor(NamedTuple):
-    """What an archive says of a tensor: the name of its dtype, its shape and bytes."""
+    """A tensor by its archive: name of its dtype, shape and bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class PickledTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class _Global:
-    """What would be imported."""
+    """A name that unpickling would import."""
 
     module: str
     name: str
@@ -63,7 +63,7 @@ _REBUILDS = (_Global("torch._utils", "_rebuild_tensor_v2"), _Global("torch._util
 
 @dataclass(frozen=True)
 class _Call:
-    """What would be called, and with what."""
+    """A call that unpickling would make, with its arguments."""
 
     function: Any
     arguments: Any
@@ -78,7 +78,7 @@ class _Storage:
 
 
 def is_archive(file: BinaryIO) -> bool:
-    """Whether it is of torch 1.6 or later; before, the tensors themselves came between their names."""
+    """Tells archives of torch 1.6 or later; before, tensors and names were interleaved."""
     file.seek(0)
     return file.read(4) == b"PK\3\4"
 
@@ -131,7 +131,7 @@ def tensors_in(file: BinaryIO) -> dict[str, PickledTensor]:
 
 
 def _tensor(value: Any, sizes: dict[str, int], folder: str) -> PickledTensor:
-    """What the call that would make a tensor says of it."""
+    """Header of the tensor that a call would make."""
     if isinstance(value, _Call) and value.function == _Global("torch._utils", "_rebuild_parameter"):
         value = value.arguments[0]
     if not isinstance(value, _Call) or not isinstance(value.function, _Global) or value.function not in _REBUILDS:

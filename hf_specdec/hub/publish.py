@@ -143,7 +143,7 @@ def card_of_folder(folder: Path, config: SpeculativeConfig, *, name: str | None 
 
 
 def _num_draft_tokens(folder: Path) -> int | None:
-    """What the checkpoint in a folder says of the length of its drafts."""
+    """Draft length stated by the checkpoint in a folder."""
     return detect(RepoFiles(folder)).num_draft_tokens if (folder / "config.json").is_file() else None
 
 
@@ -207,7 +207,7 @@ def _is_companion(name: str) -> bool:
 
 
 def _save_tokenizer(model: PreTrainedModel, folder: Path) -> None:
-    """That of the checkpoint which a model was loaded from, if there is one: loading compares it with the target's."""
+    """Saves the tokenizer of the model's checkpoint, if any, for loading to compare it with the target's."""
     name = model.config.name_or_path
     if not name:
         return

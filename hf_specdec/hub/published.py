@@ -91,7 +91,7 @@ def config_of(flat: dict[str, Any], source: str, **place) -> SpeculativeConfig:
 
 
 def target_entry(metadata: Mapping[str, Any]) -> Any:
-    """What the metadata of a card say about the model as a target; `None` also where they are a drafter's."""
+    """Entry in a target's card; `None` also where the card is a drafter's."""
     entry = metadata.get(CARD_KEY)
     return None if isinstance(entry, Mapping) and "target" in entry else entry
 
@@ -136,13 +136,13 @@ def store_settings(generation_config: GenerationConfig, settings: Any) -> None:
 
 
 def entry_of_model(model: PreTrainedModel) -> Any:
-    """What the generation config of a model says about speculation; `None` also where it has objects, not settings."""
+    """Speculation entry in a model's generation config; `None` also where it has objects, not settings."""
     configured = configured_arguments(model, (), {})
     return None if configured is None or configured.has_objects else entry_of(configured)
 
 
 def entry_of(configured: SpeculativeArguments) -> Any:
-    """What a generation config says, as what `speculative` may be there; as in a call, single arguments come first."""
+    """Entry of a generation config as a value of `speculative`; single arguments come first, as in a call."""
     found = configured.given
     if found.keys() == {"speculative"}:
         return found["speculative"]
@@ -163,7 +163,7 @@ def entry_of(configured: SpeculativeArguments) -> Any:
 
 
 def settings_of_generation_config(value: Any) -> dict[str, Any]:
-    """What `speculative` in a generation config means, as flat settings: of all that it says what may be believed.
+    """Flat settings of `speculative` in a generation config, as far as they may be trusted.
 
     Raises:
         SpecConfigError: It is no settings, asks for remote code, or hides its settings in a text.
@@ -250,7 +250,7 @@ def forget_saved(name: str) -> None:
 
 
 def saved_settings(files: RepoFiles) -> dict[str, Any] | None:
-    """What `speculation_config.json` holds; `None` where there is none.
+    """Content of `speculation_config.json`; `None` where there is none.
 
     Raises:
         SpecConfigError: The file is there and cannot be read.

@@ -22,7 +22,7 @@ _LEAST_BOUND = 64 * 2**20
 
 @dataclass(frozen=True)
 class Access:
-    """How files are reached.
+    """Access to files: token, cache and network.
 
     Attributes:
         token (`str` or `bool`, *optional*): For private and gated repositories; `None`: the one that is logged in.
@@ -36,7 +36,7 @@ class Access:
 
     @classmethod
     def of(cls, config: SpeculativeConfig) -> Access:
-        """What a configuration says of it."""
+        """Access that a configuration gives."""
         return cls(config.token, config.cache_dir, config.local_files_only)
 
     @property
@@ -46,7 +46,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Target:
-    """What a search knows of a target.
+    """A target's name, config, published entry and size.
 
     Attributes:
         name (`str`): Repo id or folder; empty if it was not loaded from one.
@@ -108,7 +108,7 @@ _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 def work(config: Mapping[str, Any]) -> int:
-    """What a model of this config computes for a token, but for factors that most models have in common."""
+    """Work of a model per token, up to factors that most models have in common."""
     sizes = text_config(config)
     return _first_count(sizes, _DEPTHS) * _first_count(sizes, _WIDTHS) ** 2
 

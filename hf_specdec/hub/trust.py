@@ -1,4 +1,4 @@
-"""What is believed of what others publish: settings beside a model, drafters that nobody named, text in messages.
+"""Limits of trust in what others publish: settings beside a model, drafters that nobody named, text in messages.
 
 A stranger may say what shape drafts have, and a target may also say which drafter is meant. All else is for the call.
 """
@@ -65,7 +65,7 @@ def may_be_published(method: str | None = None) -> set[str]:
 
 
 def sifted(settings: Any, source: str, *, with_place: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Of published settings those that a stranger may say, and the names of the others, fit to be shown.
+    """Splits published settings into those a stranger may set and the printable names of the others.
 
     Args:
         settings (`Mapping`): Flat settings; those of the method may lie in `options`.
@@ -112,7 +112,7 @@ def warn_of(left_out: tuple[str, ...], source: str) -> None:
 
 
 def _is_plain(path: str) -> bool:
-    """Whether a path inside of a repository stays there."""
+    """Tells a path that stays inside of its repository."""
     return not (path.startswith("/") or ".." in path.split("/") or set(path) & set("\\:\0"))
 
 
@@ -137,7 +137,7 @@ def _check_size(settings: Mapping, source: str) -> None:
 
 
 def restrictions() -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """What the environment says: the trusted owners and the allowed models, `None` where it says nothing."""
+    """Trusted owners and allowed models of the environment, each `None` where it is not set."""
     return tuple(map(_listed_in, (OWNERS_VARIABLE, MODELS_VARIABLE)))
 
 
@@ -152,7 +152,7 @@ def owner_of(repo_id: str) -> str:
 
 
 def why_not_unasked(repo_id: str, trusted_owners: Iterable[str] | None = None) -> str | None:
-    """Why a repository that nobody named must not be taken by what the user or the environment says, if so.
+    """Reason of the user's or the environment's lists not to take a repository that nobody named, if any.
 
     Args:
         repo_id (`str`): The repository.
@@ -169,7 +169,7 @@ def why_not_unasked(repo_id: str, trusted_owners: Iterable[str] | None = None) -
 
 
 def is_allowed_folder(path: str) -> bool:
-    """Whether the environment allows a folder that no call named. Its links are followed first."""
+    """Tells whether the environment allows a folder that no call named; links are followed first."""
     models = restrictions()[1] or ()
     real = os.path.realpath(path)
     return any(os.path.isabs(pattern) and fnmatchcase(real, pattern) for pattern in map(_real_pattern, models))

@@ -1,7 +1,8 @@
-"""How much to speculate: what drafts and verifications cost, what is accepted, and the length that pays."""
+"""Adaptive speculation: costs of drafts and verifications, rates of acceptance, and the length that pays."""
 
-from .controller import ControlProfile, SpeculationController
+from .controller import SpeculationController
 from .latency import LatencyModel
+from .profile import ControlProfile
 from .schedule import ScheduledLength
 
 

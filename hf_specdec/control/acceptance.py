@@ -1,4 +1,4 @@
-"""What is accepted: running rates by position, of all rows together and of each row.
+"""Acceptance rates: running means by position, of all rows together and of each row.
 
 A position is a depth: of a chain the token, of a tree whatever node the accepted path has there. Two things are
 counted at each position i, both under the condition that the row was allowed to draft so deep:
@@ -40,8 +40,8 @@ _CALLS_WEIGHT = 3.0
 _WEIGHT_OF_CALL = 16.0
 _MEMORY = 64.0
 
-# Standard deviations that a rate may be better than it is expected to be.
-_HOPE = 1.5
+# Standard deviations added to a rate to be optimistic.
+_OPTIMISM = 1.5
 
 # A change: a run of equal outcomes that is so improbable. The mean of about the last six takes over then.
 _IMPROBABLE = 1e-3
@@ -117,10 +117,10 @@ class PositionRates:
         for position in range(last):
             changed = self.rates[position].observe(position < reached, window)
             if changed:
-                self._doubt_behind(position)
+                self._forget_deeper(position)
 
-    def _doubt_behind(self, position: int) -> None:
-        """What is known of deeper positions comes from another text."""
+    def _forget_deeper(self, position: int) -> None:
+        """Forgets deeper positions, which are known from another text."""
         for rate in self.rates[position + 1 :]:
             rate.weight = min(rate.weight, 1.0)
 
@@ -135,10 +135,10 @@ class PositionRates:
             found.append(rate.expected(found[-1], _PRIOR_WEIGHT))
         return found
 
-    def hoped(self, expected: Sequence[float]) -> list[float]:
-        """How good each position might be: the expected rate and its uncertainty."""
+    def optimistic(self, expected: Sequence[float]) -> list[float]:
+        """Optimistic rates: the expected ones plus their uncertainty."""
         return [
-            min(mean + _HOPE * sqrt(mean * (1 - mean) / (rate.weight + _PRIOR_WEIGHT)), 1.0)
+            min(mean + _OPTIMISM * sqrt(mean * (1 - mean) / (rate.weight + _PRIOR_WEIGHT)), 1.0)
             for mean, rate in zip(expected, self.rates)
         ]
 
@@ -176,7 +176,7 @@ class PastRates:
 
 
 class AcceptanceModel:
-    """What the drafts of a call can be expected to bring.
+    """Expected acceptance of the drafts of a call.
 
     Args:
         most (`int`): K, the deepest position.
@@ -222,14 +222,14 @@ class AcceptanceModel:
         """Rates of all rows together: of acceptance, and of being drafted at all, by position."""
         return self.accepted.expected(self._first_rate), self.drafted.expected(self._first_depth)
 
-    def hoped(self) -> list[float]:
-        """How good the acceptance of all rows together might be."""
-        return self.accepted.hoped(self.expected()[0])
+    def optimistic(self) -> list[float]:
+        """Optimistic rates of all rows together."""
+        return self.accepted.optimistic(self.expected()[0])
 
     def expected_of_row(
         self, row: int, accepted: Sequence[float], drafted: Sequence[float]
     ) -> tuple[list[float], list[float]]:
-        """The same of one row, which is expected to be like all others where little is known of it."""
+        """Expected rates of one row, which is taken to be like all others where little is known of it."""
         own_accepted, own_drafted = self.rows[row]
         weight = _ROW_PRIOR_WEIGHT
         return (
@@ -239,7 +239,7 @@ class AcceptanceModel:
 
 
 def _begin(most: int, past: PastRates | None, prior: float, most_weight: float) -> tuple[float, PositionRates]:
-    """What is expected of the first position of a call, and the rates that the call begins with."""
+    """Prior of the first position of a call, and the rates that the call begins with."""
     if past is None or not past.means:
         return prior, PositionRates(most)
     means = past.expected(prior)

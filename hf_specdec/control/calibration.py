@@ -9,7 +9,8 @@ import torch
 from ..errors import SpecConfigError
 from ..settings import AUTO
 from ..speculator import Speculator
-from .controller import ControlProfile, SpeculationController
+from .controller import SpeculationController
+from .profile import ControlProfile
 
 
 class SweepingController(SpeculationController):

@@ -1,7 +1,7 @@
-"""What a cycle took, without waiting for the device.
+"""Time of a cycle, measured without waiting for the device.
 
 On a GPU a draft has only been launched when `propose` returns. Its time is that between two events. They are recorded
-in passing, and read when the cycle has waited for the target's verdict anyway, so that they lie behind it.
+in passing, and read when the cycle has waited for the target's verdict anyway, so that they lie after it.
 
 On a CPU where torch computes in one thread, the time of that thread counts: it is the same whatever else the machine
 does, while that of a clock on the wall tells more about other processes than about drafts.

@@ -2,10 +2,10 @@
 
     value(k) = tokens(k) / E[T_draft(W) + T_verify(nodes(W))]
 
-For one row tokens(k) = 1 + S_1 + ... + S_k, where S_i is the chance that its token i is accepted. W <= k is how deep
-the deepest draft of the batch gets. The chances come from [`~control.acceptance`], the times from
+For one row tokens(k) = 1 + S_1 + ... + S_k, where S_i is the probability that its token i is accepted. W <= k is how
+deep the deepest draft of the batch gets. The probabilities come from [`~control.acceptance`], the times from
 [`~control.latency`]. k = 0 is plain decoding: nothing is drafted, and one token a row is committed in T_verify(1).
-What the tokens of a batch are worth, whose rows end at different times, says [`batch_tokens`].
+[`batch_tokens`] values the tokens of a batch whose rows end at different times.
 
 What is not tried is not known, so other lengths are tried now and then: those that may well be better than they are
 known to be, and those whose last trial is long ago. A trial has a price: its time minus the time in which its tokens
@@ -17,20 +17,15 @@ Pure Python, some 0.1 ms a cycle for one row; no tensor, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from math import sqrt
-from operator import add, mul, truediv
-from statistics import NormalDist
-from sys import float_info
-from typing import Any
+from operator import add, mul
 
-from ..errors import SpecConfigError, shown
-from .acceptance import WINDOW, AcceptanceModel, PastRates
-from .latency import LatencyModel
-from .schedule import lengths_note
+from .acceptance import AcceptanceModel
+from .batch import batch_tokens
+from .outcome import RowOutcome, lengths_note
+from .profile import ControlProfile
 from .tree_size import TreeSize
 
 
@@ -51,105 +46,14 @@ _PLAIN_PLAN_EVERY = 8
 _TRIAL_EVERY = 8
 
 # With nothing known about times, the first cycles draft the usual length and nothing. The first run of a size is often
-# a slow one, so both are measured again unless the draft is hopelessly slow.
-_HOPELESS = 2.0
+# a slow one, so both are measured again unless drafting is clearly slower.
+_CLEARLY_SLOWER = 2.0
 
 # A trial that takes so much less time than expected is repeated: machines stall, but they do not hurry.
 _CHEAP = 0.7
 
 # Positions that are reached so seldom end the search.
 _NEGLIGIBLE = 1e-3
-
-
-@dataclass
-class ControlProfile:
-    """What the calls with one target and one drafter on one device have taught the next one.
-
-    Attributes:
-        latency (`LatencyModel`): Costs.
-        accepted, drafted (`PastRates`): Rates by position.
-        budget (`float`): Seconds that trials may cost, saved up by earlier calls.
-        rating_factor (`float`): Accepted over expected tokens of draft trees, see [`~control.tree_size`].
-    """
-
-    latency: LatencyModel = field(default_factory=LatencyModel)
-    accepted: PastRates = field(default_factory=PastRates)
-    drafted: PastRates = field(default_factory=PastRates)
-    budget: float = 0.0
-    rating_factor: float = 1.0
-
-    def learn(self, latency: LatencyModel, acceptance: AcceptanceModel, budget: float = 0.0) -> None:
-        """Takes in what a call has found."""
-        self.latency, self.budget = latency, max(budget, 0.0)
-        self.accepted = self.accepted.with_call(acceptance.accepted.rates)
-        self.drafted = self.drafted.with_call(acceptance.drafted.rates)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
-        return {
-            **self.latency.to_dict(),
-            "accepted": list(self.accepted.means),
-            "accepted_weights": list(self.accepted.weights),
-            "drafted": list(self.drafted.means),
-            "drafted_weights": list(self.drafted.weights),
-            "rating_factor": self.rating_factor,
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ControlProfile:
-        """The profile of `to_dict`.
-
-        Raises:
-            SpecConfigError: It is not what `to_dict` writes.
-        """
-        factor = values.get("rating_factor", 1.0)
-        if not _are_numbers([factor]):
-            raise SpecConfigError(f"`rating_factor` of a profile must be a number of at least 0, got {shown(factor)}.")
-        latency, accepted, drafted = (
-            LatencyModel.from_dict(values),
-            _rates("accepted", values),
-            _rates("drafted", values),
-        )
-        return cls(latency, accepted, drafted, rating_factor=float(factor))
-
-
-def _rates(name: str, values: Mapping[str, Any]) -> PastRates:
-    means = values.get(name)
-    if not _are_numbers(means, most=1.0):
-        raise SpecConfigError(f"`{name}` of a profile must be a list of rates from 0 to 1, got {shown(means)}.")
-    weights = values.get(f"{name}_weights", [WINDOW] * len(means))
-    if not _are_numbers(weights) or len(weights) != len(means):
-        raise SpecConfigError(
-            f"`{name}_weights` of a profile must be a list of {len(means)} numbers of at least 0, got "
-            f"{shown(weights)}."
-        )
-    return PastRates(list(map(float, means)), list(map(float, weights)))
-
-
-def _are_numbers(values: Any, most: float = float_info.max) -> bool:
-    """Whether this is a list of finite numbers from 0 to `most`."""
-    return isinstance(values, list) and all(
-        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= most for value in values
-    )
-
-
-@dataclass
-class RowOutcome:
-    """One row of a cycle.
-
-    Attributes:
-        row (`int`): Row of the call.
-        limit (`int`): How deep it was allowed to draft.
-        depth (`int`): How deep its draft was.
-        num_accepted (`int`): Draft tokens that were committed.
-        num_committed (`int`): All tokens that were committed.
-    """
-
-    row: int
-    limit: int
-    depth: int
-    num_accepted: int
-    num_committed: int
 
 
 @dataclass
@@ -178,8 +82,8 @@ class _Plan:
     def best(self) -> int:
         return max(range(len(self.tokens)), key=self.value)
 
-    def worth(self, limit: int, other: int) -> float:
-        """What a token that one of two limits brings more than the other is worth, on average."""
+    def token_value(self, limit: int, other: int) -> float:
+        """Value of an additional token of one of two limits over the other, on average."""
         one, two = (min(depth, len(self.tokens) - 1) for depth in (limit, other))
         more = sum(self.row_tokens[one]) - sum(self.row_tokens[two])
         return (self.tokens[one] - self.tokens[two]) / more if more else 1.0
@@ -238,7 +142,7 @@ class SpeculationController:
     # Choosing
 
     def limits(self, rows: list[int], num_unread: int = 0, left: Sequence[float] | None = None) -> list[int]:
-        """How deep each of the active rows may draft in this cycle; 0 for all: decode plainly.
+        """Depth that each of the active rows may draft in this cycle; 0 for all: decode plainly.
 
         Args:
             rows (`list[int]`): Rows of the call.
@@ -259,14 +163,14 @@ class SpeculationController:
 
     @property
     def why_none(self) -> str:
-        """Why the last cycle had no drafts, if it had none."""
+        """Reason why the last cycle had no drafts, if it had none."""
         return "does_not_pay" if self._cap else "batch_size"
 
     def _choose(self, rows: list[int]) -> int:
         self._trial = None
         if self._cap == 0:
             return 0
-        if self._first_cycles and not self._is_hopeless(rows):
+        if self._first_cycles and not self._is_clearly_slower(rows):
             return self._first_cycles.pop(0)
         if not self.latency.knows_anything:
             return 0 if self.latency.draft else self.usual
@@ -274,18 +178,18 @@ class SpeculationController:
         is_new = self._plan is None or self._plan.rows != rows or self.num_cycles % every == 0
         if is_new:
             self._make_plan(rows)
-        self._trial = self._worth_a_trial(is_new)
+        self._trial = self._affordable_trial(is_new)
         return self.length if self._trial is None else self._trial
 
-    def _is_hopeless(self, rows: list[int]) -> bool:
-        """Whether the usual length has been measured once and is far from being worth it."""
+    def _is_clearly_slower(self, rows: list[int]) -> bool:
+        """True if the usual length has been measured once and is far slower than plain decoding."""
         if len(self._first_cycles) != 2 or not self.latency.knows_anything:
             return False
         plan = self._expect(rows)[0]
-        is_hopeless = _HOPELESS * plan.value(min(self.usual, len(plan.tokens) - 1)) < plan.value(0)
-        if is_hopeless:
+        is_slower = _CLEARLY_SLOWER * plan.value(min(self.usual, len(plan.tokens) - 1)) < plan.value(0)
+        if is_slower:
             self._first_cycles = []
-        return is_hopeless
+        return is_slower
 
     def _make_plan(self, rows: list[int]) -> None:
         self._plan, accepted, depths = self._expect(rows)
@@ -306,8 +210,8 @@ class SpeculationController:
         return best if plan.value(best) > _LEAST_GAIN * plan.value(0) else 0
 
     def _expect(self, rows: list[int]) -> tuple[_Plan, list[list[float]], list[list[float]]]:
-        """The plan, and for each row the chances that a token is accepted, and that a draft gets so deep."""
-        accepted, depths = self._chances(rows)
+        """Plan, and for each row the probabilities that a token is accepted and that a draft gets so deep."""
+        accepted, depths = self._probabilities(rows)
         num_rows = len(rows)
         left, fixed = self._left or [1.0] * num_rows, self.latency.fixed_part(num_rows)
         row_tokens = [[1.0] * num_rows]
@@ -318,11 +222,11 @@ class SpeculationController:
         # What the drafter must read first is spread over the tokens that are left.
         reading = self.latency.reading_seconds(self._num_unread) / sum(self._left) if self._left else 0.0
         for position in range(self._cap):
-            gains = [chances[position] for chances in accepted]
+            gains = [probs[position] for probs in accepted]
             if sum(gains) < _NEGLIGIBLE * num_rows:
                 break
             row_tokens.append(list(map(add, row_tokens[-1], gains)))
-            reached = _at_least_one(chances[position] for chances in depths)
+            reached = _at_least_one(probs[position] for probs in depths)
             spent += (deeper - reached) * costs[position]
             deeper = reached
             squares = [square + (2 * position + 1) * gain for square, gain in zip(squares, gains)]
@@ -330,7 +234,7 @@ class SpeculationController:
             seconds.append(spent + deeper * costs[position + 1] + reading * tokens[-1])
         return _Plan(list(rows), tokens, seconds, row_tokens, costs), accepted, depths
 
-    def _chances(self, rows: list[int]) -> tuple[list[list[float]], list[list[float]]]:
+    def _probabilities(self, rows: list[int]) -> tuple[list[list[float]], list[list[float]]]:
         accepted, drafted = self.acceptance.expected()
         if not self.acceptance.rows:
             return [list(accumulate(accepted, mul))], [list(accumulate(drafted, mul))]
@@ -351,7 +255,7 @@ class SpeculationController:
         ]
 
     def _cycle_seconds(self, depth: int, num_rows: int) -> float:
-        """Of a cycle whose deepest draft has this depth."""
+        """Seconds of a cycle whose deepest draft has this depth."""
         nodes = self._nodes_of_depth(depth)
         return self.latency.draft_seconds(depth, num_rows) + self.latency.verify_seconds(nodes + 1, num_rows)
 
@@ -372,7 +276,7 @@ class SpeculationController:
         that makes the cycle longer must bring more tokens than the batch makes in that time.
         """
         num_rows, rate = len(accepted), self._plan.value(self.length)
-        worth = self._plan.worth(self.length, 0)
+        worth = self._plan.token_value(self.length, 0)
         costs = self._plan.costs
         limits = []
         for row in range(num_rows):
@@ -388,7 +292,7 @@ class SpeculationController:
 
     # Trials
 
-    def _worth_a_trial(self, is_new_plan: bool) -> int | None:
+    def _affordable_trial(self, is_new_plan: bool) -> int | None:
         """A length to try instead of the chosen one, if there is one that the budget pays for."""
         plan, again = self._plan, self._follow_up
         self._follow_up = None
@@ -398,21 +302,21 @@ class SpeculationController:
             return again
         if not is_new_plan or self._budget <= 0 or self.num_cycles - self._last_trial < _TRIAL_EVERY:
             return None
-        chosen = self._most_hopeful()
+        chosen = self._optimistic_length()
         if chosen is None:
             chosen = self._longest_unused()
         if chosen is not None:
             self._last_trial = self.num_cycles
         return chosen
 
-    def _most_hopeful(self) -> int | None:
+    def _optimistic_length(self) -> int | None:
         """The best length if acceptance were as good as it might be, of those that the budget pays for."""
         plan = self._plan
         best, limit, tokens = plan.value(self.length), None, 1.0
         furthest = min(max(2 * self.length, self.usual), self._cap)
-        for depth, chance in enumerate(accumulate(self.acceptance.hoped()[:furthest], mul), start=1):
-            tokens += chance
-            if chance < _NEGLIGIBLE:
+        for depth, probability in enumerate(accumulate(self.acceptance.optimistic()[:furthest], mul), start=1):
+            tokens += probability
+            if probability < _NEGLIGIBLE:
                 break
             # If the rows were alike. What their tokens are worth depends on what each still gets.
             planned = min(depth, len(plan.tokens) - 1)
@@ -423,7 +327,7 @@ class SpeculationController:
         return limit
 
     def _longest_unused(self) -> int | None:
-        """Of the lengths that the budget pays for the one that has waited longest, for its price."""
+        """Affordable length that has waited longest in relation to its price."""
         least = 0.02 * self._plan.seconds[0]
         chosen, best = None, 0.0
         for limit in self._neighbours():
@@ -452,7 +356,7 @@ class SpeculationController:
         return 0.0 if self.length else self.latency.reading_seconds(self._num_unread)
 
     def _expected_seconds(self, limit: int) -> float:
-        """Of a cycle with this limit; where drafts seldom get so deep, that of one that does."""
+        """Seconds of a cycle with this limit; where drafts seldom get so deep, of one that does."""
         plan = self._plan
         return plan.seconds[limit] if limit < len(plan.seconds) else plan.costs[limit]
 
@@ -520,7 +424,7 @@ class SpeculationController:
         seconds = measured if measured < _CHEAP * expected else expected
         plan = self._plan
         more = sum(outcome.num_committed - self._tokens_instead(outcome) for outcome in outcomes)
-        gained = more * plan.worth(self._trial, self.length)
+        gained = more * plan.token_value(self._trial, self.length)
         loss = seconds - self._seconds_instead(outcomes) - gained / plan.value(self.length)
         self._budget -= loss + (self._reading_price if self._trial else 0.0)
         if loss < 0 or seconds < expected:
@@ -543,9 +447,9 @@ class SpeculationController:
             return min(accepted, length) + 1.0
         # Everything was accepted; how much of more would have been is not known.
         tokens, num_rows = list(map(sum, self._plan.row_tokens)), len(self._plan.rows)
-        behind = tokens[min(length, len(tokens) - 1)] - tokens[min(accepted, len(tokens) - 1)]
+        further = tokens[min(length, len(tokens) - 1)] - tokens[min(accepted, len(tokens) - 1)]
         reached = tokens[accepted] - tokens[accepted - 1] if 0 < accepted < len(tokens) else num_rows
-        return accepted + 1 + behind / max(reached, _NEGLIGIBLE)
+        return accepted + 1 + further / max(reached, _NEGLIGIBLE)
 
     def close(self) -> str:
         """Ends the call: its profile learns what was found. Returns a line for the call's statistics."""
@@ -560,52 +464,9 @@ class SpeculationController:
                 profile.rating_factor = self.tree_size.rating_factor
 
 
-def batch_tokens(
-    row_tokens: Sequence[float], left: Sequence[float], fixed: float, squares: Sequence[float] | None = None
-) -> float:
-    """What a cycle of a batch is worth, in tokens; their sum if all rows are equal and nothing is left to chance.
-
-    A row that gets r tokens a cycle leaves the batch after n = left / r cycles. Of a cycle's time a part f is the same
-    for any number of rows, and is paid until the slowest row has ended; the rest falls with the rows. So the call
-    takes as long as f E[max(n)] + (1 - f) mean(n) cycles of all rows, and each of them is worth
-
-        sum(left) / (f E[max(n)] + (1 - f) mean(n))
-
-    Even of equal rows one is the slowest: drafts are accepted by chance. Where a row's tokens of a cycle have the
-    variance v, n has the standard deviation sqrt(n v) / r. The largest of m such numbers is expected to be z(m)
-    standard deviations above their mean, m counting the rows that come within one of them of the slowest. No row
-    needs more cycles than it has tokens left.
-
-    Args:
-        row_tokens (`Sequence[float]`): r of each row.
-        left (`Sequence[float]`): Tokens that each of them may still get; only their proportions matter if there are
-            no squares.
-        fixed (`float`): f.
-        squares (`Sequence[float]`, *optional*): Mean square of each row's accepted tokens of a cycle, which are
-            r - 1 on average; without them v is 0.
-    """
-    if len(row_tokens) == 1:
-        return row_tokens[0]
-    cycles = list(map(truediv, left, row_tokens))
-    slowest = max(cycles)
-    if squares is not None:
-        row = cycles.index(slowest)
-        variance = max(squares[row] - (row_tokens[row] - 1) ** 2, 0.0)
-        deviation = sqrt(slowest * variance) / row_tokens[row]
-        num_slow = sum(number >= slowest - deviation for number in cycles)
-        slowest = min(slowest + _largest_of(num_slow) * deviation, max(left))
-    return sum(left) / (fixed * slowest + (1 - fixed) * sum(cycles) / len(cycles))
-
-
-@cache
-def _largest_of(count: int) -> float:
-    """Expected largest of so many standard normal numbers (Blom, 1958)."""
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
-
-
-def _at_least_one(chances) -> float:
-    """The chance that at least one of independent events happens."""
+def _at_least_one(probabilities: Iterable[float]) -> float:
+    """Probability that at least one of several independent events happens."""
     none = 1.0
-    for chance in chances:
-        none *= 1 - chance
+    for probability in probabilities:
+        none *= 1 - probability
     return 1 - none

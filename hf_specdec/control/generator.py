@@ -17,7 +17,8 @@ from ..candidate_generators.base import CandidateGenerator
 from ..drafts import DraftTree
 from ..protocol import Commit, DraftStep, Lookups, Prompt
 from .clock import CycleClock
-from .controller import RowOutcome, SpeculationController
+from .controller import SpeculationController
+from .outcome import RowOutcome
 from .schedule import ScheduledLength
 
 

@@ -1,4 +1,4 @@
-"""What a cycle costs: seconds of a draft by its depth, and of a verification by its nodes, from measured cycles.
+"""Costs of a cycle: seconds of a draft by its depth, and of a verification by its nodes, from measured cycles.
 
     T(cycle) = T_draft(depth, rows) + T_verify(nodes, rows)
 
@@ -88,11 +88,11 @@ class TimeTable:
         self.levels[size] = level * ratio ** max(1 / self._weights[size], _PART)
 
     def knows(self, size: int) -> bool:
-        """Whether there are enough measurements of a size to trust in them."""
+        """Tells sizes with enough measurements."""
         return len(self._measured.get(size, ())) >= _KNOWN
 
     def predict(self, size: float) -> float | None:
-        """Seconds of a size: measured, between its neighbours, or behind the largest size on the mean slope.
+        """Seconds of a size: measured, between its neighbours, or beyond the largest size on the mean slope.
 
         Below the smallest size nothing is cheaper. `None` before the first measurement.
         """
@@ -245,12 +245,12 @@ class LatencyModel:
         """Seconds of a draft of this depth; 0 as long as none was measured.
 
         A draft takes no longer than a deeper one, and no longer in proportion than a shallower one. In front of and
-        behind what was measured, the time is in proportion to the depth.
+        beyond what was measured, the time is in proportion to the depth.
         """
         return self.draft_seconds_up_to(depth, num_rows)[depth]
 
     def draft_seconds_up_to(self, most: int, num_rows: int) -> list[float]:
-        """The same of all depths from 0 to `most`."""
+        """Seconds of drafts of all depths from 0 to `most`."""
         if not self.draft:
             return [0.0] * (most + 1)
         pace = self.pace.factor * self.draft_pace.factor
@@ -290,7 +290,7 @@ class LatencyModel:
 
     @property
     def knows_anything(self) -> bool:
-        """Whether there are times of drafts and of verifications with and without drafts."""
+        """True once drafts and verifications with and without drafts have been timed."""
         return bool(self.draft) and any(1 in table.levels for table in self.verify.values())
 
     def to_dict(self) -> dict[str, Any]:
@@ -342,9 +342,9 @@ def _draft_levels(table: TimeTable, most: int) -> list[float]:
     for depth in filter(None, depths):
         levels[depth] = min(levels[depth], of_a_token * depth)
         of_a_token = min(of_a_token, table.levels.get(depth, inf) / depth)
-    in_front = [levels[first] * depth / first for depth in range(min(first, most + 1))]
-    behind = [levels[last] * depth / max(last, 1) for depth in range(last + 1, most + 1)]
-    return in_front + [levels[depth] for depth in range(first, min(last, most) + 1)] + behind
+    shallower = [levels[first] * depth / first for depth in range(min(first, most + 1))]
+    deeper_ones = [levels[last] * depth / max(last, 1) for depth in range(last + 1, most + 1)]
+    return shallower + [levels[depth] for depth in range(first, min(last, most) + 1)] + deeper_ones
 
 
 def _nearest(numbers: Collection[int], num_rows: int) -> int:

@@ -6,19 +6,8 @@ The loop drops rows that have finished, so the number of rows falls in a call, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-
-if TYPE_CHECKING:
-    from .controller import RowOutcome
-
-
-def lengths_note(kind: str, num_cycles: int, num_plain_cycles: int, sum_limits: int) -> str:
-    """One line for the statistics on the lengths of a call."""
-    return (
-        f"{kind}: at most {sum_limits / num_cycles:.1f} draft tokens a cycle on average, "
-        f"{num_plain_cycles} of {num_cycles} cycles without drafts"
-    )
+from .outcome import RowOutcome, lengths_note
 
 
 class ScheduledLength:
@@ -40,7 +29,7 @@ class ScheduledLength:
         self.num_cycles = self.num_plain_cycles = self.sum_limits = 0
 
     def limits(self, rows: list[int], num_unread: int = 0, left: Sequence[float] | None = None) -> list[int]:
-        """How deep each of the active rows may draft in this cycle."""
+        """Depth that each of the active rows may draft in this cycle."""
         limit = self.most_tokens(len(rows))
         self.num_cycles += 1
         self.num_plain_cycles += limit == 0

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from ..errors import SpecConfigError, shown
 from ..reading import parse_json, read_text
 from ..settings import SpeculativeConfig
-from .controller import ControlProfile
+from .profile import ControlProfile
 
 
 logger = logging.get_logger(__name__)
@@ -32,7 +32,7 @@ _OF_NO_MATTER = ("control_profile", "cache_dir", "local_files_only", "trust_remo
 
 
 def profile_folder() -> Path:
-    """Where profiles are kept: `HF_SPECDEC_PROFILES`, or `hf_specdec/profiles` in the home of the Hub's files."""
+    """Folder of the profiles: `HF_SPECDEC_PROFILES`, or `hf_specdec/profiles` in the home of the Hub's files."""
     folder = os.environ.get("HF_SPECDEC_PROFILES")
     return Path(folder) if folder else Path(HF_HOME) / "hf_specdec" / "profiles"
 
@@ -40,7 +40,7 @@ def profile_folder() -> Path:
 def profile_identity(
     target_model: torch.nn.Module, config: SpeculativeConfig, network: torch.nn.Module | None
 ) -> dict[str, Any]:
-    """What a profile was measured of, as plain values.
+    """Identity of the models and machine of a profile, as plain values.
 
     Args:
         target_model (`PreTrainedModel`): The target.

@@ -1,4 +1,4 @@
-"""What speculation is worth: equations, as plain functions of rates and seconds.
+"""Equations of speculative decoding, as plain functions of rates and seconds.
 
 Symbols: k draft tokens of a chain, a acceptance rate, tau tokens committed per verification, c seconds of one draft
 forward over seconds of one target forward. Leviathan et al. 2023 (arXiv:2211.17192), Chen et al. 2023
@@ -52,16 +52,16 @@ def expected_tokens_of_tree(parents: Sequence[int], node_rates: Sequence[float])
 
     Args:
         parents (`Sequence[int]`): Each node's parent, -1 for a child of the anchor; parents come first.
-        node_rates (`Sequence[float]`): How often the node is the one that is accepted behind its parent, where the
+        node_rates (`Sequence[float]`): How often the node is the one that is accepted after its parent, where the
             parent was accepted. Those of siblings add up to 1 at most.
     """
     if len(parents) != len(node_rates):
         raise SpecConfigError(f"Every node needs a rate, got {len(parents)} parents and {len(node_rates)} rates.")
-    chances: list[float] = []
+    probabilities: list[float] = []
     for parent, rate in zip(parents, node_rates):
         _check_rate("node_rates", rate)
-        chances.append(rate * (1.0 if parent < 0 else chances[parent]))
-    return 1.0 + sum(chances)
+        probabilities.append(rate * (1.0 if parent < 0 else probabilities[parent]))
+    return 1.0 + sum(probabilities)
 
 
 def block_efficiency(num_committed_tokens: int, num_verifications: int) -> float:

@@ -1,10 +1,10 @@
-"""How many nodes of a draft tree are verified: those that are worth their time.
+"""Size of draft trees: the nodes whose expected tokens pay for their verification.
 
     tokens(N) = 1 + c * (q_1 + ... + q_N)                    value(N) = tokens(N) / (T_draft + T_verify(N))
 
-q_r is the chance that the node of rank r is accepted, as the drafter rates its own nodes, best first: the running mean
-of the probabilities of their paths, or for a static tree what is usual. c is what came of it: accepted over expected
-tokens of the nodes that were verified. The draft has been made when it is cut, so its time is the same for all sizes.
+q_r is the probability that the node of rank r is accepted, as the drafter rates its own nodes, best first: the running
+mean of the probabilities of their paths, or the usual ones of a static tree. c is accepted over expected tokens of the
+nodes that were verified. The draft has been made when it is cut, so its time is the same for all sizes.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class TreeSize:
         self.latency = latency
         self.size: int | None = None
         self._expected, self._accepted = _FIRST_WEIGHT, _FIRST_WEIGHT * rating_factor
-        self._chances: list[float] = []
+        self._probabilities: list[float] = []
         self._arriving: PendingRead | None = None
-        self._depth = 0  # of the draft whose chances arrive
+        self._depth = 0  # of the draft whose probabilities arrive
         self._num_drafts = 0
 
     @property
@@ -83,21 +83,21 @@ class TreeSize:
         return draft if self.size is None else draft.likeliest(self.size)
 
     def _learn_ranks(self, new: list[float]) -> None:
-        if len(self._chances) != len(new):
+        if len(self._probabilities) != len(new):
             # Drafts of another depth have other nodes.
-            self._chances = new
+            self._probabilities = new
             return
-        self._chances = [old + _PART * (value - old) for old, value in zip(self._chances, new)]
+        self._probabilities = [old + _PART * (value - old) for old, value in zip(self._probabilities, new)]
 
     def _plan(self, num_rows: int, depth: int) -> None:
-        expected = list(accumulate(self._chances, initial=0.0))
+        expected = list(accumulate(self._probabilities, initial=0.0))
         drafting = self.latency.draft_seconds(depth, num_rows)
 
         def value(size: int) -> float:
             seconds = drafting + self.latency.verify_seconds(size + 1, num_rows)
             return (1 + self.rating_factor * expected[size]) / seconds
 
-        most = len(self._chances)
+        most = len(self._probabilities)
         present = most if self.size is None else min(self.size, most)
         best = max([*_SIZES[: bisect_left(_SIZES, most)], most], key=value)
         if value(best) > _HYSTERESIS * value(present):
@@ -111,11 +111,11 @@ class TreeSize:
             draft (`DraftTree`): What was verified.
             num_accepted (`list[int]`): Draft tokens of each row that were accepted.
         """
-        if not self._chances or not draft.is_rated:
+        if not self._probabilities or not draft.is_rated:
             return
-        totals = list(accumulate(self._chances, initial=0.0))
+        totals = list(accumulate(self._probabilities, initial=0.0))
         # On average over the rows: a batch is one outcome.
-        expected = sum(totals[min(count, len(self._chances))] for count in draft.counts()) / draft.batch_size
+        expected = sum(totals[min(count, len(self._probabilities))] for count in draft.counts()) / draft.batch_size
         num_accepted = sum(num_accepted) / draft.batch_size
         keep = max(1 - expected / _WINDOW, 0.0)
         self._expected = keep * self._expected + expected

@@ -98,7 +98,7 @@ def test_what_earlier_calls_found_is_where_a_call_begins():
 def test_a_few_drafts_of_earlier_calls_count_for_no_more_than_they_are():
     few, many = (AcceptanceModel(3, 1, PastRates([0.0], [weight])) for weight in (1, 60))
     assert few.expected()[0][0] > many.expected()[0][0] + 0.2
-    assert few.hoped()[0] > many.hoped()[0] + 0.5
+    assert few.optimistic()[0] > many.optimistic()[0] + 0.5
 
 
 def test_what_calls_leave_is_the_mean_of_calls_and_not_the_last_one():
@@ -126,9 +126,9 @@ def test_a_call_counts_for_what_was_seen_in_it():
 
 def test_a_rate_may_be_better_than_expected_while_little_is_known():
     model = AcceptanceModel(2, 1)
-    few = model.hoped()[0] - model.expected()[0][0]
+    few = model.optimistic()[0] - model.expected()[0][0]
     feed(model, [0.6, 0.6], 200)
-    many = model.hoped()[0] - model.expected()[0][0]
+    many = model.optimistic()[0] - model.expected()[0][0]
     assert few > 2 * many > 0
 
 

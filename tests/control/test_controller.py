@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from hf_specdec.control import ControlProfile, theory
 from hf_specdec.control.acceptance import PastRates
-from hf_specdec.control.controller import RowOutcome, SpeculationController, batch_tokens
+from hf_specdec.control.batch import batch_tokens
+from hf_specdec.control.controller import SpeculationController
+from hf_specdec.control.outcome import RowOutcome
 from tests.control.worlds import MOST, TARGETS, World, any_batch, any_world, world_of
 
 

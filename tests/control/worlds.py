@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hf_specdec.control import ControlProfile, SpeculationController
-from hf_specdec.control.controller import RowOutcome, batch_tokens
+from hf_specdec.control.batch import batch_tokens
+from hf_specdec.control.outcome import RowOutcome
 
 
 MOST = 12

@@ -49,7 +49,7 @@ _TRIAL_EVERY = 8
 # a slow one, so both are measured again unless drafting is clearly slower.
 _CLEARLY_SLOWER = 2.0
 
-# A trial that takes so much less time than expected is repeated: machines stall, but they do not hurry.
+# A trial that takes so much less time than expected is repeated: a low outlier is real, a high one is usually a stall.
 _CHEAP = 0.7
 
 # Positions that are reached so seldom end the search.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MissingDependencyError, SpecConfigError, shown
+from ..method import COMBINING, methods
 from ..reading import parse_json
 from ..settings import AUTO, SpeculativeConfig
 from ..speculator import Speculator, load_speculator
@@ -25,7 +26,10 @@ PLAIN = "plain"
 # Names of transformers' own ways begin with this.
 STOCK = "stock_"
 
-# Draft tokens of prompt lookup where no `ngram` beside it has a length of its own: the number in transformers' docs.
+# Arguments of transformers' `generate()` that the methods name as their counterparts.
+_ASSISTED, _OWN_LAYERS, _LOOKUP = "assistant_model", "use_mtp", "prompt_lookup_num_tokens"
+
+# Draft tokens of prompt lookup where no method beside it has a length of its own: the number in transformers' docs.
 _PROMPT_LOOKUP_TOKENS = 10
 
 
@@ -36,9 +40,9 @@ class Decoder:
     Attributes:
         name (`str`): Of its row in the results.
         arguments (`dict`): Of `generate()`, beside those that all ways share.
-        settings (`dict`): What it was asked to be, as plain JSON types.
+        settings (`dict`): Its settings, as plain JSON types.
         speculator (`Speculator`, *optional*): Of the methods of this package.
-        network (`torch.nn.Module`, *optional*): What drafts, where that is a model.
+        network (`torch.nn.Module`, *optional*): The draft network.
         max_batch_size (`int`, *optional*): Most rows that it takes.
     """
 
@@ -49,8 +53,14 @@ class Decoder:
     network: torch.nn.Module | None = None
     max_batch_size: int | None = None
 
+    @property
+    def counterpart(self) -> str | None:
+        """Argument of transformers' own `generate()` that drafts in the same way."""
+        method = None if self.speculator is None else methods().get(self.speculator.method)
+        return None if method is None else method.transformers
+
     def forget_texts(self, model: PreTrainedModel) -> None:
-        """Takes from the method what it remembers of earlier texts. Weights stay loaded, and so do learnt costs."""
+        """Drops the method's memory of earlier texts. Weights stay loaded, and so do learnt costs."""
         if self.speculator is not None:
             self.speculator = self.speculator.without_texts(model)
             self.arguments = {"assistant": self.speculator}
@@ -76,11 +86,11 @@ def load_decoders(
 
     Args:
         model (`PreTrainedModel`): The target.
-        specs (`Sequence[Mapping]`): What [`read_spec`] returns.
+        specs (`Sequence[Mapping]`): Settings, from [`read_spec`].
         skip_missing (`bool`): Leave out methods whose optional package is missing.
 
     Returns:
-        The methods, with names that differ, and for each one left out the reason.
+        The methods, with distinct names, and for each one left out the reason.
 
     Raises:
         SpecConfigError: Settings are wrong, or do not fit the target.
@@ -113,16 +123,17 @@ def load_decoders(
 
 
 def stock_decoders(decoders: Sequence[Decoder]) -> list[Decoder]:
-    """transformers' own assisted generation: prompt lookup, and what corresponds to the methods with the same k.
+    """Lists transformers' own assisted generation: prompt lookup, and the counterparts of the methods with the same k.
 
-    Whether they can run shows when they do; all of them take one row.
+    All of them take one row. Some cannot run, which shows in the warm-up.
     """
     found = [_prompt_lookup(decoders)]
     for decoder in decoders:
-        if decoder.speculator.method == "draft_model":
+        if decoder.counterpart == _ASSISTED:
             found.append(_assisted(decoder))
-        elif decoder.speculator.method == "mtp":
-            found.append(Decoder(f"{STOCK}{decoder.name}", {"spec_method": "off", "use_mtp": True}, max_batch_size=1))
+        elif decoder.counterpart == _OWN_LAYERS:
+            arguments = {"spec_method": "off", _OWN_LAYERS: True}
+            found.append(Decoder(f"{STOCK}{decoder.name}", arguments, max_batch_size=1))
     for decoder in found:
         shown = {
             key: value for key, value in decoder.arguments.items() if key not in ("spec_method", "assistant_model")
@@ -132,14 +143,14 @@ def stock_decoders(decoders: Sequence[Decoder]) -> list[Decoder]:
 
 
 def _prompt_lookup(decoders: Sequence[Decoder]) -> Decoder:
-    lengths = [decoder.speculator.config.fixed_length for decoder in decoders if decoder.speculator.method == "ngram"]
+    lengths = [decoder.speculator.config.fixed_length for decoder in decoders if decoder.counterpart == _LOOKUP]
     count = next((length for length in lengths if length is not None), _PROMPT_LOOKUP_TOKENS)
-    arguments = {"spec_method": "off", "prompt_lookup_num_tokens": count}
+    arguments = {"spec_method": "off", _LOOKUP: count}
     return Decoder(f"{STOCK}prompt_lookup", arguments, max_batch_size=1)
 
 
 def _assisted(decoder: Decoder) -> Decoder:
-    """The same draft model in transformers' loop, with as many draft tokens in every cycle."""
+    """Puts the draft model into transformers' loop, with as many draft tokens in every cycle."""
     config, generator_class = decoder.speculator.config, decoder.speculator.generator_class
     # Shares the weights; its generation config is its own.
     assistant = copy.copy(decoder.network)
@@ -164,7 +175,7 @@ def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def read_spec(text: str, named: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
-    """The settings that the text of a `--spec` means.
+    """Reads the text of a `--spec` as settings.
 
     Args:
         text (`str`): A method, a repo id, a folder, JSON, or any of the first three followed by settings:
@@ -189,8 +200,8 @@ def read_spec(text: str, named: Mapping[str, Mapping[str, Any]] | None = None) -
 
 
 def _drafter(method: Any) -> str:
-    """The method that has the model: of `suffix+eagle3` the second."""
-    return str(method).rpartition("+")[2]
+    """The method that has the model: the last one of a combination."""
+    return str(method).rpartition(COMBINING)[2]
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -219,7 +230,7 @@ def _pairs(text: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Numbers, true, false and null as in JSON, everything else as text."""
+    """Reads numbers, true, false and null as in JSON, everything else as text."""
     try:
         return parse_json(text)
     except ValueError:
@@ -227,7 +238,7 @@ def _value(text: str) -> Any:
 
 
 def _distinct(titles: Sequence[str], configs: Sequence[SpeculativeConfig]) -> list[str]:
-    """Names by title; those that would be the same also say what they are."""
+    """Names by title; those that would be the same have their settings appended."""
     names = [
         title if titles.count(title) == 1 else "_".join([title, *_variant(config)])
         for title, config in zip(titles, configs)

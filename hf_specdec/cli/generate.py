@@ -14,7 +14,9 @@ from rich.text import Text
 from ..arguments import is_off
 from ..errors import SpecConfigError
 from .common import (
+    ANY_SPEC,
     EMBEDDED,
+    EMBEDDED_SPEC,
     DeviceOption,
     Dtype,
     DtypeOption,
@@ -178,7 +180,7 @@ def _load_speculator(
     from ..speculator import load_speculator
 
     if method is None and spec_model is None and config is None:
-        method = "draft_model" if embedded else "ngram"
+        method = EMBEDDED_SPEC if embedded else ANY_SPEC
     settings = {"method": method, "model": spec_model, "num_speculative_tokens": num_speculative_tokens}
     if embedded and spec_model is None and config is None:
         *_, drafting = parts_of(method)

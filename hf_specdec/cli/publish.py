@@ -94,15 +94,16 @@ def _drafter_card(folder: Path, target: str | None, bench: Path | None, options:
 
 
 def _known_target(folder: Path, method: str) -> str | None:
-    """The target that a folder's card or checkpoint names; what a whole model is based on is another model."""
+    """Target that a folder's card or checkpoint names; the base of a whole language model is not its target."""
     from ..hub.card import load_card
     from ..hub.detect import detect_checkpoint
+    from ..method import is_language_model
 
     card = load_card(folder)
     metadata = {} if card is None else card.data.to_dict()
     settings, bases = metadata.get("speculative"), metadata.get("base_model")
     named = settings.get("target") if isinstance(settings, dict) else None
-    if named is None and method != "draft_model":
+    if named is None and not is_language_model(method):
         named = bases[0] if isinstance(bases, list) and bases else bases
     if isinstance(named, str):
         return named

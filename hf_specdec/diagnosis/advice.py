@@ -41,6 +41,9 @@ DEFAULT_MOST_DRAFTERS = 4
 
 _METHODS_FOR_ALL = tuple(method.name for method in built_in_methods() if not method.takes_model)
 
+# The method that drafts whatever repeats, and needs nothing.
+_REPEATING = {"method": _METHODS_FOR_ALL[0]}
+
 _GREEDY = {"do_sample": False}
 
 
@@ -330,11 +333,11 @@ class _Adviser:
             advice.best = fastest
         for option in advice.options:
             option.verdict = _verdict(option, advice.best)
-        repeating = next((option for option in advice.options if option.settings == {"method": "ngram"}), None)
+        repeating = next((option for option in advice.options if option.settings == _REPEATING), None)
         if repeating is not None:
             advice.notes.append(
-                f"How repetitive the texts are: in {repeating.drafted_share:.0%} of the cycles ngram finds something "
-                f"to repeat, and {repeating.acceptance_rate:.0%} of what it drafts then is accepted."
+                f"How repetitive the texts are: in {repeating.drafted_share:.0%} of the cycles {repeating.name} finds "
+                f"something to repeat, and {repeating.acceptance_rate:.0%} of what it drafts then is accepted."
             )
 
 

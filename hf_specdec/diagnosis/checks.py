@@ -1,4 +1,4 @@
-"""What can be seen of a pair without generating: its files, its tables of tokens, its weights."""
+"""Checks a pair without generating: its files, its tables of tokens, its weights."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..errors import CheckpointFormatError
 from ..hub.detect import Detection, detect
 from ..hub.files import RepoFiles
 from ..hub.inspect import target_problems
+from ..method import drafting_method, is_language_model
 from ..settings import SpeculativeConfig
 from ..speculator import Speculator
 from ..target_facts import vocabulary_size
@@ -66,8 +67,9 @@ def checkpoint_findings(
     for problem in found.problems:
         yield Finding("checkpoint", "error", problem, "Choose another drafter: `hf-specdec discover` lists some.")
     yield from _method_findings(found, config)
-    # MTP layers of a whole model are in the target's own checkpoint, and fit by being its own.
-    is_own = config.method == "mtp" and found.method == "draft_model"
+    # Layers in the target's own checkpoint fit by being its own.
+    drafting = drafting_method(config.method)
+    is_own = drafting is not None and drafting.in_target_checkpoint and is_language_model(found.method)
     for problem in [] if is_own else target_problems(found, target_model.config.to_dict()):
         yield Finding("sizes", "error", problem, "Choose a drafter that was made for this target.")
     yield from _base_findings(found, target_model)
@@ -75,9 +77,9 @@ def checkpoint_findings(
 
 
 def _method_findings(found: Detection, config: SpeculativeConfig) -> Iterator[Finding]:
-    # Of two combined methods the second has the checkpoint.
-    method = config.method.rpartition("+")[2]
-    if method == found.method or (method == "mtp" and found.mtp_layers):
+    drafting = drafting_method(config.method)
+    method = config.method if drafting is None else drafting.name
+    if method == found.method or (found.mtp_layers and drafting is not None and drafting.in_target_checkpoint):
         yield Finding("method", "ok", f"The method '{method}' is the checkpoint's.")
         return
     yield Finding(
@@ -90,7 +92,7 @@ def _method_findings(found: Detection, config: SpeculativeConfig) -> Iterator[Fi
 
 def _base_findings(found: Detection, target_model: PreTrainedModel) -> Iterator[Finding]:
     made_for, name = found.target.name, str(getattr(target_model.config, "_name_or_path", "") or "")
-    if made_for is None or found.method == "draft_model":
+    if made_for is None or is_language_model(found.method):
         return
     if _same_model(made_for, name):
         yield Finding("made for", "ok", f"It was made for '{made_for}'.")
@@ -127,7 +129,7 @@ def tokenizer_findings(config: SpeculativeConfig, tokenizer: PreTrainedTokenizer
         return
     location = checkpoint_location(config)
     theirs = token_table(config.model, location)
-    is_whole = config.method.rpartition("+")[2] == "draft_model"
+    is_whole = is_language_model(config.method)
     if theirs is None:
         if is_whole and not getattr(config.options, "same_tokenizer", False):
             yield Finding(
@@ -225,7 +227,8 @@ def _layer_findings(network: nn.Module, files: RepoFiles | None) -> Iterator[Fin
     if not keys or keys == ("last",) or files is None:
         return
     shown = ", ".join(map(str, keys))
-    if getattr(network, "spec_method", "") == "mtp" or _states_layers(files.config):
+    drafting = drafting_method(getattr(network, "spec_method", None))
+    if (drafting is not None and drafting.in_target_checkpoint) or _states_layers(files.config):
         yield Finding("layers", "ok", f"It reads the target's states {shown} (i enters decoder layer i).")
         return
     yield Finding(
@@ -237,7 +240,7 @@ def _layer_findings(network: nn.Module, files: RepoFiles | None) -> Iterator[Fin
 
 
 def _states_layers(config: Any) -> bool:
-    """Whether a config names layers, at its top or one level below."""
+    """Tells if a config names layers, at its top or one level below."""
     places = [config, *(value for value in config.values() if isinstance(value, dict))]
     return any(place.get(key) is not None for place in places for key in _LAYER_KEYS)
 
@@ -249,7 +252,7 @@ def token_ids(network: nn.Module) -> torch.LongTensor | None:
 
 
 def _context_findings(speculator: Speculator, network: nn.Module, target_model: PreTrainedModel) -> Iterator[Finding]:
-    if speculator.method != "draft_model":
+    if not is_language_model(speculator.method):
         return
     longest = [
         getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)

@@ -1,4 +1,4 @@
-"""How many drafts a target would accept, by position, and what would happen if the drafter were wired differently.
+"""Probes how many drafts a target would accept, by position, also if the drafter were wired differently.
 
 A drafter that reads the wrong states or feeds itself the wrong ones raises no error: it drafts, and little of it is
 accepted. Here it drafts at every token of a text that the target writes one by one, and the drafts are compared with
@@ -7,24 +7,21 @@ what the target writes next. So all wirings are judged at the same places, and t
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..bench.engine import greedy_texts
 from ..bench.prompts import Batch
 from ..candidate_generators.base import CandidateGenerator
-from ..candidate_generators.eagle.network import Eagle3Network
 from ..checkpoints.draft_checkpoint import TargetSizes
 from ..drafts import DraftTree
-from ..layers.draft_network import DraftNetwork, layer_config
+from ..layers.draft_network import DraftNetwork
 from ..protocol import Commit, DraftStep, Prompt, Session
 from ..speculator import Speculator
 
@@ -57,12 +54,12 @@ class Acceptance:
 
     @property
     def rates(self) -> list[float]:
-        """The share that is accepted at each position, of what reaches it."""
+        """Share of the tokens judged at each position that is accepted."""
         return [accepted / reached for accepted, reached in zip(self.accepted, self.reached) if reached]
 
     @property
     def first_rate(self) -> float:
-        """The same of the first position; 0 without drafts."""
+        """Share accepted at the first position; 0 without drafts."""
         return self.rates[0] if self.rates else 0.0
 
     @property
@@ -71,14 +68,14 @@ class Acceptance:
         return 1 + sum(self.accepted) / self.num_places if self.num_places else 1.0
 
     def is_better_than(self, other: Acceptance) -> bool:
-        """Whether more is accepted than by `other`, at the places that both have and beyond chance: a sign test."""
+        """Tells if significantly more is accepted than by `other`, at the places that both have: a sign test."""
         both = self.counts.keys() & other.counts.keys()
         wins = sum(self.counts[place] > other.counts[place] for place in both)
         losses = sum(self.counts[place] < other.counts[place] for place in both)
         return wins - losses > _SIGNIFICANT * math.sqrt(wins + losses)
 
     def is_above(self, other: Acceptance) -> bool:
-        """The same of drafts in other texts: a test of two shares, of the places where anything is accepted."""
+        """Tells if more is accepted than in other texts: a test of two shares, of places with an accepted draft."""
         return _z_score(self, other) > _SIGNIFICANT
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,7 +89,7 @@ class Acceptance:
 
 
 def _z_score(one: Acceptance, other: Acceptance) -> float:
-    """By how many standard errors the share of places with an accepted draft is larger."""
+    """Counts the standard errors by which the share of places with an accepted draft is larger."""
     (hits, total), (other_hits, other_total) = [
         (sum(count > 0 for count in found.counts.values()), len(found.counts)) for found in (one, other)
     ]
@@ -148,7 +145,7 @@ def _count(found: Acceptance, number: int, text: list[int], drafts: Drafts) -> N
 
 
 def _accepted(found: Acceptance, tokens: list[int], parents: list[int], following: list[int]) -> int:
-    """Counts one draft; how many of its tokens are accepted."""
+    """Counts one draft, and returns how many of its tokens are accepted."""
     children: dict[int, list[int]] = defaultdict(list)
     for index, parent in enumerate(parents):
         children[parent].append(index)
@@ -169,7 +166,7 @@ def _accepted(found: Acceptance, tokens: list[int], parents: list[int], followin
 
 
 def consistent_meaning(pairs: Collection[tuple[int, int]]) -> tuple[float, float]:
-    """Whether draft tokens that are wrong stand for others, always the same ones: then a table of ids is wrong.
+    """Measures if wrong draft tokens stand for others, always the same ones: then a table of ids is wrong.
 
     Args:
         pairs (`Collection[tuple[int, int]]`): Draft tokens, each with the target's.
@@ -198,7 +195,7 @@ def consistent_meaning(pairs: Collection[tuple[int, int]]) -> tuple[float, float
 
 @dataclass(frozen=True)
 class Wiring:
-    """What a drafter is shown of the target.
+    """Target states that a drafter is given.
 
     Attributes:
         sources (`Mapping`): For each state that it asks for the one that it gets; empty: that one.
@@ -227,7 +224,7 @@ class Variant:
 
 
 def variants(model: PreTrainedModel, speculator: Speculator) -> Iterator[Variant]:
-    """The mistakes that are made in wiring this drafter, each undone."""
+    """Undoes each of the mistakes that are made in wiring drafters like this one."""
     network = speculator.generator_class.network(speculator.resources)
     keys = tuple(getattr(network, "target_hidden_states", speculator.generator_class.target_hidden_states))
     if not keys:
@@ -236,7 +233,7 @@ def variants(model: PreTrainedModel, speculator: Speculator) -> Iterator[Variant
     for sources in _other_states(keys, sizes.num_hidden_layers):
         yield Variant(
             f"It reads the target's states {_listed(keys)} and was trained on {_listed(sources)}.",
-            _states_remedy(speculator.method, sources),
+            _states_remedy(getattr(network, "states_setting", None), sources),
             speculator,
             Wiring(dict(zip(keys, sources))),
         )
@@ -255,7 +252,7 @@ def variants(model: PreTrainedModel, speculator: Speculator) -> Iterator[Variant
 
 
 def _other_states(keys: tuple, num_layers: int) -> Iterator[tuple]:
-    """States that a drafter that says `keys` may have been trained on."""
+    """Lists states that a drafter whose config says `keys` may have been trained on."""
     found: list[tuple] = []
     if "last" not in keys:
         found += [tuple(key + shift for key in keys) for shift in (1, -1)]
@@ -272,14 +269,14 @@ def _other_states(keys: tuple, num_layers: int) -> Iterator[tuple]:
             yield sources
 
 
-def _states_remedy(method: str, sources: tuple) -> str:
-    if method == "eagle3" and list(sources) == sorted(sources):
-        return f"Pass aux_layer_ids={list(sources)}, or correct them in its config.json."
+def _states_remedy(setting: str | None, sources: tuple) -> str:
+    if setting is not None and list(sources) == sorted(sources):
+        return f"Pass {setting}={list(sources)}, or correct them in its config.json."
     return "Correct the layers in its config.json, or pass the drafter that was trained on these states."
 
 
 def _listed(keys: tuple) -> str:
-    return ", ".join("behind the final norm" if key == "last" else str(key) for key in keys)
+    return ", ".join("after the final norm" if key == "last" else str(key) for key in keys)
 
 
 class _WatchedGenerator(CandidateGenerator):
@@ -341,7 +338,7 @@ class _Watching(Speculator):
             num_speculative_tokens=speculator.config.fixed_length, disable_by_batch_size=None
         )
         if hasattr(config.options, "draft_sample_method"):
-            # Drawn tokens are accepted by their chances, not by being the target's.
+            # Sampled tokens are accepted by their probabilities, not by being the target's.
             config = config.replace(draft_sample_method="greedy")
         found = cls(config, speculator.generator_class, speculator.resources)
         found.wiring, found.drafts = wiring or Wiring(), defaultdict(dict)
@@ -352,53 +349,27 @@ class _Watching(Speculator):
 
 
 def _network_variants(model: PreTrainedModel, speculator: Speculator, network: DraftNetwork) -> Iterator[Variant]:
-    """Drafts with another setting of their own network; the copies share its weights."""
+    """Yields the drafter with other settings of its own network."""
 
     def with_network(changed: nn.Module) -> Speculator:
         return Speculator(speculator.config, speculator.generator_class, changed)
 
     config = network.config
-    if isinstance(network, Eagle3Network):
-        for key, change in (("norm_output", _with_config), ("norm_before_residual", _with_first_layer)):
-            value = not getattr(config, key)
-            yield Variant(
-                f"Its config says {key}={not value} and it was trained with {value}.",
-                f"Set `{key}` to {str(value).lower()} in its config.json.",
-                with_network(change(network, **{key: value})),
-            )
+    for flag in network.doubtful_flags:
+        value = not getattr(config, flag)
+        yield Variant(
+            f"Its config says {flag}={not value} and it was trained with {value}.",
+            f"Set `{flag}` to {str(value).lower()} in its config.json.",
+            with_network(network.with_settings(**{flag: value})),
+        )
     own, theirs = config.rope_parameters, _rope_parameters(model)
     if theirs and own.get("rope_theta") != theirs["rope_theta"]:
-        changed = _with_config(network, rope_parameters={**own, "rope_theta": theirs["rope_theta"]})
-        changed._modules = {**changed._modules, "rotary_emb": _rotary(network, changed.config)}
         yield Variant(
             f"Its rotary embedding has rope_theta={own['rope_theta']:g} and it was trained with the target's, "
             f"{theirs['rope_theta']:g}.",
             "Set `rope_theta` in its config.json to the target's.",
-            with_network(changed),
+            with_network(network.with_settings(rope_parameters={**own, "rope_theta": theirs["rope_theta"]})),
         )
-
-
-def _with_config(network: DraftNetwork, **settings: Any) -> DraftNetwork:
-    """A copy that shares everything but its config with the network."""
-    changed = copy.copy(network)
-    changed.config = replace(network.config, **settings)
-    return changed
-
-
-def _with_first_layer(network: Eagle3Network, **settings: Any) -> Eagle3Network:
-    """The same with settings that the first layer keeps, too."""
-    changed = _with_config(network, **settings)
-    first = copy.copy(network.layers[0])
-    for key, value in settings.items():
-        setattr(first, key, value)
-    changed._modules = {**changed._modules, "layers": nn.ModuleList([first, *network.layers[1:]])}
-    return changed
-
-
-def _rotary(network: DraftNetwork, config: Any) -> nn.Module:
-    with torch.device("cpu"):
-        made = type(network.rotary_emb)(layer_config(config))
-    return made.to(network.rotary_emb.inv_freq.device)
 
 
 def _rope_parameters(model: PreTrainedModel) -> Mapping[str, Any] | None:

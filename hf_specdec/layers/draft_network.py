@@ -5,7 +5,9 @@ Shapes: R rows, T tokens, h hidden size, V vocabulary of the target, U that of t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -143,10 +145,24 @@ class DraftNetwork(nn.Module):
         config (`EagleConfig` or `DFlashConfig`): What it consists of.
         token_ids (`torch.LongTensor` of shape `(U,)`): The target's id of each draft id; `None` where they are equal.
         rotary_emb (`nn.Module`): Its rotary embedding, whose frequencies are in no checkpoint.
+        doubtful_flags (`tuple[str, ...]`): Flags of the config that checkpoints are known to have the wrong way.
+        states_setting (`str`, *optional*): Setting that names the states of the target that it reads.
     """
 
     config: EagleConfig | DFlashConfig
     token_ids: torch.LongTensor | None
+    doubtful_flags: tuple[str, ...] = ()
+    states_setting: str | None = None
+
+    def with_settings(self, **settings: Any) -> DraftNetwork:
+        """Copies the network with other settings in its config; the copy shares its weights."""
+        changed = copy.copy(self)
+        changed.config = replace(self.config, **settings)
+        if "rope_parameters" in settings:
+            with torch.device("cpu"):
+                rotary = type(self.rotary_emb)(layer_config(changed.config))
+            changed._modules = {**self._modules, "rotary_emb": rotary.to(self.rotary_emb.inv_freq.device)}
+        return changed
 
     def attach(self, target_model: nn.Module) -> DraftNetwork:
         """Reads from `target_model` what the draft has not itself."""

@@ -20,6 +20,7 @@ V vocabulary of the target, U that of the draft.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -187,6 +188,9 @@ class Eagle3Network(EagleNetwork):
         fc_norm (`nn.ModuleList`): Norms over each of them, in EAGLE-3.1; empty in others.
     """
 
+    doubtful_flags = ("norm_output", "norm_before_residual")
+    states_setting = "aux_layer_ids"
+
     def __init__(self, config: EagleConfig):
         super().__init__(config)
         size, count = config.target_hidden_size, config.num_states
@@ -203,6 +207,14 @@ class Eagle3Network(EagleNetwork):
             chunks = fused.split(self.config.target_hidden_size, dim=-1)
             fused = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks)], dim=-1)
         return self.fc(fused)
+
+    def with_settings(self, **settings):
+        changed = super().with_settings(**settings)
+        if "norm_before_residual" in settings:
+            first = copy.copy(self.layers[0])
+            first.norm_before_residual = settings["norm_before_residual"]
+            changed._modules = {**changed._modules, "layers": nn.ModuleList([first, *self.layers[1:]])}
+        return changed
 
     def _read(self, embedded, hidden, attention):
         stream = self.layers[0](embedded, hidden, attention)

@@ -101,7 +101,7 @@ class ForwardTimer:
 
 @dataclass
 class Mark:
-    """How far a call is when it delivers tokens."""
+    """Progress of a call at a delivery of tokens."""
 
     time: float
     tokens: int
@@ -229,7 +229,7 @@ class Script:
         ]
 
     def draft(self, row: int, length: int, count: int) -> list[int]:
-        """At most `count` draft tokens behind the first `length` tokens of a row."""
+        """At most `count` draft tokens after the first `length` tokens of a row."""
         return self.drafts[row][length : length + count]
 
 
@@ -256,7 +256,7 @@ class ScriptedCandidateGenerator(CandidateGenerator):
 class StockScriptedCandidateGenerator(HfCandidateGenerator):
     """Drafts from a [`Script`] in transformers' loop.
 
-    Its first cycle, which also reads the prompt, gets no draft: our loop drafts only behind the first token, and so
+    Its first cycle, which also reads the prompt, gets no draft: our loop drafts only after the first token, and so
     both see the same drafts in the same cycles.
     """
 

@@ -155,7 +155,7 @@ class Sample:
 
 
 def is_side(name: str, starts: Sequence[str]) -> bool:
-    """Whether a side is among those whose names begin so, "ours: " left out; without any all are."""
+    """Tells sides whose names begin so, "ours: " left out; without any all do."""
     return not starts or name.startswith(tuple(starts)) or name.removeprefix("ours: ").startswith(tuple(starts))
 
 
@@ -268,7 +268,7 @@ class Bench:
         return [(contexts[0], size) for size in batch_sizes] + [(context, batch_sizes[0]) for context in contexts[1:]]
 
     def _is_late(self, what: str) -> bool:
-        """Whether the time is up; what is not begun for that reason is noted."""
+        """Tells if the time is up, and notes what is not begun for that reason."""
         limit = self.options.max_minutes
         is_late = limit is not None and perf_counter() - self.began > 60 * limit
         if is_late:
@@ -276,7 +276,7 @@ class Bench:
         return is_late
 
     def _succeeds(self, what: str, action: Callable[[], None]) -> bool:
-        """Whether an action ends without an error; errors are noted, and cost no other figures."""
+        """Runs an action, and tells if it ended without an error; errors are noted, and cost no other figures."""
         try:
             action()
         except MissingDependencyError as error:
@@ -507,7 +507,7 @@ def environment(options: argparse.Namespace, device: torch.device, dtype: torch.
 
 @dataclass
 class Aim:
-    """What is aimed at, and every figure that is measured by it as (where, text, is met), the worst first."""
+    """An aim, and every figure that is measured by it as (where, text, is met), the worst first."""
 
     text: str
     found: list[tuple[str, str, bool]]

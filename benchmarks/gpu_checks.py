@@ -1,4 +1,4 @@
-"""What must be right on a device before its times count: kernels against references, and the text of every method.
+"""Checks before times count on a device: kernels against references, and the text of every method.
 
 Kernels and references are called through the same public functions, on the same tensors. Texts are those of the
 embedded demo's target in float32 with its trained drafters, which accept and reject as they do in use: chains, trees
@@ -65,7 +65,7 @@ def check_kernels(device: torch.device) -> Iterator[Check]:
 
 
 def kernel_checks(device: torch.device, is_quick: bool = False) -> dict[str, Callable[[], Iterator[Check]]]:
-    """The same by operation; `is_quick` leaves out what would be compiled for more shapes of float16 and float32."""
+    """Checks by operation; `is_quick` leaves out what would be compiled for more shapes of float16 and float32."""
     if not _triton.HAS_TRITON or not (device.type == "cuda" or _triton.IS_INTERPRETED):
         why = "not run: no GPU" if _triton.HAS_TRITON else "not run: Triton is not installed"
         return {"kernels": lambda: iter([Check("kernels", None, why)])}
@@ -92,7 +92,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _both(function: Callable, *arguments, **options) -> tuple[Any, Any]:
-    """What the reference and the kernel return."""
+    """Results of the reference and of the kernel."""
     results = []
     for choice in ("torch", "triton"):
         with patch.object(_triton, "CHOICE", choice):
@@ -165,10 +165,10 @@ def _check_acceptance(generator: torch.Generator, is_small: bool) -> Iterator[Ch
     def uniforms(*shape):
         return torch.rand(shape, generator=generator, device=device, dtype=torch.float64)
 
-    def laws(*shape):
+    def random_probs(*shape):
         return torch.randn(shape, generator=generator, device=device).mul_(4).softmax(-1)
 
-    probs = laws(rows * (nodes + 1), vocab)
+    probs = random_probs(rows * (nodes + 1), vocab)
     yield _same_ids("sample_from_probs", *_both(sample_from_probs, probs, uniforms(len(probs))))
     few = {"generator": generator, "device": device}
     for name, draft in (
@@ -177,23 +177,23 @@ def _check_acceptance(generator: torch.Generator, is_small: bool) -> Iterator[Ch
     ):
         choices = torch.randint(2, (64, nodes + 1), **few)
         yield _same_acceptance(f"follow, {name}", *_both(follow, draft, choices))
-    target = laws(rows, nodes + 1, vocab)
-    # Near the target's law, so that some are accepted.
+    target = random_probs(rows, nodes + 1, vocab)
+    # Near the target's distribution, so that some are accepted.
     drawn_from = (target[:, :-1].log() + 0.5 * torch.randn(target[:, :-1].shape, **few)).softmax(-1)
     tokens = sample_from_probs(drawn_from, uniforms(rows, nodes))
     chain = DraftTree.chain(tokens, probs=drawn_from)
-    chances = uniforms(rows, nodes), uniforms(rows, nodes + 1)
-    yield _same_acceptance("reject_chain", *_both(reject_chain, chain, target, *chances))
-    # Siblings are drawn from one law.
+    draws = uniforms(rows, nodes), uniforms(rows, nodes + 1)
+    yield _same_acceptance("reject_chain", *_both(reject_chain, chain, target, *draws))
+    # Siblings are drawn from one distribution.
     parents = torch.tensor([-1, -1, *range(nodes - 2)], device=device)
-    laws_of_parents = drawn_from[:, parents + 1]
+    probs_of_parents = drawn_from[:, parents + 1]
     tree = DraftTree(
-        sample_from_probs(laws_of_parents, uniforms(rows, nodes)),
+        sample_from_probs(probs_of_parents, uniforms(rows, nodes)),
         parents,
         torch.full((rows,), nodes, device=device),
-        laws_of_parents,
+        probs_of_parents,
     )
-    yield _same_acceptance("reject_tree", *_both(reject_tree, tree, target, *chances))
+    yield _same_acceptance("reject_tree", *_both(reject_tree, tree, target, *draws))
 
 
 def _random_trees(rows: int, nodes: int, vocab: int, generator: torch.Generator) -> DraftTree:
@@ -270,7 +270,7 @@ def plain_texts(
 
 
 def check_texts(device: torch.device, max_new_tokens: int) -> Iterator[Check]:
-    """Whether every method writes what plain `generate()` does, greedily, in float32: single rows and a batch."""
+    """Compares greedy texts of every method in float32 with those of plain `generate()`: single rows and a batch."""
     target, batches, plain = plain_texts(device, max_new_tokens)
     ways = {"lean forward": (nullcontext, {}), "modules": (_through_modules, {})}
     if device.type == "cuda":

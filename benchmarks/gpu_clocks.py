@@ -1,4 +1,4 @@
-"""What the GPU benchmark measures with: bandwidth, deliveries of a call, and the parts of a cycle.
+"""Clocks of the GPU benchmark: bandwidth, deliveries of a call, and the parts of a cycle.
 
 A part is timed in two passes. As it runs: from what the device did before the part to what it did last in it, the time
 that it waited for the host included. On its own: the device is first held up, so that the host has launched everything
@@ -62,7 +62,7 @@ class Stopwatch:
         return first.elapsed_time(last) if self.is_cuda else 1000 * (last - first)
 
     def is_capturing(self) -> bool:
-        """Whether what is launched now is recorded for a graph, and no event may be."""
+        """Tells if launches are recorded for a graph, so that no event may be."""
         return self.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def synchronize(self) -> None:
@@ -104,7 +104,7 @@ _WAITS = "called a synchronizing CUDA operation"
 
 @contextmanager
 def noted_waits() -> Iterator[list[str]]:
-    """Yields a list that has, behind the block, torch's message for each time that the host has waited for a GPU."""
+    """Yields a list that has, after the block, torch's message for each time that the host has waited for a GPU."""
     waits: list[str] = []
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -143,11 +143,11 @@ class DeliveryStreamer(BaseStreamer):
         """Nothing: the last delivery is the end."""
 
     def decoding(self, batch_size: int) -> tuple[int, float]:
-        """Tokens and seconds behind the first cycle, in which drafters read the prompt."""
+        """Tokens and seconds after the first cycle, in which drafters read the prompt."""
         first = next((delivery for delivery in self.deliveries if delivery[1] > batch_size), None)
         last = self.deliveries[-1]
         if first is None or first[1] == last[1]:
-            raise RuntimeError(f"the call ended within two cycles, behind {last[1]} tokens: raise --new-tokens")
+            raise RuntimeError(f"the call ended within two cycles, after {last[1]} tokens: raise --new-tokens")
         return last[1] - first[1], last[0] - first[0]
 
 
@@ -282,7 +282,7 @@ class Parts:
         return timed
 
     def cycles(self) -> list[Cycle]:
-        """What was timed; waits for the device."""
+        """Cycles that were timed; waits for the device."""
         self.watch.synchronize()
         found = []
         for entries in self._cycles:

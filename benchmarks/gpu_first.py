@@ -1,7 +1,7 @@
 """The first minutes on a GPU, in parts: is everything right (`gpu.py --smoke`), then what matters (`gpu.py --first`).
 
 A part that fails costs no other: where it leaves the GPU unusable for this process, as an access to wrong memory does,
-another process goes on behind it. What would begin when the time is up is left out. The JSON is written after every
+another process goes on after it. What would begin when the time is up is left out. The JSON is written after every
 part, so that a run that is cut off leaves what it has found.
 """
 
@@ -141,7 +141,7 @@ class FirstRun:
 
 
 def is_unusable(device: torch.device) -> bool:
-    """Whether nothing can be computed on a device any more, because something before has failed there."""
+    """Tells if nothing can be computed on a device any more, because something has failed there before."""
     try:
         return torch.ones(1, device=device).add(1).item() != 2
     except (AssertionError, RuntimeError):
@@ -331,7 +331,7 @@ class Figures:
         return Side("nodes", speculator=random_nodes(TokenTree.chain(PROFILED_NODES - 1), vocab_size, 3.0))
 
     def kernels(self) -> dict:
-        """What a replay of the target's forward over 16 nodes launches, the longest first."""
+        """Kernels of a replay of the target's forward over 16 nodes, the longest first."""
         side = self._nodes()
         for _ in range(2):
             run(self.models, side, self.text, self.new_tokens)
@@ -369,7 +369,7 @@ class Figures:
         }
 
     def captures(self) -> dict:
-        """A first call without graphs, with compiled kernels; what each capture takes; the calls behind it."""
+        """A first call without graphs, with compiled kernels; what each capture takes; the calls after it."""
         side = self._nodes()
         forget_graphs(self.models.target)
         seconds: list[float] = []

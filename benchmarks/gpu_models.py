@@ -2,7 +2,7 @@
 
 A target of random weights writes a text that is known beforehand: its head has the rows of its embedding in another
 order, so that the next token follows from the last one by a wide margin, in bfloat16 too. All tokens make up one ring,
-so no text repeats itself. A draft model of another size with the same ring, wrong behind a share of the tokens, drafts
+so no text repeats itself. A draft model of another size with the same ring, wrong after a share of the tokens, drafts
 with any given accuracy, in transformers' loop and in ours alike. Draft networks that read the target's states are
 as their training begins, and `rejection_sample_method="synthetic"` accepts their drafts at the lengths published.
 
@@ -116,7 +116,7 @@ def random_model(
         ring (`torch.LongTensor` of shape `(V,)`): From [`random_ring`].
         dtype (`torch.dtype`): Of the weights.
         device (`torch.device`): Where they are made.
-        accuracy (`float`): Share of the tokens behind which it writes the right one.
+        accuracy (`float`): Share of the tokens after which it writes the right one.
     """
     torch.manual_seed(0)
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -136,7 +136,7 @@ def random_model(
 
 
 def accuracy_of_length(length: float, num_draft_tokens: int) -> float:
-    """How often a draft token must be right for drafts of this many to commit `length` tokens a cycle, on average."""
+    """Accuracy at which drafts of this many tokens commit `length` tokens a cycle, on average."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -146,7 +146,7 @@ def accuracy_of_length(length: float, num_draft_tokens: int) -> float:
 
 
 def bytes_of_weights(model: PreTrainedModel) -> int:
-    """What a forward reads of the weights: all but the embedding, of which it reads a few rows."""
+    """Bytes that a forward reads of the weights: all but the embedding, of which it reads a few rows."""
     total = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     embedding = model.get_input_embeddings().weight
     return total - embedding.numel() * embedding.element_size()
@@ -164,7 +164,7 @@ def bytes_of_token(model: PreTrainedModel) -> int:
 
 @dataclass(frozen=True)
 class Text:
-    """Prompts `(B, P)`, and what a model that writes the ring writes behind them, `(B, N)`."""
+    """Prompts `(B, P)`, and the tokens `(B, N)` with which a model that writes the ring continues them."""
 
     prompts: torch.LongTensor
     expected: torch.LongTensor
@@ -356,7 +356,7 @@ class Models:
         return model
 
     def speculator(self, drafter: Drafter) -> Speculator:
-        """What drafts in our loop."""
+        """The drafter as a speculator of our loop."""
         settings = dict(drafter.settings)
         if drafter.length is not None:
             settings |= synthetic(drafter.length)

@@ -60,7 +60,7 @@ _LEAST_ROUNDS = 3
 
 @dataclass
 class Case:
-    """What is generated, and with what.
+    """Prompts, and the drafter of their text.
 
     Attributes:
         name, kind (`str`): "hostile" is compared with plain generation, "friendly" with fixed lengths.
@@ -151,7 +151,7 @@ def make_cases(target: PreTrainedModel) -> list[Case]:
 
 
 def make_sides(target: PreTrainedModel, case: Case) -> dict[str, Callable[[BaseStreamer], list[list[int]]]]:
-    """What generates the case's texts in each way."""
+    """Functions that generate the case's texts, one a way."""
 
     def generate(streamer, speculator=None):
         settings = {"max_new_tokens": case.max_new_tokens, "do_sample": False, "assistant": speculator}

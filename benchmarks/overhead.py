@@ -1,4 +1,4 @@
-"""Where the time of a cycle goes: our loop beside transformers' assisted generation and plain generate().
+"""Divides the time of a cycle: our loop beside transformers' assisted generation and plain generate().
 
     python benchmarks/overhead.py                     # everything, 15 to 20 minutes on two cores
     python benchmarks/overhead.py --quick             # a small part of it, about two minutes
@@ -57,7 +57,7 @@ PRECISIONS = {
 
 CLOCKS = {"wall": perf_counter, "cpu": process_time}
 
-# The embedded models have 2048 positions; the generated tokens must fit behind the prompt.
+# The embedded models have 2048 positions; the generated tokens must fit after the prompt.
 DEMO_CONTEXT = 1536
 NUM_DEMO_PROMPTS = 4
 
@@ -77,7 +77,7 @@ MAX_OUTSIDE_SHARE, MAX_OUTSIDE_MS = 0.15, 0.4
 
 @dataclass(frozen=True)
 class Case:
-    """What stays the same for all sides of a comparison."""
+    """Setting that all sides of a comparison share."""
 
     target: str
     precision: str
@@ -131,7 +131,7 @@ class Side:
 
 @dataclass
 class Figures:
-    """What the rounds of one side gave. Milliseconds are per cycle, of the fastest round.
+    """Figures of one side over the rounds. Milliseconds are per cycle, of the fastest round.
 
     Ratios are `[median, least, greatest]` over the rounds, each within one round.
     """
@@ -277,7 +277,7 @@ class Bench:
         self.console.print(_case_table(case, figures))
 
     def _check(self, case: Case, sides: list[Side], rounds: list[dict[str, Sample]], figures: list[Figures]) -> None:
-        """Whether all sides wrote the same text, and those with the same drafts took the same cycles."""
+        """Notes sides that wrote another text, or took other cycles with the same drafts."""
         for side, found in zip(sides, figures):
             if found.same_texts < found.num_texts and PRECISIONS[case.precision][0] == torch.float32:
                 self.differences.append(f"{case}: {side.name} differs in {found.num_texts - found.same_texts} texts")
@@ -377,7 +377,7 @@ def _spread(ratio: list[float] | None) -> str:
 
 @dataclass
 class Aim:
-    """What is aimed at, and every figure that is measured by it as (where, text, is met), the worst first."""
+    """An aim, and every figure that is measured by it as (where, text, is met), the worst first."""
 
     text: str
     found: list[tuple[str, str, bool]]

@@ -1,4 +1,4 @@
-"""Numbers with the number of values behind them and their spread."""
+"""Numbers with the count of their values and their spread."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def pooled(numerators: Sequence[float], denominators: Sequence[float], over: str
 
 @cache
 def _draws(count: int) -> np.ndarray:
-    """How often each of so many calls is drawn: `(draws, count)`, the same in every run."""
+    """Number of times that each of so many calls is drawn: `(draws, count)`, the same in every run."""
     return np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=_NUM_DRAWS).astype(float)
 
 

@@ -26,7 +26,7 @@ _DPI = 150
 _MOST_POSITIONS = 16
 _PANELS_IN_A_ROW = 4
 _OURS, _STOCK, _PLAIN = "#3465a4", "#c4a000", "#888888"
-# Behind a number that a line may cross.
+# Background of a number that a line may cross.
 _WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 
 
@@ -240,7 +240,7 @@ def _draw_bars(
         panel.annotate(form(value), (spread["high"], line), fontsize=8, bbox=_WHITE, **place)
     panel.set_yticks(range(len(names)), names)
     panel.set_ylim(len(names) - 0.4, -0.6)
-    # Room for the number behind the longest bar.
+    # Room for the number after the longest bar.
     panel.set_xlim(0, highest * 1.22)
     panel.locator_params(axis="x", nbins=4)
     _plain_frame(panel, "x")

@@ -172,7 +172,7 @@ def _first_of_each_kind(prompts: Sequence[Prompt], count: int) -> Iterator[Promp
 
 
 def spec_bench_file() -> Path:
-    """Where Spec-Bench's questions (Xia et al., arXiv 2401.07851) lie; they are downloaded on first use.
+    """Path of Spec-Bench's questions (Xia et al., arXiv 2401.07851), which are downloaded on first use.
 
     Raises:
         SpecConfigError: They are not there and cannot be downloaded.

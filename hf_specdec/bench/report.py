@@ -1,4 +1,4 @@
-"""What was measured, as plain JSON types: the figures of every way of decoding at every batch size.
+"""Reports a measurement as plain JSON types: the figures of every way of decoding at every batch size.
 
 `rows` have a figure under its name, and under `spread` of the same name low, high and n.
 """
@@ -78,7 +78,7 @@ def _figures(rounds: Sequence[Round], name: str, indices: Sequence[int], greedy:
 
 
 def _with_own_texts(rounds: Sequence[Round], greedy: bool) -> Sequence[Round]:
-    """Rounds with texts of their own: greedy ones repeat the same text, which is no further evidence of acceptance."""
+    """Rounds with texts of their own: greedy rounds repeat one text, which is no further evidence of acceptance."""
     return rounds[-1:] if greedy else rounds
 
 
@@ -111,7 +111,7 @@ def _draft_share(calls: Sequence[Call]) -> Figure | None:
 
 
 def _details(rounds: Sequence[Round], name: str, greedy: bool) -> dict[str, Any]:
-    """What a cycle takes, how deep drafts are accepted, and memory, over all batches."""
+    """Times of cycles, acceptance by position, and memory, over all batches."""
     calls = [call for one in rounds for call in one[name]]
     cycles = np.concatenate([call.cycle_seconds for call in calls])
     positions = _accepted_per_position([call for one in _with_own_texts(rounds, greedy) for call in one[name]])
@@ -164,7 +164,7 @@ def _same_texts(rounds: Sequence[Round], name: str, batches: Sequence[Batch]) ->
 
 
 def unavailable(found: Measurement, missing: Mapping[str, str]) -> list[dict[str, Any]]:
-    """What could not run, at which batch size (`None`: at all), and why."""
+    """Ways that could not run, at which batch size (`None`: at all), and the reasons."""
     return [
         *({"method": name, "batch_size": None, "reason": reason} for name, reason in missing.items()),
         *(

@@ -1,8 +1,8 @@
-"""What is wrong, and what is best: does speculation write the right text, does a drafter fit, which one pays.
+"""Diagnoses speculation: tells whether it writes the right text, whether a drafter fits, and which one pays.
 
 verify      greedy texts beside those of plain generation; each difference is a numerical tie or a bug
 doctor      target and drafter: what fits, what does not, and why few drafts are accepted
-advise      which way of speculating is the fastest on the user's own prompts
+advise      the fastest way of speculating on the user's own prompts
 """
 
 from ..bench.prompts import Batch, make_batches

@@ -1,4 +1,4 @@
-"""Which way of speculating is the fastest for a target, by measuring on the user's own prompts.
+"""Finds the fastest way of speculating for a target, by measuring on the user's own prompts.
 
 What there is to choose from comes from discovery (MTP layers of the target's checkpoint, drafters that the target or
 the Hub names, the methods without weights) and from the user. What does not fit into the memory or does not load is
@@ -99,7 +99,7 @@ class Rejection:
 
 @dataclass
 class Advice:
-    """What to use for a target.
+    """Recommendation for a target.
 
     Attributes:
         target (`str`): Its name.
@@ -357,7 +357,7 @@ def _sum_of_depths(call: Call) -> int:
 
 
 def _plain_seconds(calls: Sequence[Call]) -> float:
-    """Of a token behind the first one, which reads the prompt."""
+    """Seconds of a token after the first one, which reads the prompt."""
     seconds = [second for call in calls for second in call.cycle_seconds]
     return sum(seconds) / len(seconds) if seconds else 0.0
 

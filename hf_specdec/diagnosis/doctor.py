@@ -1,4 +1,4 @@
-"""Does a drafter fit its target, and if few of its drafts are accepted, why?
+"""Examines whether a drafter fits its target, and why few of its drafts are accepted.
 
 First what configs, tables and tensors say, then whether it loads, then a probe: the target goes on from a few prompts,
 and what the drafter drafts at every token is compared with that. Nothing here raises for what is wrong with the pair;
@@ -26,8 +26,8 @@ from .probe import Acceptance, consistent_meaning, measure_acceptance, variants
 from .prompts import chat_forms, general_prompts
 
 
-# Below this share nothing of the drafts is more than chance.
-_CHANCE = 0.05
+# Below this share acceptance is no better than guessing.
+_GUESSING = 0.05
 
 # A second position that is accepted this much more rarely than the first is no slow decline.
 _FALL = 0.5
@@ -69,7 +69,7 @@ class Diagnosis:
 
     @property
     def causes(self) -> list[Finding]:
-        """Why few drafts are accepted, as far as a probe has shown it."""
+        """Reasons for a low acceptance, as far as a probe has shown them."""
         return [finding for finding in self.findings if finding.check == "cause"]
 
     def to_dict(self) -> dict[str, Any]:
@@ -211,11 +211,11 @@ class _Examination:
         shown = f"{found.acceptance_length:.2f} tokens a cycle; accepted by position: {rates} %."
         healthy = _healthy_first_rate(method)
         if healthy is None:
-            remedy = "" if first >= _CHANCE else "These prompts repeat little. Try a method with a drafter."
-            self._add("acceptance", "ok" if first >= _CHANCE else "warning", shown, remedy)
+            remedy = "" if first >= _GUESSING else "These prompts repeat little. Try a method with a drafter."
+            self._add("acceptance", "ok" if first >= _GUESSING else "warning", shown, remedy)
             return True
-        if first < _CHANCE:
-            self._add("acceptance", "warning", f"{shown} The first position is near chance.")
+        if first < _GUESSING:
+            self._add("acceptance", "warning", f"{shown} The first position is hardly better than guessing.")
         elif first < healthy:
             what = (
                 f"{shown} Healthy drafters of this method have at least {100 * healthy:.0f} % at the first position."
@@ -322,11 +322,11 @@ class _Examination:
             )
 
     def _unexplained(self, found: Acceptance) -> list[tuple[str, str]]:
-        """What remains where no probe has helped."""
+        """Explains a low acceptance for which no probe has found a cause."""
         if found.first_rate >= (_healthy_first_rate(self.speculator.method) or 0.0):
             return [
                 (
-                    "The first draft token is good and those behind it are not: the drafter does not go on from its "
+                    "The first draft token is good and those after it are not: the drafter does not go on from its "
                     "own states and tokens as it does from the target's. It was trained for one step only (no "
                     "training-time test), or its positions or its recurrence are not those of its training.",
                     "Draft one token (num_speculative_tokens=1), or train it on its own drafts.",

@@ -35,7 +35,7 @@ _CONTEXT = 4
 
 @dataclass
 class Acceptance:
-    """What a target accepts of drafts at every token of its texts.
+    """Acceptance of drafts at every token of a target's texts.
 
     Attributes:
         reached (`list[int]`): How often a token at each position of a draft is judged: those before it are accepted.

@@ -1,4 +1,4 @@
-"""Does a speculative call write what plain generation writes? Where it does not: a numerical tie, or a bug?
+"""Compares the texts of speculative calls with those of plain generation, and tells numerical ties from bugs.
 
 Two ways to compute the same logits round differently, in bfloat16 visibly so. Where two tokens are equally likely up
 to that error, either may win, and from there on the texts are different ones. A wrong token wins by more.
@@ -12,7 +12,7 @@ nothing of speculation:
 where e is the rounding error as measured on this text: the largest difference from z, over all positions from the
 prompt's end to the token in question and the likeliest tokens of each, of the model's own logits, once computed token
 by token and once for the whole text at once. z is computed in the next wider data type if the memory allows it, else
-for the whole text at once in the model's own. Logits are those behind the logits processors of the call.
+for the whole text at once in the model's own. Logits are those after the logits processors of the call.
 
 Shapes: P tokens of the prompt, N generated ones in common, V vocabulary.
 """
@@ -52,7 +52,7 @@ _ROOM = 1.2
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a text differs from that of plain generation for the first time.
+    """First place where a text differs from that of plain generation.
 
     Attributes:
         prompt (`str`): Name of the prompt.
@@ -170,7 +170,7 @@ def _prompt_of(batch: Batch, row: int) -> torch.LongTensor:
 
 
 class _Reference:
-    """What plain forwards of a model say about a text; the wider copy is made when it is needed, and once."""
+    """Judges texts by plain forwards of a model; its wider copy is made when it is needed, and once."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -180,7 +180,7 @@ class _Reference:
     def judge(
         self, name: str, prompt: torch.LongTensor, plain: list[int], speculative: list[int], max_new_tokens: int
     ) -> Difference:
-        """The verdict on two texts `plain` and `speculative` behind a prompt `(1, P)`."""
+        """Judges two texts `plain` and `speculative` that follow a prompt `(1, P)`."""
         index = first_difference(plain, speculative)
         tokens = [text[index] if index < len(text) else None for text in (plain, speculative)]
         if None in tokens:
@@ -254,7 +254,7 @@ def _processors(model: PreTrainedModel, prompt: torch.LongTensor, max_new_tokens
 
 
 class _Followed(LogitsProcessor):
-    """Makes a call write given tokens, and keeps the scores that it had at each of them and behind the last one."""
+    """Makes a call write given tokens, and keeps the scores at each of them and after the last one."""
 
     def __init__(self, tokens: list[int]):
         self.tokens, self.scores = tokens, []
@@ -268,7 +268,7 @@ class _Followed(LogitsProcessor):
 
 
 class _HasFollowed(StoppingCriteria):
-    """Ends the call one token behind the given ones; its longest length is what processors may look at."""
+    """Ends the call one token after the given ones; processors may look at its maximal length."""
 
     def __init__(self, followed: _Followed):
         self.followed = followed
@@ -308,7 +308,7 @@ def _plainly(model: PreTrainedModel, prompt: torch.LongTensor, max_new_tokens: i
 def _scores_at_once(
     model: PreTrainedModel, processors: LogitsProcessorList, prompt: torch.LongTensor, tokens: list[int]
 ) -> torch.Tensor:
-    """The same of one forward over the whole text, float32 or wider."""
+    """Scores `(N + 1, V)` of one forward over the whole text, in float32 or wider."""
     text, length = torch.cat([prompt, prompt.new_tensor([tokens])], dim=1), len(tokens) + 1
     kept = {"logits_to_keep": length} if model_profile(model).takes_logits_to_keep else {}
     output = model(input_ids=text, attention_mask=torch.ones_like(text), use_cache=False, **kept)

@@ -1,4 +1,4 @@
-"""Who is told of the calls of this process while they run.
+"""Listeners, which are told of the calls of this process while they run.
 
 A call asks once, when it begins, who listens: one that began before somebody listened goes on untold, and one that has
 begun is told to its end. With nobody listening a cycle does nothing for it. A listener that fails says so in the log,

@@ -1,4 +1,4 @@
-"""Counters and histograms of the process for Prometheus, with the names that vLLM's metrics have behind the colon."""
+"""Counters and histograms of the process for Prometheus, with the names that vLLM's metrics have after the colon."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class PrometheusMetrics(Listener):
-    """What the calls of this process draft, accept and spend, as metrics of one registry.
+    """Counts the calls of this process in the metrics of one registry.
 
     Args:
         registry (`CollectorRegistry`): Where they are registered.

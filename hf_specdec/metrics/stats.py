@@ -1,4 +1,4 @@
-"""Statistics of one call: what it drafted, accepted and spent."""
+"""Statistics of one call: drafted and accepted tokens, and times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOSSLESS_RULES = ("standard", "block")
 
 @dataclass
 class SpecDecodingStats:
-    """What one `generate()` call drafted, accepted and spent.
+    """Counts and times of one `generate()` call.
 
     Attributes:
         method (`str`): Name of the method.
@@ -105,7 +105,7 @@ class SpecDecodingStats:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the text has the target's distribution."""
+        """The acceptance rule keeps the target's distribution."""
         return self.rejection_sample_method in LOSSLESS_RULES
 
     @property

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from time import perf_counter
 from typing import Any
 
@@ -279,15 +280,20 @@ def _generate_assisted(model, original, arguments: dict[str, Any], speculator: S
 
 
 def _move_to_model(model, arguments: dict[str, Any]) -> torch.device | None:
-    """Puts the prompt's tensors on the model's device; the device they were on, `None` where nothing had to move.
+    """Puts the prompt's tensors on the model's device.
 
     Processors are made for the device of the prompt, and the loop judges drafts where the logits are.
+
+    Returns:
+        `torch.device` that they were on, or `None` where nothing had to move.
     """
-    names = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids")
-    given = {name: arguments[name] for name in names if torch.is_tensor(arguments.get(name))}
-    strays = {name: tensor for name, tensor in given.items() if tensor.device != model.device}
-    arguments.update({name: tensor.to(model.device) for name, tensor in strays.items()})
-    return next((tensor.device for tensor in strays.values()), None)
+    original_device = None
+    for name in ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids"):
+        tensor = arguments.get(name)
+        if torch.is_tensor(tensor) and tensor.device != model.device:
+            original_device = original_device or tensor.device
+            arguments[name] = tensor.to(model.device)
+    return original_device
 
 
 def _moved_output(output, device: torch.device):
@@ -298,17 +304,22 @@ def _moved_output(output, device: torch.device):
     return output
 
 
-def _bind(original, model, args, kwargs) -> dict[str, Any]:
+def _bind(original: Callable, model, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of the call by name, also where another package's function passes them on as they come."""
+    signature, model_name, rest_name = _signature(original)
+    arguments = dict(signature.bind(model, *args, **kwargs).arguments)
+    del arguments[model_name]
+    return {**arguments.pop(rest_name, {}), **arguments}
+
+
+@lru_cache(maxsize=8)
+def _signature(original: Callable) -> tuple[inspect.Signature, str, str | None]:
+    """How `generate()` takes its arguments, the name of the model among them, and that of its `**kwargs`."""
     signature = inspect.signature(original)
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):
         signature = inspect.signature(_first_arguments)
-    bound = signature.bind(model, *args, **kwargs)
-    arguments = dict(bound.arguments)
-    model_name, *_ = signature.parameters
-    del arguments[model_name]
-    rest = [name for name, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD]
-    return {**(arguments.pop(rest[0], {}) if rest else {}), **arguments}
+    names = {parameter.kind: name for name, parameter in signature.parameters.items()}
+    return signature, next(iter(signature.parameters)), names.get(inspect.Parameter.VAR_KEYWORD)
 
 
 def _first_arguments(self, inputs=None, generation_config=None, **kwargs):
@@ -376,12 +387,13 @@ _UNSUPPORTED_ARGUMENTS = {
 
 def _problems(model, arguments: dict[str, Any]) -> str:
     """What of a request cannot be combined with speculation, and what to do; empty if nothing."""
-    problems = [
-        f"`{name}`: {remedy}" for name, remedy in _UNSUPPORTED_ARGUMENTS.items() if arguments.get(name) is not None
-    ]
+    problems = []
+    for name, remedy in _UNSUPPORTED_ARGUMENTS.items():
+        if arguments.get(name) is not None:
+            problems.append(f"`{name}`: {remedy}")
     for name, (harmless, remedy) in _UNSUPPORTED.items():
         value = _effective(model, arguments, name)
-        if not any(value is item or (type(value) is type(item) and value == item) for item in harmless):
+        if not _is_one_of(value, harmless):
             problems.append(f"`{name}`={shown(value)}: {remedy}")
     cache = arguments.get("past_key_values")
     if cache is not None and (type(cache) not in (DynamicCache, StaticCache) or getattr(cache, "offloading", False)):
@@ -393,8 +405,15 @@ def _problems(model, arguments: dict[str, Any]) -> str:
     return " ".join(problems)
 
 
+def _is_one_of(value: Any, harmless: tuple) -> bool:
+    for item in harmless:
+        if value is item or (type(value) is type(item) and value == item):
+            return True
+    return False
+
+
 def _repository_speculates(model, arguments: dict[str, Any]) -> bool:
-    """Whether `custom_generate` names a repository whose function takes the speculative arguments: an exported one.
+    """`True` where `custom_generate` names an exported repository, whose function takes the speculative arguments.
 
     It is loaded for that, which needs `trust_remote_code` as ever.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,20 @@ from .hub.inspect import method_for_target
 from .hub.published import published_config, with_saved_settings
 from .method import is_method_name, names_of_methods
 from .reading import parse_json, read_text, reading_settings
-from .settings import AUTO, CONFIG_NAME, SpeculativeConfig, merged
+from .setting_names import AUTO, merged, options_class
+from .settings import CONFIG_NAME, SpeculativeConfig
+from .threads import Recent
+
+
+# Configurations of late calls that named their method, by their words.
+_known: Recent[SpeculativeConfig] = Recent(64)
 
 
 def resolve(value: Any, overrides: Mapping[str, Any], target_config: PretrainedConfig | None) -> SpeculativeConfig:
     """The configuration that a user's `value` means, with a method; see [`SpeculativeConfig.resolve`]."""
     overrides = {key: item for key, item in overrides.items() if item is not None}
     with reading_settings(value, overrides):
-        if isinstance(value, SpeculativeConfig) and not overrides:
-            config = value
-        else:
-            config = SpeculativeConfig(**merged(_read_settings(value), overrides))
+        config = _validated(value, overrides)
         if config.method is None:
             config = with_saved_settings(config)
         if config.method is None:
@@ -41,6 +44,43 @@ def resolve(value: Any, overrides: Mapping[str, Any], target_config: PretrainedC
             longest = getattr(target_config.get_text_config(), "max_position_embeddings", None)
             config.check_against_target(longest)
         return config
+
+
+def _validated(value: Any, overrides: dict[str, Any]) -> SpeculativeConfig:
+    """The configuration as it is written, the one of an earlier call with the same words if there was one."""
+    if isinstance(value, SpeculativeConfig) and not overrides:
+        return value
+    try:
+        words = _words(value), _words(overrides)
+    except TypeError:
+        words = None
+    known = None if words is None else _known.get(words)
+    if known is not None and type(known.options) is options_class(known.method):
+        return known
+    config = SpeculativeConfig(**merged(_read_settings(value), overrides))
+    if words is not None and config.method not in (None, AUTO):
+        _known.put(words, config)
+    return config
+
+
+def _words(value: Any) -> Hashable:
+    """What is written, to know it again.
+
+    Raises:
+        TypeError: It may mean something else the next time, or is no plain value.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, float):
+        return kind, value
+    if kind is str and not value.rstrip().endswith(".json"):
+        return value
+    if kind in (list, tuple):
+        return tuple(map(_words, value))
+    if kind is dict:
+        return tuple((_words(name), _words(item)) for name, item in value.items())
+    if kind is SpeculativeConfig:
+        return value.compute_hash(), value.token
+    raise TypeError(f"{kind.__name__} is no plain value")
 
 
 def read_pretrained(path_or_repo: str | os.PathLike, revision: str | None) -> SpeculativeConfig:

@@ -44,6 +44,7 @@ from .setting_values import (
     token_tree,
     torch_name,
 )
+from .threads import cached_property
 from .validation import (
     MOST_DRAFT_TOKENS,
     MOST_INTEGER,
@@ -359,6 +360,11 @@ class SpeculativeConfig:
         defaults = {key: value for key, value in defaults.items() if key in known}
         return type(self)(**merged(defaults, {**settings, "method": method}))
 
+    def with_greedy_drafts(self) -> SpeculativeConfig:
+        """These settings with `draft_sample_method="greedy"`, where they leave open how draft tokens are chosen."""
+        is_open = getattr(self.options, "draft_sample_method", "") is None
+        return self.replace(draft_sample_method="greedy") if is_open else self
+
     def check_against_target(self, max_position_embeddings: int | None = None, num_heads: int | None = None) -> None:
         """Checks the settings against the numbers of loaded models.
 
@@ -448,8 +454,20 @@ class SpeculativeConfig:
 
         Equal configurations have equal names, in every process and whichever way they were spelled.
         """
-        text = json.dumps(self.to_dict(defaults=True), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return self._hash
+
+    def written(self, names: Iterable[str] | None = None) -> str:
+        """Some settings as JSON, by flat name, defaults included: equal for equal values. `None`: all but secrets."""
+        flat = self._flat if names is None else {name: self._flat[name] for name in names}
+        return json.dumps(flat, sort_keys=True, separators=(",", ":"))
+
+    @cached_property
+    def _flat(self) -> dict[str, Any]:
+        return self.to_dict(defaults=True)
+
+    @cached_property
+    def _hash(self) -> str:
+        return hashlib.sha256(self.written().encode()).hexdigest()[:16]
 
     def __repr__(self) -> str:
         return f"SpeculativeConfig({', '.join(f'{key}={value!r}' for key, value in self.to_dict().items())})"

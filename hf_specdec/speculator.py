@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -170,13 +169,11 @@ class Speculator:
         changes: dict[str, Any] = {"num_speculative_tokens": None, "control_profile": None}
         if not self.config.speculative_token_tree:
             changes["num_speculative_tokens"] = self.generator_class.most_speculative_tokens
-        if getattr(self.config.options, "draft_sample_method", "") is None:
-            # The text of drawn drafts depends on where they end, and that on measured times.
-            changes["draft_sample_method"] = "greedy"
         if getattr(self.config.options, "max_spec_factor", None) == 1.0:
             # What is accepted decides how far a match is continued.
             changes["suffix_decoding_max_spec_factor"] = _ADAPTIVE_SPEC_FACTOR
-        return self.config.replace(**changes)
+        # The text of drawn drafts depends on where they end, and that on measured times.
+        return self.config.with_greedy_drafts().replace(**changes)
 
     @property
     def _with_scheduled_length(self) -> SpeculativeConfig:
@@ -475,9 +472,7 @@ def _resources(generator_class, config, target_model, draft_model):
         # Weights are shared with calls that use that part alone.
         given["load_part"] = _resources
     load = partial(generator_class.load, config, target_model, **given)
-    flat = config.to_dict(defaults=True)
-    names = flat if generator_class.loaded_by is None else generator_class.loaded_by
-    key = (config.method, draft_model is not None, json.dumps({name: flat[name] for name in sorted(names)}))
+    key = (config.method, draft_model is not None, config.written(generator_class.loaded_by))
     source = generator_class.loaded_from(config, target_model) if draft_model is None else None
     files = None if source is None else RepoFiles.of(source)
     return record_of(target_model).load_once(key, generator_class, load, files, draft_model)

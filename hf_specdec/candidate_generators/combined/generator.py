@@ -638,10 +638,9 @@ def part_configs(config: SpeculativeConfig) -> tuple[SpeculativeConfig, Speculat
     retrieval, model = config.options.methods
     length = config.options.retrieval_num_speculative_tokens
     # What is asked of whom depends on measured times, and the text of drawn drafts on who is asked.
-    is_open = getattr(config.options, "draft_sample_method", "") is None
     return (
         config.for_method(retrieval).replace(num_speculative_tokens=length),
-        config.for_method(model).replace(**({"draft_sample_method": "greedy"} if is_open else {})),
+        config.for_method(model).with_greedy_drafts(),
     )
 
 

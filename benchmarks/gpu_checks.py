@@ -233,7 +233,7 @@ def drafts() -> dict[str, dict[str, Any]]:
     medusa = {"method": "medusa", "model": demo.medusa_path()}
     speculator = {"method": "mlp_speculator", "model": demo.mlp_speculator_path()}
     mtp, dflash = {"method": "mtp", "model": demo.mtp_path()}, {"method": "dflash", "model": demo.dflash_path()}
-    grown = {"depth": 4, "top_k": 4, "total_tokens": 16}
+    grown = {"draft_tree_depth": 5, "draft_tree_top_k": 4, "num_draft_nodes": 15}
     return {
         "ngram, chain": {"method": "ngram", "prompt_lookup_num_matches": 1},
         "ngram, tree": {"method": "ngram"},
@@ -241,9 +241,9 @@ def drafts() -> dict[str, dict[str, Any]]:
         "suffix, tree": {"method": "suffix", "suffix_decoding_use_tree_spec": True},
         "draft_model, chain": {"method": "draft_model", "model": demo.draft_path()},
         "medusa, chain": {**medusa, "num_speculative_tokens": 3},
-        "medusa, tree": {**medusa, "medusa_num_nodes": 31},
+        "medusa, tree": {**medusa, "num_draft_nodes": 31},
         "mlp_speculator, chain": {**speculator, "num_speculative_tokens": 3},
-        "mlp_speculator, tree": {**speculator, "mlp_speculator_num_nodes": 16},
+        "mlp_speculator, tree": {**speculator, "num_draft_nodes": 16},
         "eagle, chain": {**eagle, "num_speculative_tokens": 4},
         "eagle, tree": {**eagle, **grown},
         "eagle3, chain": {**eagle3, "num_speculative_tokens": 4},
@@ -251,7 +251,7 @@ def drafts() -> dict[str, dict[str, Any]]:
         "mtp, chain": {**mtp, "num_speculative_tokens": 3},
         "mtp, tree": {**mtp, **grown},
         "dflash, chain": dflash,
-        "dflash, tree": {**dflash, "dflash_tree_budget": 16},
+        "dflash, tree": {**dflash, "num_draft_nodes": 16},
     }
 
 

@@ -245,14 +245,14 @@ DRAFTERS = (
     ),
     Drafter(
         "eagle, tree of 59",
-        {"method": "eagle", "depth": 7, "top_k": 10, "total_tokens": 60},
+        {"method": "eagle", "draft_tree_depth": 8, "draft_tree_top_k": 10, "num_draft_nodes": 59},
         4.34,
         "EAGLE-2, Spec-Bench, Vicuna-7B",
         "eagle",
     ),
     Drafter(
         "eagle3, tree of 59",
-        {"method": "eagle3", "depth": 7, "top_k": 10, "total_tokens": 60},
+        {"method": "eagle3", "draft_tree_depth": 8, "draft_tree_top_k": 10, "num_draft_nodes": 59},
         3.40,
         "DFlash paper, Qwen3-8B",
         "eagle3",

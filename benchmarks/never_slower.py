@@ -140,7 +140,7 @@ def make_cases(target: PreTrainedModel) -> list[Case]:
             Case(f"{method}, {name}", "hostile", method, noise(batch_size), 64)
             for method in ("ngram", "draft_model", "eagle3")
         ]
-    tree = {"depth": 4, "top_k": 8, "total_tokens": 32, "adaptive_threshold": 0.0}
+    tree = {"draft_tree_depth": 5, "draft_tree_top_k": 8, "num_draft_nodes": 31, "draft_min_path_prob": 0.0}
     cases += [
         Case(f"eagle3 with trees of 31 nodes, batch {size}", "hostile", "eagle3", all_texts(size), 96, options=tree)
         for size in (1, 8)

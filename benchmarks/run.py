@@ -44,11 +44,14 @@ def _lengths(*lengths: int | str) -> tuple[dict[str, Any], ...]:
 
 
 def _trees(*shapes: tuple[int, int, int]) -> tuple[dict[str, Any], ...]:
-    """Dynamic trees by depth, children of a node, and nodes with the anchor."""
-    return tuple({"depth": depth, "top_k": top_k, "total_tokens": total} for depth, top_k, total in shapes)
+    """Dynamic trees by levels, children of a node, and nodes."""
+    return tuple(
+        {"draft_tree_depth": depth, "draft_tree_top_k": top_k, "num_draft_nodes": nodes}
+        for depth, top_k, nodes in shapes
+    )
 
 
-_EAGLE_TREES = _trees((4, 4, 12), (5, 8, 32), (7, 10, 60))
+_EAGLE_TREES = _trees((5, 4, 11), (6, 8, 31), (8, 10, 59))
 _FRESH = {"suffix_decoding_max_cached_requests": 0}
 _AS_TREE = {"suffix_decoding_use_tree_spec": True}
 
@@ -59,10 +62,10 @@ CASES = {
         (
             *_lengths(1, 4),
             {},
-            {"medusa_num_nodes": 12},
-            {"medusa_num_nodes": 63},
+            {"num_draft_nodes": 12},
+            {"num_draft_nodes": 63},
             {"speculative_token_tree": "mc_sim_7b_63"},
-            {"medusa_num_nodes": 12, "medusa_tree": "measured"},
+            {"num_draft_nodes": 12, "medusa_tree": "measured"},
         ),
     ),
     "mlp_speculator": Case(
@@ -71,9 +74,9 @@ CASES = {
         (
             *_lengths(2, 4),
             {},
-            {"mlp_speculator_num_nodes": 8},
-            {"mlp_speculator_num_nodes": 16},
-            {"num_candidates": 4},
+            {"num_draft_nodes": 8},
+            {"num_draft_nodes": 16},
+            {"mlp_speculator_num_candidates": 4},
         ),
     ),
     "eagle": Case("Chain or tree, and how large?", "eagle", (*_lengths(2, 4, 6), *_EAGLE_TREES)),
@@ -81,7 +84,7 @@ CASES = {
     "early-stop": Case(
         "At which path probability should drafting stop?",
         "eagle3",
-        tuple({"num_speculative_tokens": 6, "adaptive_threshold": share} for share in (0.0, 0.1, 0.2, 0.3)),
+        tuple({"num_speculative_tokens": 6, "draft_min_path_prob": share} for share in (0.0, 0.1, 0.2, 0.3)),
     ),
     "dflash": Case(
         "Whole blocks, several denoising steps, or trees?",
@@ -90,7 +93,7 @@ CASES = {
             {},
             *_lengths(3),
             *({"dflash_num_denoising_steps": steps} for steps in (2, 3)),
-            *({"dflash_tree_budget": nodes} for nodes in (8, 16, 32)),
+            *({"num_draft_nodes": nodes} for nodes in (8, 16, 32)),
         ),
     ),
     "mtp": Case("How far does one layer draft, beside transformers' use_mtp=True?", "mtp", _lengths(1, 2, 3, 4)),

@@ -21,7 +21,7 @@ from .hub.inspect import method_for_target
 from .hub.published import published_config, with_saved_settings
 from .method import is_method_name, names_of_methods
 from .reading import parse_json, read_text, reading_settings
-from .setting_names import AUTO, merged, options_class
+from .setting_names import AUTO, merged, options_class, reading_file
 from .settings import CONFIG_NAME, SpeculativeConfig
 from .threads import Recent
 
@@ -100,7 +100,8 @@ def read_pretrained(path_or_repo: str | os.PathLike, revision: str | None) -> Sp
         settings = _read_json_file(path)
         if is_published:
             return published_config(settings, f"{CONFIG_NAME} of '{path_or_repo}'")
-        return SpeculativeConfig.from_dict(settings)
+        with reading_file():
+            return SpeculativeConfig.from_dict(settings)
 
 
 def _read_settings(value: Any) -> dict[str, Any]:
@@ -141,7 +142,10 @@ def _read_text(text: str) -> dict[str, Any]:
 
 def _read_path(path: str) -> dict[str, Any]:
     """The settings in a file, or a folder or repository as the model; what was saved in it is read with its method."""
-    return _read_json_file(Path(path)) if path.endswith(".json") else {"model": path}
+    if not path.endswith(".json"):
+        return {"model": path}
+    with reading_file():
+        return merged(_read_json_file(Path(path)), {})
 
 
 def _read_json_file(path: Path) -> dict[str, Any]:

@@ -7,13 +7,22 @@ settings of all methods or inside of `options`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import MISSING, Field, dataclass, fields
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
+
+from transformers.utils import logging
 
 from .errors import SpecConfigError, SpecDecError, shown
 from .method import COMBINING, methods, parts_of, resolve_candidate_generator
 from .reading import plain_value
+from .validation import is_int
+
+
+logger = logging.get_logger(__name__)
 
 
 # In a method's place: the drafter that is found for the target, or the method of the `model` that is named.
@@ -26,7 +35,7 @@ _NAMES_ELSEWHERE = {
     "assistant_model spec_model",
     "num_speculative_tokens": "speculative_num_steps num_speculative_steps speculative_tokens max_draft_len draft_max "
     "num_assistant_tokens prompt_lookup_num_tokens max_verification_set_size",
-    "speculative_token_tree": "speculative_num_draft_tokens speculative_eagle_topk medusa_choices eagle_choices",
+    "speculative_token_tree": "medusa_choices eagle_choices",
     "draft_tensor_parallel_size": "speculative_draft_tensor_parallel_size",
     "quantization": "speculative_model_quantization speculative_draft_model_quantization",
     "max_model_len": "speculative_max_model_len",
@@ -122,20 +131,75 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def by_key(method: str, flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with the options under their flat names, not under the names of the dataclass fields.
+    """Settings with the options of a method under their flat names, whichever of their names was used.
 
     Raises:
-        SpecConfigError: One is given under both.
+        SpecConfigError: One is given under two names.
     """
-    keys = {item.name: key_of(item) for item in options_in(options_class(method))}
-    named = {}
+    spellings = _spellings(options_class(method))
+    named: dict[str, Any] = {}
     for name, value in flat.items():
-        key = keys.get(name, name)
-        if key in named:
-            both = " and ".join(f"`{other}`" for other in flat if keys.get(other, other) == key)
-            raise SpecConfigError(f"{both} are two names of one setting. Keep one.")
-        named[key] = value
+        spelling = spellings.get(name, _Spelling(name))
+        if spelling.key in named:
+            both = [f"`{other}`" for other in flat if spellings.get(other, _Spelling(other)).key == spelling.key]
+            raise SpecConfigError(f"{' and '.join(both)} are two names of one setting. Keep one.")
+        named[spelling.key] = spelling.converted(value)
+        if spelling.is_former and not _reads_files.get():
+            logger.warning_once(
+                f"`{name}`={shown(value)} is now written `{spelling.key}`={shown(named[spelling.key])}. The old name "
+                "will go with the next release."
+            )
     return named
+
+
+class _Spelling(NamedTuple):
+    """One of the names of an option.
+
+    Attributes:
+        key (`str`): Its flat name.
+        offset (`int`): What is added to a value under this name, where sizes are counted in another way.
+        is_former (`bool`): An older release called it so.
+    """
+
+    key: str
+    offset: int = 0
+    is_former: bool = False
+
+    def converted(self, value: Any) -> Any:
+        return value + self.offset if self.offset and is_int(value) else value
+
+
+@cache
+def _spellings(options_class: type) -> dict[str, _Spelling]:
+    """The names of a method's options beside the flat ones."""
+    found: dict[str, _Spelling] = {}
+    for item in options_in(options_class):
+        key = key_of(item)
+        found[item.name] = _Spelling(key)
+        for name, offset in item.metadata.get("engine_names", {}).items():
+            found[name] = _Spelling(key, offset)
+        for name, offset in item.metadata.get("former_names", {}).items():
+            found[name] = _Spelling(key, offset, is_former=True)
+    return found
+
+
+def names_of(item: Field) -> set[str]:
+    """The names that an option may be given by: its flat name, that of its field, older ones, and those of engines."""
+    others = item.metadata.get("engine_names", ()), item.metadata.get("former_names", ())
+    return {key_of(item), item.name, *others[0], *others[1]}
+
+
+_reads_files: ContextVar[bool] = ContextVar("reads_files", default=False)
+
+
+@contextmanager
+def reading_file() -> Iterator[None]:
+    """Inside, older names of options pass without a warning: what is read was written when they were the names."""
+    token = _reads_files.set(True)
+    try:
+        yield
+    finally:
+        _reads_files.reset(token)
 
 
 def check_is_named(flat: Mapping[str, Any]) -> None:
@@ -188,6 +252,6 @@ def option_owners() -> dict[str, list[str]]:
     """The methods that have an option, by its name; for messages, because it imports every method."""
     owners: dict[str, list[str]] = {}
     for method in methods():
-        for name in sorted({name for item in option_fields(method) for name in (item.name, key_of(item))}):
+        for name in sorted({name for item in option_fields(method) for name in names_of(item)}):
             owners.setdefault(name, []).append(method)
     return owners

@@ -30,6 +30,7 @@ from .setting_names import (
     flattened,
     key_of,
     merged,
+    names_of,
     option_owners,
     options_class,
     options_in,
@@ -354,7 +355,7 @@ class SpeculativeConfig:
             method (`str`): The method.
             defaults: Flat settings that hold where this configuration says nothing, as far as the method has them.
         """
-        known = {name for item in options_in(options_class(method)) for name in (item.name, key_of(item))}
+        known = {name for item in options_in(options_class(method)) for name in names_of(item)}
         known |= {setting.name for setting in _common_fields() if _concerns(setting, method)}
         settings = {key: value for key, value in self.to_dict(secrets=True).items() if key in known}
         defaults = {key: value for key, value in defaults.items() if key in known}

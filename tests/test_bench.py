@@ -442,8 +442,8 @@ def test_spec_bench_that_cannot_be_had_says_where_it_goes(spec_bench, monkeypatc
         ("ngram,k=4", {"method": "ngram", "num_speculative_tokens": 4}),
         ("method=eagle3, model=user/head", {"method": "eagle3", "model": "user/head"}),
         (
-            "user/head,k=auto,total_tokens=20",
-            {"model": "user/head", "num_speculative_tokens": "auto", "total_tokens": 20},
+            "user/head,k=auto,num_draft_nodes=19",
+            {"model": "user/head", "num_speculative_tokens": "auto", "num_draft_nodes": 19},
         ),
         ("eagle3", {"name": "eagle3", "method": "eagle3", "model": "own"}),
         ("eagle3,k=2", {"method": "eagle3", "model": "own", "num_speculative_tokens": 2}),

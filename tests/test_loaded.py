@@ -370,8 +370,8 @@ TOO_MUCH = [
     ("dflash", {"num_speculative_tokens": 40}, "must be at most 7, .* got 40"),
     ("dflash", {"dflash_block_size": 1000}, "must be from 2 to 8, .* got 1000"),
     ("dflash", {"dflash_mask_token_id": 10**6}, "mask token of the draft is 1000000"),
-    ("eagle3", {"num_speculative_tokens": 3, "top_k": 3}, "asks for a chain"),
-    ("mtp", {"mode": "chain", "top_k": 3}, "`top_k` is about trees"),
+    ("eagle3", {"num_speculative_tokens": 3, "draft_tree_top_k": 3}, "asks for a chain"),
+    ("mtp", {"mtp_mode": "chain", "draft_tree_top_k": 3}, "`draft_tree_top_k` is about trees"),
 ]
 
 
@@ -388,7 +388,7 @@ class TestSettingsBeyondWhatWasLoaded:
         assert load_speculator(target, place).method == method
 
     def test_notes_of_the_check_are_not_those_of_a_call(self, target):
-        settings = {"model": HEADS["dflash"], "dflash_tree_budget": 20, "draft_sample_method": "probabilistic"}
+        settings = {"model": HEADS["dflash"], "num_draft_nodes": 20, "draft_sample_method": "probabilistic"}
         output = target.generate(
             torch.arange(1, 30)[None], **GREEDY, return_dict_in_generate=True, speculative=settings
         )

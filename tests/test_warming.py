@@ -37,9 +37,9 @@ def batch(model, rows: int, length: int = 20) -> dict:
 HEADS = {
     "ngram": {},
     "eagle3": {"model": demo.eagle3_path, "num_speculative_tokens": 3},
-    "mtp": {"model": demo.mtp_path, "depth": 2, "top_k": 2, "total_tokens": 5},
+    "mtp": {"model": demo.mtp_path, "draft_tree_depth": 3, "draft_tree_top_k": 2, "num_draft_nodes": 4},
     "dflash": {"model": demo.dflash_path, "num_speculative_tokens": 3},
-    "medusa": {"model": demo.medusa_path, "medusa_num_nodes": 6},
+    "medusa": {"model": demo.medusa_path, "num_draft_nodes": 6},
     "mlp_speculator": {"model": demo.mlp_speculator_path, "num_speculative_tokens": 2},
     "draft_model": {"model": demo.draft_path, "num_speculative_tokens": 2},
 }

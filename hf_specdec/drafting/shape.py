@@ -31,7 +31,7 @@ _TREE_BATCH_SIZES = {"cpu": 0}
 _THRESHOLDS = {"cpu": 0.2}
 
 # Options of a dynamic tree, with the smallest and the largest value of each.
-_GROWTH_OPTIONS = {"depth": (0, 128), "top_k": (1, 64), "total_tokens": (2, MAX_NODES + 1)}
+_GROWTH_OPTIONS = {"draft_tree_depth": (1, 129), "draft_tree_top_k": (1, 64), "num_draft_nodes": (1, MAX_NODES)}
 
 
 @dataclass(frozen=True)
@@ -42,37 +42,44 @@ class ExtrapolationOptions:
         SpecConfigError: A value is out of range.
     """
 
-    depth: int | None = field(
+    draft_tree_depth: int | None = field(
         default=None,
         metadata={
             "published": True,
-            "help": "For the dynamic tree: how often its best nodes are continued; it is one token deeper. Left out, "
-            f"{_TREE.depth}, on a CPU {_TREES['cpu'].depth}.",
+            "help": "For the dynamic tree: levels that are grown, so tokens of the longest path. Left out, "
+            f"{_TREE.depth + 1}, on a CPU {_TREES['cpu'].depth + 1}.",
+            "former_names": {"depth": 1},
+            "engine_names": {"speculative_num_steps": 0},
         },
     )
-    top_k: int | None = field(
+    draft_tree_top_k: int | None = field(
         default=None,
         metadata={
             "published": True,
             "help": "For the dynamic tree: continuations of each node, and nodes of a level that are continued. Left "
             f"out, {_TREE.top_k}, on a CPU {_TREES['cpu'].top_k}.",
+            "former_names": {"top_k": 0},
+            "engine_names": {"speculative_eagle_topk": 0},
         },
     )
-    total_tokens: int | None = field(
+    num_draft_nodes: int | None = field(
         default=None,
         metadata={
             "published": True,
-            "help": "For the dynamic tree: verified tokens, the anchor included, so one more than are drafted. Left "
-            f"out, {_TREE.total_tokens}, on a CPU {_TREES['cpu'].total_tokens}.",
+            "help": "For the dynamic tree: nodes that are drafted, the most probable ones of those grown. Left out, "
+            f"{_TREE.total_tokens - 1}, on a CPU {_TREES['cpu'].total_tokens - 1}.",
+            "former_names": {"total_tokens": -1},
+            "engine_names": {"speculative_num_draft_tokens": -1},
         },
     )
-    adaptive_threshold: float | None = field(
+    draft_min_path_prob: float | None = field(
         default=None,
         metadata={
             "published": True,
-            "help": "A row's draft is not continued behind nodes whose probability, along the whole path, is at most "
+            "help": "A row's draft is not continued after nodes whose probability, along the whole path, is at most "
             "this. 0 always drafts the full depth. Left out, 0; on a CPU, where no shape is asked for, "
             f"{_THRESHOLDS['cpu']}.",
+            "former_names": {"adaptive_threshold": 0},
         },
     )
     draft_sample_method: Literal["greedy", "probabilistic"] | None = field(
@@ -85,9 +92,9 @@ class ExtrapolationOptions:
     )
 
     def __post_init__(self):
-        check_bounds(self, **_GROWTH_OPTIONS, adaptive_threshold=(0.0, 1.0))
-        if self.adaptive_threshold == 1:
-            raise SpecConfigError("`adaptive_threshold` must be below 1, got 1: nothing would be continued.")
+        check_bounds(self, **_GROWTH_OPTIONS, draft_min_path_prob=(0.0, 1.0))
+        if self.draft_min_path_prob == 1:
+            raise SpecConfigError("`draft_min_path_prob` must be below 1, got 1: nothing would be continued.")
         check_draft_sample_method(self.draft_sample_method)
 
 
@@ -135,7 +142,7 @@ def growth_option(config: SpeculativeConfig) -> str | None:
 
 def confidence_threshold(config: SpeculativeConfig, session: Session) -> float:
     """Path probability that a node must exceed for the draft to go on there; 0 for any."""
-    threshold = config.options.adaptive_threshold
+    threshold = config.options.draft_min_path_prob
     if threshold is not None:
         return threshold
     names_shape = growth_option(config) or config.speculative_token_tree or config.num_speculative_tokens
@@ -159,7 +166,8 @@ def _static_tree(paths: tuple[tuple[int, ...], ...], vocab_size: int) -> TokenTr
 
 def _dynamic_tree(options: ExtrapolationOptions, vocab_size: int, device: torch.device) -> TokenTree | DynamicTree:
     default = _TREES.get(device.type, _TREE)
-    given = {name: getattr(options, name) for name in _GROWTH_OPTIONS}
-    depth, top_k, total_tokens = (getattr(default, name) if value is None else value for name, value in given.items())
-    tree = DynamicTree(depth, min(top_k, vocab_size), total_tokens)
+    depth = default.depth if options.draft_tree_depth is None else options.draft_tree_depth - 1
+    top_k = default.top_k if options.draft_tree_top_k is None else options.draft_tree_top_k
+    num_nodes = default.total_tokens - 1 if options.num_draft_nodes is None else options.num_draft_nodes
+    tree = DynamicTree(depth, min(top_k, vocab_size), num_nodes + 1)
     return TokenTree.chain(tree.max_depth) if tree.top_k == 1 else tree

@@ -20,7 +20,8 @@ from transformers.utils import logging
 from ..arguments import SpeculativeArguments, configured_arguments, is_off
 from ..errors import CheckpointAccessError, CheckpointFormatError, SpecConfigError
 from ..method import is_method_name, takes_model
-from ..settings import AUTO, CONFIG_NAME, SpeculativeConfig
+from ..setting_names import AUTO, reading_file
+from ..settings import CONFIG_NAME, SpeculativeConfig
 from .files import MAX_CONFIG_BYTES, ReadOfRepositories, RepoFiles, is_pickled
 from .trust import MODELS_VARIABLE, PLACE_SETTINGS, believed, may_be_published, one_line, sifted, warn_of
 
@@ -84,7 +85,8 @@ def config_of(flat: dict[str, Any], source: str, **place) -> SpeculativeConfig:
     try:
         if takes_model(flat.get("method")) and flat.get("model") is None:
             flat = {**flat, **{key: value for key, value in place.items() if value is not None}}
-        return SpeculativeConfig.from_dict(flat)
+        with reading_file():
+            return SpeculativeConfig.from_dict(flat)
     except Exception as error:
         # Values of strangers may trip anything.
         raise SpecConfigError(f"{source}: {one_line(error, 500)}") from error

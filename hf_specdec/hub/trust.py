@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..errors import SpecConfigError
 from ..method import built_in_methods, parts_of
-from ..setting_names import AUTO, option_fields
+from ..setting_names import AUTO, names_of, option_fields
 
 
 logger = logging.get_logger(__name__)
@@ -52,7 +52,7 @@ _MOST_CHARACTERS = 10_000
 def may_be_published(method: str | None = None) -> set[str]:
     """Names of the settings that may be published for a method; `None`: for any that this package has.
 
-    Options have the flat name and that of their field, which has `"published": True` in its metadata: the shape of
+    Options have all of their names. Their field has `"published": True` in its metadata: the shape of
     drafts, and what the weights were trained with. Not memory to be spent, and nothing that sampled tokens depend on.
     """
     found = set(PUBLISHED_SETTINGS)
@@ -60,7 +60,7 @@ def may_be_published(method: str | None = None) -> set[str]:
     for part in built_in if method in (None, AUTO) else {method, *parts_of(method)}:
         for item in option_fields(part):
             if item.metadata.get("published"):
-                found |= {item.metadata.get("key", item.name), item.name}
+                found |= names_of(item)
     return found
 
 

@@ -59,7 +59,7 @@ from tests.test_sampling import (
 
 MODELS = {
     "eagle3": {"model": demo.eagle3_path()},
-    "eagle": {"model": demo.eagle_path(), "depth": 3, "top_k": 3, "total_tokens": 9},
+    "eagle": {"model": demo.eagle_path(), "draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 8},
     "draft_model": {"model": demo.draft_path(), "same_tokenizer": True},
     "medusa": {"model": demo.medusa_path()},
     "mlp_speculator": {"model": demo.mlp_speculator_path()},
@@ -589,7 +589,7 @@ class TestSettings:
         [
             ({"suffix_decoding_max_tree_depth": 9}, "belongs to method 'suffix', got method='ngram\\+eagle3'"),
             ({"prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min=5"),
-            ({"top_k": 0}, "`top_k` must be an integer"),
+            ({"draft_tree_top_k": 0}, "`draft_tree_top_k` must be an integer"),
             ({"retrieval_num_speculative_tokens": 0}, "`retrieval_num_speculative_tokens` must be an integer"),
             ({"prompt_lookup_mx": 3}, "Did you mean 'prompt_lookup_max'"),
         ],

@@ -53,8 +53,8 @@ SHAPES = {
     "small_block": {"dflash_block_size": 4},
     "part_of_a_block": {"dflash_block_size": 6, "num_speculative_tokens": 3},
     "denoising": {"dflash_num_denoising_steps": 3},
-    "tree": {"dflash_tree_budget": 12},
-    "small_tree": {"dflash_tree_budget": 3, "num_speculative_tokens": 2},
+    "tree": {"num_draft_nodes": 12},
+    "small_tree": {"num_draft_nodes": 3, "num_speculative_tokens": 2},
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 KINDS = ("default", "denoising", "tree")
@@ -206,7 +206,7 @@ class TestOfficialRuns:
         prompt = expected[f"{beginning}.input_ids" if beginning else "input_ids"]
         text = expected[f"{beginning}.generate.output_ids" if beginning else f"{run}.output_ids"]
         if "ddtree" in run:
-            shape = {"dflash_tree_budget": int(last.removeprefix("ddtree"))}
+            shape = {"num_draft_nodes": int(last.removeprefix("ddtree"))}
         with record(trace=True) as made:
             # Some tokens more, so that the room left does not limit the last drafts.
             output = target.generate(
@@ -508,7 +508,7 @@ class TestAgainstRecomputation:
         network = random_network(**NETWORKS[name])
         block = depth + (0 if network.config.predicts_next else 1)
         texts, states = random_rows(network, self.LENGTHS, seed=6)
-        generator = self.generator(network, dflash_tree_budget=budget, num_speculative_tokens=depth)
+        generator = self.generator(network, num_draft_nodes=budget, num_speculative_tokens=depth)
         feed(generator, texts, states, self.PROMPTS)
         for row, paths in enumerate(drafts_of(generator, texts)):
             recomputed = Recomputed(network, texts[row], states[row])
@@ -906,7 +906,7 @@ class TestGreedyEqualsPlain:
             plain, ours, call = plain_and_ours(bloom, speculator_for(network, **shape), prompts(1))
             assert torch.equal(ours, plain)
             noted = any("chains instead of trees" in note for note in call.stats.notes)
-            assert noted == ("dflash_tree_budget" in shape)
+            assert noted == ("num_draft_nodes" in shape)
 
     def test_half_precision(self, drafts):
         target = copy.deepcopy(drafts["llama"][0]).to(torch.bfloat16)
@@ -947,7 +947,7 @@ class TestSampling:
         assert torch.equal(ours, sample(target, inputs, assistant=no_drafts()))
 
     @pytest.mark.parametrize("law", ["plain", "repetition_penalty_and_top_p"])
-    @pytest.mark.parametrize("shape", [{"dflash_tree_budget": 5}, {"dflash_num_denoising_steps": 2}])
+    @pytest.mark.parametrize("shape", [{"num_draft_nodes": 5}, {"dflash_num_denoising_steps": 2}])
     def test_chosen_drafts_keep_the_distribution(self, law, shape):
         counts, stats = sampled_counts(SETTINGS[law], speculator_for(small_draft(), **shape))
         assert chi_square_pvalue(counts, exact_distribution(SETTINGS[law])) > P_VALUE
@@ -1087,7 +1087,7 @@ class TestSettings:
 
         assert (steps(network), steps(several)) == (1, 3)
         assert steps(several, dflash_num_denoising_steps=1) == 1
-        assert steps(several, dflash_tree_budget=4) == 1
+        assert steps(several, num_draft_nodes=4) == 1
         with warnings_of(module) as seen:
             assert steps(several, dflash_num_denoising_steps=2) == 2
             assert seen == []
@@ -1104,7 +1104,7 @@ class TestSettings:
                 steps(dspark, dflash_num_denoising_steps=2)
 
     def test_trees_of_drafts_whose_tokens_depend_on_each_other(self):
-        generator = speculator_for(random_network(**NETWORKS["corrections"]), dflash_tree_budget=4)
+        generator = speculator_for(random_network(**NETWORKS["corrections"]), num_draft_nodes=4)
         notes = generator.candidate_generator(call := session()).session.notes
         assert notes == call.notes == ["chains instead of trees: the draft's tokens depend on each other"]
 
@@ -1134,9 +1134,9 @@ class TestSettings:
                 "`dflash_num_denoising_steps` must be an integer from 1 to 1024, got 0",
             ),
             ({"dflash_mask_token_id": -1}, "`dflash_mask_token_id` must be an integer from 0 to 2147483647, got -1"),
-            ({"dflash_tree_budget": -1}, "`dflash_tree_budget` must be an integer from 0 to 1024, got -1"),
+            ({"num_draft_nodes": -1}, "`num_draft_nodes` must be an integer from 0 to 1024, got -1"),
             ({"draft_sample_method": "best"}, "`draft_sample_method` must be 'greedy'"),
-            ({"dflash_tree_budget": 4, "dflash_num_denoising_steps": 2}, "asks for several. Leave one out"),
+            ({"num_draft_nodes": 4, "dflash_num_denoising_steps": 2}, "asks for several. Leave one out"),
         ],
     )
     def test_options_out_of_range(self, options, match):

@@ -43,7 +43,7 @@ every_case = pytest.mark.parametrize("name", NAMES)
 GREEDY = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": None}
 
 # That of the official runs.
-OFFICIAL = {"depth": 4, "top_k": 4, "total_tokens": 12}
+OFFICIAL = {"draft_tree_depth": 5, "draft_tree_top_k": 4, "num_draft_nodes": 11}
 
 STATIC = [(0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 1), (0, 2, 1, 0)]
 
@@ -52,10 +52,10 @@ SHAPES = {
     "default": {},
     "chain": {"num_speculative_tokens": 3},
     "dynamic_tree": OFFICIAL,
-    "wide_tree": {"depth": 2, "top_k": 6, "total_tokens": 20},
+    "wide_tree": {"draft_tree_depth": 3, "draft_tree_top_k": 6, "num_draft_nodes": 19},
     "static_tree": {"speculative_token_tree": STATIC},
-    "adaptive_tree": {**OFFICIAL, "adaptive_threshold": 0.3},
-    "adaptive_chain": {"num_speculative_tokens": 4, "adaptive_threshold": 0.3},
+    "adaptive_tree": {**OFFICIAL, "draft_min_path_prob": 0.3},
+    "adaptive_chain": {"num_speculative_tokens": 4, "draft_min_path_prob": 0.3},
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 KINDS = ("chain", "dynamic_tree", "static_tree")
@@ -383,7 +383,8 @@ class TestAgainstRecomputation:
     @pytest.mark.parametrize(("parts", "chunk_size"), [(1, 1024), (2, 2), (3, 3)])
     def test_dynamic_tree(self, network, parts, chunk_size, monkeypatch):
         monkeypatch.setattr(slots, "_CHUNK_SIZE", chunk_size)
-        network, shape = random_network(**network), {"depth": 3, "top_k": 3, "total_tokens": 10}
+        shape = {"draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 9}
+        network = random_network(**network)
         generator = self.generator(network, **shape)
         texts, states = random_rows(network, self.LENGTHS, seed=parts)
         feed(generator, texts, states, self.PROMPTS, parts)
@@ -400,7 +401,10 @@ class TestAgainstRecomputation:
         for row, found in enumerate(drafts_of(generator, texts)):
             assert found == Recomputed(network, texts[row], states[row]).static(generator.plan.paths)
 
-    @pytest.mark.parametrize("shape", [{"depth": 3, "top_k": 3, "total_tokens": 10}, {"num_speculative_tokens": 4}])
+    @pytest.mark.parametrize(
+        "shape",
+        [{"draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 9}, {"num_speculative_tokens": 4}],
+    )
     def test_limits_of_the_rows(self, shape):
         network = random_network(**NETWORKS["eagle3"])
         texts, states = random_rows(network, (6, 7, 8, 9), seed=7)
@@ -409,7 +413,7 @@ class TestAgainstRecomputation:
         feed(generator, texts, states, [4] * 4)
         for row, paths in enumerate(drafts_of(generator, texts, limits)):
             recomputed = Recomputed(network, texts[row], states[row])
-            if "depth" in shape:
+            if "draft_tree_depth" in shape:
                 assert paths == recomputed.dynamic(DynamicTree(**shape), limits[row])
             else:
                 assert paths == recomputed.static(TokenTree.chain(limits[row]).paths)
@@ -433,7 +437,8 @@ class TestAgainstRecomputation:
         texts, states = random_rows(network, (9, 6, 12, 8), seed=3)
         depths = {}
         for threshold in (0.0, 0.05, 0.2, 0.99):
-            shape = {"depth": 3, "top_k": 3, "total_tokens": 40, "adaptive_threshold": threshold}
+            shape = {"draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 39}
+            shape |= {"draft_min_path_prob": threshold}
             generator = self.generator(network, 4, **shape)
             feed(generator, texts, states, (5, 2, 4, 6))
             for row, paths in enumerate(drafts_of(generator, texts)):
@@ -455,14 +460,14 @@ class TestAgainstRecomputation:
         """A head that is sure gives the child the probability of its parent."""
         network = random_network(**NETWORKS["eagle3"])
         network.lm_head.weight.mul_(1e4)
-        generator = self.generator(network, depth=3, top_k=2, total_tokens=4)
+        generator = self.generator(network, draft_tree_depth=4, draft_tree_top_k=2, num_draft_nodes=3)
         texts, states = random_rows(network, self.LENGTHS, seed=1)
         feed(generator, texts, states, self.PROMPTS)
         assert [list(map(len, paths)) for paths in drafts_of(generator, texts)] == [[1, 2, 3]] * 3
 
     def test_nodes_whose_children_cannot_be_drafted_are_not_read(self, monkeypatch):
         network = random_network(**NETWORKS["eagle1"])
-        shapes = [{"depth": 4, "top_k": 4, "total_tokens": total} for total in (3, 4, 7, 12)]
+        shapes = [{"draft_tree_depth": 5, "draft_tree_top_k": 4, "num_draft_nodes": nodes} for nodes in (2, 3, 6, 11)]
         texts, states = random_rows(network, self.LENGTHS, seed=2)
         read_nodes = DraftEntries.read_nodes
 
@@ -535,7 +540,7 @@ class TestNothingIsReadBack:
 
     @every_shape
     def test_drafting(self, shape):
-        if "adaptive_threshold" in shape:
+        if "draft_min_path_prob" in shape:
             with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
                 self.propose(**shape)
         else:
@@ -780,7 +785,7 @@ class TestSampling:
 
     @pytest.mark.parametrize("law", ["plain", "repetition_penalty_and_top_p"])
     def test_trees_keep_the_distribution(self, law):
-        speculator = speculator_for(small_head(), depth=2, top_k=2, total_tokens=6)
+        speculator = speculator_for(small_head(), draft_tree_depth=3, draft_tree_top_k=2, num_draft_nodes=5)
         counts, stats = sampled_counts(SETTINGS[law], speculator)
         assert chi_square_pvalue(counts, exact_distribution(SETTINGS[law])) > P_VALUE
         assert stats.num_accepted_tokens > 500
@@ -822,7 +827,7 @@ class TestSampling:
             for cycle in made.calls[0].cycles:
                 for row in cycle.rows:
                     assert row.parents == list(range(-1, len(row.draft_tokens) - 1))
-            if "adaptive_threshold" in shape:
+            if "draft_min_path_prob" in shape:
                 assert len(set(map(len, drafts))) > 1
             with record() as made:
                 target.generate(**prompts(2), **GREEDY, assistant=speculator)
@@ -868,7 +873,7 @@ class TestSettings:
     def test_method_is_read_from_the_checkpoint(self):
         for name in NAMES:
             target, folder, _ = published(name)
-            speculator = load_speculator(target, {"model": folder, "depth": 2, "total_tokens": 5})
+            speculator = load_speculator(target, {"model": folder, "draft_tree_depth": 3, "num_draft_nodes": 4})
             assert (speculator.method, speculator.config.options.depth) == (method_of(name), 2)
 
     def test_no_checkpoint(self, model):
@@ -914,12 +919,13 @@ class TestSettings:
         assert default("cpu")[0] == default("cpu", 2)[0] == TokenTree.chain(4)
         assert default("cpu", settings={"total_tokens": 20})[0] == DynamicTree(4, 4, 20)
         assert default("cuda", settings={"num_speculative_tokens": 6}) == (TokenTree.chain(6), [])
-        assert default("cuda", settings={"top_k": 1, "depth": 3}) == (TokenTree.chain(4), [])
-        assert default("cuda", settings={"top_k": 1, "depth": 3, "total_tokens": 3}) == (TokenTree.chain(2), [])
+        assert default("cuda", settings={"draft_tree_top_k": 1, "draft_tree_depth": 4}) == (TokenTree.chain(4), [])
+        few = {"draft_tree_top_k": 1, "draft_tree_depth": 4, "num_draft_nodes": 2}
+        assert default("cuda", settings=few) == (TokenTree.chain(2), [])
         plan, notes = default("cuda", supports_trees=False)
         assert plan == TokenTree.chain(4)
         assert len(notes) == 1
-        assert default("cuda", settings={"depth": 6}, supports_trees=False)[0] == TokenTree.chain(7)
+        assert default("cuda", settings={"draft_tree_depth": 7}, supports_trees=False)[0] == TokenTree.chain(7)
 
     @pytest.mark.parametrize(
         ("device", "settings", "threshold"),
@@ -927,10 +933,10 @@ class TestSettings:
             ("cpu", {}, 0.2),
             ("cuda", {}, 0.0),
             ("cpu", {"num_speculative_tokens": 4}, 0.0),
-            ("cpu", {"top_k": 4}, 0.0),
-            ("cpu", {"adaptive_threshold": 0.0}, 0.0),
-            ("cuda", {"adaptive_threshold": 0.4}, 0.4),
-            ("cpu", {"adaptive_threshold": 0.4, "depth": 2}, 0.4),
+            ("cpu", {"draft_tree_top_k": 4}, 0.0),
+            ("cpu", {"draft_min_path_prob": 0.0}, 0.0),
+            ("cuda", {"draft_min_path_prob": 0.4}, 0.4),
+            ("cpu", {"draft_min_path_prob": 0.4, "draft_tree_depth": 3}, 0.4),
         ],
     )
     def test_threshold_by_default(self, device, settings, threshold):
@@ -956,8 +962,14 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("shape", "match"),
         [
-            ({"num_speculative_tokens": 4, "depth": 2}, "`num_speculative_tokens` asks for a chain, and `depth` is"),
-            ({"speculative_token_tree": [0, 0], "total_tokens": 9}, "asks for a static tree, and `total_tokens` is"),
+            (
+                {"num_speculative_tokens": 4, "draft_tree_depth": 3},
+                "`num_speculative_tokens` asks for a chain, and `draft_tree_depth` is",
+            ),
+            (
+                {"speculative_token_tree": [0, 0], "num_draft_nodes": 8},
+                "asks for a static tree, and `num_draft_nodes` is",
+            ),
             ({"speculative_token_tree": [(0,), (0, 40)]}, "has the rank 40, and the draft knows 40 tokens"),
         ],
     )
@@ -975,10 +987,10 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("options", "match"),
         [
-            ({"depth": -1}, "`depth` must be an integer from 0 to 128, got -1"),
-            ({"top_k": 0}, "`top_k` must be an integer from 1 to 64, got 0"),
-            ({"total_tokens": 1}, "`total_tokens` must be an integer from 2 to 1025, got 1"),
-            ({"adaptive_threshold": 1.0}, "`adaptive_threshold` must be below 1, got 1"),
+            ({"draft_tree_depth": 0}, "`draft_tree_depth` must be an integer from 1 to 129, got 0"),
+            ({"draft_tree_top_k": 0}, "`draft_tree_top_k` must be an integer from 1 to 64, got 0"),
+            ({"num_draft_nodes": 0}, "`num_draft_nodes` must be an integer from 1 to 1024, got 0"),
+            ({"draft_min_path_prob": 1.0}, "`draft_min_path_prob` must be below 1, got 1"),
             ({"draft_sample_method": "best"}, "`draft_sample_method` must be 'greedy'"),
             ({"aux_layer_ids": []}, "`aux_layer_ids` must be a list of integers"),
             ({"aux_layer_ids": [2, -3]}, r"`aux_layer_ids` must be a list of integers from 0 to 1024, got \(2, -3\)"),

@@ -198,7 +198,7 @@ class TestGreedyEqualsPlain:
         plain = model.generate(**inputs, **GREEDY)
         heads = MedusaHeads(32, VOCAB_SIZE, 3, own_lm_heads=False)
         heads.save(tmp_path)
-        settings = {"model": str(tmp_path), "medusa_num_nodes": 12}
+        settings = {"model": str(tmp_path), "num_draft_nodes": 12}
         ours = model.generate(**inputs, **GREEDY, speculative=settings, return_dict_in_generate=True)
         assert torch.equal(ours.sequences, plain)
         assert ours.speculative.notes == ["medusa drafts chains: the target cannot verify trees."]
@@ -425,7 +425,7 @@ class TestTrees:
     def test_of_the_checkpoint(self, model, tmp_path):
         heads = MedusaHeads(32, VOCAB_SIZE, 3, own_lm_heads=False)
         heads.save(tmp_path, accuracies=[[0.6, 0.1]] * 3)
-        speculator = load_speculator(model, {"method": "medusa", "model": str(tmp_path), "medusa_num_nodes": 4})
+        speculator = load_speculator(model, {"method": "medusa", "model": str(tmp_path), "num_draft_nodes": 4})
         generator = speculator.candidate_generator(Session(1, 100, model.device))
         assert generator.tree.paths == ((0,), (1,), (0, 0), (0, 0, 0))
         assert generator.num_draft_nodes == 4
@@ -437,7 +437,7 @@ class TestTrees:
         assert generator_for(plain_heads().bfloat16(), rows[1]).num_draft_nodes > sizes[0]
         assert generator_for(plain_heads(), Session(8, 100, torch.device("meta"))).num_draft_nodes == 63
         # What the user asks for is not priced.
-        assert generator_for(plain_heads(), rows[8], medusa_num_nodes=40).num_draft_nodes == 40
+        assert generator_for(plain_heads(), rows[8], num_draft_nodes=40).num_draft_nodes == 40
 
     @pytest.mark.parametrize(
         ("settings", "message"),
@@ -450,7 +450,7 @@ class TestTrees:
                 "`num_speculative_tokens` fixes the draft tree",
             ),
             ({"speculative_token_tree": [[0]], "medusa_tree": "measured"}, "`speculative_token_tree` fixes"),
-            ({"medusa_num_nodes": 0}, "`medusa_num_nodes` must be"),
+            ({"num_draft_nodes": 0}, "`num_draft_nodes` must be"),
             ({"medusa_tree": "dynamic"}, "`medusa_tree` must be 'static' or 'measured'"),
         ],
     )
@@ -471,7 +471,7 @@ class TestPropose:
     def test_every_node_has_its_heads_candidate(self, batch_size, num_nodes, data):
         rooms = data.draw(st.lists(st.integers(0, 4), min_size=batch_size, max_size=batch_size))
         lengths = data.draw(st.lists(st.integers(1, 3), min_size=batch_size, max_size=batch_size))
-        generator = generator_for(plain_heads(), medusa_num_nodes=num_nodes)
+        generator = generator_for(plain_heads(), num_draft_nodes=num_nodes)
         states = torch.randn(batch_size, 3, 4)
         rows = list(range(batch_size))
         tokens = torch.zeros(batch_size, max(lengths), dtype=torch.long)
@@ -530,7 +530,7 @@ class TestMeasuredTree:
         assert counts.accuracies[2][0] == pytest.approx(prior_accuracies(1, 1)[0][0])
 
     def test_the_tree_follows(self):
-        generator = generator_for(plain_heads(), medusa_tree="measured", medusa_num_nodes=4)
+        generator = generator_for(plain_heads(), medusa_tree="measured", num_draft_nodes=4)
         assert generator.tree == default_tree(plain_heads(), None, 4)
         assert generator.num_draft_nodes == 4
         assert generator.num_speculative_tokens == 4
@@ -579,7 +579,7 @@ class TestMeasuredTreeIsOff:
         # At first the best tree is a chain, and what is counted would make it branch.
         heads.accuracies = [[0.02, 0.0]] * 4
         model = tiny_bloom()
-        settings = {"medusa_tree": "measured", "medusa_num_nodes": 2}
+        settings = {"medusa_tree": "measured", "num_draft_nodes": 2}
         speculator = load_speculator(model, {"method": "medusa", **settings}, draft_model=heads)
         inputs = prompts(1, padding=False)
         call = {"do_sample": False, "max_new_tokens": 150}
@@ -604,7 +604,7 @@ class TestLoading:
         monkeypatch.setattr(medusa, "load_medusa", lambda *args: loaded.append(args) or original(*args))
         settings = {"method": "medusa", "model": str(tmp_path)}
         first = load_speculator(model, settings)
-        for more in ({}, {"num_speculative_tokens": 2}, {"medusa_num_nodes": 5}, {"medusa_tree": "measured"}):
+        for more in ({}, {"num_speculative_tokens": 2}, {"num_draft_nodes": 5}, {"medusa_tree": "measured"}):
             assert load_speculator(model, {**settings, **more}).resources is first.resources
         assert len(loaded) == 1
         assert load_speculator(model, {**settings, "dtype": "bfloat16"}).resources is not first.resources

@@ -41,8 +41,8 @@ GREEDY = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": None}
 SHAPES = {
     "default": {},
     "chain": {"num_speculative_tokens": 2},
-    "grown_tree": {"mlp_speculator_num_nodes": 9},
-    "candidates": {"num_candidates": 4},
+    "grown_tree": {"num_draft_nodes": 9},
+    "candidates": {"mlp_speculator_num_candidates": 4},
     "wider_tree": {"top_k_tokens_per_head": [6, 3, 2]},
     "static_tree": {"speculative_token_tree": [(0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 1)]},
 }
@@ -165,7 +165,7 @@ class TestPublishedDrafts:
     @pytest.mark.parametrize("name", NAMES)
     def test_candidates(self, published_target, name):
         """The merged candidates, the anchor not counted: as many nodes, the same paths."""
-        draft, expected = self.draft(published_target, name, num_candidates=5)
+        draft, expected = self.draft(published_target, name, mlp_speculator_num_candidates=5)
         size = 0
         for row, paths in enumerate(paths_of(draft)):
             sequences = [expected["flat_tokens"][nodes].tolist()[1:] for nodes in expected["unflat_map"][row]]
@@ -179,7 +179,7 @@ class TestPublishedDrafts:
     def test_order_of_all_sequences(self, published_target, name):
         """Growing everything: leaves by their score are the published sequences in their order."""
         expected = load_file(FIXTURES / name / "expected.safetensors")
-        generator = generator_for(published_target, FIXTURES / name, 3, num_candidates=24)
+        generator = generator_for(published_target, FIXTURES / name, 3, mlp_speculator_num_candidates=24)
         start = generator.speculator.start(expected["state"][:, 0])
         tree = generator._grow(start, expected["ind"][:, 0], 3)
         draft = tree.chosen(generator.plan).draft([3, 3, 3], CPU)
@@ -269,7 +269,7 @@ class TestGreedyEqualsPlain:
 
     def test_half_precision(self, folder):
         target = tiny_llama().to(torch.bfloat16)
-        for shape in ({"dtype": "float32"}, {"mlp_speculator_num_nodes": 6}):
+        for shape in ({"dtype": "float32"}, {"num_draft_nodes": 6}):
             speculator = load_speculator(target, model=folder, **shape)
             with record() as made:
                 target.generate(**prompts(2), **GREEDY, assistant=speculator)
@@ -370,7 +370,7 @@ class TestTrees:
             for row, (paths, full) in enumerate(zip(paths_of(draft), whole)):
                 deepest = max(map(len, full))
                 assert max(map(len, paths), default=0) == min(row, deepest)
-                if "num_candidates" not in shape:
+                if "mlp_speculator_num_candidates" not in shape:
                     assert set(paths) <= set(full)
             assert drafted(generator, hidden, tokens, [0] * 4).size == 0
 
@@ -503,14 +503,17 @@ class TestSettings:
         ("shape", "match"),
         [
             ({"num_speculative_tokens": 4}, "`num_speculative_tokens`=4 is more than the 3 heads"),
-            ({"num_speculative_tokens": 4, "num_candidates": 2}, "`num_speculative_tokens`=4 is more than the 3"),
+            (
+                {"num_speculative_tokens": 4, "mlp_speculator_num_candidates": 2},
+                "`num_speculative_tokens`=4 is more than the 3",
+            ),
             ({"top_k_tokens_per_head": [2, 2, 2, 2]}, "has 4 entries, and the checkpoint has 3 stages"),
             ({"top_k_tokens_per_head": [2], "num_speculative_tokens": 2}, "=2 needs as many entries.*got 1"),
             ({"speculative_token_tree": [0, 1, 2, 3]}, "is 4 tokens deep, and the checkpoint has 3 stages"),
             ({"speculative_token_tree": [(0,), (0, 64)]}, "has the rank 64.*vocabulary of 64 tokens"),
             (
-                {"speculative_token_tree": [0, 0], "mlp_speculator_num_nodes": 4},
-                "is a whole tree, and `mlp_speculator_num_nodes` is about growing one",
+                {"speculative_token_tree": [0, 0], "num_draft_nodes": 4},
+                "is a whole tree, and `num_draft_nodes` is about growing one",
             ),
         ],
     )
@@ -529,9 +532,12 @@ class TestSettings:
         [
             ({"top_k_tokens_per_head": []}, "`top_k_tokens_per_head` must be a list of integers from 1 to 1024"),
             ({"top_k_tokens_per_head": [2, 0]}, r"from 1 to 1024, got \(2, 0\)"),
-            ({"num_candidates": 0}, "`num_candidates` must be an integer from 1 to 1024, got 0"),
-            ({"mlp_speculator_num_nodes": -1}, "`mlp_speculator_num_nodes` must be an integer from 1 to 1024"),
-            ({"num_candidates": 2, "mlp_speculator_num_nodes": 3}, "two ways to choose the nodes"),
+            (
+                {"mlp_speculator_num_candidates": 0},
+                "`mlp_speculator_num_candidates` must be an integer from 1 to 1024, got 0",
+            ),
+            ({"num_draft_nodes": -1}, "`num_draft_nodes` must be an integer from 1 to 1024"),
+            ({"mlp_speculator_num_candidates": 2, "num_draft_nodes": 3}, "two ways to choose the nodes"),
             ({"draft_sample_method": "best"}, "`draft_sample_method` must be 'greedy'"),
         ],
     )

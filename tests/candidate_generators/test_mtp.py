@@ -50,17 +50,17 @@ HYBRID = ("qwen3_5", "qwen3_next")
 every_case = pytest.mark.parametrize("name", NAMES)
 every_mode = pytest.mark.parametrize("mode", ["chain", "reuse"])
 
-TREE = {"depth": 2, "top_k": 3, "total_tokens": 8}
+TREE = {"draft_tree_depth": 3, "draft_tree_top_k": 3, "num_draft_nodes": 7}
 
 # Every way to draft.
 SHAPES = {
     "default": {},
-    "layers": {"mode": "chain"},
-    "two_layers": {"mode": "chain", "num_speculative_tokens": 2},
-    "adaptive_layers": {"mode": "chain", "adaptive_threshold": 0.3},
-    "reuse": {"mode": "reuse", "num_speculative_tokens": 4},
-    "dynamic_tree": {"mode": "reuse", **TREE},
-    "static_tree": {"mode": "reuse", "speculative_token_tree": STATIC},
+    "layers": {"mtp_mode": "chain"},
+    "two_layers": {"mtp_mode": "chain", "num_speculative_tokens": 2},
+    "adaptive_layers": {"mtp_mode": "chain", "draft_min_path_prob": 0.3},
+    "reuse": {"mtp_mode": "reuse", "num_speculative_tokens": 4},
+    "dynamic_tree": {"mtp_mode": "reuse", **TREE},
+    "static_tree": {"mtp_mode": "reuse", "speculative_token_tree": STATIC},
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 
@@ -131,7 +131,7 @@ class TestPublishedDrafts:
         names = [f"{row}{mode}" for row in rows]
         network = load_speculator(target, "mtp").resources
         depth = expected[f"{names[0]}.r0.logits"].shape[0]
-        generator = generator_for(network, len(rows), mode=mode, num_speculative_tokens=depth)
+        generator = generator_for(network, len(rows), mtp_mode=mode, num_speculative_tokens=depth)
         (key,) = generator.target_hidden_states
         logits = LogitsOf(network, monkeypatch)
         texts = [expected[f"{name}.r0.ids"] for name in names]
@@ -168,7 +168,7 @@ class TestPublishedRuns:
         texts = [expected[f"{row}prompt_ids"] for row in rows]
         mask = padded([torch.ones_like(text) for text in texts], left=True)
         depth = expected[f"{rows[0]}{mode}.trace.drafts"].shape[1]
-        speculative = {"method": "mtp", "mode": mode, "num_speculative_tokens": depth}
+        speculative = {"method": "mtp", "mtp_mode": mode, "num_speculative_tokens": depth}
         inputs = {"input_ids": padded(texts, left=True), "attention_mask": mask}
         # Some tokens more, so that the room left does not limit the last drafts.
         length = len(expected[f"{rows[0]}greedy_ids"]) + 10
@@ -264,7 +264,7 @@ class TestLayersAgainstRecomputation:
         network, random = self.NETWORKS[num_layers], torch.Generator().manual_seed(seed)
         rows = [Row(network, length, random) for length in lengths]
         logits = LogitsOf(network, monkeypatch)
-        generator = generator_for(network, len(rows), mode="chain", adaptive_threshold=0.0)
+        generator = generator_for(network, len(rows), mtp_mode="chain", draft_min_path_prob=0.0)
         starts = [max(lengths) - length for length in lengths]
         states = {"last": padded([row.states for row in rows], left=True)}
         generator.prefill(Prompt(padded([row.text[:-1] for row in rows], left=True), starts, states))
@@ -310,7 +310,7 @@ class TestLayersAgainstRecomputation:
         """An unlikely draft ends early; the layers behind it have read the text all the same when it goes on."""
         network, random = self.NETWORKS[3], torch.Generator().manual_seed(0)
         row = Row(network, 6, random)
-        generator = generator_for(network, 1, mode="chain")
+        generator = generator_for(network, 1, mtp_mode="chain")
         generator.prefill(Prompt(row.text[None, :-1], [0], {"last": row.states[None]}))
         new = row.text[-1:], row.states[-1:]
         for threshold in (0.999, 0.999, 0.0, 0.999, 0.0):
@@ -331,25 +331,25 @@ class TestTrees:
         states = [{"last": row.states}]
         feed(generator, [row.text], states, (5,))
         (paths,) = drafts_of(generator, [row.text])
-        assert len(paths) == TREE["total_tokens"] - 1
+        assert len(paths) == TREE["num_draft_nodes"]
         chances = {}
 
         def grow(path, chance, tokens, hidden):
             positions = torch.arange(tokens.shape[1])[None]
             handed_on, output = network(tokens, hidden, positions, None)
-            best = network.logits(output[0, -1]).log_softmax(-1).topk(TREE["top_k"])
+            best = network.logits(output[0, -1]).log_softmax(-1).topk(TREE["draft_tree_top_k"])
             for value, token in zip(best.values.tolist(), best.indices.tolist()):
                 chances[(*path, token)] = chance + value
-                if len(path) < TREE["depth"]:
+                if len(path) < TREE["draft_tree_depth"] - 1:
                     following = torch.cat((tokens, torch.tensor([[token]])), dim=1)
                     grow((*path, token), chance + value, following, torch.cat((hidden, handed_on[:, -1:]), dim=1))
 
         grow((), 0.0, row.text[1:][None], row.states[None])
         # Only the best of each level are continued, the best of all that were looked at are drafted.
         continued = {()}
-        for depth in range(1, TREE["depth"] + 1):
+        for depth in range(1, TREE["draft_tree_depth"]):
             level = [path for path in chances if len(path) == depth and path[:-1] in continued]
-            continued |= set(sorted(level, key=chances.get, reverse=True)[: TREE["top_k"]])
+            continued |= set(sorted(level, key=chances.get, reverse=True)[: TREE["draft_tree_top_k"]])
         looked_at = [path for path in chances if path[:-1] in continued]
         assert set(paths) == set(sorted(looked_at, key=chances.get, reverse=True)[: len(paths)])
 
@@ -370,14 +370,14 @@ class TestGreedyEqualsPlain:
         plain, ours, call = plain_and_ours(target, speculator, inputs)
         assert torch.equal(ours, plain)
         assert call.stats.num_accepted_tokens > 0
-        branches = "depth" in shape or "speculative_token_tree" in shape
+        branches = "draft_tree_depth" in shape or "speculative_token_tree" in shape
         assert any("chains instead of trees" in note for note in call.stats.notes) == (branches and name in HYBRID)
 
     @every_mode
     def test_short_prompts(self, mode):
         """Shorter than the layers are many."""
         target, _ = published("glm4_moe_k3")
-        speculator = load_speculator(target, "mtp", mode=mode)
+        speculator = load_speculator(target, "mtp", mtp_mode=mode)
         for inputs in (prompts(1, 1), prompts(3, 1, padding=False), prompts(1, 2), prompts(3, 3)):
             plain, ours, _ = plain_and_ours(target, speculator, inputs, max_new_tokens=12)
             assert torch.equal(ours, plain)
@@ -388,7 +388,7 @@ class TestGreedyEqualsPlain:
         inputs = prompts(3)
         text = target.generate(**inputs, **GREEDY)
         eos = sorted({int(text[row, 10 + 5 * row]) for row in range(3)})
-        speculator = load_speculator(target, "mtp", mode=mode)
+        speculator = load_speculator(target, "mtp", mtp_mode=mode)
         plain, ours, call = plain_and_ours(target, speculator, inputs, eos_token_id=eos, pad_token_id=0)
         assert torch.equal(ours, plain)
         assert len({len(cycle.rows) for cycle in call.cycles}) > 1
@@ -397,14 +397,14 @@ class TestGreedyEqualsPlain:
     @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 5])
     def test_max_new_tokens(self, mode, max_new_tokens):
         target, _ = published("glm4_moe_k3")
-        speculator = load_speculator(target, "mtp", mode=mode)
+        speculator = load_speculator(target, "mtp", mtp_mode=mode)
         plain, ours, _ = plain_and_ours(target, speculator, prompts(3), max_new_tokens=max_new_tokens)
         assert torch.equal(ours, plain)
 
     @every_mode
     def test_processors_that_hold_rows_together(self, mode):
         target, _ = published("glm4_moe_k3")
-        speculator = load_speculator(target, "mtp", mode=mode)
+        speculator = load_speculator(target, "mtp", mtp_mode=mode)
         for arguments in ({"repetition_penalty": 1.2}, {"logits_processor": [lambda input_ids, scores: scores]}):
             plain, ours, call = plain_and_ours(target, speculator, prompts(3), **arguments)
             assert torch.equal(ours, plain)
@@ -413,7 +413,7 @@ class TestGreedyEqualsPlain:
     @every_mode
     def test_continued_cache_and_embeddings(self, mode):
         target, _ = published("glm4_moe_k3")
-        speculator = load_speculator(target, "mtp", mode=mode)
+        speculator = load_speculator(target, "mtp", mtp_mode=mode)
         inputs = prompts(1, length=12)
         continued = DynamicCache()
         with torch.no_grad():
@@ -438,7 +438,7 @@ class TestGreedyEqualsPlain:
         target, _ = published("glm4_moe_k3")
         plain = target.generate(**prompts(1), **GREEDY)
         for mode in ("chain", "reuse"):
-            generator = load_speculator(target, "mtp", mode=mode).candidate_generator(
+            generator = load_speculator(target, "mtp", mtp_mode=mode).candidate_generator(
                 Session(1, 37, torch.device("cpu"))
             )
             ids = prompts(1)["input_ids"]
@@ -500,7 +500,7 @@ class TestSampling:
         ours = sample(target, inputs, assistant=load_speculator(target, "mtp", **shape))
         assert torch.equal(ours, sample(target, inputs, assistant=no_drafts()))
 
-    @pytest.mark.parametrize("shape", [{"mode": "chain"}, {"mode": "reuse", **TREE}], ids=["chain", "tree"])
+    @pytest.mark.parametrize("shape", [{"mtp_mode": "chain"}, {"mtp_mode": "reuse", **TREE}], ids=["chain", "tree"])
     @pytest.mark.parametrize("law", ["plain", "repetition_penalty_and_top_p"])
     def test_chosen_drafts_keep_the_distribution(self, network, law, shape):
         counts, stats = sampled_counts(SETTINGS[law], speculator_for(network, **shape))
@@ -511,7 +511,7 @@ class TestSampling:
     @pytest.mark.parametrize("rule", ["standard", "block"])
     def test_drawn_drafts_keep_the_distribution(self, network, mode, rule):
         speculator = speculator_for(
-            network, mode=mode, draft_sample_method="probabilistic", rejection_sample_method=rule
+            network, mtp_mode=mode, draft_sample_method="probabilistic", rejection_sample_method=rule
         )
         counts, stats = sampled_counts(SETTINGS["plain"], speculator)
         assert chi_square_pvalue(counts, exact_distribution(SETTINGS["plain"])) > P_VALUE
@@ -546,24 +546,24 @@ class TestSettings:
         assert generator.num_speculative_tokens == 3
         (note,) = generator.session.notes
         assert "3 draft tokens instead of 5" in note
-        assert generator_for(network, 1, num_speculative_tokens=5, mode="reuse").num_speculative_tokens == 5
+        assert generator_for(network, 1, num_speculative_tokens=5, mtp_mode="reuse").num_speculative_tokens == 5
 
     @pytest.mark.parametrize(
         ("options", "match"),
         [
-            ({"mode": "parallel"}, "`mode`.*'chain'"),
-            ({"depth": -1}, "`depth`"),
-            ({"adaptive_threshold": 1.0}, "`adaptive_threshold`"),
+            ({"mtp_mode": "parallel"}, "`mtp_mode`.*'chain'"),
+            ({"draft_tree_depth": 0}, "`draft_tree_depth`"),
+            ({"draft_min_path_prob": 1.0}, "`draft_min_path_prob`"),
         ],
     )
     def test_options_out_of_range(self, options, match):
         with pytest.raises(SpecConfigError, match=match):
             SpeculativeConfig("mtp", **options)
 
-    @pytest.mark.parametrize("options", [{"top_k": 3}, {"speculative_token_tree": [(0,), (1,)]}])
+    @pytest.mark.parametrize("options", [{"draft_tree_top_k": 3}, {"speculative_token_tree": [(0,), (1,)]}])
     def test_trees_of_several_layers(self, options):
         network = load_speculator(published("glm4_moe_k3")[0], "mtp").resources
-        with pytest.raises(SpecConfigError, match=f"`{next(iter(options))}`.*3 MTP layers.*mode='reuse'"):
+        with pytest.raises(SpecConfigError, match=f"`{next(iter(options))}`.*3 MTP layers.*mtp_mode='reuse'"):
             generator_for(network, 1, **options)
 
     def test_old_names(self):
@@ -583,7 +583,7 @@ class TestSettings:
         target, _ = published("mimo")
         first = load_speculator(target, "mtp").resources
         monkeypatch.setattr(MtpCandidateGenerator, "load", lambda *given: pytest.fail("It loads again."))
-        for options in ({"mode": "chain"}, {"mode": "reuse", "num_speculative_tokens": 2}, TREE):
+        for options in ({"mtp_mode": "chain"}, {"mtp_mode": "reuse", "num_speculative_tokens": 2}, TREE):
             assert load_speculator(target, "mtp", **options).resources is first
 
     def test_network_as_an_object(self):

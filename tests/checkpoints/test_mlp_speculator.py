@@ -201,8 +201,8 @@ class TestPaddedVocabularies:
 
     SHAPES = (
         {},
-        {"mlp_speculator_num_nodes": 6},
-        {"top_k_tokens_per_head": [VOCAB_SIZE, 2, 2], "num_candidates": 3},
+        {"num_draft_nodes": 6},
+        {"top_k_tokens_per_head": [VOCAB_SIZE, 2, 2], "mlp_speculator_num_candidates": 3},
         {"speculative_token_tree": [(0,), (61,), (0, 1)]},
     )
 

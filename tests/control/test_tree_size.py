@@ -116,8 +116,8 @@ def test_the_next_call_begins_with_the_factor():
 
 
 DRAFTERS = {
-    "eagle3": (demo.eagle3_path, {"depth": 3, "top_k": 4, "total_tokens": 24}),
-    "eagle": (demo.eagle_path, {"depth": 3, "top_k": 4, "total_tokens": 24}),
+    "eagle3": (demo.eagle3_path, {"draft_tree_depth": 4, "draft_tree_top_k": 4, "num_draft_nodes": 23}),
+    "eagle": (demo.eagle_path, {"draft_tree_depth": 4, "draft_tree_top_k": 4, "num_draft_nodes": 23}),
     "medusa": (demo.medusa_path, {"num_nodes": 24}),
     "mlp_speculator": (demo.mlp_speculator_path, {"num_nodes": 24}),
     "static": (demo.eagle3_path, {"speculative_token_tree": TokenTree.of_size(20, 3)}),

@@ -37,7 +37,7 @@ from tests.tape import TapeBackend, spoil, spoil_inputs, tape_everything
 
 
 CPU = torch.device("cpu")
-TREE = {"depth": 3, "top_k": 3, "total_tokens": 10}
+TREE = {"draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 9}
 
 
 @pytest.fixture
@@ -132,27 +132,27 @@ CASES = {
     "eagle3 chain": ("eagle/eagle3", {"num_speculative_tokens": 3}),
     "eagle3 tree": ("eagle/eagle3", TREE),
     "eagle3 static tree": ("eagle/eagle3", {"speculative_token_tree": eagle_cases.STATIC}),
-    "eagle3 doubtful tree": ("eagle/eagle3", {**TREE, "adaptive_threshold": 0.2}),
-    "eagle3 doubtful chain": ("eagle/eagle3", {"num_speculative_tokens": 4, "adaptive_threshold": 0.2}),
+    "eagle3 doubtful tree": ("eagle/eagle3", {**TREE, "draft_min_path_prob": 0.2}),
+    "eagle3 doubtful chain": ("eagle/eagle3", {"num_speculative_tokens": 4, "draft_min_path_prob": 0.2}),
     "window": ("eagle/window", TREE),
     "window static tree": ("eagle/window", {"speculative_token_tree": eagle_cases.STATIC}),
-    "mtp layers": ("mtp", {"mode": "chain"}),
-    "mtp two layers": ("mtp", {"mode": "chain", "num_speculative_tokens": 2}),
-    "mtp doubtful layers": ("mtp", {"mode": "chain", "adaptive_threshold": 0.1}),
-    "mtp one layer": ("mtp", {"mode": "reuse", "num_speculative_tokens": 4}),
-    "mtp tree": ("mtp", {"mode": "reuse", **TREE}),
+    "mtp layers": ("mtp", {"mtp_mode": "chain"}),
+    "mtp two layers": ("mtp", {"mtp_mode": "chain", "num_speculative_tokens": 2}),
+    "mtp doubtful layers": ("mtp", {"mtp_mode": "chain", "draft_min_path_prob": 0.1}),
+    "mtp one layer": ("mtp", {"mtp_mode": "reuse", "num_speculative_tokens": 4}),
+    "mtp tree": ("mtp", {"mtp_mode": "reuse", **TREE}),
     "dflash": ("dflash/full", {}),
     "dflash windows": ("dflash/window_and_full", {}),
-    "dflash causal tree": ("dflash/causal", {"dflash_tree_budget": 9}),
+    "dflash causal tree": ("dflash/causal", {"num_draft_nodes": 9}),
     "dflash denoising": ("dflash/reduced_vocabulary", {"dflash_num_denoising_steps": 3}),
-    "dflash tree": ("dflash/reduced_vocabulary", {"dflash_tree_budget": 12, "num_speculative_tokens": 3}),
+    "dflash tree": ("dflash/reduced_vocabulary", {"num_draft_nodes": 12, "num_speculative_tokens": 3}),
     "dflash corrections": ("dflash/corrections", {"num_speculative_tokens": 4}),
-    "medusa": ("medusa/own_lm_heads", {"medusa_num_nodes": 12}),
+    "medusa": ("medusa/own_lm_heads", {"num_draft_nodes": 12}),
     "medusa chain": ("medusa/targets_lm_head", {"num_speculative_tokens": 3}),
-    "medusa measured": ("medusa/token_map", {"medusa_tree": "measured", "medusa_num_nodes": 6}),
+    "medusa measured": ("medusa/token_map", {"medusa_tree": "measured", "num_draft_nodes": 6}),
     "mlp speculator chain": ("mlp_speculator/tied", {"num_speculative_tokens": 3}),
-    "mlp speculator tree": ("mlp_speculator/untied", {"mlp_speculator_num_nodes": 7}),
-    "mlp speculator candidates": ("mlp_speculator/tied", {"num_candidates": 4}),
+    "mlp speculator tree": ("mlp_speculator/untied", {"num_draft_nodes": 7}),
+    "mlp speculator candidates": ("mlp_speculator/tied", {"mlp_speculator_num_candidates": 4}),
     "mlp speculator static tree": ("mlp_speculator/untied", {"speculative_token_tree": eagle_cases.STATIC}),
 }
 every_case = pytest.mark.parametrize(("kind", "shape"), CASES.values(), ids=CASES)
@@ -275,14 +275,14 @@ class TestDraftsEqualThoseWithoutGraphs:
 
 # The demo's target and the heads that were trained for it, with what is drafted.
 HEADS = {
-    "eagle": (demo.eagle_path, {"depth": 3, "top_k": 3, "total_tokens": 10}),
+    "eagle": (demo.eagle_path, {"draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 9}),
     "eagle3": (demo.eagle3_path, {"num_speculative_tokens": 4}),
     "mtp": (demo.mtp_path, {}),
     "dflash": (demo.dflash_path, {}),
-    "dflash tree": (demo.dflash_path, {"dflash_tree_budget": 10}),
-    "medusa": (demo.medusa_path, {"medusa_num_nodes": 16}),
+    "dflash tree": (demo.dflash_path, {"num_draft_nodes": 10}),
+    "medusa": (demo.medusa_path, {"num_draft_nodes": 16}),
     "mlp_speculator": (demo.mlp_speculator_path, {"num_speculative_tokens": 3}),
-    "mlp_speculator tree": (demo.mlp_speculator_path, {"mlp_speculator_num_nodes": 10}),
+    "mlp_speculator tree": (demo.mlp_speculator_path, {"num_draft_nodes": 10}),
 }
 every_head = pytest.mark.parametrize("name", HEADS)
 
@@ -357,7 +357,7 @@ class TestCalls:
         assert drafts == eager_drafts
         assert stats.num_draft_graph_replays > 0
 
-    @pytest.mark.parametrize("shape", [{}, {"num_speculative_tokens": 2}, {"adaptive_threshold": 0.1}], ids=str)
+    @pytest.mark.parametrize("shape", [{}, {"num_speculative_tokens": 2}, {"draft_min_path_prob": 0.1}], ids=str)
     def test_drawn_chains_of_layers(self, shape, backends, monkeypatch):
         """Each token is drawn from the next layer, which reads the window in a graph of its own."""
         network, found, laws, propose = network_of("mtp"), [], [], MtpCandidateGenerator.propose
@@ -365,7 +365,7 @@ class TestCalls:
         for enforce_eager in (False, True):
             torch.manual_seed(5)
             speculator = speculator_of(
-                "mtp", mode="chain", draft_sample_method="probabilistic", enforce_eager=enforce_eager, **shape
+                "mtp", mtp_mode="chain", draft_sample_method="probabilistic", enforce_eager=enforce_eager, **shape
             )
             with record(trace=True) as made:
                 output = generate(tiny_llama(), prompts(3), 24, do_sample=True, assistant=speculator)

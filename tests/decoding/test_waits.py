@@ -140,7 +140,7 @@ def eagle3(**settings):
 def mtp(**settings):
     def make(model):
         network = test_mtp.random_mtp(3).eval()
-        return test_mtp.speculator_for(beside(model, network).attach(model), mode="chain", **settings)
+        return test_mtp.speculator_for(beside(model, network).attach(model), mtp_mode="chain", **settings)
 
     return lambda plain, inputs: make
 
@@ -168,15 +168,15 @@ DRAFTERS = {
     "medusa": medusa(),
     "medusa, measured": medusa(medusa_tree="measured"),
     "mlp_speculator": mlp_speculator(),
-    "mlp_speculator, candidates": mlp_speculator(num_candidates=4),
+    "mlp_speculator, candidates": mlp_speculator(mlp_speculator_num_candidates=4),
     "mlp_speculator, chain": mlp_speculator(num_speculative_tokens=2),
     "mlp_speculator, static tree": mlp_speculator(speculative_token_tree=[(0,), (1,), (0, 0), (1, 0)]),
     "eagle3, chain": eagle3(num_speculative_tokens=3),
     "eagle3, static tree": eagle3(speculative_token_tree=[(0,), (1,), (0, 0), (1, 0)]),
-    "eagle3, dynamic tree": eagle3(depth=3, top_k=2, total_tokens=7),
+    "eagle3, dynamic tree": eagle3(draft_tree_depth=4, draft_tree_top_k=2, num_draft_nodes=6),
     "mtp, layers": mtp(),
     "dflash": dflash(),
-    "dflash, tree": dflash(dflash_tree_budget=6),
+    "dflash, tree": dflash(num_draft_nodes=6),
     "adaptive": draft_model(num_speculative_tokens="auto"),
 }
 

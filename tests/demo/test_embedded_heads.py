@@ -106,7 +106,10 @@ def test_a_tree_of_eagle3_beats_its_chain_clearly(target):
     inputs = padded(demo.prompts())
     inputs.pop("token_type_ids", None)
     lengths = []
-    for shape in ({"num_speculative_tokens": 4}, {"depth": 3, "top_k": 8, "total_tokens": 40}):
+    for shape in (
+        {"num_speculative_tokens": 4},
+        {"draft_tree_depth": 4, "draft_tree_top_k": 8, "num_draft_nodes": 39},
+    ):
         settings = {"method": "eagle3", "model": demo.eagle3_path(), **shape}
         output = target.generate(
             **inputs, do_sample=False, max_new_tokens=64, speculative=settings, return_dict_in_generate=True

@@ -53,7 +53,9 @@ GREEDY = {method: speculation(method) for method in DEMO if method != "suffix+ea
 # Decided by the clock: how long drafts are, how large their trees, and who drafts.
 BY_THE_CLOCK = {
     "suffix+eagle3": speculation("suffix+eagle3"),
-    "eagle3, auto": speculation("eagle3", num_speculative_tokens="auto", top_k=4, total_tokens=16, depth=3),
+    "eagle3, auto": speculation(
+        "eagle3", num_speculative_tokens="auto", draft_tree_top_k=4, num_draft_nodes=15, draft_tree_depth=4
+    ),
     "draft_model, auto": speculation("draft_model", num_speculative_tokens="auto"),
     "ngram, auto": speculation("ngram", num_speculative_tokens="auto"),
 }

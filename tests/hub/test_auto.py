@@ -134,7 +134,12 @@ class TestPlaces:
 
     @pytest.mark.parametrize(
         ("given", "length"),
-        [({}, "auto"), ({"num_speculative_tokens": 5}, 5), ({"prompt_lookup_max": 3}, "auto"), ({"depth": 3}, "auto")],
+        [
+            ({}, "auto"),
+            ({"num_speculative_tokens": 5}, 5),
+            ({"prompt_lookup_max": 3}, "auto"),
+            ({"draft_tree_depth": 4}, "auto"),
+        ],
     )
     def test_length_without_weights(self, target, given, length):
         assert load_speculator(load(), "auto", **given).config.num_speculative_tokens == length
@@ -271,7 +276,7 @@ class TestChoice:
         assert config.revision == hub.repos["user/head"].branches["main"]
 
     def test_settings_of_a_method_that_is_not_chosen_are_left_out(self, target):
-        assert load_speculator(load(), "auto", depth=3, top_k=4).method == FALLBACK
+        assert load_speculator(load(), "auto", draft_tree_depth=4, draft_tree_top_k=4).method == FALLBACK
 
     def test_no_network_where_only_local_files_may_be_read(self, target, hub):
         model = load()
@@ -312,7 +317,7 @@ class TestChoice:
             register_candidate_generator("auto", CandidateGenerator)
 
     def test_settings_survive_in_a_file(self, tmp_path):
-        config = SpeculativeConfig("auto", num_speculative_tokens=3, depth=4, token="hf_secret")
+        config = SpeculativeConfig("auto", num_speculative_tokens=3, draft_tree_depth=5, token="hf_secret")
         config.save_pretrained(tmp_path)
         assert SpeculativeConfig.from_pretrained(tmp_path) == config
         assert config.replace(dtype="float32").to_dict() == {**config.to_dict(), "dtype": "float32"}

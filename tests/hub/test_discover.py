@@ -130,12 +130,14 @@ class TestRanking:
 class TestSettings:
     @pytest.fixture
     def asked(self):
-        return SpeculativeConfig(AUTO, num_speculative_tokens=4, depth=3, dtype="float32", token="hf_secret")
+        return SpeculativeConfig(
+            AUTO, num_speculative_tokens=4, draft_tree_depth=4, dtype="float32", token="hf_secret"
+        )
 
     def test_those_of_the_call_go_to_a_method_that_has_them(self, asked):
         config = Candidate("eagle3", "user/head", settings={"revision": "abc"}).configured(asked)
         assert config == SpeculativeConfig(
-            "eagle3", "user/head", revision="abc", num_speculative_tokens=4, depth=3, dtype="float32"
+            "eagle3", "user/head", revision="abc", num_speculative_tokens=4, draft_tree_depth=4, dtype="float32"
         )
         assert config.token == "hf_secret"
 
@@ -205,9 +207,10 @@ class TestEntry:
             assert found_by(search_for()) == [("eagle3", "user/head", "entry")]
 
     def test_settings_of_the_entry_come_with_it(self, add_target):
-        add_target(speculative={"model": "user/head", "revision": "main", "num_speculative_tokens": 6, "depth": 4})
+        shape = {"num_speculative_tokens": 6, "draft_tree_depth": 5}
+        add_target(speculative={"model": "user/head", "revision": "main", **shape})
         candidate = next(search_for().usable())
-        assert candidate.settings == {"revision": "main", "num_speculative_tokens": 6, "depth": 4}
+        assert candidate.settings == {"revision": "main", **shape}
 
     def test_method_that_needs_no_weights(self, add_target):
         add_target(speculative={"method": "ngram", "prompt_lookup_max": 3})
@@ -217,7 +220,7 @@ class TestEntry:
     @pytest.mark.parametrize(
         ("entry", "reason"),
         [
-            ({"model": "user/head", "depth": "deep"}, "depth"),
+            ({"model": "user/head", "draft_tree_depth": "deep"}, "depth"),
             ({"model": "user/absent"}, "neither a local folder nor a repository"),
             ({"method": "dflash", "model": "user/head"}, "eagle3"),
             ({"method": "dflash"}, "no model"),
@@ -385,7 +388,7 @@ class TestHub:
 
     @pytest.mark.parametrize("where", ["card", "file"])
     def test_settings_that_a_drafter_was_saved_with(self, target, hub, where):
-        saved = {"num_speculative_tokens": 3, "top_k": 2}
+        saved = {"num_speculative_tokens": 3, "draft_tree_top_k": 2}
         if where == "card":
             hub.add("user/head", EAGLE, card=card_of(target, "eagle3", speculative={"target": target, **saved}))
         else:

@@ -71,9 +71,15 @@ def test_every_method_finds_its_drafter(target, hub, method, tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"method": "suffix+eagle3", "suffix_decoding_max_tree_depth": 9, "depth": 2, "top_k": 2, "total_tokens": 5},
+        {
+            "method": "suffix+eagle3",
+            "suffix_decoding_max_tree_depth": 9,
+            "draft_tree_depth": 3,
+            "draft_tree_top_k": 2,
+            "num_draft_nodes": 4,
+        },
         {"method": "ngram+eagle3", "prompt_lookup_max": 3, "retrieval_num_speculative_tokens": 5},
-        {"method": "eagle3", "depth": 2, "top_k": 2, "total_tokens": 5},
+        {"method": "eagle3", "draft_tree_depth": 3, "draft_tree_top_k": 2, "num_draft_nodes": 4},
         {"method": "eagle3", "num_speculative_tokens": 3, "max_model_len": 100, "rejection_sample_method": "block"},
         {"method": "eagle3", "speculative_token_tree": [0, 0, 1]},
     ],

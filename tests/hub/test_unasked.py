@@ -138,8 +138,8 @@ class TestEntriesThatCannotBeFollowed:
 
     def test_shapes_that_contradict_each_other(self, hub, warnings):
         hub.add("user/head", EAGLE)
-        model = self.add(hub, {"model": "user/head", "num_speculative_tokens": 2, "top_k": 2})
-        self.check_is_plain(model, warnings, "`num_speculative_tokens` asks for a chain, and `top_k`")
+        model = self.add(hub, {"model": "user/head", "num_speculative_tokens": 2, "draft_tree_top_k": 2})
+        self.check_is_plain(model, warnings, "`num_speculative_tokens` asks for a chain, and `draft_tree_top_k`")
 
     def test_target_that_cannot_be_driven(self, monkeypatch, warnings):
         """Only the loop knows."""

@@ -42,7 +42,7 @@ _BOUNDS = {
     "dflash_block_size": (1, MAX_NODES + 1),
     "dflash_num_denoising_steps": (1, MAX_NODES),
     "dflash_mask_token_id": (0, MOST_INTEGER),
-    "dflash_tree_budget": (0, MAX_NODES),
+    "num_draft_nodes": (0, MAX_NODES),
 }
 
 
@@ -78,12 +78,12 @@ class DFlashOptions:
             "tokenizer's mask token.",
         },
     )
-    dflash_tree_budget: int = field(
+    num_draft_nodes: int = field(
         default=0,
         metadata={
             "published": True,
-            "help": "Draft tokens of the tree of the most probable prefixes of a block. 0 drafts the block as a "
-            "chain.",
+            "help": "Nodes of the tree of the most probable prefixes of a block. 0 drafts the block as a chain.",
+            "former_names": {"dflash_tree_budget": 0},
         },
     )
     draft_sample_method: Literal["greedy", "probabilistic"] | None = field(
@@ -98,9 +98,9 @@ class DFlashOptions:
     def __post_init__(self):
         check_bounds(self, **_BOUNDS)
         check_draft_sample_method(self.draft_sample_method)
-        if self.dflash_tree_budget and (self.dflash_num_denoising_steps or 1) > 1:
+        if self.num_draft_nodes and (self.dflash_num_denoising_steps or 1) > 1:
             raise SpecConfigError(
-                f"`dflash_tree_budget`={self.dflash_tree_budget} makes a tree out of the probabilities of one "
+                f"`num_draft_nodes`={self.num_draft_nodes} makes a tree out of the probabilities of one "
                 f"forward, and `dflash_num_denoising_steps`={self.dflash_num_denoising_steps} asks for several. Leave "
                 "one out."
             )
@@ -134,7 +134,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.mask_token_id = _mask_token_id(self.options, network)
         self.block_size, self.num_speculative_tokens = _sizes(config, network)
         self.num_steps = _num_steps(self.options, network)
-        self.tree_budget = self.options.dflash_tree_budget
+        self.tree_budget = self.options.num_draft_nodes
         self.samples_drafts = self.asks_to_sample
         self._settle_contradictions()
         self.check_sampled_length()
@@ -452,7 +452,7 @@ def _num_steps(options: DFlashOptions, network: DFlashNetwork) -> int:
     is_dspark = config.predicts_next or config.markov_rank > 0
     trained = 1 if is_dspark else config.num_denoising_steps
     if asked is None:
-        return 1 if options.dflash_tree_budget else trained
+        return 1 if options.num_draft_nodes else trained
     if asked > 1 and is_dspark:
         raise SpecConfigError(
             f"`dflash_num_denoising_steps` must be 1 for drafts whose positions predict the next token (DSpark), got "

@@ -36,6 +36,6 @@ METHODS = (
         sglang_counts_steps=True,
         healthy_first_rate=0.4,
         demo="eagle3",
-        demo_settings={"": {}, "tree": {"total_tokens": 20}},
+        demo_settings={"": {}, "tree": {"num_draft_nodes": 19}},
     ),
 )

@@ -63,12 +63,12 @@ class MedusaOptions:
         SpecConfigError: A value is out of range.
     """
 
-    num_nodes: int | None = field(
+    num_draft_nodes: int | None = field(
         default=None,
         metadata={
             "published": True,
             "help": "Nodes of the default tree. Left out, 63, on a CPU as many as pay.",
-            "key": "medusa_num_nodes",
+            "former_names": {"medusa_num_nodes": 0, "num_nodes": 0},
         },
     )
     tree: Literal["static", "measured"] = field(
@@ -82,7 +82,7 @@ class MedusaOptions:
     )
 
     def __post_init__(self):
-        check_bounds(self, num_nodes=(1, MAX_NODES))
+        check_bounds(self, num_draft_nodes=(1, MAX_NODES))
         check_choice("tree", self.tree, ("static", "measured"))
 
 
@@ -172,8 +172,9 @@ class MedusaCandidateGenerator(CandidateGenerator):
     def __init__(self, config, resources: MedusaResources, session: Session):
         super().__init__(config, resources, session)
         self.heads, self.lm_head = resources.heads, resources.target.head
-        self.num_nodes = self.options.num_nodes or _NUM_NODES
-        self.node_cost = node_cost(session, self.heads.weights[0].dtype) if self.options.num_nodes is None else 0.0
+        asked = self.options.num_draft_nodes
+        self.num_nodes = asked or _NUM_NODES
+        self.node_cost = node_cost(session, self.heads.weights[0].dtype) if asked is None else 0.0
         tree = chosen_tree(config, self.heads)
         self.counts = resources.counts if tree is None and self._measures() else None
         self._accuracies = self.counts.accuracies if self.counts else self.heads.accuracies
@@ -271,7 +272,7 @@ def chosen_tree(config: SpeculativeConfig, heads: MedusaHeads) -> TokenTree | No
         name = "num_speculative_tokens" if paths is None else "speculative_token_tree"
         raise SpecConfigError(
             f"`{name}` fixes the draft tree, and medusa_tree='measured' changes it. Leave one of them out; the size "
-            "of a measured tree is `medusa_num_nodes`."
+            "of a measured tree is `num_draft_nodes`."
         )
     if tree.max_depth > heads.num_heads:
         raise SpecConfigError(

@@ -48,8 +48,8 @@ _MOST_SEQUENCES = 2**16
 # Options that say how a tree is grown, and their flat names.
 _GROWTH_OPTIONS = {
     "top_k_tokens_per_head": "top_k_tokens_per_head",
-    "num_candidates": "num_candidates",
-    "num_nodes": "mlp_speculator_num_nodes",
+    "num_candidates": "mlp_speculator_num_candidates",
+    "num_draft_nodes": "num_draft_nodes",
 }
 
 
@@ -74,16 +74,18 @@ class MLPSpeculatorOptions:
             "published": True,
             "help": "Draft the tree of this many best sequences, as the published code does (there: `n_candidates`), "
             "instead of the tree of the best nodes.",
+            "key": _GROWTH_OPTIONS["num_candidates"],
+            "former_names": {"num_candidates": 0},
         },
     )
-    num_nodes: int | None = field(
+    num_draft_nodes: int | None = field(
         default=None,
         metadata={
             "published": True,
             "help": "Draft the tree of about this many most probable nodes. Without any setting of the draft's shape "
             f"that is the default, with {_NUM_NODES_ELSEWHERE} nodes, except on a CPU: there it is a chain of at most "
             f"{_CHAIN_LENGTH} tokens.",
-            "key": _GROWTH_OPTIONS["num_nodes"],
+            "former_names": {"mlp_speculator_num_nodes": 0, "num_nodes": 0},
         },
     )
     draft_sample_method: Literal["greedy", "probabilistic"] | None = field(
@@ -97,11 +99,11 @@ class MLPSpeculatorOptions:
 
     def __post_init__(self):
         check_integers("top_k_tokens_per_head", self.top_k_tokens_per_head, 1)
-        check_bounds(self, num_candidates=(1, MAX_NODES), num_nodes=(1, MAX_NODES))
-        if self.num_candidates is not None and self.num_nodes is not None:
+        check_bounds(self, num_candidates=(1, MAX_NODES), num_draft_nodes=(1, MAX_NODES))
+        if self.num_candidates is not None and self.num_draft_nodes is not None:
             raise SpecConfigError(
-                f"`num_candidates`={self.num_candidates} and `num_nodes`={self.num_nodes} are two ways to choose the "
-                "nodes of a tree. Keep one."
+                f"`num_candidates`={self.num_candidates} and `num_draft_nodes`={self.num_draft_nodes} are two ways to "
+                "choose the nodes of a tree. Keep one."
             )
 
 
@@ -484,14 +486,15 @@ def _growth_plan(config, loaded: LoadedSpeculator, device: torch.device) -> Toke
         raise SpecConfigError(
             f"`num_speculative_tokens`={depth} needs as many entries of `top_k_tokens_per_head`, got {len(widths)}."
         )
-    num_nodes = options.num_nodes or _NUM_NODES.get(device.type, _NUM_NODES_ELSEWHERE)
+    num_nodes = options.num_draft_nodes or _NUM_NODES.get(device.type, _NUM_NODES_ELSEWHERE)
     widths = tuple(min(width, loaded.vocab_size) for width in widths[:depth])
     if max(widths) == 1:
         return TokenTree.chain(depth)
     plan = GrowthPlan(widths, num_nodes, options.num_candidates)
     if max(plan.num_reads) > _MOST_SEQUENCES:
         raise SpecConfigError(
-            f"`top_k_tokens_per_head`={list(widths)} gives {max(plan.num_reads)} sequences to choose `num_candidates`="
-            f"{plan.num_candidates} from. Make them at most {_MOST_SEQUENCES}, or use `mlp_speculator_num_nodes`."
+            f"`top_k_tokens_per_head`={list(widths)} gives {max(plan.num_reads)} sequences to choose "
+            f"`mlp_speculator_num_candidates`={plan.num_candidates} from. Make them at most {_MOST_SEQUENCES}, or use "
+            "`num_draft_nodes`."
         )
     return plan

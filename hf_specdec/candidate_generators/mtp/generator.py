@@ -42,12 +42,13 @@ class MtpOptions(ExtrapolationOptions):
         SpecConfigError: A value is out of range.
     """
 
-    adaptive_threshold: float = field(
+    draft_min_path_prob: float = field(
         default=0.0,
         metadata={
             "published": True,
-            "help": "A row's draft is not continued behind nodes whose probability, along the whole path, is at most "
+            "help": "A row's draft is not continued after nodes whose probability, along the whole path, is at most "
             "this. 0 always drafts the full depth.",
+            "former_names": {"adaptive_threshold": 0},
         },
     )
     mode: Literal["chain", "reuse"] | None = field(
@@ -56,6 +57,8 @@ class MtpOptions(ExtrapolationOptions):
             "published": True,
             "help": "`chain` drafts one token with each MTP layer, `reuse` all of them with the first layer, trees "
             "among them. Left out, `chain` where the checkpoint has several layers.",
+            "key": "mtp_mode",
+            "former_names": {"mode": 0},
         },
     )
 
@@ -129,12 +132,12 @@ class MtpCandidateGenerator(CandidateGenerator):
         if branching:
             raise SpecConfigError(
                 f"`{branching}` is about trees, and the {num_layers} MTP layers draft a chain, one token each. Leave "
-                "it out, or set mode='reuse' to draft with the first layer alone."
+                "it out, or set mtp_mode='reuse' to draft with the first layer alone."
             )
         length = self.config.num_speculative_tokens or num_layers
         if length > num_layers:
             self.session.notes.append(
-                f"{num_layers} draft tokens instead of {length}: each of the MTP layers drafts one; mode='reuse' "
+                f"{num_layers} draft tokens instead of {length}: each of the MTP layers drafts one; mtp_mode='reuse' "
                 "drafts more"
             )
         return TokenTree.chain(min(length, num_layers))

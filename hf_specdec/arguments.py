@@ -31,7 +31,7 @@ def is_off(value: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class SpeculativeArguments:
-    """What `generate()` takes beyond transformers' own arguments; [`~integration.generate`] says what each means."""
+    """The arguments of `generate()` beyond transformers' own; [`~integration.generate`] says what each means."""
 
     spec_method: str | None = None
     spec_model: str | os.PathLike | PreTrainedModel | None = None
@@ -64,7 +64,7 @@ ARGUMENTS = {item.name: item.type for item in fields(SpeculativeArguments)}
 
 
 def configured_arguments(model: Any, args: tuple, kwargs: dict[str, Any]) -> SpeculativeArguments | None:
-    """What the generation config of a call asks for, the given one or else the model's own.
+    """The speculative arguments in the generation config of a call, the given one or else the model's own.
 
     Args:
         model (`PreTrainedModel`): The target.

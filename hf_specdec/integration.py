@@ -314,7 +314,7 @@ def _bind(original: Callable, model, args: tuple, kwargs: dict[str, Any]) -> dic
 
 @lru_cache(maxsize=8)
 def _signature(original: Callable) -> tuple[inspect.Signature, str, str | None]:
-    """How `generate()` takes its arguments, the name of the model among them, and that of its `**kwargs`."""
+    """The signature of `generate()`, the name of its first argument, and that of its `**kwargs`."""
     signature = inspect.signature(original)
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):
         signature = inspect.signature(_first_arguments)
@@ -327,7 +327,7 @@ def _first_arguments(self, inputs=None, generation_config=None, **kwargs):
 
 
 def _speculator(model: PreTrainedModel, asked: SpeculativeArguments) -> Speculator | GivenCandidateGenerator:
-    """What the arguments of a call name as its drafter."""
+    """The drafter that the arguments of a call name, loaded."""
     assistant, draft_model = asked.assistant, asked.spec_model
     if assistant is not None:
         is_loaded = isinstance(assistant, (Speculator, HfCandidateGenerator))
@@ -347,7 +347,7 @@ def _speculator(model: PreTrainedModel, asked: SpeculativeArguments) -> Speculat
 
 
 def _why_no_assistant(assistant: Any, is_loaded: bool) -> str:
-    """What was given as `assistant`, and what to do instead."""
+    """The kind of a wrong `assistant`, and what to do instead."""
     if isinstance(assistant, type):
         name = assistant.__name__
         return f"the class {name}. Pass an instance, such as {name}(), or register the class and name `spec_method`."
@@ -386,7 +386,7 @@ _UNSUPPORTED_ARGUMENTS = {
 
 
 def _problems(model, arguments: dict[str, Any]) -> str:
-    """What of a request cannot be combined with speculation, and what to do; empty if nothing."""
+    """The parts of a request that speculation excludes, each with its remedy; empty if there are none."""
     problems = []
     for name, remedy in _UNSUPPORTED_ARGUMENTS.items():
         if arguments.get(name) is not None:

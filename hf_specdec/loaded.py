@@ -1,4 +1,4 @@
-"""What is kept for a target while it lives: drafters that were loaded, which one was found, what calls have learnt.
+"""The record of a target while it lives: drafters that were loaded, which one was found, what calls have learnt.
 
 Nothing that is kept refers to the target itself, or it would live for ever. What stays loaded is bounded: the least
 recently used leaves first, and with it its memory, unless a speculator that the user holds still has it.
@@ -44,7 +44,7 @@ _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([KMGT]I?|)B?")
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """What one method has loaded with one choice of settings.
+    """The resources that one method has loaded with one choice of settings.
 
     Attributes:
         generator_class (`type`): The method's candidate generator.
@@ -64,7 +64,7 @@ class Loaded:
         object.__setattr__(self, "weights", {} if self.network is None else _weights(self.network))
 
     def is_of(self, draft_model: torch.nn.Module | None, identity: Hashable) -> bool:
-        """Whether this is what would be loaded now. Files that are gone have left nothing else to load."""
+        """`True` if it would be loaded alike now. Files that are gone have left nothing else to load."""
         return self.draft_model is draft_model and identity in (None, self.identity)
 
     @property
@@ -77,7 +77,7 @@ class Loaded:
 
 
 class _Place:
-    """Where something is loaded, and the lock that is held while it is; `None` until then."""
+    """A place for one thing that is loaded, `None` until then, and the lock that is held meanwhile."""
 
     def __init__(self):
         self.lock = Lock()
@@ -99,7 +99,7 @@ def _num_bytes(entries: Iterable[Loaded]) -> int:
 
 
 class TargetRecord:
-    """What is known of one target.
+    """Everything that is kept for one target.
 
     Args:
         target_model (`nn.Module`): The target, which is not kept alive.
@@ -123,7 +123,7 @@ class TargetRecord:
 
     @property
     def loaded(self) -> list[Loaded]:
-        """What is loaded, the least recently used first."""
+        """Resources that are loaded, the least recently used first."""
         with self.lock:
             return [loaded for place in self._places.values() if (loaded := place.loaded) is not None]
 
@@ -140,7 +140,7 @@ class TargetRecord:
         files: RepoFiles | None = None,
         draft_model: torch.nn.Module | None = None,
     ) -> Any:
-        """What is loaded under a key, by `load` where nothing is yet, or other files have come in their place.
+        """Returns what is loaded under a key; loads it if nothing is yet, or if its files have changed.
 
         Threads that need the same wait for the one that loads it; what is under other keys, or of other targets, can
         be had and loaded meanwhile. Of draft models that were passed only the last one is kept, or an evaluation loop
@@ -196,7 +196,7 @@ class TargetRecord:
 
 
 def _read(load: Callable[[], Any], files: RepoFiles | None) -> tuple[Any, Hashable]:
-    """What `load` gives, and the identity of the files that it has read; again where they change meanwhile."""
+    """Calls `load`, again if its files change meanwhile, and returns the result and the identity of the files."""
     if files is None or files.folder is None:
         # All files of a repository are read from one commit.
         return load(), None if files is None else files.identity()
@@ -273,7 +273,7 @@ def loaded_bytes() -> int:
 
 
 def _keeps_alive(draft_model: torch.nn.Module, target_model: torch.nn.Module | None) -> bool:
-    """Whether the target would live as long as the draft model: it is part of it, or of what is loaded for it."""
+    """`True` if the target would live as long as the draft model: it is part of it, or of what is loaded for it."""
     seen: set[int] = set()
     waiting = [draft_model]
     while waiting:

@@ -64,7 +64,7 @@ def _validated(value: Any, overrides: dict[str, Any]) -> SpeculativeConfig:
 
 
 def _words(value: Any) -> Hashable:
-    """What is written, to know it again.
+    """The words of settings as a key, to know them again.
 
     Raises:
         TypeError: It may mean something else the next time, or is no plain value.

@@ -18,8 +18,9 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple, get_type_hints
 
 from .errors import SpecConfigError, is_access_token, shown
-from .method import built_in_methods, drafting_method, methods, takes_model
+from .method import drafting_method, methods, takes_model
 from .reading import reading_settings
+from .setting_conflicts import check_combinations
 from .setting_names import (
     AUTO,
     PendingOptions,
@@ -61,15 +62,6 @@ from .validation import (
 CONFIG_NAME = "speculation_config.json"
 
 
-# Settings that only one acceptance rule reads.
-_RULE_OF_SETTING = {
-    "posterior_threshold": "typical",
-    "posterior_alpha": "typical",
-    "synthetic_acceptance_rates": "synthetic",
-    "synthetic_acceptance_length": "synthetic",
-}
-
-
 class Setting(NamedTuple):
     """One documented setting: its flat name, its type and default as text, and what it does."""
 
@@ -89,9 +81,10 @@ def _setting(
     aliases: Mapping[str, str] | None = None,
     describes_model: bool = False,
     is_secret: bool = False,
+    rule: str | None = None,
 ) -> Any:
     metadata = {"help": help, "normalize": normalize, "aliases": aliases or {}, "minimum": minimum, "maximum": maximum}
-    metadata |= {"describes_model": describes_model, "is_secret": is_secret}
+    metadata |= {"describes_model": describes_model, "is_secret": is_secret, "rule": rule}
     return field(default=default, metadata=metadata, compare=not is_secret)
 
 
@@ -125,10 +118,7 @@ class SpeculativeConfig:
         "target. `suffix+eagle3` combines one that retrieves (`suffix`, `ngram`) with one that drafts with weights.",
     )
     model: str | None = _setting(
-        None,
-        "Repo id or local folder of the draft model or draft head.",
-        normalize=plain_path,
-        describes_model=True,
+        None, "Repo id or local folder of the draft model or draft head.", normalize=plain_path, describes_model=True
     )
     num_speculative_tokens: int | Literal["auto"] | None = _setting(
         None,
@@ -183,9 +173,7 @@ class SpeculativeConfig:
         minimum=1,
     )
     revision: str | None = _setting(
-        None,
-        "Branch, tag or commit of the draft model's repository.",
-        describes_model=True,
+        None, "Branch, tag or commit of the draft model's repository.", describes_model=True
     )
     code_revision: str | None = _setting(
         None,
@@ -193,20 +181,13 @@ class SpeculativeConfig:
         describes_model=True,
     )
     subfolder: str | None = _setting(
-        None,
-        "Folder inside the repository that holds the draft model.",
-        describes_model=True,
+        None, "Folder inside the repository that holds the draft model.", describes_model=True
     )
     cache_dir: str | None = _setting(
-        None,
-        "Folder where downloads are kept. Left out, the Hub's cache.",
-        normalize=plain_path,
-        describes_model=True,
+        None, "Folder where downloads are kept. Left out, the Hub's cache.", normalize=plain_path, describes_model=True
     )
     local_files_only: bool = _setting(
-        False,
-        "Take the draft model from the cache, and ask nothing of the Hub.",
-        describes_model=True,
+        False, "Take the draft model from the cache, and ask nothing of the Hub.", describes_model=True
     )
     token: str | bool | None = _setting(
         None,
@@ -214,11 +195,7 @@ class SpeculativeConfig:
         describes_model=True,
         is_secret=True,
     )
-    trust_remote_code: bool = _setting(
-        False,
-        "Whether code from the draft model's repository may run.",
-        describes_model=True,
-    )
+    trust_remote_code: bool = _setting(False, "Let code from the draft model's repository run.", describes_model=True)
     trusted_owners: tuple | None = _setting(
         None,
         "Owners on the Hub whose drafters may be taken where no `model` is named, e.g. `['google', 'Qwen']`. Left "
@@ -227,8 +204,7 @@ class SpeculativeConfig:
         describes_model=True,
     )
     enforce_eager: bool = _setting(
-        False,
-        "Launch every forward from Python, and capture nothing in CUDA graphs. Nothing is captured on a CPU.",
+        False, "Launch every forward from Python, and capture nothing in CUDA graphs. Nothing is captured on a CPU."
     )
     control_profile: str | None = _setting(
         None,
@@ -237,9 +213,7 @@ class SpeculativeConfig:
         normalize=plain_path,
     )
     disable_by_batch_size: int | None = _setting(
-        None,
-        "Generate without drafts where the batch has more rows than this.",
-        minimum=1,
+        None, "Generate without drafts where the batch has more rows than this.", minimum=1
     )
     disable_padded_drafter_batch: bool = _setting(
         False,
@@ -257,23 +231,27 @@ class SpeculativeConfig:
         "Epsilon of `typical`: a draft token of more probability is always kept. From 0 to 1.",
         minimum=0,
         maximum=1,
+        rule="typical",
     )
     posterior_alpha: float = _setting(
         0.3,
         "Delta of `typical`: so is a draft token of more probability than this times exp(-entropy).",
         minimum=0,
+        rule="typical",
     )
     synthetic_acceptance_rates: tuple | None = _setting(
         None,
-        "For `synthetic`: the chance that the first 1, 2, ... draft tokens are accepted, e.g. `[0.8, 0.6, 0.5]`. "
-        "Never increasing; 0 behind the last one.",
+        "For `synthetic`: the probability that the first 1, 2, ... draft tokens are accepted, e.g. `[0.8, 0.6, 0.5]`. "
+        "Never increasing; 0 after the last one.",
         normalize=acceptance_rates,
+        rule="synthetic",
     )
     synthetic_acceptance_length: float | None = _setting(
         None,
         "For `synthetic`, instead of the rates: tokens committed per verification, at least 1.",
         minimum=1,
         maximum=MOST_DRAFT_TOKENS + 1,
+        rule="synthetic",
     )
     options: Any = field(default=PendingOptions(), metadata={"help": "The options of the method, as an object."})
 
@@ -286,7 +264,7 @@ class SpeculativeConfig:
             for setting in _common_fields():
                 value = _checked(setting, flat.pop(setting.name, None), hints[setting.name])
                 object.__setattr__(self, setting.name, value)
-            self._check_combinations()
+            check_combinations(self)
             object.__setattr__(self, "options", _build_options(self.method, flat))
 
     def __reduce__(self):
@@ -329,7 +307,7 @@ class SpeculativeConfig:
         return None if self.num_speculative_tokens == AUTO else self.num_speculative_tokens
 
     def most_tokens(self, num_rows: int) -> int | None:
-        """What `num_speculative_tokens_per_batch_size` says for so many active rows; `None` without it."""
+        """Most draft tokens with so many active rows, by `num_speculative_tokens_per_batch_size` if it is set."""
         lengths = self.num_speculative_tokens_per_batch_size
         return None if lengths is None else next(k for first, k in reversed(lengths) if first <= num_rows)
 
@@ -345,7 +323,8 @@ class SpeculativeConfig:
             common = {setting.name for setting in _common_fields()}
             base = {key: value for key, value in base.items() if key in common}
         new_rule = changes.get("rejection_sample_method", self.rejection_sample_method)
-        base = {key: value for key, value in base.items() if _RULE_OF_SETTING.get(key, new_rule) == new_rule}
+        of_other_rules = {item.name for item in _common_fields() if item.metadata["rule"] not in (None, new_rule)}
+        base = {key: value for key, value in base.items() if key not in of_other_rules}
         return type(self)(**merged(base, changes))
 
     def for_method(self, method: str, **defaults) -> SpeculativeConfig:
@@ -438,7 +417,7 @@ class SpeculativeConfig:
         return read_pretrained(path_or_repo, revision)
 
     def to_vllm(self) -> dict[str, Any]:
-        """The same settings for vLLM's `--speculative-config`.
+        """These settings for vLLM's `--speculative-config`.
 
         A setting that vLLM has no key for is left out with a warning; it changes speed, not text. k is always named,
         because vLLM has no default for most methods.
@@ -485,46 +464,9 @@ class SpeculativeConfig:
             for option in options_in(self.options):
                 yield key_of(option), getattr(self.options, option.name), default_of(option)
 
-    def _check_combinations(self) -> None:
-        self._check_acceptance_rule()
-        self._check_model_settings()
-        self._check_token_tree()
-        self._check_lengths()
-
-    def _check_acceptance_rule(self) -> None:
-        rule = self.rejection_sample_method
-        for setting in _common_fields():
-            owner = _RULE_OF_SETTING.get(setting.name)
-            value = getattr(self, setting.name)
-            if owner not in (None, rule) and value != setting.default:
-                raise SpecConfigError(
-                    f"`{setting.name}`={shown(value)} belongs to rejection_sample_method='{owner}', got '{rule}'. "
-                    "Leave it out, or change the rule."
-                )
-        given = [self.synthetic_acceptance_rates is not None, self.synthetic_acceptance_length is not None]
-        if rule == "synthetic" and sum(given) != 1:
-            raise SpecConfigError(
-                "rejection_sample_method='synthetic' needs either `synthetic_acceptance_rates` or "
-                f"`synthetic_acceptance_length`, got {'both' if all(given) else 'neither'}."
-            )
-
-    def _check_model_settings(self) -> None:
-        if self.method == AUTO:
-            self.check_can_be_found()
-        if takes_model(self.method):
-            return
-        for setting in _common_fields():
-            value = getattr(self, setting.name)
-            if setting.metadata["describes_model"] and value != setting.default:
-                given = "" if setting.metadata["is_secret"] else f"={shown(value)}"
-                raise SpecConfigError(
-                    f"`{setting.name}`{given} is about a draft model, and method='{self.method}' drafts without "
-                    f"one. Leave out `{setting.name}`, or choose a method that has a draft model."
-                )
-
     @property
     def is_to_be_found(self) -> bool:
-        """Whether a drafter has to be found: the method has weights, and no model is named for it."""
+        """`True` where a drafter has to be found: the method has weights, and no model is named for it."""
         if self.method in (None, AUTO) or self.model is not None:
             return self.method == AUTO
         drafting = drafting_method(self.method)
@@ -545,40 +487,6 @@ class SpeculativeConfig:
                     f"`{name}`={shown(getattr(self, name))} is about a named `model`, and method='{self.method}' "
                     f"finds one. Name the `model`, or leave out `{name}`."
                 )
-
-    def _check_lengths(self) -> None:
-        if self.control_profile is not None and self.num_speculative_tokens != AUTO:
-            raise SpecConfigError(
-                f"`control_profile`={shown(self.control_profile)} is for num_speculative_tokens='auto', got "
-                f"{shown(self.num_speculative_tokens)}. Leave it out, or set 'auto'."
-            )
-        k, lengths = self.fixed_length, self.num_speculative_tokens_per_batch_size
-        if lengths is None or k is None or self.speculative_token_tree is not None:
-            return
-        longest = max(length for _, length in lengths)
-        if longest > k:
-            raise SpecConfigError(
-                f"`num_speculative_tokens_per_batch_size` has k={longest}, more than `num_speculative_tokens`={k}, "
-                "which is the most. Raise or leave out `num_speculative_tokens`."
-            )
-
-    def _check_token_tree(self) -> None:
-        tree, k = self.speculative_token_tree, self.fixed_length
-        if tree is None:
-            return
-        # Of a combination the one with weights.
-        method = drafting_method(self.method)
-        if method is not None and not method.drafts_static_trees:
-            drafting = ", ".join(method.name for method in built_in_methods() if method.drafts_static_trees)
-            raise SpecConfigError(
-                f"`speculative_token_tree` belongs to the methods that draft trees ({drafting}), got "
-                f"method='{self.method}'. Leave it out and set `num_speculative_tokens`."
-            )
-        if k is not None and k != len(tree):
-            raise SpecConfigError(
-                f"`num_speculative_tokens`={k} and `speculative_token_tree` with {len(tree)} nodes contradict each "
-                "other. Leave out `num_speculative_tokens`, or give the tree's number of nodes."
-            )
 
 
 def describe_settings(method: str | None = None) -> list[Setting]:
@@ -612,7 +520,7 @@ def _common_names() -> list[str]:
 
 
 def _concerns(setting: Field, method: str) -> bool:
-    """Whether a setting of all methods can be given together with this one."""
+    """`True` for settings of all methods that can be given together with this one."""
     if setting.metadata["describes_model"] and not takes_model(method):
         return False
     drafting = drafting_method(method)

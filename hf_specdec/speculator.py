@@ -151,7 +151,7 @@ class Speculator:
             self.generator_class.check(self._longest_drafts, self.resources, _session_of_any_call(target_model))
 
     def controller(self, generator: CandidateGenerator) -> SpeculationController:
-        """What chooses the lengths of one call with num_speculative_tokens="auto"."""
+        """The controller that chooses the lengths of one call with num_speculative_tokens="auto"."""
         most_tokens = self.config.most_tokens if self.config.num_speculative_tokens_per_batch_size else None
         usual = self.generator_class.default_length(self.config.options)
         most, num_rows = generator.num_speculative_tokens, generator.session.batch_size
@@ -184,7 +184,7 @@ class Speculator:
         return config.replace(num_speculative_tokens=max(k for _, k in by_batch_size))
 
     def without_texts(self, target_model: torch.nn.Module) -> Speculator:
-        """The same speculator, knowing nothing of earlier texts. Weights and learnt costs are shared."""
+        """A speculator like this one without what it remembers of texts. Weights and learnt costs are shared."""
         resources = _without_texts(self.generator_class, self.config, self.resources, target_model)
         names = self.target_name, self.target_revision
         known = self.note, *names, self.profile, target_model
@@ -251,7 +251,7 @@ class GivenCandidateGenerator:
 
     @property
     def stock_assistant(self) -> torch.nn.Module | None:
-        """As that of a speculator, if one has made the generator."""
+        """`Speculator.stock_assistant` of the speculator that made the generator, if one did."""
         speculator = getattr(self.generator, "speculator", None)
         return None if speculator is None else speculator.stock_assistant
 
@@ -324,7 +324,7 @@ def _session_of_any_call(target_model: torch.nn.Module) -> Session:
 def load_configured(
     target_model: torch.nn.Module, entry: Any, num_speculative_tokens: int | str | None = None
 ) -> Speculator:
-    """As [`load_speculator`], with the settings of a generation config, which count as far as a stranger's may.
+    """Loads what a generation config names, whose settings count as far as a stranger's may.
 
     Args:
         target_model (`PreTrainedModel`): The target.
@@ -349,7 +349,7 @@ def load_configured(
 
 
 def is_refused(target_model: torch.nn.Module, entry: Any) -> bool:
-    """Whether what the target's generation config says could not be followed a short while ago."""
+    """`True` if the entry of the target's generation config could not be followed a short while ago."""
     refused_at = record_of(target_model).refused.get((_written(entry), restrictions()))
     return refused_at is not None and monotonic() - refused_at < _SECONDS_REFUSED
 
@@ -428,7 +428,7 @@ def _load_candidate(
 
 
 def _written(entry: Any) -> str:
-    """What a generation config says, to know it again."""
+    """An entry of a generation config as text, to know it again."""
     try:
         return repr(entry)
     except Exception:  # noqa: BLE001 - anything can stand there
@@ -444,7 +444,7 @@ _MOST_LISTED = 8
 
 
 def _nothing_found(config: SpeculativeConfig, target: str, seen: list[str], notes: list[str]) -> str:
-    """What was looked for, what was seen, and why it does not fit."""
+    """The message about a search in vain: what was seen, and why it does not fit."""
     drafting = None if config.method == AUTO else drafting_method(config.method)
     drafter = (drafting and drafting.weights) or "a drafter"
     found = f" Seen: {' '.join(f'({i}) {line}' for i, line in enumerate(seen[:_MOST_LISTED], 1))}" if seen else ""
@@ -458,7 +458,7 @@ def _nothing_found(config: SpeculativeConfig, target: str, seen: list[str], note
 
 
 def _why_without_weights(search: Search, failures: Mapping[str, Exception]) -> str:
-    """What has come of the search for a drafter with weights, in one line."""
+    """The reason in one line why the search has found no drafter with weights."""
     if failures:
         return "what was found cannot be loaded, as warnings say"
     limits = "; ".join(note.partition("\n")[0] for note in search.notes)
@@ -466,7 +466,7 @@ def _why_without_weights(search: Search, failures: Mapping[str, Exception]) -> s
 
 
 def _resources(generator_class, config, target_model, draft_model):
-    """What the method loads, shared by all configurations that load the same."""
+    """Everything that a method loads, shared by all configurations that load the same."""
     given: dict[str, Any] = {} if draft_model is None else {"draft_model": draft_model}
     if generator_class.parts:
         # Weights are shared with calls that use that part alone.
@@ -479,7 +479,7 @@ def _resources(generator_class, config, target_model, draft_model):
 
 
 def _without_texts(generator_class, config, resources, target_model):
-    """What a method has loaded, without texts: only what drafts without a network keeps these."""
+    """The resources of a method without remembered texts, which only methods without a network keep."""
     if generator_class.parts:
         own = _without_texts(generator_class.parts[0], part_configs(config)[0], resources.retrieval, target_model)
         return replace(resources, retrieval=own)
@@ -489,7 +489,7 @@ def _without_texts(generator_class, config, resources, target_model):
 def _profile(
     target_model: torch.nn.Module, config: SpeculativeConfig, network: torch.nn.Module | None
 ) -> ControlProfile:
-    """What the calls with these settings and this draft network have found about costs and acceptance."""
+    """The costs and acceptance that calls with these settings and this draft network have found."""
     record = record_of(target_model)
     key = (config, target_model.device, target_model.dtype, file_identity(config.control_profile))
     with record.lock:

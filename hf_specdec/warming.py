@@ -35,13 +35,13 @@ from .target_facts import vocabulary_size
 
 @dataclass
 class WarmUp:
-    """What a warm-up has done.
+    """The work of a warm-up.
 
     Attributes:
         seconds (`float`): How long it took.
         num_calls (`int`): Calls that it made.
         num_graph_captures, num_draft_graph_captures (`int`): Forwards of the target and of drafts that were captured.
-        graphs, draft_graphs (`str`): Whether they run as graphs, as in [`SpecDecodingStats`].
+        graphs, draft_graphs (`str`): "on", or "off" and why, as in [`SpecDecodingStats`].
         attention (`str`): What computes the attention of verifications.
         notes (`list[str]`): Those of its calls.
     """

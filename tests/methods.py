@@ -47,7 +47,12 @@ _SHAPES = {
     "eagle3 chain": {"num_speculative_tokens": 4},
     "eagle3 static tree": {"speculative_token_tree": _STATIC_TREE},
     "eagle3 tree": {"draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 8},
-    "eagle3 adaptive tree": {"draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 8, "draft_min_path_prob": 0.3},
+    "eagle3 adaptive tree": {
+        "draft_tree_depth": 4,
+        "draft_tree_top_k": 3,
+        "num_draft_nodes": 8,
+        "draft_min_path_prob": 0.3,
+    },
     "dflash": {},
     "dflash part of a block": {"dflash_block_size": 6, "num_speculative_tokens": 3},
     "dflash denoising": {"dflash_num_denoising_steps": 3},

@@ -168,7 +168,7 @@ def settings_of_generation_config(value: Any) -> dict[str, Any]:
     """Flat settings of `speculative` in a generation config, as far as they may be trusted.
 
     Raises:
-        SpecConfigError: It is no settings, asks for remote code, or hides its settings in a text.
+        SpecConfigError: It is no settings, asks for remote code, or passes its settings as a JSON string.
     """
     settings, left_out = settings_in_entry(value, IN_GENERATION_CONFIG)
     warn_of(left_out, IN_GENERATION_CONFIG)
@@ -179,7 +179,7 @@ def settings_in_entry(value: Any, source: str) -> tuple[dict[str, Any], tuple[st
     """The settings in what names a target's drafter, and the names of those that are not for it to say.
 
     Raises:
-        SpecConfigError: It is no settings, asks for remote code, or hides its settings in a text.
+        SpecConfigError: It is no settings, asks for remote code, or passes its settings as a JSON string.
     """
     if isinstance(value, SpeculativeConfig):
         value = value.to_dict()

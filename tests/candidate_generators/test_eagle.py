@@ -874,7 +874,7 @@ class TestSettings:
         for name in NAMES:
             target, folder, _ = published(name)
             speculator = load_speculator(target, {"model": folder, "draft_tree_depth": 3, "num_draft_nodes": 4})
-            assert (speculator.method, speculator.config.options.depth) == (method_of(name), 2)
+            assert (speculator.method, speculator.config.options.draft_tree_depth) == (method_of(name), 3)
 
     def test_no_checkpoint(self, model):
         with pytest.raises(SpecConfigError, match="spec_method='eagle3' needs a head"):

@@ -54,7 +54,7 @@ from hf_specdec.bench.machine import describe_environment, num_threads
 from hf_specdec.drafts import TokenTree
 from hf_specdec.errors import MissingDependencyError
 from hf_specdec.kernels._triton import HAS_TRITON, triton
-from hf_specdec.speculator import forget_speculators
+from hf_specdec.loader import forget_speculators
 
 
 SECTIONS = ("checks", "verification", "decoding")

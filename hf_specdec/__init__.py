@@ -29,10 +29,10 @@ _LAZY = {
     "SpecDecodingStats": "metrics",
     "SpeculativeConfig": "settings",
     "Speculator": "speculator",
-    "forget_speculators": "speculator",
+    "forget_speculators": "loader",
     "generate": "integration",
     "install": "hook",
-    "load_speculator": "speculator",
+    "load_speculator": "loader",
     "record": "metrics",
     "register_candidate_generator": "candidate_generators",
     "store_settings": "hub.published",
@@ -75,10 +75,11 @@ if TYPE_CHECKING:
     from .hook import install, uninstall
     from .hub.published import store_settings
     from .integration import generate
+    from .loader import forget_speculators, load_speculator
     from .metrics import SpecDecodingStats, record
     from .protocol import Commit, DraftStep, Prompt, Session
     from .settings import SpeculativeConfig
-    from .speculator import Speculator, forget_speculators, load_speculator
+    from .speculator import Speculator
 
 
 def __getattr__(name: str):

@@ -30,9 +30,10 @@ from .decoding.loop import DecodingLoop, Request
 from .decoding.profile import REPEATED_INPUTS, is_text_only, model_profile
 from .errors import SpecConfigError, SpecDecError, shown
 from .hub.published import IN_GENERATION_CONFIG, entry_of, entry_of_model, settings_of_generation_config
+from .loader import is_refused, load_configured, load_speculator, refuse
 from .method import resolve_candidate_generator
 from .patching import original_generate
-from .speculator import GivenCandidateGenerator, Speculator, is_refused, load_configured, load_speculator, refuse
+from .speculator import GivenCandidateGenerator, Speculator
 from .transfers import on_cpu_unless_said
 
 

@@ -25,11 +25,12 @@ from .decoding.profile import model_profile
 from .decoding.target import SlotModel
 from .drafts import chain_topology
 from .errors import SpecConfigError
+from .loader import load_speculator
 from .metrics import SpecDecodingStats
 from .metrics.listeners import CallProgress
 from .patching import original_generate
 from .protocol import DraftStep
-from .speculator import Speculator, load_speculator
+from .speculator import Speculator
 from .target_facts import vocabulary_size
 
 

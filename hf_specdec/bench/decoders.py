@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MissingDependencyError, SpecConfigError, shown
+from ..loader import load_speculator
 from ..method import COMBINING, methods
 from ..reading import parse_json
 from ..settings import AUTO, SpeculativeConfig
-from ..speculator import Speculator, load_speculator
+from ..speculator import Speculator
 
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ def calibrate_command(
     """
     from ..control.calibration import calibrate
     from ..control.store import profile_identity, save_profile
+    from ..loader import load_speculator
     from ..settings import AUTO
-    from ..speculator import load_speculator
 
     chosen = place.prompts(prompts, max_new_tokens)
     with place.loaded() as (model, tokenizer):

@@ -176,8 +176,8 @@ def _load_speculator(
         if extra:
             raise SpecConfigError(f"--method {method} generates without drafts. Leave out {' and '.join(extra)}.")
         return None
+    from ..loader import load_speculator
     from ..method import parts_of
-    from ..speculator import load_speculator
 
     if method is None and spec_model is None and config is None:
         method = EMBEDDED_SPEC if embedded else ANY_SPEC

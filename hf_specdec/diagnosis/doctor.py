@@ -18,9 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..bench.prompts import Batch, Prompt, make_batches
 from ..errors import SpecDecError
 from ..hub.files import RepoFiles
+from ..loader import load_speculator
 from ..method import methods, takes_model
 from ..settings import SpeculativeConfig
-from ..speculator import Speculator, load_speculator
+from ..speculator import Speculator
 from .checks import Finding, Status, checkpoint_findings, network_findings, token_ids, tokenizer_findings
 from .probe import Acceptance, consistent_meaning, measure_acceptance, variants
 from .prompts import chat_forms, general_prompts

@@ -32,8 +32,8 @@ from ..bench.engine import first_difference, greedy_texts
 from ..bench.machine import free_bytes
 from ..bench.prompts import Batch
 from ..decoding.profile import model_profile
+from ..loader import load_speculator
 from ..patching import original_generate
-from ..speculator import load_speculator
 
 
 logger = logging.get_logger(__name__)

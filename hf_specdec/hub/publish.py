@@ -11,7 +11,7 @@ import shutil
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from huggingface_hub import HfApi, ModelCard, constants
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
@@ -30,9 +30,6 @@ from .published import forget_saved, settings_to_publish
 from .target import Target
 
 
-if TYPE_CHECKING:
-    from ..speculator import Speculator
-
 logger = logging.get_logger(__name__)
 
 # What lies beside weights and belongs to them: configs, the tokenizer, and the terms they come under.
@@ -40,8 +37,19 @@ _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*"
 _NOT_COMPANIONS = (CONFIG_NAME, "*.index.json", "trainer_state.json", "requirements.txt")
 
 
+class Drafter(Protocol):
+    """The parts of a [`Speculator`] that are published."""
+
+    config: SpeculativeConfig
+    generator_class: type
+    resources: Any
+    origin: dict[str, str | None]
+    target_name: str | None
+    target_revision: str | None
+
+
 def save_speculator(
-    speculator: Speculator, folder: str | os.PathLike, *, name: str | None = None, target: str | None = None, **card
+    speculator: Drafter, folder: str | os.PathLike, *, name: str | None = None, target: str | None = None, **card
 ) -> Path:
     """Saves weights, settings and a card to a folder that loads again as `spec_model`.
 
@@ -74,7 +82,7 @@ def save_speculator(
 
 
 def push_speculator(
-    speculator: Speculator,
+    speculator: Drafter,
     repo_id: str,
     *,
     private: bool | None = None,
@@ -120,7 +128,7 @@ def push_speculator(
             folder_path=folder,
             revision=revision,
             create_pr=create_pr,
-            commit_message=commit_message or f"Upload a drafter (method '{speculator.method}')",
+            commit_message=commit_message or f"Upload a drafter (method '{speculator.config.method}')",
         )
     forget_method(repo_id)
     forget_saved(repo_id)
@@ -147,7 +155,7 @@ def _num_draft_tokens(folder: Path) -> int | None:
     return detect(RepoFiles(folder)).num_draft_tokens if (folder / "config.json").is_file() else None
 
 
-def _target_of(speculator: Speculator) -> tuple[str | None, str | None]:
+def _target_of(speculator: Drafter) -> tuple[str | None, str | None]:
     """Repo id and commit of the target, as far as they are known."""
     target = Target(speculator.target_name or "", {})
     if target.repo_id is None:
@@ -166,7 +174,7 @@ def _card_on_hub(api: HfApi, repo_id: str, revision: str | None) -> str | None:
 # ----------------------------------------------------------------------------------------------------------- weights
 
 
-def _save_weights(speculator: Speculator, folder: Path) -> None:
+def _save_weights(speculator: Drafter, folder: Path) -> None:
     config, network = speculator.config, speculator.generator_class.network(speculator.resources)
     if network is None:
         return

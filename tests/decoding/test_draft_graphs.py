@@ -416,7 +416,7 @@ class TestCalls:
         network = weakref.ref(load_speculator(target, settings_of("eagle3")).resources)
         with pytest.MonkeyPatch.context() as patch:
             # What forgets the network forgets its graphs; they alone must not hold it either.
-            patch.setattr("hf_specdec.speculator.forget_graphs", lambda *args: None)
+            patch.setattr("hf_specdec.loader.forget_graphs", lambda *args: None)
             forget_speculators(target)
         gc.collect()
         assert network() is None

@@ -58,7 +58,7 @@ def log(monkeypatch):
         def emit(self, record):
             lines.append(f"{record.levelname}: {record.getMessage()}")
 
-    handler, logger = Lines(), logging.getLogger("hf_specdec.speculator")
+    handler, logger = Lines(), logging.getLogger("hf_specdec.loader")
     logger.addHandler(handler)
     level = logger.level
     logger.setLevel(logging.INFO)

@@ -176,7 +176,7 @@ class TestEntriesThatCannotBeFollowed:
         assert calls(model) == []
         hub.add("user/head", EAGLE)
         assert calls(model) == []
-        monkeypatch.setattr("hf_specdec.speculator.monotonic", lambda: time.monotonic() + 301)
+        monkeypatch.setattr("hf_specdec.loader.monotonic", lambda: time.monotonic() + 301)
         (stats,) = calls(model)
         assert stats.method == "eagle3"
 

@@ -1,0 +1,327 @@
+"""Settings to speculator: what they name is found, loaded once for a target, and checked.
+
+`load_speculator` takes what a call says, `load_configured` what came with the model. Both end in `_load`; where no
+drafter is named, `_load_found` searches for one first.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
+from time import monotonic
+from typing import Any
+from weakref import ref
+
+import torch
+from transformers.utils import logging
+
+from .candidate_generators.base import CandidateGenerator
+from .control import ControlProfile
+from .control.store import find_profile
+from .decoding.graphs import forget_graphs
+from .errors import SpecConfigError, SpecDecError
+from .hub.candidate import Candidate
+from .hub.detect import reads_target_cache
+from .hub.discover import Search
+from .hub.files import RepoFiles, file_identity, only_safetensors
+from .hub.published import IN_GENERATION_CONFIG, published_config, settings_of_generation_config
+from .hub.target import Access, Target
+from .hub.trust import one_line, restrictions, warn_of
+from .loaded import forget_records, record_of
+from .method import (
+    drafting_method,
+    is_language_model,
+    language_model_method,
+    own_layers_method,
+    parts_of,
+    resolve_candidate_generator,
+)
+from .settings import AUTO, SpeculativeConfig
+from .speculator import Speculator
+from .transfers import on_cpu_unless_said
+
+
+logger = logging.get_logger(__name__)
+
+# For so long a drafter that could not be loaded is not tried again where no call asks for it.
+_SECONDS_REFUSED = 300.0
+
+
+@on_cpu_unless_said
+def load_speculator(
+    target_model: torch.nn.Module,
+    config: Any = None,
+    *,
+    draft_model: torch.nn.Module | None = None,
+    **settings,
+) -> Speculator:
+    """Loads what a method needs for a target, once: a second call with the same settings shares what was loaded.
+
+    So do calls whose settings differ in what only matters while generating, such as `num_speculative_tokens`.
+
+    Args:
+        target_model (`PreTrainedModel`): The model whose `generate()` is to be sped up.
+        config (*optional*): What [`SpeculativeConfig.resolve`] takes: a config, dict, JSON, method, repo id or path.
+            With the method "auto", or one that needs weights, and no model: the best drafter (of that method) that is
+            found for the target and that loads.
+        draft_model (`PreTrainedModel`, *optional*): A loaded draft model, in place of the `model` setting.
+        settings: Flat settings that take precedence over those of `config`.
+
+    Returns:
+        [`Speculator`].
+
+    Raises:
+        SpecConfigError: The settings are wrong, or do not fit the target.
+        CheckpointFormatError: The draft checkpoint does not fit the target.
+    """
+    if draft_model is not None and settings.get("method") in (None, AUTO) and not _names_method(config):
+        settings["method"] = _method_of(draft_model)
+    resolved = SpeculativeConfig.resolve(config, target_config=target_model.config, **settings)
+    if resolved.is_to_be_found and draft_model is None:
+        return _load_found(target_model, resolved)
+    return _load(target_model, resolved, draft_model)
+
+
+def _load(
+    target_model: torch.nn.Module, resolved: SpeculativeConfig, draft_model: torch.nn.Module | None = None
+) -> Speculator:
+    generator_class = resolve_candidate_generator(resolved.method)
+    if draft_model is not None:
+        _check_takes(generator_class, resolved.method, draft_model)
+    _check_processes(resolved.draft_tensor_parallel_size, draft_model)
+    resources = _resources(generator_class, resolved, target_model, draft_model)
+    source = target_model.config
+    name, revision = (getattr(source, attribute, None) or None for attribute in ("_name_or_path", "_commit_hash"))
+    is_adaptive = resolved.num_speculative_tokens == AUTO
+    profile = _profile(target_model, resolved, generator_class.network(resources)) if is_adaptive else None
+    speculator = Speculator(resolved, generator_class, resources, None, name, revision, profile, target_model)
+    checked, key = record_of(target_model).checked, resolved.compute_hash()
+    if checked.get(key) != id(resources):
+        speculator.check(target_model)
+        checked.put(key, id(resources))
+    return speculator
+
+
+def load_configured(
+    target_model: torch.nn.Module, entry: Any, num_speculative_tokens: int | str | None = None
+) -> Speculator:
+    """Loads what a generation config names, whose settings count as far as a stranger's may.
+
+    Args:
+        target_model (`PreTrainedModel`): The target.
+        entry: What the generation config says.
+        num_speculative_tokens (`int` or "auto", *optional*): What the call says.
+
+    Raises:
+        SpecDecError: It cannot be followed.
+    """
+    try:
+        settings = settings_of_generation_config(entry)
+        given = {} if num_speculative_tokens is None else {"num_speculative_tokens": num_speculative_tokens}
+        config = published_config(settings, IN_GENERATION_CONFIG, with_place=True)
+        if config.model is None:
+            return load_speculator(target_model, config, **given)
+        return _load_found(target_model, SpeculativeConfig(AUTO, **given), settings)
+    except SpecDecError:
+        raise
+    except Exception as error:
+        # What strangers write may trip anything.
+        raise SpecConfigError(f"{IN_GENERATION_CONFIG}: {one_line(error, 500)}") from error
+
+
+def is_refused(target_model: torch.nn.Module, entry: Any) -> bool:
+    """`True` if the entry of the target's generation config could not be followed a short while ago."""
+    refused_at = record_of(target_model).refused.get((_written(entry), restrictions()))
+    return refused_at is not None and monotonic() - refused_at < _SECONDS_REFUSED
+
+
+def refuse(target_model: torch.nn.Module, entry: Any, error: Exception, *, for_a_while: bool) -> None:
+    """Warns once that what the target's generation config says cannot be followed.
+
+    With `for_a_while` the next calls do not try: the reason may be an outage, so it is not for ever.
+    """
+    if for_a_while:
+        record_of(target_model).refused.put((_written(entry), restrictions()), monotonic())
+    logger.warning_once(
+        f"{type(target_model).__name__} generates without speculation, which its generation config sets: "
+        f"{one_line(error, 500)} Correct the entry, or take it out with "
+        "hf_specdec.store_settings(model.generation_config, None)."
+    )
+
+
+def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig, entry: Any = None) -> Speculator:
+    """The best drafter that is found for the target and that loads; a target is searched for once.
+
+    Args:
+        target_model (`PreTrainedModel`): The target.
+        config (`SpeculativeConfig`): The settings; a method other than "auto" restricts the search to its drafters.
+        entry (*optional*): Instead of searching, take the drafter that these settings of the target name.
+    """
+    config.check_can_be_found()
+    access = Access.of(config)
+    drafting = None if config.method == AUTO else parts_of(config.method)[-1]
+    key = (drafting, access, config.dtype, config.device, config.quantization)
+    key += (config.trusted_owners, restrictions(), None if entry is None else _written(entry))
+    record = record_of(target_model)
+    with record.searching:
+        known = record.found.get(key)
+        if known is not None:
+            try:
+                return _load_candidate(target_model, config, *known, entry)
+            except Exception as error:  # noqa: BLE001 - as in the search
+                # It has gone or changed, or does not fit the settings of this call: another one may.
+                logger.info(f"Drafters are looked for again: {one_line(error)}")
+        failures: dict[str, Exception] = {}
+        target = Target.of_model(target_model)
+        search = Search(target, access, method=drafting, trusted_owners=config.trusted_owners)
+        for candidate in search.usable() if entry is None else search.named_by(entry):
+            reason = _why_without_weights(search, failures) if candidate.place == "none" else candidate.reason
+            try:
+                speculator = _load_candidate(target_model, config, candidate, reason, entry)
+            except Exception as error:  # noqa: BLE001 - weights of strangers may trip anything
+                failures[f"{candidate.title}, {candidate.reason}: {one_line(error, 500)}"] = error
+                logger.warning(f"{_asked(config, entry)} passes over {next(reversed(failures))}")
+                continue
+            record.found.put(key, (candidate, reason))
+            logger.info(f"Speculation: {speculator.note}.")
+            warn_of(candidate.left_out, f"The settings of {candidate}")
+            return speculator
+    seen = [*search.rejected, *failures]
+    if len(seen) == len(failures) == 1 and drafting is not None and (not search.notes or candidate.place == "target"):
+        # Of several one would be no answer, nor of one where others may lie; the target's own layers lie nowhere else.
+        raise next(iter(failures.values()))
+    if entry is not None:
+        raise SpecConfigError(f"{IN_GENERATION_CONFIG} names a drafter that cannot be taken: {' '.join(seen)}")
+    raise SpecConfigError(_nothing_found(config, target.name, seen, search.notes))
+
+
+def _load_candidate(
+    target_model: torch.nn.Module, config: SpeculativeConfig, candidate: Candidate, reason: str, entry: Any
+) -> Speculator:
+    # The target itself is what its user has named.
+    is_named = candidate.place == "target" and config.method != AUTO
+    with nullcontext() if is_named else only_safetensors():
+        resolved = SpeculativeConfig.resolve(candidate.configured(config), target_config=target_model.config)
+        speculator = _load(target_model, resolved)
+    speculator.note = f"{_asked(config, entry)} chose {candidate.title}: {reason}"
+    speculator.origin = candidate.origin
+    return speculator
+
+
+def _written(entry: Any) -> str:
+    """An entry of a generation config as text, to know it again."""
+    try:
+        return repr(entry)
+    except Exception:  # noqa: BLE001 - anything can stand there
+        return type(entry).__name__
+
+
+def _asked(config: SpeculativeConfig, entry: Any) -> str:
+    return f"method='{config.method}'" if entry is None else IN_GENERATION_CONFIG
+
+
+# Of what was seen in vain, so many are listed.
+_MOST_LISTED = 8
+
+
+def _nothing_found(config: SpeculativeConfig, target: str, seen: list[str], notes: list[str]) -> str:
+    """The message about a search in vain: what was seen, and why it does not fit."""
+    drafting = None if config.method == AUTO else drafting_method(config.method)
+    drafter = (drafting and drafting.weights) or "a drafter"
+    found = f" Seen: {' '.join(f'({i}) {line}' for i, line in enumerate(seen[:_MOST_LISTED], 1))}" if seen else ""
+    more = f" And {len(seen) - _MOST_LISTED} more." if len(seen) > _MOST_LISTED else ""
+    limits = f" Not searched: {'; '.join(map(one_line, notes))}." if notes else ""
+    name = f"'{target}'" if target else "a target without a name"
+    return (
+        f"spec_method='{config.method}' needs {drafter}, and none was found for {name}.{found}{more}{limits} Pass its "
+        "folder or repo id as `spec_model`, or leave the choice to spec_method='auto'."
+    )
+
+
+def _why_without_weights(search: Search, failures: Mapping[str, Exception]) -> str:
+    """The reason in one line why the search has found no drafter with weights."""
+    if failures:
+        return "what was found cannot be loaded, as warnings say"
+    limits = "; ".join(note.partition("\n")[0] for note in search.notes)
+    return "no drafter with weights was found" + (f" ({limits})" if limits else "")
+
+
+def _resources(generator_class, config, target_model, draft_model):
+    """Everything that a method loads, shared by all configurations that load the same."""
+    given: dict[str, Any] = {} if draft_model is None else {"draft_model": draft_model}
+    if generator_class.parts:
+        # Weights are shared with calls that use that part alone.
+        given["load_part"] = _resources
+    load = partial(generator_class.load, config, target_model, **given)
+    key = (config.method, draft_model is not None, config.written(generator_class.loaded_by))
+    source = generator_class.loaded_from(config, target_model) if draft_model is None else None
+    files = None if source is None else RepoFiles.of(source)
+    return record_of(target_model).load_once(key, generator_class, load, files, draft_model)
+
+
+def _profile(
+    target_model: torch.nn.Module, config: SpeculativeConfig, network: torch.nn.Module | None
+) -> ControlProfile:
+    """The costs and acceptance that calls with these settings and this draft network have found."""
+    record = record_of(target_model)
+    key = (config, target_model.device, target_model.dtype, file_identity(config.control_profile))
+    with record.lock:
+        known = record.learnt.get(key)
+        # Of the networks with these settings the last one counts, as of loaded draft models.
+        if known is None or known[0]() is not network:
+            known = (lambda: None) if network is None else ref(network), find_profile(target_model, config, network)
+            record.learnt.put(key, known)
+        return known[1]
+
+
+def _method_of(draft_model: torch.nn.Module) -> str:
+    """The method of a loaded network: this package's own say it, those of transformers are known by their type."""
+    if reads_target_cache(draft_model):
+        return own_layers_method().name
+    return getattr(draft_model, "spec_method", language_model_method().name)
+
+
+def _check_takes(generator_class: type[CandidateGenerator], method: str, draft_model: torch.nn.Module) -> None:
+    if generator_class.parts:
+        generator_class, method = generator_class.parts[-1], parts_of(method)[-1]
+    kind, own = type(draft_model).__name__, _method_of(draft_model)
+    if "draft_model" not in inspect.signature(generator_class.load).parameters:
+        raise SpecConfigError(
+            f"method='{method}' drafts without a model, and got a {kind}. Leave the model or the method out."
+        )
+    # Each method's own loader looks closer.
+    if own != method and not is_language_model(own):
+        raise SpecConfigError(f"method='{method}' cannot draft with a {kind}, which is for method='{own}'.")
+    if is_language_model(method) and not hasattr(draft_model, "config"):
+        raise SpecConfigError(f"A {kind} is no draft model. Pass a causal language model, or name the method.")
+
+
+def _check_processes(asked: int, draft_model: torch.nn.Module | None) -> None:
+    found = getattr(draft_model, "tp_size", None) or 1
+    if asked not in (1, found):
+        what = "a draft model that is loaded by name" if draft_model is None else f"this {type(draft_model).__name__}"
+        raise SpecConfigError(
+            f"`draft_tensor_parallel_size`={asked}, and {what} is held by {found} process{'es' * (found > 1)}. Leave "
+            "it out, or load the draft model itself with a tensor-parallel plan and pass it as `assistant`."
+        )
+
+
+def _names_method(config: Any) -> bool:
+    if isinstance(config, Mapping):
+        return config.get("method") not in (None, AUTO)
+    return config is not None and getattr(config, "method", config) != AUTO
+
+
+def forget_speculators(target_model: torch.nn.Module | None = None) -> None:
+    """Frees what was loaded for one target, or for all: draft weights, caches of past responses, CUDA graphs.
+
+    Which drafter was found for it is forgotten, too.
+    """
+    forget_graphs(target_model)
+    for record in forget_records(target_model):
+        for entry in record.loaded:
+            # Without one, all graphs would be meant.
+            if (network := entry.network) is not None:
+                forget_graphs(network)

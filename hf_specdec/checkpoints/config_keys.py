@@ -7,11 +7,12 @@ computation is refused. Where a config is about the drafter alone, whatever is n
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from fnmatch import translate
+from functools import cache
 from typing import Any
 
 from ..errors import shown
-from ..hub.formats import is_harmless
 
 
 # Keys that change what layers compute, and the values that are computed here beside none at all.
@@ -51,6 +52,22 @@ _COMPUTED: Mapping[str, tuple] = {
     "use_parallel_residual": (),
 }
 
+# Notes of transformers and of whole models' configs, and what the shapes of the tensors say better.
+_HARMLESS = (
+    "_* architectures auto_map model_type *dtype *_version version license name_or_path base_model* tokenizer_class "
+    "*_token_id use_cache return_dict* output_* torchscript is_decoder is_encoder_decoder add_cross_attention "
+    "tie_encoder_decoder tie_word_embeddings pruned_heads id2label label2id problem_type finetuning_task prefix "
+    "task_specific_params chunk_size_feed_forward initializer_range *dropout* *_pdrop pretraining_tp "
+    "max_window_layers attn_implementation cross_attention_hidden_size use_bfloat16 tf_legacy_loss "
+    "has_no_defaults_at_init max_length min_length do_sample early_stopping num_beams num_beam_groups "
+    "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty *no_repeat_ngram_size "
+    "bad_words_ids num_return_sequences remove_invalid_values exponential_decay_length_penalty *suppress_tokens "
+    "sep_token* hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "vocab_size attention_bias mlp_bias qkv_bias bias use_qk_norm qk_norm speculators_config speculators_model_type "
+    "algorithm default_proposal_method proposal_methods verifier method num_lookahead_tokens medusa_choices "
+    "num_parameters total_flos"
+)
+
 # What transformers' rotary embeddings read, and what those for several axes add.
 _ROPE = frozenset(
     "rope_type type rope_theta factor attention_factor beta_fast beta_slow short_factor long_factor low_freq_factor "
@@ -71,17 +88,17 @@ _OWN_KEYS = re.compile(
 )
 
 
-def refused_key(config: Mapping[str, Any], method: str, known: Collection[str]) -> str | None:
-    """Why a config may describe another computation than the one that is done here; `None` where it does not.
+def refused_key(config: Mapping[str, Any], known: str) -> str | None:
+    """Reason to fear that a config describes another computation than the one done here; `None`: there is none.
 
     Args:
         config (`Mapping`): `config.json`.
-        method (`str`): What drafts with it.
-        known (`Collection[str]`): Keys that the method's loader reads, judges, or finds in the tensors.
+        known (`str`): Keys that the format's reader reads or that change nothing, as shell patterns with spaces
+            between.
     """
     for place, key, value, is_own in _entries(config):
         name = f"{place}{key}"
-        if value is None or key in known:
+        if value is None or _fits(known, key):
             continue
         if key in _COMPUTED:
             allowed = _COMPUTED[key]
@@ -90,13 +107,22 @@ def refused_key(config: Mapping[str, Any], method: str, known: Collection[str]) 
                     f"has `{name}`={shown(value)} in its config.json, which changes what its layers compute, and is "
                     "not supported. Pass a drafter without it."
                 )
-        elif value and is_own and not is_harmless(method, key):
+        elif value and is_own and not _fits(_HARMLESS, key):
             # What is empty or switched off says nothing.
             return (
                 f"has `{name}`={shown(value)} in its config.json, which is not known here and may change what it "
                 "computes. Update hf_specdec; or, if it is only a note, remove it from a copy of config.json."
             )
     return None
+
+
+def _fits(patterns: str, key: str) -> bool:
+    return _compiled(patterns).fullmatch(key) is not None
+
+
+@cache
+def _compiled(patterns: str) -> re.Pattern:
+    return re.compile("|".join(map(translate, patterns.split())))
 
 
 def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, bool]]:

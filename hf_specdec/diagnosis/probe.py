@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ..bench.engine import greedy_texts
 from ..bench.prompts import Batch
 from ..candidate_generators.base import CandidateGenerator
-from ..checkpoints.draft_checkpoint import TargetSizes
+from ..checkpoints.header import TargetSizes
 from ..drafts import DraftTree
 from ..layers.draft_network import DraftNetwork
 from ..protocol import Commit, DraftStep, Prompt, Session

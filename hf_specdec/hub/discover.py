@@ -42,9 +42,8 @@ from ..method import (
 from ..settings import AUTO, SpeculativeConfig
 from ..threads import cached_property
 from .candidate import FOUND, RELATIONS, Candidate, rank, without
-from .detect import Detection, detect
+from .detect import Detection, detect, known_formats
 from .files import RepoFiles
-from .formats import FORMATS
 from .inspect import (
     cached_repo_id,
     has_mtp_layers,
@@ -545,7 +544,9 @@ def _looks_like_drafter(info: ModelInfo, base_model: str) -> bool:
     tags = set(info.tags or ())
     if f"base_model:quantized:{base_model}" in tags:
         return False
-    return not tags.isdisjoint(_TAGS) or any(row.is_marked(info.config or {}) for row in FORMATS if not row.is_hint)
+    return not tags.isdisjoint(_TAGS) or any(
+        row.is_marked(info.config or {}) for row in known_formats() if not row.is_hint
+    )
 
 
 def _without_weights(search: Search) -> Iterator[Candidate]:

@@ -72,21 +72,6 @@ def is_pickled(name: str) -> bool:
     return name.endswith((".pt", ".pth", ".bin", ".bin.index.json"))
 
 
-# Where a checkpoint keeps its tensors, the safe formats first.
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-
-# Some targets have their MTP layers in a file that their index does not name.
-MTP_FILES = "*mtp*.safetensors"
-
-# Where the loaders of these look, the preferred first.
-MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", *WEIGHT_FILES)
-MTP_WEIGHT_FILES = (MTP_FILES, *WEIGHT_FILES)
-
 # Bytes. Real configs have some thousand, the index of a model with a hundred thousand tensors some ten million.
 MAX_CONFIG_BYTES = 4 * 2**20
 MAX_INDEX_BYTES = 64 * 2**20

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from ..checkpoints.header import TargetNeeds, TargetSizes, misfits
 from ..errors import SpecConfigError
-from .detect import Detection, TargetNeeds, detect
+from ..method import is_language_model, own_layers_method
+from .detect import Detection, detect, file_of_target_layers, known_formats
 from .files import RepoFiles
 from .trust import one_line
 
@@ -25,6 +27,7 @@ EMBEDDED = "demo"
 
 # How the configs of transformers call what a drafter must share with its target.
 _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
+_VOCAB_SIZE = ("vocab_size",)
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
@@ -93,7 +96,7 @@ def inspect_checkpoint(
     named = None if found.target.name is None else one_line(found.target.name)
     found = replace(found, target=replace(found.target, name=named), problems=tuple(map(_line, found.problems)))
     has_layers = has_mtp_layers(files, found)
-    hint = _OWN_LAYERS if has_layers else None
+    hint = _OWN_LAYERS.format(own_layers_method().name) if has_layers else None
     if target is None:
         return Inspection(str(name), found, None, found.problems, hint)
     if str(target) == EMBEDDED:
@@ -101,7 +104,7 @@ def inspect_checkpoint(
 
         target = target_path()
     config = RepoFiles(target, revision=target_revision, **access).config
-    is_itself = found.method == "draft_model" and subfolder is None and is_same_checkpoint(str(name), str(target))
+    is_itself = is_language_model(found.method) and subfolder is None and is_same_checkpoint(str(name), str(target))
     if is_itself and not has_layers:
         hint = _ITSELF.format(one_line(name))
     problems = own_layer_problems(found, config) if is_itself and has_layers else target_problems(found, config)
@@ -109,7 +112,7 @@ def inspect_checkpoint(
     return Inspection(str(name), found, not problems, problems, hint)
 
 
-_OWN_LAYERS = "It has multi-token-prediction layers. To draft with them for this model, use spec_method='mtp'."
+_OWN_LAYERS = "It has multi-token-prediction layers. To draft with them for this model, use spec_method='{}'."
 _ITSELF = (
     "'{}' is the target itself and has no multi-token-prediction layers, so as a draft model it would cost as much as "
     "it saves. Name a smaller model or a draft head, or use spec_method='auto'."
@@ -122,13 +125,12 @@ def _line(text: str) -> str:
 
 def has_mtp_layers(files: RepoFiles, found: Detection) -> bool:
     """Whether a whole model has multi-token-prediction layers, maybe in a file of their own."""
-    in_file_of_their_own = any("mtp" in name and name.endswith(".safetensors") for name in files.sizes)
-    return found.method == "draft_model" and bool(found.mtp_layers or in_file_of_their_own)
+    return is_language_model(found.method) and bool(found.mtp_layers or file_of_target_layers(files))
 
 
 def own_layer_problems(found: Detection, config: Mapping[str, Any]) -> list[str]:
     """Why the multi-token-prediction layers of a target with this `config.json` cannot draft for it."""
-    return target_problems(replace(found, method="mtp", target=TargetNeeds()), config)
+    return target_problems(replace(found, method=own_layers_method().name, target=TargetNeeds()), config)
 
 
 def method_for_target(config: SpeculativeConfig, method: str, target_config: Any) -> str:
@@ -144,7 +146,7 @@ def method_for_target(config: SpeculativeConfig, method: str, target_config: Any
     """
     own = str(getattr(target_config, "_name_or_path", None) or "")
     revisions = (None, "main", getattr(target_config, "_commit_hash", None))
-    is_whole = method == "draft_model" and config.subfolder is None and config.revision in revisions
+    is_whole = is_language_model(method) and config.subfolder is None and config.revision in revisions
     if not (is_whole and own and is_same_checkpoint(config.model, own)):
         return method
     files = RepoFiles.of(config)
@@ -152,7 +154,7 @@ def method_for_target(config: SpeculativeConfig, method: str, target_config: Any
     problems = own_layer_problems(found, files.config) if has_mtp_layers(files, found) else [_ITSELF.format(own)]
     if problems:
         raise SpecConfigError(" ".join(problems))
-    return "mtp"
+    return own_layers_method().name
 
 
 def is_repo_id(name: str) -> bool:
@@ -199,39 +201,14 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _misfits(found: Detection, config: Mapping[str, Any]) -> Iterator[str]:
-    from ..target_facts import MAX_VOCABULARY_GAP
-
-    needs, text = found.target, text_config(config)
+    text = text_config(config)
     if config.get("is_encoder_decoder"):
         yield "The target is an encoder-decoder model. Only decoder-only models can be drafted for."
-    width = _first(text, _HIDDEN_SIZE)
-    if None not in (needs.hidden_size, width) and needs.hidden_size != width:
-        yield f"It reads states of hidden size {needs.hidden_size}, and the target has {width}."
-    size = text.get("vocab_size")
-    if None not in (needs.vocab_size, size) and abs(needs.vocab_size - size) > MAX_VOCABULARY_GAP * size:
-        yield (
-            f"It has a vocabulary of {needs.vocab_size} tokens, and the target has {size}: these are different "
-            "tokenizers."
-        )
-    layers = _first(text, _NUM_LAYERS)
-    if layers is not None and needs.num_hidden_layers not in (None, layers):
-        yield f"It was made for a target with {needs.num_hidden_layers} decoder layers, and the target has {layers}."
-    elif layers is not None and (needs.min_hidden_layers or 0) > layers:
-        yield f"It reads the states of {needs.min_hidden_layers} decoder layers, and the target has {layers}."
-    if found.method == "mtp" and not found.format.startswith("gemma4"):
-        yield from _mtp_misfits(found, text)
-
-
-def _mtp_misfits(found: Detection, text: Mapping[str, Any]) -> Iterator[str]:
-    from ..candidate_generators.mtp.network import SUPPORTED_MODEL_TYPES
-
-    kind = text.get("model_type")
-    # The type of what multimodal configs nest is often left out.
-    kinds = (kind, f"{kind}_text")
-    if found.target.model_type not in (None, *kinds):
-        yield f"Its layers are those of the model_type '{found.target.model_type}', and the target is of '{kind}'."
-    if not set(kinds) & set(SUPPORTED_MODEL_TYPES):
-        yield f"The MTP layers of targets of the model_type '{kind}' are not supported."
+    sizes = TargetSizes("the target", _first(text, _HIDDEN_SIZE), _first(text, _VOCAB_SIZE), _first(text, _NUM_LAYERS))
+    yield from (f"It {reason}." for reason in misfits(found.target, sizes))
+    rows = [row for row in known_formats() if row.method == found.method]
+    row = next((row for row in rows if row.name == found.format), rows[0])
+    yield from row.reader.family_misfits(found.target, text)
 
 
 def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:

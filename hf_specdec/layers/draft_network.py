@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -16,16 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import Qwen3Config
 
-from ..checkpoints.checkpoint import tensor_shapes
-from ..checkpoints.draft_checkpoint import stated
+from ..checkpoints.checkpoint import Checkpoint, tensor_shapes
+from ..checkpoints.draft_reader import DraftConfig, DraftReader
+from ..checkpoints.reader import stated
 from ..decoding.attention import NAME
 from ..errors import CheckpointFormatError, shown
-
-
-if TYPE_CHECKING:
-    from ..candidate_generators.dflash.formats import DFlashConfig
-    from ..candidate_generators.eagle.formats import EagleConfig
-    from ..checkpoints.draft_checkpoint import DraftCheckpoint
 
 
 class TargetParts:
@@ -120,7 +115,7 @@ def is_copy(own: torch.Tensor, given: Any) -> bool:
     return alike and torch.equal(own, given)
 
 
-def layer_config(config: EagleConfig | DFlashConfig) -> Qwen3Config:
+def layer_config(config: DraftConfig) -> Qwen3Config:
     """What transformers' modules want to know. Qwen3's config has all that Llama's modules read, and fewer rules."""
     return Qwen3Config(
         hidden_size=config.hidden_size,
@@ -142,14 +137,14 @@ class DraftNetwork(nn.Module):
     """A draft with layers, and maybe a vocabulary, of its own.
 
     Attributes:
-        config (`EagleConfig` or `DFlashConfig`): What it consists of.
+        config (`DraftConfig`): What it consists of.
         token_ids (`torch.LongTensor` of shape `(U,)`): The target's id of each draft id; `None` where they are equal.
         rotary_emb (`nn.Module`): Its rotary embedding, whose frequencies are in no checkpoint.
         doubtful_flags (`tuple[str, ...]`): Flags of the config that checkpoints are known to have the wrong way.
         states_setting (`str`, *optional*): Setting that names the states of the target that it reads.
     """
 
-    config: EagleConfig | DFlashConfig
+    config: DraftConfig
     token_ids: torch.LongTensor | None
     doubtful_flags: tuple[str, ...] = ()
     states_setting: str | None = None
@@ -192,16 +187,20 @@ class DraftNetwork(nn.Module):
 
 def loaded_network(
     make: Callable[[Any], DraftNetwork],
-    checkpoint: DraftCheckpoint,
+    config: DraftConfig,
+    reader: DraftReader,
+    checkpoint: Checkpoint,
     target_model: nn.Module,
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> DraftNetwork:
-    """The network of a checkpoint, attached to the target.
+    """Loads the network of a checkpoint and attaches it to the target.
 
     Args:
-        make (`Callable`): Makes the network from the checkpoint's `config`.
-        checkpoint (`DraftCheckpoint`): Of a format that fits.
+        make (`Callable`): Makes the network from its record.
+        config (`DraftConfig`): The record, as `reader` has configured it.
+        reader (`DraftReader`): What knows the tensors.
+        checkpoint (`Checkpoint`): Where they are.
         target_model (`PreTrainedModel`): The target.
         dtype (`torch.dtype`, *optional*): Of the weights; `None`: as stored.
         device (`torch.device`): Where to.
@@ -210,25 +209,24 @@ def loaded_network(
         CheckpointFormatError: The settings of its rotary embedding make no sense, or tensors are missing, not known
             or of other shapes.
     """
-    found = checkpoint.config
     try:
         with torch.device("meta"):
-            network = make(found)
+            network = make(config)
     except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointFormatError(
-            f"'{checkpoint.name}': no rotary embedding can be made of {shown(dict(found.rope_parameters))}: "
+            f"'{reader.name}': no rotary embedding can be made of {shown(dict(config.rope_parameters))}: "
             f"{shown(error)}. Correct `rope_parameters` or `rope_scaling` in its config.json."
         ) from error
-    network.load_state_dict(checkpoint.read(tensor_shapes(network), dtype, device), assign=True)
+    network.load_state_dict(reader.tensors(checkpoint, tensor_shapes(network), dtype, device), assign=True)
     network.rotary_emb.to(device)
     network.attach(target_model)
-    _check_tied(checkpoint, network, target_model)
+    _check_tied(reader, network, target_model)
     return network.eval().requires_grad_(False)
 
 
-def _check_tied(checkpoint: DraftCheckpoint, network: DraftNetwork, target_model: nn.Module) -> None:
+def _check_tied(reader: DraftReader, network: DraftNetwork, target_model: nn.Module) -> None:
     """Refuses a draft whose lm_head is its own embedding: without an lm_head in the file, the target's is used."""
-    if not stated(checkpoint.places, "tie_word_embeddings") or network.lm_head is not None:
+    if not stated(reader.places, "tie_word_embeddings") or network.lm_head is not None:
         return
     own = network.embed_tokens
     given = target_model.get_input_embeddings().weight
@@ -236,7 +234,7 @@ def _check_tied(checkpoint: DraftCheckpoint, network: DraftNetwork, target_model
     if own is None or getattr(network.config, "method", None) == "eagle" or is_close(own.weight, given):
         return
     raise CheckpointFormatError(
-        f"'{checkpoint.name}' has `tie_word_embeddings`=true in its config.json, an embedding of its own, and no "
+        f"'{reader.name}' has `tie_word_embeddings`=true in its config.json, an embedding of its own, and no "
         "`lm_head.weight`: a draft with its embedding as lm_head is not supported. Pass one with an lm_head."
     )
 

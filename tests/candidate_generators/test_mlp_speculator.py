@@ -470,7 +470,7 @@ class TestSettings:
         with pytest.raises(SpecConfigError, match="drafts with an MLPSpeculator, got a Linear"):
             load_speculator(model, "mlp_speculator", draft_model=torch.nn.Linear(2, 2))
         other = MLPSpeculator(MLPSpeculatorConfig(48, 8, VOCAB_SIZE))
-        with pytest.raises(SpecConfigError, match="hidden_size=48, the target has 32"):
+        with pytest.raises(SpecConfigError, match="hidden size 48, and .* has 32"):
             load_speculator(model, "mlp_speculator", draft_model=other)
 
     def test_shapes_by_default(self, model, folder):

@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig
 from hf_specdec.candidate_generators.draft_model.network import load_draft_model
 from hf_specdec.checkpoints.checkpoint import Checkpoint, head_placement
+from hf_specdec.checkpoints.reader import CheckpointReader
+from hf_specdec.checkpoints.settings import COUNT, NAME
 from hf_specdec.target_facts import hidden_size
 from tests.models import tiny_llama
 
@@ -54,8 +56,8 @@ WRITERS = {
 def test_tensors_are_read_by_name(folder, write):
     write(folder)
     checkpoint = Checkpoint(settings(folder))
-    assert checkpoint.config == {"hidden_size": 4}
-    assert checkpoint.shapes == {"a.weight": (3, 4), "b.weight": (5,), "ids": (6,)}
+    assert checkpoint.header.config == {"hidden_size": 4}
+    assert checkpoint.header.shapes == {"a.weight": (3, 4), "b.weight": (5,), "ids": (6,)}
     found = checkpoint.read(["b.weight", "ids"], torch.float32)
     assert list(found) == ["b.weight", "ids"]
     assert torch.equal(found["b.weight"], TENSORS["b.weight"].float())
@@ -66,7 +68,7 @@ def test_tensors_are_read_by_name(folder, write):
 def test_safe_files_come_first(folder):
     torch.save({"other": torch.zeros(1)}, folder / "pytorch_model.bin")
     save_file(TENSORS, folder / "model.safetensors")
-    assert Checkpoint(settings(folder)).file == "model.safetensors"
+    assert Checkpoint(settings(folder)).header.file == "model.safetensors"
 
 
 def test_a_subfolder(folder):
@@ -74,7 +76,7 @@ def test_a_subfolder(folder):
     inner.mkdir()
     (inner / "config.json").write_text("{}")
     save_file(TENSORS, inner / "model.safetensors")
-    assert Checkpoint(settings(folder, subfolder="heads")).config == {}
+    assert Checkpoint(settings(folder, subfolder="heads")).header.config == {}
 
 
 def test_no_weights(folder):
@@ -142,10 +144,10 @@ def test_damaged_bytes_in_a_pickle(folder, seed, new_format):
     (folder / "pytorch_model.bin").write_bytes(content)
     try:
         checkpoint = Checkpoint(settings(folder))
-        found = checkpoint.read(checkpoint.shapes)
+        found = checkpoint.read(checkpoint.header.shapes)
     except CheckpointFormatError:
         return
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == checkpoint.shapes
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == checkpoint.header.shapes
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
@@ -183,11 +185,11 @@ def test_a_config_that_is_no_object(folder, content):
 
 def test_settings_are_checked(folder):
     WRITERS["safetensors"](folder)
-    checkpoint = Checkpoint(settings(folder))
-    assert checkpoint.setting("hidden_size", lambda value: value == 4, "4") == 4
-    assert checkpoint.setting("absent", lambda value: False, "there") is None
-    with pytest.raises(CheckpointFormatError, match="`hidden_size` in config.json must be a name, got 4. Correct it"):
-        checkpoint.setting("hidden_size", lambda value: isinstance(value, str), "a name")
+    reader = CheckpointReader(Checkpoint(settings(folder)).header)
+    assert reader.setting("hidden_size", COUNT) == 4
+    assert reader.setting("absent", COUNT) is None
+    with pytest.raises(CheckpointFormatError, match="`hidden_size`=4 in its config.json, which must be a name"):
+        reader.setting("hidden_size", NAME)
 
 
 def test_only_real_numbers_are_weights(folder):
@@ -204,21 +206,21 @@ def test_only_real_numbers_are_weights(folder):
 
 def test_matrices_and_counts(folder):
     WRITERS["safetensors"](folder)
-    checkpoint = Checkpoint(settings(folder))
-    assert checkpoint.matrix("a.weight") == (3, 4)
+    reader = CheckpointReader(Checkpoint(settings(folder)).header)
+    assert reader.matrix("a.weight") == (3, 4)
     with pytest.raises(CheckpointFormatError, match=r"b\.weight must be a matrix, and has the shape \(5,\)"):
-        checkpoint.matrix("b.weight")
-    checkpoint.check_count(3, "three heads")
+        reader.matrix("b.weight")
+    reader.check_count(3, "three heads")
     with pytest.raises(CheckpointFormatError, match="has 3 tensors in model.safetensors, and 9 heads need at least 9"):
-        checkpoint.check_count(9, "9 heads")
+        reader.check_count(9, "9 heads")
 
 
 def test_missing_tensors_are_named(folder):
     save_file(TENSORS, folder / "model.safetensors")
-    checkpoint = Checkpoint(settings(folder))
-    checkpoint.require(["a.weight"], "the first head")
+    reader = CheckpointReader(Checkpoint(settings(folder)).header)
+    reader.require(["a.weight"], "the first head")
     with pytest.raises(CheckpointFormatError, match=r"lacks 4 tensors of the heads: x0, x1, x2, \.\.\. \(it has 3"):
-        checkpoint.require(["a.weight", *(f"x{i}" for i in range(4))], "the heads")
+        reader.require(["a.weight", *(f"x{i}" for i in range(4))], "the heads")
 
 
 def test_placement_follows_the_target_unless_it_is_said():

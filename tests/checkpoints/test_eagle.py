@@ -641,7 +641,7 @@ class TestRotaryEmbedding:
         ("settings", "message"),
         [
             ({"rope_scaling": {"type": "spiral"}}, "rope_type 'spiral'"),
-            ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "no low_freq_factor and high_freq_factor"),
+            ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "without low_freq_factor and high_freq_factor"),
             ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ],
     )
@@ -710,9 +710,13 @@ class TestCapturedLayers:
                 {},
                 r"at the layers \[2, 30, 58\].*has 8.*trained for",
             ),
-            ({"eagle_aux_hidden_state_layer_ids": [2, 5]}, {}, r"reads 3 states.*2 layers are named: \[2, 5\]"),
+            (
+                {"eagle_aux_hidden_state_layer_ids": [2, 5]},
+                {},
+                r"96 values.*\[2, 5\] of .* have 2 \* 32.*`aux_layer_ids`",
+            ),
             ({}, {"aux_layer_ids": (1, 9, 2)}, r"at the layers \[1, 2, 9\].*has 8"),
-            ({}, {"aux_layer_ids": (1, 2)}, r"reads 3 states.*`aux_layer_ids`"),
+            ({}, {"aux_layer_ids": (1, 2)}, r"reads 96 values.*2 \* 32.*`aux_layer_ids`"),
         ],
     )
     def test_that_do_not_fit(self, target, settings, options, message, tmp_path):
@@ -840,7 +844,9 @@ class TestErrors:
 
     def test_heads_that_do_not_divide_the_queries(self, target, tmp_path):
         Head(config={"num_attention_heads": 5}).save(tmp_path)
-        with pytest.raises(CheckpointFormatError, match="has 5 query heads.*32 rows of q_proj and 16 of k_proj"):
+        with pytest.raises(
+            CheckpointFormatError, match="32 rows of q_proj and 16 of k_proj, .* not fit 5 query heads"
+        ):
             load(tmp_path, target)
         Head(config={"num_attention_heads": None}).save(tmp_path)
         with pytest.raises(CheckpointFormatError, match="does not say `num_attention_heads`"):
@@ -855,8 +861,8 @@ class TestErrors:
             ),
             (Head(states=0, hidden=48), "hidden size 48, and LlamaForCausalLM has 32"),
             (Head(config={"target_hidden_size": 64}), "hidden size 64, and LlamaForCausalLM has 32"),
-            (Head(target_hidden=40), "reads 120 values.*no multiple of the hidden size of LlamaForCausalLM, 32"),
-            (Head(target_hidden=64), "reads 6 states of hidden size 32"),
+            (Head(target_hidden=40), r"reads 120 values.*of LlamaForCausalLM have 3 \* 32"),
+            (Head(target_hidden=64), r"reads 192 values.*of LlamaForCausalLM have 3 \* 32"),
             (Head(config={"vocab_size": 100}), "vocabulary of 100 tokens, and LlamaForCausalLM has 64"),
             (Head(hidden=24, target_hidden=32), "no `embed_tokens.weight`, and its hidden size 24"),
         ],

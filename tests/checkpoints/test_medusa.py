@@ -246,7 +246,7 @@ WRONG = {
     ),
     "cut_vocabulary_of_another_target": (
         {"name": CUT, "config": {"vocab_size": 32000}},
-        "vocabulary of 32000 tokens, the target has 256",
+        "vocabulary of 32000 tokens, and LlamaForCausalLM has 256",
     ),
     "int8_block": (
         {**V2, "put": {"1.0.linear.weight": torch.zeros(64, 64, dtype=torch.int8)}},
@@ -303,26 +303,26 @@ WRONG = {
     ),
     "base_model_that_is_no_name": (
         {**V2, "config": {"base_model_name_or_path": 5}},
-        "`base_model_name_or_path` in config.json must be a name or a path, got 5",
+        "`base_model_name_or_path`=5 in its config.json, which must be a name",
     ),
     "logit_scale_that_is_no_number": (
         {**V2, "config": {"logit_scale": "abc"}},
-        "`logit_scale` in config.json must be a positive number, got 'abc'",
+        "`logit_scale`='abc' in its config.json, which must be a positive number",
     ),
-    "logit_scale_of_zero": ({**V2, "config": {"logit_scale": 0}}, "`logit_scale`.*positive number, got 0"),
-    "logit_scale_of_nan": ({**V2, "config": {"logit_scale": float("nan")}}, "`logit_scale`.*positive number, got nan"),
+    "logit_scale_of_zero": ({**V2, "config": {"logit_scale": 0}}, "`logit_scale`=0 .*positive number"),
+    "logit_scale_of_nan": ({**V2, "config": {"logit_scale": float("nan")}}, "`logit_scale`=nan .*positive number"),
     "logit_scale_beyond_floats": ({**V2, "config": {"logit_scale": 10**400}}, "`logit_scale`.*positive number"),
     "cut_vocabulary_that_is_no_size": (
         {"name": CUT, "config": {"truncated_vocab_size": "5"}},
-        "`truncated_vocab_size` in config.json must be a positive integer .*, got '5'",
+        "`truncated_vocab_size`='5' in its config.json, which must be a positive integer",
     ),
-    "negative_cut_vocabulary": ({"name": CUT, "config": {"truncated_vocab_size": -5}}, "positive integer .*, got -5"),
+    "negative_cut_vocabulary": ({"name": CUT, "config": {"truncated_vocab_size": -5}}, "=-5 .*positive integer"),
     "vocabulary_that_is_no_size": ({"name": CUT, "config": {"vocab_size": [256]}}, "`vocab_size`.*positive integer"),
     "shared_lm_head_that_is_no_flag": (
         {"name": "vllm_original_lm_head", "config": {"original_lm_head": "yes"}},
-        "`original_lm_head` in config.json must be true or false, got 'yes'",
+        "`original_lm_head`='yes' in its config.json, which must be true or false",
     ),
-    "accuracies_that_are_no_table": ({**V2, "config": {"medusa_accuracies": 3}}, "medusa_accuracies.* got 3"),
+    "accuracies_that_are_no_table": ({**V2, "config": {"medusa_accuracies": 3}}, "`medusa_accuracies`=3 "),
     "accuracies_above_one": ({**V2, "config": {"medusa_accuracies": [[1.5]] * 3}}, "medusa_accuracies.*1.5"),
     "accuracies_of_other_heads": ({**V2, "config": {"medusa_accuracies": [[0.5]] * 2}}, "each of the 3 heads"),
 }
@@ -344,14 +344,14 @@ class TestErrors:
 
     @pytest.mark.parametrize("name", WITHOUT_MAP)
     def test_another_width(self, name):
-        with pytest.raises(CheckpointFormatError, match="hidden_size=64, the target has 32"):
+        with pytest.raises(CheckpointFormatError, match="hidden size 64, and LlamaForCausalLM has 32"):
             load_medusa(settings(FIXTURES / name), tiny_llama())
 
     @pytest.mark.parametrize("name", ["v01_heads_pt", "vllm_original_lm_head", "merged_v1"])
     @pytest.mark.parametrize("size", [100, 241, 272, 1000])
     def test_another_vocabulary(self, name, size):
         model = tiny_llama(hidden_size=64, vocab_size=size)
-        with pytest.raises(CheckpointFormatError, match=f"vocabulary of 256 tokens, the target has {size}"):
+        with pytest.raises(CheckpointFormatError, match=f"vocabulary of 256 tokens, and LlamaForCausalLM has {size}"):
             load_medusa(settings(FIXTURES / name), model)
 
     def test_the_message_names_the_base_model(self):
@@ -422,7 +422,7 @@ class TestPaddedVocabulary:
         assert stored(recorded).shape[-1] == stored.vocab_size == 256
 
     def test_heads_of_another_vocabulary_are_not_passed(self):
-        with pytest.raises(SpecConfigError, match="vocabulary of 68 tokens, the target has 64"):
+        with pytest.raises(SpecConfigError, match="vocabulary of 68 tokens, and LlamaForCausalLM has 64"):
             fitting_heads(MedusaHeads(32, 68, 2), tiny_llama())
         heads = fitting_heads(MedusaHeads(32, 1000, 2, own_lm_heads=False), tiny_llama())
         assert (heads.vocab_size, heads.lm_head_size) == (64, 64)

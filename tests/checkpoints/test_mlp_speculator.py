@@ -249,7 +249,7 @@ class TestPaddedVocabularies:
         assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False, assistant=passed), plain)
 
     def test_no_more_than_five_percent(self, model):
-        with pytest.raises(SpecConfigError, match="vocabulary of 68 tokens, the target has 64"):
+        with pytest.raises(SpecConfigError, match="vocabulary of 68 tokens, and LlamaForCausalLM has 64"):
             fitting_speculator(MLPSpeculator(MLPSpeculatorConfig(**{**SIZES, "vocab_size": 68})), model)
 
     def test_candidates_beyond_the_common_vocabulary(self, tmp_path):
@@ -276,11 +276,11 @@ class TestWrongCheckpoints:
 
     def test_other_hidden_size(self, model, tmp_path):
         saved(tmp_path, emb_dim=48)
-        self.expect(tmp_path, model, "hidden_size=48, the target has 32")
+        self.expect(tmp_path, model, "hidden size 48, and LlamaForCausalLM has 32")
 
     def test_other_vocabulary(self, model, tmp_path):
         saved(tmp_path, vocab_size=200)
-        self.expect(tmp_path, model, "vocabulary of 200 tokens.*target has 64")
+        self.expect(tmp_path, model, "vocabulary of 200 tokens, and LlamaForCausalLM has 64")
 
     @pytest.mark.parametrize("name", ["head.1.weight", "ln.2.bias", "proj.0.weight"])
     def test_missing_tensors(self, model, tmp_path, name):

@@ -355,7 +355,7 @@ class TestWhatIsWrong:
     def test_other_sizes(self, tmp_path):
         target = tiny_llama()
         new_mtp(tiny_llama(hidden_size=16)).save(tmp_path)
-        with pytest.raises(CheckpointFormatError, match="hidden_size=16.*has 32"):
+        with pytest.raises(CheckpointFormatError, match="hidden size 16, and .* has 32"):
             load(target, tmp_path)
         new_mtp(tiny_llama(intermediate_size=48)).save(tmp_path)
         with pytest.raises(CheckpointFormatError, match=r"mtp.layers.0.mlp.*\[48, 32\].*\[64, 32\]"):

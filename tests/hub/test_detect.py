@@ -9,6 +9,7 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from hf_specdec import CheckpointFormatError, SpeculativeConfig, demo
+from hf_specdec.candidate_generators.mlp_speculator.network import load_mlp_speculator
 from hf_specdec.hub.detect import TargetNeeds, detect, detect_checkpoint, detect_method
 from hf_specdec.hub.files import RepoFiles
 from tests.hub.test_formats import EXAMPLES
@@ -292,15 +293,16 @@ def test_a_repository_of_the_same_name_elsewhere_is_another(hub, large_head, mon
 
 
 @pytest.mark.parametrize("name", ["lstm-speculator", "rnn-speculator"])
-def test_formats_that_no_loader_knows(tmp_path, name):
+def test_speculators_of_other_kinds(tmp_path, name):
     config, tensors = EXAMPLES[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({name: torch.zeros(1) for name in tensors}, tmp_path / "model.safetensors")
     found = detect_checkpoint(tmp_path)
     assert found.format == name
     assert found.problems[0].endswith("Pass an MLP speculator." if "lstm" in name else "original format.")
+    config = SpeculativeConfig.resolve(str(tmp_path))
     with pytest.raises(CheckpointFormatError, match="which is not supported. Pass an MLP speculator"):
-        SpeculativeConfig.resolve(str(tmp_path))
+        load_mlp_speculator(config, tiny_llama())
 
 
 @pytest.mark.parametrize(

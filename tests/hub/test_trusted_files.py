@@ -117,7 +117,7 @@ class TestTheDetectedFileIsTaken:
     def test_detection_names_the_file_of_the_loader(self, with_decoy):
         found = detect_checkpoint(with_decoy)
         assert (found.weight_file, found.is_pickled) == ("pytorch_model.bin", True)
-        assert Checkpoint(config_of(with_decoy, "eagle")).file == found.weight_file
+        assert Checkpoint(config_of(with_decoy, "eagle")).header.file == found.weight_file
 
     def test_what_the_loader_does_not_look_at_is_no_evidence(self, pickled_head):
         """By its tensors it is of another method, whose loader takes this very file, or looks elsewhere."""
@@ -276,4 +276,4 @@ def test_the_embedded_demo_passes_these_checks():
     folder = Path(demo.target_path()).parent
     for method in ("eagle", "eagle3", "medusa"):
         names = ("medusa_lm_head.safetensors", "model.safetensors")
-        assert Checkpoint(config_of(folder / method, method), names).shapes
+        assert Checkpoint(config_of(folder / method, method), names).header.shapes

@@ -9,6 +9,7 @@ METHODS = (
         noun="DFlash draft",
         folder=__name__,
         generator="generator:DFlashCandidateGenerator",
+        formats="formats",
         weights="a draft",
         preference=2,
         preferred_because="a whole block in one pass, of several layers",

@@ -31,13 +31,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint
-from ...checkpoints.draft_checkpoint import TargetSizes, stored_vocabulary
+from ...checkpoints.draft_reader import stored_vocabulary
+from ...checkpoints.header import TargetSizes
 from ...checkpoints.loading import loads_checkpoint
 from ...decoding.attention import folding_masks, slot_attention
 from ...decoding.functional import RotaryTable, half_angles, rotary_table
 from ...errors import SpecConfigError
 from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, layer_config, loaded_network, on_device_of
-from .formats import BlockView, DFlashCheckpoint, DFlashConfig
+from .formats import BlockView, DFlashConfig, DFlashReader
 
 
 if TYPE_CHECKING:
@@ -375,9 +376,11 @@ def load_dflash(config: SpeculativeConfig, target_model: nn.Module) -> DFlashNet
     def find_mask_token(spelling: str | None) -> int | None:
         return mask_token_of(tokenizer_of(target_model), spelling)
 
-    checkpoint = DFlashCheckpoint(Checkpoint(config), TargetSizes.of(target_model), mask_token_id, find_mask_token)
-    network = loaded_network(DFlashNetwork, checkpoint, target_model, dtype, device)
-    check_mask_token(checkpoint.config.mask_token_id, network)
+    checkpoint = Checkpoint(config)
+    reader = DFlashReader(checkpoint.header)
+    found = reader.configured(checkpoint, TargetSizes.of(target_model), mask_token_id, find_mask_token)
+    network = loaded_network(DFlashNetwork, found, reader, checkpoint, target_model, dtype, device)
+    check_mask_token(found.mask_token_id, network)
     return network
 
 

@@ -9,6 +9,7 @@ METHODS = (
         noun="draft model",
         folder=__name__,
         generator="generator:DraftModelCandidateGenerator",
+        formats="formats",
         weights="a draft model",
         is_language_model=True,
         aliases=("assistant_model",),

@@ -32,13 +32,13 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint
-from ...checkpoints.draft_checkpoint import TargetSizes
+from ...checkpoints.header import TargetSizes
 from ...checkpoints.loading import loads_checkpoint
 from ...decoding.attention import folding_masks
 from ...decoding.masks import FULL, Span
 from ...errors import SpecConfigError
 from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, layer_config, loaded_network
-from .formats import EagleCheckpoint, EagleConfig, stored_tensors
+from .formats import EagleConfig, EagleReader, stored_tensors
 
 
 if TYPE_CHECKING:
@@ -308,19 +308,21 @@ def load_eagle(config: SpeculativeConfig, target_model: nn.Module) -> EagleNetwo
         )
     dtype, device = head_placement(config, target_model)
     aux_layer_ids = getattr(config.options, "aux_layer_ids", None)
-    checkpoint = EagleCheckpoint(Checkpoint(config), TargetSizes.of(target_model), aux_layer_ids)
-    found = checkpoint.config
+    checkpoint = Checkpoint(config)
+    reader = EagleReader(checkpoint.header, aux_layer_ids)
+    found = reader.configured(checkpoint, TargetSizes.of(target_model))
     if config.method in _NETWORKS and config.method != found.method:
         raise SpecConfigError(
-            f"'{checkpoint.name}' is a head for spec_method='{found.method}', got '{config.method}'. Change it, or "
+            f"'{reader.name}' is a head for spec_method='{found.method}', got '{config.method}'. Change it, or "
             "leave the method out: it is read from the checkpoint."
         )
     if aux_layer_ids is not None and not found.aux_layer_ids:
         raise SpecConfigError(
             f"`aux_layer_ids`={list(aux_layer_ids)} is for EAGLE-3 heads that read states between the target's "
-            f"layers; '{checkpoint.name}' reads the one behind the final norm. Leave it out."
+            f"layers; '{reader.name}' reads the one after the final norm. Leave it out."
         )
-    return loaded_network(_NETWORKS[found.method], checkpoint, target_model, dtype, device)
+    network_class = _NETWORKS[found.method]
+    return loaded_network(network_class, found, reader, checkpoint, target_model, dtype, device)
 
 
 def fitting_network(network: nn.Module, config: SpeculativeConfig, target_model: nn.Module) -> EagleNetwork:

@@ -9,6 +9,7 @@ METHODS = (
         noun="Medusa heads",
         folder=__name__,
         generator="generator:MedusaCandidateGenerator",
+        formats="formats",
         weights="heads",
         drafts_static_trees=True,
         drafts_one_token_per_head=True,

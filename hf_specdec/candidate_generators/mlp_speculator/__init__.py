@@ -9,6 +9,7 @@ METHODS = (
         noun="MLP speculator",
         folder=__name__,
         generator="generator:MLPSpeculatorCandidateGenerator",
+        formats="formats",
         weights="a speculator",
         drafts_static_trees=True,
         drafts_one_token_per_head=True,

@@ -9,6 +9,7 @@ METHODS = (
         noun="multi-token-prediction layers",
         folder=__name__,
         generator="generator:MtpCandidateGenerator",
+        formats="formats",
         weights="MTP layers",
         in_target_checkpoint=True,
         drafts_static_trees=True,

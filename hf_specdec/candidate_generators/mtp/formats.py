@@ -18,18 +18,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from transformers.utils import logging
 
-from ...checkpoints.checkpoint import Checkpoint, listed
-from ...checkpoints.config_keys import refused_key
-from ...checkpoints.draft_checkpoint import stated
+from ...checkpoints.format import Format
+from ...checkpoints.header import WEIGHT_FILES, Header, TargetNeeds, TargetSizes, listed, unwrapped
+from ...checkpoints.reader import CheckpointReader, stated
 from ...checkpoints.settings import COUNT, INDICES, MAPPING
 from ...errors import CheckpointFormatError, shown
-from ...hub.formats import unwrapped
 from ...threads import cached_property
+
+
+if TYPE_CHECKING:
+    from ...checkpoints.checkpoint import Checkpoint
 
 
 logger = logging.get_logger(__name__)
@@ -38,7 +42,30 @@ logger = logging.get_logger(__name__)
 _FP8_BLOCK = (128, 128)
 _SCALE = "_scale_inv"
 
+# Some targets have their MTP layers in a file that their index does not name.
+MTP_FILES = "*mtp*.safetensors"
+
 _COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+
+# The model types of targets whose decoder layers have been checked as MTP layers.
+SUPPORTED_MODEL_TYPES = (
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "hy_v3",
+    "llama",
+    "longcat_flash",
+    "mellum",
+    "mimo",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "qwen3_next",
+)
 
 # Of layers that this package has trained with narrower MLPs than the target's.
 WIDTH_KEY = "mtp_intermediate_size"
@@ -179,46 +206,117 @@ class MtpConfig:
         return 1 if self.layout.is_shared else self.num_layers
 
 
-class MtpCheckpoint:
-    """MTP layers in a checkpoint, under the names used here.
+class MtpReader(CheckpointReader):
+    """MTP layers in a checkpoint of their own, or in that of a whole target.
 
     Args:
-        checkpoint (`Checkpoint`): That of a whole target, or of MTP layers alone.
-        num_target_layers (`int`): N.
+        header (`Header`): Of any of the layouts.
+        num_target_layers (`int`, *optional*): N; `None`: as its config says.
 
     Attributes:
-        config (`MtpConfig`): What they consist of.
-
-    Raises:
-        CheckpointFormatError: There are none, or fewer than its config says.
+        layout (`MtpLayout`, *optional*): `None` where it has no MTP layers.
     """
 
-    def __init__(self, checkpoint: Checkpoint, num_target_layers: int):
-        self.checkpoint, self.num_target_layers = checkpoint, num_target_layers
-        self.layout, self.stored = self._recognised()
-        found = {int(name.split(".")[1]) for name in self.stored if name.startswith("layers.")}
-        count = _stated_count(checkpoint.config) or len(found)
-        if not 0 < count <= len(found) or not found.issuperset(range(count)):
-            raise CheckpointFormatError(
-                f"'{checkpoint.name}' has {shown(count)} MTP layers by its config.json, and tensors of those with the "
-                f"numbers {sorted(found)}. Pass a complete checkpoint."
-            )
-        width = checkpoint.setting(WIDTH_KEY, *COUNT)
-        self.config = MtpConfig(self.layout, count, "eh_proj.0.bias" in self.stored, width)
+    noun = "MTP layers"
+    # The second half is of notes.
+    keys = " ".join((*_COUNT_KEYS, WIDTH_KEY, "quantization_config")) + (
+        " *loss* num_speculative_steps target_model_type transformer_layer_config"
+    )
+    weight_files = (MTP_FILES, *WEIGHT_FILES)
+    target_files = MTP_FILES
 
-    def _recognised(self) -> tuple[MtpLayout, dict[str, str]]:
-        if reason := refused_key(self.checkpoint.config, "mtp", _READ):
-            raise CheckpointFormatError(f"'{self.checkpoint.name}' {reason}")
-        if found := _recognised(self.checkpoint.shapes, self.num_target_layers):
-            return found
-        raise CheckpointFormatError(
-            f"'{self.checkpoint.name}' has no MTP layers among its {len(self.checkpoint.shapes)} tensors in "
-            f"{self.checkpoint.file}. Copies of a model, quantised ones above all, often leave them out: pass a "
-            "checkpoint that has them as `spec_model`, together with spec_method='mtp'."
+    def __init__(self, header: Header, num_target_layers: int | None = None):
+        if num_target_layers is None:
+            layers = stated(self.places_in(header.config), "num_hidden_layers")
+            num_target_layers = layers if COUNT.is_valid(layers) else 0
+        self.num_target_layers, self.layout = num_target_layers, None
+        super().__init__(header)
+
+    @staticmethod
+    def places_in(config):
+        found = (config, config.get("text_config"), config.get("transformer_layer_config"))
+        return tuple(part for part in found if isinstance(part, Mapping))
+
+    def _stored_names(self):
+        self.layout, stored = _recognised(self.header.shapes or (), self.num_target_layers) or (None, {})
+        return stored
+
+    @classmethod
+    def count_in_target(cls, header):
+        keys = ("num_hidden_layers", "num_layers", "n_layer")
+        stated_counts = (place.get(key) for key in keys for place in cls.places_in(header.config))
+        layers = next(filter(COUNT.is_valid, stated_counts), None)
+        return len(cls(header, layers).stored_layers) if layers else 0
+
+    @classmethod
+    def family_misfits(cls, needs, target_config):
+        kind = target_config.get("model_type")
+        # The type of what multimodal configs nest is often left out.
+        kinds = (kind, f"{kind}_text")
+        if needs.model_type not in (None, *kinds):
+            yield f"Its layers are those of the model_type '{needs.model_type}', and the target is of '{kind}'."
+        if not set(kinds) & set(SUPPORTED_MODEL_TYPES):
+            yield f"The MTP layers of targets of the model_type '{kind}' are not supported."
+
+    def refusal(self) -> str | None:
+        reason = super().refusal()
+        if reason or self.header.shapes is None:
+            return reason
+        if self.layout is None:
+            return (
+                f"has no MTP layers among its {len(self.header.shapes)} tensors in {self.header.file}. Copies of a "
+                "model, quantised ones above all, often leave them out: pass a checkpoint that has them as "
+                "`spec_model`, together with spec_method='mtp'."
+            )
+        found, count = self.stored_layers, self.num_layers
+        if 0 < count <= len(found) and found.issuperset(range(count)):
+            return None
+        return (
+            f"has {shown(count)} MTP layers by its config.json, and tensors of those with the numbers "
+            f"{sorted(found)}. Pass a complete checkpoint."
         )
 
-    def read(
+    @property
+    def needs(self):
+        layer, own = self.header.config.get("transformer_layer_config"), self.header.config.get("target_model_type")
+        kind = layer.get("model_type") if isinstance(layer, Mapping) else own
+        sizes = (self.setting(key, COUNT) for key in ("hidden_size", "vocab_size"))
+        return TargetNeeds(None, *sizes, model_type=kind if isinstance(kind, str) else None)
+
+    @property
+    def num_draft_tokens(self):
+        # One layer drafts any number of tokens.
+        return self.num_layers if self.num_layers > 1 else super().num_draft_tokens
+
+    @property
+    def stored_layers(self) -> set[int]:
+        """Numbers of the layers that there are tensors of, from 0 on."""
+        return {_number(name) for name in self.stored if name.startswith("layers.")}
+
+    @property
+    def num_layers(self) -> int:
+        """K: as the config states it, unless it says nothing or 0, else as many as are stored."""
+        counts = (place.get(key) for place in self.places for key in _COUNT_KEYS)
+        return next((int(count) for count in counts if isinstance(count, int) and count > 0), len(self.stored_layers))
+
+    def configured(self, target: TargetSizes | None = None) -> MtpConfig:
+        """The record of the layers.
+
+        Args:
+            target (`TargetSizes`, *optional*): What they must fit; `None`: they are the target's own.
+
+        Raises:
+            CheckpointFormatError: There are none, fewer than the config says, or they are those of another target.
+        """
+        self.check_supported()
+        if target is not None:
+            self.check_target(target)
+        width = self.setting(WIDTH_KEY, COUNT)
+        return MtpConfig(self.layout, self.num_layers, "eh_proj.0.bias" in self.stored, width)
+
+    def tensors(
         self,
+        checkpoint: Checkpoint,
         shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype | None,
         device: torch.device | str,
@@ -227,6 +325,7 @@ class MtpCheckpoint:
         """The tensors of a network.
 
         Args:
+            checkpoint (`Checkpoint`): The one that the header is of.
             shapes (`Mapping[str, tuple[int, ...]]`): What its state dict holds.
             dtype (`torch.dtype`, *optional*): Of the floating-point ones; `None`: as stored.
             device (`torch.device`): Where to.
@@ -238,21 +337,21 @@ class MtpCheckpoint:
         plan = {name: self._sources(name, shape) for name, shape in shapes.items()}
         wanted = [source for sources in plan.values() for row in sources for source in row]
         missing = [self._stored_name(name) for name in wanted if name not in self.stored]
-        self.checkpoint.require(missing, "the MTP layers")
+        self.require(missing, "the MTP layers")
         self._warn_of_unused({*wanted, *(name + _SCALE for name in wanted)})
         tensors = {}
         for name, sources in plan.items():
             # One row for each expert, one column for each part of a fused matrix.
-            rows = [torch.cat([self._tensor(source, dtype, device) for source in row]) for row in sources]
+            rows = [torch.cat([self._tensor(checkpoint, source, dtype, device) for source in row]) for row in sources]
             tensor = torch.stack(rows) if _is_fused(name, sources) else rows[0]
             if name.startswith("eh_proj.") and tuple(tensor.shape) == shapes[name][::-1]:
                 # Some files hold it transposed.
                 tensor = tensor.t().contiguous()
             if tuple(tensor.shape) != shapes[name]:
-                raise CheckpointFormatError(
-                    f"'{self.checkpoint.name}' has {self._stored_name(sources[0][0])} of the shape "
-                    f"{list(self.checkpoint.shapes[self.stored[sources[0][0]]])}, where the target asks for "
-                    f"{list(shapes[name])}. Pass the MTP layers of this target."
+                raise self.wrong(
+                    f"has {self.stored[sources[0][0]]} of the shape {list(self.shape(sources[0][0]))}, where the "
+                    f"target asks for {list(shapes[name])}",
+                    "Pass the MTP layers of this target.",
                 )
             is_kept = any(part in name for part in in_float32) and tensor.is_floating_point()
             tensors[name] = tensor.float() if is_kept else tensor
@@ -266,16 +365,18 @@ class MtpCheckpoint:
         parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
         return [[f"{prefix}.{expert}.{part}.weight" for part in parts] for expert in range(shape[0])]
 
-    def _tensor(self, name: str, dtype: torch.dtype | None, device) -> torch.Tensor:
-        stored = self.stored[name]
+    def _tensor(
+        self, checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: torch.device | str
+    ) -> torch.Tensor:
         if name + _SCALE not in self.stored:
-            return self.checkpoint.read_weights([stored], dtype, device)[stored]
-        found = self.checkpoint.read([stored, stored + _SCALE], torch.float32, device)
+            return self.read(checkpoint, [name], dtype, device)[name]
+        stored = self.stored[name]
+        found = checkpoint.read([stored, stored + _SCALE], torch.float32, device)
         return self._scaled(found[stored], found[stored + _SCALE]).to(dtype or torch.bfloat16)
 
     def _scaled(self, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """8-bit weights times the scales of their blocks."""
-        settings = self.checkpoint.setting("quantization_config", *MAPPING) or {}
+        settings = self.setting("quantization_config", MAPPING) or {}
         sizes = settings.get("weight_block_size") or _FP8_BLOCK
         if (
             not INDICES.is_valid([*sizes])
@@ -284,16 +385,16 @@ class MtpCheckpoint:
             or scales.dim() != len(sizes)
         ):
             raise CheckpointFormatError(
-                f"'{self.checkpoint.name}': `weight_block_size`={shown(sizes)} in config.json does not fit matrices "
+                f"'{self.name}': `weight_block_size`={shown(sizes)} in config.json does not fit matrices "
                 f"of {weight.dim()} dimensions with scales of {scales.dim()}. Pass an intact checkpoint."
             )
         for dim, size in enumerate(sizes):
             # Of a block that is larger than the matrix, the rest is nowhere.
             blocks = scales.repeat_interleave(min(size, weight.shape[dim]), dim)
             if blocks.shape[dim] < weight.shape[dim]:
-                raise CheckpointFormatError(
-                    f"'{self.checkpoint.name}' has too few scales for blocks of {list(sizes)} (`weight_block_size`). "
-                    "Pass an intact checkpoint."
+                raise self.wrong(
+                    f"has too few scales for blocks of {list(sizes)} (`weight_block_size`)",
+                    "Pass an intact checkpoint.",
                 )
             scales = blocks.narrow(dim, 0, weight.shape[dim])
         return weight * scales
@@ -302,30 +403,23 @@ class MtpCheckpoint:
         return self.stored.get(name) or self.layout.stored_name(name, self.num_target_layers)
 
     def _warn_of_unused(self, used: set[str]) -> None:
-        count = self.config.num_layers
+        count = self.num_layers
         unused = [stored for name, stored in self.stored.items() if name not in used and _number(name) < count]
         if unused:
-            logger.warning(
-                f"'{self.checkpoint.name}': {len(unused)} tensors of MTP layers are not used: {listed(unused)}."
-            )
+            logger.warning(f"'{self.name}': {len(unused)} tensors of MTP layers are not used: {listed(unused)}.")
 
 
-# Keys of configs that are read here.
-_READ = frozenset((*_COUNT_KEYS, WIDTH_KEY, "quantization_config"))
+class AssistantReader(CheckpointReader):
+    """A small model of transformers that reads the keys and values of its target."""
 
+    @property
+    def needs(self):
+        width = self.setting("backbone_hidden_size", COUNT) or self.setting("hidden_size", COUNT)
+        return TargetNeeds(None, width, self.setting("vocab_size", COUNT))
 
-def refusal(names: Iterable[str], config: Mapping[str, Any]) -> str | None:
-    """Why MTP layers in a checkpoint of their own are not supported; `None` where they are."""
-    layers = stated((config, *nested_configs(config)), "num_hidden_layers")
-    if names and _recognised(names, layers if COUNT.is_valid(layers) else 0) is None:
-        return "has no MTP layers of a known layout among its tensors. Pass the checkpoint of MTP layers."
-    return refused_key(config, "mtp", _READ)
-
-
-def count_layers(names: Iterable[str], num_target_layers: int) -> int:
-    """MTP layers among tensors with these names in files, those of a target with so many layers or of MTP alone."""
-    _, names = _recognised(names, num_target_layers) or (None, ())
-    return len({_number(name) for name in names if name.startswith("layers.")})
+    def refusal(self):
+        # transformers loads and drives it.
+        return None
 
 
 def _recognised(stored: Iterable[str], num_target_layers: int) -> tuple[MtpLayout, dict[str, str]] | None:
@@ -364,24 +458,28 @@ def stored_tensors(config: MtpConfig, tensors: Mapping[str, torch.Tensor]) -> di
     return stored
 
 
-def _stated_count(config: Mapping[str, Any]) -> int | None:
-    """K by a config, `None` where it is left out or 0."""
-    for place in (config, *nested_configs(config)):
-        for key in _COUNT_KEYS:
-            if isinstance(place.get(key), int) and place[key] > 0:
-                return int(place[key])
-    return None
-
-
-def nested_configs(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The configs of a language model inside of one."""
-    found = (config.get(key) for key in ("text_config", "transformer_layer_config"))
-    return [part for part in found if isinstance(part, Mapping)]
-
-
 def _is_fused(name: str, sources: list[list[str]]) -> bool:
     return sources != [[name]]
 
 
 def _number(name: str) -> int:
     return int(name.split(".")[1])
+
+
+# The layers of a target, which a checkpoint of MTP layers alone lacks.
+_TARGETS_OWN = ("layers.0.",)
+
+_format = partial(Format, method="mtp", reader=MtpReader, without=_TARGETS_OWN)
+
+# The special before the usual.
+FORMATS = (
+    _format("mtp", producer="hf_specdec", config=("model_type=mtp",), tensors=("mtp.fc.weight",)),
+    _format(
+        "mtp-speculators", producer="speculators", config=("speculators_model_type=mtp",), tensors=("mtp_layers.",)
+    ),
+    _format("mtp-mimo", producer="Xiaomi, FastMTP", tensors=("mtp_layers.", ".input_proj.weight")),
+    _format("mtp-ernie", producer="Baidu", tensors=("mtp_block.", "mtp_linear_proj.")),
+    _format("mtp-longcat", producer="Meituan", tensors=("mtp.layers.", ".eh_proj.weight")),
+    _format("mtp-deepseek", producer="DeepSeek, Z.ai, Tencent", tensors=("layers.", ".eh_proj.weight")),
+    Format("gemma4-assistant", "mtp", "Google", AssistantReader, ("model_type=gemma4(_unified)?_assistant",)),
+)

@@ -24,41 +24,20 @@ import torch
 from torch import nn
 
 from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint, tensor_shapes
-from ...checkpoints.draft_checkpoint import stated
+from ...checkpoints.header import TargetSizes
 from ...checkpoints.loading import loads_checkpoint
 from ...decoding.attention import NAME, folding_masks
 from ...decoding.masks import FULL, Span
-from ...errors import CheckpointFormatError, SpecConfigError, UnsupportedModelError, shown
-from ...hub.files import MTP_WEIGHT_FILES
+from ...errors import SpecConfigError, UnsupportedModelError
 from ...layers.draft_network import TargetParts
 from ...target_facts import decoder_layers, hidden_size, vocabulary_size
-from .formats import MTP_LAYOUT, WIDTH_KEY, MtpCheckpoint, MtpConfig, nested_configs, stored_tensors
+from .formats import MTP_LAYOUT, SUPPORTED_MODEL_TYPES, WIDTH_KEY, MtpConfig, MtpReader, stored_tensors
 
 
 if TYPE_CHECKING:
     from ...decoding.cache import SlotCache
     from ...settings import SpeculativeConfig
 
-
-# The model types of targets whose decoder layers have been checked as MTP layers.
-SUPPORTED_MODEL_TYPES = (
-    "deepseek_v3",
-    "ernie4_5_moe",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "hy_v3",
-    "llama",
-    "longcat_flash",
-    "mellum",
-    "mimo",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_moe",
-    "qwen3_next",
-)
 
 # Families whose MTP layers look no further back than the window of the target's other layers.
 _SLIDING = ("mellum",)
@@ -96,7 +75,7 @@ class MtpNetwork(nn.Module):
         check_family(target_model)
         super().__init__()
         self.config = config
-        self.target = TargetSizes.of(target_model)
+        self.target = MtpTarget.of(target_model)
         num_target_layers = len(decoder_layers(target_model))
         self.target_hidden_states: tuple = (num_target_layers if config.layout.before_norm else "last",)
         parts = _layer_config(target_model, config)
@@ -267,7 +246,7 @@ class HalfLayer(nn.Module):
 
 
 @dataclass(frozen=True)
-class TargetSizes:
+class MtpTarget:
     """What a target must share with the one that MTP layers were made for."""
 
     model_type: str
@@ -275,7 +254,7 @@ class TargetSizes:
     vocab_size: int
 
     @classmethod
-    def of(cls, target_model: nn.Module) -> TargetSizes:
+    def of(cls, target_model: nn.Module) -> MtpTarget:
         return cls(_model_type(target_model), hidden_size(target_model), vocabulary_size(target_model))
 
 
@@ -385,14 +364,14 @@ def load_mtp(config: SpeculativeConfig, target_model: nn.Module) -> MtpNetwork:
     """
     check_family(target_model)
     dtype, device = head_placement(config, target_model)
-    checkpoint = Checkpoint(placed(config, target_model), MTP_WEIGHT_FILES)
-    if config.model is not None:
-        _check_sizes(checkpoint, target_model)
-    found = MtpCheckpoint(checkpoint, len(decoder_layers(target_model)))
+    checkpoint = Checkpoint(placed(config, target_model), MtpReader.weight_files)
+    reader = MtpReader(checkpoint.header, len(decoder_layers(target_model)))
+    found = reader.configured(None if config.model is None else TargetSizes.of(target_model))
     with torch.device("meta"):
-        network = MtpNetwork(found.config, target_model)
+        network = MtpNetwork(found, target_model)
     in_float32 = getattr(target_model, "_keep_in_fp32_modules_strict", None) or ()
-    network.load_state_dict(found.read(tensor_shapes(network), dtype, device, in_float32), assign=True)
+    tensors = reader.tensors(checkpoint, tensor_shapes(network), dtype, device, in_float32)
+    network.load_state_dict(tensors, assign=True)
     return network.eval().requires_grad_(False)
 
 
@@ -415,17 +394,6 @@ def placed(config: SpeculativeConfig, target_model: nn.Module) -> SpeculativeCon
     return config.replace(model=str(name), revision=revision)
 
 
-def _check_sizes(checkpoint: Checkpoint, target_model: nn.Module) -> None:
-    target = TargetSizes.of(target_model)
-    for name in ("hidden_size", "vocab_size"):
-        found = stated((checkpoint.config, *nested_configs(checkpoint.config)), name)
-        if found not in (None, getattr(target, name)):
-            raise CheckpointFormatError(
-                f"'{checkpoint.name}' has {name}={shown(found)} in its config.json, and {type(target_model).__name__} "
-                f"has {getattr(target, name)}. Pass MTP layers that were made for this target."
-            )
-
-
 def fitting_network(network: nn.Module, target_model: nn.Module) -> MtpNetwork:
     """MTP layers that were not loaded here, such as those in training, checked against the target and attached to it.
 
@@ -437,7 +405,7 @@ def fitting_network(network: nn.Module, target_model: nn.Module) -> MtpNetwork:
             f"spec_method='mtp' drafts with an MtpNetwork, got a {type(network).__name__}. Pass one, or the folder or "
             "repo id of a checkpoint as `spec_model`."
         )
-    found, target = network.target, TargetSizes.of(target_model)
+    found, target = network.target, MtpTarget.of(target_model)
     if found != target:
         raise SpecConfigError(f"The MTP layers were made for {found}, and the target is {target}. Pass fitting ones.")
     return network.attach(target_model)

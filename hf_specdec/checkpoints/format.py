@@ -1,0 +1,193 @@
+"""Formats of published checkpoints, and how each is recognised.
+
+Evidence is what `config.json` says and how the tensors are called; names of repositories are none. Names of classes in
+a config are often those of something else, so tensors count for more.
+
+A mark is what a config may say: `key=pattern` holds where the whole value, as text, matches the regular expression,
+`key` alone where the value counts as true. `a.b` is a key inside of another, and `&` joins marks that only count
+together. The first class stands for `architectures`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointFormatError
+from ..threads import cached_property
+from .header import unwrapped
+
+
+if TYPE_CHECKING:
+    from .reader import CheckpointReader
+
+
+@dataclass(frozen=True)
+class Format:
+    """A published format.
+
+    Args:
+        name (`str`): Short and stable.
+        method (`str`): What drafts with it.
+        producer (`str`): Who publishes or writes it.
+        reader (`type`): A [`CheckpointReader`], which knows what its settings and tensors mean.
+        config (`tuple[str, ...]`): Marks in the config, of which one suffices.
+        tensors (`tuple[str, ...]`): Names that all must be there, `|` between spellings. `x.` is the beginning of a
+            name, `.x` the end of one. The wrappers that files put around a head (`model.`, ...) are left out.
+        without (`tuple[str, ...]`): Names that must not be there.
+        is_hint (`bool`): The marks also fit other checkpoints: they count where nothing else is known.
+    """
+
+    name: str
+    method: str
+    producer: str
+    reader: type[CheckpointReader]
+    config: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    is_hint: bool = False
+
+    def is_marked(self, config: Mapping[str, Any]) -> bool:
+        """Whether a config has one of the marks."""
+        return is_marked(config, self.config)
+
+    def is_shown(self, names: TensorNames) -> bool:
+        """Whether the names of the tensors are those of this format."""
+        return bool(self.tensors) and all(map(names.has, self.tensors)) and not any(map(names.has, self.without))
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A kind of drafter that is known and not supported; one mark or one tensor suffices to recognise it.
+
+    Args:
+        what (`str`): What such a drafter is or has, and what to do instead; the subject is left out.
+        config (`tuple[str, ...]`): Marks in the config.
+        tensors (`tuple[str, ...]`): Shell patterns of names of tensors.
+    """
+
+    what: str
+    config: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+
+    def is_there(self, places: Iterable[Mapping[str, Any]], names: Collection[str]) -> bool:
+        """Whether a config, spread over `places`, has a mark, or one of the tensors is such a one."""
+        if any(is_marked(place, self.config) for place in places):
+            return True
+        return any(fnmatchcase(name, pattern) for pattern in self.tensors for name in names)
+
+
+QUANTISED = Unsupported(
+    "holds quantised weights, which are not supported. Pass one in a floating-point type.",
+    ("quantization_config",),
+    ("*weight_scale", "*weight_packed", "*qweight"),
+)
+
+
+def is_marked(config: Mapping[str, Any], marks: Iterable[str]) -> bool:
+    """Whether a config has one of the marks."""
+    return any(all(_holds(config, part) for part in mark.split("&")) for mark in marks)
+
+
+def _holds(config: Mapping[str, Any], mark: str) -> bool:
+    key, equals, pattern = mark.partition("=")
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    if key == "architectures":
+        value = architecture(config)
+    if not equals:
+        return bool(value)
+    return value is not None and re.fullmatch(pattern, str(value), re.DOTALL) is not None
+
+
+def architecture(config: Mapping[str, Any]) -> str:
+    """The first class that a config names."""
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+class TensorNames:
+    """Names of tensors without the wrappers, to be asked in the language of the formats."""
+
+    def __init__(self, stored: Iterable[str]):
+        self.stored = {unwrapped(name): name for name in stored}
+
+    def has(self, names: str) -> bool:
+        """Whether one of the spellings in `names` is there."""
+        return any(map(self._has, names.split("|")))
+
+    def _has(self, name: str) -> bool:
+        if name.endswith("."):
+            return name in self._beginnings
+        return name in (self._ends if name.startswith(".") else self.stored)
+
+    @cached_property
+    def _beginnings(self) -> set[str]:
+        return {name[: dot.end()] for name in self.stored for dot in re.finditer(r"\.", name)}
+
+    @cached_property
+    def _ends(self) -> set[str]:
+        return {name[dot.start() :] for name in self.stored for dot in re.finditer(r"\.", name)}
+
+
+def format_of(
+    formats: Sequence[Format], name: str, config: Mapping[str, Any], tensors: Iterable[str] | None
+) -> Format:
+    """The format of a checkpoint.
+
+    Args:
+        formats (`Sequence[Format]`): Of all methods, in each method the special before the usual: the first counts
+            that config and tensors agree in, else the last that the tensors show.
+        name (`str`): What messages call the checkpoint.
+        config (`Mapping`): `config.json`.
+        tensors (`Iterable[str]`, *optional*): Names of its tensors; `None` where they are not known.
+
+    Raises:
+        CheckpointFormatError: It has none of the formats, or is said to be for two methods.
+    """
+    names = None if tensors is None else TensorNames(tensors)
+    marked = [row for row in formats if row.is_marked(config)]
+    shown = [] if names is None else [row for row in formats if row.is_shown(names)]
+    certain = [row for row in formats if row in shown or (row in marked and not row.is_hint)]
+    if len({row.method for row in certain}) > 1:
+        raise CheckpointFormatError(
+            f"The method of '{name}' is ambiguous: its config.json ({_described(config)}) and its tensors fit "
+            f"{' and '.join(f'{row.name} (method {row.method!r})' for row in _one_each(certain))}. Name the method "
+            "with `spec_method`."
+        )
+    fitting = [row for row in certain or marked if row.method == (certain or marked)[0].method]
+    if not fitting:
+        seen = "" if names is None else f" and tensors such as {', '.join(list(names.stored.values())[:3]) or 'none'}"
+        near = _near(formats, config, names)
+        raise CheckpointFormatError(
+            f"The method of '{name}' cannot be read: its config.json ({_described(config)}){seen} are of no known "
+            f"format.{f' Nearest: {near}.' if near else ''} Name it with `spec_method`."
+        )
+    agreed = [row for row in fitting if row in marked and (names is None or not row.tensors or row in shown)]
+    # Without a mark the usual one.
+    return (agreed or [row for row in fitting if row in shown][-1:] or fitting)[0]
+
+
+def _one_each(rows: list[Format]) -> list[Format]:
+    """The first row of each method."""
+    return list({row.method: row for row in reversed(rows)}.values())[::-1]
+
+
+def _described(config: Mapping[str, Any]) -> str:
+    keys = ("architectures", "model_type", "speculators_model_type")
+    return ", ".join(f"{key}: {config.get(key)}" for key in keys if key in config) or "no architectures, no model_type"
+
+
+def _near(formats: Sequence[Format], config: Mapping[str, Any], names: TensorNames | None) -> str:
+    """Formats that have something in common with a checkpoint that has none of them."""
+    shown = [row for row in formats if names and any(map(names.has, row.tensors))]
+    words = [str(value) for value in (architecture(config), config.get("model_type")) if value]
+    known = {re.sub(r"\W|[.]", "", mark.partition("=")[2]): row for row in formats for mark in row.config}
+    close = [match for word in words for match in difflib.get_close_matches(word, known, n=2)]
+    rows = dict.fromkeys([*(known[match] for match in close), *_one_each(shown)])
+    return ", ".join(f"{row.name} (method '{row.method}')" for row in list(rows)[:3])

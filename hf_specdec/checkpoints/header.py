@@ -1,0 +1,120 @@
+"""Header of a checkpoint, and the facts about targets that drafters are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import CheckpointFormatError, SpecDecError
+from ..target_facts import MAX_VOCABULARY_GAP, decoder_layers, hidden_size, vocabulary_size
+
+
+# Where a checkpoint keeps its tensors, the safe formats first.
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+_WRAPPERS = ("model.", "eagle.", "draft_model.", "eagle_module.", "medusa_heads.", "speculator.", "language_model.")
+
+
+@dataclass(frozen=True)
+class Header:
+    """All that is known of a checkpoint without its weights.
+
+    Args:
+        name (`str`): Folder or repo id.
+        config (`Mapping`): `config.json`.
+        shapes (`Mapping[str, tuple[int, ...]]`, *optional*): Shape of every tensor by its name in the file, maybe read
+            when it is asked for; `None` where only loading the weights would tell.
+        file (`str`, *optional*): The weight file, or its index.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]] | None
+    file: str | None = None
+
+
+@dataclass(frozen=True)
+class TargetNeeds:
+    """What a checkpoint says of the target that it was made for; `None` where it says nothing.
+
+    Args:
+        name (`str`, *optional*): Repo id or folder, by the config or the card.
+        hidden_size (`int`, *optional*): Of the states that the drafter reads.
+        vocab_size (`int`, *optional*): Of its tokens; padding may differ.
+        num_hidden_layers (`int`, *optional*): Decoder layers.
+        min_hidden_layers (`int`, *optional*): Decoder layers that it must have for the states that are read.
+        model_type (`str`, *optional*): Of a drafter that has the target's own layers.
+    """
+
+    name: str | None = None
+    hidden_size: int | None = None
+    vocab_size: int | None = None
+    num_hidden_layers: int | None = None
+    min_hidden_layers: int | None = None
+    model_type: str | None = None
+
+
+@dataclass(frozen=True)
+class TargetSizes:
+    """What a drafter must fit: name of the target in messages, and its sizes, `None` where one is not known."""
+
+    name: str
+    hidden_size: int | None
+    vocab_size: int | None
+    num_hidden_layers: int | None
+
+    @classmethod
+    def of(cls, target_model: nn.Module, *, with_layers: bool = True) -> TargetSizes:
+        """Those of a model; its layers are only looked for where a drafter reads states between them."""
+        layers = len(decoder_layers(target_model)) if with_layers else None
+        name = type(target_model).__name__
+        return cls(name, hidden_size(target_model), vocabulary_size(target_model), layers)
+
+
+def misfits(needs: TargetNeeds, target: TargetSizes) -> Iterator[str]:
+    """Reasons why a drafter cannot draft for a target, as sentences without subject and full stop."""
+    width, size, layers = target.hidden_size, target.vocab_size, target.num_hidden_layers
+    if None not in (needs.hidden_size, width) and needs.hidden_size != width:
+        yield f"reads states of hidden size {needs.hidden_size}, and {target.name} has {width}"
+    if None not in (needs.vocab_size, size) and abs(needs.vocab_size - size) > MAX_VOCABULARY_GAP * size:
+        yield (
+            f"has a vocabulary of {needs.vocab_size} tokens, and {target.name} has {size}: these are different "
+            "tokenizers"
+        )
+    if layers is not None and needs.num_hidden_layers not in (None, layers):
+        yield f"was made for a target with {needs.num_hidden_layers} decoder layers, and {target.name} has {layers}"
+    elif layers is not None and (needs.min_hidden_layers or 0) > layers:
+        yield f"reads the states of {needs.min_hidden_layers} decoder layers, and {target.name} has {layers}"
+
+
+def check_fits(
+    drafter: str,
+    needs: TargetNeeds,
+    target: TargetSizes,
+    todo: str,
+    error: type[SpecDecError] = CheckpointFormatError,
+) -> None:
+    """Raises `error` where a drafter, called so in the message, cannot draft for a target; `todo` says what to do."""
+    for reason in misfits(needs, target):
+        raise error(f"{drafter} {reason}. {todo}")
+
+
+def unwrapped(name: str) -> str:
+    """The name of a tensor without the wrappers that files put around a head."""
+    while prefix := next(filter(name.startswith, _WRAPPERS), None):
+        name = name.removeprefix(prefix)
+    return name
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first names, for a message."""
+    names = list(names)
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

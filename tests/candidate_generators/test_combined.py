@@ -12,8 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, pipeline
-from transformers.generation.streamers import BaseStreamer
+from transformers import LlamaConfig, pipeline
 from typer.testing import CliRunner
 
 from hf_specdec import (
@@ -42,7 +41,6 @@ from hf_specdec.errors import MissingDependencyError
 from hf_specdec.method import parts_of, resolve_candidate_generator
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from tests.candidate_generators.test_suffix import needs_library
-from tests.models import VOCAB_SIZE, prompts
 from tests.sampled import SampledCandidateGenerator
 from tests.statistics import chi_square_pvalue
 from tests.test_sampling import (
@@ -50,7 +48,6 @@ from tests.test_sampling import (
     SETTINGS,
     V,
     exact_distribution,
-    no_drafts,
     sample,
     sampled_counts,
     small_model,
@@ -137,17 +134,6 @@ class TestGreedy:
             assert call.stats.method == f"{retrieval}+eagle3"
             assert call.stats.num_accepted_tokens > 10
 
-    @pytest.mark.parametrize("batch_size", [1, 3])
-    @every_model
-    def test_whoever_drafts(self, target, inputs, plain, method, batch_size, monkeypatch):
-        asked = decide(monkeypatch, in_turns)
-        ours, call = generated(target, inputs(batch_size), speculative=pair(method))
-        assert torch.equal(ours, plain(batch_size))
-        assert any(map(any, asked))
-        assert not all(map(all, asked))
-        if batch_size > 1:
-            assert any(any(rows) and not all(rows) for rows in asked)
-
     @needs_library
     def test_trees_of_both(self, target, inputs, plain, monkeypatch):
         decide(monkeypatch, in_turns)
@@ -157,88 +143,8 @@ class TestGreedy:
         branching = [row for cycle in call.cycles for row in cycle.rows if len(set(row.parents)) < len(row.parents)]
         assert branching
 
-    @pytest.mark.parametrize("method", ["eagle3", "draft_model", "medusa"])
-    def test_rows_that_end_apart(self, target, inputs, method, monkeypatch):
-        settings = {**inputs(3), "pad_token_id": 0}
-        plain, _ = generated(target, settings)
-        stop = int(plain[1, settings["input_ids"].shape[1] + 6])
-        ended, _ = generated(target, settings, eos_token_id=stop)
-        for pattern in (in_turns, [0, 0, 0, 0, 1]):
-            with monkeypatch.context() as patch:
-                decide(patch, pattern)
-                assert torch.equal(generated(target, settings, eos_token_id=stop, speculative=pair(method))[0], ended)
-
-    @pytest.mark.parametrize(
-        "processing",
-        [
-            {"repetition_penalty": 1.3},
-            {"no_repeat_ngram_size": 3},
-            {"logits_processor": [lambda input_ids, scores: scores - 2 * scores.softmax(-1)]},
-            {"max_new_tokens": 1},
-            {"max_new_tokens": 2},
-        ],
-        ids=lambda processing: next(iter(processing)),
-    )
-    def test_processors_and_limits(self, target, inputs, processing, monkeypatch):
-        decide(monkeypatch, in_turns)
-        plain, _ = generated(target, inputs(3), **processing)
-        ours, _ = generated(target, inputs(3), speculative=pair("eagle3"), **processing)
-        assert torch.equal(ours, plain)
-
-    def test_streamer_and_scores(self, target, inputs, monkeypatch):
-        decide(monkeypatch, in_turns)
-        wanted = {"return_dict_in_generate": True, "output_scores": True}
-        plain, _ = generated(target, inputs(2), **wanted)
-        ours, _ = generated(target, inputs(2), speculative=pair("eagle3"), **wanted)
-        assert torch.equal(ours.sequences, plain.sequences)
-        torch.testing.assert_close(torch.stack(ours.scores), torch.stack(plain.scores), atol=1e-3, rtol=1e-3)
-
-        class Tokens(BaseStreamer):
-            def __init__(self):
-                self.seen = []
-
-            def put(self, value):
-                self.seen += value.flatten().tolist()
-
-            def end(self):
-                self.seen.append("end")
-
-        streamer = Tokens()
-        text, _ = generated(target, inputs(1), speculative=pair("eagle3"), streamer=streamer)
-        assert streamer.seen == [*text[0].tolist(), "end"]
-
-    def test_target_that_takes_no_trees(self, monkeypatch):
-        torch.manual_seed(0)
-        config = BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.5)
-        bloom = BloomForCausalLM(config).eval()
-        bloom.generation_config.pad_token_id = 0
-        decide(monkeypatch, in_turns)
-        for batch_size in (1, 2):
-            batch = prompts(batch_size, padding=False)
-            plain, _ = generated(bloom, batch, eos_token_id=None)
-            speculator = load_speculator(bloom, "ngram+draft_model", draft_model=bloom)
-            ours, call = generated(bloom, batch, eos_token_id=None, assistant=speculator)
-            assert torch.equal(ours, plain)
-            assert call.stats.num_accepted_tokens > 5
-
-    def test_longest_text_that_is_drafted_for(self, target, inputs, plain, monkeypatch):
-        decide(monkeypatch, [1, 0])
-        longest = inputs(1)["input_ids"].shape[1] + 10
-        ours, call = generated(target, inputs(1), speculative=pair("eagle3", max_model_len=longest))
-        assert torch.equal(ours, plain(1))
-        assert call.cycles[0].rows[0].draft_tokens
-        assert not call.cycles[-1].rows[0].draft_tokens
-
 
 class TestSampling:
-    @pytest.mark.parametrize("method", ["eagle3", "draft_model", "medusa"])
-    def test_text_depends_on_the_seed_alone(self, target, inputs, method, monkeypatch):
-        settings = {"max_new_tokens": 24, "temperature": 0.8, "top_k": 20}
-        alone = sample(target, inputs(3), assistant=no_drafts(), **settings)
-        assert torch.equal(sample(target, inputs(3), speculative=pair(method), **settings), alone)
-        decide(monkeypatch, in_turns)
-        assert torch.equal(sample(target, inputs(3), speculative=pair(method), **settings), alone)
-
     @pytest.mark.parametrize(
         ("law", "rule"), [("plain", "standard"), ("repetition_penalty_and_top_p", "standard"), ("plain", "block")]
     )
@@ -736,12 +642,3 @@ class TestUse:
         plain, ours = (json.loads(result.stdout) for result in results)
         assert ours["stats"]["method"] == "ngram+eagle3"
         assert ours["token_ids"] == plain["token_ids"]
-
-    def test_stock_assisted_decoding(self, target, inputs, monkeypatch):
-        batch = inputs(1)
-        plain, _ = generated(target, batch)
-        speculator = load_speculator(target, **pair("draft_model", num_speculative_tokens=3))
-        generator = speculator.candidate_generator(Session(1, plain.shape[1], torch.device("cpu")))
-        decide(monkeypatch, [0, 0, 1])
-        monkeypatch.setattr(target, "_get_candidate_generator", lambda *args, **kwargs: generator)
-        assert torch.equal(generated(target, batch, prompt_lookup_num_tokens=2)[0], plain)

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, DynamicCache
-from transformers.generation.streamers import BaseStreamer
+from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, Speculator, load_speculator, record
@@ -23,7 +22,6 @@ from hf_specdec.candidate_generators.dflash.generator import DFlashCandidateGene
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork, GivenContext
 from hf_specdec.decoding.states import captured_states
 from hf_specdec.drafting import slots
-from hf_specdec.drafts import DraftTree
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from tests.architectures import tiny_model
 from tests.models import VOCAB_SIZE, prompts, tiny_llama
@@ -33,7 +31,6 @@ from tests.test_sampling import (
     SETTINGS,
     V,
     exact_distribution,
-    no_drafts,
     sample,
     sampled_counts,
     small_model,
@@ -721,16 +718,6 @@ class TestDraftCache:
 
 
 class TestGreedyEqualsPlain:
-    @every_shape
-    @pytest.mark.parametrize("batch_size", [1, 3, 8])
-    @pytest.mark.parametrize("target", ["llama", "sliding"])
-    def test_text(self, drafts, target, batch_size, shape):
-        target, network = drafts[target]
-        inputs = prompts(batch_size, LENGTHS[batch_size])
-        plain, ours, call = plain_and_ours(target, speculator_for(network, **shape), inputs)
-        assert torch.equal(ours, plain)
-        assert call.stats.num_accepted_tokens >= 3 * batch_size
-
     @every_kind
     def test_published_draft(self, shape):
         """A padded batch of the official prompts: every row drafts what it drafts alone."""
@@ -761,18 +748,6 @@ class TestGreedyEqualsPlain:
             assert torch.equal(ours, plain)
             assert call.stats.num_accepted_tokens > 0
 
-    @every_kind
-    def test_rows_that_end_apart(self, drafts, shape):
-        target, network = drafts["llama"]
-        inputs = prompts(3)
-        text = target.generate(**inputs, **GREEDY)
-        eos = sorted({int(text[row, 10 + 5 * row]) for row in range(3)})
-        plain, ours, call = plain_and_ours(
-            target, speculator_for(network, **shape), inputs, eos_token_id=eos, pad_token_id=0
-        )
-        assert torch.equal(ours, plain)
-        assert len({len(cycle.rows) for cycle in call.cycles}) > 1
-
     def test_stop_token_inside_of_an_accepted_block(self):
         target, folder, expected = published("trained_b8")
         prompt, text = expected["prompt0.input_ids"], expected["prompt0.generate.output_ids"]
@@ -794,138 +769,6 @@ class TestGreedyEqualsPlain:
                 ended += ours.shape[1] < prompt.shape[1] + 60
         assert ended > 3
 
-    @every_kind
-    @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 5])
-    def test_max_new_tokens(self, drafts, shape, max_new_tokens):
-        target, network = drafts["llama"]
-        plain, ours, call = plain_and_ours(
-            target, speculator_for(network, **shape), prompts(3), max_new_tokens=max_new_tokens
-        )
-        assert torch.equal(ours, plain)
-        # The target's own token needs room, too.
-        for cycle in call.cycles:
-            for trace in cycle.rows:
-                topology = DraftTree.from_lists([trace.draft_tokens], parents=[trace.parents]).topology
-                assert topology.depths.max() <= max(max_new_tokens - 2, 0)
-
-    @every_kind
-    def test_processors_that_read_tokens(self, drafts, shape):
-        target, network = drafts["llama"]
-        plain, ours, call = plain_and_ours(
-            target, speculator_for(network, **shape), prompts(3), repetition_penalty=1.2, no_repeat_ngram_size=4
-        )
-        assert torch.equal(ours, plain)
-        assert call.stats.num_accepted_tokens > 0
-
-    def test_unknown_processors_hold_rows_together(self, drafts):
-        target, network = drafts["llama"]
-        processors = {"logits_processor": [lambda input_ids, scores: scores]}
-        plain, ours, call = plain_and_ours(target, speculator_for(network), prompts(3), **processors)
-        assert torch.equal(ours, plain)
-        assert call.stats.num_accepted_tokens > 0
-
-    @every_kind
-    def test_streamer(self, drafts, shape):
-        class Collect(BaseStreamer):
-            def __init__(self):
-                self.seen = []
-
-            def put(self, value):
-                self.seen.extend(value.flatten().tolist())
-
-            def end(self):
-                self.seen.append(None)
-
-        target, network = drafts["llama"]
-        streamers = [Collect(), Collect()]
-        target.generate(**prompts(1), **GREEDY, streamer=streamers[0])
-        target.generate(**prompts(1), **GREEDY, streamer=streamers[1], assistant=speculator_for(network, **shape))
-        assert streamers[0].seen == streamers[1].seen
-
-    @pytest.mark.parametrize("batch_size", [1, 3])
-    def test_prefill_in_chunks(self, drafts, batch_size):
-        """The states of all chunks reach the draft: the drafts are the same."""
-        for target, network in drafts.values():
-            speculator = speculator_for(network)
-            inputs = prompts(batch_size, length=12)
-            plain, ours, call = plain_and_ours(target, speculator, inputs)
-            _, chunked, other = plain_and_ours(target, speculator, inputs, prefill_chunk_size=5)
-            assert torch.equal(ours, plain)
-            assert torch.equal(chunked, plain)
-            assert other.cycles == call.cycles
-
-    @pytest.mark.parametrize("batch_size", [1, 3])
-    def test_continued_cache(self, drafts, batch_size):
-        target, network = drafts["llama"]
-        inputs = prompts(batch_size, length=12)
-        cache = DynamicCache()
-        with torch.no_grad():
-            first = {key: value[:, :8] for key, value in inputs.items()}
-            positions = (first["attention_mask"].cumsum(1) - 1).clamp(min=0)
-            target(**first, position_ids=positions, past_key_values=cache)
-        plain = target.generate(**inputs, **GREEDY, past_key_values=copy.deepcopy(cache))
-        with record() as made:
-            ours = target.generate(**inputs, **GREEDY, past_key_values=cache, assistant=speculator_for(network))
-        assert torch.equal(ours, plain)
-        assert made.calls[0].stats.num_accepted_tokens > 0
-
-    def test_prompts_as_embeddings(self, drafts):
-        target, network = drafts["llama"]
-        inputs = prompts(2)
-        embeds = target.get_input_embeddings()(inputs["input_ids"]).detach()
-        call = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}
-        for ids in ({}, {"input_ids": inputs["input_ids"]}):
-            plain, ours, made = plain_and_ours(target, speculator_for(network), {**call, **ids})
-            assert torch.equal(ours, plain)
-            assert made.stats.num_accepted_tokens > 0
-
-    @every_kind
-    @pytest.mark.parametrize("length", [1, 2])
-    def test_short_prompts(self, drafts, length, shape):
-        target, network = drafts["llama"]
-        for batch_size in (1, 3):
-            inputs = prompts(batch_size, length, padding=False)
-            plain, ours, _ = plain_and_ours(target, speculator_for(network, **shape), inputs)
-            assert torch.equal(ours, plain)
-
-    def test_scores_and_hidden_states(self, drafts):
-        target, network = drafts["llama"]
-        wanted = {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True}
-        plain, ours, _ = plain_and_ours(target, speculator_for(network), prompts(2), **wanted)
-        assert torch.equal(ours.sequences, plain.sequences)
-        for mine, theirs in zip(ours.scores, plain.scores):
-            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
-
-    def test_target_that_takes_no_trees(self):
-        torch.manual_seed(0)
-        config = BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.5)
-        bloom = BloomForCausalLM(config).eval()
-        bloom.generation_config.pad_token_id = 0
-        network = fitted(bloom, num_steps=20)
-        for shape in SHAPES.values():
-            plain, ours, call = plain_and_ours(bloom, speculator_for(network, **shape), prompts(1))
-            assert torch.equal(ours, plain)
-            noted = any("chains instead of trees" in note for note in call.stats.notes)
-            assert noted == ("num_draft_nodes" in shape)
-
-    def test_half_precision(self, drafts):
-        target = copy.deepcopy(drafts["llama"][0]).to(torch.bfloat16)
-        network = copy.deepcopy(drafts["llama"][1])
-        for dtype in (torch.bfloat16, torch.float32):
-            network = network.to(dtype).attach(target)
-            for shape in (SHAPES[name] for name in KINDS):
-                with record() as made:
-                    target.generate(**prompts(3), **GREEDY, assistant=speculator_for(network, **shape))
-                assert made.calls[0].stats.num_accepted_tokens > 0
-
-    def test_max_model_len(self, drafts):
-        target, network = drafts["llama"]
-        plain, ours, call = plain_and_ours(target, speculator_for(network, max_model_len=20), prompts(2))
-        assert torch.equal(ours, plain)
-        rows = [row for cycle in call.cycles for row in cycle.rows]
-        assert any(row.draft_tokens for row in rows)
-        assert any(not row.draft_tokens for row in rows)
-
 
 def small_draft(**settings):
     """A draft that knows some of the tokens of the target whose distribution is enumerated."""
@@ -939,27 +782,9 @@ def small_draft(**settings):
 
 
 class TestSampling:
-    @every_shape
-    def test_text_depends_on_the_seed_alone(self, drafts, shape):
-        target, network = drafts["llama"]
-        inputs = prompts(3)
-        ours = sample(target, inputs, assistant=speculator_for(network, **shape))
-        assert torch.equal(ours, sample(target, inputs, assistant=no_drafts()))
-
-    @pytest.mark.parametrize("law", ["plain", "repetition_penalty_and_top_p"])
-    @pytest.mark.parametrize("shape", [{"num_draft_nodes": 5}, {"dflash_num_denoising_steps": 2}])
-    def test_chosen_drafts_keep_the_distribution(self, law, shape):
-        counts, stats = sampled_counts(SETTINGS[law], speculator_for(small_draft(), **shape))
-        assert chi_square_pvalue(counts, exact_distribution(SETTINGS[law])) > P_VALUE
-        assert stats.num_accepted_tokens > 500
-
     @pytest.mark.parametrize(
         ("kind", "law", "rule"),
         [
-            ({}, "plain", "standard"),
-            ({}, "repetition_penalty_and_top_p", "standard"),
-            ({}, "plain", "block"),
-            ({}, "top_k", "block"),
             ({"predicts_next": True, "markov_rank": 3}, "plain", "standard"),
             ({"predicts_next": True, "markov_rank": 3}, "top_k", "block"),
         ],
@@ -1160,22 +985,3 @@ class warnings_of:
     def _keep(self, line):
         self.seen.append(line.getMessage())
         return False
-
-
-@every_kind
-def test_stock_assisted_decoding(drafts, monkeypatch, shape):
-    target, network = drafts["sliding"]
-    inputs = prompts(1)
-    plain = target.generate(**inputs, **GREEDY)
-    generator = speculator_for(network, **shape).candidate_generator(Session(1, plain.shape[1], torch.device("cpu")))
-    accepted = []
-
-    def update(input_ids, scores, num_matches):
-        accepted.append(num_matches)
-        DFlashCandidateGenerator.update_candidate_strategy(generator, input_ids, scores, num_matches)
-
-    monkeypatch.setattr(generator, "update_candidate_strategy", update)
-    monkeypatch.setattr(target, "_get_candidate_generator", lambda *args, **kwargs: generator)
-    assisted = target.generate(**inputs, **GREEDY, prompt_lookup_num_tokens=2)
-    assert torch.equal(assisted, plain)
-    assert sum(accepted) > 3

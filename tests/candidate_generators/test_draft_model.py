@@ -49,8 +49,6 @@ from tests.test_sampling import (
     SETTINGS,
     V,
     exact_distribution,
-    no_drafts,
-    sample,
     sampled_counts,
     small_model,
 )
@@ -135,27 +133,6 @@ class TestGreedyEqualsPlain:
             low, high = {"itself": (1, 1), "perturbed": (0.4, 0.95), "unrelated": (0, 0.2)}[kind]
             assert low <= stats.acceptance_rate <= high
 
-    @pytest.mark.parametrize("batch_size", [1, 4])
-    @pytest.mark.parametrize("kind", ["itself", "perturbed", "unrelated"])
-    def test_rows_that_end_apart(self, model, drafts, kind, batch_size):
-        inputs = prompts(batch_size)
-        text = model.generate(**inputs, **GREEDY)
-        eos = sorted({int(text[row, 7 + 4 + 5 * row]) for row in range(batch_size)})
-        plain, ours, call = plain_and_ours(model, drafts[kind], inputs, eos_token_id=eos, pad_token_id=0)
-        assert torch.equal(ours, plain)
-        # Drafts that are all accepted bring several rows to their end in one cycle.
-        if batch_size > 1 and kind != "itself":
-            assert len({len(cycle.rows) for cycle in call.cycles}) > 1
-
-    @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 6, 7])
-    def test_max_new_tokens(self, model, drafts, max_new_tokens):
-        for draft in drafts.values():
-            plain, ours, call = plain_and_ours(model, draft, prompts(3), max_new_tokens=max_new_tokens)
-            assert torch.equal(ours, plain)
-            drafted = [len(row.draft_tokens) for cycle in call.cycles for row in cycle.rows]
-            # The target's own token needs room, too.
-            assert max(drafted, default=0) == max(min(5, max_new_tokens - 2), 0)
-
     def test_sliding_target_and_sliding_draft(self, sliding_model):
         draft = perturbed(sliding_model, 0.05)
         plain, ours, call = plain_and_ours(sliding_model, draft, prompts(4, length=13))
@@ -166,18 +143,6 @@ class TestGreedyEqualsPlain:
         plain, ours, call = plain_and_ours(model, copy.deepcopy(model), prompts(3), repetition_penalty=1.4)
         assert torch.equal(ours, plain)
         assert call.stats.acceptance_rate == 1
-
-    def test_num_return_sequences(self, model):
-        speculator = load_speculator(model, {"method": "draft_model"}, draft_model=perturbed(model))
-        for assistant in (speculator, no_drafts()):
-            output = sample(model, prompts(2), num_return_sequences=3, assistant=assistant)
-            assert output.shape[0] == 6
-            assert len({tuple(row) for row in output.tolist()}) == 6
-
-    def test_one_prompt_token(self, model, drafts):
-        inputs = prompts(1, length=1, padding=False)
-        plain, ours, _ = plain_and_ours(model, drafts["perturbed"], inputs)
-        assert torch.equal(ours, plain)
 
     @pytest.mark.parametrize("batch_size", [1, 3])
     @pytest.mark.parametrize(
@@ -630,14 +595,6 @@ def draft_speculator(draft=None, k=3, **options):
 
 
 class TestSampling:
-    @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
-    @pytest.mark.parametrize("settings", SETTINGS)
-    def test_joint_distribution(self, settings, method):
-        counts, stats = sampled_counts(SETTINGS[settings], draft_speculator(draft_sample_method=method))
-        assert chi_square_pvalue(counts, exact_distribution(SETTINGS[settings])) > P_VALUE
-        assert stats.num_accepted_tokens > 0.1 * NUM_ROWS
-        assert stats.acceptance_rate < 0.98
-
     @pytest.mark.parametrize("threshold", [0.4, 0.7])
     @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
     def test_joint_distribution_with_early_stops(self, method, threshold):
@@ -658,22 +615,6 @@ class TestSampling:
             for method in ("greedy", "probabilistic")
         }
         assert rates["probabilistic"] > rates["greedy"] + 0.05
-
-    def test_greedy_drafts_give_the_text_of_the_seed(self, model, drafts):
-        inputs = prompts(3)
-        text = sample(model, inputs, assistant=no_drafts())
-        for draft in drafts.values():
-            for k in (1, 4):
-                options = {"method": "draft_model", "draft_sample_method": "greedy", "num_speculative_tokens": k}
-                speculator = load_speculator(model, options, draft_model=draft)
-                assert torch.equal(sample(model, inputs, assistant=speculator), text)
-        assert torch.equal(sample(model, inputs, spec_method="ngram"), text)
-
-    def test_drawn_drafts_repeat_with_the_seed(self, model, drafts):
-        speculator = load_speculator(model, "draft_model", draft_model=drafts["perturbed"])
-        texts = [sample(model, prompts(3), seed=seed, assistant=speculator) for seed in (0, 0, 1)]
-        assert torch.equal(texts[0], texts[1])
-        assert not torch.equal(texts[0], texts[2])
 
 
 class TestConfidence:

@@ -1,14 +1,12 @@
 """EAGLE: the official drafts and runs, the target's text whatever is drafted, and drafts against recomputation."""
 
-import copy
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, DynamicCache
-from transformers.generation.streamers import BaseStreamer
+from transformers import AutoModelForCausalLM
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, Speculator, load_speculator, record
 from hf_specdec.candidate_generators.eagle import generator as module
@@ -23,16 +21,8 @@ from hf_specdec.drafts import DraftTree, TokenTree
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from tests.architectures import tiny_model
 from tests.models import VOCAB_SIZE, prompts, tiny_llama
-from tests.statistics import chi_square_pvalue
 from tests.test_sampling import (
-    P_VALUE,
-    SETTINGS,
-    V,
-    exact_distribution,
-    no_drafts,
     sample,
-    sampled_counts,
-    small_model,
 )
 
 
@@ -58,8 +48,6 @@ SHAPES = {
     "adaptive_chain": {"num_speculative_tokens": 4, "draft_min_path_prob": 0.3},
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-KINDS = ("chain", "dynamic_tree", "static_tree")
-every_kind = pytest.mark.parametrize("shape", [SHAPES[name] for name in KINDS], ids=KINDS)
 
 
 @cache
@@ -579,16 +567,6 @@ class TestDraftCache:
 
 
 class TestGreedyEqualsPlain:
-    @every_shape
-    @pytest.mark.parametrize("batch_size", [1, 3, 8])
-    @pytest.mark.parametrize("target", ["llama", "sliding"])
-    def test_text(self, heads, target, batch_size, shape):
-        target, network = heads[target]
-        inputs = prompts(batch_size, LENGTHS[batch_size])
-        plain, ours, call = plain_and_ours(target, speculator_for(network, **shape), inputs)
-        assert torch.equal(ours, plain)
-        assert call.stats.num_accepted_tokens >= 4 * batch_size
-
     @every_case
     @pytest.mark.parametrize("batch_size", [1, 3])
     def test_published_heads(self, name, batch_size):
@@ -621,201 +599,8 @@ class TestGreedyEqualsPlain:
                 assert torch.equal(ours, plain)
                 assert call.stats.num_accepted_tokens > batch_size
 
-    @every_kind
-    def test_rows_that_end_apart(self, heads, shape):
-        target, network = heads["llama"]
-        inputs = prompts(3)
-        text = target.generate(**inputs, **GREEDY)
-        eos = sorted({int(text[row, 10 + 5 * row]) for row in range(3)})
-        plain, ours, call = plain_and_ours(
-            target, speculator_for(network, **shape), inputs, eos_token_id=eos, pad_token_id=0
-        )
-        assert torch.equal(ours, plain)
-        assert len({len(cycle.rows) for cycle in call.cycles}) > 1
-
-    @every_kind
-    @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 5])
-    def test_max_new_tokens(self, heads, shape, max_new_tokens):
-        target, network = heads["llama"]
-        plain, ours, call = plain_and_ours(
-            target, speculator_for(network, **shape), prompts(3), max_new_tokens=max_new_tokens
-        )
-        assert torch.equal(ours, plain)
-        # The target's own token needs room, too.
-        for cycle in call.cycles:
-            for trace in cycle.rows:
-                assert topology(trace).depths.max() <= max(max_new_tokens - 2, 0)
-
-    @every_kind
-    def test_processors_that_read_tokens(self, heads, shape):
-        target, network = heads["llama"]
-        plain, ours, call = plain_and_ours(
-            target, speculator_for(network, **shape), prompts(3), repetition_penalty=1.2, no_repeat_ngram_size=4
-        )
-        assert torch.equal(ours, plain)
-        assert call.stats.num_accepted_tokens > 0
-
-    def test_unknown_processors_hold_rows_together(self, heads):
-        target, network = heads["llama"]
-        processors = {"logits_processor": [lambda input_ids, scores: scores]}
-        plain, ours, call = plain_and_ours(target, speculator_for(network), prompts(3), **processors)
-        assert torch.equal(ours, plain)
-        assert call.stats.num_accepted_tokens > 0
-
-    @every_kind
-    def test_streamer(self, heads, shape):
-        class Collect(BaseStreamer):
-            def __init__(self):
-                self.seen = []
-
-            def put(self, value):
-                self.seen.extend(value.flatten().tolist())
-
-            def end(self):
-                self.seen.append(None)
-
-        target, network = heads["llama"]
-        streamers = [Collect(), Collect()]
-        target.generate(**prompts(1), **GREEDY, streamer=streamers[0])
-        target.generate(**prompts(1), **GREEDY, streamer=streamers[1], assistant=speculator_for(network, **shape))
-        assert streamers[0].seen == streamers[1].seen
-
-    @pytest.mark.parametrize("batch_size", [1, 3])
-    def test_prefill_in_chunks(self, heads, batch_size):
-        """The states of all chunks reach the head: the drafts are the same."""
-        for target, network in heads.values():
-            speculator = speculator_for(network, **OFFICIAL)
-            inputs = prompts(batch_size, length=12)
-            plain, ours, call = plain_and_ours(target, speculator, inputs)
-            _, chunked, other = plain_and_ours(target, speculator, inputs, prefill_chunk_size=5)
-            assert torch.equal(ours, plain)
-            assert torch.equal(chunked, plain)
-            assert other.cycles == call.cycles
-
-    @pytest.mark.parametrize("batch_size", [1, 3])
-    def test_continued_cache(self, heads, batch_size):
-        target, network = heads["llama"]
-        speculator = speculator_for(network, **OFFICIAL)
-        inputs = prompts(batch_size, length=12)
-        cache = DynamicCache()
-        with torch.no_grad():
-            first = {key: value[:, :8] for key, value in inputs.items()}
-            positions = (first["attention_mask"].cumsum(1) - 1).clamp(min=0)
-            target(**first, position_ids=positions, past_key_values=cache)
-        plain = target.generate(**inputs, **GREEDY, past_key_values=copy.deepcopy(cache))
-        with record() as made:
-            ours = target.generate(**inputs, **GREEDY, past_key_values=cache, assistant=speculator)
-        assert torch.equal(ours, plain)
-        assert made.calls[0].stats.num_accepted_tokens > 0
-
-    def test_prompts_as_embeddings(self, heads):
-        target, network = heads["llama"]
-        inputs = prompts(2)
-        embeds = target.get_input_embeddings()(inputs["input_ids"]).detach()
-        call = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}
-        for ids in ({}, {"input_ids": inputs["input_ids"]}):
-            plain, ours, made = plain_and_ours(target, speculator_for(network), {**call, **ids})
-            assert torch.equal(ours, plain)
-            assert made.stats.num_accepted_tokens > 0
-
-    @pytest.mark.parametrize("length", [1, 2])
-    def test_short_prompts(self, heads, length):
-        target, network = heads["llama"]
-        for batch_size in (1, 3):
-            inputs = prompts(batch_size, length, padding=False)
-            plain, ours, _ = plain_and_ours(target, speculator_for(network), inputs)
-            assert torch.equal(ours, plain)
-
-    def test_scores_and_hidden_states(self, heads):
-        target, network = heads["llama"]
-        wanted = {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True}
-        plain, ours, _ = plain_and_ours(target, speculator_for(network), prompts(2), **wanted)
-        assert torch.equal(ours.sequences, plain.sequences)
-        for mine, theirs in zip(ours.scores, plain.scores):
-            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
-
-    def test_target_that_takes_no_trees(self):
-        torch.manual_seed(0)
-        config = BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.5)
-        bloom = BloomForCausalLM(config).eval()
-        bloom.generation_config.pad_token_id = 0
-        network = fitted(bloom, "eagle", num_steps=20)
-        for shape in SHAPES.values():
-            plain, ours, call = plain_and_ours(bloom, speculator_for(network, **shape), prompts(1))
-            assert torch.equal(ours, plain)
-            is_chain = not shape or "num_speculative_tokens" in shape
-            assert any("chains instead of trees" in note for note in call.stats.notes) != is_chain
-
-    def test_half_precision(self, heads):
-        target = copy.deepcopy(heads["llama"][0]).to(torch.bfloat16)
-        network = copy.deepcopy(heads["llama"][1])
-        for dtype in (torch.bfloat16, torch.float32):
-            network = network.to(dtype).attach(target)
-            with record() as made:
-                target.generate(**prompts(3), **GREEDY, assistant=speculator_for(network, **OFFICIAL))
-            assert made.calls[0].stats.num_accepted_tokens > 0
-
-    def test_max_model_len(self, heads):
-        target, network = heads["llama"]
-        speculator = speculator_for(network, max_model_len=20, **OFFICIAL)
-        plain, ours, call = plain_and_ours(target, speculator, prompts(2))
-        assert torch.equal(ours, plain)
-        rows = [row for cycle in call.cycles for row in cycle.rows]
-        assert any(row.draft_tokens for row in rows)
-        assert any(not row.draft_tokens for row in rows)
-
-
-def small_head():
-    """A head that knows some of the tokens of the target whose distribution is enumerated."""
-    target = small_model()
-    torch.manual_seed(2)
-    network = head("eagle3", target.config.hidden_size, V, aux_layer_ids=(0, 1), known=[0, 1, 2, 4])
-    with torch.no_grad():
-        network.lm_head.weight.mul_(4.0)
-    return network.attach(target).requires_grad_(False)
-
 
 class TestSampling:
-    @every_shape
-    def test_text_depends_on_the_seed_alone(self, heads, shape):
-        target, network = heads["llama"]
-        inputs = prompts(3)
-        ours = sample(target, inputs, assistant=speculator_for(network, **shape))
-        assert torch.equal(ours, sample(target, inputs, assistant=no_drafts()))
-
-    @pytest.mark.parametrize("law", ["plain", "repetition_penalty_and_top_p"])
-    def test_trees_keep_the_distribution(self, law):
-        speculator = speculator_for(small_head(), draft_tree_depth=3, draft_tree_top_k=2, num_draft_nodes=5)
-        counts, stats = sampled_counts(SETTINGS[law], speculator)
-        assert chi_square_pvalue(counts, exact_distribution(SETTINGS[law])) > P_VALUE
-        assert stats.num_accepted_tokens > 500
-
-    @pytest.mark.parametrize(
-        ("law", "rule"),
-        [("plain", "standard"), ("repetition_penalty_and_top_p", "standard"), ("plain", "block"), ("top_k", "block")],
-    )
-    def test_drawn_chains_keep_the_distribution(self, law, rule):
-        speculator = speculator_for(
-            small_head(), draft_sample_method="probabilistic", rejection_sample_method=rule, num_speculative_tokens=3
-        )
-        counts, stats = sampled_counts(SETTINGS[law], speculator)
-        assert chi_square_pvalue(counts, exact_distribution(SETTINGS[law])) > P_VALUE
-        assert stats.num_accepted_tokens > 500
-
-    def test_fails_for_drafts_that_lie_about_their_law(self, monkeypatch):
-        propose = EagleCandidateGenerator.propose
-
-        def lying(self, step):
-            draft = propose(self, step)
-            if draft.probs is not None:
-                draft.probs = torch.full_like(draft.probs, 1 / V)
-            return draft
-
-        monkeypatch.setattr(EagleCandidateGenerator, "propose", lying)
-        speculator = speculator_for(small_head(), draft_sample_method="probabilistic", num_speculative_tokens=3)
-        counts, _ = sampled_counts(SETTINGS["plain"], speculator)
-        assert chi_square_pvalue(counts, exact_distribution(SETTINGS["plain"])) < 1e-6
-
     def test_drawn_drafts_are_chains(self, heads):
         target, network = heads["llama"]
         for shape in (SHAPES["static_tree"], OFFICIAL, SHAPES["adaptive_tree"]):
@@ -1000,23 +785,3 @@ class TestSettings:
         for method in ("eagle", "eagle3"):
             with pytest.raises(SpecConfigError, match=match):
                 SpeculativeConfig(method, "folder", **options)
-
-
-@every_kind
-@pytest.mark.parametrize("target", ["llama", "sliding"])
-def test_stock_assisted_decoding_gives_plain_text(heads, target, monkeypatch, shape):
-    target, network = heads[target]
-    inputs = prompts(1)
-    plain = target.generate(**inputs, **GREEDY)
-    generator = speculator_for(network, **shape).candidate_generator(Session(1, plain.shape[1], torch.device("cpu")))
-    accepted = []
-
-    def update(input_ids, scores, num_matches):
-        accepted.append(num_matches)
-        EagleCandidateGenerator.update_candidate_strategy(generator, input_ids, scores, num_matches)
-
-    monkeypatch.setattr(generator, "update_candidate_strategy", update)
-    monkeypatch.setattr(target, "_get_candidate_generator", lambda *args, **kwargs: generator)
-    assisted = target.generate(**inputs, **GREEDY, prompt_lookup_num_tokens=2)
-    assert torch.equal(assisted, plain)
-    assert sum(accepted) > 3

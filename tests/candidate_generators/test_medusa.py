@@ -10,14 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
-from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig, load_speculator, record
+from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig, load_speculator
 from hf_specdec.candidate_generators.medusa import generator as medusa
 from hf_specdec.candidate_generators.medusa.generator import MedusaOptions, RankCounts, default_tree
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
@@ -29,7 +27,7 @@ from hf_specdec.kernels.acceptance import follow
 from hf_specdec.logits.acceptance import accept_typical, best_tokens
 from hf_specdec.protocol import Commit, DraftStep, Session
 from hf_specdec.speculator import Speculator
-from tests.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama, tiny_mistral
+from tests.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "medusa"
@@ -45,65 +43,7 @@ def target():
     return model
 
 
-@pytest.fixture(scope="module")
-def sliding_target():
-    return tiny_mistral()
-
-
-def fit_heads(model, inputs, text, folder, num_heads=3, **saved) -> str:
-    """Saves heads that know some of `text`, an output of `generate(**inputs)`, by ridge regression on its states."""
-    length = inputs["input_ids"].shape[1]
-    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, text.shape[1] - length), value=1)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    heads = MedusaHeads(model.config.get_text_config().hidden_size, VOCAB_SIZE, num_heads)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        hidden = model.get_decoder()(text, attention_mask=mask, position_ids=positions).last_hidden_state
-        for weight in heads.weights:
-            weight.normal_(0, 0.5, generator=generator)
-        for head, states in enumerate(heads.states(hidden)):
-            seen = states[:, length - 1 : -2 - head].flatten(0, 1)
-            right = torch.nn.functional.one_hot(text[:, length + 1 + head :].flatten(), VOCAB_SIZE).float()
-            gram = seen.T @ seen + 1e-3 * torch.eye(seen.shape[1])
-            heads.lm_heads[head] = torch.linalg.solve(gram, seen.T @ right).T
-    heads.save(folder, **saved)
-    return str(folder)
-
-
-def plain_and_ours(model, inputs, folder, settings=None, **kwargs):
-    """The same call without and with drafts of heads that are fitted to its text, and the record of the second."""
-    kwargs = {**GREEDY, **kwargs}
-    plain = model.generate(**inputs, **kwargs)
-    text = plain if torch.is_tensor(plain) else plain.sequences
-    copies = {name: value.repeat_interleave(len(text) // len(value), 0) for name, value in inputs.items()}
-    model_folder = fit_heads(model, copies, text, folder)
-    with record() as made:
-        ours = model.generate(
-            **inputs, **kwargs, speculative={"method": "medusa", "model": model_folder, **(settings or {})}
-        )
-    return plain, ours, made.calls[0].stats
-
-
-TREES = {
-    "default": {},
-    "chain": {"num_speculative_tokens": 3},
-    "published": {
-        "speculative_token_tree": str([list(p) for p in TokenTree.published("zephyr_stage2").up_to(3).paths])
-    },
-    "measured": {"medusa_tree": "measured"},
-}
-
-
 class TestGreedyEqualsPlain:
-    @pytest.mark.parametrize("batch_size", [1, 3, 8])
-    @pytest.mark.parametrize("tree", TREES)
-    @pytest.mark.parametrize("name", ["model", "sliding_target"])
-    def test_left_padded_batches(self, request, name, tree, batch_size, tmp_path):
-        model = request.getfixturevalue(name)
-        plain, ours, stats = plain_and_ours(model, prompts(batch_size, length=11), tmp_path, TREES[tree])
-        assert torch.equal(ours, plain)
-        assert stats.num_accepted_tokens > 4
-
     @pytest.mark.parametrize("name", FORMATS)
     def test_the_method_is_read_from_the_checkpoint(self, target, name):
         model = target
@@ -117,80 +57,6 @@ class TestGreedyEqualsPlain:
         if name == "v01_heads_pt":
             # Heads that were fitted to the first tokens of this text.
             assert ours.speculative.num_accepted_tokens >= 4
-
-    def test_eos(self, model, tmp_path):
-        inputs = prompts(5)
-        text = model.generate(**inputs, **GREEDY)
-        eos = [int(text[0, 12]), int(text[2, 16]), int(text[4, 20])]
-        plain, ours, _ = plain_and_ours(model, inputs, tmp_path, eos_token_id=eos)
-        assert torch.equal(ours, plain)
-
-    def test_stop_strings(self, model, tokenizer, tmp_path):
-        inputs = prompts(3)
-        tokens = model.generate(**inputs, **GREEDY)[:, 7:]
-        text = tokenizer.batch_decode(tokens)
-        unused = next(token for token in range(1, VOCAB_SIZE) if token not in tokens)
-        stops = {"stop_strings": [text[0][9:11], text[1][13:15]], "tokenizer": tokenizer, "eos_token_id": unused}
-        plain, ours, _ = plain_and_ours(model, inputs, tmp_path, **stops)
-        assert torch.equal(ours, plain)
-        assert ours.shape[1] < 7 + 24 or (ours[:2, -1] == 0).all()
-
-    @pytest.mark.parametrize(
-        "settings", [{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}, {"min_length": 20}]
-    )
-    def test_processors(self, model, tmp_path, settings):
-        plain, ours, stats = plain_and_ours(model, prompts(3), tmp_path, **settings)
-        assert torch.equal(ours, plain)
-        assert stats.num_accepted_tokens > 4
-
-    def test_scores_and_states(self, model, tmp_path):
-        wanted = {name: True for name in ("return_dict_in_generate", "output_scores", "output_hidden_states")}
-        plain, ours, _ = plain_and_ours(model, prompts(2), tmp_path, **wanted)
-        assert torch.equal(ours.sequences, plain.sequences)
-        for own, reference in zip(ours.scores, plain.scores, strict=True):
-            assert torch.allclose(own, reference, atol=1e-4)
-        assert len(ours.hidden_states) == len(plain.hidden_states)
-
-    def test_streamer(self, model, tmp_path):
-        class Collector(BaseStreamer):
-            def __init__(self):
-                self.seen, self.ended = [], False
-
-            def put(self, value):
-                self.seen.extend(value.flatten().tolist())
-
-            def end(self):
-                self.ended = True
-
-        inputs = prompts(1)
-        plain = model.generate(**inputs, **GREEDY)
-        streamer = Collector()
-        ours = model.generate(
-            **inputs, **GREEDY, spec_model=fit_heads(model, inputs, plain, tmp_path), streamer=streamer
-        )
-        assert torch.equal(ours, plain)
-        assert (streamer.seen, streamer.ended) == (plain[0].tolist(), True)
-
-    def test_few_new_tokens_and_max_model_len(self, model, tmp_path):
-        inputs = prompts(3, length=9)
-        for limit in ({"max_new_tokens": 1}, {"max_new_tokens": 2}, {"max_new_tokens": 3}):
-            plain, ours, _ = plain_and_ours(model, inputs, tmp_path, {"model": str(tmp_path)}, max_new_tokens=12)
-            plain = model.generate(**inputs, do_sample=False, **limit)
-            assert torch.equal(model.generate(**inputs, do_sample=False, **limit, spec_model=str(tmp_path)), plain)
-        plain, ours, stats = plain_and_ours(model, inputs, tmp_path, {"max_model_len": 16})
-        assert torch.equal(ours, plain)
-        _, _, unlimited = plain_and_ours(model, inputs, tmp_path)
-        assert 0 < stats.num_draft_tokens < unlimited.num_draft_tokens
-
-    def test_prompt_of_embeddings(self, model, tmp_path):
-        inputs = prompts(1)
-        text = model.generate(**inputs, **GREEDY)
-        folder = fit_heads(model, inputs, text, tmp_path)
-        embeds = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])}
-        with record() as made:
-            ours = model.generate(**embeds, **GREEDY, spec_model=folder)
-        assert torch.equal(ours, model.generate(**embeds, **GREEDY))
-        assert made.calls[0].stats.num_accepted_tokens > 4
 
     def test_target_that_verifies_chains_only(self, tmp_path):
         model = tiny_bloom()
@@ -213,53 +79,6 @@ class TestGreedyEqualsPlain:
         plain = model.generate(**inputs, **GREEDY)
         assert torch.equal(model.generate(**inputs, **GREEDY, spec_model=str(tmp_path)), plain)
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-class TestSampling:
-    """Drafts are verified as point masses, so the text depends on the seed alone."""
-
-    SAMPLING = {"do_sample": True, "max_new_tokens": 24, "temperature": 0.7, "top_k": 20}
-
-    def sample(self, model, inputs, **settings):
-        transformers.set_seed(0)
-        return model.generate(**inputs, **{**self.SAMPLING, **settings})
-
-    @pytest.mark.parametrize("tree", TREES)
-    @pytest.mark.parametrize("walk", [{}, {"no_repeat_ngram_size": 30}], ids=["at_once", "walk"])
-    def test_one_seed_one_text(self, model, tmp_path, tree, walk):
-        inputs = prompts(3)
-        # Another method's drafts, so that a fault of both would have to be the same.
-        text = self.sample(model, inputs, spec_method="ngram", **walk)
-        folder = fit_heads(model, inputs, text, tmp_path)
-        with record() as made:
-            ours = self.sample(model, inputs, speculative={"method": "medusa", "model": folder, **TREES[tree]}, **walk)
-        assert torch.equal(ours, text)
-        assert made.calls[0].stats.num_accepted_tokens > 4
-
-    def test_num_return_sequences(self, model, tmp_path):
-        inputs = prompts(2)
-        text = self.sample(model, inputs, spec_method="ngram", num_return_sequences=3)
-        copies = {name: value.repeat_interleave(3, 0) for name, value in inputs.items()}
-        folder = fit_heads(model, copies, text, tmp_path)
-        assert torch.equal(self.sample(model, inputs, num_return_sequences=3, spec_model=folder), text)
-
-
-@pytest.mark.parametrize("tree", ["default", "chain", "published"])
-def test_stock_assisted_decoding_gives_plain_text(model, tmp_path, monkeypatch, tree):
-    """transformers' own loop drives the heads, with the hidden states that it hands over."""
-    inputs = prompts(1)
-    plain = model.generate(**inputs, **GREEDY)
-    folder = fit_heads(model, inputs, plain, tmp_path)
-    speculator = load_speculator(model, {"method": "medusa", "model": folder, **TREES[tree]})
-    generator = speculator.candidate_generator(Session(1, plain.shape[1], model.device))
-    matches, update = [], generator.update_candidate_strategy
-    monkeypatch.setattr(
-        generator, "update_candidate_strategy", lambda ids, scores, n: matches.append(int(n)) or update(ids, scores, n)
-    )
-    monkeypatch.setattr(model, "_get_candidate_generator", lambda *args, **kwargs: generator)
-    assisted = model.generate(**inputs, **GREEDY, prompt_lookup_num_tokens=2)
-    assert torch.equal(assisted, plain)
-    assert sum(matches) > 4
 
 
 def recorded(name):

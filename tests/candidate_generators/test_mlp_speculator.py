@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM
-from transformers.generation.streamers import BaseStreamer
+from transformers import LlamaForCausalLM
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, load_speculator, record
 from hf_specdec.candidate_generators.mlp_speculator import generator as module
@@ -18,16 +17,8 @@ from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator
 from hf_specdec.drafts import TokenTree
 from hf_specdec.protocol import Commit, DraftStep, Session
 from tests.models import VOCAB_SIZE, prompts, tiny_llama
-from tests.statistics import chi_square_pvalue
 from tests.test_sampling import (
-    P_VALUE,
-    SETTINGS,
-    V,
-    exact_distribution,
-    no_drafts,
     sample,
-    sampled_counts,
-    small_model,
 )
 
 
@@ -46,7 +37,6 @@ SHAPES = {
     "wider_tree": {"top_k_tokens_per_head": [6, 3, 2]},
     "static_tree": {"speculative_token_tree": [(0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 2, 1)]},
 }
-every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 
 
 # By batch size. No row is padding alone.
@@ -91,38 +81,6 @@ def published_target():
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory):
     return fitted(tmp_path_factory.mktemp("speculator"), model)
-
-
-@pytest.fixture(scope="module")
-def sliding_folder(sliding_model, tmp_path_factory):
-    return fitted(tmp_path_factory.mktemp("sliding_speculator"), sliding_model, scale_input=True, tie_weights=False)
-
-
-@pytest.fixture
-def targets(published_target, model, folder, sliding_model, sliding_folder):
-    return {
-        "published": (published_target, str(FIXTURES / "tied_plain")),
-        "tiny": (model, folder),
-        "sliding": (sliding_model, sliding_folder),
-    }
-
-
-def published_prompts(batch_size):
-    """The fixtures' prompts, in turn, with padding as `prompts` has it."""
-    rows = load_file(FIXTURES / NAMES[0] / "expected.safetensors")["input_ids"]
-    inputs = prompts(batch_size, length=rows.shape[1])
-    inputs["input_ids"] = rows[torch.arange(batch_size) % len(rows)] * inputs["attention_mask"]
-    return inputs
-
-
-def plain_and_ours(target, folder, inputs, shape=None, **arguments):
-    """The same call without and with the speculator, and the statistics of the latter."""
-    arguments = {**GREEDY, **arguments}
-    plain = target.generate(**inputs, **arguments)
-    speculative = {"method": "mlp_speculator", "model": folder, **(shape or {})}
-    with record(trace=True) as made:
-        ours = target.generate(**inputs, **arguments, speculative=speculative)
-    return plain, ours, made.calls[0]
 
 
 def generator_for(target, folder, batch_size, supports_trees=True, **shape) -> MLPSpeculatorCandidateGenerator:
@@ -187,107 +145,6 @@ class TestPublishedDrafts:
             leaves = [path for path in paths if len(path) == 3]
             order = tree.scores[row, -24:].argsort(descending=True)
             assert [list(leaves[leaf]) for leaf in order] == expected["suffixes_all"][row].tolist()
-
-
-class TestGreedyEqualsPlain:
-    @every_shape
-    @pytest.mark.parametrize("batch_size", [1, 3, 8])
-    @pytest.mark.parametrize("target", ["published", "tiny", "sliding"])
-    def test_text(self, targets, target, batch_size, shape):
-        inputs = published_prompts(batch_size) if target == "published" else prompts(batch_size, LENGTHS[batch_size])
-        plain, ours, call = plain_and_ours(*targets[target], inputs, shape)
-        assert torch.equal(ours, plain)
-        assert call.stats.num_accepted_tokens >= (1 if target == "published" else 5) * batch_size
-
-    @every_shape
-    def test_rows_that_end_apart(self, model, folder, shape):
-        inputs = prompts(4)
-        text = model.generate(**inputs, **GREEDY)
-        eos = sorted({int(text[row, 12 + 5 * row]) for row in range(3)})
-        plain, ours, call = plain_and_ours(model, folder, inputs, shape, eos_token_id=eos, pad_token_id=0)
-        assert torch.equal(ours, plain)
-        assert len({len(cycle.rows) for cycle in call.cycles}) > 1
-
-    @every_shape
-    @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 4, 5])
-    def test_max_new_tokens(self, model, folder, shape, max_new_tokens):
-        plain, ours, call = plain_and_ours(model, folder, prompts(3), shape, max_new_tokens=max_new_tokens)
-        assert torch.equal(ours, plain)
-        depths = [len(path) for cycle in call.cycles for row in cycle.rows for path in row_paths(row)]
-        # The target's own token needs room, too.
-        assert max(depths, default=0) == min(3, max(max_new_tokens - 2, 0), shape.get("num_speculative_tokens", 3))
-
-    @every_shape
-    def test_processors_that_read_tokens(self, model, folder, shape):
-        plain, ours, call = plain_and_ours(
-            model, folder, prompts(3), shape, repetition_penalty=1.3, no_repeat_ngram_size=4
-        )
-        assert torch.equal(ours, plain)
-        assert call.stats.num_accepted_tokens > 0
-
-    @every_shape
-    def test_streamer(self, model, folder, shape):
-        class Collect(BaseStreamer):
-            def __init__(self):
-                self.seen = []
-
-            def put(self, value):
-                self.seen.extend(value.flatten().tolist())
-
-            def end(self):
-                self.seen.append(None)
-
-        streamers = [Collect(), Collect()]
-        inputs = prompts(1)
-        model.generate(**inputs, **GREEDY, streamer=streamers[0])
-        model.generate(**inputs, **GREEDY, streamer=streamers[1], speculative={"model": folder, **shape})
-        assert streamers[0].seen == streamers[1].seen
-
-    def test_scores_and_hidden_states(self, model, folder):
-        wanted = {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True}
-        plain, ours, _ = plain_and_ours(model, folder, prompts(2), SHAPES["grown_tree"], **wanted)
-        assert torch.equal(ours.sequences, plain.sequences)
-        for mine, theirs in zip(ours.scores, plain.scores):
-            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
-
-    def test_several_returned_sequences(self, model, folder):
-        arguments = {"num_return_sequences": 3, "do_sample": True, "max_new_tokens": 12}
-        torch.manual_seed(0)
-        output = model.generate(**prompts(2), **arguments, speculative={"model": folder})
-        assert output.shape[0] == 6
-        assert len({tuple(row) for row in output.tolist()}) == 6
-
-    def test_target_that_takes_no_trees(self, tmp_path):
-        torch.manual_seed(0)
-        config = BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.5)
-        bloom = BloomForCausalLM(config).eval()
-        bloom.generation_config.pad_token_id = 0
-        path = fitted(tmp_path, bloom, num_steps=20)
-        plain, ours, call = plain_and_ours(bloom, path, prompts(2), SHAPES["static_tree"])
-        assert torch.equal(ours, plain)
-        assert any("chains instead of trees" in note for note in call.stats.notes)
-
-    def test_half_precision(self, folder):
-        target = tiny_llama().to(torch.bfloat16)
-        for shape in ({"dtype": "float32"}, {"num_draft_nodes": 6}):
-            speculator = load_speculator(target, model=folder, **shape)
-            with record() as made:
-                target.generate(**prompts(2), **GREEDY, assistant=speculator)
-            assert made.calls[0].stats.num_accepted_tokens > 0
-
-    def test_max_model_len(self, model, folder):
-        plain, ours, call = plain_and_ours(model, folder, prompts(2), {"max_model_len": 20, **SHAPES["grown_tree"]})
-        assert torch.equal(ours, plain)
-        rows = [row for cycle in call.cycles for row in cycle.rows]
-        assert any(row.draft_tokens for row in rows)
-        assert any(not row.draft_tokens for row in rows)
-
-
-def row_paths(row):
-    paths = []
-    for token, parent in zip(row.draft_tokens, row.parents):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return paths
 
 
 class TestTrees:
@@ -401,39 +258,6 @@ class TestTrees:
 
 
 class TestSampling:
-    @every_shape
-    def test_text_depends_on_the_seed_alone(self, model, folder, shape):
-        inputs = prompts(3)
-        ours = sample(model, inputs, speculative={"model": folder, **shape})
-        assert torch.equal(ours, sample(model, inputs, assistant=no_drafts()))
-
-    @pytest.mark.parametrize(
-        ("law", "rule"),
-        [("plain", "standard"), ("repetition_penalty_and_top_p", "standard"), ("plain", "block"), ("top_k", "block")],
-    )
-    def test_drawn_chains_keep_the_distribution(self, tmp_path, law, rule):
-        path = random_small(tmp_path)
-        speculator = load_speculator(
-            small_model(), model=path, draft_sample_method="probabilistic", rejection_sample_method=rule
-        )
-        counts, stats = sampled_counts(SETTINGS[law], speculator)
-        assert chi_square_pvalue(counts, exact_distribution(SETTINGS[law])) > P_VALUE
-        assert stats.num_accepted_tokens > 1000
-
-    def test_fails_for_drafts_that_lie_about_their_law(self, tmp_path, monkeypatch):
-        speculator = load_speculator(small_model(), model=random_small(tmp_path), draft_sample_method="probabilistic")
-        propose = MLPSpeculatorCandidateGenerator.propose
-
-        def lying(self, step):
-            draft = propose(self, step)
-            if draft.probs is not None:
-                draft.probs = torch.full_like(draft.probs, 1 / V)
-            return draft
-
-        monkeypatch.setattr(MLPSpeculatorCandidateGenerator, "propose", lying)
-        counts, _ = sampled_counts(SETTINGS["plain"], speculator)
-        assert chi_square_pvalue(counts, exact_distribution(SETTINGS["plain"])) < 1e-6
-
     def test_drawn_drafts_are_chains(self, model, folder):
         options = {"model": folder, "draft_sample_method": "probabilistic", **SHAPES["static_tree"]}
         with record(trace=True) as made:
@@ -445,13 +269,6 @@ class TestSampling:
         with record() as made:
             model.generate(**prompts(2), **GREEDY, speculative=options)
         assert made.calls[0].stats.notes == []
-
-
-def random_small(folder):
-    torch.manual_seed(3)
-    hidden_size = small_model().config.hidden_size
-    MLPSpeculator(MLPSpeculatorConfig(hidden_size, 8, V, 3, (3, 2, 2), scale_input=True)).save(folder)
-    return str(folder)
 
 
 class TestSettings:
@@ -550,22 +367,3 @@ class TestSettings:
         generator = generator_for(model, folder, 1, top_k_tokens_per_head=list(widths))
         assert generator.plan.is_chain == (max(widths) == 1)
         assert generator.num_speculative_tokens == 3
-
-
-@every_shape
-def test_stock_assisted_decoding_gives_plain_text(model, folder, monkeypatch, shape):
-    inputs = prompts(1)
-    plain = model.generate(**inputs, **GREEDY)
-    generator = generator_for(model, folder, 1, **shape)
-    generator.session.max_length = plain.shape[1]
-    accepted = []
-
-    def update(input_ids, scores, num_matches):
-        accepted.append(num_matches)
-        MLPSpeculatorCandidateGenerator.update_candidate_strategy(generator, input_ids, scores, num_matches)
-
-    monkeypatch.setattr(generator, "update_candidate_strategy", update)
-    monkeypatch.setattr(model, "_get_candidate_generator", lambda *args, **kwargs: generator)
-    assisted = model.generate(**inputs, **GREEDY, prompt_lookup_num_tokens=2)
-    assert torch.equal(assisted, plain)
-    assert sum(accepted) > 5

@@ -26,8 +26,9 @@ from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_manage
 from transformers.utils import logging
 
 from .arguments import ARGUMENTS, SpeculativeArguments, configured_arguments, is_off
-from .decoding.loop import DecodingLoop, Request
+from .decoding.loop import DecodingLoop
 from .decoding.profile import REPEATED_INPUTS, is_text_only, model_profile
+from .decoding.request import Request
 from .errors import SpecConfigError, SpecDecError, shown
 from .hub.published import IN_GENERATION_CONFIG, entry_of, entry_of_model, settings_of_generation_config
 from .loader import is_refused, load_configured, load_speculator, refuse
@@ -118,7 +119,7 @@ def generate_speculatively(
             return _generate_assisted(model, original, arguments, call.speculator)
         return call.run(original)
     except SpecDecError as error:
-        if call.is_asked or (call.loop is not None and call.loop.has_shown):
+        if call.is_asked or (call.loop is not None and call.loop.streamer.has_shown):
             raise
         # Nobody has asked for speculation in this call.
         refuse(model, call.entry, error, for_a_while=call.speculator is None)

@@ -20,14 +20,14 @@ from transformers.generation import StoppingCriteriaList
 from .candidate_generators.draft_model.generator import DraftModelCandidateGenerator
 from .control import ControlProfile
 from .decoding.cache import padded_rows, padded_size
-from .decoding.loop import DecodingLoop, Request
+from .decoding.loop import DecodingLoop
 from .decoding.profile import model_profile
+from .decoding.request import Request
 from .decoding.target import SlotModel
 from .drafts import chain_topology
 from .errors import SpecConfigError
 from .loader import load_speculator
 from .metrics import SpecDecodingStats
-from .metrics.listeners import CallProgress
 from .patching import original_generate
 from .protocol import DraftStep
 from .speculator import Speculator
@@ -171,14 +171,8 @@ def _call(model, speculator: Speculator, prompts: torch.LongTensor, max_new_toke
 class _WarmUpLoop(DecodingLoop):
     """A call that goes through the sizes of verifications, and then through the depths of drafts."""
 
+    is_reported = False
     depth = 0
-
-    def _begin_call(self) -> CallProgress:
-        # Nobody is told.
-        return CallProgress(self.stats, [])
-
-    def _watch_acceptance(self) -> None:
-        """Says nothing of drafts for such a text."""
 
     def _decode(self) -> None:
         self._prefill()
@@ -191,7 +185,7 @@ class _WarmUpLoop(DecodingLoop):
         if isinstance(self.generator, DraftModelCandidateGenerator):
             # It may have to read all that a cycle commits.
             _read_every_size(self.generator.model, self.anchors, self.generator.num_speculative_tokens + 1)
-        self._catch_up()
+        self.deferred.flush()
 
     def _step(self) -> DraftStep:
         step = super()._step()

@@ -48,6 +48,11 @@ class Verdict:
     path: torch.LongTensor
     tokens: torch.LongTensor
 
+    @property
+    def counts(self) -> list[int]:
+        """Committed tokens of each row."""
+        return list(map(len, self.token_lists))
+
 
 @dataclass
 class Verifier:

@@ -1,0 +1,85 @@
+"""One `generate()` call as the host has prepared it, and what follows from its arguments.
+
+Shapes: B rows, P prompt length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from .profile import REPEATED_INPUTS, is_text_only
+
+
+@dataclass
+class Request:
+    """One `generate()` call as the host has prepared it.
+
+    Attributes:
+        model (`PreTrainedModel`): The target.
+        input_ids (`torch.LongTensor` of shape `(B, P)`): Prompts, left-padded (P is 0 with `inputs_embeds` alone).
+        logits_processor, stopping_criteria, generation_config: As `generate()` prepared them.
+        model_kwargs (`dict`): Arguments of the target's forward: mask, positions, multimodal inputs.
+        streamer (`BaseStreamer`, *optional*): Has seen nothing yet.
+        synced_gpus (`bool`): Go on with forwards until all ranks have finished.
+        past_key_values (`DynamicCache` or `StaticCache`, *optional*): The user's; read at the start, and brought up to
+            date at the end.
+        began (`float`): `perf_counter()` when `generate()` was called.
+    """
+
+    model: torch.nn.Module
+    input_ids: torch.LongTensor
+    logits_processor: list
+    stopping_criteria: list
+    generation_config: GenerationConfig
+    model_kwargs: dict[str, Any]
+    streamer: Any = None
+    synced_gpus: bool = False
+    past_key_values: Any = None
+    began: float = field(default_factory=perf_counter)
+
+    @property
+    def batch_size(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.input_ids.device
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether the caller gets the cache of the whole text."""
+        return bool(self.generation_config.return_dict_in_generate) or self.past_key_values is not None
+
+    @property
+    def pad_token(self) -> int:
+        pad = getattr(self.generation_config, "_pad_token_tensor", None)
+        # Without an end-of-sequence token no row ends before the others, and padding is never written.
+        return 0 if pad is None else int(pad)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens or embeddings of the prompts, padding included."""
+        embeds = self.model_kwargs.get("inputs_embeds")
+        return max(self.input_ids.shape[1], 0 if embeds is None else embeds.shape[1])
+
+    def prompt_slots(self, past_length: int) -> int:
+        """Slots that the prompts fill together with the `past_length` of a continued cache."""
+        mask = self.model_kwargs.get("attention_mask")
+        if mask is not None:
+            return mask.shape[1]
+        # transformers drops a mask of ones, and remembers its length where that is needed.
+        given = max(self.prompt_length, getattr(self.generation_config, "_mask_length", 0))
+        return given if given > past_length else past_length + given
+
+    def row_inputs(self) -> dict[str, torch.Tensor]:
+        """Arguments of the target's forward that every new token of a row repeats, each `(B, 1)`."""
+        if not is_text_only(self.model):
+            # Models with images read them of the prompt alone.
+            return {}
+        given = {name: self.model_kwargs.get(name) for name in REPEATED_INPUTS}
+        return {name: values[:, -1:] for name, values in given.items() if values is not None}

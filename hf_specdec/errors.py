@@ -40,12 +40,12 @@ def shown(value: Any) -> str:
 
 
 def is_secret_key(key: Any) -> bool:
-    """Whether a text under this key is one that nobody else may read."""
+    """Tells whether a text under this key is one that nobody else may read."""
     return isinstance(key, str) and _SECRET_KEY.search(key) is not None
 
 
 def is_access_token(value: Any) -> bool:
-    """Whether a value has the form of an access token of the Hub."""
+    """Tells whether a value has the form of an access token of the Hub."""
     return isinstance(value, str) and _ACCESS_TOKEN.fullmatch(value) is not None
 
 

@@ -1,4 +1,4 @@
-"""What threads share: locks that survive a fork, attributes that are computed once, maps that forget the oldest."""
+"""Tools for threads: locks that survive a fork, attributes that are computed once, maps that forget the oldest."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class cached_property:
-    """As that of functools, which before Python 3.12 holds one lock of all instances while it computes."""
+    """Replacement for that of functools, which before Python 3.12 holds one lock of all instances."""
 
     def __init__(self, function: Callable[[Any], Any]):
         self._function = function

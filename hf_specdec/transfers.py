@@ -125,7 +125,7 @@ def read_together(
 
 
 class PendingRead:
-    """Values on their way to the host, while the device goes on with what is launched behind them.
+    """Values on their way to the host, while the device goes on with what is launched after them.
 
     Args:
         values (`torch.Tensor`): Of any shape.

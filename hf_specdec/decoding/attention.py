@@ -47,7 +47,7 @@ _LIMIT_OF_SPAN = {"sliding": "window", "chunked": "chunk"}
 
 @dataclass(frozen=True)
 class TreeMask:
-    """What an additive mask says, for attention that needs none: the nodes of a forward, and a layer's span."""
+    """Content of an additive mask, for attention that needs none: the nodes of a forward, and a layer's span."""
 
     tree: SlotTree
     span: Span
@@ -75,7 +75,7 @@ class TreeMask:
 
 @dataclass
 class VerificationForward:
-    """What the attention of a forward knows beside its masks.
+    """Knowledge that the attention of a forward has beside its masks.
 
     Attributes:
         tree (`SlotTree`, *optional*): The nodes, for the tree attention kernel. `None`: all attention is masked.
@@ -94,7 +94,7 @@ class VerificationForward:
         self._spans = {_memory(mask): span for mask, span in zip(masks, spans)}
 
     def tree_mask(self, mask: torch.Tensor | None) -> TreeMask | None:
-        """The same as a mask of this forward; `None` for others, which the model has made, changed or copied."""
+        """Content of a mask of this forward; `None` for others, which the model has made, changed or copied."""
         span = None if mask is None else self._spans.get(_memory(mask))
         return None if span is None else TreeMask(self.tree, span)
 
@@ -162,7 +162,7 @@ def slot_attention(module, query, key, value, attention_mask, dropout=0.0, scali
 
 
 def eager_slot_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
-    """The same for models that run eagerly: what the kernel cannot express goes to the model's own function."""
+    """Attention of models that run eagerly: what the kernel cannot express goes to the model's own function."""
     output = _tree_attention(query, key, value, attention_mask, dropout, scaling, kwargs)
     if output is not None:
         return output, None
@@ -213,7 +213,7 @@ _BEYOND_KERNEL: dict[str, Callable[[_Call], bool]] = {
 
 
 def describe_layers(layers: Counter) -> str:
-    """What computed the attention of the counted layers."""
+    """Names of what computed the attention of the counted layers."""
     if len(layers) <= 1:
         return next(iter(layers), "masked")
     return ", ".join(f"{name} in {count} of {layers.total()} layers" for name, count in layers.most_common())
@@ -263,7 +263,7 @@ class AttentionSwitch:
                         config._attn_implementation_internal = own
 
     def fits(self, model: torch.nn.Module) -> bool:
-        """Whether the model still has the implementations that this switch was made for."""
+        """Tells whether the model still has the implementations that this switch was made for."""
         with self._lock:
             # While a forward runs, the configs hold the names of the stand-ins.
             return self._inside > 0 or _signature(self._changes) == _signature(_changes(model))
@@ -323,13 +323,13 @@ def _stand_in(owner: torch.nn.Module, config, own: str, has_kernel: bool) -> str
 
 
 def _hands_over_all(owner: torch.nn.Module) -> bool:
-    """Whether everything that attention depends on is an argument of the function: so it is for flash attention."""
+    """Tells whether attention depends on the arguments of its function alone, as it does for flash attention."""
     declared = (getattr(owner, f"_supports_{what}", False) for what in ("attention_backend", "flash_attn"))
     return all(declared) and _own_eager_attention(type(owner)) is not None
 
 
 def _asks_for_the_name(config) -> bool:
-    """Whether the model's code treats `sdpa` by its name: layers that choose their keys, and Falcon's alibi."""
+    """Tells whether the model's code treats `sdpa` by its name: layers that choose their keys, and Falcon's alibi."""
     layer_types = getattr(config, "layer_types", None) or ()
     chooses_keys = not {"indexed_attention", "deepseek_sparse_attention"}.isdisjoint(layer_types)
     return chooses_keys or bool(getattr(config, "alibi", False))

@@ -1,4 +1,4 @@
-"""Key/value storage for speculation: every row has its own length, drafts live in the slots behind it.
+"""Key/value storage for speculation: every row has its own length, drafts live in the slots after it.
 
 A verification writes anchor and draft nodes to the slots `length ... length + T - 1` of each row; `commit` moves the
 accepted path to the front of them and advances each row by its own count. Nothing is concatenated: the buffers are
@@ -98,7 +98,7 @@ class SlotStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of all buffers."""
+        """Size of all buffers."""
         return sum(buffer.nbytes for buffers in self._places.values() for buffer in buffers.values())
 
     def begin_call(self) -> None:
@@ -205,7 +205,7 @@ class SlotLayer(CacheLayerMixin):
             self.grow(plan.columns)
         self._plan = plan
         write_slots((self.keys, self.values), (key_states, value_states), plan)
-        rows, slots = key_states.shape[0], slice(self._first(plan.columns), plan.columns)
+        rows, slots = key_states.shape[0], slice(self._first(plan.columns) if self.window else 0, plan.columns)
         return self.keys[:rows, :, slots], self.values[:rows, :, slots]
 
     def update_indexer(self, key_states: torch.Tensor) -> torch.Tensor:
@@ -285,7 +285,7 @@ class SlotCache(Cache):
                 self._layer(index).recurrent = load_state(layer)
             if getattr(layer, "keys", None) is None:
                 continue
-            # A static layer counts in a tensor, and has room behind what it holds.
+            # A static layer counts in a tensor, and has room after what it holds.
             length = int(layer.get_seq_length())
             keys, values = layer.keys[:, :, :length], layer.values[:, :, :length]
             if keys.numel():
@@ -480,7 +480,7 @@ def fill_cache(cache: Cache, rows: list[list[tuple[torch.Tensor, ...]]]) -> None
 
 
 def compact(finished: list[bool]) -> list[int]:
-    """Which active rows to keep, and where: holes are filled from the end, so that few rows move.
+    """Chooses where the rows that go on are kept: holes are filled from the end, so that few rows move.
 
     Returns the old position of each kept row. Position `i` of the result differs from `i` only for filled holes.
     """

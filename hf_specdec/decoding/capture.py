@@ -50,7 +50,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 class _NothingFromLists(TorchFunctionMode):
-    """The same for lists that are copied to the device, and never become an operation on their way."""
+    """Refuses lists that are copied to the device, and never become an operation on their way."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
@@ -99,7 +99,7 @@ _PICKING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
 
 
 def picks_from_host(operation, args) -> bool:
-    """Whether a tensor on a device is indexed by one on the host."""
+    """Tells whether a tensor on a device is indexed by one on the host."""
     if operation.overloadpacket not in _PICKING or args[0].device.type == "cpu":
         return False
     return any(index is not None and index.device.type == "cpu" for index in args[1])
@@ -118,7 +118,7 @@ def _devices_of(values: Any) -> set[torch.device]:
 
 
 class CaptureBackend:
-    """How forwards are recorded, and repeated on the same memory. All records of one backend share memory."""
+    """Records forwards, and repeats them on the same memory. All records of one backend share memory."""
 
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Records `run`, which may be called several times and does the same each time.
@@ -216,7 +216,7 @@ _capture_lock = Lock()
 
 
 def capture_backend(device: torch.device) -> CaptureBackend | None:
-    """How forwards on a device are captured; `None` where they are not."""
+    """Backend that captures forwards on a device; `None` where there is none."""
     return CudaBackend(device) if device.type == "cuda" else None
 
 

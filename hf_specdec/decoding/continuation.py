@@ -1,4 +1,4 @@
-"""How plain generation would go on after the prompts: what its next forward receives, and what that forward says.
+"""Continuation of plain generation after the prompts: what its next forward receives, and what it returns.
 
 Models may prepare their inputs themselves: they shift positions, count them in a way of their own, or put tokens in
 front of the prompt. So masks and positions are not computed here but asked for, with transformers' own functions, and
@@ -39,7 +39,7 @@ _checked: set[tuple[type, bool]] = set()
 
 
 class Received:
-    """What the forwards of the prefill received, of models that prepare their inputs themselves.
+    """Arguments that the forwards of the prefill received, of models that prepare their inputs themselves.
 
     Attributes:
         cache (`Cache`, *optional*): The last forward's.
@@ -82,7 +82,7 @@ def _prepares_itself(model: torch.nn.Module) -> bool:
 
 
 def _position_readers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Where the decoder reads positions: its embeddings, or its first layer."""
+    """Modules where the decoder reads positions: its embeddings, or its first layer."""
     try:
         layers = decoder_layers(model)
     except UnsupportedModelError:
@@ -119,7 +119,7 @@ def next_inputs(model: torch.nn.Module, output: Any, input_ids: torch.LongTensor
 
 @dataclass
 class Continuation:
-    """Where the rows of a call go on.
+    """Places where the rows of a call go on.
 
     Attributes:
         inputs (`dict`): Of [`next_inputs`].
@@ -166,7 +166,7 @@ class Continuation:
 
     @property
     def next_positions(self) -> list[int]:
-        """Of the first token of each row."""
+        """Position of the first token of each row."""
         return [self.num_slots - start + offset for start, offset in zip(self.starts, self.offsets)]
 
     def start_slots(self, target: SlotModel, rows: Sequence[int]) -> None:
@@ -212,7 +212,7 @@ def _squeezed_states(states: torch.Tensor, seen: torch.BoolTensor) -> torch.Tens
 def _hidden_slots(
     model: torch.nn.Module, mask: torch.Tensor | None, num_slots: int, batch_size: int
 ) -> tuple[list[int], list[int], torch.BoolTensor | None]:
-    """Of each row the first slot that it sees, and how many it does not; all of them, if not only those before."""
+    """First slot that each row sees, how many it does not, and the mask of those if not only the first are hidden."""
     if mask is None:
         return [0] * batch_size, [0] * batch_size, None
     if mask.shape[1] != num_slots + 1:
@@ -229,7 +229,7 @@ def _hidden_slots(
 
 
 def position_offsets(position_ids: torch.Tensor, num_slots: int, starts: list[int]) -> list[int]:
-    """What the positions `(..., 1)` of the next tokens differ by from the distance to each row's start.
+    """Differences of the positions `(..., 1)` of the next tokens from the distance to each row's start.
 
     Multimodal rotary embeddings take them as `(3, B, 1)`, temporal, height and width, or as `(4, B, 1)` with a count
     of tokens in front. Text has the same in all three, so that plain ids of shape `(B, T)` do for what follows.
@@ -314,7 +314,7 @@ def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _is_precise(model: torch.nn.Module) -> bool:
-    """Whether the model computes in float32 throughout."""
+    """Tells whether the model computes in float32 throughout."""
     device = model.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return False

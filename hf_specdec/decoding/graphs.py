@@ -157,7 +157,7 @@ class CallGraphs:
 
     @property
     def why_eager(self) -> str | None:
-        """Why forwards run without graphs; `None` where they do not."""
+        """Reason why forwards run without graphs; `None` where they run as graphs."""
         return self._why_eager or (None if self._shared is None else self._shared.why_eager)
 
     @property
@@ -184,7 +184,7 @@ class CallGraphs:
         Args:
             read (`Callable`): The forward. Takes the inputs, and how many slots it is to read; returns tensors.
             cache (`SlotCache`): The slots.
-            ahead (`int`): Slots behind the longest row that it writes.
+            ahead (`int`): Slots after the longest row that it writes.
         """
         if self.why_eager is not None:
             return None
@@ -231,7 +231,7 @@ class CallGraphs:
         return captured
 
     def _place(self, cache: SlotCache, ahead: int) -> Place:
-        """Where the slots are: the same place in the call, unless they must grow."""
+        """Makes room, and returns the place of the slots: the same in the call, unless they must grow."""
         cache.reserve(max(cache.lengths) + ahead)
         # In all layers, of which the last to grow may have asked for more than the others.
         while cache.allocated < self.store.place.slots:
@@ -293,7 +293,7 @@ def _weights(parts: tuple[torch.nn.Module, ...]) -> list[torch.Tensor]:
 
 
 def _is_watched(module: torch.nn.Module) -> bool:
-    """Whether code of others runs in the module's forward: a graph would leave it out."""
+    """Tells whether code of others runs in the module's forward: a graph would leave it out."""
     return "forward" in vars(module) or any(map(_is_foreign, _hooks(module)))
 
 
@@ -327,7 +327,7 @@ _WHY_EAGER: dict[str, Callable[[tuple[torch.nn.Module, ...]], bool]] = {
 
 
 def _captured_state(parts: tuple[torch.nn.Module, ...]) -> tuple:
-    """What graphs hold on to: the addresses of all weights, and how attention is computed."""
+    """State that graphs have built in: the addresses of all weights, and how attention is computed."""
     attention = getattr(getattr(parts[0], "config", None), "_attn_implementation", None)
     return attention, tuple((tensor.data_ptr(), tensor.dtype) for tensor in _weights(parts))
 

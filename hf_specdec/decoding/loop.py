@@ -182,7 +182,7 @@ class DecodingLoop:
         return draft
 
     def _step(self) -> DraftStep:
-        """Where the active rows stand, and how deep each may draft: one token more is committed with every draft."""
+        """State of the active rows, and how deep each may draft: one token more is committed with every draft."""
         depth, room = self.generator.num_speculative_tokens, self.stop.max_length - 1
         depths = [max(min(depth, room - self.sequences.lengths[row]), 0) for row in self.rows]
         return DraftStep(self.rows, self.anchors, self._positions(1), depths)
@@ -206,15 +206,18 @@ class DecodingLoop:
         """Makes the accepted path part of the target's cache and of the drafter's state; the text has it already."""
         self.target.commit(verdict.counts, None if draft.is_chain else verdict.path)
         self._record(verdict, output.logits, output.all_hidden_states)
-        count = partial(count_cycle, self.stats, self.progress.traces, draft.without_probs(), verdict, self.rows)
-        self.deferred.add(count)
-        self.deferred.add(self.streamer.put_columns)
+        self.deferred.add(partial(self._report, draft.without_probs(), verdict, self.rows))
         self.anchors = _last_tokens(verdict)
         began = perf_counter()
         self._observe(verdict, {key: take_nodes(value, verdict.path) for key, value in output.hidden_states.items()})
         self.stats.draft_seconds += perf_counter() - began
         if not self.stop.all_finished:
             self._drop_finished_rows()
+
+    def _report(self, draft: DraftTree, verdict: Verdict, rows: list[int]) -> None:
+        """Counts a cycle, and shows its tokens to those who trace or stream them."""
+        count_cycle(self.stats, self.progress.traces, draft, verdict, rows)
+        self.streamer.put_columns()
 
     def _observe(self, verdict: Verdict, states: dict) -> None:
         self.generator.observe(Commit(self.rows, verdict.tokens, verdict.token_lists, verdict.num_accepted, states))
@@ -301,7 +304,7 @@ class DecodingLoop:
         return verifier
 
     def _why_equal(self, profile: ModelProfile) -> str | None:
-        """What of the target makes all rows advance by the same number of tokens, in words."""
+        """Property of the target that makes all rows advance by the same number of tokens, in words."""
         if self.request.batch_size > 1 and profile.counts_slots:
             return "the target model tells positions from the order of its cache"
         if self.request.keeps_cache and profile.is_recurrent and self.stop.may_cut_back:

@@ -21,13 +21,13 @@ from ..transfers import kept_on_device, kept_tensor, upload
 
 @dataclass(frozen=True)
 class Span:
-    """How far back a layer looks: everything, the last `size` positions, or the current chunk of `size` positions."""
+    """Reach of a layer's attention: everything, the last `size` positions, or the current chunk of as many."""
 
     kind: str = "full"
     size: int = 0
 
     def hidden(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-        """Where positions `key` lie outside of what positions `query` may see (broadcast), or `None` for nowhere."""
+        """Mask of the positions `key` that positions `query` may not see (broadcast), or `None` for none."""
         if self.kind == "sliding":
             return query - key >= self.size
         if self.kind == "chunked":
@@ -40,7 +40,7 @@ FULL = Span()
 
 @dataclass
 class RowState:
-    """Where the active rows stand.
+    """Places of the active rows in the slots.
 
     Attributes:
         lengths (`list[int]`): Slots in use, left padding included.
@@ -72,7 +72,7 @@ class RowState:
         return kept_tensor(tuple(self.starts), device)
 
     def visible(self, slots: torch.LongTensor, end: torch.LongTensor) -> torch.BoolTensor:
-        """Which of the slots `(S',)` each row sees in front of `end` `(R, 1)`: `(R, S')`."""
+        """Mask `(R, S')` of the slots `(S',)` that each row sees before `end` `(R, 1)`."""
         visible = (slots >= self.starts_on(slots.device)[:, None]) & (slots < end)
         if self.hidden is None:
             return visible
@@ -155,7 +155,7 @@ def _uniform_mask(topology, rows, columns, span, dtype, repeats):
 
 
 def _shifted_mask(topology, rows, columns, span, dtype, repeats):
-    """Of rows that share a topology: the same picture in all of them, at the end of each row's text."""
+    """Mask of rows that share a topology: one picture in all of them, at the end of each row's text."""
     padding_ends, text_ends = max(rows.starts), min(rows.lengths)
     if span.kind != "full" or padding_ends > text_ends:
         return _ragged_mask(topology, rows, columns, span, dtype, repeats)
@@ -175,7 +175,7 @@ def _shifted_mask(topology, rows, columns, span, dtype, repeats):
 
 @lru_cache(maxsize=256)
 def _picture(topology: TreeTopology, dtype: torch.dtype, repeats: int, margin: int) -> torch.Tensor:
-    """`margin` slots of text, the new nodes, and as many slots behind them, as the nodes see them."""
+    """`margin` slots of text, the new nodes, and as many slots after them, as the nodes see them."""
     block = _block(topology, dtype, repeats)
     text = block.new_zeros((block.shape[0], margin))
     return torch.cat((text, block, torch.full_like(text, torch.finfo(dtype).min)), dim=1)
@@ -208,7 +208,7 @@ def _mixed_slots(rows: RowState, columns: int, span: Span) -> list[tuple[int, in
 
 
 def _visible(topology, rows, slots, span) -> torch.BoolTensor:
-    """Whether each node sees each of the given slots, `(R, T, slots)`."""
+    """Mask `(R, T, slots)` of the given slots that each node sees."""
     lengths, starts = rows.lengths_on(slots.device)[:, None], rows.starts_on(slots.device)[:, None]
     num_rows, nodes = len(rows.lengths), topology.depths.shape[-1]
     committed = rows.visible(slots, lengths)

@@ -1,4 +1,4 @@
-"""What `generate()` returns: the host's output with the statistics attached."""
+"""Output of `generate()`: the host's own, with the statistics attached."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StepRecorder:
         self.rows = [steps[:length] for steps, length in zip(self.rows, lengths)]
 
     def step(self, index: int) -> torch.Tensor:
-        """What belongs to one generated token, `(B, ...)`."""
+        """Values of one generated token, `(B, ...)`."""
         nothing = torch.zeros_like(next(steps[index] for steps in self.rows if len(steps) > index))
         return torch.stack([steps[index] if len(steps) > index else nothing for steps in self.rows])
 
@@ -73,7 +73,7 @@ class OutputRecorder:
 
     @property
     def wants_steps(self) -> bool:
-        """Whether anything is returned for each token."""
+        """Tells whether anything is returned for each token."""
         return self.wants_states or self.scores is not None or self.logits is not None
 
     def add(self, rows, path, counts, logits, hidden_states) -> None:

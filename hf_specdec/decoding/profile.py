@@ -15,7 +15,7 @@ from .recurrent import mixers
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """What the loop must know of a model, read from its class and config once.
+    """Facts about a model that the loop needs, read from its class and config once.
 
     Attributes:
         spans (`tuple[Span, ...]`): The distinct spans of its layers; one mask each.
@@ -39,7 +39,7 @@ class ModelProfile:
 
     @property
     def takes_trees(self) -> bool:
-        """Whether branches can be verified, and not chains only."""
+        """Tells whether branches can be verified, and not chains only."""
         return not (self.counts_slots or self.is_recurrent)
 
 
@@ -156,7 +156,7 @@ def _read_spans(config, layer_types, is_recurrent):
 
 
 def is_text_only(model: torch.nn.Module) -> bool:
-    """Whether a model reads nothing but text."""
+    """Tells whether a model reads nothing but text."""
     # Where the language model has no config of its own, there may still be other parts beside it.
     is_whole = model.config.get_text_config(decoder=True) is model.config
     return is_whole and model.input_modalities in ("text", ["text"], ("text",))

@@ -6,7 +6,7 @@ draft: not by the model, whose keys and values lie in their slots, but by the re
 they had when these tokens were verified. A cycle stays one forward, and a layer reads its weights once for replayed
 and new tokens together. When the replay grows long, the state is first moved to its end.
 
-Layers that know their state behind every token replay nothing: short convolutions, whose state is their last inputs,
+Layers that know their state after every token replay nothing: short convolutions, whose state is their last inputs,
 and mixers that go on from a state by one token at a time.
 
 Shapes: R rows, T nodes of a verification, W tokens read by a layer (replayed and new), K kernel size.
@@ -72,7 +72,7 @@ class RecurrentState:
         return _Everywhere(self)
 
     def update_conv_state(self, conv_states, layer_idx: int = 0, state_idx: int = 0, conv_kernel_size=None, **kwargs):
-        """Appends inputs `(R, channels, W)`; returns them behind those that were kept, with which they are read."""
+        """Appends inputs `(R, channels, W)`; returns them after those that were kept, with which they are read."""
         past = self.get_conv_state(layer_idx, state_idx)
         if past is None:
             size = conv_kernel_size or conv_states.shape[-1]
@@ -150,7 +150,7 @@ class _Entries(dict):
 
 
 class _Reading(RecurrentState):
-    """What a state becomes by reading `tokens` more tokens of every row, while the state itself stays."""
+    """Successor of a state, by reading `tokens` more tokens of every row, while the state itself stays."""
 
     def __init__(self, start: RecurrentState, tokens: int):
         super().__init__()
@@ -163,7 +163,7 @@ class _Reading(RecurrentState):
 
 
 class _ConvolutionReading(_Reading):
-    """Keeps all inputs `(R, channels, K + T)`, from which follows the state behind every token."""
+    """Keeps all inputs `(R, channels, K + T)`, from which follows the state after every token."""
 
     def _keep_inputs(self, state_idx: int, seen: torch.Tensor, size: int) -> None:
         self.conv_states[state_idx] = seen
@@ -182,7 +182,7 @@ def _on(index: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class _Plan:
-    """What all layers read in one verification: each row's replayed tokens, then the new ones.
+    """Tokens that all layers read in one verification: each row's replayed tokens, then the new ones.
 
     Attributes:
         nodes (`int`): T, new tokens of a row.
@@ -213,8 +213,8 @@ class _Plan:
             return both
         steps = torch.arange(self.width)
         counts = torch.tensor(self.replayed)[:, None]
-        behind = (longest - counts + steps).clamp(max=self.width - 1)
-        return _take(both, self._index("join", lambda: torch.where(steps < counts, steps, behind), both.device))
+        after = (longest - counts + steps).clamp(max=self.width - 1)
+        return _take(both, self._index("join", lambda: torch.where(steps < counts, steps, after), both.device))
 
     def new_ones(self, output: torch.Tensor) -> torch.Tensor:
         """The new tokens `(R, T, ...)` of `(R, W, ...)`."""
@@ -235,7 +235,7 @@ def _take(values: torch.Tensor, index: torch.LongTensor) -> torch.Tensor:
 
 
 class RecurrentLayers:
-    """All recurrent layers of a model during one call.
+    """Recurrent layers of a model during one call.
 
     Args:
         model (`PreTrainedModel`): Its mixers are found by what they do: they update states of a cache.
@@ -244,7 +244,7 @@ class RecurrentLayers:
 
     Attributes:
         states (`dict[int, RecurrentState]`): At a committed token of each row, by the number of the layer.
-        replayed (`list[int]`): Committed tokens of each row behind its state. A verification has at most `MAX_REPLAY`
+        replayed (`list[int]`): Committed tokens of each row after its state. A verification has at most `MAX_REPLAY`
             of them in front of its own.
     """
 
@@ -287,7 +287,7 @@ class RecurrentLayers:
         """Keeps the first `counts` tokens of each row of the last forward."""
         plan = self.plan
         ends = [replayed + count for replayed, count in zip(plan.replayed, counts)]
-        # Where all that was read is kept, the state behind it is the state.
+        # Where all that was read is kept, the state after it is the state.
         whole = [row for row, end in enumerate(ends) if end == plan.width]
         for mixer in self._mixers:
             mixer.commit(counts, whole)
@@ -303,7 +303,7 @@ class RecurrentLayers:
             mixer.keep_rows(index)
 
     def row_states(self, row: int) -> dict[int, RecurrentState]:
-        """The states of one row behind its last committed token, by the number of the layer."""
+        """The states of one row after its last committed token, by the number of the layer."""
         for count, _ in self._moves(0, [row]):
             for mixer in self._mixers:
                 mixer.move(count, [row])
@@ -312,7 +312,7 @@ class RecurrentLayers:
         return {layer: state.rows(index) for layer, state in self.states.items()}
 
     def mark(self) -> tuple:
-        """Where the rows stand, for `return_to`. Tensors are never written to, so none is copied."""
+        """State of the rows, for `return_to`. Tensors are never written to, so none is copied."""
         states = {layer: state.copy() for layer, state in self.states.items()}
         return list(self.replayed), states, [mixer.inputs for mixer in self._mixers]
 
@@ -348,7 +348,7 @@ class _Mixer:
         """Registers what makes the module work on behalf of this call; the handles that take it back."""
         return [
             self.module.register_forward_pre_hook(self.before, with_kwargs=True),
-            self.module.register_forward_hook(self.behind, with_kwargs=True),
+            self.module.register_forward_hook(self.after, with_kwargs=True),
         ]
 
     # Torch calls hooks without keyword arguments in another thread, while this one takes them back.
@@ -363,32 +363,32 @@ class _Mixer:
             return None
         return (), self.enter(arguments, cache_name)
 
-    def behind(self, module, args, kwargs, output=None):
+    def after(self, module, args, kwargs, output=None):
         if output is None or self.after is None or not any(value is self.after for value in kwargs.values()):
             return None
         return self.leave(output)
 
     def enter(self, arguments: dict, cache_name: str) -> dict:
-        """What the module is called with in the place of `arguments`."""
+        """Arguments for the module in the place of `arguments`."""
         self.after = self.reading(self.state, self.layers.plan.nodes)
         return {**arguments, cache_name: self.after}
 
     def leave(self, output):
-        """What the module returns in the place of `output`."""
+        """Return value of the module in the place of `output`."""
         return output
 
     def commit(self, counts: list[int], whole: list[int]) -> None:
         raise NotImplementedError
 
     def move(self, count: int, rows: list[int]) -> None:
-        """Replays `count` tokens of some rows and keeps the state behind them."""
+        """Replays `count` tokens of some rows and keeps the state after them."""
 
     def keep_rows(self, index: torch.Tensor) -> None:
         self.inputs = {name: value[_on(index, value)] for name, value in self.inputs.items()}
 
 
 class _ReplayingMixer(_Mixer):
-    """Reads several tokens from a state, and knows the state behind the last one only."""
+    """Reads several tokens from a state, and knows the state after the last one only."""
 
     def __init__(self, layers, module):
         super().__init__(layers, module)

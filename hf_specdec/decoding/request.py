@@ -52,7 +52,7 @@ class Request:
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether the caller gets the cache of the whole text."""
+        """Tells whether the caller gets the cache of the whole text."""
         return bool(self.generation_config.return_dict_in_generate) or self.past_key_values is not None
 
     @property

@@ -26,7 +26,7 @@ class Sequences:
 
     Args:
         input_ids (`torch.LongTensor` of shape `(B, P)`): Prompts, left-padded.
-        pad_token_id (`int`): Fills the columns behind a row's end, as plain generation fills finished rows.
+        pad_token_id (`int`): Fills the columns after a row's end, as plain generation fills finished rows.
     """
 
     def __init__(self, input_ids: torch.LongTensor, pad_token_id: int):
@@ -69,7 +69,7 @@ class Sequences:
         return torch.from_numpy(self._tokens[:, self.prompt_length + first : self.prompt_length + last])
 
     def output(self) -> torch.LongTensor:
-        """All rows, shorter ones padded on the right: what `generate()` returns."""
+        """Tokens of all rows, shorter ones padded on the right, as `generate()` returns them."""
         return self.prefix(max(self.lengths)).clone()
 
     @property
@@ -94,7 +94,8 @@ class StopRules:
         rows_end_alone (`bool`): There is an end-of-sequence token, so plain generation pads finished rows instead of
             going on with them until all have finished.
         ends (`list[int | None]`): For each row the column that ends it, as far as known.
-        num_cut_back (`int`): Tokens that had been appended before it was known that they are behind their row's end.
+        all_finished (`bool`): No row takes any more tokens.
+        num_cut_back (`int`): Tokens that had been appended before it was known that they are after their row's end.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, sequences: Sequences, scores: StepRecorder | None = None):
@@ -109,24 +110,24 @@ class StopRules:
         self._others = StoppingCriteriaList(c for c in criteria if type(c) not in built_in)
         self.rows_end_alone = any(hasattr(c, "eos_token_id") for c in criteria)
         self.ends: list[int | None] = [None] * len(sequences.lengths)
+        self.all_finished = False
         self.num_cut_back = 0
         self._num_judged = sequences.prompt_length
         self._scores = scores
         self._steps: list[torch.Tensor] = []
 
-    @property
-    def all_finished(self) -> bool:
-        if any(end is None for end in self.ends):
+    def _have_all_finished(self) -> bool:
+        if None in self.ends:
             return False
         return self.rows_end_alone or min(self.sequences.lengths) >= max(self.ends)
 
     def has_left(self, row: int) -> bool:
-        """Whether a row takes no more tokens: it has finished, and plain generation would only pad it."""
+        """Tells whether a row takes no more tokens: it has finished, and plain generation would only pad it."""
         return self.ends[row] is not None and (self.rows_end_alone or self.sequences.lengths[row] >= self.max_length)
 
     @property
     def may_cut_back(self) -> bool:
-        """Whether a row's end may become known when the row is longer already."""
+        """Tells whether a row's end may become known when the row is longer already."""
         watch_all = bool(self._strings or self._times) and not self.rows_end_alone
         return len(self.ends) > 1 and (bool(self._others) or watch_all)
 
@@ -159,6 +160,7 @@ class StopRules:
             self._show_columns()
         if self._times and any(bool(c(self.sequences.prefix(1, row=0), None)) for c in self._times):
             self._end_all()
+        self.all_finished = self._have_all_finished()
         if self.all_finished and not self.rows_end_alone:
             for row in range(len(self.ends)):
                 self._cut_back(row, max(self.ends))
@@ -180,7 +182,7 @@ class StopRules:
 
     def _up_to_end(self, row: int, tokens: list[int]) -> list[int]:
         begin = self.sequences.lengths[row]
-        # Plain generation looks at the length behind a token, so there is always room for one.
+        # Plain generation looks at the length after a token, so there is always room for one.
         tokens = tokens[: max(self.max_length - begin, 1)]
         if not self.eos_tokens.isdisjoint(tokens):
             end = next(index for index, token in enumerate(tokens) if token in self.eos_tokens)
@@ -191,7 +193,7 @@ class StopRules:
         return tokens
 
     def _find_string(self, row: int, begin: int) -> None:
-        """Ends a row where its first stop string does, behind column `begin`."""
+        """Ends a row where its first stop string does, after column `begin`."""
         for length in range(begin + 1, self.sequences.lengths[row] + 1):
             if bool(self._strings(self.sequences.prefix(length, row), None)):
                 self._end(row, length)

@@ -23,7 +23,7 @@ def captured_states(model: torch.nn.Module, keys: tuple, joined: bool = False):
         model (`PreTrainedModel`): A decoder-only model.
         keys (`tuple`): Which states, each of the shape `(R, T, H)`. A number is a boundary: i is the residual stream
             that enters decoder layer i, and the number of layers stands for what enters the final norm. "last" is the
-            output of the decoder behind its final norm, which the head reads.
+            output of the decoder after its final norm, which the head reads.
         joined (`bool`): The forwards of the model read one text in chunks; when the block ends, the dict holds the
             states of the whole. Otherwise it holds those of the last forward.
 
@@ -35,7 +35,7 @@ def captured_states(model: torch.nn.Module, keys: tuple, joined: bool = False):
 
 
 class StateTaps:
-    """Where in a model the states of `captured_states` are found; for those who capture them again and again."""
+    """Places in a model where the states of `captured_states` are found, for those who capture them repeatedly."""
 
     def __init__(self, model: torch.nn.Module, keys: tuple):
         self.model, self.keys = model, keys
@@ -92,7 +92,7 @@ class _Store:
 
 
 class _Collector:
-    """Hook behind a forward of the whole model, in which a layer may have run more than once."""
+    """Hook after a forward of the whole model, in which a layer may have run more than once."""
 
     def __init__(self, states: dict, chunks: dict):
         self.states, self.chunks, self.thread = states, chunks, get_ident()
@@ -122,7 +122,7 @@ def _taps(model: torch.nn.Module, key) -> list[tuple[torch.nn.Module, bool]]:
 
 
 def _check_head(model: torch.nn.Module) -> None:
-    """Refuses heads that are more than one matrix behind the decoder: what they read is not the decoder's output."""
+    """Refuses heads that are more than one matrix after the decoder: what they read is not the decoder's output."""
     head = model.get_output_embeddings()
     is_plain = any(child is head for child in model.children()) and model.config.model_type not in _NOT_PLAIN_HEADS
     if not is_plain:

@@ -68,7 +68,7 @@ class NodeInputs:
         """Copies in the nodes `tokens` `(r, t)` of a forward; the other arguments are those of [`SlotModel`].
 
         Rows of padding are empty, and write to slots that no row uses. Nodes of padding see themselves and the
-        committed slots, and lie behind the nodes in use.
+        committed slots, and lie after the nodes in use.
         """
         num_rows, num_nodes = self.tokens.shape
         missing = num_nodes - tokens.shape[1]
@@ -101,7 +101,7 @@ class NodeInputs:
 
 
 def _with_rows(values: torch.Tensor, rows: int) -> torch.Tensor:
-    """Values `(r, T)` with copies of the first row behind them; `(T,)` stand for all rows."""
+    """Values `(r, T)` with copies of the first row after them; `(T,)` stand for all rows."""
     missing = rows - len(values)
     return values if values.dim() == 1 or not missing else torch.cat([values, values[:1].expand(missing, -1)])
 
@@ -117,7 +117,7 @@ class SlotModel:
 
     Attributes:
         max_position (`int`, *optional*): Last position id that a valid node of the call may have. Padding nodes lie
-            behind it in rows that are nearly full, and a table of positions may end there.
+            after it in rows that are nearly full, and a table of positions may end there.
         row_inputs (`dict[str, torch.Tensor]`): Further arguments of the forwards over slots, each with one value for
             every row, `(R, 1)`, that goes for all its nodes.
         attention_layers (`Counter`): What computed the attention of the last forward's layers, where kernels run.
@@ -223,7 +223,7 @@ class SlotModel:
         return self._taps.captured(joined)
 
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
-        """Reads nodes behind each row's committed slots.
+        """Reads nodes after each row's committed slots.
 
         Args:
             tokens (`torch.LongTensor` of shape `(R, T)`): Anchor and draft tokens.
@@ -256,9 +256,9 @@ class SlotModel:
         return output
 
     def _plan_write(self, tokens: torch.LongTensor) -> tuple[WritePlan, RowState]:
-        """Where the next forward writes, and where the rows stand in front of it."""
+        """Plan of what the next forward writes, and the rows as they stand before it."""
         plan, rows = self.cache.plan_write(tokens.shape[1]), self.rows
-        # Nodes go behind the committed slots: one copy to the device serves both.
+        # Nodes go after the committed slots: one copy to the device serves both.
         rows.device_lengths = plan.device_starts
         return plan, rows
 
@@ -293,7 +293,7 @@ class SlotModel:
         return SlotOutput(logits[:rows, logits_from:nodes], states)
 
     def read_static(self, nodes: NodeInputs, columns: int) -> tuple[SlotOutput, Counter]:
-        """The same forward from tensors that stay where they are, for a capture; nothing else changes with the text.
+        """Forward from tensors that stay where they are, for a capture; nothing else changes with the text.
 
         Args:
             nodes (`NodeInputs`): The nodes, and where the rows stand.
@@ -333,7 +333,7 @@ class SlotModel:
 
     @property
     def attention(self) -> str:
-        """What computed the attention of the last forward."""
+        """Name of what computed the attention of the last forward."""
         return describe_layers(self.attention_layers)
 
     def _states_kept(self, nodes: int):
@@ -411,7 +411,7 @@ class PositionCounter:
         return next(map(cls, modules), None)
 
     def __call__(self, tokens: torch.LongTensor, slots: torch.LongTensor) -> torch.LongTensor:
-        """Positions `(R, T)` of tokens, each read alone behind as many slots as `slots` `(R, T)` says."""
+        """Positions `(R, T)` of tokens, each read alone after as many slots as `slots` `(R, T)` says."""
         count = self.embedding.create_position_ids_from_input_ids
         return count(tokens.reshape(-1, 1), self.embedding.padding_idx, slots.reshape(-1, 1)).view(tokens.shape)
 

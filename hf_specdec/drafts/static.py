@@ -67,7 +67,7 @@ MAX_NODES = MOST_DRAFT_TOKENS
 
 
 def prior_accuracies(max_depth: int, max_children: int) -> list[tuple[float, ...]]:
-    """Where nothing has been measured: how often the candidate of each rank may be right, at every depth alike."""
+    """Accuracies to assume where none were measured: of the candidate of each rank, at every depth alike."""
     return [tuple(0.6 / rank**2 for rank in range(1, max_children + 1))] * max_depth
 
 
@@ -157,7 +157,7 @@ class TokenTree:
     ) -> TokenTree:
         """The nodes that are most likely to be right (Cai et al. 2024, arXiv:2401.10774, section 2.3.3).
 
-        A node's chance is the product of the accuracies along its path. From the anchor's best child on, the most
+        A node's probability is the product of the accuracies along its path. From the anchor's best child on, the most
         likely neighbour (a node's next sibling or first child) is added until the tree is full.
 
         Args:
@@ -171,8 +171,8 @@ class TokenTree:
 
         def add(path: Path) -> None:
             if len(path) <= len(widths) and path[-1] < widths[len(path) - 1]:
-                chance = math.prod(ranks[rank] for ranks, rank in zip(accuracies, path))
-                heapq.heappush(heap, (-chance, path))
+                probability = math.prod(ranks[rank] for ranks, rank in zip(accuracies, path))
+                heapq.heappush(heap, (-probability, path))
 
         add((0,))
         chosen: list[Path] = []
@@ -256,7 +256,7 @@ class TokenTree:
 
     @cached_property
     def prior_chances(self) -> tuple[float, ...]:
-        """Of each node, where nothing was measured."""
+        """Probability of each node where no accuracies were measured."""
         accuracies = prior_accuracies(self.max_depth, max(self.widths, default=1))
         return tuple(math.prod(ranks[rank] for ranks, rank in zip(accuracies, path)) for path in self.paths)
 

@@ -16,7 +16,7 @@ from ..transfers import kept_on_device, upload
 
 @dataclass(frozen=True, eq=False)
 class TreeTopology:
-    """What follows from the parents alone. Node 0 is the anchor, node i + 1 is draft node i.
+    """Depths and ancestors, which follow from the parents alone. Node 0 is the anchor, node i + 1 is draft node i.
 
     Attributes:
         parents (`torch.LongTensor` of shape `(T,)` or `(B, T)`): Parent of each verified node; the anchor's is itself.

@@ -1,6 +1,6 @@
 """Drafts as trees: the tokens proposed for a batch in one cycle, and who follows whom.
 
-A chain is the tree without branches, so everything behind a drafter (cache, masks, acceptance) speaks of trees only.
+A chain is the tree without branches, so everything after a drafter (cache, masks, acceptance) speaks of trees only.
 
 Shapes: B rows of the batch, N draft nodes of a row, T = N + 1 verified nodes (node 0 is the anchor), V vocabulary.
 """
@@ -163,7 +163,7 @@ class DraftTree:
         return TreeTopology.from_parents(self.parents)
 
     def without_probs(self) -> DraftTree:
-        """The same without its distributions, for those who keep it when they are not needed any more."""
+        """A copy without its distributions, for those who keep it when they are not needed any more."""
         if self.probs is None:
             return self
         draft = copy(self)
@@ -172,11 +172,11 @@ class DraftTree:
 
     @property
     def is_rated(self) -> bool:
-        """Whether it is a tree that says how likely its nodes are, or whose shape does."""
+        """Tells whether the draft is a tree that rates its nodes, by itself or by its shape."""
         return not self.is_chain and self.probs is None and (self.shape is not None or self.chances is not None)
 
     def chances_by_rank(self) -> torch.FloatTensor | None:
-        """How likely the drafter thinks that the best node of a row is accepted, the next one, and so on.
+        """Estimated probabilities that the best node of a row is accepted, the next best one, and so on.
 
         Returns:
             `torch.FloatTensor` of shape `(N,)`: Means over the rows, on the host for a tree that all of them share;
@@ -189,7 +189,7 @@ class DraftTree:
         return self.chances.exp().sort(dim=1, descending=True).values.mean(0)
 
     def likeliest(self, count: int) -> DraftTree:
-        """At most `count` nodes of each row, those that are most likely to be right; a whole draft if none says so."""
+        """At most `count` nodes of each row, the likeliest to be accepted; the whole draft if it rates none."""
         if count >= self.size or not self.is_rated:
             return self
         if self.shape is not None:
@@ -208,7 +208,7 @@ class DraftTree:
         return replace(DraftTree.of_shape(tree, tokens), num_nodes=counts)
 
     def unknown_tables(self, tokens: bool = False) -> dict[str, torch.LongTensor]:
-        """What the host does not know of the drafts, for a transfer that is made anyway; [`learn`] takes it.
+        """Tables that the host lacks of the drafts, for a transfer that is made anyway; [`learn`] takes them.
 
         Args:
             tokens (`bool`): Whether their tokens are wanted, too, and not only their shapes.
@@ -255,13 +255,13 @@ class DraftTree:
         return self.node_parents
 
     def counts(self) -> list[int]:
-        """How many nodes of each row are valid."""
+        """Number of valid nodes of each row."""
         if self.node_counts is None:
             self._read()
         return self.node_counts
 
     def max_depths(self) -> list[int]:
-        """How deep each row's draft is."""
+        """Depth of each row's draft."""
         if self.is_chain:
             return self.counts()
         if self.shape is not None:

@@ -39,7 +39,7 @@ CHOICE = os.environ.get("HF_SPECDEC_KERNELS", "auto")
 
 
 def use_triton(*tensors: torch.Tensor | None) -> bool:
-    """Whether an operation runs as a Triton kernel: if its tensors are on a GPU and Triton is installed.
+    """Decides whether an operation runs as a Triton kernel: if its tensors are on a GPU and Triton is installed.
 
     The environment variable `HF_SPECDEC_KERNELS` overrides this: with `torch` every operation runs as its torch
     reference; with `triton` as a kernel, or there is an error (kernels run on CPU tensors in Triton's interpreter
@@ -77,7 +77,7 @@ def use_triton(*tensors: torch.Tensor | None) -> bool:
 
 
 def needs_upcast(*tensors: torch.Tensor | None) -> bool:
-    """Whether a kernel must cast what it loads to float32 before any arithmetic.
+    """Tells whether a kernel must cast what it loads to float32 before any arithmetic.
 
     Triton's interpreter adds, multiplies and compares the raw bits of bfloat16.
     """

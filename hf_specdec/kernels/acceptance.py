@@ -7,7 +7,7 @@ accepted child, and on, until a node accepts none. That node adds the new token.
   depend on these choices.
 - `reject_chain` (Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1), `reject_tree` (recursive rejection sampling:
   Jeon et al. 2024, arXiv:2402.14160; Chen et al. 2024, arXiv:2402.12374, Algorithm 2): a node tries its children x_1,
-  x_2, ... in turn. With p the target's law behind the node and q the law that its children were drawn from,
+  x_2, ... in turn. With p the target's distribution after the node and q that which its children were drawn from,
 
       accept x_k  iff  u_k q_k(x_k) < p_k(x_k),      p_1 = p,  q_1 = q
       p_{k+1} = norm(max(p_k - q_k, 0)),             q_{k+1} = norm(q_k without x_k)
@@ -19,8 +19,8 @@ without x_1 .. x_{k-1}, c_1 = 0, P_1 = Q_1 = 1:
 
       p_k = max(p - c_k q, 0) / P_k,      q_k = q / Q_k,      c_{k+1} = c_k + P_k / Q_k
 
-A difference that was cut at 0 stays below 0, because c only grows; and a rejected token is such a place. So the laws
-behind rejections are never written to memory, and all nodes are judged at once.
+A difference that was cut at 0 stays below 0, because c only grows; and a rejected token is such a place. So the
+distributions after rejections are never written to memory, and all nodes are judged at once.
 
 Shapes: B rows, N draft nodes, T = N + 1 verified nodes (node 0 is the anchor, node i + 1 is draft node i),
 V vocabulary, C = ceil(V / `BLOCK_SIZE`) blocks of it.
@@ -39,7 +39,7 @@ from .indexing import arange, distributions_at, pick
 from .sampling import BLOCK_SIZE, BLOCKS_PER_PROGRAM, find_block, first_above, sample_from_probs, sample_torch
 
 
-# Ids of the vocabulary that one program reads at once to sum up a law.
+# Ids of the vocabulary that one program reads at once to sum up a distribution.
 IDS_PER_STEP = 4096
 
 
@@ -70,7 +70,7 @@ class Acceptance:
 
     @classmethod
     def of_path(cls, tokens, num_accepted, path, new_tokens) -> Acceptance:
-        """The outcome of draft tokens `(B, N)`, those along the path accepted, and new tokens `(B,)` behind them."""
+        """The outcome of draft tokens `(B, N)`, those along the path accepted, and new tokens `(B,)` after them."""
         along_path = F.pad(tokens.gather(1, (path[:, 1:] - 1).clamp_(min=0)), (0, 1))
         committed = along_path * (arange(path.shape[1], path.device) < num_accepted[:, None])
         return cls(num_accepted, path, committed.scatter_(1, num_accepted[:, None], new_tokens[:, None]))
@@ -105,7 +105,7 @@ def reject_chain(
     """Rejection sampling of a chain (Leviathan et al. 2023, Algorithm 1).
 
     Draft token x is accepted iff u q(x) < p(x). The new token is drawn from norm(max(p - q, 0)) after a rejection and
-    from p behind the last draft token.
+    from p after the last draft token.
 
     Args:
         draft (`DraftTree`): Chains with `probs`, the distributions the tokens were drawn from.
@@ -179,14 +179,37 @@ def _reject_chain_torch(draft, target_probs, accept_uniforms, target_uniforms) -
     # Strict and multiplied out: a token of target probability 0 is rejected, also by the number 0.
     num_accepted, path = _chain_path((accept_uniforms * draft_prob < target_prob) & valid)
 
+    new_tokens = sample_torch(recovered_probs(draft, target_probs, num_accepted), pick(target_uniforms, num_accepted))
+    return Acceptance.of_path(tokens, num_accepted, path, new_tokens)
+
+
+def recovered_probs(
+    draft: DraftTree,
+    target_probs: torch.FloatTensor,
+    num_accepted: torch.LongTensor,
+    ratios: torch.FloatTensor | None = None,
+) -> torch.FloatTensor:
+    """Unnormalised distribution of the token that follows the accepted part of a chain.
+
+    Args:
+        draft (`DraftTree`): Chains with `probs`.
+        target_probs (`torch.FloatTensor` of shape `(B, T, V)`): The target's processed distribution after each node.
+        num_accepted (`torch.LongTensor` of shape `(B,)`): Draft tokens that are accepted.
+        ratios (`torch.FloatTensor` of shape `(B, N)`, *optional*): Factor of p after each draft token, 1 by default.
+
+    Returns:
+        `torch.FloatTensor` of shape `(B, V)`: max(ratio p - q, 0) after a rejection, p after the last draft token.
+    """
     rejected = num_accepted < draft.num_nodes
     target = distributions_at(target_probs, num_accepted)
     drafted = distributions_at(draft.probs, num_accepted.clamp(max=draft.size - 1))
-    residual = (target - drafted.masked_fill_(~rejected[:, None], 0.0)).clamp_(min=0)
-    # p and q that differ by rounding only leave nothing; then p itself is right to the same rounding.
-    recovered = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target)
-    new_tokens = sample_torch(recovered, target_uniforms.gather(1, num_accepted[:, None]).squeeze(1))
-    return Acceptance.of_path(tokens, num_accepted, path, new_tokens)
+    scaled = target
+    if ratios is not None:
+        ratio = pick(F.pad(ratios, (1, 0), value=1.0), num_accepted).masked_fill_(~rejected, 1.0)
+        scaled = ratio[:, None].to(target) * target
+    residual = (scaled - drafted.masked_fill_(~rejected[:, None], 0.0)).clamp_(min=0)
+    # Where both differ by rounding only nothing is left; then p itself is right to the same rounding.
+    return torch.where(residual.sum(-1, keepdim=True) > 0, residual, target)
 
 
 def _reject_tree_torch(draft, target_probs, accept_uniforms, target_uniforms) -> Acceptance:
@@ -296,7 +319,7 @@ def _follow_kernel(
         token = tl.load(node_tokens_ptr + row * (N + 1) + child)
         path = tl.where(index >= depth, child, path)
         committed = tl.where(index == depth, token, committed)
-        # Children come behind their parent, so that every walk ends.
+        # Children come after their parent, so that every walk ends.
         is_followed = (parents + 1 == child) & (index >= child) & (tokens == token)
         child = tl.min(tl.where(is_followed, index + 1, BLOCK_T), axis=0)
 
@@ -349,7 +372,7 @@ def _judge_kernel(
     accept_uniforms_ptr,  # [B, N]
     next_node_ptr,  # [B, T], written: the accepted child as a verified node, T if there is none
     first_child_ptr,  # [B, T], written: the draft node whose q belongs to the children
-    scale_ptr,  # [B, T], written: c of the law p_k that is left
+    scale_ptr,  # [B, T], written: c of the distribution p_k that is left
     stride_parents,
     N,
     V,
@@ -364,7 +387,7 @@ def _judge_kernel(
     draft_tokens_ptr += row * N
     is_node = index < tl.minimum(tl.load(num_nodes_ptr + row), N)
     parents = tl.load(parents_ptr + index, mask=is_node, other=-2)
-    # Children come behind their parent, so that every walk ends.
+    # Children come after their parent, so that every walk ends.
     is_child = (parents + 1 == node) & (index >= node)
     first = tl.min(tl.where(is_child, index, BLOCK_N), axis=0)
     target_ptr = target_probs_ptr + (row * (N + 1) + node) * V
@@ -511,12 +534,12 @@ def _reject_triton(
     sums = target_probs.new_empty((batch_size, num_blocks), dtype=precision)
 
     tree, sizes = _tree_tensors(draft), _tree_sizes(draft)
-    laws = draft.probs.contiguous(), target_probs.contiguous()
+    probs = draft.probs.contiguous(), target_probs.contiguous()
     decisions = next_node, first_child, scale
     with torch.cuda.device_of(target_probs):
         _judge_kernel[(batch_size, num_nodes)](
             *tree,
-            *laws,
+            *probs,
             accept_uniforms.contiguous(),
             *decisions,
             *sizes,
@@ -527,7 +550,7 @@ def _reject_triton(
             num_warps=8,
         )
         _residual_sums_kernel[batch_size, triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM)](
-            *laws,
+            *probs,
             *decisions,
             sums,
             draft.size,
@@ -539,7 +562,7 @@ def _reject_triton(
         )
         _commit_kernel[(batch_size,)](
             tree[0],
-            *laws,
+            *probs,
             target_uniforms.contiguous(),
             *decisions,
             sums,

@@ -21,7 +21,7 @@ from ._triton import tl, triton, use_triton
 
 @dataclass
 class WritePlan:
-    """Where the next forward writes, the same for all layers.
+    """Slots that the next forward writes, the same for all layers.
 
     Attributes:
         columns (`int`): Slots that attention reads: the longest row with its new nodes.
@@ -30,6 +30,7 @@ class WritePlan:
             offset, too. Empty where only the device knows them.
         nodes (`int`): T, where `firsts` are given.
         device_starts (`dict`): `firsts` on devices, as far as they have been asked for.
+        uses_kernel (`dict`): For each device whether a kernel writes there; decided by the first layer on it.
     """
 
     columns: int
@@ -37,6 +38,7 @@ class WritePlan:
     firsts: list[int] | None = None
     nodes: int = 0
     device_starts: dict[torch.device, torch.LongTensor] = field(default_factory=dict)
+    uses_kernel: dict[torch.device, bool] = field(default_factory=dict)
     _flat_indices: dict = field(default_factory=dict)
 
     @classmethod
@@ -74,7 +76,10 @@ def write_slots(buffers: Sequence[torch.Tensor], states: Sequence[torch.Tensor],
         states (`Sequence[torch.Tensor]`): For each buffer `(R, H, T, D)`.
         plan (`WritePlan`): Their slots.
     """
-    run = _write_triton if plan.firsts is not None and use_triton(*states) else _write_torch
+    device = buffers[0].device
+    if device not in plan.uses_kernel:
+        plan.uses_kernel[device] = plan.firsts is not None and use_triton(*states)
+    run = _write_triton if plan.uses_kernel[device] else _write_torch
     run(buffers, states, plan)
 
 

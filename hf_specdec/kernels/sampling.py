@@ -86,7 +86,7 @@ def find_block(
     C,
     BLOCK_C: tl.constexpr,
 ):
-    """The block that a number falls into, what is left of the threshold in it, and whether there is a law at all."""
+    """The block that a number falls into, what is left of the threshold in it, and whether any weight is positive."""
     index = tl.arange(0, BLOCK_C)
     sums = tl.load(sums_ptr + index, mask=index < C, other=0.0).to(tl.float64)
     cumulative = tl.cumsum(sums, axis=0)
@@ -99,7 +99,7 @@ def find_block(
 
 @triton.jit
 def first_above(weights, cumulative, threshold):
-    """As `_first_above`, of one vector."""
+    """`_first_above` of one vector."""
     is_above = (cumulative > threshold) & (weights > 0)
     # Versions of Triton differ in what they make of NaN; rows that hold it are marked elsewhere.
     numbers = tl.where(weights > 0, weights, 0.0)

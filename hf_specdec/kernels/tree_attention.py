@@ -29,7 +29,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class SlotTree:
-    """Who sees whom, without a mask. Node j of a row lies in slot `length + j`.
+    """Visibility among the nodes, without a mask. Node j of a row lies in slot `length + j`.
 
     Attributes:
         lengths (`torch.LongTensor` of shape `(B,)`): Committed slots of each row, its padding included.
@@ -99,7 +99,7 @@ def _tree_attention_torch(query, key, value, tree, scale, window, chunk, softcap
 
 
 def visible_slots(tree: SlotTree, slots: int, window: int = 0, chunk: int = 0) -> torch.BoolTensor:
-    """Which of the first `slots` slots each node sees, `(B, T, S)`."""
+    """Mask `(B, T, S)` of the first `slots` slots that each node sees."""
     nodes = tree.depths.shape[-1]
     lengths, starts = tree.lengths[:, None], tree.starts[:, None]
     depths, ancestors = (bits.expand(len(lengths), nodes) for bits in (tree.depths, tree.ancestors))

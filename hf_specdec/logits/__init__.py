@@ -1,1 +1,1 @@
-"""What is done with logits: the host's processors along a draft tree, random numbers, acceptance rules."""
+"""Treatment of logits: the host's processors along a draft tree, random numbers, acceptance rules."""

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from ..drafts import DraftTree
-from ..kernels.acceptance import Acceptance, check_probs, family, tree_path
-from ..kernels.indexing import arange, distributions_at, pick, rows_at, widest_float
+from ..kernels.acceptance import Acceptance, check_probs, family, recovered_probs, tree_path
+from ..kernels.indexing import arange, pick, rows_at, widest_float
 from ..kernels.sampling import sample_from_probs
 
 
@@ -45,7 +45,7 @@ def reject_block(
 
     With P and h of [`block_thresholds`], the first n draft tokens are accepted for the largest n with u_n < h_n; a
     test that fails does not end the draft. The new token is drawn from norm(max(P_n p_n - q_n, 0)), and from p_n
-    behind the last draft token.
+    after the last draft token.
 
     Args:
         draft (`DraftTree`):
@@ -68,21 +68,15 @@ def reject_block(
     num_accepted = ((accept_uniforms < thresholds) * depths[1:]).amax(1)
     path = torch.minimum(depths, num_accepted[:, None])
 
-    rejected = num_accepted < draft.num_nodes
-    ratio = pick(F.pad(ratios, (1, 0), value=1.0), num_accepted).masked_fill_(~rejected, 1.0)
-    target = distributions_at(target_probs, num_accepted)
-    drafted = distributions_at(draft.probs, num_accepted.clamp(max=draft.size - 1))
-    residual = (ratio[:, None].to(target) * target - drafted.masked_fill_(~rejected[:, None], 0.0)).clamp_(min=0)
-    # P_n p_n and q_n that differ by rounding only leave nothing; then p_n itself is right to the same rounding.
-    recovered = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target)
+    recovered = recovered_probs(draft, target_probs, num_accepted, ratios)
     new_tokens = sample_from_probs(recovered, pick(target_uniforms, num_accepted))
     return Acceptance.of_path(draft.tokens.clamp(min=0), num_accepted, path, new_tokens)
 
 
 def block_thresholds(draft: DraftTree, target_probs: torch.FloatTensor) -> tuple[torch.FloatTensor, torch.FloatTensor]:
-    """What `reject_block` tests a chain's tokens with.
+    """Ratios and thresholds with which `reject_block` tests a chain's tokens.
 
-    With p_i and q_i the laws behind draft tokens x_1 to x_i, and P_0 = 1:
+    With p_i and q_i the distributions after draft tokens x_1 to x_i, and P_0 = 1:
 
         P_i = min(1, P_{i-1} p_{i-1}(x_i) / q_{i-1}(x_i))
         R_i = sum_y max(P_i p_i(y) - q_i(y), 0)
@@ -109,7 +103,7 @@ def block_thresholds(draft: DraftTree, target_probs: torch.FloatTensor) -> tuple
     inner = ratios[:, :-1, None].to(target_probs.dtype) * target_probs[:, 1:-1] - draft.probs[:, 1:]
     excess = F.pad(inner.clamp_(min=0).sum(-1), (0, 1)).to(precision)
     both = excess + shortfall
-    # Where both parts vanish the laws agree, and the token is right.
+    # Where both parts vanish the distributions agree, and the token is right.
     thresholds = torch.where(both == 0, 1.0, excess / both)
     depths = arange(draft.size + 1, tokens.device)[1:]
     thresholds = torch.where(depths == draft.num_nodes[:, None], ratios, thresholds)
@@ -135,7 +129,7 @@ def accept_typical(draft: DraftTree, scores: torch.FloatTensor, threshold: float
     log_probs = scores.log_softmax(-1)
     probs = log_probs.exp()
     best = best_tokens(scores)
-    # Marked as `sample_from_probs` does: a law without any token (NaN, or all impossible).
+    # Marked as `sample_from_probs` does: a distribution without any token (NaN, or all impossible).
     best = best.masked_fill(~(probs.gather(-1, best[..., None]).squeeze(-1) > 0), -1)
     if draft.size == 0:
         return Acceptance.of_new_tokens(best)
@@ -170,12 +164,12 @@ def accept_synthetic(
     Args:
         draft (`DraftTree`): The drafts.
         rates (`torch.FloatTensor` of shape `(D,)`):
-            Entry i is the chance that a draft token at depth i + 1 is accepted if its parent is; 0 further down.
+            Entry i is the probability that a draft token at depth i + 1 is accepted if its parent is; 0 further down.
         accept_uniforms (`torch.FloatTensor` of shape `(B, D)`): Number in [0, 1) of the test at each depth.
         node_tokens (`torch.LongTensor` of shape `(B, T)`): The target's choice after each verified node.
 
     Returns:
-        `Acceptance`: The accepted path, and its tokens with the target's choice behind them.
+        `Acceptance`: The accepted path, and its tokens with the target's choice after them.
     """
     if draft.size == 0:
         return Acceptance.of_new_tokens(node_tokens)

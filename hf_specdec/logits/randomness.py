@@ -20,7 +20,7 @@ TARGET = 0  # the draw from the target's distribution (or its residual) for the 
 ACCEPT = 1  # the ratio test of a draft token
 DRAFT = 2  # drawing a draft token
 
-# Room for the nodes of one draft tree: node i behind anchor position a has the number a * NODES_PER_ANCHOR + i.
+# Room for the nodes of one draft tree: node i after anchor position a has the number a * NODES_PER_ANCHOR + i.
 NODES_PER_ANCHOR = 256
 
 # The largest float32 below 1: a uniform number stays below 1 when it is cast to float32.
@@ -35,7 +35,7 @@ class RowUniforms:
     Two ways to address a number:
 
     - `at` by absolute position. For decisions made at most once per position: the token committed there, and the
-      ratio test of a chain's draft token there (a test behind the first rejection of a cycle decides nothing, and the
+      ratio test of a chain's draft token there (a test after the first rejection of a cycle decides nothing, and the
       position of the rejected token is committed in the same cycle).
     - `for_nodes` and `draft_at` by anchor position and node. Drafting must use these: a position may be drafted again
       in a later cycle after the same tokens, and must not see the number of its first draft again, because that
@@ -78,7 +78,7 @@ class RowUniforms:
         purpose: int = ACCEPT,
         first_node: int = 0,
     ) -> torch.FloatTensor:
-        """The numbers of `count` consecutive draft nodes, from `first_node` on, of the tree behind each anchor.
+        """The numbers of `count` consecutive draft nodes, from `first_node` on, of the tree after each anchor.
 
         Args:
             rows (`Sequence[int]` of length B): Which row of the call each active row is.

@@ -1,7 +1,7 @@
-"""What `rejection_sample_method` chooses, once per call: the rule that judges drafts.
+"""Acceptance rules, of which `rejection_sample_method` chooses the one that judges the drafts of a call.
 
 `standard` decides position by position, so the verifier can also apply it node by node. The others judge a draft as a
-whole: they need the target's processed scores behind all of its nodes.
+whole: they need the target's processed scores after all of its nodes.
 
 Shapes: R active rows, N draft nodes, T = N + 1 verified nodes, V vocabulary.
 """
@@ -34,7 +34,7 @@ class StandardRule:
 
     Attributes:
         name (`str`): The rule's `rejection_sample_method`.
-        judges_whole_drafts (`bool`): Whether a node's fate depends on nodes behind or beside it.
+        judges_whole_drafts (`bool`): A node's fate depends on nodes after or beside it.
         note (`str`, *optional*): What becomes of the text, if it is not the target's any more.
 
     Args:
@@ -52,11 +52,11 @@ class StandardRule:
         """Raises a `SpecConfigError` if drafts of at most `depth` tokens cannot do what was asked."""
 
     def judge(self, draft: DraftTree, scores: torch.Tensor, rows: list[int], positions: list[int]) -> Acceptance:
-        """What the target accepts of a draft.
+        """Judges which nodes of a draft the target accepts.
 
         Args:
             draft (`DraftTree`): The drafts of the active rows.
-            scores (`torch.Tensor` of shape `(R, T, V)`): The target's processed scores behind each node.
+            scores (`torch.Tensor` of shape `(R, T, V)`): The target's processed scores after each node.
             rows (`list[int]` of length R): Which row of the call each active row is.
             positions (`list[int]` of length R): Position of the first token to commit, padding not counted.
         """
@@ -68,13 +68,13 @@ class StandardRule:
         return reject_tree(draft, probs, self.uniforms.for_nodes(rows, positions, draft.size), target_uniforms)
 
     def choices(self, draft, scores, rows, positions) -> torch.LongTensor:
-        """The target's own token behind each node, `(R, T)`."""
+        """The target's own token after each node, `(R, T)`."""
         if self.uniforms is None:
             return best_tokens(scores)
         return sample_from_probs(scores.softmax(-1), self.target_uniforms(draft, rows, positions))
 
     def target_uniforms(self, draft, rows, positions) -> torch.FloatTensor:
-        """The number of each node's draw, `(R, T)`: that of the position behind it."""
+        """The number of each node's draw, `(R, T)`: that of the position after it."""
         drawn = self.uniforms.at(TARGET, rows, positions, draft.topology.max_depth + 1)
         return drawn.gather(1, draft.topology.depths.expand(len(rows), -1))
 
@@ -124,7 +124,7 @@ class SyntheticRule(StandardRule):
     Args:
         uniforms (`RowUniforms`, *optional*): Random numbers of the call; `None` for a greedy target.
         accept_uniforms (`RowUniforms`): Those of the acceptance.
-        rates (`tuple[float, ...]`): Entry i is the chance that the first i + 1 draft tokens are accepted.
+        rates (`tuple[float, ...]`): Entry i is the probability that the first i + 1 draft tokens are accepted.
         least_depth (`int`): Drafts must be able to be this deep.
     """
 
@@ -207,5 +207,5 @@ def rates_of_length(length: float) -> tuple[float, ...]:
 
 
 def conditional_rates(rates: tuple[float, ...]) -> list[float]:
-    """The chance that a draft token is accepted if the one before it is, from rates for the first 1, 2, ... tokens."""
+    """Acceptance rates of draft tokens whose predecessor is accepted, from rates for the first 1, 2, ... tokens."""
     return [rate / before if before else 0.0 for before, rate in zip((1.0, *rates), rates)]

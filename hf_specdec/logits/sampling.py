@@ -1,6 +1,6 @@
-"""How a drafter draws: from its own logits, processed as the target's are, with random numbers of the call.
+"""Sampling of draft tokens from the drafter's logits, processed as the target's, with random numbers of the call.
 
-Any law may be drafted from; drawing from one that is sharpened like the target's is accepted most often.
+Any distribution may be drafted from; sampling from one that is sharpened like the target's is accepted most often.
 
 Shapes: R rows, V target vocabulary.
 """
@@ -53,10 +53,10 @@ class DraftSampler:
     def draw(
         self, scores: torch.Tensor, rows: list[int], anchor_positions: list[int], depth: int
     ) -> tuple[torch.LongTensor, torch.Tensor]:
-        """One token for each row from `softmax(scores)`: tokens `(R,)` and the law `(R, V)` they were drawn from."""
+        """Samples from `softmax(scores)`: a token of each row `(R,)`, and the distributions `(R, V)` sampled from."""
         probs = scores.softmax(-1)
         tokens = sample_from_probs(probs, self.uniforms.draft_at(rows, anchor_positions, depth))
-        # A law that has nothing to draw from (overflow in half precision) proposes token 0, which is then rejected.
+        # Where nothing can be sampled (overflow in half precision) token 0 is proposed, which is then rejected.
         return tokens.clamp_(min=0), probs
 
 

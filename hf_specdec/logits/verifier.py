@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Verdict:
-    """What one verification committed.
+    """Outcome of one verification.
 
     Attributes:
         token_lists (`list[list[int]]` of length R): Committed tokens of each row, cut where the row ends.
@@ -110,7 +110,7 @@ class Verifier:
 
         Args:
             draft (`DraftTree`): The drafts of the active rows.
-            logits (`torch.Tensor` of shape `(R, T, V)`): The target's logits behind the anchor and every node.
+            logits (`torch.Tensor` of shape `(R, T, V)`): The target's logits after the anchor and every node.
             rows (`list[int]` of length R): Which row of the call each active row is.
             positions (`list[int]` of length R): Position of the first token to commit, padding not counted.
             meanwhile (`Callable`, *optional*): What the host does before it waits, and before anything of this
@@ -142,7 +142,7 @@ class Verifier:
         )
 
     def _node_scores(self, draft, logits, rows) -> torch.Tensor:
-        """Scores of all nodes; processors that read tokens see each node behind the tokens on its own path."""
+        """Scores of all nodes; processors that read tokens see each node after the tokens on its own path."""
         if not self.stack.reads_tokens:
             return self.stack.all_nodes(logits)
         committed = [self.stop.sequences.row(row) for row in rows]
@@ -224,7 +224,7 @@ class _Walk:
             list(map(len, stars)),
             self.draft.probs[index, picks],
         )
-        # Only the first row of target probabilities is looked at; the token behind an accepted child comes later.
+        # Only the first row of target probabilities is looked at; the token after an accepted child comes later.
         target = probs[:, None].expand(-1, width + 1, -1)
         target_uniforms = self._uniforms(TARGET, active)[:, None].expand(-1, width + 1)
         accept_uniforms = self._accept_uniforms(active, picks)

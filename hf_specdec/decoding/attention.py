@@ -29,7 +29,7 @@ from ..errors import UnsupportedModelError
 from ..kernels._triton import use_triton
 from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE, SlotTree, tree_attention, visible_slots
 from ..threads import Lock
-from .masks import Span
+from .masks import Span, additive_mask
 
 
 # The stand-ins, by what they do with layers that the tree attention kernel cannot express.
@@ -63,9 +63,7 @@ class TreeMask:
 
     def additive(self, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """The mask `(R, 1, T, columns)`, made of nothing but the tensors of the tree."""
-        visible = visible_slots(self.tree, columns, **self.limits)
-        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-        return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+        return additive_mask(~visible_slots(self.tree, columns, **self.limits), dtype)[:, None]
 
     def stand_in(self, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """A mask without numbers, to be handed over where all attention goes by the tree; reading it raises."""
@@ -135,8 +133,8 @@ def folding_masks():
 def slot_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
     """Attention of `query` `(R, H, T, D)` over `key`, `value` `(R, K, S, D)` with an additive mask `(R | 1, 1, T, S)`.
 
-    No mask stands for everything where the module is not causal. Returns the output of shape `(R, T, H, D)` and no
-    weights, as the attention interface wants it. Outside of a verification forward (another thread runs plain
+    `attention_mask=None` means full attention if the module is not causal. Returns the output of shape `(R, T, H, D)`
+    and no weights, as the attention interface wants it. Outside of a verification forward (another thread runs plain
     `generate` on the same model) it is transformers' own function.
     """
     # Older transformers let sdpa leave soft caps out, so plain generation has none either.

@@ -268,6 +268,7 @@ class SlotCache(Cache):
         self.lengths: list[int] | None = None
         self.plan: WritePlan | None = None
         self.last_recurrent_layer = -1
+        self._uses_kernel: dict[torch.device, bool] = {}
 
     # Prefix tuning asks, and makes a cache without limit.
     max_cache_len = -1
@@ -394,7 +395,8 @@ class SlotCache(Cache):
         """
         longest = max(self.lengths)
         offset = longest + ahead if min(self.lengths) == longest else None
-        self.plan = WritePlan(longest + ahead + nodes, offset, [length + ahead for length in self.lengths], nodes)
+        firsts = [length + ahead for length in self.lengths]
+        self.plan = WritePlan(longest + ahead + nodes, offset, firsts, nodes, uses_kernel=self._uses_kernel)
         for layer in self.layers:
             layer.length = longest
         return self.plan

@@ -147,7 +147,7 @@ class DecodingLoop:
         draft = DraftTree.empty(self.request.batch_size, self.device)
         verdict = self.verifier.verify(draft, logits, self.rows, self._positions(0))
         self.stats.num_committed_tokens += self.request.batch_size
-        self._record(verdict, logits, prefill.output.get("hidden_states"))
+        self.recorder.add(self.rows, verdict.path, verdict.counts, logits, prefill.output.get("hidden_states"))
         self.anchors = verdict.tokens[:, 0]
         if not (self.stop.all_finished or self.request.synced_gpus):
             self.check = ContinuationCheck.begin(self.model, self.target.cache, self.continuation, self.anchors)
@@ -204,8 +204,9 @@ class DecodingLoop:
 
     def _commit(self, draft: DraftTree, output: SlotOutput, verdict: Verdict) -> None:
         """Makes the accepted path part of the target's cache and of the drafter's state; the text has it already."""
-        self.target.commit(verdict.counts, None if draft.is_chain else verdict.path)
-        self._record(verdict, output.logits, output.all_hidden_states)
+        counts = verdict.counts
+        self.target.commit(counts, None if draft.is_chain else verdict.path)
+        self.recorder.add(self.rows, verdict.path, counts, output.logits, output.all_hidden_states)
         self.deferred.add(partial(self._report, draft.without_probs(), verdict, self.rows))
         self.anchors = _last_tokens(verdict)
         began = perf_counter()
@@ -245,9 +246,6 @@ class DecodingLoop:
         return [length - num_others[row] + ahead for length, row in zip(self.target.cache.lengths, self.rows)]
 
     # What is returned
-
-    def _record(self, verdict: Verdict, logits: torch.Tensor, hidden_states: tuple | None) -> None:
-        self.recorder.add(self.rows, verdict.path, verdict.counts, logits, hidden_states)
 
     def _output(self) -> torch.LongTensor | SpeculativeOutput:
         keeps_cache = self.request.keeps_cache

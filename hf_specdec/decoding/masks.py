@@ -111,6 +111,41 @@ def _shared_ancestor_bits(topology: TreeTopology) -> torch.LongTensor:
     return pack_ancestors(topology.ancestors)
 
 
+def additive_mask(hidden: torch.BoolTensor, dtype: torch.dtype) -> torch.Tensor:
+    """The lowest number of `dtype` where something is hidden, 0 elsewhere."""
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+def causal_mask(
+    queries: torch.LongTensor, first_slots: torch.LongTensor, columns: int, span: Span, dtype: torch.dtype
+) -> torch.Tensor:
+    """Additive mask of tokens that see the slots up to their own, within their span.
+
+    Args:
+        queries (`torch.LongTensor` of shape `(R | 1, T)`): Slot of each token.
+        first_slots (`torch.LongTensor` of shape `(R | 1, 1)`): First slot of each row that is not padding.
+        columns (`int`): S.
+
+    Returns:
+        `torch.Tensor` of shape `(R | 1, 1, T, S)`.
+    """
+    slots, own = torch.arange(columns, device=queries.device), queries[..., None]
+    # Padding attends to itself: a row with no visible key would softmax to NaN.
+    hidden = (slots > own) | ((slots < first_slots[..., None]) & (slots != own))
+    distant = span.hidden(own, slots)
+    return additive_mask(hidden if distant is None else hidden | distant, dtype)[:, None]
+
+
+def uniform_causal_mask(
+    first: int, count: int, columns: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Additive mask `(1, 1, count, columns)` of tokens from slot `first` on that see all slots up to their own."""
+    mask = torch.zeros((1, 1, count, columns), dtype=dtype, device=device)
+    mask[..., first:] = torch.full_like(mask[..., first:], torch.finfo(dtype).min).triu_(1)
+    return mask
+
+
 def node_masks(
     topology: TreeTopology,
     rows: RowState,
@@ -137,8 +172,7 @@ def node_masks(
 @lru_cache(maxsize=256)
 def _block(topology: TreeTopology, dtype: torch.dtype, repeats: int) -> torch.Tensor:
     """The `(repeats * T, T)` part of the mask among the new nodes."""
-    block = torch.zeros(topology.ancestors.shape, dtype=dtype, device=topology.ancestors.device)
-    return block.masked_fill_(~topology.ancestors, torch.finfo(dtype).min).repeat(repeats, 1)
+    return additive_mask(~topology.ancestors, dtype).repeat(repeats, 1)
 
 
 def _uniform_mask(topology, rows, columns, span, dtype, repeats):
@@ -185,8 +219,7 @@ def _picture(topology: TreeTopology, dtype: torch.dtype, repeats: int, margin: i
 def _padding_mask(starts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """`(R, 1, 1, slots)`: hides what lies in front of each row, for the slots up to the last start."""
     hidden = torch.arange(max(starts), device=device) < upload(starts, device)[:, None]
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
-    return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None, None]
+    return additive_mask(hidden, dtype)[:, None, None]
 
 
 def _ragged_mask(topology, rows, columns, span, dtype, repeats):

@@ -347,13 +347,13 @@ class _Mixer:
     def hook(self) -> list:
         """Registers what makes the module work on behalf of this call; the handles that take it back."""
         return [
-            self.module.register_forward_pre_hook(self.before, with_kwargs=True),
-            self.module.register_forward_hook(self.after, with_kwargs=True),
+            self.module.register_forward_pre_hook(self.on_entering, with_kwargs=True),
+            self.module.register_forward_hook(self.on_leaving, with_kwargs=True),
         ]
 
     # Torch calls hooks without keyword arguments in another thread, while this one takes them back.
 
-    def before(self, module, args, kwargs=None):
+    def on_entering(self, module, args, kwargs=None):
         if kwargs is None:
             return None
         arguments = {**dict(zip(self._names, args)), **kwargs}
@@ -363,7 +363,7 @@ class _Mixer:
             return None
         return (), self.enter(arguments, cache_name)
 
-    def after(self, module, args, kwargs, output=None):
+    def on_leaving(self, module, args, kwargs, output=None):
         if output is None or self.after is None or not any(value is self.after for value in kwargs.values()):
             return None
         return self.leave(output)

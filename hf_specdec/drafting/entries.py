@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..decoding.cache import padded_size
-from ..decoding.masks import FULL
+from ..decoding.masks import FULL, causal_mask, uniform_causal_mask
 from ..layers.lean import lean_forward
 from ..transfers import last_of_each
 from .slots import DraftInputs, DraftSlots, Entries
@@ -182,18 +182,10 @@ class DraftEntries(DraftSlots):
 
     def _causal_mask(self, count: int, columns: int, back: int = 0) -> torch.Tensor:
         """Additive mask `(R | 1, 1, count, columns)` of entries in `count` slots from `back` before each row's end."""
-        lowest = torch.finfo(self.dtype).min
-        mask = torch.zeros((1, 1, count, columns), dtype=self.dtype, device=self.device)
         if self.span == FULL and self.rows.is_uniform:
-            first = self.cache.lengths[0] - back
-            mask[..., first:] = torch.full_like(mask[..., first:], lowest).triu_(1)
-            return mask
-        own = (self.rows.ends - back)[..., None] + torch.arange(count, device=self.device)[:, None]
-        slots = torch.arange(columns, device=self.device)
-        # Padding attends to itself: a row with no visible key would softmax to NaN.
-        hidden = (slots > own) | ((slots < self.rows.first_slots[..., None]) & (slots != own))
-        distant = self.span.hidden(own, slots)
-        return torch.where(hidden if distant is None else hidden | distant, lowest, mask[0])[:, None]
+            return uniform_causal_mask(self.cache.lengths[0] - back, count, columns, self.dtype, self.device)
+        queries = self.rows.ends - back + torch.arange(count, device=self.device)
+        return causal_mask(queries, self.rows.first_slots, columns, self.span, self.dtype)
 
 
 def pick_nodes(values: torch.Tensor, nodes: torch.LongTensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ class WritePlan:
             offset, too. Empty where only the device knows them.
         nodes (`int`): T, where `firsts` are given.
         device_starts (`dict`): `firsts` on devices, as far as they have been asked for.
-        uses_kernel (`dict`): For each device whether a kernel writes there; decided by the first layer on it.
+        uses_kernel (`dict`): For each device whether kernels run there; decided once for all plans of a cache.
     """
 
     columns: int
@@ -76,10 +76,13 @@ def write_slots(buffers: Sequence[torch.Tensor], states: Sequence[torch.Tensor],
         states (`Sequence[torch.Tensor]`): For each buffer `(R, H, T, D)`.
         plan (`WritePlan`): Their slots.
     """
-    device = buffers[0].device
-    if device not in plan.uses_kernel:
-        plan.uses_kernel[device] = plan.firsts is not None and use_triton(*states)
-    run = _write_triton if plan.uses_kernel[device] else _write_torch
+    run = _write_torch
+    if plan.firsts is not None:
+        device = buffers[0].device
+        if device not in plan.uses_kernel:
+            plan.uses_kernel[device] = use_triton(*states)
+        if plan.uses_kernel[device]:
+            run = _write_triton
     run(buffers, states, plan)
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from transformers.utils import logging
 
+from ...decoding.masks import additive_mask
 from ...drafting.slots import DraftInputs, DraftSlots, Entries, KnownPrompt
 from ...drafts import DraftTree
 from ...drafts.static import MAX_NODES
@@ -406,8 +407,7 @@ class DraftText(DraftSlots):
         slots = torch.arange(columns, device=self.device)
         outside = (slots < self.rows.first_slots) | (slots > queries[:, -1:])
         hidden = outside[:, None] | view.hidden(queries[..., None] - slots)
-        mask = torch.zeros(hidden.shape, dtype=self.network.dtype, device=self.device)
-        return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[:, None]
+        return additive_mask(hidden, self.network.dtype)[:, None]
 
 
 def _mask_token_id(options: DFlashOptions, network: DFlashNetwork) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
@@ -110,33 +110,51 @@ class Mark:
     draft_seconds: float
 
 
-class MarkingStreamer(BaseStreamer):
-    """A streamer that leaves a [`Mark`] whenever tokens are delivered.
+class CountingStreamer(BaseStreamer):
+    """Counts the tokens that a call has committed whenever it delivers some.
 
     Args:
-        timer (`ForwardTimer`): Attached to the models of the call.
         committed (`Callable`): How many tokens the call has committed so far, or `None` if all of them are delivered.
             Rows of a batch that are ahead of others are delivered later than committed.
     """
 
-    def __init__(self, timer: ForwardTimer, committed: Callable[[], int | None]):
-        self.timer, self.committed = timer, committed
+    def __init__(self, committed: Callable[[], int | None]):
+        self.committed = committed
         self.delivered: int | None = None  # None: not even the prompt
-        self.marks: list[Mark] = []
 
     def put(self, value: torch.Tensor) -> None:
         if self.delivered is None:
             self.delivered = 0
             return
-        timer = self.timer
-        now = timer.clock()
         self.delivered += value.numel()
-        committed = self.committed()
-        tokens = self.delivered if committed is None else committed
-        self.marks.append(Mark(now, tokens, timer.target_forwards, timer.target_seconds, timer.draft_seconds))
+        tokens = self.committed()
+        self.note(self.delivered if tokens is None else tokens)
+
+    def note(self, tokens: int) -> None:
+        """So many tokens are committed."""
+        raise NotImplementedError
 
     def end(self) -> None:
         """Nothing: the last delivery is the end."""
+
+
+class MarkingStreamer(CountingStreamer):
+    """Leaves a [`Mark`] at every delivery.
+
+    Args:
+        timer (`ForwardTimer`): Attached to the models of the call.
+        committed (`Callable`): As for [`CountingStreamer`].
+    """
+
+    def __init__(self, timer: ForwardTimer, committed: Callable[[], int | None]):
+        super().__init__(committed)
+        self.timer = timer
+        self.marks: list[Mark] = []
+
+    def note(self, tokens: int) -> None:
+        timer = self.timer
+        counts = timer.target_forwards, timer.target_seconds, timer.draft_seconds
+        self.marks.append(Mark(timer.clock(), tokens, *counts))
 
 
 @dataclass
@@ -200,6 +218,30 @@ def time_call(
     )
 
 
+# ---------------------------------------------------------------------------------------------------------------- aims
+
+
+@dataclass
+class Aim:
+    """An aim, and every figure that is measured by it as (where, text, is met), the worst first."""
+
+    text: str
+    found: list[tuple[str, str, bool]]
+
+
+def aim_lines(aims: list[dict]) -> list[str]:
+    """Lines about aims, as dicts: which figures miss them, and of those that are met the nearest."""
+    lines = []
+    for aim in aims:
+        found = [tuple(figure) for figure in aim["found"]]
+        missed = [figure for figure in found if not figure[2]]
+        counts = f"met by {len(found) - len(missed)} of {len(found)}" if found else "not measured"
+        lines.append(f"Aim: {aim['text']}: {counts}.")
+        lines += [f"  short of it: {figure} ({where})" for where, figure, _ in missed]
+        lines += [f"  nearest to it: {figure} ({where})" for where, figure, _ in found[:1] if not missed]
+    return lines
+
+
 # ----------------------------------------------------------------------------------------------------- scripted drafts
 
 
@@ -233,15 +275,8 @@ class Script:
         return self.drafts[row][length : length + count]
 
 
-@dataclass(frozen=True)
-class ScriptOptions:
-    """The script is no setting; it comes as the speculator's resources."""
-
-
 class ScriptedCandidateGenerator(CandidateGenerator):
     """Drafts from a [`Script`] in our loop."""
-
-    options_class = ScriptOptions
 
     def __init__(self, config, resources: Script, session):
         super().__init__(config, resources, session)
@@ -308,34 +343,6 @@ def stock_drafts_from(model: PreTrainedModel, generator: HfCandidateGenerator) -
 
 
 # -------------------------------------------------------------------------------------------------- models and prompts
-
-
-def random_target(dtype: torch.dtype, num_layers: int = 8, seed: int = 0) -> LlamaForCausalLM:
-    """A Llama of random weights with the layer shapes of Qwen3-0.6B, with 8 layers about 190 M parameters.
-
-    Its head has the rows of its embedding in another order: the next token follows from the last one, by a wide
-    margin. So every way of decoding writes the same varied text, in bfloat16 too, at the cost of any model this size.
-    """
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=num_layers,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=16384,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        embedding = model.get_input_embeddings().weight.normal_()
-        model.get_output_embeddings().weight[torch.randperm(config.vocab_size)] = 0.1 * embedding
-    return without_end(model.to(dtype).eval())
 
 
 def without_end(model: PreTrainedModel) -> PreTrainedModel:

@@ -18,8 +18,8 @@ from time import perf_counter
 from unittest.mock import patch
 
 import torch
+from common import CountingStreamer
 from transformers import PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import Speculator
 from hf_specdec.candidate_generators.dflash.functional import FunctionalDFlash
@@ -119,28 +119,15 @@ def noted_waits() -> Iterator[list[str]]:
 # --------------------------------------------------------------------------------------------------------- whole calls
 
 
-class DeliveryStreamer(BaseStreamer):
-    """Notes when tokens are delivered.
-
-    Args:
-        committed (`Callable`): How many tokens the call has committed so far, or `None` if all of them are delivered.
-    """
+class DeliveryStreamer(CountingStreamer):
+    """Notes when tokens are delivered."""
 
     def __init__(self, committed: Callable[[], int | None]):
-        self.committed = committed
-        self.delivered: int | None = None  # None: not even the prompt
+        super().__init__(committed)
         self.deliveries: list[tuple[float, int]] = []
 
-    def put(self, value: torch.Tensor) -> None:
-        if self.delivered is None:
-            self.delivered = 0
-            return
-        self.delivered += value.numel()
-        tokens = self.committed()
-        self.deliveries.append((perf_counter(), self.delivered if tokens is None else tokens))
-
-    def end(self) -> None:
-        """Nothing: the last delivery is the end."""
+    def note(self, tokens: int) -> None:
+        self.deliveries.append((perf_counter(), tokens))
 
     def decoding(self, batch_size: int) -> tuple[int, float]:
         """Tokens and seconds after the first cycle, in which drafters read the prompt."""

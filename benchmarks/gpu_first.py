@@ -23,10 +23,11 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from gpu import ASSISTED, HELD_TOKENS, NO_DRAFTS, PLAIN, Side, call_of, environment, make_sides, run, write_json
+from gpu import ASSISTED, HELD_TOKENS, NO_DRAFTS, PLAIN, Side, call_of, environment, make_sides, run
 from gpu_checks import Check, check_text, drafts, kernel_checks, plain_texts
 from gpu_clocks import Stopwatch, copy_bandwidth, measure_parts, noted_waits
 from gpu_models import SIZES, Models, bytes_of_weights, random_nodes, ring_text
+from gpu_report import write_json
 from rich.console import Console
 
 from hf_specdec import demo, load_speculator, record

@@ -67,7 +67,10 @@ class Size:
     draft: Mapping[str, int]
 
 
-def _sizes(vocab, hidden, intermediate, layers, heads, kv_heads, head_dim) -> dict[str, int]:
+def model_sizes(
+    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int
+) -> dict[str, int]:
+    """Sizes as arguments of a config."""
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -79,16 +82,16 @@ def _sizes(vocab, hidden, intermediate, layers, heads, kv_heads, head_dim) -> di
     }
 
 
-_LLAMA_1B = _sizes(128256, 2048, 8192, 16, 32, 8, 64)
-_QWEN_06B = _sizes(151936, 1024, 3072, 28, 16, 8, 128)
+_LLAMA_1B = model_sizes(128256, 2048, 8192, 16, 32, 8, 64)
+_QWEN_06B = model_sizes(151936, 1024, 3072, 28, 16, 8, 128)
 
 # Llama 3.1 and 3.2, Qwen3; the draft model of the smallest Llama is that of 68 M, with the target's vocabulary.
 SIZES = {
-    "tiny": Size("llama", _sizes(1024, 128, 256, 4, 4, 2, 32), _sizes(1024, 64, 128, 2, 4, 2, 16)),
-    "llama-1b": Size("llama", _LLAMA_1B, _sizes(128256, 768, 3072, 2, 12, 12, 64)),
-    "llama-8b": Size("llama", _sizes(128256, 4096, 14336, 32, 32, 8, 128), _LLAMA_1B),
-    "qwen3-1.7b": Size("qwen3", _sizes(151936, 2048, 6144, 28, 16, 8, 128), _QWEN_06B),
-    "qwen3-8b": Size("qwen3", _sizes(151936, 4096, 12288, 36, 32, 8, 128), _QWEN_06B),
+    "tiny": Size("llama", model_sizes(1024, 128, 256, 4, 4, 2, 32), model_sizes(1024, 64, 128, 2, 4, 2, 16)),
+    "llama-1b": Size("llama", _LLAMA_1B, model_sizes(128256, 768, 3072, 2, 12, 12, 64)),
+    "llama-8b": Size("llama", model_sizes(128256, 4096, 14336, 32, 32, 8, 128), _LLAMA_1B),
+    "qwen3-1.7b": Size("qwen3", model_sizes(151936, 2048, 6144, 28, 16, 8, 128), _QWEN_06B),
+    "qwen3-8b": Size("qwen3", model_sizes(151936, 4096, 12288, 36, 32, 8, 128), _QWEN_06B),
 }
 
 
@@ -209,23 +212,19 @@ class Drafter:
     network: str | None = None
 
 
+_EAGLE_TREE = {"draft_tree_depth": 8, "draft_tree_top_k": 10, "num_draft_nodes": 59}
+_STOCK_RULE = {"num_speculative_tokens": LOOKUP_LENGTH, "prompt_lookup_min": 1, "prompt_lookup_max": LOOKUP_NGRAM}
+_DRAFT_CHAIN = {"num_speculative_tokens": DRAFT_LENGTH, "same_tokenizer": True}
+
 # Shapes are those of the published figures.
 DRAFTERS = (
-    Drafter(
-        "ngram, transformers' rule",
-        {
-            "method": "ngram",
-            "num_speculative_tokens": LOOKUP_LENGTH,
-            "prompt_lookup_min": 1,
-            "prompt_lookup_max": LOOKUP_NGRAM,
-        },
-    ),
+    Drafter("ngram, transformers' rule", {"method": "ngram", **_STOCK_RULE}),
     Drafter("ngram", {"method": "ngram"}),
     # Without past responses: the same text was written before.
     Drafter("suffix", {"method": "suffix", "suffix_decoding_max_cached_requests": 0}),
     Drafter(
         "draft_model, chain of 5",
-        {"method": "draft_model", "num_speculative_tokens": DRAFT_LENGTH, "same_tokenizer": True},
+        {"method": "draft_model", **_DRAFT_CHAIN},
         source="accuracy for 2.28: Spec-Bench, Vicuna-7B",
         network="draft_model",
     ),
@@ -243,20 +242,8 @@ DRAFTERS = (
         "assumed: only speeds are published",
         "mlp_speculator",
     ),
-    Drafter(
-        "eagle, tree of 59",
-        {"method": "eagle", "draft_tree_depth": 8, "draft_tree_top_k": 10, "num_draft_nodes": 59},
-        4.34,
-        "EAGLE-2, Spec-Bench, Vicuna-7B",
-        "eagle",
-    ),
-    Drafter(
-        "eagle3, tree of 59",
-        {"method": "eagle3", "draft_tree_depth": 8, "draft_tree_top_k": 10, "num_draft_nodes": 59},
-        3.40,
-        "DFlash paper, Qwen3-8B",
-        "eagle3",
-    ),
+    Drafter("eagle, tree of 59", {"method": "eagle", **_EAGLE_TREE}, 4.34, "EAGLE-2, Spec-Bench, Vicuna-7B", "eagle"),
+    Drafter("eagle3, tree of 59", {"method": "eagle3", **_EAGLE_TREE}, 3.40, "DFlash paper, Qwen3-8B", "eagle3"),
     Drafter(
         "eagle3, chain of 3",
         {"method": "eagle3", "num_speculative_tokens": 3},
@@ -264,20 +251,8 @@ DRAFTERS = (
         "SpecForge, Llama-3.1-8B, HumanEval",
         "eagle3",
     ),
-    Drafter(
-        "mtp, chain of 3",
-        {"method": "mtp", "num_speculative_tokens": 3},
-        2.94,
-        "DeepSeek-R1, GSM8K",
-        "mtp",
-    ),
-    Drafter(
-        "dflash, block of 16",
-        {"method": "dflash"},
-        6.49,
-        "DFlash paper, Qwen3-8B",
-        "dflash",
-    ),
+    Drafter("mtp, chain of 3", {"method": "mtp", "num_speculative_tokens": 3}, 2.94, "DeepSeek-R1, GSM8K", "mtp"),
+    Drafter("dflash, block of 16", {"method": "dflash"}, 6.49, "DFlash paper, Qwen3-8B", "dflash"),
 )
 
 
@@ -374,15 +349,9 @@ def no_drafts() -> Speculator:
     return Speculator(SpeculativeConfig(method="ngram"), NoDrafts, None)
 
 
-@dataclass(frozen=True)
-class RandomNodesOptions:
-    """The shape is no setting; it comes as the speculator's resources."""
-
-
 class RandomNodesCandidateGenerator(CandidateGenerator):
     """Drafts random tokens in a shape of its own, at no cost."""
 
-    options_class = RandomNodesOptions
     samples_drafts = False
 
     def __init__(self, config, resources: tuple[TokenTree, int], session):

@@ -26,18 +26,20 @@ from time import perf_counter, process_time
 
 import torch
 from common import (
+    Aim,
     Sample,
     Script,
     StockScriptedCandidateGenerator,
+    aim_lines,
     demo_prompts,
     prefilled_cache,
     random_prompts,
-    random_target,
     scripted_speculator,
     stock_drafts_from,
     time_call,
     without_end,
 )
+from gpu_models import model_sizes, random_model, random_ring
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
@@ -62,6 +64,9 @@ DEMO_CONTEXT = 1536
 NUM_DEMO_PROMPTS = 4
 
 WARM_UP_TOKENS = 16
+
+# The layer shapes of Qwen3-0.6B; with 8 layers about 190 M parameters.
+RANDOM_SIZES = model_sizes(32000, 1024, 3072, 8, 16, 8, 128)
 
 DRAFT_LENGTH = 5
 LOOKUP_LENGTH = 10
@@ -228,7 +233,8 @@ class Bench:
         if target_name == "demo":
             target, draft = without_end(demo.load_target(dtype)), _demo_draft(dtype)
         else:
-            target, draft = random_target(dtype), None
+            ring = random_ring(RANDOM_SIZES["vocab_size"])
+            target, draft = random_model("llama", RANDOM_SIZES, ring, dtype, torch.device("cpu")), None
         caches: dict[int, DynamicCache] = {}
         for precision in (name for name in self.options.dtypes if PRECISIONS[name][0] == dtype):
             for context, batch_size in self._shapes(target_name):
@@ -375,14 +381,6 @@ def _spread(ratio: list[float] | None) -> str:
     return "" if ratio is None else f"{ratio[0]:.2f} ({ratio[1]:.2f}-{ratio[2]:.2f})"
 
 
-@dataclass
-class Aim:
-    """An aim, and every figure that is measured by it as (where, text, is met), the worst first."""
-
-    text: str
-    found: list[tuple[str, str, bool]]
-
-
 def _aims(results: list[dict]) -> list[Aim]:
     rows = [
         (f"{Case(**result['case'])}: {side['side']}", Case(**result["case"]), side)
@@ -413,17 +411,6 @@ def _ratios(rows: list[tuple[str, Case, dict]], least: float) -> list[tuple[str,
 
 def _is_lean(side: dict) -> bool:
     return side["outside_share"] <= MAX_OUTSIDE_SHARE or side["outside_ms"] <= MAX_OUTSIDE_MS
-
-
-def _print_aims(console: Console, aims: list[Aim]) -> None:
-    for aim in aims:
-        if not aim.found:
-            console.print(f"Aim: {aim.text}: not measured.")
-            continue
-        missed = [found for found in aim.found if not found[2]]
-        console.print(f"Aim: {aim.text}: met by {len(aim.found) - len(missed)} of {len(aim.found)}.")
-        for where, figure, is_met in missed or aim.found[:1]:
-            console.print(f"  {'nearest to it' if is_met else 'short of it'}: {figure} ({where})")
 
 
 # ------------------------------------------------------------------------------------------------------------- command
@@ -515,12 +502,12 @@ def main() -> None:
         return
     bench = Bench(options, console)
     bench.run()
-    aims = _aims(bench.results)
-    _print_aims(console, aims)
+    aims = [asdict(aim) for aim in _aims(bench.results)]
+    console.print("\n".join(aim_lines(aims)), markup=False, highlight=False)
     seconds = perf_counter() - began
     console.print(f"{seconds:.0f} seconds in all.")
     if options.json:
-        report = {"environment": described, "results": bench.results, "aims": [asdict(aim) for aim in aims]}
+        report = {"environment": described, "results": bench.results, "aims": aims}
         options.json.write_text(json.dumps({**report, "differences": bench.differences, "seconds": seconds}, indent=2))
     if bench.differences:
         raise SystemExit("\n".join(bench.differences))

@@ -217,7 +217,7 @@ def _print_demo(report: dict[str, Any]) -> None:
 
 def _demo_cells(row: dict[str, Any], kinds: list[str]) -> list[Any]:
     identical = Text("yes", style="green") if row["identical"] else Text("NO", style="bold red")
-    if row["acceptance_rate"] is None:
+    if row["method"] == "plain":
         return [row["method"], f"{row['tokens_per_second']:.0f}", "1.00", *["1.00"] * len(kinds), "1.00", "-", "-"]
     low, high = row["speedup_range"]
     return [
@@ -226,6 +226,6 @@ def _demo_cells(row: dict[str, Any], kinds: list[str]) -> list[Any]:
         f"{row['speedup']:.2f} ({low:.1f}-{high:.1f})",
         *[f"{row['kinds'][kind]['speedup']:.2f}" for kind in kinds],
         f"{row['mean_acceptance_length']:.2f}",
-        f"{100 * row['acceptance_rate']:.0f} %",
+        "-" if row["acceptance_rate"] is None else f"{100 * row['acceptance_rate']:.0f} %",
         identical,
     ]

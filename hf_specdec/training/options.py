@@ -31,7 +31,7 @@ def option(
         help (`str`): One or two sentences.
         flags (`tuple[str, ...]`): Its flags, if they are not those that the name gives.
         least, most (`float`, *optional*): Limits of the value.
-        inclusive (`bool`): Whether the limits themselves are allowed.
+        inclusive (`bool`): The limits themselves are allowed.
     """
     limits = {"least": least, "most": most, "inclusive": inclusive}
     return field(default=default, metadata={"help": help, "flags": flags, "limits": limits})

@@ -64,8 +64,8 @@ class Recipe(Options, ABC):
 
     Class attributes:
         method (`str`): The method, as `spec_method` names it.
-        weight_decay (`float`): What suits the method, where the user names none.
-        muon (`bool`): Whether whole matrices are trained that Muon suits.
+        weight_decay (`float`): The method's default.
+        muon (`bool`): The method's default: Muon suits whole hidden matrices.
     """
 
     method: ClassVar[str]
@@ -136,7 +136,15 @@ class Recipe(Options, ABC):
         copied = copy.deepcopy(network).to(dtype)
         self.write(copied, folder, target_name=target_name, tokenizer=tokenizer, acceptance=acceptance)
 
-    def write(self, network: Any, folder: Path, *, target_name: str, tokenizer: Any, acceptance: Any) -> None:
+    def write(
+        self,
+        network: Any,
+        folder: Path,
+        *,
+        target_name: str,
+        tokenizer: PreTrainedTokenizerBase | None,
+        acceptance: Acceptance | None,
+    ) -> None:
         """Writes the copy that `save` has made in the right dtype; the arguments are those of `save`."""
         network.save(folder)
 

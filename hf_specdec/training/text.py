@@ -304,7 +304,7 @@ def pack(documents: Iterable[Document], length: int, eos_token_id: int | None, m
     Packs documents into rows; the last tokens, too few for a row, are left out.
 
     Args:
-        documents (`Iterable[Document]`): What to pack, in order.
+        documents (`Iterable[Document]`): Documents, in order.
         length (`int`): Tokens of a row.
         eos_token_id (`int`, *optional*): Appended to every document.
         max_tokens (`int`, *optional*): Stop at so many tokens.

@@ -1,7 +1,7 @@
 """The training loop of every recipe: optimiser, schedule, clipping, several processes, progress, and resuming.
 
-It trains one network with any loss on any batches; a recipe chooses both. Where it runs (device, number of processes)
-is left to accelerate: the same call works in one process, under `accelerate launch` and under `torchrun`.
+It trains one network with any loss on any batches; a recipe chooses both. accelerate chooses devices and processes:
+the same call works in one process, under `accelerate launch` and under `torchrun`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TrainingOptions(Options):
     """
     Length, schedule and precision of a training.
 
-    `TrainingRun` fills in what is left out; `train` takes `steps` as given, and `None` as 0 or false elsewhere.
+    `TrainingRun` fills in what is left out. For `train`, `steps` must be given, and `None` means 0 or off.
 
     Args:
         final_learning_rate (`float`): Share of the peak at which the schedule ends.
@@ -201,7 +201,7 @@ def train(
         options ([`TrainingOptions`]): Length, schedule and precision.
         description (`str`): Label of the progress bar.
         measure (`Callable[[], float]`, *optional*): Gives the tokens per cycle that the progress bar shows.
-        state ([`RunState`], *optional*): Where the progress is kept.
+        state ([`RunState`], *optional*): Progress of the run, kept in a folder.
         accelerator (`Accelerator`, *optional*): Devices and processes, for this run alone. By default those that
             accelerate finds.
 

@@ -47,6 +47,19 @@ METHODS = {
         "--from-scratch",
         "hidden_size=16,intermediate_size=16,num_hidden_layers=1,num_attention_heads=2",
     ],
+    "eagle": ["--ttt-steps", 2, "--noise", 0, "--token-weight", 1],
+    "eagle3": ["--aux-layer-ids", "0,2", "--draft-vocab-size", 40, "--ttt-steps", 2, "--intermediate-size", 16],
+    "dflash": ["--block-size", 5, "--num-layers", 1, "--target-layer-ids", "1,0", "--reveal-share", 0.5],
+    "mtp": ["--ttt-steps", 2, "--intermediate-size", 16, "--head-decay", 0.7, "--kl-weight", 0.9],
+}
+SAVED = {
+    "eagle3": {"aux_layer_ids": [0, 2], "draft_vocab_size": 40, "intermediate_size": 16},
+    "dflash": {
+        "block_size": 5,
+        "num_hidden_layers": 1,
+        "dflash_config": {"mask_token_id": 0, "target_layer_ids": [1, 0], "num_denoising_steps": 3},
+    },
+    "mtp": {"mtp_intermediate_size": 16},
 }
 
 
@@ -57,7 +70,9 @@ def test_trains_a_draft_that_can_be_used(method, common, tmp_path):
     report = json.loads(result.stdout)
     assert report["method"] == method
     assert report["steps"] == 3
-    assert len(report["accuracies"]) == {"medusa": 2, "mlp_speculator": 2, "draft_model": 4}[method]
+    assert len(report["accuracies"]) == {"medusa": 2, "mlp_speculator": 2}.get(method, 4)
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert saved.items() >= SAVED.get(method, {}).items()
     model, inputs = tiny_llama(), prompts(2)
     plain = model.generate(**inputs, do_sample=False, max_new_tokens=12)
     drafted = model.generate(
@@ -92,6 +107,9 @@ def test_resumes(common, tmp_path):
         ("medusa", ["--n-predict", 3], "`n_predict` is no option of the recipe for medusa"),
         ("draft_model", [], "needs either `draft_model`"),
         ("draft_model", ["--from-scratch", "small"], "--from-scratch must be sizes"),
+        ("eagle3", ["--aux-layer-ids", "low"], "--aux-layer-ids must be numbers"),
+        ("mtp", ["--num-layers", 2], "`num_layers` is no option of the recipe for mtp"),
+        ("dflash", ["--num-denoising-steps", 2], "`num_denoising_steps`=2 needs a draft that has seen revealed"),
         ("medusa", ["--held-out", 2], "`held_out` must be between 0 and 1"),
         ("medusa", ["--data", "missing.txt"], "There is no file or folder 'missing.txt'"),
     ],
@@ -132,4 +150,5 @@ def test_the_page_has_the_options_of_every_method():
     page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     rows = (line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| `"))
     table = {row[0].strip(" `"): set(re.findall(r"`(--[^` ]+)", row[-1])) for row in rows if len(row) == 3}
+    assert all(recipe.method == method for method, recipe in recipes().items())
     assert table == {method: set(flags(recipe)) - {"--kl-weight"} for method, recipe in recipes().items()}

@@ -7,19 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from hf_specdec import cli, load_speculator, record
-from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
 from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
 from hf_specdec.drafting.entries import DraftEntries
 from hf_specdec.errors import SpecConfigError
 from hf_specdec.training.cycles import walk_cycles
 from hf_specdec.training.reading import Batch, TargetReader
-from hf_specdec.training.run import RunOptions, TrainingRun, make_recipe
-from hf_specdec.training.text import load_documents, pack
-from hf_specdec.training.trainer import TrainingOptions, train
-from tests.models import VOCAB_SIZE, letter_tokenizer, prompts, tiny_llama
+from hf_specdec.training.run import make_recipe
+from tests.models import VOCAB_SIZE, tiny_llama
 
 
 RECIPES = {
@@ -30,47 +25,6 @@ RECIPES = {
     "eagle3, narrow": Eagle3Recipe(ttt_steps=3, hidden_size=24, num_layers=2, intermediate_size=40),
 }
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
-LENGTH = 48
-GREEDY = {"do_sample": False, "max_new_tokens": 24}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Pieces of text in which each token has one successor."""
-    successors = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(0)).tolist()
-    tokens = []
-    for token in torch.randint(VOCAB_SIZE, (60,), generator=torch.Generator().manual_seed(1)).tolist():
-        for _ in range(40):
-            tokens.append(token)
-            token = successors[token]
-    path = tmp_path_factory.mktemp("data") / "letters.txt"
-    path.write_text(letter_tokenizer().decode(tokens))
-    return path
-
-
-@pytest.fixture(scope="module")
-def target(data):
-    """A tiny model that has learned most of it."""
-    model = tiny_llama(3, initializer_range=0.1)
-    recipe = DraftModelRecipe(from_scratch={}, kl_weight=0.0)
-    rows = pack(load_documents([str(data)], letter_tokenizer()), LENGTH, None)
-    settings = TrainingOptions(steps=60, learning_rate=1e-2, warmup_steps=5, bf16=False)
-    train(model, rows.batches(8, 0), recipe.objective(model, TargetReader(None, ())), settings)
-    return model.requires_grad_(False)
-
-
-def options(data, **changed):
-    settings = {
-        "data": (str(data),),
-        "seq_length": LENGTH,
-        "batch_size": 8,
-        "steps": 60,
-        "self_generate": 48,
-        "learning_rate": 5e-3,
-        "held_out": 0.2,
-        "bf16": False,
-    }
-    return RunOptions(**settings | changed)
 
 
 def built(recipe, target, seed=0):
@@ -228,94 +182,13 @@ class TestBuilding:
             make_recipe(method, given).check(target)
 
 
-@pytest.fixture(scope="module", params=RECIPES)
-def trained(request, target, data, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("out") / "draft"
-    result = TrainingRun(RECIPES[request.param], options(data), folder).run(target, letter_tokenizer(), "tiny")
-    return folder, result
-
-
-class TestTraining:
-    def test_lowers_the_loss_and_raises_the_acceptance(self, trained):
-        _, result = trained
-        assert sum(result.losses[-10:]) < 0.8 * sum(result.losses[:10])
-        assert result.after.tokens_per_cycle > result.before.tokens_per_cycle + 0.2
-        assert result.after.accuracies[0] > result.before.accuracies[0]
-
-    def test_generation_with_the_result_equals_plain_greedy(self, trained, target):
-        folder, _ = trained
-        inputs = prompts(3)
-        plain = target.generate(**inputs, **GREEDY)
-        assert torch.equal(target.generate(**inputs, **GREEDY, spec_model=str(folder)), plain)
-
-    def test_what_is_shared_is_not_saved(self, trained):
-        folder, result = trained
-        names = load_file(folder / "model.safetensors").keys()
-        config = json.loads((folder / "config.json").read_text())
-        assert ("embed_tokens.weight" in names) == (config["hidden_size"] != 32)
-        assert ("lm_head.weight" in names) == ("midlayer.hidden_norm.weight" in names) == (result.method == "eagle3")
-        assert ("d2t" in names) == (config.get("draft_vocab_size", VOCAB_SIZE) != VOCAB_SIZE)
-
-
-@pytest.mark.parametrize("name", ["eagle", "eagle3, few tokens"])
-def test_the_measure_is_the_acceptance_length_of_chains(name, target, data, tmp_path):
-    recipe = RECIPES[name]
-    TrainingRun(recipe, options(data, steps=30), tmp_path / "out").run(target, letter_tokenizer())
-    inputs = prompts(1, padding=False)
-    arguments = {"do_sample": False, "max_new_tokens": 120}
-    drafts = {"spec_model": str(tmp_path / "out"), "num_speculative_tokens": recipe.num_drafts}
-    with record() as made:
-        text = target.generate(**inputs, **arguments, **drafts)
-    network = load_speculator(target, recipe.method, model=str(tmp_path / "out")).resources
-    counted = torch.zeros_like(text, dtype=torch.bool)
-    counted[:, inputs["input_ids"].shape[1] + 1 :] = True
-    reader = TargetReader(target, recipe.states_for(network))
-    measured = recipe.measure(network, reader, [Batch(text, counted)])
-    assert measured.tokens_per_cycle == pytest.approx(made.calls[0].stats.mean_acceptance_length, abs=0.1)
-
-
-@pytest.mark.parametrize("name", ["eagle", "eagle3, few tokens"])
-def test_a_resumed_run_gives_the_weights_of_an_uninterrupted_one(name, target, data, tmp_path, monkeypatch):
-    recipe, settings = RECIPES[name], options(data, steps=8, save_every=3)
-    whole = TrainingRun(recipe, settings, tmp_path / "whole").run(target, letter_tokenizer())
-
-    class InterruptedError(Exception):
-        pass
-
-    def interrupt(step_options, step, progress, original=TrainingOptions.learning_rate_at):
-        if step == 5:
-            raise InterruptedError
-        return original(step_options, step, progress)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingOptions, "learning_rate_at", interrupt)
-        with pytest.raises(InterruptedError):
-            TrainingRun(recipe, settings, tmp_path / "parts").run(target, letter_tokenizer())
-    torch.rand(7)
-    again = options(data, steps=8, save_every=3, resume=True)
-    resumed = TrainingRun(recipe, again, tmp_path / "parts").run(target, letter_tokenizer())
-    assert resumed.losses == whole.losses
-    whole, parts = (load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "parts"))
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
-
-
-def test_the_command_trains_a_head(target, data, tmp_path):
-    target.save_pretrained(tmp_path / "target")
-    letter_tokenizer().save_pretrained(tmp_path / "target")
-    common = ["train", "eagle3", "--target", tmp_path / "target", "--data", data, "--output", tmp_path / "out"]
-    common += ["--seq-length", 32, "--batch-size", 4, "--steps", 3, "--held-out", 0.2, "--threads", 1, "--cpu"]
-    sizes = ["--aux-layer-ids", "0,2", "--draft-vocab-size", 40, "--ttt-steps", 2, "--intermediate-size", 16]
-    refused = CliRunner().invoke(cli.app, [*map(str, common), "--aux-layer-ids", "low"])
-    assert refused.exit_code == 2
-    assert "--aux-layer-ids must be numbers" in refused.stderr
-    result = CliRunner().invoke(cli.app, [*map(str, common), *map(str, sizes), "--json"])
-    assert result.exit_code == 0, result.stderr
-    report = json.loads(result.stdout)
-    assert (report["method"], report["steps"], len(report["accuracies"])) == ("eagle3", 3, 4)
-    saved = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (saved["aux_layer_ids"], saved["draft_vocab_size"], saved["intermediate_size"]) == ([0, 2], 40, 16)
-    assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
-    inputs = prompts(2)
-    drafted = target.generate(**inputs, **GREEDY, spec_model=str(tmp_path / "out"))
-    assert torch.equal(drafted, target.generate(**inputs, **GREEDY))
+@every_recipe
+def test_what_is_shared_is_not_saved(recipe, target, tmp_path):
+    recipe.save(recipe.build(target), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert ("embed_tokens.weight" in tensors) == (config["hidden_size"] != 32)
+    is_eagle3 = recipe.method == "eagle3"
+    assert ("lm_head.weight" in tensors) == ("midlayer.hidden_norm.weight" in tensors) == is_eagle3
+    assert ("d2t" in tensors) == (config.get("draft_vocab_size", VOCAB_SIZE) != VOCAB_SIZE)
+    assert tensors["fc.weight"].dtype == torch.bfloat16

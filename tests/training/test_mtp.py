@@ -7,25 +7,21 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from hf_specdec import cli, load_speculator, record
-from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
+from hf_specdec import load_speculator
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
 from hf_specdec.drafting.entries import DraftEntries
 from hf_specdec.errors import SpecConfigError, UnsupportedModelError
 from hf_specdec.training.cycles import walk_cycles
 from hf_specdec.training.reading import Batch, TargetReader
-from hf_specdec.training.run import RunOptions, TrainingRun, make_recipe
-from hf_specdec.training.text import load_documents, pack
+from hf_specdec.training.run import make_recipe
 from hf_specdec.training.trainer import TrainingOptions, train
 from tests.architectures import tiny_model
-from tests.models import VOCAB_SIZE, letter_tokenizer, prompts, tiny_gpt2, tiny_llama, tiny_mistral
+from tests.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama, tiny_mistral
 
 
 RECIPES = {"default": MtpRecipe(), "narrow": MtpRecipe(ttt_steps=2, intermediate_size=24, kl_weight=0.5)}
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
-LENGTH = 48
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
 
 # Layers of several kinds: a short window; latent attention and experts; gated attention beside recurrent layers.
@@ -35,45 +31,6 @@ TARGETS = {
     "deepseek_v3": lambda: tiny_model("deepseek_v3", first_k_dense_replace=1),
     "qwen3_5_text": lambda: tiny_model("qwen3_5_text"),
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Pieces of text in which each token has one successor."""
-    successors = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(0)).tolist()
-    tokens = []
-    for token in torch.randint(VOCAB_SIZE, (60,), generator=torch.Generator().manual_seed(1)).tolist():
-        for _ in range(40):
-            tokens.append(token)
-            token = successors[token]
-    path = tmp_path_factory.mktemp("data") / "letters.txt"
-    path.write_text(letter_tokenizer().decode(tokens))
-    return path
-
-
-@pytest.fixture(scope="module")
-def target(data):
-    """A tiny model that has learned most of it."""
-    model = tiny_llama(3, initializer_range=0.1)
-    recipe = DraftModelRecipe(from_scratch={}, kl_weight=0.0)
-    rows = pack(load_documents([str(data)], letter_tokenizer()), LENGTH, None)
-    settings = TrainingOptions(steps=60, learning_rate=1e-2, warmup_steps=5, bf16=False)
-    train(model, rows.batches(8, 0), recipe.objective(model, TargetReader(None, ())), settings)
-    return model.requires_grad_(False)
-
-
-def options(data, **changed):
-    settings = {
-        "data": (str(data),),
-        "seq_length": LENGTH,
-        "batch_size": 8,
-        "steps": 60,
-        "self_generate": 48,
-        "learning_rate": 5e-3,
-        "held_out": 0.2,
-        "bf16": False,
-    }
-    return RunOptions(**settings | changed)
 
 
 def built(recipe, target):
@@ -199,50 +156,6 @@ class TestBuilding:
             MtpRecipe(intermediate_size=8).check(tiny_model("qwen3_moe"))
 
 
-@pytest.fixture(scope="module", params=RECIPES)
-def trained(request, target, data, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("out") / "draft"
-    result = TrainingRun(RECIPES[request.param], options(data), folder).run(target, letter_tokenizer(), "tiny")
-    return folder, result, RECIPES[request.param]
-
-
-class TestTraining:
-    def test_lowers_the_loss_and_raises_the_acceptance(self, trained):
-        _, result, _ = trained
-        assert sum(result.losses[-10:]) < 0.8 * sum(result.losses[:10])
-        assert result.after.tokens_per_cycle > result.before.tokens_per_cycle + 0.2
-        assert result.after.accuracies[0] > result.before.accuracies[0]
-
-    def test_generation_with_the_result_equals_plain_greedy(self, trained, target):
-        folder, _, _ = trained
-        inputs = prompts(3)
-        plain = target.generate(**inputs, **GREEDY)
-        assert torch.equal(target.generate(**inputs, **GREEDY, spec_model=str(folder)), plain)
-
-    def test_what_is_saved(self, trained):
-        folder, _, recipe = trained
-        tensors = load_file(folder / "model.safetensors")
-        config = json.loads((folder / "config.json").read_text())
-        assert all(name.startswith("mtp.") for name in tensors)
-        assert not any("embed_tokens" in name or "lm_head" in name for name in tensors)
-        assert tensors["mtp.layers.0.mlp.up_proj.weight"].shape == (recipe.intermediate_size or 64, 32)
-        assert config["model_type"] == "mtp"
-        assert config.get("mtp_intermediate_size", 0) == recipe.intermediate_size
-
-    def test_the_measure_is_the_acceptance_length_of_chains(self, trained, target):
-        folder, _, recipe = trained
-        inputs = prompts(1, padding=False)
-        drafts = {"spec_model": str(folder), "num_speculative_tokens": recipe.num_drafts}
-        with record() as made:
-            text = target.generate(**inputs, do_sample=False, max_new_tokens=120, **drafts)
-        network = load_speculator(target, "mtp", model=str(folder)).resources
-        counted = torch.zeros_like(text, dtype=torch.bool)
-        counted[:, inputs["input_ids"].shape[1] + 1 :] = True
-        reader = TargetReader(target, recipe.states_for(network))
-        measured = recipe.measure(network, reader, [Batch(text, counted)])
-        assert measured.tokens_per_cycle == pytest.approx(made.calls[0].stats.mean_acceptance_length, abs=0.1)
-
-
 @pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_5_text"])
 def test_layers_of_other_kinds_are_trained(kind, tmp_path):
     target = TARGETS[kind]().requires_grad_(False)
@@ -262,47 +175,14 @@ def test_layers_of_other_kinds_are_trained(kind, tmp_path):
     assert torch.equal(drafted, target.generate(**inputs, **GREEDY))
 
 
-def test_a_resumed_run_gives_the_weights_of_an_uninterrupted_one(target, data, tmp_path, monkeypatch):
-    recipe, settings = RECIPES["narrow"], options(data, steps=8, save_every=3)
-    whole = TrainingRun(recipe, settings, tmp_path / "whole").run(target, letter_tokenizer())
-
-    class InterruptedError(Exception):
-        pass
-
-    def interrupt(step_options, step, progress, original=TrainingOptions.learning_rate_at):
-        if step == 5:
-            raise InterruptedError
-        return original(step_options, step, progress)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingOptions, "learning_rate_at", interrupt)
-        with pytest.raises(InterruptedError):
-            TrainingRun(recipe, settings, tmp_path / "parts").run(target, letter_tokenizer())
-    torch.rand(7)
-    again = options(data, steps=8, save_every=3, resume=True)
-    resumed = TrainingRun(recipe, again, tmp_path / "parts").run(target, letter_tokenizer())
-    assert resumed.losses == whole.losses
-    whole, parts = (load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "parts"))
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
-
-
-def test_the_command_trains_a_layer(target, data, tmp_path):
-    target.save_pretrained(tmp_path / "target")
-    letter_tokenizer().save_pretrained(tmp_path / "target")
-    common = ["train", "mtp", "--target", tmp_path / "target", "--data", data, "--output", tmp_path / "out"]
-    common += ["--seq-length", 32, "--batch-size", 4, "--steps", 3, "--held-out", 0.2, "--threads", 1, "--cpu"]
-    refused = CliRunner().invoke(cli.app, [*map(str, common), "--num-layers", "2"])
-    assert refused.exit_code == 2
-    assert "`num_layers` is no option of the recipe for mtp" in refused.stderr
-    sizes = ["--ttt-steps", 2, "--intermediate-size", 16, "--head-decay", 0.7, "--kl-weight", 0.9]
-    result = CliRunner().invoke(cli.app, [*map(str, common), *map(str, sizes), "--json"])
-    assert result.exit_code == 0, result.stderr
-    report = json.loads(result.stdout)
-    assert (report["method"], report["steps"], len(report["accuracies"])) == ("mtp", 3, 4)
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
-    assert tensors["mtp.layers.0.mlp.gate_proj.weight"].shape == (16, 32)
+@every_recipe
+def test_what_is_saved(recipe, target, tmp_path):
+    recipe.save(recipe.build(target), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert all(name.startswith("mtp.") for name in tensors)
+    assert not any("embed_tokens" in name or "lm_head" in name for name in tensors)
+    assert tensors["mtp.layers.0.mlp.up_proj.weight"].shape == (recipe.intermediate_size or 64, 32)
     assert tensors["mtp.fc.weight"].dtype == torch.bfloat16
-    inputs = prompts(2)
-    drafted = target.generate(**inputs, **GREEDY, spec_model=str(tmp_path / "out"))
-    assert torch.equal(drafted, target.generate(**inputs, **GREEDY))
+    assert config["model_type"] == "mtp"
+    assert config.get("mtp_intermediate_size", 0) == recipe.intermediate_size

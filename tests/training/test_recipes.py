@@ -9,22 +9,29 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
+from hf_specdec import load_speculator, record
+from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
+from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
 from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorRecipe
+from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
 from hf_specdec.decoding.states import captured_states
 from hf_specdec.errors import SpecConfigError, UnsupportedModelError
 from hf_specdec.training import recipe as frame
 from hf_specdec.training.reading import Batch, TargetReader, check_plain_head
 from hf_specdec.training.recipe import draft_loss, walk
-from hf_specdec.training.run import RunOptions, TrainingRun, make_recipe
-from hf_specdec.training.text import Rows, load_documents, pack
-from hf_specdec.training.trainer import TrainingOptions, train
+from hf_specdec.training.run import TrainingRun, make_recipe
+from hf_specdec.training.text import Rows
+from hf_specdec.training.trainer import TrainingOptions
 from tests.models import VOCAB_SIZE, letter_tokenizer, prompts, tiny_llama
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+BLOCKS = {"block_size": 5, "num_layers": 2, "target_layer_ids": (0, 1)}
+LENGTH = 48
 RECIPES = {
     "medusa": MedusaRecipe(num_heads=3),
     "medusa with own lm_heads": MedusaRecipe(num_heads=2, num_layers=2, share_lm_head=False, kl_weight=0.5),
@@ -32,87 +39,71 @@ RECIPES = {
     "mlp_speculator, untied": MLPSpeculatorRecipe(n_predict=2, tie_weights=False, scale_input=False, kl_weight=1.0),
     "draft_model": DraftModelRecipe(from_scratch=SIZES, kl_weight=0.0),
     "draft_model, distilled": DraftModelRecipe(from_scratch=SIZES),
+    "eagle": Eagle1Recipe(token_weight=1.0),
+    "eagle, two layers and steps": Eagle1Recipe(ttt_steps=2, num_layers=2, intermediate_size=24, kl_weight=0.5),
+    "eagle3": Eagle3Recipe(ttt_steps=4),
+    "eagle3, few tokens": Eagle3Recipe(ttt_steps=3, draft_vocab_size=48, aux_layer_ids=(0, 2), kl_weight=0.5),
+    "eagle3, narrow": Eagle3Recipe(ttt_steps=3, hidden_size=24, num_layers=2, intermediate_size=40),
+    "dflash": DFlashRecipe(**BLOCKS, num_anchors=16),
+    "dflash, all anchors, distilled": DFlashRecipe(**BLOCKS, num_anchors=0, kl_weight=0.7, head_decay=0.7),
+    "dflash, one layer": DFlashRecipe(block_size=4, num_layers=1, intermediate_size=24, mask_token_id=9),
+    "dflash, revealed": DFlashRecipe(**BLOCKS, num_anchors=6, reveal_share=0.6, num_denoising_steps=2),
+    "mtp": MtpRecipe(),
+    "mtp, narrow": MtpRecipe(ttt_steps=2, intermediate_size=24, kl_weight=0.5),
 }
-LENGTH = 48
-
-
-@pytest.fixture(scope="module")
-def successors():
-    """A permutation of the tokens: the text that the target learns to write."""
-    return torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(scope="module")
-def data(successors, tmp_path_factory):
-    """Pieces of such text, each from a random token on."""
-    tokens = []
-    for start in torch.randint(VOCAB_SIZE, (60,), generator=torch.Generator().manual_seed(1)).tolist():
-        for _ in range(40):
-            tokens.append(start)
-            start = int(successors[start])
-    path = tmp_path_factory.mktemp("data") / "letters.txt"
-    path.write_text(letter_tokenizer().decode(tokens))
-    return path
-
-
-@pytest.fixture(scope="module")
-def target(data):
-    """A tiny model that has learned most of the permutation."""
-    model = tiny_llama(3, initializer_range=0.1)
-    recipe = DraftModelRecipe(from_scratch=SIZES, kl_weight=0.0)
-    rows = pack(load_documents([str(data)], letter_tokenizer()), LENGTH, None)
-    options = TrainingOptions(steps=60, learning_rate=1e-2, warmup_steps=5, bf16=False)
-    losses = train(model, rows.batches(8, 0), recipe.objective(model, TargetReader(None, ())), options)
-    assert losses[-1] < 0.5 * losses[0]
-    return model
-
-
-def options(data, **changed):
-    settings = {
-        "data": (str(data),),
-        "seq_length": LENGTH,
-        "batch_size": 8,
-        "steps": 50,
-        "self_generate": 48,
-        "learning_rate": 1e-2,
-        "held_out": 0.2,
-        "bf16": False,
-        "weight_decay": 0.0,
-    }
-    return RunOptions(**settings | changed)
+RESUMED = ("medusa", "draft_model, distilled", "eagle", "eagle3, few tokens", "dflash, revealed", "mtp, narrow")
+GREEDY = {"do_sample": False, "max_new_tokens": 24}
 
 
 @pytest.fixture(scope="module", params=RECIPES)
-def trained(request, target, data, tmp_path_factory):
+def trained(request, target, run_options, tmp_path_factory):
+    recipe = RECIPES[request.param]
+    rate = 5e-3 if recipe.method in ("eagle", "eagle3", "mtp") else 1e-2
     folder = tmp_path_factory.mktemp("out") / "draft"
-    result = TrainingRun(RECIPES[request.param], options(data), folder).run(target, letter_tokenizer(), "tiny")
-    return folder, result
+    run = TrainingRun(recipe, run_options(learning_rate=rate, weight_decay=0.0), folder)
+    return folder, run.run(target, letter_tokenizer(), "tiny"), recipe
 
 
 class TestTraining:
     def test_lowers_the_loss_and_raises_the_acceptance(self, trained):
-        _, result = trained
+        _, result, _ = trained
         assert sum(result.losses[-10:]) < 0.8 * sum(result.losses[:10])
         assert result.after.tokens_per_cycle > result.before.tokens_per_cycle + 0.2
         assert result.after.accuracies[0] > result.before.accuracies[0]
 
     def test_generation_with_the_result_equals_plain_greedy(self, trained, target):
-        folder, result = trained
+        folder, result, _ = trained
         inputs = prompts(3)
-        plain = target.generate(**inputs, do_sample=False, max_new_tokens=24)
-        drafted = target.generate(
-            **inputs, do_sample=False, max_new_tokens=24, spec_method=result.method, spec_model=str(folder)
-        )
+        plain = target.generate(**inputs, **GREEDY)
+        drafted = target.generate(**inputs, **GREEDY, spec_method=result.method, spec_model=str(folder))
         assert torch.equal(plain, drafted)
 
     def test_the_report_is_written_beside_the_draft(self, trained):
-        folder, result = trained
+        folder, result, _ = trained
         assert json.loads((folder / "training.json").read_text()) == result.to_dict()
         assert result.to_dict()["tokens_per_cycle"] == result.after.tokens_per_cycle
 
+    def test_the_measure_is_the_acceptance_length_of_chains(self, trained, target):
+        folder, result, recipe = trained
+        if result.method in ("medusa", "mlp_speculator"):
+            pytest.skip("drafts trees, see TestMeasure")
+        inputs = prompts(1, padding=False)
+        drafts = {"spec_method": result.method, "spec_model": str(folder)}
+        with record() as made:
+            text = target.generate(
+                **inputs, do_sample=False, max_new_tokens=120, **drafts, num_speculative_tokens=recipe.num_drafts
+            )
+        network = load_speculator(target, result.method, model=str(folder)).resources
+        network = getattr(network, "model", network)
+        counted = torch.zeros_like(text, dtype=torch.bool)
+        counted[:, inputs["input_ids"].shape[1] + 1 :] = True
+        reader = TargetReader(target, recipe.states_for(network))
+        measured = recipe.measure(network, reader, [Batch(text, counted)])
+        assert measured.tokens_per_cycle == pytest.approx(made.calls[0].stats.mean_acceptance_length, abs=0.1)
 
-def test_medusa_keeps_the_accuracies_of_all_ranks(target, data, tmp_path):
-    result = TrainingRun(MedusaRecipe(num_heads=2), options(data, steps=3), tmp_path / "out").run(
+
+def test_medusa_keeps_the_accuracies_of_all_ranks(target, tmp_path, run_options):
+    result = TrainingRun(MedusaRecipe(num_heads=2), run_options(steps=3), tmp_path / "out").run(
         target, letter_tokenizer(), "tiny"
     )
     saved = json.loads((tmp_path / "out" / "config.json").read_text())["medusa_accuracies"]
@@ -121,9 +112,9 @@ def test_medusa_keeps_the_accuracies_of_all_ranks(target, data, tmp_path):
 
 
 class TestResuming:
-    @pytest.mark.parametrize("name", ["medusa", "draft_model, distilled"])
-    def test_gives_the_weights_of_an_uninterrupted_run(self, name, target, data, tmp_path, monkeypatch):
-        recipe, settings = RECIPES[name], options(data, steps=8, save_every=3)
+    @pytest.mark.parametrize("name", RESUMED)
+    def test_gives_the_weights_of_an_uninterrupted_run(self, name, target, tmp_path, monkeypatch, run_options):
+        recipe, settings = RECIPES[name], run_options(steps=8, save_every=3)
         whole = TrainingRun(recipe, settings, tmp_path / "whole").run(target, letter_tokenizer())
 
         class InterruptedError(Exception):
@@ -139,26 +130,30 @@ class TestResuming:
             with pytest.raises(InterruptedError):
                 TrainingRun(recipe, settings, tmp_path / "parts").run(target, letter_tokenizer())
         torch.rand(7)
-        resumed = TrainingRun(recipe, options(data, steps=8, save_every=3, resume=True), tmp_path / "parts").run(
+        resumed = TrainingRun(recipe, run_options(steps=8, save_every=3, resume=True), tmp_path / "parts").run(
             target, letter_tokenizer()
         )
         assert resumed.losses == whole.losses
         assert resumed.after == whole.after
+        file = next((tmp_path / "whole").glob("*.safetensors")).name
+        whole, parts = (load_file(tmp_path / folder / file) for folder in ("whole", "parts"))
+        assert whole.keys() == parts.keys()
+        assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
 
-    def test_refuses_another_run(self, target, data, tmp_path):
-        TrainingRun(MedusaRecipe(num_heads=2), options(data, steps=2), tmp_path).run(target, letter_tokenizer())
-        again = TrainingRun(MedusaRecipe(num_heads=2), options(data, steps=3, resume=True), tmp_path)
+    def test_refuses_another_run(self, target, tmp_path, run_options):
+        TrainingRun(MedusaRecipe(num_heads=2), run_options(steps=2), tmp_path).run(target, letter_tokenizer())
+        again = TrainingRun(MedusaRecipe(num_heads=2), run_options(steps=3, resume=True), tmp_path)
         with pytest.raises(SpecConfigError, match="steps was 2, is 3"):
             again.run(target, letter_tokenizer())
 
-    def test_takes_up_what_the_target_has_written(self, target, data, tmp_path, monkeypatch):
-        settings = options(data, steps=3)
+    def test_takes_up_what_the_target_has_written(self, target, tmp_path, monkeypatch, run_options):
+        settings = run_options(steps=3)
         whole = TrainingRun(MedusaRecipe(num_heads=1), settings, tmp_path / "whole").run(target, letter_tokenizer())
         shutil.rmtree(tmp_path / "whole" / "training_state")
         monkeypatch.setattr("hf_specdec.training.run.continue_prompts", None)
-        resumed = TrainingRun(MedusaRecipe(num_heads=1), options(data, steps=3, resume=True), tmp_path / "whole")
+        resumed = TrainingRun(MedusaRecipe(num_heads=1), run_options(steps=3, resume=True), tmp_path / "whole")
         assert resumed.run(target, letter_tokenizer()) == whole
-        other = TrainingRun(MedusaRecipe(), options(data, resume=True, temperature=0.5), tmp_path / "whole")
+        other = TrainingRun(MedusaRecipe(), run_options(resume=True, temperature=0.5), tmp_path / "whole")
         with pytest.raises(SpecConfigError, match="temperature was 0.8, is 0.5"):
             other.run(target, letter_tokenizer())
 
@@ -271,9 +266,9 @@ class TestReader:
         torch.testing.assert_close(states[:, :12], whole[:, :12])
         assert not states[:, 12:].any()
 
-    def test_the_target_stays_as_it_is(self, target, data, tmp_path):
+    def test_the_target_stays_as_it_is(self, target, tmp_path, run_options):
         before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
-        TrainingRun(MedusaRecipe(num_heads=1), options(data, steps=2), tmp_path).run(target, letter_tokenizer())
+        TrainingRun(MedusaRecipe(num_heads=1), run_options(steps=2), tmp_path).run(target, letter_tokenizer())
         for name, tensor in target.state_dict().items():
             assert torch.equal(tensor, before[name])
         assert all(parameter.grad is None for parameter in target.parameters())
@@ -370,22 +365,22 @@ class TestErrors:
             ({"self_generate": 0, "keep_text": True}, "`keep_text` adds text"),
         ],
     )
-    def test_of_run_options(self, changed, message, data):
+    def test_of_run_options(self, changed, message, run_options):
         with pytest.raises(SpecConfigError, match=message):
-            options(data, **changed)
+            run_options(**changed)
 
     def test_sizes_that_give_no_model(self, target):
         with pytest.raises(SpecConfigError, match="does not have: depth"):
             DraftModelRecipe(from_scratch={"depth": 3}).build(target)
 
-    def test_output_folders(self, data, tmp_path):
+    def test_output_folders(self, tmp_path, run_options):
         (tmp_path / "notes.txt").write_text("mine")
         with pytest.raises(SpecConfigError, match="is not empty. Name another one."):
-            TrainingRun(MedusaRecipe(), options(data), tmp_path)
+            TrainingRun(MedusaRecipe(), run_options(), tmp_path)
         with pytest.raises(SpecConfigError, match="no run to resume"):
-            TrainingRun(MedusaRecipe(), options(data, resume=True), tmp_path / "new")
+            TrainingRun(MedusaRecipe(), run_options(resume=True), tmp_path / "new")
         with pytest.raises(SpecConfigError, match="is a file"):
-            TrainingRun(MedusaRecipe(), options(data), tmp_path / "notes.txt")
+            TrainingRun(MedusaRecipe(), run_options(), tmp_path / "notes.txt")
 
 
 def test_two_processes_train_one_head(target, data, tmp_path):

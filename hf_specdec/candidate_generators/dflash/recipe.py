@@ -34,9 +34,12 @@ from ...training.recipe import (
     sum_over_chunks,
 )
 from .denoising import Denoising, keep_counts
-from .formats import DFlashConfig, default_layer_ids
+from .formats import BlockView, DFlashConfig, default_layer_ids
 from .network import DFlashNetwork, GivenContext, mask_token_of, tokenizer_of
 
+
+# Keys and values of the text, of each layer.
+LayerContext = list[tuple[torch.Tensor, torch.Tensor]]
 
 # Positions of blocks that attend in one piece. Blocks do not see each other, so that more would be wasted work, and
 # fewer would copy the keys and values of the text more often.
@@ -220,7 +223,7 @@ def _blocks(reading: Reading, anchors: torch.LongTensor, masked: torch.LongTenso
     return torch.cat((reading.tokens.gather(1, anchors + 1)[..., None], masked), dim=2)
 
 
-def _context(network: DFlashNetwork, reading: Reading, anchors: torch.LongTensor) -> list:
+def _context(network: DFlashNetwork, reading: Reading, anchors: torch.LongTensor) -> LayerContext:
     """Computes the keys and values of the text up to the last anchor."""
     width = int(anchors.max()) + 1
     fused = network.fuse({key: reading.states[key][:, :width] for key in network.target_hidden_states})
@@ -228,7 +231,10 @@ def _context(network: DFlashNetwork, reading: Reading, anchors: torch.LongTensor
 
 
 def read_blocks(
-    network: DFlashNetwork, context: list, anchors: torch.LongTensor, tokens: torch.LongTensor
+    network: DFlashNetwork,
+    context: LayerContext,
+    anchors: torch.LongTensor,
+    tokens: torch.LongTensor,
 ) -> torch.Tensor:
     """
     Reads blocks at several places of each row, each as drafting does.
@@ -257,7 +263,9 @@ def read_blocks(
     return output.view(rows, pieces * together, *output.shape[1:])[:, :count]
 
 
-def _mask(network, view, anchors: torch.LongTensor, positions: torch.LongTensor, width: int) -> torch.Tensor:
+def _mask(
+    network: DFlashNetwork, view: BlockView, anchors: torch.LongTensor, positions: torch.LongTensor, width: int
+) -> torch.Tensor:
     """Makes a layer's additive mask `(N, 1, P, width + P)` for P positions of the blocks of a piece."""
     size = positions.shape[1] // anchors.shape[1]
     text = torch.arange(width, device=positions.device)
@@ -271,7 +279,10 @@ def _mask(network, view, anchors: torch.LongTensor, positions: torch.LongTensor,
 
 
 def draft_blocks(
-    network: DFlashNetwork, context: list, reading: Reading, anchors: torch.LongTensor
+    network: DFlashNetwork,
+    context: LayerContext,
+    reading: Reading,
+    anchors: torch.LongTensor,
 ) -> torch.LongTensor:
     """Drafts the tokens `(B, A, K)` of the cycles at the anchors `(B, A)`, in as many steps as the draft has."""
     count, mask_token_id = network.config.num_drafts(network.config.block_size), network.config.mask_token_id

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import CheckpointFormatError, SpecConfigError
 from ...target_facts import vocabulary_size
 from ...training.options import option
 from ...training.reading import IGNORED, Reading, check_plain_head
-from ...training.recipe import Recipe, draft_loss, kl_weight_option, no_loss, sum_over_chunks
+from ...training.recipe import Acceptance, Recipe, draft_loss, kl_weight_option, no_loss, sum_over_chunks
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,15 @@ class DraftModelRecipe(Recipe):
             hits.append(drafted == labels)
         return torch.stack(hits)[:, None], torch.stack(known)
 
-    def write(self, network: PreTrainedModel, folder: Path, *, target_name, tokenizer, acceptance) -> None:
+    def write(
+        self,
+        network: PreTrainedModel,
+        folder: Path,
+        *,
+        target_name: str,
+        tokenizer: PreTrainedTokenizerBase | None,
+        acceptance: Acceptance | None,
+    ) -> None:
         network.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)

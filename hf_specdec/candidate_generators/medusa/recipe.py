@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import SpecConfigError
 from ...target_facts import hidden_size, vocabulary_size
 from ...training.heads import HeadsRecipe, max_positions_option
 from ...training.options import option
 from ...training.reading import Reading
-from ...training.recipe import head_decay_option, kl_weight_option
+from ...training.recipe import Acceptance, head_decay_option, kl_weight_option
 from .network import NUM_RANKS, MedusaHeads
 
 
@@ -58,6 +58,14 @@ class MedusaRecipe(HeadsRecipe):
     def draft_logits(self, network: MedusaHeads, reading: Reading, positions: torch.LongTensor) -> torch.Tensor:
         return network(reading.flat_states()[positions], reading.head)
 
-    def write(self, network: MedusaHeads, folder: Path, *, target_name, tokenizer, acceptance) -> None:
+    def write(
+        self,
+        network: MedusaHeads,
+        folder: Path,
+        *,
+        target_name: str,
+        tokenizer: PreTrainedTokenizerBase | None,
+        acceptance: Acceptance | None,
+    ) -> None:
         accuracies = None if acceptance is None else acceptance.rank_accuracies
         network.save(folder, base_model=target_name, accuracies=accuracies)

@@ -20,6 +20,8 @@ from .recipe import Recipe, draft_loss, no_loss, sum_over_chunks
 
 class HeadsRecipe(Recipe):
     """
+    The loss and measure of a network that drafts K tokens from one state.
+
     Class attributes:
         num_ranks (`int`): Candidate ranks whose accuracy is measured.
     """

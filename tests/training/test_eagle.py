@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
 from hf_specdec.drafting.entries import DraftEntries
 from hf_specdec.errors import SpecConfigError
-from hf_specdec.training.cycles import walk_cycles
+from hf_specdec.training.autoregressive import walk_cycles
 from hf_specdec.training.reading import Batch, TargetReader
 from hf_specdec.training.run import make_recipe
 from tests.models import VOCAB_SIZE, tiny_llama

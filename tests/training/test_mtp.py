@@ -12,7 +12,7 @@ from hf_specdec import load_speculator
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
 from hf_specdec.drafting.entries import DraftEntries
 from hf_specdec.errors import SpecConfigError, UnsupportedModelError
-from hf_specdec.training.cycles import walk_cycles
+from hf_specdec.training.autoregressive import walk_cycles
 from hf_specdec.training.reading import Batch, TargetReader
 from hf_specdec.training.run import make_recipe
 from hf_specdec.training.trainer import TrainingOptions, train

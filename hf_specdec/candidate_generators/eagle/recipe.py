@@ -1,4 +1,4 @@
-"""Recipes of EAGLE heads: EAGLE-1, and EAGLE-3 with its training-time test; see `training/cycles.py`."""
+"""Recipes of EAGLE heads: EAGLE-1, and EAGLE-3 with its training-time test; see `training/autoregressive.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ...errors import SpecConfigError
 from ...target_facts import decoder_layers, hidden_size, vocabulary_size
-from ...training.cycles import CyclesRecipe, ttt_steps_option
+from ...training.autoregressive import AutoregressiveRecipe, ttt_steps_option
 from ...training.initial_weights import begin_as, begin_near, copy_rows, intermediate_size_option, layer_sizes
 from ...training.options import option
 from ...training.recipe import head_decay_option, kl_weight_option
@@ -19,7 +19,7 @@ from .network import Eagle1Network, Eagle3Network, EagleNetwork
 
 
 @dataclass(frozen=True)
-class Eagle1Recipe(CyclesRecipe):
+class Eagle1Recipe(AutoregressiveRecipe):
     """
     An EAGLE-1 head, which EAGLE-2 drafts with too: regression of the target's next state, and through the target's
     lm_head the next token (Li et al. 2024, arXiv:2401.15077, section 4.2). With more than one step it is HASS. Its
@@ -57,7 +57,7 @@ class Eagle1Recipe(CyclesRecipe):
 
 
 @dataclass(frozen=True)
-class Eagle3Recipe(CyclesRecipe):
+class Eagle3Recipe(AutoregressiveRecipe):
     """
     An EAGLE-3 head, on states from between the target's layers and with an lm_head of its own.
 

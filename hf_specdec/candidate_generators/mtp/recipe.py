@@ -2,7 +2,7 @@
 
 The layer reads the embedding of token t + 1 and the target's last state of token t, and predicts token t + 2; the
 tokens after it are drafted by the same layer from the states that it hands on. It is trained on these steps, as
-FastMTP trains published layers (Cai et al. 2025, arXiv:2509.18362), with the cycles of `training/cycles.py`.
+FastMTP trains published layers (Cai et al. 2025, arXiv:2509.18362), with the cycles of `training/autoregressive.py`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from transformers import PreTrainedModel
 
 from ...errors import SpecConfigError
 from ...target_facts import decoder_layers
-from ...training.cycles import CyclesRecipe, ttt_steps_option
+from ...training.autoregressive import AutoregressiveRecipe, ttt_steps_option
 from ...training.initial_weights import begin_near, intermediate_size_option
 from ...training.recipe import head_decay_option, kl_weight_option
 from .network import MtpNetwork, check_family, new_mtp
 
 
 @dataclass(frozen=True)
-class MtpRecipe(CyclesRecipe):
+class MtpRecipe(AutoregressiveRecipe):
     """One layer of the target's own class, saved in the `mtp.*` layout. It begins as the target's last one."""
 
     ttt_steps: int = ttt_steps_option(4)

@@ -1,4 +1,4 @@
-"""The recipe that methods share whose drafts extrapolate from the network's own states: EAGLE heads and MTP layers.
+"""The recipe of networks that draft from a state of their own, one token after the other: EAGLE heads and MTP layers.
 
 A network learns on what it drafts from (EAGLE-3's training-time test, Li et al. 2025, arXiv:2503.01840, section 3.1;
 for EAGLE-1 this is HASS, arXiv:2408.15766). A cycle begins at every anchor t of a row. Its step 0 is the entry of
@@ -23,12 +23,12 @@ from .reading import IGNORED, Reading
 from .recipe import Recipe, draft_loss, no_loss, sum_over_chunks
 
 
-class CyclesNetwork(Protocol):
+class AutoregressiveNetwork(Protocol):
     """
-    The interface of a network that is trained in cycles.
+    A network that goes on from a state of its own, one token after the other.
 
     Attributes:
-        span (`Span`): How far back its layers look.
+        span (`Span`): Positions that its layers see, counted back from their own.
         token_ids (`torch.LongTensor` of shape `(U,)`, *optional*): The target's id of each draft id; `None` where they
             are equal.
     """
@@ -57,8 +57,10 @@ class CyclesNetwork(Protocol):
         """Returns the target's ids of draft ids."""
 
 
-class CyclesRecipe(Recipe):
+class AutoregressiveRecipe(Recipe):
     """
+    The loss and measure of an [`AutoregressiveNetwork`] over cycles of `ttt_steps` steps.
+
     Class attributes:
         noise (`float`): Width of the range around 0 from which noise is added to the target's states.
     """
@@ -74,7 +76,7 @@ class CyclesRecipe(Recipe):
     num_drafts = 4
 
     def step_loss(
-        self, network: CyclesNetwork, fed: torch.Tensor, token_loss: torch.Tensor, states: torch.Tensor
+        self, network: AutoregressiveNetwork, fed: torch.Tensor, token_loss: torch.Tensor, states: torch.Tensor
     ) -> torch.Tensor:
         """
         Completes the loss of a step; by default it is the loss of its tokens.
@@ -86,7 +88,7 @@ class CyclesRecipe(Recipe):
         """
         return token_loss
 
-    def loss(self, network: CyclesNetwork, reading: Reading) -> torch.Tensor:
+    def loss(self, network: AutoregressiveNetwork, reading: Reading) -> torch.Tensor:
         total = no_loss(network)
         anchors = reading.cycle_anchors()
         if not anchors.numel():
@@ -109,7 +111,7 @@ class CyclesRecipe(Recipe):
 
     def _token_loss(
         self,
-        network: CyclesNetwork,
+        network: AutoregressiveNetwork,
         reading: Reading,
         output: torch.Tensor,
         labels: torch.LongTensor,
@@ -128,7 +130,7 @@ class CyclesRecipe(Recipe):
         vocab_size = reading.vocab_size if network.token_ids is None else len(network.token_ids)
         return sum_over_chunks(chunk_loss, len(labels), vocab_size) / len(labels)
 
-    def hits(self, network: CyclesNetwork, reading: Reading) -> tuple[torch.BoolTensor, torch.BoolTensor]:
+    def hits(self, network: AutoregressiveNetwork, reading: Reading) -> tuple[torch.BoolTensor, torch.BoolTensor]:
         anchors = reading.cycle_anchors()
         shape = (self.num_drafts, *reading.tokens.shape)
         hits, known = reading.tokens.new_zeros((2, *shape), dtype=torch.bool)
@@ -146,14 +148,18 @@ class CyclesRecipe(Recipe):
         return hits[:, None], known
 
 
-def _fused(network: CyclesNetwork, reading: Reading, anchors: torch.LongTensor) -> torch.Tensor:
+def _fused(network: AutoregressiveNetwork, reading: Reading, anchors: torch.LongTensor) -> torch.Tensor:
     """Fuses the target's states up to the last anchor."""
     last = int(anchors.max())
     return network.fuse({key: state[:, : last + 1] for key, state in reading.states.items()})
 
 
 def walk_cycles(
-    network: CyclesNetwork, tokens: torch.LongTensor, states: torch.Tensor, anchors: torch.LongTensor, num_steps: int
+    network: AutoregressiveNetwork,
+    tokens: torch.LongTensor,
+    states: torch.Tensor,
+    anchors: torch.LongTensor,
+    num_steps: int,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """
     Walks through the cycles that begin at the anchors of unpadded rows.
@@ -209,7 +215,7 @@ class _StepCache:
         return tuple(torch.cat(parts, dim=2) for parts in zip(*self._steps[layer]))
 
 
-def _draft_ids(network: CyclesNetwork, labels: torch.LongTensor) -> torch.LongTensor:
+def _draft_ids(network: AutoregressiveNetwork, labels: torch.LongTensor) -> torch.LongTensor:
     """Returns the draft's ids of tokens, of any shape; -100 for those that it does not know."""
     if network.token_ids is None:
         return labels

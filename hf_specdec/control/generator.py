@@ -2,8 +2,8 @@
 
 The loop and the method know nothing of it. It asks for each row's limit whatever chooses, a controller that learns or
 a rule by the number of rows, and hands the limits on as the room that the rows have. Where nothing is to be drafted
-the method is not asked and not told: the prompt and what is committed meanwhile are kept, and given to it at once when
-it drafts. So a cycle without drafts costs what plain decoding in the loop costs, and a drafter that is known to be
+the method is not asked and not told: the prompt and what is committed meanwhile are kept, and handed over when it
+drafts. So a cycle without drafts costs what plain decoding in the loop costs, and a drafter that is known to be
 useless does not even read the prompt.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import replace
 from transformers.utils import logging
 
 from ..candidate_generators.base import CandidateGenerator
+from ..drafting.defer import UnreadText
 from ..drafts import DraftTree
 from ..protocol import Commit, DraftStep, Lookups, Prompt
 from .clock import CycleClock
@@ -43,11 +44,8 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         self.target_hidden_states = generator.target_hidden_states
         self.samples_drafts = generator.samples_drafts
         self._clock, self._reading_clock = CycleClock(self.session.device), CycleClock(self.session.device)
-        # What the method has not been told of, the rows that have left meanwhile among it.
-        self._prompt: Prompt | None = None
-        self._kept = list(range(self.session.batch_size))
-        self._held: list[Commit] = []
-        self._num_unread = self._num_read = 0
+        self._unread = UnreadText(generator)
+        self._num_read = 0
         self._left = [self.session.max_length] * self.session.batch_size  # tokens that each row may still get
         self._draft: DraftTree | None = None  # of this cycle, if the method was asked for one
         self._drafted: DraftTree | None = None  # the same before it was cut
@@ -66,21 +64,21 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         return self.generator.num_draft_nodes
 
     def prefill(self, prompt: Prompt) -> None:
-        self._prompt = prompt
-        self._num_unread = prompt.input_ids.numel()
+        self._unread.begin(prompt)
         self._left = [left - prompt.input_ids.shape[1] for left in self._left]
 
     def propose(self, step: DraftStep) -> DraftTree:
         self._clock.begin()
-        limits = self.controller.limits(step.rows, self._num_unread, [max(self._left[row], 1) for row in step.rows])
+        left = [max(self._left[row], 1) for row in step.rows]
+        limits = self.controller.limits(step.rows, self._unread.num_tokens, left)
         self._limits = self.session.agreed(list(map(min, limits, step.max_draft_tokens)))
         if max(self._limits) <= 0:
             self._draft = None
             return DraftTree.empty(len(step.rows), self.session.device, why=self.controller.why_none)
-        self._num_read = self._num_unread
-        if self._num_unread:
+        self._num_read = self._unread.num_tokens
+        if self._num_read:
             self._reading_clock.begin()
-            self._hand_over()
+            self._unread.hand_over()
             self._reading_clock.drafted()
             self._clock.begin()
         self._drafted = self._draft = self.generator.propose(replace(step, max_draft_tokens=self._limits))
@@ -95,10 +93,9 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         if self._draft is None:
             if self.controller.num_cycles:
                 self._count(commit, 0.0)
-            self._held.append(commit)
-            self._num_unread += commit.tokens.numel()
-            if len(self._held) >= _MOST_HELD:
-                self._hand_over()
+            self._unread.add(commit)
+            if self._unread.num_commits >= _MOST_HELD:
+                self._unread.hand_over()
             return
         began = self._clock.now()
         self.generator.observe(commit)
@@ -126,29 +123,12 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         # Asking a GPU would be a wait of its own.
         return self._limits
 
-    def _hand_over(self) -> None:
-        """Tells the method of the prompt and of what was committed without it."""
-        if self._prompt is not None:
-            self.generator.prefill(self._prompt)
-            self._prompt = None
-            if len(self._kept) < self.session.batch_size:
-                self.generator.keep_rows(self._kept)
-        if self._held:
-            self.generator.observe(Commit.joined(self._held))
-            self._held = []
-        self._num_unread = 0
-
     def keep_rows(self, keep: list[int]) -> None:
-        self._held = [commit.of_rows(keep) for commit in self._held]
-        if self._prompt is None:
-            self.generator.keep_rows(keep)
-        else:
-            # The prompt has all rows.
-            self._kept = [self._kept[index] for index in keep]
+        self._unread.keep_rows(keep)
 
     def close(self) -> None:
         self.generator.close()
-        self._prompt, self._held = None, []
+        self._unread.clear()
         if self.controller.num_cycles:
             note = self.controller.close()
             self.session.notes.append(note)

@@ -27,7 +27,7 @@ from hf_specdec import (
     register_candidate_generator,
 )
 from hf_specdec.candidate_generators import unregister_candidate_generator
-from hf_specdec.candidate_generators.combined.generator import DrafterChoice
+from hf_specdec.candidate_generators.combined.policy import DrafterChoice
 from hf_specdec.control import SpeculationController
 from tests.methods import (
     COMBINATIONS,

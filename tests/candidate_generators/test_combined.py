@@ -29,13 +29,10 @@ from hf_specdec import (
 )
 from hf_specdec.candidate_generators import unregister_candidate_generator
 from hf_specdec.candidate_generators.combined import generator as combined
-from hf_specdec.candidate_generators.combined.generator import (
-    DrafterChoice,
-    Experience,
-    UnreadText,
-    merged,
-    part_configs,
-)
+from hf_specdec.candidate_generators.combined.generator import part_configs
+from hf_specdec.candidate_generators.combined.merge import merged
+from hf_specdec.candidate_generators.combined.policy import DrafterChoice, Experience
+from hf_specdec.drafting.defer import UnreadText
 from hf_specdec.drafts import DraftTree
 from hf_specdec.errors import MissingDependencyError
 from hf_specdec.method import parts_of, resolve_candidate_generator
@@ -253,22 +250,25 @@ class TestToldLate:
             assert joined.hidden_states[2][row, : len(text), 0].tolist() == [10 * token for token in text]
         assert joined.tokens.shape == joined.hidden_states[2].shape[:2]
 
-    def test_prompt_is_handed_over_before_rows_leave(self):
+    def test_rows_leave_before_the_prompt_is_handed_over(self):
         told = []
         drafter = SimpleNamespace(
             target_hidden_states=(),
             prefill=lambda prompt: told.append(len(prompt.starts)),
+            keep_rows=lambda keep: told.append(("keep", keep)),
             observe=lambda commit: told.append(commit.token_lists),
         )
         unread = UnreadText(drafter)
         unread.begin(Prompt(torch.ones(2, 5, dtype=torch.long), [0, 0]))
         unread.add(Commit([0, 1], torch.tensor([[1], [2]]), [[1], [2]], [0, 0]))
-        assert (unread.num_tokens, told) == (6, [])
         unread.keep_rows([1])
-        assert (unread.num_tokens, told) == (0, [2, [[1], [2]]])
-        unread.add(Commit([1], torch.tensor([[3]]), [[3]], [0]))
+        assert (unread.num_columns, unread.num_tokens, unread.num_commits, told) == (6, 12, 1, [])
         unread.hand_over()
-        assert told[2:] == [[[3]]]
+        assert (unread.num_columns, told) == (0, [2, ("keep", [1]), [[2]]])
+        unread.add(Commit([1], torch.tensor([[3]]), [[3]], [0]))
+        unread.keep_rows([0])
+        unread.hand_over()
+        assert told[3:] == [("keep", [0]), [[3]]]
 
 
 class TestMerging:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_specdec.candidate_generators.combined.generator import DrafterChoice
+from hf_specdec.candidate_generators.combined.policy import DrafterChoice
 from tests.methods import EVERYTHING, exemption
 
 

@@ -2,62 +2,39 @@
 
 Retrieval (`ngram`, `suffix`) drafts long where a text repeats and nothing elsewhere, a drafter with weights a few
 tokens everywhere. Oliaro et al. 2024, "SuffixDecoding" (arXiv:2411.04975), combine the two by the score of the
-retrieved draft: its expected number of accepted tokens. So does this module, for each row and cycle. It also learns
-while the call runs how far the score can be trusted, and what asking the second drafter costs.
+retrieved draft: its expected number of accepted tokens. So does this module, for each row and cycle; see
+[`~candidate_generators.combined.policy`].
 
-Shapes: B active rows, N draft nodes, V vocabulary.
+Shapes: B active rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from ...control.clock import CycleClock
-from ...control.latency import LatencyModel
+from ...drafting.defer import UnreadText
 from ...drafts import DraftTree
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...protocol import Commit, DraftStep, Lookups, Prompt, Session
-from ...transfers import upload
 from ...validation import check_bounds
 from ..base import CandidateGenerator
+from .merge import merged
+from .policy import DrafterChoice, Experience
 
 
 if TYPE_CHECKING:
     from ...settings import SpeculativeConfig
 
 
-# Tokens, of all rows together, that the second drafter has at most not been told of.
+# Tokens of all rows together that are held at most, with their states, until the second drafter is asked.
 _MOST_UNREAD_TOKENS = 4096
-
-# Drafts are timed by the tokens that were read for them, in powers of two from here on.
-_LEAST_READ = 8
-
-# Expected tokens that the score of a retrieved draft is trusted in before anything was seen, and how much of what was
-# seen remains after each further draft.
-_TRUST = 2.0
-_TRUST_MEMORY = 0.96
-_TRUST_RANGE = (0.02, 2.0)
-
-# How much of the tokens and seconds so far remains after each cycle in what a second is worth.
-_RATE_MEMORY = 0.97
-
-# The second drafter's mean begins with half of its length, which weighs as many drafts; later the newest draft has the
-# other weight.
-_PRIOR_DRAFTS = 2
-_MEAN_WEIGHT = 1 / 32
-
-# Its drafts after which its cost is known, and the share of all time that finding out more may cost then. It is tried
-# where the retrieved draft promises less than so many tokens.
-_FIRST_DRAFTS = 2
-_TRIAL_SHARE = 0.01
-_LITTLE = 1.0
 
 
 @dataclass(frozen=True)
@@ -87,27 +64,8 @@ class CombinedOptions:
 
 
 @dataclass
-class Experience:
-    """What calls with one pair of drafters have found.
-
-    Attributes:
-        latency (`LatencyModel`): Of verifications, by their nodes.
-        draft_latency (`LatencyModel`): Of drafts of the second drafter, by the tokens of a row that it reads first.
-        mean_accepted (`float`, *optional*): Draft tokens of the second drafter that are accepted.
-        num_drafts (`int`): Drafts of which that is the mean.
-        budget (`float`): Seconds that may be spent on trials.
-    """
-
-    latency: LatencyModel = field(default_factory=LatencyModel)
-    draft_latency: LatencyModel = field(default_factory=LatencyModel)
-    mean_accepted: float | None = None
-    num_drafts: int = 0
-    budget: float = 0.0
-
-
-@dataclass
 class CombinedResources:
-    """What outlives a call: that of the parts, and what calls have found."""
+    """Outlives a call: what the parts have loaded, and what calls have found."""
 
     retrieval: Any
     model: Any
@@ -209,13 +167,19 @@ class CombinedCandidateGenerator(CandidateGenerator):
     def prefill(self, prompt: Prompt) -> None:
         self.retrieval.prefill(prompt)
         self._unread.begin(prompt)
+        self._bound_unread(len(prompt.starts))
+
+    def _bound_unread(self, num_rows: int) -> None:
+        """Lets the second drafter read where too many states would be held for it."""
+        if self.model.target_hidden_states and self._unread.num_columns * num_rows > _MOST_UNREAD_TOKENS:
+            self._unread.hand_over()
 
     def propose(self, step: DraftStep) -> DraftTree:
         retrieved = self.retrieval.propose(step)
         cycle = self._cycle = _Cycle(retrieved, self.retrieval.acceptance_probs, step.max_draft_tokens)
         lengths = self.model.draft_depths(step)
-        cycle.num_unread = self._unread.num_tokens
-        asked = self.choice.asks(step.rows, cycle.chances, retrieved.size, lengths, cycle.num_unread)
+        cycle.num_unread = self._unread.num_columns
+        asked = self.choice.asks(step.rows, cycle.acceptance_probs, retrieved.size, lengths, cycle.num_unread)
         cycle.asked = list(map(bool, self.session.agreed(asked)))
         cycle.draft = retrieved
         self._clock.begin()
@@ -238,6 +202,7 @@ class CombinedCandidateGenerator(CandidateGenerator):
             self.model.observe(replace(commit, num_accepted=accepted))
             return
         self._unread.add(commit)
+        self._bound_unread(len(commit.rows))
 
     def _learn(self, cycle: _Cycle, commit: Commit) -> None:
         draft_seconds, verify_seconds = self._clock.end()
@@ -251,31 +216,30 @@ class CombinedCandidateGenerator(CandidateGenerator):
         )
         for index, (row, is_asked) in enumerate(zip(commit.rows, cycle.asked)):
             accepted, committed = commit.num_accepted[index], commit.token_lists[index]
-            chances = cycle.chances[index]
-            if chances:
-                # What the retrieved draft would have given is known also where it was not verified.
-                self.choice.observe_retrieved(
-                    row, chances[: len(committed)] if is_asked else chances, cycle.num_agreeing(index, committed)
-                )
+            acceptance_probs = cycle.acceptance_probs[index]
+            if acceptance_probs:
+                # The tokens that a retrieved draft would have given are known also where it was not verified.
+                known = acceptance_probs[: len(committed)] if is_asked else acceptance_probs
+                self.choice.observe_retrieved(row, known, cycle.num_agreeing(index, committed))
             if is_asked:
                 self.choice.observe_drafted(
                     accepted, accepted == cycle.rooms[index] < self.model.num_speculative_tokens
                 )
-            if is_asked or chances:
+            if is_asked or acceptance_probs:
                 self._num_drafts[is_asked] += 1
                 self._num_accepted[is_asked] += accepted
 
     def keep_rows(self, keep: list[int]) -> None:
         self.retrieval.keep_rows(keep)
         self._unread.keep_rows(keep)
-        self.model.keep_rows(keep)
 
     def close(self) -> None:
         try:
             self.retrieval.close()
         finally:
             self.model.close()
-        self._unread, self._cycle = UnreadText(self.model), None
+        self._unread.clear()
+        self._cycle = None
         self.choice.leave_to(self.experience)
         self.session.notes += [
             f"{method}: {num_accepted} tokens accepted from {num_drafts} drafts"
@@ -283,66 +247,21 @@ class CombinedCandidateGenerator(CandidateGenerator):
         ]
 
 
-class UnreadText:
-    """What a drafter has not been told, because it was not asked: a text that is repeated to its end costs it nothing.
-
-    Args:
-        generator (`CandidateGenerator`): The drafter.
-
-    Attributes:
-        num_tokens (`int`): Tokens of a row, padding included.
-    """
-
-    def __init__(self, generator: CandidateGenerator):
-        self.generator, self.num_tokens = generator, 0
-        self._prompt: Prompt | None = None
-        self._commits: list[Commit] = []
-
-    def begin(self, prompt: Prompt) -> None:
-        """Keeps the prompt."""
-        self._prompt = prompt
-        self._add(prompt.input_ids)
-
-    def add(self, commit: Commit) -> None:
-        """Keeps what was committed in a cycle in which the drafter was not asked."""
-        self._commits.append(commit)
-        self._add(commit.tokens)
-
-    def _add(self, tokens: torch.LongTensor) -> None:
-        self.num_tokens += tokens.shape[1]
-        if self.generator.target_hidden_states and self.num_tokens * len(tokens) > _MOST_UNREAD_TOKENS:
-            self.hand_over()
-
-    def hand_over(self) -> None:
-        """Tells the drafter all of it."""
-        if self._prompt is not None:
-            self.generator.prefill(self._prompt)
-        if self._commits:
-            self.generator.observe(Commit.joined(self._commits))
-        self._prompt, self._commits, self.num_tokens = None, [], 0
-
-    def keep_rows(self, keep: list[int]) -> None:
-        """Drops finished rows. Drafters count rows from the prompt on, so they must know it by then."""
-        if self._prompt is not None:
-            self.hand_over()
-        self._commits = [commit.of_rows(keep) for commit in self._commits]
-
-
 @dataclass
 class _Cycle:
-    """What one cycle drafts.
+    """The drafts of one cycle.
 
     Attributes:
         retrieved (`DraftTree`): Drafts of the first drafter.
-        chances (`list[list[float]]`): Its rating of them.
-        rooms (`list[int]`): How deep each row may draft.
+        acceptance_probs (`list[list[float]]`): Its estimates for them.
+        rooms (`list[int]`): Largest depth of each row's draft.
         asked (`list[bool]`): The rows whose draft is the second drafter's.
-        draft (`DraftTree`): What is verified.
+        draft (`DraftTree`): The drafts that are verified.
         num_unread (`int`): Tokens of a row that the second drafter had not been told of.
     """
 
     retrieved: DraftTree
-    chances: list[list[float]]
+    acceptance_probs: list[list[float]]
     rooms: list[int]
     asked: list[bool] = field(default_factory=list)
     draft: DraftTree | None = None
@@ -359,201 +278,6 @@ class _Cycle:
             if parent == node and count < len(committed) and token == committed[count]:
                 node, count = place, count + 1
         return count
-
-
-class DrafterChoice:
-    """Which rows the second drafter is asked for.
-
-    With r_b the tokens expected from the retrieved draft of row b (its score times what scores have been worth in this
-    row), m the mean of the second drafter, and lambda the tokens per second of the last cycles, asking it for the rows
-    with m > r_b gains in seconds
-
-        sum_b (m - r_b) / lambda - T_draft - (T_verify(nodes with its drafts) - T_verify(nodes without))
-
-    It is asked where that is positive, as soon as what was lost without it outweighs the reading of the text that it
-    does not know yet. If not, it is still tried now and then where little was retrieved, because text and costs
-    change: for a small part of all time.
-
-    Args:
-        experience (`Experience`): Of earlier calls.
-        num_rows (`int`): Rows of the call.
-        length (`int`): Most tokens of a draft of the second drafter, on one path.
-        num_nodes (`int`): Most nodes of it.
-    """
-
-    def __init__(self, experience: Experience, num_rows: int, length: int, num_nodes: int):
-        self.latency = experience.latency.for_another_call()
-        self.draft_latency = experience.draft_latency.for_another_call()
-        known = experience.mean_accepted
-        self.mean_accepted = length / 2 if known is None else known
-        # The text of this call may be another, so that earlier drafts soon count little.
-        self.num_drafts = min(experience.num_drafts, _FIRST_DRAFTS)
-        self._agreed, self._expected = [_TRUST] * num_rows, [_TRUST] * num_rows
-        self._num_nodes = float(num_nodes)
-        self._budget = experience.budget  # seconds that trials may cost
-        self._missed = 0.0  # seconds that were lost without the drafter
-        self._tokens = self._seconds = 0.0  # of the last cycles
-
-    def asks(
-        self,
-        rows: list[int],
-        chances: list[list[float]],
-        num_retrieved: int,
-        lengths: list[int],
-        num_unread: int,
-    ) -> list[bool]:
-        """For each row whether the second drafter is asked.
-
-        Args:
-            rows (`list[int]` of length B): Which row of the call each active row is.
-            chances (`list[list[float]]`): Ratings of the retrieved drafts.
-            num_retrieved (`int`): Nodes of a row of them, padding included.
-            lengths (`list[int]`): Most tokens that the second drafter may draft for each row.
-            num_unread (`int`): Tokens of a row that it would have to read first.
-        """
-        retrieved = [self._worth(row, sum(found), len(found)) for row, found in zip(rows, chances)]
-        drafted = [min(self.mean_accepted, length) for length in lengths]
-        if self.latency.verify:
-            self._budget += _TRIAL_SHARE * self.latency.verify_seconds(num_retrieved + 1, len(rows))
-        wanted = [length > 0 and theirs > ours for ours, theirs, length in zip(retrieved, drafted, lengths)]
-        reading = self._draft_seconds(num_unread, len(rows)) - self._draft_seconds(0, len(rows))
-        if any(wanted):
-            self._missed += max(self._gain(wanted, retrieved, drafted, num_retrieved), 0.0)
-            if self.num_drafts < _FIRST_DRAFTS or self._missed > max(reading, 0.0):
-                self._missed = 0.0
-                return wanted
-        tried = [length > 0 and ours < _LITTLE for ours, length in zip(retrieved, lengths)]
-        if any(tried) and reading - self._gain(tried, retrieved, drafted, num_retrieved) <= self._budget:
-            self._budget = 0.0
-            return tried
-        return [False] * len(rows)
-
-    def _worth(self, row: int, score: float, depth: int) -> float:
-        """Tokens expected from a retrieved draft of this score."""
-        low, high = _TRUST_RANGE
-        trust = min(max(self._agreed[row] / self._expected[row], low), high)
-        return min(trust * score, depth)
-
-    def _gain(self, asked: list[bool], retrieved: list[float], drafted: list[float], num_retrieved: int) -> float:
-        """Expected seconds that are won by asking for these rows, the reading of unread text not counted."""
-        num_rows, latency = len(asked), self.latency
-        more_tokens = sum(theirs - ours for ours, theirs, is_asked in zip(retrieved, drafted, asked) if is_asked)
-        without = latency.verify_seconds(num_retrieved + 1, num_rows)
-        nodes = self._num_nodes if all(asked) else max(self._num_nodes, num_retrieved)
-        more_seconds = self._draft_seconds(0, num_rows) + latency.verify_seconds(nodes + 1, num_rows) - without
-        rate = self._tokens / self._seconds if self._seconds else (num_rows + sum(retrieved)) / without
-        return more_tokens / rate - more_seconds
-
-    def _draft_seconds(self, num_unread: int, num_rows: int) -> float:
-        """Of the second drafter where it has so many tokens to read first; 0 before it was measured."""
-        return self.draft_latency.verify_seconds(_size(num_unread), num_rows) if self.draft_latency.verify else 0.0
-
-    def observe_cycle(
-        self,
-        num_rows: int,
-        num_nodes: int,
-        draft_seconds: float | None,
-        verify_seconds: float,
-        num_unread: int,
-        num_committed: int,
-    ) -> None:
-        """Takes in a cycle.
-
-        Args:
-            num_rows (`int`): Active rows.
-            num_nodes (`int`): Nodes of a row that were verified, the anchor included.
-            draft_seconds (`float`, *optional*): Of the second drafter; `None` where it was not asked.
-            verify_seconds (`float`): Of everything else.
-            num_unread (`int`): Tokens of a row that the second drafter has read before it drafted.
-            num_committed (`int`): Tokens that were committed, in all rows.
-        """
-        self.latency.observe_verification(num_rows, num_nodes, verify_seconds)
-        # Not the measured seconds: a stall of the machine says nothing about the text.
-        seconds = self.latency.verify_seconds(num_nodes, num_rows)
-        if draft_seconds is not None:
-            self._num_nodes += 0.1 * (num_nodes - 1 - self._num_nodes)
-            self.draft_latency.observe_verification(num_rows, _size(num_unread), draft_seconds)
-            seconds += self._draft_seconds(num_unread, num_rows)
-        self._tokens = _RATE_MEMORY * self._tokens + num_committed
-        self._seconds = _RATE_MEMORY * self._seconds + seconds
-
-    def observe_retrieved(self, row: int, chances: Sequence[float], num_agreeing: int) -> None:
-        """Takes in how many tokens of a retrieved draft agree with the text, as far as that can be seen."""
-        self._agreed[row] = _TRUST_MEMORY * self._agreed[row] + num_agreeing
-        self._expected[row] = _TRUST_MEMORY * self._expected[row] + sum(chances)
-
-    def observe_drafted(self, num_accepted: int, is_cut: bool) -> None:
-        """Takes in a draft of the second drafter; one that was cut short and accepted as a whole says little."""
-        self.num_drafts += 1
-        if not is_cut:
-            weight = max(1 / (_PRIOR_DRAFTS + self.num_drafts), _MEAN_WEIGHT)
-            self.mean_accepted += weight * (num_accepted - self.mean_accepted)
-
-    def leave_to(self, experience: Experience) -> None:
-        """Leaves what was found to the next call."""
-        experience.latency, experience.draft_latency = self.latency, self.draft_latency
-        experience.mean_accepted, experience.num_drafts = self.mean_accepted, self.num_drafts
-        experience.budget = self._budget
-
-
-def _size(num_unread: int) -> int:
-    """The size that stands for drafts before which so many tokens are read."""
-    return max(1 << max(num_unread - 1, 0).bit_length(), _LEAST_READ)
-
-
-def merged(retrieved: DraftTree, drafted: DraftTree, from_model: Sequence[bool]) -> DraftTree:
-    """The drafts of one cycle, each row's from one of two drafters.
-
-    Beside drafts that were drawn a retrieved one is a chain, drawn from a law of its tokens alone, for which rejection
-    sampling is the same as following the target.
-
-    Args:
-        retrieved (`DraftTree`): Drafts of all rows, without `probs`.
-        drafted (`DraftTree`): Others.
-        from_model (`Sequence[bool]`): The rows of which `drafted` counts.
-    """
-    if drafted.probs is not None and not retrieved.is_chain:
-        retrieved = _first_paths(retrieved)
-    device, size = drafted.tokens.device, max(retrieved.size, drafted.size)
-    is_drafted = upload(from_model, device).bool()
-    column = is_drafted[:, None]
-
-    def widened(values: torch.Tensor, filler: int = 0) -> torch.Tensor:
-        return F.pad(values, (0, size - values.shape[1]), value=filler)
-
-    tokens = torch.where(column, widened(drafted.tokens), widened(retrieved.tokens))
-    num_nodes = _merged_counts(retrieved, drafted, from_model)
-    if num_nodes is None:
-        num_nodes = torch.where(is_drafted, drafted.num_nodes, retrieved.num_nodes)
-    if not (retrieved.is_chain and drafted.is_chain):
-        both = (widened(tree.parents.expand(len(from_model), -1), -1) for tree in (drafted, retrieved))
-        return DraftTree(tokens, torch.where(column, *both), num_nodes)
-    if drafted.probs is None:
-        return DraftTree.chain(tokens, num_nodes)
-    probs = F.pad(drafted.probs, (0, 0, 0, size - drafted.size))
-    point_masses = torch.zeros_like(probs).scatter_(2, tokens[..., None], 1.0)
-    return DraftTree.chain(tokens, num_nodes, torch.where(column[..., None], probs, point_masses))
-
-
-def _merged_counts(retrieved: DraftTree, drafted: DraftTree, from_model: Sequence[bool]) -> list[int] | None:
-    """Valid nodes of each row, if the host knows them."""
-    if drafted.node_counts is None:
-        return None
-    rows = zip(retrieved.node_counts, drafted.node_counts, from_model)
-    return [theirs if is_drafted else ours for ours, theirs, is_drafted in rows]
-
-
-def _first_paths(draft: DraftTree) -> DraftTree:
-    """Of each row's tree the path that always takes the first child."""
-    chains = []
-    for tokens, parents in zip(draft.token_lists(), draft.parent_lists()):
-        node, chain = -1, []
-        for place, (token, parent) in enumerate(zip(tokens, parents)):
-            if parent == node:
-                node = place
-                chain.append(token)
-        chains.append(chain)
-    return DraftTree.from_lists(chains, draft.tokens.device)
 
 
 # ------------------------------------------------------------------------------------------------ classes and settings

@@ -1,10 +1,11 @@
 """DFlash: a whole block of draft tokens from one forward of a small network (arXiv:2602.06036).
 
 The draft reads the text through the target's hidden states alone: its keys and values for a token are made once, when
-the token is committed, and kept. A cycle puts the block behind them, the anchor and masks, and forgets it again. The
+the token is committed, and kept. A cycle puts the block after them, the anchor and masks, and forgets it again. The
 tokens of the block are drafted as a chain, or the most probable prefixes as a tree (DDTree, arXiv:2604.12989). With
-several denoising steps the surest tokens are put in the place of their masks and the rest is predicted again. On a GPU
-all of that is one graph; only drawn tokens are chosen outside of it, since processors of the user's come in between.
+several denoising steps the most confident tokens take the place of their masks and the rest is predicted again. On a
+GPU all of that is one graph; only sampled tokens are chosen outside of it, since logits processors of the user's come
+in between.
 
 Shapes: R active rows, C new tokens of the text, K drafted positions, S slots of the draft's cache, U its vocabulary,
 V that of the target.
@@ -20,6 +21,8 @@ import torch.nn.functional as F
 from transformers.utils import logging
 
 from ...decoding.masks import additive_mask
+from ...drafting.chain import SteeredChain
+from ...drafting.defer import PendingCommit
 from ...drafting.slots import DraftInputs, DraftSlots, Entries, KnownPrompt
 from ...drafts import DraftTree
 from ...drafts.static import MAX_NODES
@@ -140,7 +143,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self._settle_contradictions()
         self.check_sampled_length()
         self.text: DraftText | None = None
-        self.pending: Commit | None = None  # committed, and not yet read
+        self.pending = PendingCommit(self._read)
 
     def _settle_contradictions(self) -> None:
         """Gives up what the call or the draft has no room for, and says so."""
@@ -178,23 +181,20 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def observe(self, commit: Commit) -> None:
         """Keeps what was committed; the next draft reads it, so that a call that ends here pays nothing."""
-        self._read_pending()
-        self.pending = commit
+        self.pending.hold(commit)
 
-    def _read_pending(self) -> None:
-        new, self.pending = self.pending, None
-        if new is not None:
-            self.text.extend(new.hidden_states, new.counts)
+    def _read(self, new: Commit) -> None:
+        self.text.extend(new.hidden_states, new.counts)
 
     def keep_rows(self, keep: list[int]) -> None:
         self.text.keep_rows(keep)
-        if self.pending is not None:
-            self.pending = self.pending.of_rows(keep)
+        self.pending.keep_rows(keep)
 
     def close(self) -> None:
         if self.text is not None:
             self.text.close()
-        self.text = self.pending = None
+        self.pending.take()
+        self.text = None
 
     # Drafting
 
@@ -202,23 +202,27 @@ class DFlashCandidateGenerator(CandidateGenerator):
         limits = self.draft_depths(step)
         if max(limits) <= 0:
             # There will never be room again.
-            self.pending = None
+            self.pending.take()
             return DraftTree.empty(len(step.rows), self.session.device)
-        predicted = self._replay(limits)
+        new = self.pending.take()
+        predicted = self._replay(new, limits)
         if predicted is None:
-            self._read_pending()
+            if new is not None:
+                self._read(new)
             self.text.begin_block(self.block_size)
             predicted = self._predict(self.text, step.anchor_tokens.to(self.device), max(limits))
         if self.samples_drafts:
-            return self._draw_chain(predicted, step, limits)
+            return self._sample_chain(predicted, step, limits)
         return self._tree(predicted, limits) if self.tree_budget else self._chain(predicted, limits)
 
-    def _predict(self, text: DraftText, anchors: torch.LongTensor, count: int):
-        """What the block in front of which `anchors` `(R,)` stand says of its first `count` tokens.
+    def _predict(
+        self, text: DraftText, anchors: torch.LongTensor, count: int
+    ) -> torch.Tensor | tuple[torch.LongTensor, torch.FloatTensor]:
+        """Predicts the first `count` tokens of the blocks that begin with `anchors` `(R,)`.
 
         Returns:
-            Logits `(R, count, U)` if tokens are drawn; tokens and log-probabilities of candidates for a tree, as
-            [`best_candidates`]; otherwise the tokens of a chain `(R, K)`, at least so many.
+            Logits `(R, count, U)` if tokens are sampled; tokens and log-probabilities of candidates for a tree, as
+            [`best_candidates`]; otherwise the tokens of a chain `(R, K)`, at least `count`.
         """
         if self.samples_drafts:
             return self._first_logits(text, anchors, count)
@@ -246,8 +250,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         Args:
             text (`DraftText`): Ready for a block.
             anchors (`torch.LongTensor` of shape `(R,)`): First tokens of the blocks.
-            masked (`torch.LongTensor` of shape `(R, K)`): Those behind; masks follow up to the size of a block.
-            count (`int`): How many positions are wanted.
+            masked (`torch.LongTensor` of shape `(R, K)`): Tokens after them; masks follow up to the size of a block.
+            count (`int`): Number of positions.
         """
         tokens = torch.cat((anchors[:, None], masked[:, : self.block_size - 1]), dim=1)
         tokens = F.pad(tokens, (0, self.block_size - tokens.shape[1]), value=self.mask_token_id)
@@ -278,33 +282,29 @@ class DFlashCandidateGenerator(CandidateGenerator):
             tokens.append(self.network.target_ids(best))
         return torch.stack(tokens[1:], dim=1)
 
-    def _draw_chain(self, logits: torch.Tensor, step: DraftStep, limits: list[int]) -> DraftTree:
-        """Tokens drawn from the draft's laws `(R, K, U)`, processed as the target's is."""
+    def _sample_chain(self, logits: torch.Tensor, step: DraftStep, limits: list[int]) -> DraftTree:
+        """Samples tokens from the draft's distributions, processed as the target's are, by logits `(R, K, U)`."""
         sampler, device, markov_head = self.session.sampler, self.session.device, self.network.markov_head
-        anchors = step.anchor_tokens.to(self.device)
-        positions = [length - 1 for length in step.lengths]
+        chain = SteeredChain(sampler, step.rows, step.lengths)
         at_once = None
         if markov_head is None and not sampler.stack.reads_tokens:
-            at_once = sampler.scores(self.network.target_logits(logits).to(device), step.rows, [])
-        drafted, laws = [], []
+            at_once = chain.scores(self.network.target_logits(logits).to(device))
+        tokens = step.anchor_tokens
         for depth in range(max(limits)):
             if at_once is None:
                 here = logits[:, depth]
                 if markov_head is not None:
-                    here = here + markov_head(drafted[-1].to(self.device) if drafted else anchors)
-                scores = sampler.scores(self.network.target_logits(here).to(device), step.rows, drafted)
+                    here = here + markov_head(tokens.to(self.device))
+                scores = chain.scores(self.network.target_logits(here).to(device))
             else:
                 scores = at_once[:, depth]
-            tokens, law = sampler.draw(scores, step.rows, positions, depth)
-            drafted.append(tokens)
-            laws.append(law)
-        return DraftTree.chain(torch.stack(drafted, dim=1), limits, torch.stack(laws, dim=1))
+            tokens = chain.choose(scores)
+        return chain.draft(limits)
 
     # Drafting in graphs
 
-    def _replay(self, limits: list[int]):
-        """What `_predict` returns, of the whole block, from a graph; `None` where there is none to run."""
-        new = self.pending
+    def _replay(self, new: Commit | None, limits: list[int]) -> torch.Tensor | PrefixNodes | None:
+        """Reads new tokens and predicts the whole block in a graph; `None` where there is none to run."""
         if self.text.graphs is None or new is None:
             return None
         kind = (self.block_size, self.num_speculative_tokens, self.num_steps, self.tree_budget, self.mask_token_id)
@@ -314,16 +314,15 @@ class DFlashCandidateGenerator(CandidateGenerator):
             self.most_committed,
             self.block_size,
             limits,
-            self._predict_statically,
+            self._captured_prediction,
         )
         if predicted is None:
             return None
-        self.pending = None
         if isinstance(predicted, PrefixNodes):
             return predicted.of_rows(len(limits))
         return predicted[: len(limits), : max(limits)]
 
-    def _predict_statically(self, inputs: DraftInputs, columns: int):
+    def _captured_prediction(self, inputs: DraftInputs, columns: int) -> torch.Tensor | PrefixNodes:
         text = self.text.static(inputs, columns)
         text.extend(inputs.states, inputs.counts)
         text.begin_block(self.block_size)
@@ -351,14 +350,14 @@ class PrefixNodes(NamedTuple):
         return PrefixNodes(self.tokens[:count], self.parents[:count], self.width)
 
     def draft(self, budget: int, limits: list[int], device: torch.device) -> DraftTree:
-        """Those of them that the rows have room for."""
+        """The draft, each row cut to what it has room for."""
         counts = [num_prefixes(self.width, limit, budget) for limit in limits]
         tokens, parents = (values[:, : max(counts)].to(device) for values in (self.tokens, self.parents))
         return DraftTree(tokens, parents, counts)
 
 
 class DraftText(DraftSlots):
-    """The draft's keys and values of each row's text, and behind them those of the current block.
+    """The draft's keys and values of each row's text, and after them those of the current block.
 
     Args:
         network (`DFlashNetwork`): The draft.
@@ -398,7 +397,7 @@ class DraftText(DraftSlots):
         return self._lean(tokens, self._positions, self._masks, self.cache, self.rows.position_bound)
 
     def _mask(self, view: BlockView, queries: torch.LongTensor, columns: int) -> torch.Tensor | None:
-        """What a layer's mask adds: `(R | 1, 1, T, S)` for a block in the slots `queries` `(R | 1, T)`.
+        """Additive mask `(R | 1, 1, T, S)` of a layer, for a block in the slots `queries` `(R | 1, T)`.
 
         Slots and positions follow each other alike, so their distances are the same.
         """
@@ -418,7 +417,7 @@ def _mask_token_id(options: DFlashOptions, network: DFlashNetwork) -> int:
 
 
 def _sizes(config, network: DFlashNetwork) -> tuple[int, int]:
-    """Tokens of a block, and how many of those that it predicts are drafted.
+    """Tokens of a block, and number of those that are drafted.
 
     Raises:
         SpecConfigError: More than the draft was trained for, or than the block has.

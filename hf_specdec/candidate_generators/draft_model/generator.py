@@ -24,9 +24,9 @@ from ...decoding.cache import SlotCache, compact
 from ...decoding.functional import slot_model
 from ...decoding.profile import model_profile
 from ...decoding.target import SlotModel, call_graphs
+from ...drafting.chain import SteeredChain
 from ...drafts import DraftTree, chain_topology
 from ...errors import SpecConfigError, shown
-from ...logits.acceptance import best_tokens
 from ...logits.processors import ProcessorStack
 from ...logits.sampling import DraftSampler
 from ...protocol import Commit, DraftStep, Prompt, Session
@@ -229,7 +229,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
     def observe(self, commit: Commit) -> None:
         """Keeps the keys and values of accepted draft tokens and remembers which tokens are still to be fed.
 
-        A recurrent draft model goes back behind the anchor, and is fed the accepted tokens again with the next one.
+        A recurrent draft model goes back to the anchor, and is fed the accepted tokens again with the next one.
         """
         where = {row: index for index, row in enumerate(commit.rows)}
         # Rows may have finished while nothing was drafted.
@@ -259,8 +259,8 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         depths = [most[index] for index in order]
         if max(depths, default=0) == 0:
             return DraftTree.empty(len(step.rows), self.session.device)
-        tokens, counts, probs = self._draft([step.lengths[i] - 1 for i in order], depths)
-        return self._for_all_rows(step, order, tokens, counts, probs)
+        chain, counts = self._draft([step.lengths[index] for index in order], depths)
+        return self._for_all_rows(step, order, chain.draft(counts))
 
     def _drop_rows_out_of_step(self) -> None:
         """A draft that takes slots for positions would misread rows of different lengths."""
@@ -272,47 +272,46 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             self._note(f"no drafts once rows differ in length ({name} tells positions from the order of its cache)")
             self.rows = []
 
-    def _draft(self, anchor_positions: list[int], depths: list[int]):
-        """Draft tokens `(R, K)`, how many of them count in each row `(R,)`, and their laws `(R, K, V)` if drawn.
+    def _draft(
+        self, lengths: list[int], depths: list[int]
+    ) -> tuple[SteeredChain, list[int] | torch.LongTensor]:
+        """Drafts for rows of these lengths: the chains, and how many of their tokens are valid in each row `(R,)`.
 
         Waits for the device where rows may stop before their limits, for nothing else.
         """
         stops = self.options.confidence_threshold > 0
         # The host knows the limits; where rows stop by themselves, the device does.
         counts = upload(depths, self.session.device) if stops else depths
-        drafted, laws = [], []
+        chain = SteeredChain(self.sampler, self.rows, lengths, self.samples_drafts)
         have_stopped: deque[PendingRead] = deque()
         logits = self._feed_pending()
         for depth in range(max(depths)):
-            scores = self.sampler.scores(logits.to(self.session.device), self.rows, drafted)
-            if self.samples_drafts:
-                tokens, law = self.sampler.draw(scores, self.rows, anchor_positions, depth)
-                laws.append(law)
-            else:
-                tokens = best_tokens(scores)
-            drafted.append(tokens)
+            scores = chain.scores(logits.to(self.session.device))
+            tokens = chain.choose(scores)
             if stops:
-                counts = self._stop_doubtful(counts, scores, tokens, depth + 1)
+                counts = self._stop_low_confidence(counts, scores, tokens, depth + 1)
                 have_stopped.append(PendingRead((counts <= depth + 1).all()))
                 # A GPU is asked about the token before, so that it always has one more to work on.
                 if len(have_stopped) > self._tokens_ahead and have_stopped.popleft().get():
                     break
             if depth + 1 < max(depths):
                 logits = self._feed(self._readable(tokens)[:, None])
-        self.num_fed_drafts = [len(drafted) - 1] * len(self.rows)
-        return torch.stack(drafted, dim=1), counts, torch.stack(laws, dim=1) if laws else None
+        self.num_fed_drafts = [len(chain.tokens) - 1] * len(self.rows)
+        return chain, counts
 
-    def _stop_doubtful(self, counts, scores, tokens, drafted: int) -> torch.Tensor:
-        """Ends rows behind a token of low probability. The token itself stays: dropping it would bias the output."""
+    def _stop_low_confidence(
+        self, counts: torch.LongTensor, scores: torch.FloatTensor, tokens: torch.LongTensor, drafted: int
+    ) -> torch.LongTensor:
+        """Ends rows after a token of low probability. The token itself stays: dropping it would bias the output."""
         confidence = (scores.gather(1, tokens[:, None])[:, 0] - scores.logsumexp(-1)).exp()
-        doubtful = confidence < self.options.confidence_threshold
-        return torch.where(doubtful, counts.clamp(max=drafted), counts)
+        is_low = confidence < self.options.confidence_threshold
+        return torch.where(is_low, counts.clamp(max=drafted), counts)
 
     def _feed_pending(self) -> torch.Tensor:
-        """Feeds what the target has committed since the last cycle; logits `(R, W)` behind each row's anchor."""
+        """Feeds what the target has committed since the last cycle; logits `(R, W)` after each row's anchor."""
         counts = list(map(len, self.pending))
         width = max(counts)
-        # Shorter rows are padded on the right: those slots lie behind the row and are written again.
+        # Shorter rows are padded on the right: those slots lie after the row and are written again.
         tokens = upload([row + row[-1:] * (width - len(row)) for row in self.pending], self.device)
         # Logits of what was committed in a pause would cost more than reading it.
         known = min(counts) - 1
@@ -324,7 +323,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         return last_of_each(output.logits, [count - known for count in counts])
 
     def _feed(self, tokens: torch.LongTensor) -> torch.Tensor:
-        """Feeds one token a row; logits `(R, W)` behind it."""
+        """Feeds one token a row; logits `(R, W)` after it."""
         output = self.model.forward(tokens, chain_topology(0, self.device))
         self.model.commit([1] * len(self.rows))
         return output.logits[:, -1]
@@ -337,21 +336,21 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             tokens = tokens.masked_fill(tokens >= readable, 0)
         return tokens
 
-    def _for_all_rows(self, step: DraftStep, order: list[int], tokens, counts, probs) -> DraftTree:
+    def _for_all_rows(self, step: DraftStep, order: list[int], draft: DraftTree) -> DraftTree:
         """The drafts in the loop's order of rows; rows that are not drafted for get none."""
         if order == list(range(len(step.rows))):
-            return DraftTree.chain(tokens, counts, probs)
-        index = upload(order, tokens.device)
+            return draft
+        index = upload(order, draft.tokens.device)
 
         def spread(values: torch.Tensor) -> torch.Tensor:
             return values.new_zeros((len(step.rows), *values.shape[1:])).index_copy_(0, index, values)
 
-        if isinstance(counts, list):
-            known = dict(zip(order, counts))
-            counts = [known.get(index, 0) for index in range(len(step.rows))]
+        if draft.node_counts is None:
+            counts = spread(draft.num_nodes)
         else:
-            counts = spread(counts)
-        return DraftTree.chain(spread(tokens), counts, None if probs is None else spread(probs))
+            known = dict(zip(order, draft.node_counts))
+            counts = [known.get(index, 0) for index in range(len(step.rows))]
+        return DraftTree.chain(spread(draft.tokens), counts, None if draft.probs is None else spread(draft.probs))
 
     def keep_rows(self, keep: list[int]) -> None:
         """Nothing yet: the next `propose` names the rows that are left."""

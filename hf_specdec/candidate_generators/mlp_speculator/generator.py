@@ -1,12 +1,13 @@
-"""MLP speculator: a small network walks on from the target's last hidden state, one stage a drafted token.
+"""MLP speculator: a small network goes on from the target's last hidden state, one stage for each drafted token.
 
 Wertheimer et al. 2024 (arXiv:2404.19124). Unlike Medusa's heads, every stage is told the token chosen before it, so
 branches know what they branch from, and drafts can be drawn from the network's distribution. Drafts are chains, static
 trees, the best nodes of a tree that is grown level by level, or the published "candidates": the best whole sequences
-of such a tree. The network keeps no cache: it starts anew from the target's state behind the final norm. Checkpoint:
-[`~models.mlp_speculator`].
+of such a tree. The network keeps no cache: it starts anew from the target's state after the final norm. Checkpoint:
+[`~candidate_generators.mlp_speculator.network`].
 
-On a GPU a draft is one graph. Of chains that the call's processors look at, drawn ones among them, each token is one.
+On a GPU a draft is one graph. Of chains that the call's processors look at, sampled ones among them, each token is
+one.
 
 Shapes: B active rows, N draft nodes, S nodes that were looked at, R nodes of a level that are read, W candidates of a
 node, H hidden size of the target.
@@ -20,6 +21,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ...drafting.chain import SteeredChain
 from ...drafting.graphs import RowGraphs
 from ...drafts import DraftTree, TokenTree, renumbered
 from ...drafts.static import MAX_NODES
@@ -157,7 +159,6 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         super().__init__(config, resources, session)
         self.speculator, self.stages = resources.speculator, resources.stages
         self.last_token = resources.vocab_size - 1 if resources.unknown_tokens else None
-        self.sampler = session.sampler
         weight = self.stages[0].projection
         self.device, self.dtype = weight.device, weight.dtype
         self.samples_drafts = self.asks_to_sample
@@ -221,21 +222,14 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         return tokens if self.last_token is None else tokens.clamp(max=self.last_token)
 
     def _draft_steered(self, step: DraftStep, limits: list[int]) -> DraftTree:
-        """One token a stage, the best or a drawn one, of its logits as the call's processors leave them."""
+        """One token a stage, the best or a sampled one, of its logits as the call's processors leave them."""
         state, tokens = self.states, step.anchor_tokens
-        drafted, laws = [], []
-        positions = [length - 1 for length in step.lengths]
+        chain = SteeredChain(self.session.sampler, step.rows, step.lengths, self.samples_drafts)
         for depth in range(max(limits)):
             values = {"state": state, "tokens": tokens}
             state, logits = self.graphs.run((depth, *self.vocabulary), partial(self._read, depth), values)
-            scores = self.sampler.scores(logits.to(self.session.device), step.rows, drafted)
-            if self.samples_drafts:
-                tokens, law = self.sampler.draw(scores, step.rows, positions, depth)
-                laws.append(law)
-            else:
-                tokens = best_tokens(scores)
-            drafted.append(tokens)
-        return DraftTree.chain(torch.stack(drafted, dim=1), limits, torch.stack(laws, dim=1) if laws else None)
+            tokens = chain.choose(chain.scores(logits.to(self.session.device)))
+        return chain.draft(limits)
 
     def _read(self, depth: int, state: torch.Tensor, tokens: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The stage of a depth, counted from 0; the first takes the target's states."""

@@ -80,7 +80,7 @@ class AssistedSide:
             self._begin(input_ids, model_kwargs or {})
         if is_first_iteration:
             return input_ids
-        self._catch_up(input_ids, self._states(model_outputs))
+        self._feed_new(input_ids, self._states(model_outputs))
         length, generator = input_ids.shape[1], self.generator
         room = max(generator.session.max_length - length - 1, 0)
         depth = min(room, generator.num_speculative_tokens)
@@ -99,7 +99,7 @@ class AssistedSide:
         if torch.is_tensor(mask) and mask.dim() == 2:
             self._start = int(mask[0].ne(0).int().argmax())
 
-    def _catch_up(self, input_ids: torch.LongTensor, states: dict) -> None:
+    def _feed_new(self, input_ids: torch.LongTensor, states: dict) -> None:
         """Feeds what has been committed since the last request."""
         if self._seen_length == 0:
             self._seen_length = input_ids.shape[1] - 1
@@ -115,7 +115,7 @@ class AssistedSide:
     # Hidden states
 
     def forward_kwargs(self) -> dict[str, Any]:
-        """Arguments of the target's next forward, in front of which this is called."""
+        """Arguments of the target's next forward, before which this is called."""
         keys = () if self.generator is None else self.generator.target_hidden_states
         if not keys:
             return {}
@@ -151,7 +151,7 @@ class AssistedSide:
             generator.close()
 
     def _states(self, model_outputs: Any) -> dict:
-        """What the generator has asked for, each `(1, T, H)`."""
+        """Hidden states that the generator has asked for, each `(1, T, H)`."""
         keys = self.generator.target_hidden_states
         if not keys:
             return {}
@@ -227,7 +227,7 @@ class StockCandidateGenerator(CandidateGenerator):
         generator (`HfCandidateGenerator`): Of the user's.
     """
 
-    # How deep the host's generators draft is their own affair; this only bounds it.
+    # Upper bound only; stock generators choose their own length.
     default_num_speculative_tokens = 256
 
     def __init__(self, generator: HfCandidateGenerator):

@@ -117,7 +117,7 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         self.controller.observe(outcomes, num_nodes, draft_seconds, verify_seconds, reading, num_drafted)
 
     def _drafted_depths(self) -> list[int]:
-        """How deep the drafter went in each row: that is what it took, however few of the nodes are left."""
+        """Depth to which the drafter went in each row, which is what it took, however few of the nodes are left."""
         if self._drafted is self._draft or self.session.device.type == "cpu":
             return self._drafted.max_depths()
         # Asking a GPU would be a wait of its own.

@@ -91,7 +91,7 @@ class RowGraphs:
         self._graphs = begin_graphs(self._network, self._shared, config, session)
 
     def run(self, key: tuple, read: Callable[..., Any], values: dict[str, torch.Tensor], constants: Any = None) -> Any:
-        """What the network makes of some tensors, from a graph where there is one.
+        """Runs the network on some tensors, in a graph where there is one.
 
         Args:
             key (`tuple`): What is built into the graph beside the rows.
@@ -101,7 +101,7 @@ class RowGraphs:
             constants (`Any`): Tensors that it reads beside them.
 
         Returns:
-            What `read` has returned, to be used before the next graph runs.
+            The result of `read`, to be used before the next graph runs.
         """
         captured = None if self._graphs is None else self._replay(key, read, values, constants)
         if captured is None:

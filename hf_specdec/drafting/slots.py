@@ -1,7 +1,7 @@
 """Slots of drafts that read the target's states: their keys and values, from the prompt on.
 
-Where the rows stand is known on the host, or inside of a graph by tensors alone; what is made of it, masks and
-positions, is the same.
+The ends of the rows are known on the host, or inside of a graph by tensors alone; masks and positions are made of them
+in the same way.
 
 Shapes: R active rows (of a graph: with those of padding), T tokens of a forward, C tokens of a chunk, th hidden size
 of the target.
@@ -38,7 +38,7 @@ class Entries(NamedTuple):
     Attributes:
         tokens (`torch.LongTensor` of shape `(R, T)`): Tokens, padded on the right.
         states (`dict`): States that belong to them, each `(R, T, X)`.
-        counts (`list[int]`): How many count in each row.
+        counts (`list[int]`): Valid entries of each row.
     """
 
     tokens: torch.LongTensor
@@ -51,14 +51,14 @@ class DraftSlots:
 
     Args:
         network (`nn.Module`): The draft, with `layers`, `device`.
-        starts (`list[int]`): Slot of each row's first entry; what lies before is padding.
+        starts (`list[int]`): Slot of each row's first entry; slots before it are padding.
         offsets (`list[int]`): Position of that entry.
         capacity (`int`): Slots to allocate at first.
         graphs (`CallGraphs`, *optional*): Run in the place of forwards whose shapes repeat.
         num_layers (`int`, *optional*): Layers of the draft that are used; all by default.
 
     Attributes:
-        rows (`HostRows` or `StaticRows`): Where the rows stand.
+        rows (`HostRows` or `CapturedRows`): First slots and ends of the rows.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DraftSlots:
         takes = [None if store is None else partial(store.take, layer) for layer in layers]
         self.cache.layers = [SlotLayer(capacity, take=take) for take in takes]
         self.cache.start_slots(len(starts))
-        self.rows: HostRows | StaticRows = HostRows(self.cache, starts, offsets, self.device)
+        self.rows: HostRows | CapturedRows = HostRows(self.cache, starts, offsets, self.device)
 
     def replay(
         self,
@@ -89,19 +89,19 @@ class DraftSlots:
         read: Callable[[DraftInputs, int], Any],
         constants: Any = None,
     ) -> Any:
-        """Reads entries, and maybe drafts behind them, as a graph.
+        """Reads entries, and maybe drafts after them, as a graph.
 
         Args:
-            key (`tuple`): What is built into it beside the shapes.
-            new (`Entries`): What is read first, and kept.
+            key (`tuple`): Constants of the graph beside the shapes.
+            new (`Entries`): Entries that are read first, and kept.
             width (`int`): T, to which they are padded.
-            ahead (`int`): Most slots that are written behind them.
-            limits (`list[int]`): How deep each row may draft.
+            ahead (`int`): Most slots that are written after them.
+            limits (`list[int]`): Largest depth of each row's draft.
             read (`Callable`): Does it without a graph, from [`DraftInputs`] and in `static()` slots.
             constants (`Any`): Tensors that it reads beside them.
 
         Returns:
-            What `read` has returned, to be used before the next graph runs; `None` where there is none to run.
+            The result of `read`, to be used before the next graph runs; `None` where there is none to run.
         """
         # A layer has its buffers when it has read for the first time.
         is_allocated = all(layer.is_initialized for layer in self.cache.layers)
@@ -126,14 +126,14 @@ class DraftSlots:
         self.rows.commit(counts)
 
     def static(self, inputs: DraftInputs, columns: int) -> DraftSlots:
-        """The same for a capture, where all that changes from cycle to cycle is read from tensors.
+        """A copy for a capture, which reads all that changes from cycle to cycle from tensors.
 
         Args:
             inputs (`DraftInputs`): These tensors.
             columns (`int`): Slots to read, those in use among them.
         """
         static = copy(self)
-        static.rows = StaticRows(self.cache, inputs, columns)
+        static.rows = CapturedRows(self.cache, inputs, columns)
         return static
 
     def keep_rows(self, keep: list[int]) -> None:
@@ -147,7 +147,7 @@ class DraftSlots:
 
 
 class HostRows:
-    """Where the rows of a draft stand, known on the host.
+    """First slots and ends of the rows of a draft, known on the host.
 
     Columns are of the shape `(R, 1)`, or `(1, 1)` where the rows are equal.
 
@@ -157,7 +157,7 @@ class HostRows:
         device (`torch.device`): Of the columns.
     """
 
-    is_static = False
+    is_captured = False
 
     def __init__(self, cache: SlotCache, starts: list[int], offsets: list[int], device: torch.device):
         self.cache, self.device = cache, device
@@ -165,13 +165,13 @@ class HostRows:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all rows see the same slots."""
+        """All rows see the same slots."""
         lengths = self.cache.lengths
         return not any(self.starts) and lengths.count(lengths[0]) == len(lengths)
 
     @property
     def ends(self) -> torch.LongTensor:
-        """The slot behind each row, as a column."""
+        """The slot after each row, as a column."""
         return self._column(self.cache.lengths)
 
     @property
@@ -186,7 +186,7 @@ class HostRows:
 
     @property
     def positions(self) -> torch.LongTensor:
-        """The position behind each row, as a column."""
+        """The position after each row, as a column."""
         return self._column(self.next_positions)
 
     def _column(self, values: Sequence[int]) -> torch.LongTensor:
@@ -194,7 +194,7 @@ class HostRows:
         return upload(values, self.device)[:, None]
 
     def plan_write(self, count: int, ahead: int = 0) -> WritePlan:
-        """Where the next forward goes, as [`SlotCache.plan_write`]."""
+        """Plans the slots of the next forward, as [`SlotCache.plan_write`]."""
         return self.cache.plan_write(count, ahead)
 
     @property
@@ -203,7 +203,7 @@ class HostRows:
         return self.cache.plan.columns + max(self.offsets)
 
     def columns(self, ahead: int) -> int:
-        """Slots up to so many behind the longest row."""
+        """Number of slots up to `ahead` after the longest row."""
         return max(self.cache.lengths) + ahead
 
     def commit(self, counts: list[int]) -> None:
@@ -215,16 +215,16 @@ class HostRows:
         self.offsets = [self.offsets[row] for row in keep]
 
 
-class StaticRows:
-    """The same from tensors: columns are `(R, 1)`, and nothing is known on the host.
+class CapturedRows:
+    """[`HostRows`] from tensors: columns are `(R, 1)`, and nothing is known on the host.
 
     Args:
         cache (`SlotCache`): Is told where to write.
-        inputs (`DraftInputs`): Where the rows stand.
+        inputs (`DraftInputs`): First slots, ends and positions of the rows.
         columns (`int`): Slots to read.
     """
 
-    is_static = True
+    is_captured = True
     is_uniform = False
     position_bound = None
 
@@ -256,9 +256,9 @@ class DraftInputs:
     Attributes:
         tokens (`torch.LongTensor` of shape `(R, T)`): The entries' tokens.
         states (`dict[Any, torch.Tensor]`): Their states, each `(R, T, X)`.
-        ends, first_slots, positions (`torch.LongTensor` of shape `(R, 1)`): Where the rows stand, as in [`HostRows`].
+        ends, first_slots, positions (`torch.LongTensor` of shape `(R, 1)`): As in [`HostRows`].
         counts (`torch.LongTensor` of shape `(R,)`): Entries of each row that count; from 1 to T.
-        limits (`torch.LongTensor` of shape `(R,)`): How deep each row may draft.
+        limits (`torch.LongTensor` of shape `(R,)`): Largest depth of each row's draft.
     """
 
     def __init__(self, rows: int, count: int, states: dict, device: torch.device, constants: Any = None):
@@ -279,7 +279,7 @@ class DraftInputs:
         return [self.tokens, self._rows, *self.states.values()]
 
     def fill(self, new: Entries, limits: list[int], rows: HostRows) -> None:
-        """Copies in what the rows read. Rows of padding stand where the first one does, in slots of their own."""
+        """Copies in what the rows read. Rows of padding are like the first one, in slots of their own."""
         fill_front(self.tokens, new.tokens)
         for key, buffer in self.states.items():
             fill_front(buffer, new.states[key])

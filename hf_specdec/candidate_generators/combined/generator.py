@@ -39,7 +39,7 @@ _MOST_UNREAD_TOKENS = 4096
 
 @dataclass(frozen=True)
 class CombinedOptions:
-    """What a combination has beside the options of its parts.
+    """Options of a combination beside those of its parts.
 
     Raises:
         SpecConfigError: A value is out of range.
@@ -268,7 +268,7 @@ class _Cycle:
     num_unread: int = 0
 
     def num_agreeing(self, index: int, committed: list[int]) -> int:
-        """How many of the committed tokens the retrieved draft of a row has on one path."""
+        """Number of committed tokens that the retrieved draft of a row has on one path."""
         drafted = self.retrieved.token_lists()[index]
         if self.retrieved.is_chain:
             most = min(len(drafted), len(committed))

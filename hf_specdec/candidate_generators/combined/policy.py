@@ -50,9 +50,9 @@ class Experience:
 class DrafterChoice:
     """Chooses the rows for which the second drafter is asked.
 
-    With r_b the tokens expected from the retrieved draft of row b (its score times what scores have been worth in this
-    row), m the mean of the second drafter, and lambda the tokens per second of the last cycles, asking it for the rows
-    with m > r_b gains in seconds
+    With r_b the tokens expected from the retrieved draft of row b (its score times the share of scores that has come
+    true in this row), m the mean of the second drafter, and lambda the tokens per second of the last cycles, asking it
+    for the rows with m > r_b gains in seconds
 
         sum_b (m - r_b) / lambda - T_draft - (T_verify(nodes with its drafts) - T_verify(nodes without))
 
@@ -131,7 +131,7 @@ class DrafterChoice:
         return more_tokens / rate - more_seconds
 
     def _draft_seconds(self, num_unread: int, num_rows: int) -> float:
-        """Of the second drafter where it has so many tokens to read first; 0 before it was measured."""
+        """Seconds of the second drafter where it has so many tokens to read first; 0 before it was measured."""
         return self.draft_latency.verify_seconds(_size(num_unread), num_rows) if self.draft_latency.verify else 0.0
 
     def observe_cycle(

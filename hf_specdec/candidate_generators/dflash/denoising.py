@@ -1,8 +1,9 @@
-"""Several denoising steps over one block: the surest tokens stay, the others are masked and predicted again.
+"""Several denoising steps over one block: the most confident tokens stay, the others are predicted again.
 
 This is the drafting of masked diffusion (MaskGIT, Chang et al. 2022, arXiv:2202.04200, section 3.2) for the blocks of
 DFlash (arXiv:2602.06036), whose own way is a single step. A token that is kept carries its value and its confidence
-on; it may still be masked again when surer ones turn up. The anchor is no part of the state: it is never masked.
+on; it may still be masked again when more confident ones turn up. The anchor is no part of the state: it is never
+masked.
 
 The outcome is a function of the logits, bit for bit: a schedule of integers, booleans instead of a look at the ids
 (a predicted token may equal the mask's id), the first id among equal logits, the first position among equal
@@ -26,7 +27,7 @@ _CHUNK_SIZES = {"cpu": 1 << 20}
 
 
 def keep_counts(num_positions: int, num_steps: int) -> tuple[int, ...]:
-    """How many positions are known after each step: `ceil(K * (i + 1) / n)`.
+    """Number of positions that are known after each step: `ceil(K * (i + 1) / n)`.
 
     Args:
         num_positions (`int`): K.
@@ -73,16 +74,16 @@ class Denoising:
 
     @property
     def inputs(self) -> torch.LongTensor:
-        """What the draft reads behind the anchor, of shape `(R, K)`."""
+        """Tokens `(R, K)` that the draft reads after the anchor."""
         return torch.where(self.known, self.tokens, self.mask_token_id)
 
     def update(self, logits: torch.Tensor, keep: int, ids: torch.LongTensor | None = None) -> None:
-        """One step: predicts the unknown positions, then knows the `keep` surest of all.
+        """One step: predicts the unknown positions, then keeps the `keep` most confident of all.
 
         Args:
-            logits (`torch.Tensor` of shape `(R, K, V)`): Of the draft, in any floating dtype. Where they are no law
-                (NaN, an infinity, nothing but minus infinity), the first largest entry is taken, NaN being largest,
-                with confidence 0.
+            logits (`torch.Tensor` of shape `(R, K, V)`): Of the draft, in any floating dtype. Where they are no
+                distribution (NaN, an infinity, nothing but minus infinity), the first largest entry is taken, NaN
+                being largest, with confidence 0.
             keep (`int`): 0 to K.
             ids (`torch.LongTensor` of shape `(V,)`, *optional*): The target's id of each of the draft's, if others.
 

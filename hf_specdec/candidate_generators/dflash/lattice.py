@@ -1,9 +1,9 @@
 """Trees out of a block that was predicted at once: the most probable prefixes (DDTree, arXiv:2604.12989).
 
-Each position has its own law, whatever stands at the others, so the candidates form a lattice: a prefix takes one of
-each of the first positions, and its log-probability is the sum of theirs. The `budget` best prefixes are a tree, since
-a prefix is at most as probable as what it continues. Equally probable ones are taken in the order of their ranks (the
-places of their tokens among the candidates), a prefix before what continues it.
+Each position has its own distribution, whatever stands at the others, so the candidates form a lattice: a prefix takes
+one of each of the first positions, and its log-probability is the sum of theirs. The `budget` best prefixes are a
+tree, since a prefix is at most as probable as what it continues. Equally probable ones are taken in the order of their
+ranks (the places of their tokens among the candidates), a prefix before what continues it.
 
 Shapes: R rows, K positions, C candidates of each, N nodes of a draft, L prefixes in a list, V vocabulary.
 """
@@ -21,7 +21,7 @@ from ...transfers import upload
 from .denoising import confidences
 
 
-# Devices whose kernels are dearer than a heap on the host.
+# Devices where a host-side heap beats kernel launches.
 _HOST_DEVICES = ("cpu", "mps")
 
 # Log-probability of what cannot be: finite, so that sums of it are ordered and it comes before what is no prefix.
@@ -61,7 +61,7 @@ def best_prefixes(
         log_probs (`torch.FloatTensor` of shape `(R, K, C)`): Their log-probabilities, at most 0 and the best first.
             NaN counts as minus infinity.
         budget (`int`): Most nodes of a row.
-        limits (`Sequence[int]` of length R, *optional*): How deep each row may draft, K by default.
+        limits (`Sequence[int]` of length R, *optional*): Largest depth of each row, K by default.
     """
     depth, width = log_probs.shape[1:]
     limits = [min(limit, depth) for limit in limits or [depth] * len(tokens)]
@@ -109,11 +109,11 @@ def _pop_best(
 def prefix_nodes(
     tokens: torch.LongTensor, log_probs: torch.FloatTensor, budget: int, limits: torch.LongTensor
 ) -> tuple[torch.LongTensor, torch.LongTensor]:
-    """The same by operations of fixed shapes alone, as graphs need them.
+    """Finds the best prefixes by operations of fixed shapes alone, as graphs need them.
 
     Args:
         tokens, log_probs, budget: As for [`best_prefixes`].
-        limits (`torch.LongTensor` of shape `(R,)`): How deep each row may draft.
+        limits (`torch.LongTensor` of shape `(R,)`): Largest depth of each row.
 
     Returns:
         `tuple`: The nodes' tokens and parents `(R, N)`. Of these the first `num_prefixes` of a row count.
@@ -174,7 +174,7 @@ def _preorder_parents(depths: torch.LongTensor) -> torch.LongTensor:
 
 
 def num_prefixes(width: int, depth: int, budget: int) -> int:
-    """How many of the prefixes of up to `depth` positions fit into the budget."""
+    """Number of prefixes of up to `depth` positions that fit into the budget."""
     total, level = 0, 1
     for _ in range(depth):
         level *= width

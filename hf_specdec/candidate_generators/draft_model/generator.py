@@ -75,7 +75,7 @@ class DraftModelOptions:
         check_flag("same_tokenizer", self.same_tokenizer)
 
 
-# How transformers' assisted decoding is told to draft, and what says so here.
+# Settings of transformers' assisted decoding about drafts, and those that stand for them here.
 _SETTINGS_HERE = {
     "num_assistant_tokens": "num_speculative_tokens",
     "num_assistant_tokens_schedule": "num_speculative_tokens='auto'",
@@ -98,14 +98,14 @@ def _check_nothing_to_load(config) -> None:
 
 @dataclass
 class DraftModel:
-    """What outlives a call: the loaded model and how its vocabulary relates to the target's."""
+    """Outlives a call: the loaded model, and the relation of its vocabulary to the target's."""
 
     model: torch.nn.Module
     vocabularies: Vocabularies
 
 
 def _ignored_settings(model: torch.nn.Module, config) -> str | None:
-    """What the draft model's generation config says about drafting, which only transformers' own loop goes by."""
+    """Settings of drafting in the draft model's generation config, which only transformers' own loop goes by."""
     own = getattr(model, "generation_config", None)
     given = {name: getattr(own, name, None) for name in _SETTINGS_HERE}
     if config.num_speculative_tokens is not None:
@@ -127,7 +127,7 @@ def _plain_sampler(vocab_size: int) -> DraftSampler:
 
 
 def _first_token(config) -> int:
-    """What a text of the model begins with; where nothing does, what ended the one before."""
+    """First token of the model's texts; where there is none, the one that ends a text."""
     config = config.get_text_config(decoder=True)
     first = getattr(config, "bos_token_id", None)
     first = getattr(config, "eos_token_id", None) if first is None else first
@@ -211,7 +211,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self.num_fed_drafts = [0] * len(self.rows)
 
     def _is_too_long(self, length: int) -> bool:
-        """Whether a row of `length` tokens, the anchor included, leaves no room for drafts; noted once."""
+        """A row of `length` tokens, the anchor included, leaves no room for drafts; noted once."""
         if length < self.longest:
             return False
         self.note_longest_row()
@@ -272,9 +272,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             self._note(f"no drafts once rows differ in length ({name} tells positions from the order of its cache)")
             self.rows = []
 
-    def _draft(
-        self, lengths: list[int], depths: list[int]
-    ) -> tuple[SteeredChain, list[int] | torch.LongTensor]:
+    def _draft(self, lengths: list[int], depths: list[int]) -> tuple[SteeredChain, list[int] | torch.LongTensor]:
         """Drafts for rows of these lengths: the chains, and how many of their tokens are valid in each row `(R,)`.
 
         Waits for the device where rows may stop before their limits, for nothing else.

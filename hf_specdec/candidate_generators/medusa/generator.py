@@ -1,8 +1,9 @@
 """Medusa: heads on the target's last hidden state each guess one of the next tokens, all in one pass.
 
 Cai et al. 2024 (arXiv:2401.10774). Head i sees the state from which the anchor was predicted, but not the anchor, and
-guesses the i-th token behind it. The candidates of the heads are combined to a static tree: the node of path
-(r_1, .., r_d) carries the candidate of rank r_d of head d. Checkpoints: [`~models.medusa`].
+guesses the i-th token after it. The candidates of the heads are combined to a static tree: the node of path
+(r_1, .., r_d) carries the candidate of rank r_d of head d. Checkpoints:
+[`~candidate_generators.medusa.network`].
 
 On a GPU the candidates come from one graph, whatever the tree is, so that a tree may change.
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 # Nodes of the published trees, and the most of a default one.
 _NUM_NODES = 63
 
-# Which published tree fits the model that heads were trained for: parts of its name, in this order.
+# Published trees by the model that heads were trained for: parts of its name, in this order.
 _TREE_OF_BASE_MODEL = (
     (("zephyr",), "zephyr_stage2"),
     (("vicuna", "33b"), "vicuna_33b_stage2"),
@@ -51,7 +52,7 @@ _TREE_OF_BASE_MODEL = (
 
 # A measured tree is made anew after this many verified drafts, then after twice as many, and so on.
 _FIRST_REVIEW = 64
-# What is assumed before anything was measured weighs as much as this many drafts.
+# The prior accuracies weigh as much as this many drafts.
 _PRIOR_WEIGHT = 32.0
 
 
@@ -87,9 +88,9 @@ class MedusaOptions:
 
 
 class RankCounts:
-    """Counts at which rank of its head the right token stood. Threads may share one.
+    """Counts the rank of the right token among the candidates of its head. Threads may share one.
 
-    A head is counted only where all heads before it were right: a node's chance is the product along its path.
+    A head is counted only where all heads before it were right: a node's probability is the product along its path.
 
     Args:
         expected (`Sequence[Sequence[float]]`, *optional*): Accuracies `[head][rank]` before anything is counted.
@@ -138,11 +139,11 @@ class RankCounts:
 
 @dataclass
 class MedusaResources:
-    """What outlives a call.
+    """Outlives a call.
 
     Attributes:
         heads (`MedusaHeads`): The loaded heads.
-        target (`TargetParts`): The target's lm_head. Some targets scale or cap the logits behind it; the ranks stay.
+        target (`TargetParts`): The target's lm_head. Some targets scale or cap its logits; the ranks stay.
         counts (`RankCounts`): What calls with a measured tree have counted.
     """
 
@@ -185,7 +186,7 @@ class MedusaCandidateGenerator(CandidateGenerator):
         self.graphs = RowGraphs(self.heads, (self.lm_head,) if self.heads.lm_heads is None else ())
 
     def _measures(self) -> bool:
-        """Whether the tree follows what is counted. Rules that accept wrong tokens would be counted as right ones."""
+        """The tree follows what is counted. Rules that accept wrong tokens would be counted as right ones."""
         if self.options.tree != "measured":
             return False
         rule = self.config.rejection_sample_method
@@ -313,19 +314,19 @@ def default_tree(
 
 def _paying(tree: TokenTree, accuracies: Sequence[Sequence[float]], num_nodes: int, node_cost: float) -> TokenTree:
     """The likeliest nodes, as long as one more raises the expected tokens per time."""
-    chances = {path: math.prod(accuracies[head][rank] for head, rank in enumerate(path)) for path in tree.paths}
+    probs = {path: math.prod(accuracies[head][rank] for head, rank in enumerate(path)) for path in tree.paths}
     kept, tokens = [], 1.0
-    for path in sorted(tree.paths, key=lambda path: -chances[path])[:num_nodes]:
+    for path in sorted(tree.paths, key=lambda path: -probs[path])[:num_nodes]:
         cost = 1.0 + node_cost * len(kept)
-        if kept and chances[path] * cost < tokens * node_cost:
+        if kept and probs[path] * cost < tokens * node_cost:
             break
         kept.append(path)
-        tokens += chances[path]
+        tokens += probs[path]
     return TokenTree.from_paths(kept)
 
 
 def node_cost(session: Session, dtype: torch.dtype) -> float:
-    """What verifying a node costs, as a share of a cycle without any.
+    """Cost of verifying a node, as a share of a cycle without any.
 
     Measured on a CPU: a node in each of B rows costs what B / (5 + 5 B) such cycles do in float32, and B / (18 + 5 B)
     in half precision, since small products are bound by arithmetic. The published trees were made for GPUs, where all
@@ -339,11 +340,11 @@ def node_cost(session: Session, dtype: torch.dtype) -> float:
 
 @kept_on_device
 def _candidate_of_node(tree: TokenTree, count: int, device: torch.device) -> torch.LongTensor:
-    """Where each node's token stands among the candidates of all heads, `count` a head."""
+    """Place of each node's token among the candidates of all heads, `count` a head."""
     return upload([(d - 1) * count + rank for d, rank in zip(tree.depths, tree.ranks)], device)
 
 
 @kept_on_device
 def _is_committed(lengths: tuple[int, ...], depth: int, device: torch.device) -> torch.BoolTensor:
-    """Which depths each row has committed a token of: `(D, B, 1)`."""
+    """Tells for each depth and row whether a token of it was committed: `(D, B, 1)`."""
     return (torch.arange(depth, device=device)[:, None] < upload(lengths, device))[..., None]

@@ -111,7 +111,7 @@ class MLPSpeculatorOptions:
 
 @dataclass
 class LoadedSpeculator:
-    """What outlives a call.
+    """Outlives a call.
 
     Attributes:
         speculator (`MLPSpeculator`): As stored.
@@ -201,7 +201,7 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         return DraftTree.of_shape(self.plan.up_to(depth), drafted.to(self.session.device), limits)
 
     def _draft(self, step: DraftStep, depth: int) -> torch.LongTensor | ChosenNodes:
-        """What the plan says up to a depth: tokens `(B, N)`, or nodes that differ from row to row."""
+        """Drafts the plan up to a depth: tokens `(B, N)`, or nodes that differ from row to row."""
         plan = self.plan
         if isinstance(plan, GrowthPlan):
             read, constants = self._grow_best, None
@@ -213,7 +213,7 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         return self.graphs.run((plan, depth, *self.vocabulary), partial(read, depth), values, constants)
 
     def _start(self, states: torch.Tensor) -> torch.Tensor:
-        """What stage 0 takes."""
+        """Input of stage 0."""
         return self.speculator.start(states.to(self.device, self.dtype))
 
     def _readable(self, tokens: torch.LongTensor) -> torch.LongTensor:
@@ -283,7 +283,7 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
 
 @dataclass(frozen=True)
 class GrowthPlan:
-    """How a tree that differs from row to row is grown, and which of its nodes are drafted.
+    """Shape of trees that differ from row to row: the nodes that are looked at, and those that are drafted.
 
     Args:
         widths (`tuple[int, ...]`): Continuations of each node, by depth.
@@ -369,8 +369,8 @@ class ChosenNodes(NamedTuple):
     Attributes:
         tokens, parents (`torch.LongTensor` of shape `(B, N)`): Of the nodes.
         scores (`torch.FloatTensor` of shape `(B, N)`): Log-probability of the path to each.
-        places (`torch.LongTensor` of shape `(B, N)`): Which of the nodes that were looked at they are.
-        counts (`torch.LongTensor` of shape `(B,)`, *optional*): How many of them are valid; `None` for all.
+        places (`torch.LongTensor` of shape `(B, N)`): Their places among the nodes that were looked at.
+        counts (`torch.LongTensor` of shape `(B,)`, *optional*): Number of valid ones; `None` for all.
         level_sizes (`tuple[int, ...]`): Nodes of each level that were looked at.
     """
 
@@ -382,7 +382,7 @@ class ChosenNodes(NamedTuple):
     level_sizes: tuple[int, ...]
 
     def draft(self, limits: list[int], device: torch.device) -> DraftTree:
-        """Those of them that are not deeper than their row's limit."""
+        """The draft, each row cut to its limit."""
         tokens, parents, scores = self.tokens, self.parents, self.scores
         if self.counts is not None and self.counts.device.type == "cpu":
             # How many prefixes sequences share is not known before. A GPU is not asked: padding costs it less.
@@ -394,14 +394,14 @@ class ChosenNodes(NamedTuple):
             counts = self.counts.to(device)
         else:
             counts = [tokens.shape[1]] * len(limits)
-        chances = scores.to(device)
+        log_probs = scores.to(device)
         if not isinstance(counts, list):
-            is_padding = torch.arange(chances.shape[1], device=device) >= counts[:, None]
-            chances = chances.masked_fill(is_padding, -torch.inf)
-        return DraftTree(tokens.to(device), parents.to(device), counts, chances=chances)
+            is_padding = torch.arange(log_probs.shape[1], device=device) >= counts[:, None]
+            log_probs = log_probs.masked_fill(is_padding, -torch.inf)
+        return DraftTree(tokens.to(device), parents.to(device), counts, chances=log_probs)
 
     def _num_within(self, limits: list[int]) -> torch.LongTensor:
-        """How many of each row's valid nodes are not deeper than its limit; they come first."""
+        """Number of each row's valid nodes that are not deeper than its limit; they come first."""
         device = self.places.device
         is_drafted = _depths_of_levels(self.level_sizes, device)[self.places] <= upload(limits, device)[:, None]
         if self.counts is not None:
@@ -420,13 +420,13 @@ def _has_processors(session: Session) -> bool:
 
 
 def _plan(config, loaded: LoadedSpeculator, session: Session, chain_only_reason: str | None) -> TokenTree | GrowthPlan:
-    """What is drafted in a call: a static tree, chains among them, or one that is grown.
+    """Shape of the drafts of a call: a static tree, chains among them, or one that is grown.
 
     Args:
         config (`SpeculativeConfig`): The settings.
         loaded (`LoadedSpeculator`): What drafts.
         session (`Session`): The call.
-        chain_only_reason (`str`, *optional*): Why it can only have chains.
+        chain_only_reason (`str`, *optional*): Reason for which it can only have chains.
 
     Raises:
         SpecConfigError: Settings contradict each other, or ask for more stages than there are.

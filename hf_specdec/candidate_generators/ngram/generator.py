@@ -1,4 +1,4 @@
-"""N-gram speculation (prompt lookup): what followed the end of the text the last times is drafted again.
+"""N-gram speculation (prompt lookup): drafts the tokens that followed earlier occurrences of the text's end.
 
 Saxena, "Prompt Lookup Decoding" (2023); the rule with `prompt_lookup_max` is that of vLLM's CPU proposer. No weights.
 """
@@ -101,7 +101,7 @@ class NgramOptions:
 
     @property
     def has_fixed_range(self) -> bool:
-        """Whether the user chose the n-gram lengths, and with them vLLM's rule."""
+        """The user has chosen the n-gram lengths, and with them vLLM's rule."""
         return self.prompt_lookup_min is not None or self.prompt_lookup_max is not None
 
     @property
@@ -116,7 +116,7 @@ class NgramOptions:
 
     @property
     def takes_first(self) -> bool:
-        """Whether the first occurrence of the longest match counts, not the last."""
+        """The first occurrence of the longest match counts, not the last."""
         return self.match == "first" or (self.match is None and self.has_fixed_range)
 
     @property
@@ -177,7 +177,7 @@ class NgramCandidateGenerator(CandidateGenerator):
 
     @property
     def acceptance_probs(self) -> list[list[float]]:
-        """Of the best match alone: where l tokens agree, one more is taken to agree in l of l + 1 cases."""
+        """Estimates from the best match alone: where l tokens agree, one more agrees in l of l + 1 cases."""
         return [[(match / (match + 1)) ** depth for depth in range(1, count + 1)] for match, count in self._best]
 
     def observe(self, commit: Commit) -> None:

@@ -88,7 +88,7 @@ class NgramIndex:
         return self._text[end : end + count].tolist()
 
     def longest_match(self, limit: int | None = None, first: bool = False) -> tuple[int, int]:
-        """Where the end of the text occurred before.
+        """Finds the longest match of the end of the text with an earlier place.
 
         Args:
             limit (`int`, *optional*): Longest match to look for, at least 1.
@@ -246,7 +246,7 @@ class NgramIndex:
     # ----------------------------------------------------------------------------------------------------- the matches
 
     def _common_suffix(self, shorter: int, longer: int) -> int:
-        """How many last tokens the prefixes of these two lengths share."""
+        """Number of last tokens that the prefixes of these two lengths share."""
         text = self._text
         for count in range(min(shorter, 8)):
             if text[shorter - count - 1] != text[longer - count - 1]:

@@ -113,7 +113,7 @@ class SuffixOptions:
     )
 
     def __post_init__(self):
-        # A tree of depth 1 has no room for a match and a draft token behind it.
+        # A tree of depth 1 has no room for a match and a draft token after it.
         check_bounds(
             self,
             max_tree_depth=(2, MAX_NODES),

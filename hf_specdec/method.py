@@ -22,7 +22,7 @@ from .errors import SpecConfigError, shown
 COMBINING = "+"
 
 _FOLDER = "hf_specdec.candidate_generators"
-_COMBINED_GENERATOR = f"{_FOLDER}.combined.generator:combined_generator"
+_COMBINED_GENERATOR = f"{_FOLDER}.combined.combination:combination"
 
 
 @dataclass(frozen=True, kw_only=True)

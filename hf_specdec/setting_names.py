@@ -76,8 +76,9 @@ def options_class(method: str) -> type:
 
 
 def options_in(options: Any) -> list[Field]:
-    """The fields of an options class or object that are options."""
-    return [item for item in fields(options) if item.init]
+    """The fields of an options class or object that are options; of a combination those of its parts."""
+    described = getattr(options, "option_fields", None)
+    return [item for item in described or fields(options) if item.init]
 
 
 def option_fields(method: str) -> list[Field]:

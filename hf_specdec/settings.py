@@ -539,7 +539,7 @@ def _build_options(method: str | None, flat: Mapping[str, Any]) -> Any:
         return _pending_options(flat)
     own_class = options_class(method)
     own = {key_of(item): item for item in options_in(own_class)}
-    hints = _type_hints(own_class)
+    hints = getattr(own_class, "type_hints", None) or _type_hints(own_class)
     values = {}
     for key, value in by_key(method, flat).items():
         if key not in own:

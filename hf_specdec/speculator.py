@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from .candidate_generators.assisted import StockCandidateGenerator, UnboundCandidateGenerator
 from .candidate_generators.base import CandidateGenerator, NoDrafts
-from .candidate_generators.combined.generator import part_configs
+from .candidate_generators.combined.combination import part_configs
 from .control import ControlProfile, ScheduledLength, SpeculationController
 from .decoding.sequences import Sequences
 from .logits.processors import ProcessorStack

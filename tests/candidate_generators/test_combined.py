@@ -29,7 +29,7 @@ from hf_specdec import (
 )
 from hf_specdec.candidate_generators import unregister_candidate_generator
 from hf_specdec.candidate_generators.combined import generator as combined
-from hf_specdec.candidate_generators.combined.generator import part_configs
+from hf_specdec.candidate_generators.combined.combination import part_configs
 from hf_specdec.candidate_generators.combined.merge import merged
 from hf_specdec.candidate_generators.combined.policy import DrafterChoice, Experience
 from hf_specdec.drafting.defer import UnreadText

@@ -7,6 +7,7 @@ transformers' own loop. `Text` tells a method what the contract allows, in drawn
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from transformers import StoppingCriteria
 
 from hf_specdec import Commit, DraftStep, DraftTree, Prompt, Session, Speculator, record
+from hf_specdec.candidate_generators.combined.combination import Combination
 from hf_specdec.control import SpeculationController
 from hf_specdec.decoding.states import captured_states
 from tests.methods import demo_inputs, demo_target, fresh_speculator, plain_text, settings_of
@@ -83,10 +85,11 @@ class Watch:
 
 def checked(generator_class: type, watches: list[Watch]) -> type:
     """The class, whose instances check the order in which they are called."""
+    if isinstance(generator_class, Combination):
+        parts = tuple(checked(part, watches) for part in generator_class.parts)
+        return replace(generator_class, parts=parts, generator_class=checked(generator_class.generator_class, watches))
 
     class Checked(generator_class):
-        parts = tuple(checked(part, watches) for part in generator_class.parts)
-
         def __init__(self, *args):
             self.watch = Watch()
             watches.append(self.watch)

@@ -10,20 +10,13 @@ Shapes: B active rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
-
-import torch
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from ...control.clock import CycleClock
 from ...drafting.defer import UnreadText
 from ...drafts import DraftTree
-from ...drafts.static import MAX_NODES
-from ...errors import SpecConfigError
 from ...protocol import Commit, DraftStep, Lookups, Prompt, Session
-from ...validation import check_bounds
 from ..base import CandidateGenerator
 from .merge import merged
 from .policy import DrafterChoice, Experience
@@ -37,114 +30,32 @@ if TYPE_CHECKING:
 _MOST_UNREAD_TOKENS = 4096
 
 
-@dataclass(frozen=True)
-class CombinedOptions:
-    """Options of a combination beside those of its parts.
-
-    Raises:
-        SpecConfigError: A value is out of range.
-    """
-
-    methods: ClassVar[tuple[str, str]]
-
-    retrieval_num_speculative_tokens: int | None = field(
-        default=None,
-        metadata={
-            "published": True,
-            "help": "Most tokens of a retrieved draft; `num_speculative_tokens` is that of the other method. Left "
-            "out, the default of the retrieving method.",
-        },
-    )
-
-    def __post_init__(self):
-        check_bounds(self, retrieval_num_speculative_tokens=(1, MAX_NODES))
-
-    def __reduce__(self):
-        return _restored_options, (self.methods, {item.name: getattr(self, item.name) for item in fields(self)})
-
-
-@dataclass
-class CombinedResources:
-    """Outlives a call: what the parts have loaded, and what calls have found."""
-
-    retrieval: Any
-    model: Any
-    experience: Experience = field(default_factory=Experience)
-
-
-def _load_part(generator_class, config, target_model, draft_model):
-    given = {} if draft_model is None else {"draft_model": draft_model}
-    return generator_class.load(config, target_model, **given)
-
-
 class CombinedCandidateGenerator(CandidateGenerator):
-    """Asks two candidate generators; [`combined_generator`] makes the class of a pair.
+    """Asks two candidate generators.
 
-    Attributes:
-        methods (`tuple[str, str]`): Names of the parts.
+    Args:
+        config (`SpeculativeConfig`): The settings of the combination.
+        session (`Session`): The call.
+        retrieval, model (`CandidateGenerator`): The parts, for this call.
+        experience (`Experience`): Of earlier calls; it gets that of this one when it is closed.
     """
 
-    methods: ClassVar[tuple[str, str]]
-
-    @classmethod
-    def default_length(cls, options: Any) -> int:
-        """The longest draft of the two."""
-        retrieval, model = cls.parts
-        own = options.retrieval_num_speculative_tokens or retrieval.default_length(options)
-        return max(own, model.default_length(options))
-
-    @classmethod
-    def load(
-        cls, config, target_model, draft_model: torch.nn.Module | None = None, load_part: Callable = _load_part
-    ) -> CombinedResources:
-        """Loads both parts. Retrieval searches the responses of calls with this combination alone.
-
-        Args:
-            config, target_model, draft_model: As for the second part.
-            load_part (`Callable`): Loads that one; takes its class and settings, the target and the draft model.
-
-        Raises:
-            SpecConfigError: The draft model is one that only transformers' own assisted decoding can drive.
-        """
-        retrieval, model = cls.parts
-        own = part_configs(config)
-        resources = CombinedResources(
-            retrieval.load(own[0], target_model), load_part(model, own[1], target_model, draft_model)
-        )
-        if cls.stock_assistant(resources) is not None:
-            raise SpecConfigError(
-                f"method='{config.method}' cannot be combined with a {type(resources.model).__name__}, which only "
-                f"transformers' own assisted decoding drives. Use method='{cls.methods[1]}'."
-            )
-        return resources
-
-    @classmethod
-    def network(cls, resources: CombinedResources) -> torch.nn.Module | None:
-        return cls.parts[1].network(resources.model)
-
-    @classmethod
-    def loaded_from(cls, config, target_model):
-        return cls.parts[1].loaded_from(part_configs(config)[1], target_model)
-
-    @classmethod
-    def text_bytes(cls, resources: CombinedResources) -> int:
-        return cls.parts[0].text_bytes(resources.retrieval) + cls.parts[1].text_bytes(resources.model)
-
-    @classmethod
-    def stock_assistant(cls, resources: CombinedResources) -> torch.nn.Module | None:
-        return cls.parts[1].stock_assistant(resources.model)
-
-    def __init__(self, config, resources: CombinedResources, session: Session):
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        session: Session,
+        retrieval: CandidateGenerator,
+        model: CandidateGenerator,
+        experience: Experience,
+    ):
         self.config, self.options, self.session = config, config.options, session
-        own = _call_configs(config)
-        self.retrieval = self.parts[0](own[0], resources.retrieval, session)
-        self.model = self.parts[1](own[1], resources.model, session)
+        self.retrieval, self.model = retrieval, model
         self.num_speculative_tokens = max(self.retrieval.num_speculative_tokens, self.model.num_speculative_tokens)
         self.target_hidden_states = self.model.target_hidden_states
         self.samples_drafts = self.model.samples_drafts
-        self.experience = resources.experience
+        self.experience = experience
         self.choice = DrafterChoice(
-            resources.experience, session.batch_size, self.model.num_speculative_tokens, self.model.num_draft_nodes
+            experience, session.batch_size, model.num_speculative_tokens, model.num_draft_nodes
         )
         self._clock = CycleClock(session.device)
         self._unread = UnreadText(self.model)
@@ -243,7 +154,7 @@ class CombinedCandidateGenerator(CandidateGenerator):
         self.choice.leave_to(self.experience)
         self.session.notes += [
             f"{method}: {num_accepted} tokens accepted from {num_drafts} drafts"
-            for method, num_drafts, num_accepted in zip(self.methods, self._num_drafts, self._num_accepted)
+            for method, num_drafts, num_accepted in zip(self.options.methods, self._num_drafts, self._num_accepted)
         ]
 
 
@@ -278,95 +189,3 @@ class _Cycle:
             if parent == node and count < len(committed) and token == committed[count]:
                 node, count = place, count + 1
         return count
-
-
-# ------------------------------------------------------------------------------------------------ classes and settings
-
-
-def combined_generator(methods: tuple[str, ...]) -> type[CombinedCandidateGenerator]:
-    """The candidate generator of two methods.
-
-    Raises:
-        SpecConfigError: They cannot be combined, or one is unknown.
-    """
-    from ...method import resolve_candidate_generator
-
-    return _combined_class(methods, tuple(map(resolve_candidate_generator, methods)))
-
-
-@lru_cache
-def _combined_class(methods: tuple[str, ...], parts: tuple[type, ...]) -> type[CombinedCandidateGenerator]:
-    _check_parts(methods, parts)
-    name = "".join(method.title().replace("_", "") for method in methods)
-    model = parts[1]
-    loaded_by = [part.loaded_by for part in parts]
-    attributes = {
-        "__doc__": f"`{'+'.join(methods)}`.",
-        "methods": methods,
-        "parts": parts,
-        "options_class": _options_class(methods, parts),
-        "default_num_speculative_tokens": model.default_num_speculative_tokens,
-        "most_speculative_tokens": model.most_speculative_tokens,
-        "loaded_by": None if None in loaded_by else tuple(dict.fromkeys(sum(loaded_by, ()))),
-    }
-    return type(f"{name}CandidateGenerator", (CombinedCandidateGenerator,), attributes)
-
-
-def _check_parts(methods: tuple[str, ...], parts: tuple[type, ...]) -> None:
-    rates = [part.estimates_acceptance for part in parts]
-    if rates == [True, False]:
-        return
-    name = "+".join(methods)
-    if rates == [False, True]:
-        problem = f"names the retrieving one last. Write '{methods[1]}+{methods[0]}'"
-    elif len(parts) == 2:
-        kind = "retrieve" if rates[0] else "draft with weights"
-        problem = f"names {'one method twice' if methods[0] == methods[1] else f'two that {kind}'}"
-    else:
-        problem = f"names {len(parts)}"
-    raise SpecConfigError(
-        f"method='{name}': a combination has two methods, one that retrieves (ngram, suffix) and one that drafts with "
-        f"weights, in this order, and this one {problem}. An example is 'suffix+eagle3'."
-    )
-
-
-def _options_class(methods: tuple[str, ...], parts: tuple[type, ...]) -> type[CombinedOptions]:
-    """The options of both parts in one: an instance is one of each part's options class too."""
-    # Both may be without options.
-    bases = tuple(dict.fromkeys((CombinedOptions, *(part.options_class for part in parts))))
-    names = [{name for item in fields(base) for name in (item.name, item.metadata.get("key"))} for base in bases]
-    for index, own in enumerate(names):
-        twice = (own & set().union(*names[:index])) - {None}
-        if twice:
-            raise SpecConfigError(
-                f"method='{'+'.join(methods)}': both methods have an option `{sorted(twice)[0]}`, and whose is meant "
-                "could not be said. Rename the option of one, or use one of the methods alone."
-            )
-
-    def check_all(self) -> None:
-        for base in bases:
-            if hasattr(base, "__post_init__"):
-                base.__post_init__(self)
-
-    attributes = {"__doc__": f'Options of `spec_method="{"+".join(methods)}"`.', "__post_init__": check_all}
-    attributes |= {"methods": methods, "__module__": __name__}
-    return dataclass(frozen=True)(type("CombinedOptions", bases, attributes))
-
-
-def _restored_options(methods: tuple[str, ...], values: dict[str, Any]) -> CombinedOptions:
-    return combined_generator(methods).options_class(**values)
-
-
-def part_configs(config: SpeculativeConfig) -> tuple[SpeculativeConfig, SpeculativeConfig]:
-    """The settings of each part of a combination."""
-    retrieval, model = config.options.methods
-    length = config.options.retrieval_num_speculative_tokens
-    # What is asked of whom depends on measured times, and the text of drawn drafts on who is asked.
-    return (
-        config.for_method(retrieval).replace(num_speculative_tokens=length),
-        config.for_method(model).with_greedy_drafts(),
-    )
-
-
-# Not for loading: equal configurations may have different access tokens.
-_call_configs = lru_cache(part_configs)

@@ -62,7 +62,7 @@ class AutoregressiveDrafter:
         self.num_reads = num_reads(plan)
         self.most_committed = plan.max_depth + 1  # entries of a row that a cycle leaves to be read
         self.entries: DraftEntries | None = None
-        self.pending = PendingCommit(lambda commit: self._read(self._entries_of(commit)))
+        self.pending = PendingCommit()
         self.hidden: torch.Tensor | None = None  # (R, h): states that the last entries hand on
         self.logits: torch.Tensor | None = None  # (R, U): after them
 
@@ -82,13 +82,13 @@ class AutoregressiveDrafter:
 
     def observe(self, commit: Commit) -> None:
         """Keeps what was committed; the next draft reads it, so that a call that ends here pays nothing."""
+        self._read(self._take_pending())
         self.pending.hold(commit)
 
     def _take_pending(self) -> Entries | None:
         commit = self.pending.take()
-        return None if commit is None else self._entries_of(commit)
-
-    def _entries_of(self, commit: Commit) -> Entries:
+        if commit is None:
+            return None
         return self.entries.gather(Entries(commit.tokens, commit.hidden_states, commit.counts))
 
     def _read(self, new: Entries | None) -> None:

@@ -5,7 +5,6 @@ Where a call ends, or another drafter goes on with the text, it costs the drafte
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -14,29 +13,17 @@ from ..protocol import Commit, Prompt
 
 
 class PendingCommit:
-    """The last commit, until the next draft reads it.
+    """The last commit, until the next draft reads it."""
 
-    Args:
-        read (`Callable`): Reads a commit.
-    """
-
-    def __init__(self, read: Callable[[Commit], None]):
-        self._read = read
+    def __init__(self):
         self._commit: Commit | None = None
 
     def hold(self, commit: Commit) -> None:
-        """Takes the place of the one before, which is read now."""
-        self.flush()
+        """Holds a commit; one before it must have been taken."""
         self._commit = commit
 
-    def flush(self) -> None:
-        """Reads the commit, if there is one."""
-        commit = self.take()
-        if commit is not None:
-            self._read(commit)
-
     def take(self) -> Commit | None:
-        """Returns the commit, to be read by the caller, and forgets it."""
+        """Returns the commit, to be read by the caller, and forgets it; `None` where there is none."""
         commit, self._commit = self._commit, None
         return commit
 

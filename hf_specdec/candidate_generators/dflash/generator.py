@@ -143,7 +143,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self._settle_contradictions()
         self.check_sampled_length()
         self.text: DraftText | None = None
-        self.pending = PendingCommit(self._read)
+        self.pending = PendingCommit()
 
     def _settle_contradictions(self) -> None:
         """Gives up what the call or the draft has no room for, and says so."""
@@ -181,10 +181,12 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def observe(self, commit: Commit) -> None:
         """Keeps what was committed; the next draft reads it, so that a call that ends here pays nothing."""
+        self._read(self.pending.take())
         self.pending.hold(commit)
 
-    def _read(self, new: Commit) -> None:
-        self.text.extend(new.hidden_states, new.counts)
+    def _read(self, new: Commit | None) -> None:
+        if new is not None:
+            self.text.extend(new.hidden_states, new.counts)
 
     def keep_rows(self, keep: list[int]) -> None:
         self.text.keep_rows(keep)
@@ -207,8 +209,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         new = self.pending.take()
         predicted = self._replay(new, limits)
         if predicted is None:
-            if new is not None:
-                self._read(new)
+            self._read(new)
             self.text.begin_block(self.block_size)
             predicted = self._predict(self.text, step.anchor_tokens.to(self.device), max(limits))
         if self.samples_drafts:

@@ -1,7 +1,8 @@
 """The record of a target while it lives: drafters that were loaded, which one was found, what calls have learnt.
 
-Nothing that is kept refers to the target itself, or it would live for ever. What stays loaded is bounded: the least
-recently used leaves first, and with it its memory, unless a speculator that the user holds still has it.
+No entry refers to the target itself, which could otherwise never be freed. The number and size of loaded drafters are
+bounded: the least recently used one is evicted first, and its memory is freed unless a user still holds a speculator
+of it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _MOST_LOADED = 16
 _MOST_FOUND = 16
 _MOST_LEARNT = 64
 
-# How often files are read that change while they are.
+# Attempts to read files that change meanwhile.
 _MOST_READINGS = 3
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -111,7 +112,7 @@ class TargetRecord:
         refused (`Recent`): What a generation config says and cannot be followed, so that it is tried once.
         checked (`Recent`): For settings that were checked, with the identity of what was loaded.
         searching (`Lock`): Held while drafters are looked for, so that threads that begin together search once.
-        lock (`Lock`): For what takes no time.
+        lock (`Lock`): Held for short updates.
     """
 
     def __init__(self, target_model: torch.nn.Module):

@@ -45,7 +45,7 @@ from .transfers import on_cpu_unless_said
 
 logger = logging.get_logger(__name__)
 
-# For so long a drafter that could not be loaded is not tried again where no call asks for it.
+# Seconds for which a drafter that failed to load is not tried again, unless a call asks for it.
 _SECONDS_REFUSED = 300.0
 
 
@@ -127,7 +127,7 @@ def load_configured(
     except SpecDecError:
         raise
     except Exception as error:
-        # What strangers write may trip anything.
+        # Settings of strangers may raise anything.
         raise SpecConfigError(f"{IN_GENERATION_CONFIG}: {one_line(error, 500)}") from error
 
 
@@ -190,7 +190,7 @@ def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig, entry:
             return speculator
     seen = [*search.rejected, *failures]
     if len(seen) == len(failures) == 1 and drafting is not None and (not search.notes or candidate.place == "target"):
-        # Of several one would be no answer, nor of one where others may lie; the target's own layers lie nowhere else.
+        # One error says it all if nothing else was seen or could have been; own layers of a target lie nowhere else.
         raise next(iter(failures.values()))
     if entry is not None:
         raise SpecConfigError(f"{IN_GENERATION_CONFIG} names a drafter that cannot be taken: {' '.join(seen)}")
@@ -200,7 +200,7 @@ def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig, entry:
 def _load_candidate(
     target_model: torch.nn.Module, config: SpeculativeConfig, candidate: Candidate, reason: str, entry: Any
 ) -> Speculator:
-    # The target itself is what its user has named.
+    # The user has named the target itself.
     is_named = candidate.place == "target" and config.method != AUTO
     with nullcontext() if is_named else only_safetensors():
         resolved = SpeculativeConfig.resolve(candidate.configured(config), target_config=target_model.config)
@@ -222,7 +222,7 @@ def _asked(config: SpeculativeConfig, entry: Any) -> str:
     return f"method='{config.method}'" if entry is None else IN_GENERATION_CONFIG
 
 
-# Of what was seen in vain, so many are listed.
+# Most rejected candidates that an error lists.
 _MOST_LISTED = 8
 
 
@@ -269,7 +269,7 @@ def _profile(
     key = (config, target_model.device, target_model.dtype, file_identity(config.control_profile))
     with record.lock:
         known = record.learnt.get(key)
-        # Of the networks with these settings the last one counts, as of loaded draft models.
+        # Only the latest network with these settings is kept, as with loaded draft models.
         if known is None or known[0]() is not network:
             known = (lambda: None) if network is None else ref(network), find_profile(target_model, config, network)
             record.learnt.put(key, known)

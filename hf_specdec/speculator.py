@@ -23,17 +23,17 @@ from .logits.sampling import DraftSampler
 from .protocol import Session
 from .settings import AUTO, SpeculativeConfig
 from .target_facts import vocabulary_size
-from .threads import cached_property
+from .threads import Recent, cached_property
 
 
 logger = logging.get_logger(__name__)
 
 
-# Draft tokens per token of a match where lengths are adaptive and the settings leave the default.
-_ADAPTIVE_SPEC_FACTOR = 2.0
-
-# Of a call that is begun for its checks alone.
+# Maximum length of the imagined call whose checks are run.
 _ANY_LENGTH = 2**20
+
+# Settings with the largest length of a cycle, by those that leave it to a controller or to the number of rows.
+_longest: Recent[SpeculativeConfig] = Recent(64)
 
 
 class Speculator:
@@ -134,26 +134,34 @@ class Speculator:
 
     @cached_property
     def _longest_drafts(self) -> SpeculativeConfig:
-        """The settings with the largest length that is drafted in a cycle."""
-        if self.config.num_speculative_tokens != AUTO:
-            return self._with_scheduled_length
+        """The settings with the largest length that is drafted in a cycle, validated once for equal settings."""
+        config = self.config
+        if config.num_speculative_tokens != AUTO and config.num_speculative_tokens_per_batch_size is None:
+            return config
+        key = config.compute_hash(), self.generator_class
+        longest = _longest.get(key)
+        if longest is None:
+            longest = self._adaptive() if config.num_speculative_tokens == AUTO else self._scheduled()
+            _longest.put(key, longest)
+        return longest
+
+    def _adaptive(self) -> SpeculativeConfig:
+        """The settings without a limit but that of the method, for a controller to choose lengths below."""
         # The profile is for the controller, and only beside "auto".
         changes: dict[str, Any] = {"num_speculative_tokens": None, "control_profile": None}
         if not self.config.speculative_token_tree:
             changes["num_speculative_tokens"] = self.generator_class.most_speculative_tokens
-        if getattr(self.config.options, "max_spec_factor", None) == 1.0:
-            # What is accepted decides how far a match is continued.
-            changes["suffix_decoding_max_spec_factor"] = _ADAPTIVE_SPEC_FACTOR
+        for part in self.generator_class.parts or (self.generator_class,):
+            changes |= part.adaptive_settings(self.config.options)
         # The text of drawn drafts depends on where they end, and that on measured times.
         return self.config.with_greedy_drafts().replace(**changes)
 
-    @property
-    def _with_scheduled_length(self) -> SpeculativeConfig:
+    def _scheduled(self) -> SpeculativeConfig:
         """The settings with the largest length by batch size, where neither a length nor a tree is given."""
-        config, by_batch_size = self.config, self.config.num_speculative_tokens_per_batch_size
-        if by_batch_size is None or config.num_speculative_tokens is not None or config.speculative_token_tree:
+        config = self.config
+        if config.num_speculative_tokens is not None or config.speculative_token_tree:
             return config
-        return config.replace(num_speculative_tokens=max(k for _, k in by_batch_size))
+        return config.replace(num_speculative_tokens=max(k for _, k in config.num_speculative_tokens_per_batch_size))
 
     def without_texts(self, target_model: torch.nn.Module) -> Speculator:
         """A speculator like this one without what it remembers of texts. Weights and learnt costs are shared."""

@@ -1,7 +1,7 @@
-"""Warm-up: whatever is compiled or captured when it is first wanted is wanted before the first real call.
+"""Warm-up: kernels are compiled and graphs captured before the first real call.
 
-A call of its own goes through all sizes of verifications and drafts, twice each, since what comes up once is not
-captured. It counts in no statistics but its own.
+A call of its own goes through all sizes of verifications and drafts, twice each, since a size is captured when it
+comes up again. It counts in its own statistics only.
 
 Shapes: B rows, P prompt length.
 """
@@ -103,7 +103,7 @@ def warm_up(
     _check(batch_sizes=min(batch_sizes, default=0), prompt_length=prompt_length, max_new_tokens=max_new_tokens - 1)
     model_profile(model)
     speculator = speculative if isinstance(speculative, Speculator) else load_speculator(model, speculative)
-    # What these calls read is nothing to remember, and what they cost and accept nothing to learn from.
+    # These calls leave no texts in caches, and no costs or acceptance in the profile.
     speculator = speculator.without_texts(model)
     speculator.profile = ControlProfile()
     done = WarmUp()
@@ -146,7 +146,7 @@ def _call(model, speculator: Speculator, prompts: torch.LongTensor, max_new_toke
 
     # The signature matters: transformers hands over only what it names, and the rest as the model's arguments.
     def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-        # No row ends before it is told to.
+        # Rows end at the maximum length only.
         criteria = StoppingCriteriaList(each for each in stopping_criteria if isinstance(each, MaxLengthCriteria))
         loops.append(
             _WarmUpLoop(
@@ -155,7 +155,7 @@ def _call(model, speculator: Speculator, prompts: torch.LongTensor, max_new_toke
         )
         return loops[0].run()
 
-    # What is drawn here is not missing later.
+    # The user's random state stays as it was.
     with torch.random.fork_rng(devices=[]):
         original_generate(type(model))(
             model,

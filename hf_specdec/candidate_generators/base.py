@@ -219,6 +219,11 @@ class CandidateGenerator(HfCandidateGenerator):
         """k when the user names none, for these options of the method."""
         return cls.default_num_speculative_tokens
 
+    @classmethod
+    def adaptive_settings(cls, options: Any) -> dict[str, Any]:
+        """Flat settings to change where a controller chooses the lengths, for these options of the method."""
+        return {}
+
     def shared_length(self, num_rows: int) -> int:
         """k for a method whose drafts differ much in length from row to row.
 

@@ -15,7 +15,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from packaging.version import Version
@@ -54,6 +54,9 @@ _MOST_CACHED = 10**9
 
 # Numbers the calls of the process, so that no two requests of any cache share an id.
 _CALLS = itertools.count()
+
+# Draft tokens per token of a match where a controller chooses the lengths.
+_ADAPTIVE_SPEC_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
@@ -342,6 +345,12 @@ class SuffixCandidateGenerator(CandidateGenerator):
     def default_length(cls, options: SuffixOptions) -> int:
         """The tree depth: the length of a draft is the match's business, and only the depth bounds it."""
         return options.max_tree_depth
+
+    @classmethod
+    def adaptive_settings(cls, options: SuffixOptions) -> dict[str, Any]:
+        """Longer continuations of a match than by default: the controller decides how many tokens pay."""
+        is_default = options.max_spec_factor == SuffixOptions.max_spec_factor
+        return {"suffix_decoding_max_spec_factor": _ADAPTIVE_SPEC_FACTOR} if is_default else {}
 
     @classmethod
     def load(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> SuffixCache:

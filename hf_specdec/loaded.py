@@ -22,7 +22,7 @@ from .threads import Lock, Recent
 
 
 if TYPE_CHECKING:
-    from .hub.files import RepoFiles
+    from .checkpoints.files import RepoFiles
 
 
 # Bytes that a target's drafters may have; 512MB, 2GiB and the like are understood. Unset: as many as the target has,

@@ -18,14 +18,13 @@ import torch
 from transformers.utils import logging
 
 from .candidate_generators.base import CandidateGenerator
+from .checkpoints.files import RepoFiles, file_identity, only_safetensors
 from .control import ControlProfile
 from .control.store import find_profile
 from .decoding.graphs import forget_graphs
 from .errors import SpecConfigError, SpecDecError
 from .hub.candidate import Candidate
-from .hub.detect import reads_target_cache
 from .hub.discover import Search
-from .hub.files import RepoFiles, file_identity, only_safetensors
 from .hub.published import IN_GENERATION_CONFIG, published_config, settings_of_generation_config
 from .hub.target import Access, Target
 from .hub.trust import one_line, restrictions, warn_of
@@ -40,6 +39,7 @@ from .method import (
 )
 from .settings import AUTO, SpeculativeConfig
 from .speculator import Speculator
+from .target_facts import reads_target_cache
 from .transfers import on_cpu_unless_said
 
 

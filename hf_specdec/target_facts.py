@@ -12,6 +12,9 @@ from .errors import SpecConfigError, UnsupportedModelError
 # Vocabularies of one tokenizer differ by rows of padding and added tokens, at most by this share.
 MAX_VOCABULARY_GAP = 0.05
 
+# Model types of transformers whose only keys and values are those of their target.
+CACHE_READERS = ("gemma4_assistant", "gemma4_unified_assistant")
+
 # Names that decoders give to the list of their layers.
 _LAYER_LISTS = ("layers", "h", "blocks", "block", "layer")
 
@@ -49,6 +52,11 @@ def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
         f"The {count} decoder layers of {type(model).__name__} cannot be found, whose hidden states were asked for. "
         "Use a drafter that reads no hidden states, such as spec_method='ngram'."
     )
+
+
+def reads_target_cache(draft_model: Any) -> bool:
+    """Tells a draft model that works on the keys and values of its target."""
+    return getattr(getattr(draft_model, "config", None), "model_type", None) in CACHE_READERS
 
 
 def layers_owner(model: torch.nn.Module, layers: torch.nn.ModuleList) -> torch.nn.Module:

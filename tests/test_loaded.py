@@ -28,9 +28,9 @@ from hf_specdec.candidate_generators import register_candidate_generator, unregi
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator
 from hf_specdec.candidate_generators.suffix.generator import SuffixCache
+from hf_specdec.checkpoints.files import ReadOfRepositories, RepoFiles
 from hf_specdec.control import ControlProfile
 from hf_specdec.control.store import profile_identity, save_profile
-from hf_specdec.hub.files import ReadOfRepositories, RepoFiles
 from hf_specdec.loaded import cache_bytes, loaded_bytes, loaded_drafters, record_of
 from tests.methods import CHECKPOINTS
 from tests.models import prompts, tiny_llama

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..errors import CheckpointFormatError, SpecConfigError
-from ..hub.files import RepoFiles
 from ..target_facts import draft_device
+from .files import RepoFiles
 from .header import WEIGHT_FILES, Header
 
 

@@ -11,9 +11,9 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..candidate_generators.draft_model.network import checkpoint_location, compare_token_tables, token_table
+from ..checkpoints.files import RepoFiles
 from ..errors import CheckpointFormatError
 from ..hub.detect import Detection, detect
-from ..hub.files import RepoFiles
 from ..hub.inspect import target_problems
 from ..method import drafting_method, is_language_model
 from ..settings import SpeculativeConfig

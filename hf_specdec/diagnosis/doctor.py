@@ -16,8 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..bench.prompts import Batch, Prompt, make_batches
+from ..checkpoints.files import RepoFiles
 from ..errors import SpecDecError
-from ..hub.files import RepoFiles
 from ..loader import load_speculator
 from ..method import methods, takes_model
 from ..settings import SpeculativeConfig

@@ -21,10 +21,10 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from ..checkpoints.files import RepoFiles
 from ..errors import SpecConfigError
 from ..method import is_language_model, methods, parts_of, resolve_candidate_generator, takes_model
 from ..settings import AUTO, SpeculativeConfig
-from .files import RepoFiles
 from .inspect import is_repo_id
 from .published import CARD_KEY, published_config, settings_to_publish, target_entry
 

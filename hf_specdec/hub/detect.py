@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoints.files import ReadOfRepositories, RepoFiles, is_pickled
 from ..checkpoints.format import Format, format_of
 from ..checkpoints.header import WEIGHT_FILES, Header, TargetNeeds
 from ..checkpoints.loading import checkpoint_errors
 from ..checkpoints.reader import CheckpointReader
+from ..checkpoints.weight_headers import TensorTable
 from ..errors import CheckpointAccessError, CheckpointFormatError
 from ..method import built_in_methods, is_language_model
-from .files import ReadOfRepositories, RepoFiles, is_pickled
-from .headers import TensorTable
 
 
 if TYPE_CHECKING:
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 
 _methods_on_the_hub = ReadOfRepositories()
-
-# Model types of transformers whose only keys and values are their target's.
-_CACHE_READERS = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
 @dataclass(frozen=True)
@@ -119,12 +116,13 @@ def _detected(files: RepoFiles) -> Detection:
 
 
 def _about_it(message: str, name: str) -> str:
-    """A message about a checkpoint without its name."""
-    return f"It {message.removeprefix(f'{name!r} ')}" if message.startswith(f"{name!r} ") else message
+    """A message about a checkpoint without its name, where it begins with that."""
+    subject = f"'{name}' "
+    return f"It {message.removeprefix(subject)}" if message.startswith(subject) else message
 
 
 def detect_checkpoint(name: str | os.PathLike, **location) -> Detection:
-    """The same of a folder or repository; `location` is what [`RepoFiles`] takes."""
+    """Detects what a folder or repository is; `location` is what [`RepoFiles`] takes."""
     return detect(RepoFiles(name, **location))
 
 
@@ -150,21 +148,6 @@ def detect_method(config: SpeculativeConfig, target_config: Any = None) -> str:
 def forget_method(name: str) -> None:
     """Forgets what has been read of a repository, which has changed."""
     _methods_on_the_hub.forget_name(name)
-
-
-def read_config(config: SpeculativeConfig) -> dict:
-    """`config.json` of `config.model` as a dict."""
-    return RepoFiles.of(config).config
-
-
-def reads_target_cache(draft_model: Any) -> bool:
-    """Whether a draft model of transformers works on the keys and values of its target."""
-    return getattr(getattr(draft_model, "config", None), "model_type", None) in _CACHE_READERS
-
-
-def is_cache_reader(config: SpeculativeConfig) -> bool:
-    """The same of the checkpoint `config.model`."""
-    return read_config(config).get("model_type") in _CACHE_READERS
 
 
 def _read(files: RepoFiles) -> tuple[Format, str | None, TensorTable | None, list[str]]:

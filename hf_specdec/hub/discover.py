@@ -30,6 +30,7 @@ from transformers.utils import logging
 
 from ..arguments import is_off
 from ..candidate_generators.draft_model.network import compare_token_tables, token_table
+from ..checkpoints.files import RepoFiles
 from ..errors import CheckpointFormatError, SpecConfigError
 from ..method import (
     built_in_methods,
@@ -43,7 +44,6 @@ from ..settings import AUTO, SpeculativeConfig
 from ..threads import cached_property
 from .candidate import FOUND, RELATIONS, Candidate, rank, without
 from .detect import Detection, detect, known_formats
-from .files import RepoFiles
 from .inspect import (
     cached_repo_id,
     has_mtp_layers,

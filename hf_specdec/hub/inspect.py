@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from ..checkpoints.files import RepoFiles
 from ..checkpoints.header import TargetNeeds, TargetSizes, misfits
 from ..errors import SpecConfigError
 from ..method import is_language_model, own_layers_method
 from .detect import Detection, detect, file_of_target_layers, known_formats
-from .files import RepoFiles
 from .trust import one_line
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from huggingface_hub import is_offline_mode
 
+from ..checkpoints.files import RepoFiles
 from ..settings import SpeculativeConfig
-from .files import RepoFiles
 from .inspect import repo_id_of, text_config
 from .published import entry_of_model
 

@@ -8,8 +8,8 @@ from huggingface_hub import constants, hf_api
 from huggingface_hub.utils import _http
 from transformers.utils import hub as transformers_hub
 
+from hf_specdec.checkpoints.files import ReadOfRepositories
 from hf_specdec.hub import detect, published
-from hf_specdec.hub.files import ReadOfRepositories
 from tests.hub.server import LoopbackHub
 
 

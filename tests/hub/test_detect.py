@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from hf_specdec import CheckpointFormatError, SpeculativeConfig, demo
 from hf_specdec.candidate_generators.mlp_speculator.network import load_mlp_speculator
+from hf_specdec.checkpoints.files import RepoFiles
 from hf_specdec.hub.detect import TargetNeeds, detect, detect_checkpoint, detect_method
-from hf_specdec.hub.files import RepoFiles
 from tests.hub.test_formats import EXAMPLES
 from tests.models import prompts, tiny_llama
 

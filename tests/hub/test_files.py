@@ -11,8 +11,8 @@ from huggingface_hub import constants, try_to_load_from_cache
 from safetensors.torch import save_file
 
 from hf_specdec import CheckpointFormatError
+from hf_specdec.checkpoints.files import RepoFiles
 from hf_specdec.errors import CheckpointAccessError
-from hf_specdec.hub.files import RepoFiles
 from tests.hub.server import STRANGERS_TOKEN, TOKEN
 
 

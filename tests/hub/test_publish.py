@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, demo, forget_speculators, load_speculator, record
 from hf_specdec.candidate_generators.eagle.network import load_eagle
+from hf_specdec.checkpoints.files import ReadOfRepositories
 from hf_specdec.cli import demo_methods
 from hf_specdec.hub.card import read_card
-from hf_specdec.hub.files import ReadOfRepositories
 from tests.hub.server import TOKEN
 from tests.models import prompts, tiny_llama
 

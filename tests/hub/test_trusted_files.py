@@ -17,8 +17,8 @@ from hf_specdec import CheckpointFormatError, SpeculativeConfig, demo, load_spec
 from hf_specdec.candidate_generators.draft_model.network import load_draft_model
 from hf_specdec.candidate_generators.eagle.network import load_eagle
 from hf_specdec.checkpoints.checkpoint import Checkpoint
+from hf_specdec.checkpoints.files import RepoFiles, only_safetensors
 from hf_specdec.hub.detect import detect_checkpoint, detect_method
-from hf_specdec.hub.files import RepoFiles, only_safetensors
 from tests.models import tiny_llama
 
 

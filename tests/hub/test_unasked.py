@@ -404,7 +404,7 @@ class TestHostileCards:
     @pytest.mark.parametrize("ending", ["\n---\n", ""])
     def test_large_metadata_are_not_parsed(self, tmp_path, monkeypatch, ending):
         parsed = []
-        monkeypatch.setattr("hf_specdec.hub.files.metadata_load", lambda path: parsed.append(path) or {})
+        monkeypatch.setattr("hf_specdec.checkpoints.files.metadata_load", lambda path: parsed.append(path) or {})
         names = "\n".join(f"- user/{i}" for i in range(10**5))
         (tmp_path / "README.md").write_text(f"---\nspeculative: ngram\nbase_model:\n{names}{ending}")
         assert read_card(tmp_path) is None

@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from transformers.utils import logging
 from transformers.utils.import_utils import is_bitsandbytes_available
 
+from ...checkpoints.files import RepoFiles, is_pickled
 from ...checkpoints.header import WEIGHT_FILES
 from ...checkpoints.loading import loads_checkpoint
 from ...checkpoints.settings import MOST, is_int
+from ...checkpoints.weight_headers import TensorTable
 from ...errors import MOST_SHOWN, CheckpointFormatError, MissingDependencyError, SpecConfigError, shown
-from ...hub.files import RepoFiles, is_pickled
-from ...hub.headers import TensorTable
 from ...target_facts import MAX_VOCABULARY_GAP, draft_device, vocabulary_size
 from ...threads import Lock
 

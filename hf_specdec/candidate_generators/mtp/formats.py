@@ -29,6 +29,7 @@ from ...checkpoints.header import WEIGHT_FILES, Header, TargetNeeds, TargetSizes
 from ...checkpoints.reader import CheckpointReader, stated
 from ...checkpoints.settings import COUNT, INDICES, MAPPING
 from ...errors import CheckpointFormatError, shown
+from ...target_facts import CACHE_READERS
 from ...threads import cached_property
 
 
@@ -481,5 +482,5 @@ FORMATS = (
     _format("mtp-ernie", producer="Baidu", tensors=("mtp_block.", "mtp_linear_proj.")),
     _format("mtp-longcat", producer="Meituan", tensors=("mtp.layers.", ".eh_proj.weight")),
     _format("mtp-deepseek", producer="DeepSeek, Z.ai, Tencent", tensors=("layers.", ".eh_proj.weight")),
-    Format("gemma4-assistant", "mtp", "Google", AssistantReader, ("model_type=gemma4(_unified)?_assistant",)),
+    Format("gemma4-assistant", "mtp", "Google", AssistantReader, (f"model_type=({'|'.join(CACHE_READERS)})",)),
 )

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from ...checkpoints.files import RepoFiles
 from ...drafting.autoregressive import AutoregressiveDrafter
 from ...drafting.entries import DraftEntries
 from ...drafting.shape import ExtrapolationOptions, confidence_threshold, draft_shape, growth_option
 from ...drafts import DraftTree, TokenTree
 from ...errors import SpecConfigError, UnsupportedModelError
-from ...hub import detect
 from ...protocol import Commit, DraftStep, Prompt, Session
+from ...target_facts import CACHE_READERS, reads_target_cache
 from ...validation import check_choice
 from ..base import CandidateGenerator
 from ..draft_model.network import load_draft_model
@@ -79,10 +80,8 @@ class MtpCandidateGenerator(CandidateGenerator):
         cls, config: SpeculativeConfig, target_model: torch.nn.Module, draft_model: torch.nn.Module | None = None
     ) -> torch.nn.Module:
         if draft_model is not None:
-            return (
-                draft_model if detect.reads_target_cache(draft_model) else fitting_network(draft_model, target_model)
-            )
-        if config.model is not None and detect.is_cache_reader(config):
+            return draft_model if reads_target_cache(draft_model) else fitting_network(draft_model, target_model)
+        if config.model is not None and RepoFiles.of(config).config.get("model_type") in CACHE_READERS:
             return load_draft_model(config, target_model)
         return load_mtp(config, target_model)
 

@@ -44,8 +44,8 @@ from transformers.utils import logging
 from ..errors import CheckpointAccessError, CheckpointFormatError
 from ..threads import Recent, cached_property
 from .access_errors import is_missing_file, is_outage, reason_of
-from .headers import BLOCK_BYTES, RemoteFile, StoredTensor, TensorTable, num_bytes_of
 from .pickles import Inflated, Unreadable, check_archive, is_archive, tensors_in
+from .weight_headers import BLOCK_BYTES, RemoteFile, StoredTensor, TensorTable, num_bytes_of
 
 
 if TYPE_CHECKING:

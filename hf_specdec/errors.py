@@ -82,6 +82,11 @@ class _Shown(reprlib.Repr):
 _shown = _Shown()
 
 
+def counted(count: int, noun: str) -> str:
+    """Returns a number with its noun: "1 prompt", "2 prompts"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 class SpecConfigError(SpecDecError, ValueError):
     """A setting, or a combination of settings, that cannot be honoured."""
 

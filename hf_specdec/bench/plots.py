@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MissingDependencyError, SpecConfigError
+from ..errors import MissingDependencyError, SpecConfigError, counted
 from .decoders import PLAIN, STOCK
 
 
@@ -86,7 +86,7 @@ def _circumstances(report: Mapping[str, Any], width: float) -> str:
     settings, environment = report["settings"], report["environment"]
     machine = environment["gpu"] or f"{environment['cpu']}, threads: {environment['threads']}"
     text = (
-        f"{settings['target']}, {environment['dtype']}; {_counted(len(settings['prompts']), 'prompt')}, at most "
+        f"{settings['target']}, {environment['dtype']}; {counted(len(settings['prompts']), 'prompt')}, at most "
         f"{settings['max_new_tokens']} new tokens, {settings['decoding']}; {machine}"
     )
     if any(row["method"].startswith(STOCK) for row in report["rows"]):
@@ -136,7 +136,7 @@ def _speedups(report: Mapping[str, Any]) -> Figure:
     for panel, (kind, (items, count)) in zip(panels, parts.items()):
         _draw_bars(panel, names, items, "speedup", "{:.2f}".format, highest)
         panel.axvline(1.0, color="#222222", linewidth=1, linestyle="--")
-        panel.set_title(f"{kind} ({_counted(count, 'prompt')})", fontsize=10)
+        panel.set_title(f"{kind} ({counted(count, 'prompt')})", fontsize=10)
     for panel in panels[-_PANELS_IN_A_ROW:]:
         panel.set_xlabel("speed-up (plain generation = 1)", fontsize=9)
         panel.tick_params(labelbottom=True)
@@ -262,8 +262,4 @@ def _speed(value: float) -> str:
 
 
 def _rounds(report: Mapping[str, Any]) -> str:
-    return _counted(report["settings"]["rounds"], "round")
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    return counted(report["settings"]["rounds"], "round")

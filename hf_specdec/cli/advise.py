@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .common import JsonOption, counted, show, shown_size
+from ..errors import counted
+from .common import JsonOption, show, shown_size
 from .pairs import (
     SPEC_HELP,
     BatchSizeOption,

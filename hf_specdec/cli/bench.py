@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import SpecConfigError
-from .common import EMBEDDED, EXIT_INTERRUPTED, JsonOption, counted, progress_bars
+from ..errors import SpecConfigError, counted
+from .common import EMBEDDED, EXIT_INTERRUPTED, JsonOption, progress_bars, show
 from .demo import demo_methods
 from .generate import sampling_arguments
 from .pairs import MaxSecondsOption, Place, RoundsOption, has_template, on_target, tokenised
@@ -88,78 +88,61 @@ def bench_command(
     In every round each batch is generated in all ways, one after the other. Ctrl-C ends after the rounds that are
     complete.
     """
-    options = locals()
-    report = _run_bench(place, options)
-    text = json.dumps(report, indent=2)
-    if output is not None:
-        _write(output, text)
-    if as_json:
-        typer.echo(text)
-    else:
-        _print_bench(report)
-    if plot is not None:
-        from ..bench.plots import draw
-
-        for path in draw(report, plot):
-            Console(stderr=True).print(Text(f"Wrote {path}.", style="dim"), soft_wrap=True)
-    if report["settings"]["interrupted"]:
-        raise typer.Exit(EXIT_INTERRUPTED)
-
-
-# ----------------------------------------------------------------------------------------------------------- measuring
-
-
-def _run_bench(place: Place, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Measures as the options say; what it returns is what `--json` prints."""
     # All that can be checked without the target is checked before it is loaded.
-    sizes, sampling = _batch_sizes(options["batch_sizes"]), _sampling(options)
-    specs, prompts = _read_specs(place, options["specs"]), _read_prompts(place, options)
-    _check_outputs(options["plot"], options["output"])
-    from ..bench import decoders as decoding
+    sizes, sampling = _batch_sizes(batch_sizes), _sampling(sample, temperature, top_p, top_k)
+    chosen, texts = _read_specs(place, specs), _read_prompts(place, prompts, max_new_tokens, num_prompts)
+    _check_outputs(plot, output)
+    from ..bench.decoders import load_decoders, plain_decoder, stock_decoders
     from ..bench.engine import measure
     from ..bench.machine import describe_environment, num_threads
     from ..bench.report import make_rows, unavailable
 
     with num_threads(place.num_threads):
         model, tokenizer = place.load()
-        raw = options["raw"]
-        batches = {size: tokenised(prompts, model, tokenizer, size, raw, fill=True) for size in sizes}
+        batches = {size: tokenised(texts, model, tokenizer, size, raw, fill=True) for size in sizes}
         _check_lengths(model, [batch for group in batches.values() for batch in group])
-        # What nobody asked for by name may be missing.
-        methods, missing = decoding.load_decoders(model, specs, skip_missing=not options["specs"])
-        stock = decoding.stock_decoders(methods) if options["stock"] else []
-        decoders = [decoding.plain_decoder(), *stock, *methods]
+        # Methods that were not asked for by name may be missing.
+        methods, missing = load_decoders(model, chosen, skip_missing=not specs)
+        decoders = [plain_decoder(), *(stock_decoders(methods) if stock else []), *methods]
         with progress_bars() as begin:
             found = measure(
-                model,
-                decoders,
-                batches,
-                options["rounds"],
-                sampling,
-                seed=options["seed"],
-                max_seconds=options["max_seconds"],
-                begin=begin,
+                model, decoders, batches, rounds, sampling, seed=seed, max_seconds=max_seconds, begin=begin
             )
         environment = describe_environment(model.device, model.dtype)
-    settings = {
-        "target": place.target,
-        "prompts": {prompt.name: prompt.kind for prompt in prompts},
-        "prompts_source": options["prompts"] or EMBEDDED,
-        "chat_template": has_template(tokenizer, raw),
-        "max_new_tokens": options["max_new_tokens"],
-        "batch_size": sizes[0] if len(sizes) == 1 else sizes,
-        "batch_sizes": sizes,
-        "repeated_prompts": {str(size): _num_repeated(prompts, batches[size]) for size in sizes},
-        "rounds": len(found.rounds),
-        "rounds_asked": options["rounds"],
-        "interrupted": found.interrupted,
-        "decoding": _described_sampling(sampling),
-        "sampling": sampling,
-        "seed": options["seed"],
+    report = {
+        "rows": make_rows(model, decoders, found, greedy=not sampling["do_sample"]),
+        "unavailable": unavailable(found, missing),
+        "settings": {
+            "target": place.target,
+            "prompts": {text.name: text.kind for text in texts},
+            "prompts_source": prompts or EMBEDDED,
+            "chat_template": has_template(tokenizer, raw),
+            "max_new_tokens": max_new_tokens,
+            "batch_size": sizes[0] if len(sizes) == 1 else sizes,
+            "batch_sizes": sizes,
+            "repeated_prompts": {str(size): _num_repeated(texts, batches[size]) for size in sizes},
+            "rounds": len(found.rounds),
+            "rounds_asked": rounds,
+            "interrupted": found.interrupted,
+            "decoding": _described_sampling(sampling),
+            "sampling": sampling,
+            "seed": seed,
+        },
+        "environment": environment,
     }
-    rows = make_rows(model, decoders, found, greedy=not sampling["do_sample"])
-    left_out = unavailable(found, missing)
-    return {"rows": rows, "unavailable": left_out, "settings": settings, "environment": environment}
+    if output is not None:
+        _write(output, json.dumps(report, indent=2))
+    show(report, as_json, lambda: _print_bench(report))
+    if plot is not None:
+        from ..bench.plots import draw
+
+        for path in draw(report, plot):
+            Console(stderr=True).print(Text(f"Wrote {path}.", style="dim"), soft_wrap=True)
+    if found.interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+# ------------------------------------------------------------------------------------------------------------ options
 
 
 def _batch_sizes(text: str) -> list[int]:
@@ -174,14 +157,13 @@ def _batch_sizes(text: str) -> list[int]:
     return sizes
 
 
-def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Greedy unless `--sample` or one of its options says otherwise."""
-    given = [options[name] for name in ("temperature", "top_p", "top_k")]
-    if options["sample"] and all(value is None for value in given):
+def _sampling(sample: bool, temperature: float | None, top_p: float | None, top_k: int | None) -> dict[str, Any]:
+    """Arguments of `generate()`: greedy unless `--sample` or one of its options says otherwise."""
+    if sample and temperature is top_p is top_k is None:
         return {"do_sample": True}
-    if options["sample"] and options["temperature"] == 0.0:
+    if sample and temperature == 0.0:
         raise SpecConfigError("--sample and --temperature 0, which is greedy, exclude each other. Leave one out.")
-    return sampling_arguments(*given)
+    return sampling_arguments(temperature, top_p, top_k)
 
 
 def _described_sampling(sampling: Mapping[str, Any]) -> str:
@@ -198,19 +180,18 @@ def _read_specs(place: Place, specs: list[str] | None) -> list[dict[str, Any]]:
     return [read_spec(text, named) for text in specs or list(named) or of_all_targets]
 
 
-def _read_prompts(place: Place, options: Mapping[str, Any]) -> list[Prompt]:
+def _read_prompts(place: Place, source: str | None, max_new_tokens: int, num_prompts: int | None) -> list[Prompt]:
     from ..bench.prompts import DEMO, SPEC_BENCH, read_prompts
 
-    source = options["prompts"]
     if source is None and not place.is_embedded:
         raise SpecConfigError(
             f"--prompts is missing. Pass a file with prompts such as those you will generate from, or '{SPEC_BENCH}'."
         )
-    return read_prompts(source or DEMO, options["max_new_tokens"], options["num_prompts"])
+    return read_prompts(source or DEMO, max_new_tokens, num_prompts)
 
 
 def _check_outputs(plot: Path | None, output: Path | None) -> None:
-    """Hours of measuring must not end in a file that cannot be written."""
+    """Refuses files that cannot be written before hours of measuring."""
     if plot is not None:
         from ..bench.plots import check_can_draw
 

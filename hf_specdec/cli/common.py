@@ -178,7 +178,3 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def shown_size(num_bytes: int | None) -> str:
     return "" if num_bytes is None else f"{num_bytes / 1e6:.1f} MB"
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

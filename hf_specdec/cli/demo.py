@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import SpecConfigError
+from ..errors import SpecConfigError, counted
 from .common import (
     EXIT_DIFFERENT,
     EXIT_INTERRUPTED,
@@ -20,7 +20,6 @@ from .common import (
     Dtype,
     JsonOption,
     checked_device,
-    counted,
     print_error,
     progress_bars,
     quieten_loading,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..arguments import is_off
-from ..errors import SpecConfigError
+from ..errors import SpecConfigError, counted
 from .common import (
     ANY_SPEC,
     EMBEDDED,
@@ -21,7 +21,6 @@ from .common import (
     Dtype,
     DtypeOption,
     JsonOption,
-    counted,
     load_target,
     reporting,
 )

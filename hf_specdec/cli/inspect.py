@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .common import EXIT_DIFFERENT, JsonOption, counted, reporting, show, shown_size
+from ..errors import counted
+from .common import EXIT_DIFFERENT, JsonOption, reporting, show, shown_size
 
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
+from ..errors import counted
 from ..training.options import flags_of, options_of, parsed
-from .common import Dtype, DtypeOption, JsonOption, counted, load_target, reporting, show, with_parameters
+from .common import Dtype, DtypeOption, JsonOption, load_target, reporting, show, with_parameters
 
 
 class TrainCommand(TyperCommand):

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .common import ANY_SPEC, EMBEDDED_SPEC, EXIT_DIFFERENT, JsonOption, counted, dtype_name, progress_bars, show
+from ..errors import counted
+from .common import ANY_SPEC, EMBEDDED_SPEC, EXIT_DIFFERENT, JsonOption, dtype_name, progress_bars, show
 from .pairs import SPEC_HELP, BatchSizeOption, Place, PromptsOption, RawOption, on_target, tokenised
 
 

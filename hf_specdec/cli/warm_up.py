@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from .common import ANY_SPEC, JsonOption, counted, show
+from ..errors import counted
+from .common import ANY_SPEC, JsonOption, show
 from .pairs import Place, SpecOption, on_target
 
 

@@ -134,10 +134,10 @@ class _Call:
         model (`PreTrainedModel`): The target.
         arguments (`dict`): transformers' arguments by name, prepared for the loop as the call goes on.
         asked (`SpeculativeArguments`): What is asked for, by the call or by its generation config.
-        entry (`Any`): What the generation config says, where it is that which asks; otherwise `None`.
+        entry (`Any`): Entry of the generation config, where it is that which asks; otherwise `None`.
         is_asked (`bool`): Errors are raised. A generation config that came with the model asks for nothing that the
             call cannot do without.
-        speculator (`Speculator`, *optional*): What drafts, once it is loaded.
+        speculator (`Speculator`, *optional*): The drafter, once it is loaded.
         loop (`DecodingLoop`, *optional*): The loop, once it has begun.
     """
 
@@ -231,7 +231,7 @@ class _Call:
         return output if original_device is None else _moved_output(output, original_device)
 
 
-def _leave_out_objects(model, arguments: dict[str, Any]) -> None:
+def _leave_out_objects(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     """Takes speculative arguments from the generation config of a call: transformers would copy what they hold."""
     config = copy.copy(arguments.get("generation_config") or model.generation_config)
     for name in ARGUMENTS:
@@ -239,7 +239,7 @@ def _leave_out_objects(model, arguments: dict[str, Any]) -> None:
     arguments["generation_config"] = config
 
 
-def check_continuous_batching(model, given: dict[str, Any]) -> None:
+def check_continuous_batching(model: PreTrainedModel, given: dict[str, Any]) -> None:
     """Refuses speculation in transformers' continuous batching, which has a loop of its own.
 
     Args:
@@ -262,7 +262,7 @@ def check_continuous_batching(model, given: dict[str, Any]) -> None:
         )
 
 
-def _generate_assisted(model, original, arguments: dict[str, Any], speculator: Speculator):
+def _generate_assisted(model: PreTrainedModel, original: Callable, arguments: dict[str, Any], speculator: Speculator):
     """transformers' own assisted decoding, for draft models that only it can drive."""
     assistant = speculator.stock_assistant
     prompts = [arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds")]
@@ -281,7 +281,7 @@ def _generate_assisted(model, original, arguments: dict[str, Any], speculator: S
         settings.num_assistant_tokens = own_length
 
 
-def _move_to_model(model, arguments: dict[str, Any]) -> torch.device | None:
+def _move_to_model(model: PreTrainedModel, arguments: dict[str, Any]) -> torch.device | None:
     """Puts the prompt's tensors on the model's device.
 
     Processors are made for the device of the prompt, and the loop judges drafts where the logits are.
@@ -306,7 +306,7 @@ def _moved_output(output, device: torch.device):
     return output
 
 
-def _bind(original: Callable, model, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _bind(original: Callable, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of the call by name, also where another package's function passes them on as they come."""
     signature, model_name, rest_name = _signature(original)
     arguments = dict(signature.bind(model, *args, **kwargs).arguments)
@@ -387,7 +387,7 @@ _UNSUPPORTED_ARGUMENTS = {
 }
 
 
-def _problems(model, arguments: dict[str, Any]) -> str:
+def _problems(model: PreTrainedModel, arguments: dict[str, Any]) -> str:
     """The parts of a request that speculation excludes, each with its remedy; empty if there are none."""
     problems = []
     for name, remedy in _UNSUPPORTED_ARGUMENTS.items():
@@ -414,7 +414,7 @@ def _is_one_of(value: Any, harmless: tuple) -> bool:
     return False
 
 
-def _repository_speculates(model, arguments: dict[str, Any]) -> bool:
+def _repository_speculates(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
     """`True` where `custom_generate` names an exported repository, whose function takes the speculative arguments.
 
     It is loaded for that, which needs `trust_remote_code` as ever.
@@ -445,14 +445,14 @@ def _naming_the_source(source: str) -> Iterator[None]:
         raise SpecConfigError(f"{source}: {text} Correct it, or pass spec_method='off'.") from error
 
 
-def _use_cache_unless_forbidden(model, arguments: dict[str, Any]) -> None:
+def _use_cache_unless_forbidden(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     """A checkpoint that was saved with `use_cache=False` is still decoded with a cache; the user's own word counts."""
     given = arguments.get("use_cache", getattr(arguments.get("generation_config"), "use_cache", None))
     if given is None and model.generation_config.use_cache is False:
         arguments["use_cache"] = True
 
 
-def _effective(model, arguments: dict[str, Any], name: str):
+def _effective(model: PreTrainedModel, arguments: dict[str, Any], name: str):
     """A generation setting as `generate()` will see it: argument, then given config, then the model's own."""
     if name in arguments:
         return arguments[name]
@@ -460,7 +460,7 @@ def _effective(model, arguments: dict[str, Any], name: str):
     return getattr(model.generation_config, name, None) if value is None else value
 
 
-def _prepare_stop_strings(model, arguments: dict[str, Any]) -> None:
+def _prepare_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     """Makes the stopping criterion of stop strings here: the way through `custom_generate` loses the tokenizer."""
     tokenizer = arguments.pop("tokenizer", None)
     strings = _effective(model, arguments, "stop_strings")
@@ -499,7 +499,7 @@ _SET_BY_THE_LOOP = {
 }
 
 
-def _check_model_kwargs(model, model_kwargs: dict[str, Any]) -> None:
+def _check_model_kwargs(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
     """Refuses what the target would need for drafts too. What goes with the prompt alone (images) is no problem."""
     known = (*_SET_BY_THE_LOOP, *REPEATED_INPUTS)
     lost = [name for name, value in model_kwargs.items() if name not in known and value is not None]
@@ -511,7 +511,7 @@ def _check_model_kwargs(model, model_kwargs: dict[str, Any]) -> None:
         )
 
 
-def _must_sync(model) -> bool:
+def _must_sync(model: PreTrainedModel) -> bool:
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not distributed or torch.distributed.get_world_size() == 1:
         return False

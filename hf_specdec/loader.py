@@ -248,7 +248,12 @@ def _why_without_weights(search: Search, failures: Mapping[str, Exception]) -> s
     return "no drafter with weights was found" + (f" ({limits})" if limits else "")
 
 
-def _resources(generator_class, config, target_model, draft_model):
+def _resources(
+    generator_class: type[CandidateGenerator],
+    config: SpeculativeConfig,
+    target_model: torch.nn.Module,
+    draft_model: torch.nn.Module | None,
+) -> Any:
     """Everything that a method loads, shared by all configurations that load the same."""
     given: dict[str, Any] = {} if draft_model is None else {"draft_model": draft_model}
     if generator_class.parts:

@@ -246,7 +246,12 @@ def _session_of_any_call(target_model: torch.nn.Module) -> Session:
     return Session(1, _ANY_LENGTH, torch.device("cpu"), sampler)
 
 
-def _without_texts(generator_class, config, resources, target_model):
+def _without_texts(
+    generator_class: type[CandidateGenerator],
+    config: SpeculativeConfig,
+    resources: Any,
+    target_model: torch.nn.Module,
+) -> Any:
     """The resources of a method without remembered texts, which only methods without a network keep."""
     if generator_class.parts:
         own = _without_texts(generator_class.parts[0], part_configs(config)[0], resources.retrieval, target_model)

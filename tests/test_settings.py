@@ -10,7 +10,7 @@ import pickle
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -594,6 +594,58 @@ class TestRoundTrips:
         assert CONFIG_NAME in message
         assert str(tmp_path) in message
         assert "save_pretrained" in message
+
+
+class TestTheSameWords:
+    """Calls that repeat their settings get the configuration of the first one, which is not validated again."""
+
+    @pytest.mark.parametrize(
+        ("value", "overrides"),
+        [
+            ("toy", {}),
+            ('{"method": "toy", "toy_width": 3}', {"num_speculative_tokens": 4}),
+            ({"method": "toy", "speculative_token_tree": [[0], [1], [0, 0]]}, {}),
+            (None, {"method": "toy", "num_speculative_tokens": "auto"}),
+        ],
+    )
+    def test_one_configuration(self, value, overrides):
+        config = SpeculativeConfig.resolve(value, **overrides)
+        assert SpeculativeConfig.resolve(copy.deepcopy(value), **overrides) is config
+
+    @pytest.mark.parametrize(("one", "other"), [(1, True), (1.0, 1), ("auto", 1)])
+    def test_values_of_other_types_are_other_words(self, one, other):
+        def outcome(k):
+            try:
+                return SpeculativeConfig.resolve("toy", num_speculative_tokens=k)
+            except SpecConfigError as error:
+                return str(error)
+
+        first = [outcome(one), outcome(other)]
+        assert [outcome(one), outcome(other)] == first
+        assert first[0] != first[1]
+
+    def test_a_token_is_part_of_them(self):
+        settings = {"method": "eagle3", "model": "org/head"}
+        for token in ("hf_" + "a" * 30, "hf_" + "b" * 30, None):
+            config = SpeculativeConfig(**settings, token=token)
+            assert SpeculativeConfig.resolve(config, dtype="auto").token == token
+            assert SpeculativeConfig.resolve(settings, token=token).token == token
+
+    def test_files_are_read_again(self, tmp_path):
+        path = tmp_path / "settings.json"
+        for width in (3, 5):
+            path.write_text(json.dumps({"method": "toy", "toy_width": width}))
+            assert SpeculativeConfig.resolve(path).options.width == width
+            assert SpeculativeConfig.resolve(str(path)).options.width == width
+
+    def test_a_method_of_the_same_name_has_its_own_options(self):
+        found = []
+        for default in (1, 2):
+            options = make_dataclass("Options", [("size", int, default)], frozen=True)
+            register_candidate_generator("reborn", type("Reborn", (CandidateGenerator,), {"options_class": options}))
+            found.append(SpeculativeConfig.resolve({"method": "reborn", "num_speculative_tokens": 4}).options.size)
+            unregister_candidate_generator("reborn")
+        assert found == [1, 2]
 
 
 class TestOtherNames:

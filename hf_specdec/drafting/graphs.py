@@ -1,4 +1,4 @@
-"""CUDA graphs of draft networks during a call, and how networks without a cache run as graphs.
+"""CUDA graphs of draft networks during a call, and graphs of networks without a cache.
 
 Networks that keep keys and values of the text have [`DraftSlots`].
 
@@ -8,7 +8,7 @@ Shapes: R rows of a graph, r of them in use.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -18,8 +18,12 @@ from ..decoding.graphs import CallGraphs, CapturedForward, graphs_for
 from ..protocol import Session
 
 
+if TYPE_CHECKING:
+    from ..settings import SpeculativeConfig
+
+
 def begin_graphs(
-    network: torch.nn.Module, shared: tuple[torch.nn.Module, ...], config, session: Session
+    network: torch.nn.Module, shared: tuple[torch.nn.Module, ...], config: SpeculativeConfig, session: Session
 ) -> CallGraphs | None:
     """The graphs of a draft network for this call; `None` where its device has none.
 
@@ -86,7 +90,7 @@ class RowGraphs:
         self._network, self._shared = network, shared
         self._graphs: CallGraphs | None = None
 
-    def begin(self, config, session: Session) -> None:
+    def begin(self, config: SpeculativeConfig, session: Session) -> None:
         """From now on what comes up repeatedly runs as a graph; the arguments are those of [`begin_graphs`]."""
         self._graphs = begin_graphs(self._network, self._shared, config, session)
 

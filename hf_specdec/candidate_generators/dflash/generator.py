@@ -14,7 +14,7 @@ V that of the target.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,10 @@ from .formats import BlockView
 from .functional import FunctionalDFlash, lean_network
 from .lattice import best_candidates, best_prefixes, num_prefixes, prefix_nodes
 from .network import DFlashNetwork, check_mask_token, fitting_network, load_dflash
+
+
+if TYPE_CHECKING:
+    from ...settings import SpeculativeConfig
 
 
 logger = logging.get_logger(__name__)
@@ -120,7 +124,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
     loaded_by += ("dflash_mask_token_id",)
 
     @classmethod
-    def load(cls, config, target_model, draft_model: DFlashNetwork | None = None) -> DFlashNetwork:
+    def load(
+        cls, config: SpeculativeConfig, target_model: torch.nn.Module, draft_model: DFlashNetwork | None = None
+    ) -> DFlashNetwork:
         if draft_model is None:
             return load_dflash(config, target_model)
         return fitting_network(draft_model, config, target_model)
@@ -130,7 +136,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         size = options.dflash_block_size
         return cls.default_num_speculative_tokens if size is None else max(size - 1, 1)
 
-    def __init__(self, config, resources: DFlashNetwork, session: Session):
+    def __init__(self, config: SpeculativeConfig, resources: DFlashNetwork, session: Session):
         super().__init__(config, resources, session)
         self.network = network = resources
         self.device = network.device
@@ -235,7 +241,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         device = self.session.device
         return DraftTree.chain(tokens[:, : max(limits)].to(device), limits)
 
-    def _tree(self, candidates, limits: list[int]) -> DraftTree:
+    def _tree(
+        self, candidates: PrefixNodes | tuple[torch.LongTensor, torch.FloatTensor], limits: list[int]
+    ) -> DraftTree:
         """The most probable prefixes of the block."""
         device = self.session.device
         if isinstance(candidates, PrefixNodes):
@@ -417,7 +425,7 @@ def _mask_token_id(options: DFlashOptions, network: DFlashNetwork) -> int:
     return options.dflash_mask_token_id
 
 
-def _sizes(config, network: DFlashNetwork) -> tuple[int, int]:
+def _sizes(config: SpeculativeConfig, network: DFlashNetwork) -> tuple[int, int]:
     """Tokens of a block, and number of those that are drafted.
 
     Raises:

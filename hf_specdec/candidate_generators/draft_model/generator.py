@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
@@ -34,6 +34,12 @@ from ...transfers import PendingRead, last_of_each, upload
 from ...validation import check_bounds, check_draft_sample_method, check_flag
 from ..base import CandidateGenerator
 from .network import Vocabularies, checkpoint_location, load_draft_model, match_vocabularies
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from ...settings import SpeculativeConfig
 
 
 logger = logging.get_logger(__name__)
@@ -87,7 +93,7 @@ _LOADING = ("model", "revision", "code_revision", "subfolder", "cache_dir", "tru
 _LOADING += ("dtype", "device", "quantization")
 
 
-def _check_nothing_to_load(config) -> None:
+def _check_nothing_to_load(config: SpeculativeConfig) -> None:
     given = [f"`{name}`={getattr(config, name)!r}" for name in _LOADING if getattr(config, name)]
     if given:
         raise SpecConfigError(
@@ -104,7 +110,7 @@ class DraftModel:
     vocabularies: Vocabularies
 
 
-def _ignored_settings(model: torch.nn.Module, config) -> str | None:
+def _ignored_settings(model: torch.nn.Module, config: SpeculativeConfig) -> str | None:
     """Settings of drafting in the draft model's generation config, which only transformers' own loop goes by."""
     own = getattr(model, "generation_config", None)
     given = {name: getattr(own, name, None) for name in _SETTINGS_HERE}
@@ -126,7 +132,7 @@ def _plain_sampler(vocab_size: int) -> DraftSampler:
     return DraftSampler(ProcessorStack(LogitsProcessorList()), None, None, vocab_size)
 
 
-def _first_token(config) -> int:
+def _first_token(config: PreTrainedConfig) -> int:
     """First token of the model's texts; where there is none, the one that ends a text."""
     config = config.get_text_config(decoder=True)
     first = getattr(config, "bos_token_id", None)
@@ -144,7 +150,9 @@ class DraftModelCandidateGenerator(CandidateGenerator):
     loaded_by = (*_LOADING, "same_tokenizer")
 
     @classmethod
-    def load(cls, config, target_model, draft_model: torch.nn.Module | None = None) -> DraftModel:
+    def load(
+        cls, config: SpeculativeConfig, target_model: torch.nn.Module, draft_model: torch.nn.Module | None = None
+    ) -> DraftModel:
         location = None
         if draft_model is None:
             draft_model = load_draft_model(config, target_model)
@@ -160,7 +168,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
     def network(cls, resources: DraftModel) -> torch.nn.Module:
         return resources.model
 
-    def __init__(self, config, resources: DraftModel, session: Session):
+    def __init__(self, config: SpeculativeConfig, resources: DraftModel, session: Session):
         super().__init__(config, resources, session)
         model = resources.model
         self.device = model.device

@@ -161,7 +161,9 @@ class MedusaCandidateGenerator(CandidateGenerator):
     loaded_by = ("model", "revision", "subfolder", "cache_dir", "dtype", "device", "quantization")
 
     @classmethod
-    def load(cls, config, target_model, draft_model: MedusaHeads | None = None) -> MedusaResources:
+    def load(
+        cls, config: SpeculativeConfig, target_model: torch.nn.Module, draft_model: MedusaHeads | None = None
+    ) -> MedusaResources:
         heads = load_medusa(config, target_model) if draft_model is None else fitting_heads(draft_model, target_model)
         counts = RankCounts(heads.accuracies, heads.num_heads)
         return MedusaResources(heads, TargetParts(target_model), counts)
@@ -170,7 +172,7 @@ class MedusaCandidateGenerator(CandidateGenerator):
     def network(cls, resources: MedusaResources) -> torch.nn.Module:
         return resources.heads
 
-    def __init__(self, config, resources: MedusaResources, session: Session):
+    def __init__(self, config: SpeculativeConfig, resources: MedusaResources, session: Session):
         super().__init__(config, resources, session)
         self.heads, self.lm_head = resources.heads, resources.target.head
         asked = self.options.num_draft_nodes

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -34,6 +34,10 @@ from ...transfers import kept_on_device, select_rows, upload
 from ...validation import check_bounds, check_integers
 from ..base import CandidateGenerator
 from .network import MLPSpeculator, MLPStage, fitting_speculator, load_mlp_speculator
+
+
+if TYPE_CHECKING:
+    from ...settings import SpeculativeConfig
 
 
 # Draft tokens of the default chain, if there are as many stages.
@@ -138,7 +142,9 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
     loaded_by = ("model", "revision", "subfolder", "cache_dir", "dtype", "device", "quantization")
 
     @classmethod
-    def load(cls, config, target_model, draft_model: MLPSpeculator | None = None) -> LoadedSpeculator:
+    def load(
+        cls, config: SpeculativeConfig, target_model: torch.nn.Module, draft_model: MLPSpeculator | None = None
+    ) -> LoadedSpeculator:
         if draft_model is None:
             speculator = load_mlp_speculator(config, target_model)
         else:
@@ -155,7 +161,7 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
     def network(cls, resources: LoadedSpeculator) -> torch.nn.Module:
         return resources.speculator
 
-    def __init__(self, config, resources: LoadedSpeculator, session: Session):
+    def __init__(self, config: SpeculativeConfig, resources: LoadedSpeculator, session: Session):
         super().__init__(config, resources, session)
         self.speculator, self.stages = resources.speculator, resources.stages
         self.last_token = resources.vocab_size - 1 if resources.unknown_tokens else None
@@ -419,7 +425,9 @@ def _has_processors(session: Session) -> bool:
     return session.sampler is not None and bool(session.sampler.stack)
 
 
-def _plan(config, loaded: LoadedSpeculator, session: Session, chain_only_reason: str | None) -> TokenTree | GrowthPlan:
+def _plan(
+    config: SpeculativeConfig, loaded: LoadedSpeculator, session: Session, chain_only_reason: str | None
+) -> TokenTree | GrowthPlan:
     """Shape of the drafts of a call: a static tree, chains among them, or one that is grown.
 
     Args:
@@ -452,7 +460,7 @@ def _plan(config, loaded: LoadedSpeculator, session: Session, chain_only_reason:
     return TokenTree.chain(plan.max_depth)
 
 
-def _static_tree(config, loaded: LoadedSpeculator) -> TokenTree:
+def _static_tree(config: SpeculativeConfig, loaded: LoadedSpeculator) -> TokenTree:
     tree, sizes = TokenTree(config.speculative_token_tree), loaded.speculator.config
     if tree.max_depth > sizes.n_predict:
         raise SpecConfigError(
@@ -467,7 +475,7 @@ def _static_tree(config, loaded: LoadedSpeculator) -> TokenTree:
     return tree
 
 
-def _growth_plan(config, loaded: LoadedSpeculator, device: torch.device) -> TokenTree | GrowthPlan:
+def _growth_plan(config: SpeculativeConfig, loaded: LoadedSpeculator, device: torch.device) -> TokenTree | GrowthPlan:
     options, sizes = config.options, loaded.speculator.config
     widths = options.top_k_tokens_per_head or sizes.top_k_tokens_per_head
     if len(widths) > sizes.n_predict:

@@ -72,14 +72,11 @@ def _recipe_parameters(recipes: Mapping[str, type]) -> Iterator[inspect.Paramete
     for method, recipe in recipes.items():
         for item, kind in options_of(recipe):
             owners.setdefault(item.name, {})[method] = item, kind
-    for found in owners.values():
-        item, kind = next(iter(found.values()))
-        helps = _by_value({method: item.metadata["help"] for method, (item, _) in found.items()})
-        help = next(iter(helps)) if len(helps) == 1 else " ".join(f"{of}: {text}" for text, of in helps.items())
-        defaults = _by_value({method: _shown(item) for method, (item, _) in found.items()})
-        shown = "; ".join(text if not place else f"{of}: {text}" for place, (text, of) in enumerate(defaults.items()))
-        panel = "every method" if len(found) == len(recipes) else " and ".join(", ".join(found).rsplit(", ", 1))
-        yield _parameter(item, kind, None, f"{help} ({shown})" if shown else help, f"Options of {panel}")
+    for of in owners.values():
+        item, kind = next(iter(of.values()))
+        methods = "every method" if len(of) == len(recipes) else " and ".join(", ".join(of).rsplit(", ", 1))
+        help = _joined_help({method: item for method, (item, _) in of.items()})
+        yield _parameter(item, kind, None, help, f"Options of {methods}")
 
 
 def _parameter(item: Field, kind: Any, default: Any, help: str, panel: str | None) -> inspect.Parameter:
@@ -92,15 +89,29 @@ def _parameter(item: Field, kind: Any, default: Any, help: str, panel: str | Non
     return inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _by_value(values: Mapping[str, str]) -> dict[str, str]:
-    """Groups methods by a text, the most frequent text first: "0.8" to "medusa, eagle"."""
+def _joined_help(items: Mapping[str, Field]) -> str:
+    """Joins the helps and defaults of an option in several methods: "Decoder layers. (1; dflash: 5)"."""
+    helps = _methods_by_text({method: item.metadata["help"] for method, item in items.items()})
+    defaults = _methods_by_text({method: _shown_default(item) for method, item in items.items()})
+    if len(helps) == 1:
+        help = next(iter(helps))
+    else:
+        help = " ".join(f"{methods}: {text}" for text, methods in helps.items())
+    usual, *others = defaults
+    if not usual:
+        return help
+    return f"{help} ({'; '.join((usual, *(f'{defaults[text]}: {text}' for text in others)))})"
+
+
+def _methods_by_text(texts: Mapping[str, str]) -> dict[str, str]:
+    """Groups methods by their texts, the most frequent text first: "0.8" to "medusa, eagle"."""
     groups: dict[str, list[str]] = {}
-    for method, text in values.items():
+    for method, text in texts.items():
         groups.setdefault(text, []).append(method)
-    return {text: ", ".join(of) for text, of in sorted(groups.items(), key=lambda group: -len(group[1]))}
+    return {text: ", ".join(methods) for text, methods in sorted(groups.items(), key=lambda group: -len(group[1]))}
 
 
-def _shown(item: Field) -> str:
+def _shown_default(item: Field) -> str:
     """Returns a default as the help shows it; that of a switch is the name of its flag."""
     if item.default is None:
         return ""

@@ -152,7 +152,7 @@ def _is_named_tensor(item: tuple[Any, Any]) -> bool:
 
 
 def tensor_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """What the state dict of a module holds."""
+    """Shapes of the tensors in the state dict of a module."""
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 

@@ -41,7 +41,7 @@ FIRST_LAYER = "layers.0"
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """What a draft with layers of its own consists of.
+    """Record of a draft with layers of its own.
 
     Args:
         hidden_size (`int`): h.
@@ -113,7 +113,7 @@ class DraftReader(CheckpointReader):
 
     @property
     def own_head(self) -> bool:
-        """Whether the draft has an lm_head."""
+        """True where the draft has an lm_head."""
         return "lm_head.weight" in self.stored
 
     @cached_property
@@ -352,7 +352,7 @@ class DraftReader(CheckpointReader):
 
 
 def is_selection(ids: torch.LongTensor, vocab_size: int) -> bool:
-    """Whether they are rising ids of a vocabulary, at least one."""
+    """True for rising ids of a vocabulary, at least one."""
     if ids.dim() != 1 or len(ids) == 0:
         return False
     return bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < vocab_size

@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -32,31 +32,32 @@ class Format:
 
     Args:
         name (`str`): Short and stable.
-        method (`str`): What drafts with it.
         producer (`str`): Who publishes or writes it.
-        reader (`type`): A [`CheckpointReader`], which knows what its settings and tensors mean.
         config (`tuple[str, ...]`): Marks in the config, of which one suffices.
         tensors (`tuple[str, ...]`): Names that all must be there, `|` between spellings. `x.` is the beginning of a
             name, `.x` the end of one. The wrappers that files put around a head (`model.`, ...) are left out.
         without (`tuple[str, ...]`): Names that must not be there.
         is_hint (`bool`): The marks also fit other checkpoints: they count where nothing else is known.
+        method (`str`): What drafts with it.
+        reader (`type`): A [`CheckpointReader`], which knows what its settings and tensors mean.
     """
 
     name: str
-    method: str
     producer: str
-    reader: type[CheckpointReader]
     config: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     is_hint: bool = False
+    _: KW_ONLY
+    method: str
+    reader: type[CheckpointReader]
 
     def is_marked(self, config: Mapping[str, Any]) -> bool:
-        """Whether a config has one of the marks."""
+        """True where a config has one of the marks."""
         return is_marked(config, self.config)
 
     def is_shown(self, names: TensorNames) -> bool:
-        """Whether the names of the tensors are those of this format."""
+        """True where the names of the tensors are those of this format."""
         return bool(self.tensors) and all(map(names.has, self.tensors)) and not any(map(names.has, self.without))
 
 
@@ -75,7 +76,7 @@ class Unsupported:
     tensors: tuple[str, ...] = ()
 
     def is_there(self, places: Iterable[Mapping[str, Any]], names: Collection[str]) -> bool:
-        """Whether a config, spread over `places`, has a mark, or one of the tensors is such a one."""
+        """True where a config, spread over `places`, has a mark, or one of the tensors is such a one."""
         if any(is_marked(place, self.config) for place in places):
             return True
         return any(fnmatchcase(name, pattern) for pattern in self.tensors for name in names)
@@ -89,7 +90,7 @@ QUANTISED = Unsupported(
 
 
 def is_marked(config: Mapping[str, Any], marks: Iterable[str]) -> bool:
-    """Whether a config has one of the marks."""
+    """True where a config has one of the marks."""
     return any(all(_holds(config, part) for part in mark.split("&")) for mark in marks)
 
 
@@ -118,7 +119,7 @@ class TensorNames:
         self.stored = {unwrapped(name): name for name in stored}
 
     def has(self, names: str) -> bool:
-        """Whether one of the spellings in `names` is there."""
+        """True where one of the spellings in `names` is there."""
         return any(map(self._has, names.split("|")))
 
     def _has(self, name: str) -> bool:

@@ -43,7 +43,7 @@ class Header:
 
 @dataclass(frozen=True)
 class TargetNeeds:
-    """What a checkpoint says of the target that it was made for; `None` where it says nothing.
+    """Target that a checkpoint was made for; `None` where it says nothing.
 
     Args:
         name (`str`, *optional*): Repo id or folder, by the config or the card.
@@ -64,7 +64,7 @@ class TargetNeeds:
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """What a drafter must fit: name of the target in messages, and its sizes, `None` where one is not known."""
+    """Name of a target in messages, and the sizes that a drafter must fit; `None` where one is not known."""
 
     name: str
     hidden_size: int | None

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 
 
 class CheckpointReader:
-    """What a header says of a drafter.
+    """Reading of a drafter's header.
 
     A method subclasses it for its formats. Class attributes:
 
     - `noun` (`str`): What messages call the drafter.
     - `keys` (`str`): Keys of its configs that are read here or change nothing, as shell patterns with spaces between.
+    - `renamed` (`Mapping[str, str]`): Beginnings of names of tensors in files, and what they are called here.
     - `unsupported` (`tuple[Unsupported, ...]`): Kinds that are refused.
     - `weight_files` (`tuple[str, ...]`): Names that its weights may have, the preferred first.
     - `target_files` (`str`, *optional*): Pattern of files that lie beside the weights of whole models and hold layers
@@ -46,6 +47,7 @@ class CheckpointReader:
 
     noun: ClassVar[str] = "drafter"
     keys: ClassVar[str] = ""
+    renamed: ClassVar[Mapping[str, str]] = {}
     unsupported: ClassVar[tuple[Unsupported, ...]] = ()
     weight_files: ClassVar[tuple[str, ...]] = WEIGHT_FILES
     target_files: ClassVar[str | None] = None
@@ -62,10 +64,11 @@ class CheckpointReader:
         """Parts of a config that may state a setting, the first to be asked first."""
         return (config,)
 
-    @staticmethod
-    def rename(stored: str) -> str:
+    def rename(self, stored: str) -> str:
         """The name used here of a tensor in a file."""
-        return unwrapped(stored)
+        bare = unwrapped(stored)
+        old = next(filter(bare.startswith, self.renamed), "")
+        return self.renamed.get(old, "") + bare.removeprefix(old)
 
     @property
     def needs(self) -> TargetNeeds:
@@ -88,7 +91,7 @@ class CheckpointReader:
         return found if COUNT.is_valid(found) else None
 
     def refusal(self) -> str | None:
-        """Why it is not supported, whatever the target is, without a subject; `None` where it is."""
+        """Reason why it is not supported, whatever the target is, without a subject; `None` where it is."""
         known = (kind.what for kind in self.unsupported if kind.is_there(self.places, self.stored))
         return next(known, None) or refused_key(self.header.config, self.keys)
 
@@ -103,7 +106,7 @@ class CheckpointReader:
 
     @property
     def for_target(self) -> str:
-        """What to do about a drafter of another target."""
+        """Advice about a drafter of another target."""
         own = f" (this was trained for '{self.target_name}')" if self.target_name else ""
         return f"Pass the {self.noun} that was trained for this target{own}."
 
@@ -210,5 +213,5 @@ def _inner(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def stated(places: Iterable[Mapping[str, Any]], key: str) -> Any:
-    """What a config says of a key in the first place that says something; `None` where none does."""
+    """Value of a key in the first place of a config that states it; `None` where none does."""
     return next((place[key] for place in places if place.get(key) is not None), None)

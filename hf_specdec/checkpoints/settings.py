@@ -1,4 +1,4 @@
-"""What the settings of a checkpoint's `config.json` must be, as a test and in words."""
+"""Kinds of settings in a checkpoint's `config.json`, each as a test and in words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..validation import is_int, is_number
 
 
 class Kind(NamedTuple):
-    """What a setting must be.
+    """Kind of a setting.
 
     Attributes:
         is_valid (`Callable`): Test of a value.

@@ -1,4 +1,4 @@
-"""What a checkpoint is: its method, its format and the target it was made for, without its weights.
+"""Detection of what a checkpoint is: its method, its format and the target it was made for, without its weights.
 
 Read are `config.json`, the list of files, the names and shapes of the tensors and the metadata of the card; what is
 large stays where it is. Repository names are never looked at: they do not tell.
@@ -32,7 +32,7 @@ _methods_on_the_hub = ReadOfRepositories()
 
 @dataclass(frozen=True)
 class Detection:
-    """What a checkpoint is.
+    """Method, format and target of a checkpoint.
 
     Args:
         method (`str`): What drafts with it.
@@ -60,7 +60,7 @@ class Detection:
 
     @property
     def is_pickled(self) -> bool:
-        """Whether the weights are in a file of `torch.save`."""
+        """True where the weights are in a file of `torch.save`."""
         return self.weight_file is not None and is_pickled(self.weight_file)
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def known_formats() -> tuple[Format, ...]:
 
 
 def detect(files: RepoFiles) -> Detection:
-    """What the checkpoint with these files is.
+    """Detects what the checkpoint with these files is.
 
     Raises:
         CheckpointAccessError: It cannot be reached.
@@ -127,7 +127,7 @@ def detect_checkpoint(name: str | os.PathLike, **location) -> Detection:
 
 
 def detect_method(config: SpeculativeConfig, target_config: Any = None) -> str:
-    """The method of the checkpoint `config.model`.
+    """Detects the method of the checkpoint `config.model`.
 
     Raises:
         CheckpointAccessError: It cannot be reached.

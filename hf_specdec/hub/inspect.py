@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a target, by what their configs and headers say."""
+"""Inspection of checkpoints: what one is and whether it fits a target, by configs and headers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint is, and whether it fits a target.
+    """Result of an inspection.
 
     Args:
         name (`str`): Folder or repo id.
@@ -124,12 +124,12 @@ def _line(text: str) -> str:
 
 
 def has_mtp_layers(files: RepoFiles, found: Detection) -> bool:
-    """Whether a whole model has multi-token-prediction layers, maybe in a file of their own."""
+    """True where a whole model has layers to draft with, maybe in a file of their own."""
     return is_language_model(found.method) and bool(found.mtp_layers or file_of_target_layers(files))
 
 
 def own_layer_problems(found: Detection, config: Mapping[str, Any]) -> list[str]:
-    """Why the multi-token-prediction layers of a target with this `config.json` cannot draft for it."""
+    """Reasons why such layers of a target with this `config.json` cannot draft for it."""
     return target_problems(replace(found, method=own_layers_method().name, target=TargetNeeds()), config)
 
 
@@ -158,7 +158,7 @@ def method_for_target(config: SpeculativeConfig, method: str, target_config: Any
 
 
 def is_repo_id(name: str) -> bool:
-    """Whether a name can be that of a repository on the Hub."""
+    """True for names that a repository on the Hub can have."""
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -182,7 +182,7 @@ def cached_repo_id(folder: Path) -> str | None:
 
 
 def is_same_checkpoint(name: str, other: str) -> bool:
-    """Whether two names are those of one folder, or of one repository."""
+    """True for two names of one folder, or of one repository."""
     if os.path.isdir(name) and os.path.isdir(other) and os.path.samefile(name, other):
         return True
     repo_ids = repo_id_of(name), repo_id_of(other)
@@ -190,7 +190,7 @@ def is_same_checkpoint(name: str, other: str) -> bool:
 
 
 def target_problems(found: Detection, config: Mapping[str, Any]) -> list[str]:
-    """Why a checkpoint cannot draft for the target with this `config.json`, in sentences; empty: nothing shows."""
+    """Reasons why a checkpoint cannot draft for the target with this `config.json`, in sentences."""
     return list(_misfits(found, config))
 
 

@@ -24,7 +24,7 @@ import torch
 
 from ...checkpoints.draft_reader import FIRST_LAYER, DraftConfig, DraftReader, projections
 from ...checkpoints.format import QUANTISED, Format, Unsupported, architecture
-from ...checkpoints.header import Header, TargetNeeds, TargetSizes, listed, unwrapped
+from ...checkpoints.header import Header, TargetNeeds, TargetSizes, listed
 from ...checkpoints.reader import stated
 from ...checkpoints.settings import COUNT, FLAG, INDEX, NAME, NAMES, Kind
 from ...errors import shown
@@ -33,8 +33,6 @@ from ...errors import shown
 if TYPE_CHECKING:
     from ...checkpoints.checkpoint import Checkpoint
 
-
-_RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
 _MARKOV = "markov_head.markov_w1"
 
@@ -54,7 +52,7 @@ STEPS = BLOCK
 
 @dataclass(frozen=True)
 class BlockView:
-    """What a layer lets the positions of a block see: of the text before it, and of the block itself.
+    """View of a layer: how much of the text before it, and of itself, the positions of a block see.
 
     Args:
         window (`int`, *optional*): How many positions it looks back, its own included; without `causal` as many
@@ -70,7 +68,7 @@ class BlockView:
         return self.window is None and not self.causal
 
     def hidden(self, distance: torch.LongTensor) -> torch.BoolTensor:
-        """Where the distance from the key to the query, in positions, puts the key out of sight."""
+        """Marks keys out of sight, by the distance from key to query in positions."""
         if self.window is None:
             return distance < 0 if self.causal else torch.zeros_like(distance, dtype=torch.bool)
         far = distance >= self.window
@@ -79,7 +77,7 @@ class BlockView:
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(DraftConfig):
-    """What a block drafter consists of; see also [`DraftConfig`].
+    """Record of a block drafter; see also [`DraftConfig`].
 
     Args:
         block_size (`int`): B, the anchor included.
@@ -178,7 +176,7 @@ _LAGUNA = Unsupported(
 )
 _GEMMA4 = Unsupported(
     "is a DSpark draft with Gemma 4 layers, which is not supported. Pass one with Qwen3 layers.",
-    ("architectures=.*Gemma4DSpark.*",),
+    ("architectures=Gemma4DSpark.*",),
 )
 _PEAGLE = Unsupported(
     "is a P-EAGLE head, which is not supported. Pass a DFlash draft.",
@@ -217,6 +215,7 @@ class DFlashReader(DraftReader):
         "eagle_aux_hidden_state_layer_ids emb_dim embed_requires_grad gru_hidden_dim lambda_base_* max_anchors "
         "num_anchors pure_draft_prefix_len swa_window_size target_hidden_size target_model_type use_aux_hidden_state"
     )
+    renamed = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
     unsupported = (_DFLASH2, _LILICORR, _DOMINO, _XPRESS, _LAGUNA, _GEMMA4, _PEAGLE, _MIMO, _STATEFUL_MARKOV)
     unsupported += (QUANTISED,)
     # Buffers, what only training needs, and a head that foresees how many drafts are kept.
@@ -232,14 +231,6 @@ class DFlashReader(DraftReader):
         self.usual = {"rope_theta": theta, "rms_norm_eps": epsilon, "max_position_embeddings": 32768}
 
     @staticmethod
-    def rename(stored):
-        stored = unwrapped(stored)
-        for old, new in _RENAMED.items():
-            if stored.startswith(old):
-                return new + stored.removeprefix(old)
-        return stored
-
-    @staticmethod
     def places_in(config):
         inner = (config.get("dflash_config"), config, config.get("transformer_layer_config"))
         return tuple(place for place in inner if isinstance(place, Mapping))
@@ -250,7 +241,7 @@ class DFlashReader(DraftReader):
         return super().refusal() or self._unknown_kind() or self._wrong_block()
 
     def _unknown_kind(self) -> str | None:
-        """Why a draft that calls itself one of another kind is not taken for one of these."""
+        """Reason not to take a draft that calls itself one of another kind for one of these."""
         for key in ("speculators_model_type", "projector_type"):
             value = stated(self.places, key)
             if value not in (None, "dflash", "dspark"):
@@ -262,7 +253,7 @@ class DFlashReader(DraftReader):
         return None
 
     def _wrong_block(self) -> str | None:
-        """Why no blocks can be drafted by what a config says of them."""
+        """Reason why no blocks can be drafted by what a config says of them."""
         for key, value, kind in (
             ("block_size", self.block_size, BLOCK),
             ("sample_from_anchor", self.predicts_next, FLAG),
@@ -282,7 +273,7 @@ class DFlashReader(DraftReader):
 
     @property
     def predicts_next(self) -> Any:
-        """Whether the anchor's position predicts the first token: as it is stated, else by the kind of draft."""
+        """True where the anchor's position predicts the first token: as it is stated, else by the kind of draft."""
         found = stated(self.places, "sample_from_anchor")
         kinds = (self.header.config.get("speculators_model_type"), stated(self.places, "projector_type"))
         return "DSpark" in architecture(self.header.config) or "dspark" in kinds if found is None else found
@@ -377,7 +368,7 @@ class DFlashReader(DraftReader):
         return {name: value for name, value in super().rope_parameters().items() if name not in left_out}
 
     def _views(self) -> tuple[BlockView, ...]:
-        """What each layer sees. Where nothing is said, layers with a window are causal, and the others are not."""
+        """Views of the layers. Where nothing is said, layers with a window are causal, and the others are not."""
         usual = ["sliding_attention" if self.is_native else "full_attention"] * self.num_layers
         kinds = self.setting("layer_types", NAMES) or usual
         unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
@@ -398,7 +389,7 @@ class DFlashReader(DraftReader):
         return () if all(view.sees_all for view in views) else tuple(views)
 
     def _causal(self) -> bool | None:
-        """Whether layers are causal, `None` where their types decide."""
+        """True for causal layers, `None` where their types decide."""
         if self.is_native:
             return False
         if self.is_speculators:
@@ -448,48 +439,39 @@ class DFlashReader(DraftReader):
 _EVERY_DRAFT = ("fc.weight", "hidden_norm.weight", "norm.weight")
 _EVERY_DRAFT += projections("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
 
+_PROJECTOR = "dflash_config.projector_type="
 _SHOWN = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
 
 _format = partial(Format, method="dflash", reader=DFlashReader)
 
 # The special before the usual.
 FORMATS = (
-    _format("dspark-speculators", producer="speculators", config=("speculators_model_type=dspark",), tensors=_SHOWN),
-    _format("dflash-speculators", producer="speculators", config=("speculators_model_type=dflash",), tensors=_SHOWN),
-    _format("dspark-gemma4", producer="DeepSpec", config=("architectures=Gemma4DSpark.*",), tensors=_SHOWN),
-    _format("dspark-deepspec", producer="DeepSpec", config=("architectures=Qwen3DSpark.*",), tensors=_SHOWN),
-    _format(
-        "dspark-specforge",
-        producer="SpecForge",
-        config=("architectures=.*DSpark.*", "dflash_config.projector_type=dspark"),
-        tensors=_SHOWN,
-    ),
-    _format("dflash2", producer="z-lab, inco", config=_DFLASH2.config, tensors=_SHOWN),
-    _format(
-        "domino",
-        producer="SpecForge",
-        config=("architectures=.*Domino.*", "dflash_config.projector_type=domino"),
-        tensors=_SHOWN,
-    ),
-    _format("xpress", producer="XPress", config=_XPRESS.config, tensors=_SHOWN),
-    _format("lilicorr", producer="LiLiCorr", config=("architectures=.*LiLiCorr.*",)),
+    _format("dspark-speculators", "speculators", ("speculators_model_type=dspark",), _SHOWN),
+    _format("dflash-speculators", "speculators", ("speculators_model_type=dflash",), _SHOWN),
+    _format("dspark-gemma4", "DeepSpec", _GEMMA4.config, _SHOWN),
+    _format("dspark-deepspec", "DeepSpec", ("architectures=Qwen3DSpark.*",), _SHOWN),
+    _format("dspark-specforge", "SpecForge", ("architectures=.*DSpark.*", _PROJECTOR + "dspark"), _SHOWN),
+    _format("dflash2", "z-lab, inco", _DFLASH2.config, _SHOWN),
+    _format("domino", "SpecForge", ("architectures=.*Domino.*", _PROJECTOR + "domino"), _SHOWN),
+    _format("xpress", "XPress", _XPRESS.config, _SHOWN),
+    _format("lilicorr", "LiLiCorr", ("architectures=.*LiLiCorr.*",)),
     _format(
         "dflash-laguna",
-        producer="Poolside",
-        config=("architectures=.*DFlashLaguna.*", "architectures=.*Laguna.*&dflash_config=.*"),
-        tensors=("fc.weight", "aux_hidden_norms."),
+        "Poolside",
+        ("architectures=.*DFlashLaguna.*", "architectures=.*Laguna.*&dflash_config=.*"),
+        ("fc.weight", "aux_hidden_norms."),
     ),
-    _format("dflash-mimo", producer="Xiaomi", config=("dflash_config.use_swa=True",), tensors=_SHOWN),
+    _format("dflash-mimo", "Xiaomi", ("dflash_config.use_swa=True",), _SHOWN),
     _format(
         "dflash-muse",
-        producer="transformers",
-        config=("model_type=muse_glimmer_assistant", "architectures=MuseGlimmerAssistant.*"),
-        tensors=("encoder.fc.weight", "encoder.output_norm_enc.weight"),
+        "transformers",
+        ("model_type=muse_glimmer_assistant", "architectures=MuseGlimmerAssistant.*"),
+        ("encoder.fc.weight", "encoder.output_norm_enc.weight"),
     ),
     _format(
         "dflash-zlab",
-        producer="z-lab, SpecForge, ModelOpt, hf_specdec",
-        config=("architectures=.*DFlash.*", "dflash_config=.*"),
-        tensors=_SHOWN,
+        "z-lab, SpecForge, ModelOpt, hf_specdec",
+        ("architectures=.*DFlash.*", "dflash_config=.*"),
+        _SHOWN,
     ),
 )

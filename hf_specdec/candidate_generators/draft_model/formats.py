@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from ...checkpoints.format import Format
 from ...checkpoints.header import TargetNeeds
@@ -20,8 +21,7 @@ class DraftModelReader(CheckpointReader):
         nested = config.get("text_config")
         return (config, nested) if isinstance(nested, Mapping) else (config,)
 
-    @staticmethod
-    def rename(stored):
+    def rename(self, stored):
         return stored
 
     @property
@@ -33,21 +33,13 @@ class DraftModelReader(CheckpointReader):
         return None
 
 
+_format = partial(Format, method="draft_model", reader=DraftModelReader, is_hint=True)
+
 FORMATS = (
-    Format(
-        "pard",
-        "draft_model",
-        "AMD",
-        DraftModelReader,
-        ("pard_token=.*&architectures=.*ForCausalLM",),
-        is_hint=True,
-    ),
-    Format(
+    _format("pard", "AMD", ("pard_token=.*&architectures=.*ForCausalLM",)),
+    _format(
         "causal-lm",
-        "draft_model",
         "transformers",
-        DraftModelReader,
         ("architectures=.*(ForCausalLM|LMHeadModel)", "architectures=.*ForConditionalGeneration&text_config=.*"),
-        is_hint=True,
     ),
 )

@@ -33,7 +33,7 @@ from ...checkpoints.draft_reader import (
     stored_vocabulary,
 )
 from ...checkpoints.format import QUANTISED, Format, Unsupported
-from ...checkpoints.header import Header, TargetNeeds, TargetSizes, listed, unwrapped
+from ...checkpoints.header import Header, TargetNeeds, TargetSizes, listed
 from ...checkpoints.settings import COUNT, FLAG, INDICES, NAMES, POSITIVE
 from ...errors import shown
 
@@ -44,23 +44,13 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-_RENAMED = {
-    "midlayer.": "layers.0.",
-    "transformer.": "layers.0.",
-    "fusion_fc.": "fc.",
-    "eagle_linear.": "fc.",
-    "aux_norm_low.": "fc_norm.0.",
-    "aux_norm_mid.": "fc_norm.1.",
-    "aux_norm_high.": "fc_norm.2.",
-}
-
 # Exit signals of a variant: rows of `fc` after those of the state.
 _MAX_EXTRA_ROWS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(DraftConfig):
-    """What an EAGLE head consists of; see also [`DraftConfig`].
+    """Record of an EAGLE head; see also [`DraftConfig`].
 
     Args:
         method (`str`): "eagle" (EAGLE-1, EAGLE-2, HASS) or "eagle3".
@@ -200,6 +190,15 @@ class EagleReader(DraftReader):
         "embed_requires_grad enable_sp_ulysses fusion_bias has_lm_head hot_vocab_size num_aux_* num_eagle_features "
         "parallel_draft_heads_num_layers target_model_type truncated_vocab_size ttt_* use_aux_hidden_state"
     )
+    renamed = {
+        "midlayer.": "layers.0.",
+        "transformer.": "layers.0.",
+        "fusion_fc.": "fc.",
+        "eagle_linear.": "fc.",
+        "aux_norm_low.": "fc_norm.0.",
+        "aux_norm_mid.": "fc_norm.1.",
+        "aux_norm_high.": "fc_norm.2.",
+    }
     unsupported = (_PARALLEL, _MTP, _MLA, _LAYERNORMS, _ADAPTER, QUANTISED, _EXPERTS, _LLAMA4, _COHERE, _MINICPM)
     # Buffers, what only training needs, and EAGLE-1's copy of the target's lm_head.
     unused = re.compile(r"d2t|t2d|token_map|.*inv_freq|verifier_.*|lm_head\.weight")
@@ -208,14 +207,6 @@ class EagleReader(DraftReader):
     def __init__(self, header: Header, aux_layer_ids: Sequence[int] | None = None):
         super().__init__(header)
         self._named_ids = None if aux_layer_ids is None else sorted(set(aux_layer_ids))
-
-    @staticmethod
-    def rename(stored):
-        stored = unwrapped(stored)
-        for old, new in _RENAMED.items():
-            if stored.startswith(old):
-                return new + stored.removeprefix(old)
-        return stored
 
     @staticmethod
     def places_in(config):
@@ -253,7 +244,7 @@ class EagleReader(DraftReader):
 
     @property
     def reads_last_state(self) -> bool:
-        """Whether it reads the state after the target's final norm."""
+        """True where it reads the state after the target's final norm."""
         return self.method == "eagle" or "fc.weight" not in self.stored
 
     @property
@@ -413,59 +404,26 @@ _eagle3 = partial(Format, method="eagle3", reader=EagleReader)
 
 # The special before the usual.
 FORMATS = (
-    _eagle3("peagle-speculators", producer="speculators", config=("speculators_model_type=peagle",)),
+    _eagle3("peagle-speculators", "speculators", ("speculators_model_type=peagle",)),
     _eagle3(
         "peagle",
-        producer="AWS, ModelOpt",
-        config=("architectures=P[Ee]agle.*", r"eagle_config.parallel_draft_step=([2-9]|\d\d+)"),
-        tensors=(*_EAGLE_3, "mask_hidden"),
+        "AWS, ModelOpt",
+        ("architectures=P[Ee]agle.*", r"eagle_config.parallel_draft_step=([2-9]|\d\d+)"),
+        (*_EAGLE_3, "mask_hidden"),
     ),
-    _eagle3("eagle3-speculators", producer="speculators", config=("speculators_model_type=eagle3",), tensors=_EAGLE_3),
-    _eagle3("eagle3-mla", producer="SpecForge, ModelOpt", config=_MLA.config, tensors=(*_EAGLE_3, _LATENT)),
-    _eagle3(
-        "eagle3-specforge",
-        producer="SpecForge, SGLang",
-        config=_SPECFORGE,
-        tensors=("midlayer.hidden_norm.weight",),
-    ),
-    _eagle3("eagle3-modelopt", producer="ModelOpt", config=_SPECFORGE, tensors=("layers.0.hidden_norm.weight",)),
-    _eagle3("eagle3-angelslim", producer="AngelSlim, vLLM", config=("architectures=.*Eagle3.*",), tensors=_EAGLE_3),
-    _eagle3(
-        "eagle3-safeailab",
-        producer="SafeAILab, hf_specdec",
-        config=("draft_vocab_size=.*",),
-        tensors=_EAGLE_3,
-        is_hint=True,
-    ),
-    _eagle(
-        "eagle-speculators",
-        producer="speculators",
-        config=("speculators_model_type=eagle",),
-        tensors=("fusion_fc.weight",),
-    ),
-    _eagle("eagle-llama4", producer="vLLM", config=_LLAMA4.config),
-    _eagle("eagle-cohere", producer="vLLM", config=_COHERE.config),
-    _eagle("eagle-minicpm", producer="vLLM", config=_MINICPM.config, tensors=("eagle_layers.",)),
-    _eagle(
-        "eagle-mistral",
-        producer="vLLM",
-        config=("architectures=EagleMistralFor.*",),
-        tensors=("eagle_linear.weight",),
-    ),
-    _eagle("eagle-mtp", producer="vLLM", config=_MTP.config),
-    _eagle(
-        "eagle-sglang",
-        producer="SGLang",
-        config=("architectures=LlamaForCausalLMEagle",),
-        tensors=_EAGLE_1,
-        without=_NO_EAGLE_1,
-    ),
-    _eagle(
-        "eagle-vllm",
-        producer="vLLM",
-        config=("model_type=eagle", "architectures=.*(?<!P)Eagle(?!3).*"),
-        tensors=_EAGLE_1,
-        without=_NO_EAGLE_1,
-    ),
-    _eagle("eagle-safeailab", producer="SafeAILab, HASS, hf_specdec", tensors=_EAGLE_1, without=_NO_EAGLE_1),
+    _eagle3("eagle3-speculators", "speculators", ("speculators_model_type=eagle3",), _EAGLE_3),
+    _eagle3("eagle3-mla", "SpecForge, ModelOpt", _MLA.config, (*_EAGLE_3, _LATENT)),
+    _eagle3("eagle3-specforge", "SpecForge, SGLang", _SPECFORGE, ("midlayer.hidden_norm.weight",)),
+    _eagle3("eagle3-modelopt", "ModelOpt", _SPECFORGE, ("layers.0.hidden_norm.weight",)),
+    _eagle3("eagle3-angelslim", "AngelSlim, vLLM", ("architectures=.*Eagle3.*",), _EAGLE_3),
+    _eagle3("eagle3-safeailab", "SafeAILab, hf_specdec", ("draft_vocab_size=.*",), _EAGLE_3, is_hint=True),
+    _eagle("eagle-speculators", "speculators", ("speculators_model_type=eagle",), ("fusion_fc.weight",)),
+    _eagle("eagle-llama4", "vLLM", _LLAMA4.config),
+    _eagle("eagle-cohere", "vLLM", _COHERE.config),
+    _eagle("eagle-minicpm", "vLLM", _MINICPM.config, ("eagle_layers.",)),
+    _eagle("eagle-mistral", "vLLM", ("architectures=EagleMistralFor.*",), ("eagle_linear.weight",)),
+    _eagle("eagle-mtp", "vLLM", _MTP.config),
+    _eagle("eagle-sglang", "SGLang", ("architectures=LlamaForCausalLMEagle",), _EAGLE_1, _NO_EAGLE_1),
+    _eagle("eagle-vllm", "vLLM", ("model_type=eagle", "architectures=.*(?<!P)Eagle(?!3).*"), _EAGLE_1, _NO_EAGLE_1),
+    _eagle("eagle-safeailab", "SafeAILab, HASS, hf_specdec", (), _EAGLE_1, _NO_EAGLE_1),
 )

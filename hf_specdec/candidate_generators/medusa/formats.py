@@ -38,7 +38,7 @@ _INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class _Names:
-    """How a format names its tensors. The lm_head of the original format counts as the layer after the last one."""
+    """Names of the tensors in a format. The lm_head of the original format counts as the layer after the last one."""
 
     prefix: str
     block: str
@@ -217,36 +217,27 @@ class MedusaReader(CheckpointReader):
 
 
 def _is_table(value: Any, num_rows: int) -> bool:
-    """Whether it is a list of accuracies for each head."""
+    """True for a list of accuracies for each head."""
     rows = value if isinstance(value, list) and len(value) == num_rows else [None]
     return all(isinstance(row, list) and row and all(is_number(x) and 0 <= x <= 1 for x in row) for row in rows)
 
 
 _OWN_LM_HEAD = "|".join(f"0.{layer}.weight" for layer in range(1, 5))
 _BLOCK = "0.0.linear.weight"
+_COUNTED = ("medusa_num_heads=.*",)
 
 _format = partial(Format, method="medusa", reader=MedusaReader)
 
 # The special before the usual.
 FORMATS = (
-    _format("medusa-vllm", producer="vLLM", config=("model_type=medusa",), tensors=("blocks.0.layers.0.weight",)),
-    _format(
-        "medusa-original",
-        producer="FasterDecoding",
-        config=("medusa_num_heads=.*",),
-        tensors=(_BLOCK, _OWN_LM_HEAD),
-    ),
+    _format("medusa-vllm", "vLLM", ("model_type=medusa",), ("blocks.0.layers.0.weight",)),
+    _format("medusa-original", "FasterDecoding", _COUNTED, (_BLOCK, _OWN_LM_HEAD)),
     _format(
         "medusa-v2",
-        producer="text-generation-inference, Liger-Kernel, hf_specdec",
-        config=("medusa_num_heads=.*&version=2",),
-        tensors=(_BLOCK,),
+        "text-generation-inference, Liger-Kernel, hf_specdec",
+        ("medusa_num_heads=.*&version=2",),
+        (_BLOCK,),
         without=(_OWN_LM_HEAD,),
     ),
-    _format(
-        "medusa-merged",
-        producer="FasterDecoding",
-        config=("medusa_num_heads=.*",),
-        tensors=(f"medusa_head.{_BLOCK}",),
-    ),
+    _format("medusa-merged", "FasterDecoding", _COUNTED, (f"medusa_head.{_BLOCK}",)),
 )

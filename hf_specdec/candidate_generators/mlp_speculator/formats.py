@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any
 
 from ...checkpoints.format import Format, Unsupported
@@ -175,18 +176,13 @@ class MLPSpeculatorReader(CheckpointReader):
                 )
 
 
-_METHOD = "mlp_speculator"
+_STAGE = tuple(f"{part}.0.weight" for part in ("emb", "proj", "head", "ln"))
+
+_format = partial(Format, method="mlp_speculator", reader=MLPSpeculatorReader)
 
 # The special before the usual.
 FORMATS = (
-    Format("lstm-speculator", _METHOD, "Snowflake", MLPSpeculatorReader, _LSTM.config, _LSTM.tensors),
-    Format("rnn-speculator", _METHOD, "Snowflake", MLPSpeculatorReader, _RNN.config),
-    Format(
-        "mlp-speculator",
-        _METHOD,
-        "IBM, PyTorch, Nebius",
-        MLPSpeculatorReader,
-        ("model_type=mlp_speculator",),
-        ("emb.0.weight", "proj.0.weight", "head.0.weight", "ln.0.weight"),
-    ),
+    _format("lstm-speculator", "Snowflake", _LSTM.config, _LSTM.tensors),
+    _format("rnn-speculator", "Snowflake", _RNN.config),
+    _format("mlp-speculator", "IBM, PyTorch, Nebius", ("model_type=mlp_speculator",), _STAGE),
 )

@@ -74,13 +74,13 @@ WIDTH_KEY = "mtp_intermediate_size"
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """How a family stores its MTP layers, and what is computed around them.
+    """Layout of a family's MTP layers, and what is computed around them.
 
     Args:
         name (`str`): What messages call it.
         names (`Mapping[str, str]`): Beginnings of stored names, `{}` for the number of the layer, and what they are
             called here; an empty one is a copy of the target's own. The first that fits counts.
-        follows_target (`bool`): Layers are numbered behind those of the target.
+        follows_target (`bool`): Layers are numbered after those of the target.
         is_shared (`bool`): All layers have one projection and one set of norms.
         hidden_first (`bool`): The first columns of the projection read the state, not the embedding.
         before_norm (`bool`): States are those before the target's final norm, which then serves the MTP layers, too;
@@ -113,7 +113,7 @@ class MtpLayout:
         return None
 
     def stored_name(self, name: str, num_target_layers: int) -> str:
-        """What a tensor of this name is called in a file."""
+        """The name in a file of a tensor of this name."""
         number = re.search(r"\.(\d+)\.", name)[1]
         stored_number = int(number) + (num_target_layers if self.follows_target else 0)
         for old, new in self.names.items():
@@ -187,7 +187,7 @@ _LAYOUTS = (
 
 @dataclass(frozen=True)
 class MtpConfig:
-    """What the MTP layers of a target consist of.
+    """Record of the MTP layers of a target.
 
     Args:
         layout (`MtpLayout`): Where they come from, and with it what is computed around them.
@@ -203,7 +203,7 @@ class MtpConfig:
 
     @property
     def num_projections(self) -> int:
-        """How many projections there are, each with its norms."""
+        """Number of projections, each with its norms."""
         return 1 if self.layout.is_shared else self.num_layers
 
 
@@ -451,7 +451,7 @@ def stored_tensors(config: MtpConfig, tensors: Mapping[str, torch.Tensor]) -> di
     if layout.before_norm or layout.is_half_layer or config.num_projections > 1:
         raise CheckpointFormatError(
             f"MTP layers of the layout '{layout.name}' with {config.num_projections} projections cannot be written as "
-            "`mtp.*`, which has one projection and states behind the final norm. Keep their own checkpoint."
+            "`mtp.*`, which has one projection and states after the final norm. Keep their own checkpoint."
         )
     stored = {MTP_LAYOUT.stored_name(name, 0): tensor.detach().contiguous() for name, tensor in tensors.items()}
     if layout.hidden_first:
@@ -474,13 +474,17 @@ _format = partial(Format, method="mtp", reader=MtpReader, without=_TARGETS_OWN)
 
 # The special before the usual.
 FORMATS = (
-    _format("mtp", producer="hf_specdec", config=("model_type=mtp",), tensors=("mtp.fc.weight",)),
-    _format(
-        "mtp-speculators", producer="speculators", config=("speculators_model_type=mtp",), tensors=("mtp_layers.",)
+    _format("mtp", "hf_specdec", ("model_type=mtp",), ("mtp.fc.weight",)),
+    _format("mtp-speculators", "speculators", ("speculators_model_type=mtp",), ("mtp_layers.",)),
+    _format("mtp-mimo", "Xiaomi, FastMTP", (), ("mtp_layers.", ".input_proj.weight")),
+    _format("mtp-ernie", "Baidu", (), ("mtp_block.", "mtp_linear_proj.")),
+    _format("mtp-longcat", "Meituan", (), ("mtp.layers.", ".eh_proj.weight")),
+    _format("mtp-deepseek", "DeepSeek, Z.ai, Tencent", (), ("layers.", ".eh_proj.weight")),
+    Format(
+        "gemma4-assistant",
+        "Google",
+        (f"model_type=({'|'.join(CACHE_READERS)})",),
+        method="mtp",
+        reader=AssistantReader,
     ),
-    _format("mtp-mimo", producer="Xiaomi, FastMTP", tensors=("mtp_layers.", ".input_proj.weight")),
-    _format("mtp-ernie", producer="Baidu", tensors=("mtp_block.", "mtp_linear_proj.")),
-    _format("mtp-longcat", producer="Meituan", tensors=("mtp.layers.", ".eh_proj.weight")),
-    _format("mtp-deepseek", producer="DeepSeek, Z.ai, Tencent", tensors=("layers.", ".eh_proj.weight")),
-    Format("gemma4-assistant", "mtp", "Google", AssistantReader, (f"model_type=({'|'.join(CACHE_READERS)})",)),
 )

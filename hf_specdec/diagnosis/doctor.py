@@ -48,7 +48,7 @@ _MOST_MISSING = 0.1
 
 @dataclass
 class Diagnosis:
-    """All findings about a pair.
+    """Findings about a target and a drafter.
 
     Attributes:
         target, drafter (`str`): Their names.
@@ -158,12 +158,18 @@ def _num_drafts(found: Acceptance) -> int:
 class _Examination:
     """The probe of a loaded drafter; adds to the findings of a diagnosis."""
 
-    def __init__(self, diagnosis, speculator, model, tokenizer, prompts, say):
-        self.diagnosis: Diagnosis = diagnosis
-        self.speculator: Speculator = speculator
-        self.model, self.say = model, say
+    def __init__(
+        self,
+        diagnosis: Diagnosis,
+        speculator: Speculator,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[Prompt],
+        say: Callable[[str], None],
+    ):
+        self.diagnosis, self.speculator, self.model, self.say = diagnosis, speculator, model, say
         network = speculator.generator_class.network(speculator.resources)
-        # Without a network there is nothing to save, and drafts in a batch share a length.
+        # Without a network a batch saves nothing, and its rows share a draft length.
         can_pad = tokenizer.padding_side == "left" and tokenizer.pad_token is not None
         size = _BATCH_SIZE if network is not None and can_pad else 1
         # Of one kind, so that they can be generated together.
@@ -307,7 +313,7 @@ class _Examination:
             )
 
     def _wirings(self, form: str, base: Acceptance) -> Iterator[tuple[str, str]]:
-        """The wiring with which the most is accepted, if that is more than with the drafter's own."""
+        """Finds the wiring with which the most is accepted, if that is more than with the drafter's own."""
         best = None
         for variant in variants(self.model, self.speculator):
             self.say("Probing other wirings")

@@ -188,7 +188,9 @@ class _Reference:
             return Difference(name, index, *tokens, None, None, None, None, None, BUG)
         return self._judge_tokens(name, prompt, plain[:index], tokens, max_new_tokens)
 
-    def _judge_tokens(self, name, prompt, common, tokens, max_new_tokens) -> Difference:
+    def _judge_tokens(
+        self, name: str, prompt: torch.LongTensor, common: list[int], tokens: list[int], max_new_tokens: int
+    ) -> Difference:
         processors = _processors(self.model, prompt, max_new_tokens)
         steps = _stepwise_scores(self.model, prompt, common, max_new_tokens)
         at_once = _scores_at_once(self.model, processors, prompt, common)
@@ -212,7 +214,9 @@ class _Reference:
             TIE if margin <= 2 * error else BUG,
         )
 
-    def _wide_scores(self, processors, prompt, common) -> torch.Tensor | None:
+    def _wide_scores(
+        self, processors: LogitsProcessorList, prompt: torch.LongTensor, common: list[int]
+    ) -> torch.Tensor | None:
         if not self._has_tried:
             self._has_tried, self._wide = True, _wider_copy(self.model)
         if self._wide is None:
@@ -293,8 +297,9 @@ def _stepwise_scores(
     return torch.stack(followed.scores)
 
 
-def _plainly(model: PreTrainedModel, prompt: torch.LongTensor, max_new_tokens: int, **arguments):
-    return original_generate(type(model))(
+def _plainly(model: PreTrainedModel, prompt: torch.LongTensor, max_new_tokens: int, **arguments: Any) -> None:
+    """Calls transformers' own greedy `generate()`."""
+    original_generate(type(model))(
         model,
         input_ids=prompt,
         attention_mask=torch.ones_like(prompt),

@@ -9,16 +9,13 @@ from time import perf_counter
 
 from ..errors import SpecConfigError, shown
 from ..threads import Lock
-from .listeners import CallObserver, Listener, add_listener, remove_listener
+from .listeners import CallObserver, Listener, add_listener, logger, remove_listener
 from .stats import SpecDecodingStats
 
 
 _VARIABLE = "HF_SPECDEC_LOG_INTERVAL"
 
 _MOST_POSITIONS = 16
-
-# transformers' `get_logger` gives the same one; this module is imported without transformers.
-logger = logging.getLogger("hf_specdec.metrics")
 
 
 class IntervalLog(Listener):

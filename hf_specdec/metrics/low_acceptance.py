@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..threads import Lock, Recent
+from .listeners import logger
 from .stats import SpecDecodingStats
 
 
@@ -17,9 +17,6 @@ LEAST_ACCEPTED = 0.1
 
 # Of a target.
 _MOST_SETTINGS = 64
-
-# transformers' `get_logger` gives the same one; this module is imported without transformers.
-logger = logging.getLogger("hf_specdec.metrics")
 
 
 class _Watch:

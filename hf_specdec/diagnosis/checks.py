@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,15 +22,6 @@ from ..target_facts import vocabulary_size
 
 
 Status = Literal["ok", "warning", "error"]
-
-# Where configs of heads say which states of the target they read.
-_LAYER_KEYS = (
-    "aux_layer_ids",
-    "eagle_aux_hidden_state_layer_ids",
-    "layer_ids",
-    "target_layer_ids",
-    "aux_hidden_state_layer_ids",
-)
 
 
 @dataclass(frozen=True)
@@ -227,22 +218,22 @@ def _layer_findings(network: nn.Module, files: RepoFiles | None) -> Iterator[Fin
     if not keys or keys == ("last",) or files is None:
         return
     shown = ", ".join(map(str, keys))
-    drafting = drafting_method(getattr(network, "spec_method", None))
-    if (drafting is not None and drafting.in_target_checkpoint) or _states_layers(files.config):
+    stated = getattr(network, "states_keys", ())
+    if not stated or _has_one_of(files.config, stated):
         yield Finding("layers", "ok", f"It reads the target's states {shown} (i enters decoder layer i).")
         return
     yield Finding(
         "layers",
         "warning",
         f"Its config does not say which states of the target it reads; the usual ones were taken: {shown}.",
-        "Make sure that it was trained on these; `aux_layer_ids` names others.",
+        f"Make sure that it was trained on these; `{network.states_setting or stated[0]}` names others.",
     )
 
 
-def _states_layers(config: Any) -> bool:
-    """Tells if a config names layers, at its top or one level below."""
+def _has_one_of(config: Mapping[str, Any], keys: Sequence[str]) -> bool:
+    """Tells if a config has one of the keys, at its top or one level below."""
     places = [config, *(value for value in config.values() if isinstance(value, dict))]
-    return any(place.get(key) is not None for place in places for key in _LAYER_KEYS)
+    return any(place.get(key) is not None for place in places for key in keys)
 
 
 def token_ids(network: nn.Module) -> torch.LongTensor | None:

@@ -141,12 +141,14 @@ class DraftNetwork(nn.Module):
         token_ids (`torch.LongTensor` of shape `(U,)`): The target's id of each draft id; `None` where they are equal.
         rotary_emb (`nn.Module`): Its rotary embedding, whose frequencies are in no checkpoint.
         doubtful_flags (`tuple[str, ...]`): Flags of the config that checkpoints are known to have the wrong way.
-        states_setting (`str`, *optional*): Setting that names the states of the target that it reads.
+        states_keys (`tuple[str, ...]`): Keys with which configs name the states of the target that it reads.
+        states_setting (`str`, *optional*): Setting that names them.
     """
 
     config: DraftConfig
     token_ids: torch.LongTensor | None
     doubtful_flags: tuple[str, ...] = ()
+    states_keys: tuple[str, ...] = ()
     states_setting: str | None = None
 
     def with_settings(self, **settings: Any) -> DraftNetwork:

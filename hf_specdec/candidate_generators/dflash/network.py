@@ -67,6 +67,7 @@ class DFlashNetwork(DraftNetwork):
     """
 
     spec_method = "dflash"
+    states_keys = ("target_layer_ids", "aux_hidden_state_layer_ids")
 
     def __init__(self, config: DFlashConfig):
         super().__init__()

@@ -189,6 +189,7 @@ class Eagle3Network(EagleNetwork):
     """
 
     doubtful_flags = ("norm_output", "norm_before_residual")
+    states_keys = ("aux_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids")
     states_setting = "aux_layer_ids"
 
     def __init__(self, config: EagleConfig):

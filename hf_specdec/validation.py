@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import field
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -189,6 +190,19 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 def check_draft_sample_method(value: Any) -> None:
     """Raises a [`SpecConfigError`] unless it is a way to choose draft tokens, or left out."""
     check_choice("draft_sample_method", value, ("greedy", "probabilistic"))
+
+
+def draft_sample_method_field(default: str) -> Any:
+    """The option `draft_sample_method` of a method that can draw its drafts.
+
+    Args:
+        default (`str`): "greedy" or "probabilistic": what holds where it is left out.
+    """
+    text = (
+        "How draft tokens are chosen when the target samples: `greedy` takes the best ones, `probabilistic` draws a "
+        f"chain from the draft's distribution. Left out, `{default}`. A greedy target gets the best tokens always."
+    )
+    return field(default=None, metadata={"help": text})
 
 
 def _is_between(value: Any, least: float, most: float) -> bool:

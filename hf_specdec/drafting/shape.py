@@ -11,7 +11,7 @@ from ..drafts import TokenTree
 from ..drafts.static import MAX_NODES
 from ..errors import SpecConfigError
 from ..protocol import Session
-from ..validation import check_bounds, check_draft_sample_method
+from ..validation import check_bounds, check_draft_sample_method, draft_sample_method_field
 from .growth import DynamicTree
 
 
@@ -82,14 +82,7 @@ class ExtrapolationOptions:
             "former_names": {"adaptive_threshold": 0},
         },
     )
-    draft_sample_method: Literal["greedy", "probabilistic"] | None = field(
-        default=None,
-        metadata={
-            "help": "How draft tokens are chosen when the target samples: `greedy` takes the best ones, "
-            "`probabilistic` draws a chain from the draft's distribution. Left out, `greedy`. A greedy target gets "
-            "the best tokens always."
-        },
-    )
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("greedy")
 
     def __post_init__(self):
         check_bounds(self, **_GROWTH_OPTIONS, draft_min_path_prob=(0.0, 1.0))

@@ -30,7 +30,7 @@ from ...errors import SpecConfigError
 from ...logits.acceptance import best_tokens
 from ...protocol import Commit, DraftStep, Prompt, Session
 from ...transfers import last_of_each
-from ...validation import MOST_INTEGER, check_bounds, check_draft_sample_method
+from ...validation import MOST_INTEGER, check_bounds, check_draft_sample_method, draft_sample_method_field
 from ..base import CandidateGenerator
 from .denoising import Denoising, keep_counts
 from .formats import BlockView
@@ -94,14 +94,7 @@ class DFlashOptions:
             "former_names": {"dflash_tree_budget": 0},
         },
     )
-    draft_sample_method: Literal["greedy", "probabilistic"] | None = field(
-        default=None,
-        metadata={
-            "help": "How draft tokens are chosen when the target samples: `greedy` takes the best ones, "
-            "`probabilistic` draws each from the draft's distribution. Left out, `greedy`. A greedy target gets the "
-            "best tokens always."
-        },
-    )
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("greedy")
 
     def __post_init__(self):
         check_bounds(self, **_BOUNDS)

@@ -31,7 +31,7 @@ from ...logits.processors import ProcessorStack
 from ...logits.sampling import DraftSampler
 from ...protocol import Commit, DraftStep, Prompt, Session
 from ...transfers import PendingRead, last_of_each, upload
-from ...validation import check_bounds, check_draft_sample_method, check_flag
+from ...validation import check_bounds, check_draft_sample_method, check_flag, draft_sample_method_field
 from ..base import CandidateGenerator
 from .network import Vocabularies, checkpoint_location, load_draft_model, match_vocabularies
 
@@ -53,14 +53,7 @@ class DraftModelOptions:
         SpecConfigError: A value is out of range.
     """
 
-    draft_sample_method: Literal["greedy", "probabilistic"] | None = field(
-        default=None,
-        metadata={
-            "help": "How draft tokens are chosen when the target samples: `greedy` takes the draft's best token, "
-            "`probabilistic` draws from its distribution. Left out, `probabilistic`. A greedy target gets the best "
-            "token always."
-        },
-    )
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("probabilistic")
     confidence_threshold: float = field(
         default=0.0,
         metadata={

@@ -31,7 +31,7 @@ from ...protocol import Commit, DraftStep, Prompt, Session
 from ...target_facts import vocabulary_size
 from ...threads import cached_property
 from ...transfers import kept_on_device, select_rows, upload
-from ...validation import check_bounds, check_integers
+from ...validation import check_bounds, check_integers, draft_sample_method_field
 from ..base import CandidateGenerator
 from .network import MLPSpeculator, MLPStage, fitting_speculator, load_mlp_speculator
 
@@ -94,14 +94,7 @@ class MLPSpeculatorOptions:
             "former_names": {"mlp_speculator_num_nodes": 0, "num_nodes": 0},
         },
     )
-    draft_sample_method: Literal["greedy", "probabilistic"] | None = field(
-        default=None,
-        metadata={
-            "help": "How draft tokens are chosen when the target samples: `greedy` takes the best ones, "
-            "`probabilistic` draws a chain from the speculator's distribution. Left out, `greedy`. A greedy target "
-            "gets the best tokens always."
-        },
-    )
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("greedy")
 
     def __post_init__(self):
         check_integers("top_k_tokens_per_head", self.top_k_tokens_per_head, 1)

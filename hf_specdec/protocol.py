@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from .decoding.graphs import CallGraphs
+    from .drafts import DraftTree
     from .logits.sampling import DraftSampler
+    from .settings import SpeculativeConfig
 
 
 @dataclass
@@ -204,3 +206,41 @@ class Lookups:
         self.num_rows += sum(room > 0 for room in rooms)
         self.num_hits += sum(map(bool, drafts))
         self.num_tokens, self.num_bytes = num_tokens, num_bytes
+
+
+class Drafter(Protocol):
+    """The part of a candidate generator that the decoding loop uses; `CandidateGenerator` documents its members."""
+
+    config: SpeculativeConfig | None
+    session: Session | None
+    samples_drafts: bool | None
+    num_speculative_tokens: int
+    target_hidden_states: tuple[int | str, ...]
+    lookups: Lookups | None
+
+    @property
+    def num_draft_nodes(self) -> int: ...
+
+    @property
+    def longest_row(self) -> tuple[int, str] | None: ...
+
+    def note_longest_row(self) -> None: ...
+
+    def prefill(self, prompt: Prompt) -> None: ...
+
+    def propose(self, step: DraftStep) -> DraftTree: ...
+
+    def observe(self, commit: Commit) -> None: ...
+
+    def keep_rows(self, keep: list[int]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class DrafterSource(Protocol):
+    """The part of a speculator that the decoding loop uses: it makes a drafter for each call."""
+
+    @property
+    def method(self) -> str: ...
+
+    def candidate_generator(self, session: Session) -> Drafter: ...

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from ..drafts import DraftTree
 from ..logits.verifier import Verdict
 from ..metrics import CycleTrace, RowTrace, SpecDecodingStats
-from ..protocol import DraftStep
+from ..protocol import Drafter, DraftStep
 from .target import SlotModel
-
-
-if TYPE_CHECKING:
-    from ..candidate_generators.base import CandidateGenerator
 
 
 def count_cycle(
@@ -42,7 +36,7 @@ def count_cycle(
             trace.append(cycle)
 
 
-def explain_empty(draft: DraftTree, step: DraftStep, generator: CandidateGenerator) -> None:
+def explain_empty(draft: DraftTree, step: DraftStep, generator: Drafter) -> None:
     """Notes in a draft why it is empty, where lengths are the reason."""
     if max(step.max_draft_tokens) == 0 < generator.num_speculative_tokens:
         draft.why_empty = "length_limit"
@@ -55,7 +49,7 @@ def explain_empty(draft: DraftTree, step: DraftStep, generator: CandidateGenerat
         draft.why_empty = "max_model_len"
 
 
-def count_lookups(stats: SpecDecodingStats, generator: CandidateGenerator) -> None:
+def count_lookups(stats: SpecDecodingStats, generator: Drafter) -> None:
     """Copies what a retrieving method has looked up so far."""
     found = generator.lookups
     if found is not None:
@@ -63,7 +57,7 @@ def count_lookups(stats: SpecDecodingStats, generator: CandidateGenerator) -> No
         stats.cache_tokens, stats.cache_bytes = found.num_tokens, found.num_bytes
 
 
-def count_graphs(stats: SpecDecodingStats, target: SlotModel, generator: CandidateGenerator) -> None:
+def count_graphs(stats: SpecDecodingStats, target: SlotModel, generator: Drafter) -> None:
     """Adds what ran as graphs in the call, and the memory of its device."""
     graphs, device = target.graphs, target.model.device
     if graphs is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import ExitStack, closing
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -24,7 +24,7 @@ from ..logits.sampling import DraftSampler
 from ..logits.verifier import Verdict, Verifier, take_nodes
 from ..metrics import SpecDecodingStats, begin_call, watch_acceptance
 from ..metrics.listeners import CallProgress
-from ..protocol import Commit, DraftStep, Session
+from ..protocol import Commit, Drafter, DrafterSource, DraftStep, Session
 from ..settings import AUTO
 from ..target_facts import vocabulary_size
 from ..transfers import select_rows, upload
@@ -44,11 +44,6 @@ from .streaming import ColumnStreamer
 from .target import SlotModel, SlotOutput, call_graphs
 
 
-if TYPE_CHECKING:
-    from ..candidate_generators.base import CandidateGenerator
-    from ..speculator import Speculator
-
-
 class DecodingLoop:
     """Runs one request.
 
@@ -65,7 +60,7 @@ class DecodingLoop:
     # Listeners are told of the call, and users of drafts that are hardly ever accepted.
     is_reported: ClassVar[bool] = True
 
-    def __init__(self, request: Request, speculator: Speculator):
+    def __init__(self, request: Request, speculator: DrafterSource):
         config = request.generation_config
         self.request, self.model, self.device = request, request.model, request.device
         self.rows = list(range(request.batch_size))
@@ -82,7 +77,7 @@ class DecodingLoop:
         profile = model_profile(self.model)
         self.stack = ProcessorStack(request.logits_processor)
         uniforms = self._uniforms() if config.do_sample else None
-        self.generator: CandidateGenerator = speculator.candidate_generator(self._session(uniforms, profile))
+        self.generator: Drafter = speculator.candidate_generator(self._session(uniforms, profile))
         self.stats.num_spec_tokens = self.generator.num_speculative_tokens
         with ExitStack() as if_it_fails:
             if_it_fails.callback(self.generator.close)

@@ -18,7 +18,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from .output import StepRecorder
+from ..logits.recorder import StepRecorder
 
 
 class Sequences:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,11 +23,8 @@ from ..transfers import read_together, upload
 from .acceptance import best_tokens
 from .processors import ProcessorStack
 from .randomness import ACCEPT, TARGET
+from .recorder import StepRecorder
 from .rules import StandardRule
-
-
-if TYPE_CHECKING:
-    from ..decoding.output import StepRecorder
 
 
 @dataclass

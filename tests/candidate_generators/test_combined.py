@@ -490,6 +490,14 @@ class TestSettings:
             "method", "model", "num_speculative_tokens", "rejection_sample_method"
         }  # fmt: skip
 
+    def test_options_are_those_of_the_parts(self):
+        options = SpeculativeConfig("ngram+eagle3", "folder", prompt_lookup_max=4, aux_layer_ids=[0, 1]).options
+        assert options.prompt_lookup_max == options.retrieval.prompt_lookup_max == 4
+        assert options.aux_layer_ids == options.model.aux_layer_ids == (0, 1)
+        assert pickle.loads(pickle.dumps(options)) == options == copy.deepcopy(options)
+        with pytest.raises(AttributeError, match=r"'ngram\+eagle3' have no `max_tree_depth`"):
+            _ = options.max_tree_depth
+
     @pytest.mark.parametrize(
         ("settings", "match"),
         [

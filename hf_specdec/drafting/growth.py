@@ -250,7 +250,7 @@ def _grow_dynamic(
         hidden, output = entries.read_nodes(tokens.gather(1, best), pick_nodes(hidden, parents), parents)
         logits = network.logits(output)
     tokens, log_probs, read = (torch.cat(parts, dim=1) for parts in (*zip(*levels), read))
-    return _most_probable(plan, tokens, limits.within(log_probs, sizes), read, sizes)
+    return _chosen(plan, tokens, limits.within(log_probs, sizes), read, sizes)
 
 
 def num_expandable(
@@ -275,7 +275,16 @@ def num_expandable(
     return int((log_probs >= least).sum(1).max())
 
 
-def _most_probable(
+def most_probable(log_probs: torch.FloatTensor, count: int) -> torch.LongTensor:
+    """Places `(R, count)` of the most probable candidates of each row, in their order.
+
+    Of equally probable ones the first count, so that a parent is chosen before its child.
+    """
+    order = log_probs.sort(dim=1, descending=True, stable=True).indices
+    return order[:, :count].sort(dim=1).values
+
+
+def _chosen(
     plan: DynamicTree,
     tokens: torch.LongTensor,
     log_probs: torch.FloatTensor,
@@ -293,9 +302,7 @@ def _most_probable(
             the candidates, -1 for the anchor.
         sizes (`list[int]`): Candidates of the first 0, 1, ... levels together.
     """
-    count = min(sizes[-1], plan.total_tokens - 1)
-    order = log_probs.sort(dim=1, descending=True, stable=True).indices
-    chosen = order[:, :count].sort(dim=1).values
+    chosen = most_probable(log_probs, min(sizes[-1], plan.total_tokens - 1))
     parents = renumbered(read.gather(1, chosen // plan.top_k), chosen, tokens.shape[1])
     return DraftNodes(tokens.gather(1, chosen), parents, sizes, log_probs.gather(1, chosen))
 

@@ -113,7 +113,7 @@ class TestAsAssistant:
         assert results[0] == results[1]
         assert results[0]["num_accepted_tokens"] > 0
 
-    @pytest.mark.parametrize("name", ["ngram", "eagle3", "suffix+medusa"])
+    @pytest.mark.parametrize("name", ["ngram", "eagle3", "ngram+medusa"])
     def test_length_by_batch_size(self, name):
         settings = settings_of(name, num_speculative_tokens_per_batch_size=[[1, 2, 3], [3, 99, 1]])
         results = [run(make(fresh_speculator(settings)), 3) for make in (lambda s: s, Speculator.candidate_generator)]

@@ -23,6 +23,7 @@ import torch
 
 from ...drafting.chain import SteeredChain
 from ...drafting.graphs import RowGraphs
+from ...drafting.growth import most_probable
 from ...drafts import DraftTree, TokenTree, renumbered
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
@@ -338,16 +339,13 @@ class GrownTree:
 
     def chosen(self, plan: GrowthPlan) -> ChosenNodes:
         """The nodes that the plan chooses."""
-        nodes, counts = (self._best_nodes(plan), None) if plan.num_candidates is None else self._best_sequences(plan)
+        if plan.num_candidates is None:
+            nodes, counts = most_probable(self.scores, plan.num_nodes), None
+        else:
+            nodes, counts = self._best_sequences(plan)
         tokens, scores = self.tokens.gather(1, nodes), self.scores.gather(1, nodes)
         parents = renumbered(self.parents.gather(1, nodes), nodes, self.tokens.shape[1])
         return ChosenNodes(tokens, parents, scores, nodes, counts, tuple(self.level_sizes))
-
-    def _best_nodes(self, plan: GrowthPlan) -> torch.LongTensor:
-        """The nodes `(B, N)` in the order of levels."""
-        # Stable: of equally probable nodes the parent comes before the child.
-        best = self.scores.sort(dim=1, descending=True, stable=True).indices[:, : plan.num_nodes]
-        return best.sort(dim=1).values
 
     def _best_sequences(self, plan: GrowthPlan) -> tuple[torch.LongTensor, torch.LongTensor]:
         """The nodes `(B, N)` of the sequences, in the order of levels, and how many are valid `(B,)`."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MissingDependencyError, SpecConfigError, shown
 from ..threads import Lock
@@ -74,22 +73,16 @@ class PrometheusMetrics(Listener):
 
         from ..loaded import loaded_bytes, loaded_drafters
 
-        registry = self.registry
+        def add(kind: type, name: str, help: str, *labels: str, **options: Any) -> Any:
+            metric = kind(f"hf_specdec_{name}", help, labels, registry=self.registry, **options)
+            self._metrics.append(metric)
+            return metric
 
         def counter(name: str, help: str, *labels: str) -> Counter:
-            metric = Counter(f"hf_specdec_{name}", help, (*_LABELS, *labels), registry=registry)
-            self._metrics.append(metric)
-            return metric
+            return add(Counter, name, help, *_LABELS, *labels)
 
         def histogram(name: str, help: str, buckets: tuple) -> Histogram:
-            metric = Histogram(f"hf_specdec_{name}", help, _LABELS, buckets=buckets, registry=registry)
-            self._metrics.append(metric)
-            return metric
-
-        def gauge(name: str, help: str, value: Callable[[], float]) -> None:
-            metric = Gauge(f"hf_specdec_{name}", help, registry=registry)
-            metric.set_function(value)
-            self._metrics.append(metric)
+            return add(Histogram, name, help, *_LABELS, buckets=buckets)
 
         self.calls = counter("spec_decode_num_calls", "Speculative generate() calls that began.")
         self.counters = {field: counter(*named) for field, named in _COUNTERS.items()}
@@ -99,13 +92,9 @@ class PrometheusMetrics(Listener):
         self.without_drafts = counter(
             "spec_decode_num_cycles_without_drafts", "Cycles in which no row had a draft, by reason.", "reason"
         )
-        self.spec_tokens = Gauge(
-            "hf_specdec_spec_decode_num_spec_tokens",
-            "Speculation length k of the last call.",
-            _LABELS,
-            registry=registry,
+        self.spec_tokens = add(
+            Gauge, "spec_decode_num_spec_tokens", "Speculation length k of the last call.", *_LABELS
         )
-        self._metrics.append(self.spec_tokens)
         self.depth = histogram("spec_decode_speculation_length", "How many tokens deep each draft was.", _DEPTHS)
         self.cycle = histogram("spec_decode_cycle_seconds", "Time of a cycle, drafting included.", _SECONDS)
         self.draft = histogram("spec_decode_draft_seconds", "Time of the drafter in a cycle.", _SECONDS)
@@ -113,8 +102,9 @@ class PrometheusMetrics(Listener):
         self.first_token = histogram(
             "time_to_first_token_seconds", "From the call of generate() until all rows had one.", _FIRST_TOKEN_SECONDS
         )
-        gauge("loaded_drafters", "Drafters that stay loaded in this process.", loaded_drafters)
-        gauge("loaded_bytes", "Bytes of their weights and of the texts that they remember.", loaded_bytes)
+        add(Gauge, "loaded_drafters", "Drafters that stay loaded in this process.").set_function(loaded_drafters)
+        bytes_help = "Bytes of their weights and of the texts that they remember."
+        add(Gauge, "loaded_bytes", bytes_help).set_function(loaded_bytes)
 
     def begin_call(self, stats: SpecDecodingStats, model_name: str) -> CallObserver:
         with self._lock:

@@ -84,7 +84,7 @@ def case(request) -> Case:
 
 
 def batch_sizes(case: Case, *usual: int) -> tuple[int, ...]:
-    """All batches for models that are decoded in one way alone, and for one of every kind; otherwise the usual ones."""
+    """All batches for models that take chains alone, and for some of every kind; otherwise the usual ones."""
     return tuple(PROMPT_LENGTHS) if case.name in CHAINS_ONLY or case.name in (*EAGER, *CONTINUED) else usual
 
 

@@ -22,6 +22,7 @@ from hf_specdec import SpecConfigError, UnsupportedModelError, load_speculator
 from hf_specdec.decoding import functional
 from tests.architectures import tiny_model
 from tests.models import VOCAB_SIZE, prompts, scripted_for, tiny_gpt2, tiny_llama
+from tests.pairs import every_pair
 
 
 # Every depth has a wrong node beside the right one or before it, on a side of its own in each cycle.
@@ -40,10 +41,12 @@ def plain_and_ours(model, inputs, tree=None, k=5, accuracy=0.8, **settings):
 
 
 class TestGreedyEqualsPlain:
-    @pytest.mark.parametrize("batch_size", [1, 4])
-    @pytest.mark.parametrize("tree", SHAPES)
-    @pytest.mark.parametrize("accuracy", [0.0, 0.7, 1.0])
-    @pytest.mark.parametrize("lean", [True, False], ids=["lean_forward", "own_forward"])
+    @every_pair(
+        lean={"lean_forward": True, "own_forward": False},
+        accuracy=[0.0, 0.7, 1.0],
+        tree={"chain": None, "tree": TREE, "ragged_tree": "random"},
+        batch_size=[1, 4],
+    )
     def test_scripted(self, model, batch_size, tree, accuracy, lean, monkeypatch):
         if not lean:
             monkeypatch.setattr(functional, "is_plain_llama", lambda model: False)

@@ -7,12 +7,12 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from hf_specdec import SpecDecodingStats, record
 from tests.architectures import tiny_model
 from tests.models import VOCAB_SIZE, prompts, scripted_for
+from tests.pairs import every_pair
 
 
 PROMPT = 7
 SETTINGS = {"do_sample": False, "max_new_tokens": 20, "return_dict_in_generate": True}
 ALL = {"output_scores": True, "output_logits": True, "output_hidden_states": True}
-SHAPES = [pytest.param(None, id="chain"), pytest.param("random", id="ragged_tree")]
 
 # One forward over several tokens, or several rows, rounds differently from one over a single token.
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -48,18 +48,16 @@ def assert_steps_close(ours, plain):
         torch.testing.assert_close(mine, its, **CLOSE)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("tree", SHAPES)
-@pytest.mark.parametrize("eos", [[63], [6, 15]], ids=["all_to_the_end", "rows_end_apart"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"repetition_penalty": 1.4},
-        {"suppress_tokens": [9, 10]},
-        {"logits_processor": [lambda input_ids, scores: scores * 0.5]},
-    ],
-    ids=["unprocessed", "walk", "at_once", "unknown_processor"],
+@every_pair(
+    settings={
+        "unprocessed": {},
+        "walk": {"repetition_penalty": 1.4},
+        "at_once": {"suppress_tokens": [9, 10]},
+        "unknown_processor": {"logits_processor": [lambda input_ids, scores: scores * 0.5]},
+    },
+    eos={"all_to_the_end": [63], "rows_end_apart": [6, 15]},
+    tree={"chain": None, "ragged_tree": "random"},
+    batch_size=[1, 3],
 )
 def test_every_field(both, batch_size, tree, eos, settings):
     plain, ours = both(batch_size, tree, eos_token_id=eos, **ALL, **settings)

@@ -15,11 +15,13 @@ from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer
 from hf_specdec import SpecConfigError
 from tests.architectures import tiny_model
 from tests.models import LETTERS, VOCAB_SIZE, prompts, scripted_for, tiny_llama
+from tests.pairs import every_pair
 
 
 PROMPT = 7
 BATCH_SIZES = [1, 3]
-SHAPES = [pytest.param(None, id="chain"), pytest.param("random", id="ragged_tree")]
+TREES = {"chain": None, "ragged_tree": "random"}
+SHAPES = [pytest.param(tree, id=name) for name, tree in TREES.items()]
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +51,9 @@ def compare(model, texts):
 
 
 class TestEndOfSequence:
-    @pytest.mark.parametrize("batch_size", BATCH_SIZES)
-    @pytest.mark.parametrize("tree", SHAPES)
-    @pytest.mark.parametrize("accuracy", [0.8, 1.0])
-    @pytest.mark.parametrize("eos", [20, [6, 15], [6, 15, 3, 2], [55, 20], [63]])
+    @every_pair(
+        eos=[20, [6, 15], [6, 15, 3, 2], [55, 20], [63]], accuracy=[0.8, 1.0], tree=TREES, batch_size=BATCH_SIZES
+    )
     def test_equals_plain(self, compare, batch_size, tree, accuracy, eos):
         compare(batch_size, tree, accuracy=accuracy, eos_token_id=eos)
 
@@ -258,10 +259,12 @@ class StopAfter(StoppingCriteria):
 
 
 class TestCustomCriteria:
-    @pytest.mark.parametrize("batch_size", BATCH_SIZES)
-    @pytest.mark.parametrize("tree", SHAPES)
-    @pytest.mark.parametrize("eos", [None, 63, [6, 15]], ids=["no_eos", "eos_unseen", "eos_seen"])
-    @pytest.mark.parametrize("per_row", [True, False], ids=["rows", "all"])
+    @every_pair(
+        per_row={"rows": True, "all": False},
+        eos={"no_eos": None, "eos_unseen": 63, "eos_seen": [6, 15]},
+        tree=TREES,
+        batch_size=BATCH_SIZES,
+    )
     def test_same_calls_and_same_text(self, compare, batch_size, tree, eos, per_row):
         made = []
 
@@ -413,19 +416,17 @@ class Recorder(BaseStreamer):
 
 
 class TestStreamers:
-    @pytest.mark.parametrize("batch_size", BATCH_SIZES)
-    @pytest.mark.parametrize("tree", SHAPES)
-    @pytest.mark.parametrize(
-        "settings",
-        [
-            {},
-            {"eos_token_id": [6, 15]},
-            {"eos_token_id": [55, 10, 20, 61]},
-            {"max_new_tokens": 1},
-            {"stopping_criteria": [StopAt()]},
-            {"repetition_penalty": 1.3, "eos_token_id": 20},
-        ],
-        ids=["length", "eos", "eos_first", "one_token", "criterion", "processor"],
+    @every_pair(
+        settings={
+            "length": {},
+            "eos": {"eos_token_id": [6, 15]},
+            "eos_first": {"eos_token_id": [55, 10, 20, 61]},
+            "one_token": {"max_new_tokens": 1},
+            "criterion": {"stopping_criteria": [StopAt()]},
+            "processor": {"repetition_penalty": 1.3, "eos_token_id": 20},
+        },
+        tree=TREES,
+        batch_size=BATCH_SIZES,
     )
     def test_same_events_as_plain(self, compare, batch_size, tree, settings):
         made = []

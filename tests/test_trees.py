@@ -15,6 +15,7 @@ from hf_specdec.decoding.functional import FunctionalSlotModel, slot_model
 from hf_specdec.drafts import TokenTree
 from hf_specdec.protocol import Commit, DraftStep, Prompt
 from tests.models import TINY, VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama, tiny_mistral
+from tests.pairs import every_pair
 from tests.scripted import Script, ScriptedCandidateGenerator
 
 
@@ -142,9 +143,7 @@ def test_models_go_the_way_they_are_here_for():
 
 
 class TestGreedyEqualsPlain:
-    @pytest.mark.parametrize("batch_size", BATCH_SIZES)
-    @pytest.mark.parametrize("tree", TREES)
-    @pytest.mark.parametrize("name", CASES)
+    @every_pair(name=CASES.keys(), tree=TREES.keys(), batch_size=BATCH_SIZES)
     def test_text_and_cache(self, name, tree, batch_size):
         inputs, expected = plain(name, batch_size)
         speculator = speculator_for(expected.sequences, inputs, TREES[tree])
@@ -238,11 +237,13 @@ def states_of_plain_forward(model, tokens: list[int]) -> dict:
 
 
 class TestHiddenStates:
-    @pytest.mark.parametrize("batch_size", [1, 3])
-    @pytest.mark.parametrize("tree", ["chain", "7_nodes", "medusa", DYNAMIC])
-    @pytest.mark.parametrize("walks", [False, True], ids=["at_once", "walk"])
-    @pytest.mark.parametrize("lean", [True, False], ids=["lean_forward", "own_forward"])
-    @pytest.mark.parametrize("make", [tiny_llama, tiny_mistral], ids=["llama", "window"])
+    @every_pair(
+        make={"llama": tiny_llama, "window": tiny_mistral},
+        lean={"lean_forward": True, "own_forward": False},
+        walks={"at_once": False, "walk": True},
+        tree=["chain", "7_nodes", "medusa", DYNAMIC],
+        batch_size=[1, 3],
+    )
     def test_are_those_that_predicted_the_committed_tokens(self, make, lean, walks, tree, batch_size, monkeypatch):
         self.run(make, lean, walks, tree, batch_size, monkeypatch)
 

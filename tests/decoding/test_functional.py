@@ -21,6 +21,7 @@ from hf_specdec.decoding.functional import _MAX_HIDDEN_SIZE, FunctionalSlotModel
 from hf_specdec.decoding.target import SlotModel
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from tests.models import VOCAB_SIZE, prompts, tiny_llama, tiny_mistral
+from tests.pairs import every_pair
 
 
 CPU = torch.device("cpu")
@@ -115,9 +116,11 @@ def assert_same_bits(model, starts, lean_capacity=12, **how):
 
 
 class TestSameBits:
-    @pytest.mark.parametrize("starts", [[0], [0, 0, 0], [3, 0, 5]], ids=["one_row", "uniform", "left_padded"])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-    @pytest.mark.parametrize("name", MODELS)
+    @every_pair(
+        name=MODELS.keys(),
+        dtype={"float32": torch.float32, "bfloat16": torch.bfloat16},
+        starts={"one_row": [0], "uniform": [0, 0, 0], "left_padded": [3, 0, 5]},
+    )
     def test_as_the_models_own_forward(self, name, dtype, starts):
         model = make(name, dtype)
         assert is_plain_llama(model)

@@ -253,7 +253,8 @@ class TestForks:
         model = tiny_llama()
         expected = model.generate(**prompts(1), **GREEDY, spec_method="suffix")
         cache = load_speculator(model, "suffix").resources
-        names = ("loaded", "decoding.attention", "decoding.graphs", "metrics.listeners", "metrics.log_line")
+        parts = ("attention", "capture", "graphs")
+        names = ("loaded", "metrics.listeners", "metrics.log_line", *(f"decoding.{part}" for part in parts))
         modules = [importlib.import_module(f"hf_specdec.{name}") for name in names]
         locks = [lock for module in modules for lock in vars(module).values() if isinstance(lock, Lock)]
         record, log = record_of(model), IntervalLog(1.0)

@@ -22,13 +22,10 @@ from common import CountingStreamer
 from transformers import PreTrainedModel
 
 from hf_specdec import Speculator
-from hf_specdec.candidate_generators.dflash.functional import FunctionalDFlash
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
-from hf_specdec.candidate_generators.eagle.functional import FunctionalEagle
 from hf_specdec.candidate_generators.eagle.network import Eagle3Network, EagleNetwork
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPStage
-from hf_specdec.candidate_generators.mtp.functional import FunctionalMtp
 from hf_specdec.candidate_generators.mtp.network import MtpNetwork
 from hf_specdec.decoding.functional import FunctionalSlotModel
 from hf_specdec.decoding.graphs import CapturedForward
@@ -144,12 +141,9 @@ class DeliveryStreamer(CountingStreamer):
 # Forwards of draft networks without graphs, their heads included. Of those that call each other the outermost counts.
 _NETWORK_FORWARDS = (
     (DFlashNetwork, ("forward", "context", "fuse", "logits")),
-    (FunctionalDFlash, ("__call__", "context")),
     (EagleNetwork, ("forward", "fuse", "logits")),
     (Eagle3Network, ("fuse",)),
-    (FunctionalEagle, ("__call__",)),
     (MtpNetwork, ("forward", "fuse", "logits")),
-    (FunctionalMtp, ("__call__",)),
     (MedusaHeads, ("short_logits",)),
     (MLPStage, ("__call__",)),
 )

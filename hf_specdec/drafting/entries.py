@@ -16,7 +16,6 @@ from torch import nn
 
 from ..decoding.cache import padded_size
 from ..decoding.masks import FULL, causal_mask, uniform_causal_mask
-from ..layers.lean import lean_forward
 from ..transfers import last_of_each
 from .slots import DraftInputs, DraftSlots, Entries
 
@@ -45,13 +44,6 @@ class DraftEntries(DraftSlots):
     def __init__(self, network: nn.Module, starts: list[int], offsets: list[int], capacity: int, **options):
         super().__init__(network, starts, offsets, capacity, **options)
         self.dtype, self.span = network.dtype, network.span
-        self._forward = lean_forward(network, max(offsets))
-
-    def static(self, inputs: DraftInputs, columns: int) -> DraftEntries:
-        static = super().static(inputs, columns)
-        # Calls are not launched again, and the lean forward has a table that ends with this call.
-        static._forward = self.network
-        return static
 
     # Kept entries
 
@@ -85,7 +77,8 @@ class DraftEntries(DraftSlots):
         plan = self.rows.plan_write(count)
         mask = self._causal_mask(count, plan.columns)
         positions = self.rows.positions + torch.arange(count, device=self.device)
-        outputs = self._forward(tokens.to(self.device), hidden, positions, mask, self.cache)
+        bound = self.rows.position_bound
+        outputs = self.network(tokens.to(self.device), hidden, positions, mask, self.cache, bound=bound)
         self.rows.commit(counts)
         return outputs
 
@@ -124,7 +117,8 @@ class DraftEntries(DraftSlots):
             self._hide_distant(slots)
         positions, self._depth = self._positions + self._depth, self._depth + 1
         mask = self._mask[:, None, :, : plan.columns]
-        return self._forward(tokens.to(self.device), hidden, positions, mask, self.cache)
+        bound = self.rows.position_bound
+        return self.network(tokens.to(self.device), hidden, positions, mask, self.cache, bound=bound)
 
     def read_next(self, tokens: torch.LongTensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads the next node of each row's chain, as a [`ReadNext`]; `begin_draft` comes before the first."""

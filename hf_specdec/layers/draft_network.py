@@ -8,19 +8,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..checkpoints.checkpoint import Checkpoint, tensor_shapes
 from ..checkpoints.draft_reader import DraftConfig, DraftReader
 from ..checkpoints.reader import stated
-from ..decoding.attention import NAME
 from ..errors import CheckpointFormatError, shown
+from .llama import DirectModule, is_hooked
+from .rope import RotaryAngles
 
 
 class TargetParts:
@@ -28,24 +30,27 @@ class TargetParts:
 
     They are looked up when they are used, because adapters and new vocabularies put others in their place. The target
     is not kept alive; once it is gone, the last ones that it had remain.
+
+    Attributes:
+        finders (`dict[str, Callable]`): For the name of each part what finds it in a target.
     """
+
+    finders: ClassVar[dict[str, Callable[[nn.Module], Any]]] = {
+        "embedding": lambda target: target.get_input_embeddings(),
+        "head": lambda target: target.get_output_embeddings(),
+    }
 
     def __init__(self, target_model: nn.Module):
         self._target: Callable[[], nn.Module | None] = ref(target_model)
-        self._last = {name: find(target_model) for name, find in self._finders().items()}
-
-    @staticmethod
-    def _finders() -> dict[str, Callable[[nn.Module], Any]]:
-        """How each part is found in a target."""
-        return {"embedding": lambda target: target.get_input_embeddings(), "head": lambda t: t.get_output_embeddings()}
+        self._last = {name: find(target_model) for name, find in self.finders.items()}
 
     def __getattr__(self, name: str) -> Any:
-        finders = {} if name.startswith("_") else self._finders()
-        if name not in finders:
+        find = self.finders.get(name)
+        if find is None:
             raise AttributeError(f"{type(self).__name__} has no part '{name}'.")
         target = self._target()
         if target is not None:
-            self._last[name] = finders[name](target)
+            self._last[name] = find(target)
         return self._last[name]
 
     def __deepcopy__(self, memo: dict) -> TargetParts:
@@ -58,10 +63,10 @@ class TargetParts:
         vars(self).update(state, _target=_gone)
 
     def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
-        """Rows `(R, T, h)` of the embedding; what some targets do behind it, such as scaling, is left out."""
+        """Rows `(R, T, h)` of the embedding; what some targets do after it, such as scaling, is left out."""
         embedding = self.embedding
         tokens = on_device_of(embedding, tokens)
-        if type(embedding).forward is nn.Embedding.forward:
+        if type(embedding).forward is nn.Embedding.forward and is_hooked(embedding):
             return embedding(tokens)
         if isinstance(embedding, nn.Embedding):
             return _rows(embedding.weight, tokens)
@@ -115,29 +120,26 @@ def is_copy(own: torch.Tensor, given: Any) -> bool:
     return alike and torch.equal(own, given)
 
 
-def layer_config(config: DraftConfig) -> Qwen3Config:
-    """What transformers' modules want to know. Qwen3's config has all that Llama's modules read, and fewer rules."""
-    return Qwen3Config(
+def rotary_embedding(config: DraftConfig) -> LlamaRotaryEmbedding:
+    """transformers' rotary embedding of a draft, on the CPU: its frequencies are in no checkpoint."""
+    sizes = Qwen3Config(
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
         num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
-        hidden_act=config.hidden_act,
-        rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters=dict(config.rope_parameters),
-        mlp_bias=False,
-        attn_implementation=NAME,
     )
+    with torch.device("cpu"):
+        return LlamaRotaryEmbedding(sizes)
 
 
-class DraftNetwork(nn.Module):
+class DraftNetwork(DirectModule):
     """A draft with layers, and maybe a vocabulary, of its own.
 
-    Attributes:
+    Args:
         config (`DraftConfig`): What it consists of.
+
+    Attributes:
         token_ids (`torch.LongTensor` of shape `(U,)`): The target's id of each draft id; `None` where they are equal.
         rotary_emb (`nn.Module`): Its rotary embedding, whose frequencies are in no checkpoint.
         doubtful_flags (`tuple[str, ...]`): Flags of the config that checkpoints are known to have the wrong way.
@@ -151,19 +153,53 @@ class DraftNetwork(nn.Module):
     states_keys: tuple[str, ...] = ()
     states_setting: str | None = None
 
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.config = config
+        self.rotary_emb = rotary_embedding(config)
+        self._angles = RotaryAngles(self.rotary_emb)
+
     def with_settings(self, **settings: Any) -> DraftNetwork:
         """Copies the network with other settings in its config; the copy shares its weights."""
         changed = copy.copy(self)
         changed.config = replace(self.config, **settings)
         if "rope_parameters" in settings:
-            with torch.device("cpu"):
-                rotary = type(self.rotary_emb)(layer_config(changed.config))
-            changed._modules = {**self._modules, "rotary_emb": rotary.to(self.rotary_emb.inv_freq.device)}
+            made = rotary_embedding(changed.config).to(self.rotary_emb.inv_freq.device)
+            changed._modules = {**self._modules, "rotary_emb": made}
         return changed
 
     def attach(self, target_model: nn.Module) -> DraftNetwork:
         """Reads from `target_model` what the draft has not itself."""
         raise NotImplementedError(f"{type(self).__name__} must implement attach().")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._weight.device
+
+    @property
+    def _weight(self) -> torch.Tensor:
+        """A weight that every draft has, and that stays as it is where its matrices are packed."""
+        first = next(iter(self._modules["layers"]))
+        return first.post_attention_layernorm.weight
+
+    def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
+        """Embeddings `(R, T, h)` of the target's tokens `(R, T)`, in the dtype and on the device of the draft."""
+        if self.embed_tokens is not None:
+            return self.embed_tokens(tokens.to(self.device))
+        return self._target.embed(tokens).to(self._weight)
+
+    def angles(
+        self, like: torch.Tensor, positions: torch.LongTensor, bound: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine `(R | 1, T, 1, D / 2)` of position ids; the arguments are those of [`RotaryAngles`]."""
+        embedding = self._modules["rotary_emb"]
+        if self._angles.embedding is not embedding:
+            self._angles = RotaryAngles(embedding)
+        return self._angles(positions, like, bound)
 
     @property
     def shared_modules(self) -> tuple[nn.Module, ...]:

@@ -17,7 +17,6 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 from hf_specdec import SpecConfigError, SpeculativeConfig, Speculator, load_speculator, record
 from hf_specdec.candidate_generators.dflash import generator as module
 from hf_specdec.candidate_generators.dflash.formats import BlockView, DFlashConfig
-from hf_specdec.candidate_generators.dflash.functional import FunctionalDFlash, lean_network
 from hf_specdec.candidate_generators.dflash.generator import DFlashCandidateGenerator
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork, GivenContext
 from hf_specdec.decoding.states import captured_states
@@ -586,44 +585,7 @@ class TestAgainstRecomputation:
         assert drafts_of(generator, [text])[0] == Recomputed(network, text[8 - count :], known).chain(7, 6)
 
 
-class TestLeanForward:
-    @every_network
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("prompt_lengths", [(5, 1, 4), (4, 4, 4)], ids=["ragged", "equal"])
-    def test_equals_the_modules(self, network, dtype, prompt_lengths, monkeypatch):
-        """Bit for bit: keys and values of the text, and what the block becomes."""
-        network = random_network(**network).to(dtype)
-        lengths = (9, 6, 12) if len(set(prompt_lengths)) > 1 else (9, 9, 9)
-        texts, states = random_rows(network, lengths, seed=4)
-        found = []
-        for lean in (lean_network, lambda network: network):
-            monkeypatch.setattr(module, "lean_network", lean)
-            generator = speculator_for(network).candidate_generator(Session(3, 1000, torch.device("cpu")))
-            feed(generator, texts, states, prompt_lengths)
-            generator.propose(DraftStep([0, 1, 2], torch.tensor([1, 2, 3]), list(lengths), [5, 5, 5]))
-            text = generator.text
-            block = torch.arange(18).view(3, 6)
-            text.begin_block(6)
-            # What lies in the place of padding is never seen.
-            kept = [
-                part[:, start:]
-                for row, start in enumerate(text.rows.starts)
-                for layer in text.cache.row_states(row)
-                for part in layer
-            ]
-            found.append([text.read_block(block), *kept])
-        assert all(map(torch.equal, *found))
-
-    def test_changed_networks_keep_their_own_forward(self):
-        network = random_network()
-        assert isinstance(lean_network(network), FunctionalDFlash)
-        assert lean_network(network.train()) is network.eval()
-        hook = network.layers[1].mlp.register_forward_hook(lambda module, inputs, output: 2 * output)
-        assert lean_network(network) is network
-        hook.remove()
-        network.layers[0].self_attn.k_proj = torch.nn.Sequential(network.layers[0].self_attn.k_proj, Doubled())
-        assert lean_network(network) is network
-
+class TestLogits:
     def test_a_part_of_a_block_copies_no_weights(self):
         """The positions that predict are no matrix of their own; a batched product would copy the lm_head."""
         for network in (random_network(), random_network(known=list(range(1, 40, 3)))):
@@ -646,11 +608,6 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.add(func.name().partition(".")[0])
         return func(*args, **(kwargs or {}))
-
-
-class Doubled(torch.nn.Module):
-    def forward(self, hidden):
-        return 2 * hidden
 
 
 class TestNothingIsReadBack:

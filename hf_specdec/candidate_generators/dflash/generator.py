@@ -34,7 +34,6 @@ from ...validation import MOST_INTEGER, check_bounds, check_draft_sample_method,
 from ..base import CandidateGenerator
 from .denoising import Denoising, keep_counts
 from .formats import BlockView
-from .functional import FunctionalDFlash, lean_network
 from .lattice import best_candidates, best_prefixes, num_prefixes, prefix_nodes
 from .network import DFlashNetwork, check_mask_token, fitting_network, load_dflash
 
@@ -366,23 +365,13 @@ class DraftText(DraftSlots):
         starts, offsets, capacity, options: As for [`DraftSlots`].
     """
 
-    def __init__(self, network: DFlashNetwork, starts: list[int], offsets: list[int], capacity: int, **options):
-        super().__init__(network, starts, offsets, capacity, **options)
-        self._lean: DFlashNetwork | FunctionalDFlash = lean_network(network)
-
-    def static(self, inputs: DraftInputs, columns: int) -> DraftText:
-        static = super().static(inputs, columns)
-        # Calls are not launched again.
-        static._lean = self.network
-        return static
-
     def extend(self, states: dict[Any, torch.Tensor], counts: list[int] | torch.LongTensor) -> None:
         """Takes in the target's states `(R, C, th)` of the next tokens, the first `counts[r]` of each row."""
         fused = self.network.fuse(states)
         positions = self.rows.positions + torch.arange(fused.shape[1], device=self.device)
         self.rows.plan_write(fused.shape[1])
         bound = self.rows.position_bound
-        for layer, (keys, values) in enumerate(self._lean.context(fused, positions, bound)):
+        for layer, (keys, values) in enumerate(self.network.context(fused, positions, bound)):
             self.cache.update(keys, values, layer)
         self.rows.commit(counts)
 
@@ -396,7 +385,7 @@ class DraftText(DraftSlots):
 
     def read_block(self, tokens: torch.LongTensor) -> torch.Tensor:
         """The network's output `(R, T, h)` for blocks `(R, T)`; nothing of them is kept."""
-        return self._lean(tokens, self._positions, self._masks, self.cache, self.rows.position_bound)
+        return self.network(tokens, self._positions, self._masks, self.cache, self.rows.position_bound)
 
     def _mask(self, view: BlockView, queries: torch.LongTensor, columns: int) -> torch.Tensor | None:
         """Additive mask `(R | 1, 1, T, S)` of a layer, for a block in the slots `queries` `(R | 1, T)`.

@@ -11,7 +11,7 @@ and in every layer to the text before them, of which the draft knows the target'
 What depends on the text alone is computed once for every token. In DSpark (arXiv:2607.05147) a position predicts the
 token behind it, the anchor's the first one, and a table of low rank corrects the logits by the token before.
 
-The layers compute what transformers' Qwen3 layers do. Shapes: R rows, T positions of a block (or of several), S slots
+Shapes: R rows, T positions of a block (or of several), S slots
 of the cache, C tokens of the text, h and th hidden sizes of draft and target, A captured states, D head size, V
 vocabulary of the target, U that of the draft, r rank of the corrections.
 """
@@ -24,25 +24,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint
 from ...checkpoints.draft_reader import stored_vocabulary
 from ...checkpoints.header import TargetSizes
 from ...checkpoints.loading import loads_checkpoint
-from ...decoding.attention import folding_masks, slot_attention
-from ...decoding.functional import RotaryTable, half_angles, rotary_table
 from ...errors import SpecConfigError
-from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, layer_config, loaded_network, on_device_of
+from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, loaded_network, on_device_of
+from ...layers.llama import DecoderLayer, GatedMLP, KeyValueCache, RMSNorm, RotaryAttention, project, with_query_groups
+from ...layers.rope import rotate
 from .formats import BlockView, DFlashConfig, DFlashReader
 
 
 if TYPE_CHECKING:
-    from ...decoding.cache import SlotCache
     from ...settings import SpeculativeConfig
 
 
@@ -70,35 +66,22 @@ class DFlashNetwork(DraftNetwork):
     states_keys = ("target_layer_ids", "aux_hidden_state_layer_ids")
 
     def __init__(self, config: DFlashConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self._state_keys = tuple(layer + 1 for layer in config.target_layer_ids)
         self.target_hidden_states: tuple = tuple(dict.fromkeys(self._state_keys))
-        self.views = tuple(dict.fromkeys(map(config.view, range(config.num_hidden_layers))))
+        self._layer_views = tuple(map(config.view, range(config.num_hidden_layers)))
+        self.views = tuple(dict.fromkeys(self._layer_views))
         size = config.hidden_size
         own_rows = config.num_embeddings
         self.embed_tokens = None if own_rows is None else nn.Embedding(own_rows, size)
         self.fc = nn.Linear(len(self._state_keys) * config.target_hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
-        parts = layer_config(config)
-        self.layers = nn.ModuleList(DFlashLayer(config, parts) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DFlashLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.register_buffer("token_ids", torch.arange(config.draft_vocab_size) if config.has_token_ids else None)
-        # Its frequencies are in no checkpoint.
-        with torch.device("cpu"):
-            self.rotary_emb = LlamaRotaryEmbedding(parts)
-        self._rotary_tables: dict[tuple, RotaryTable | None] = {}
         self._target: _ScaledParts | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
 
     @property
     def num_embeddings(self) -> int:
@@ -133,8 +116,9 @@ class DFlashNetwork(DraftNetwork):
         Returns:
             `torch.Tensor` of shape `(R, C, h)`, in the dtype and on the device of the draft.
         """
-        joined = torch.cat([states[key].to(self.device, self.dtype) for key in self._state_keys], dim=-1)
-        return self.hidden_norm(self.fc(joined))
+        like = self._weight
+        joined = torch.cat([states[key].to(like) for key in self._state_keys], dim=-1)
+        return self.hidden_norm(project(self.fc, joined))
 
     def context(
         self, fused: torch.Tensor, positions: torch.LongTensor, bound: int | None = None
@@ -146,41 +130,21 @@ class DFlashNetwork(DraftNetwork):
             positions (`torch.LongTensor` of shape `(R, C)` or `(1, C)`): Position ids of the tokens.
             bound (`int`, *optional*): All position ids lie below; with it, angles are looked up.
         """
+        attentions = [layer.self_attn for layer in self._modules["layers"]]
+        keys = [attention.keys(fused) for attention in attentions]
+        # The angles are those of all layers.
         angles = self.angles(fused, positions, bound)
-        return [layer.self_attn.keys_and_values(fused, angles) for layer in self.layers]
-
-    def angles(
-        self, like: torch.Tensor, positions: torch.LongTensor, bound: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine `(R | 1, T, 1, D / 2)` of positions, in the dtype and on the device of `like`."""
-        positions = positions.to(like.device)
-        table = None if bound is None else self._rotary_table(like)
-        if table is None:
-            return half_angles(*self.rotary_emb(like, positions))
-        cosine, sine = table.up_to(bound, like)
-        return cosine[positions], sine[positions]
-
-    def _rotary_table(self, like: torch.Tensor) -> RotaryTable | None:
-        # A network may be moved or cast in between.
-        place = (like.dtype, like.device)
-        if place not in self._rotary_tables:
-            self._rotary_tables[place] = rotary_table(self.rotary_emb, self.config.rope_parameters)
-        return self._rotary_tables[place]
+        turned = rotate(torch.cat(keys, dim=2), *angles).split(keys[0].shape[2], dim=2)
+        return [(key.transpose(1, 2), attention.values(fused)) for attention, key in zip(attentions, turned)]
 
     # The block
-
-    def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
-        """Embeddings `(R, T, h)` of the target's tokens `(R, T)`, the mask token among them."""
-        if self.embed_tokens is not None:
-            return self.embed_tokens(tokens.to(self.device))
-        return self._target.embed(tokens).to(self.device, self.dtype)
 
     def forward(
         self,
         tokens: torch.LongTensor,
         positions: torch.LongTensor,
         masks: Mapping[BlockView, torch.Tensor | None],
-        cache: SlotCache | GivenContext,
+        cache: KeyValueCache,
         bound: int | None = None,
     ) -> torch.Tensor:
         """Reads blocks.
@@ -191,8 +155,8 @@ class DFlashNetwork(DraftNetwork):
             positions (`torch.LongTensor` of shape `(R, T)` or `(1, T)`): Their position ids.
             masks (`Mapping`): For each of `views` the mask of its layers of shape `(R | 1, 1, T, S)`, additive, in
                 the draft's dtype. `None`: every position sees everything.
-            cache (`SlotCache` or `GivenContext`): Has the keys and values of the text, from `context`, and is given
-                those of the block.
+            cache (`KeyValueCache`): Has the keys and values of the text, from `context`, and is given those of the
+                block: a `SlotCache` or [`GivenContext`].
             bound (`int`, *optional*): As in `context`.
 
         Returns:
@@ -200,10 +164,11 @@ class DFlashNetwork(DraftNetwork):
         """
         stream = self.embed(tokens)
         angles = self.angles(stream, positions, bound)
-        with folding_masks():
-            for index, layer in enumerate(self.layers):
-                stream = layer(stream, angles, masks[self.config.view(index)], cache, index)
-        return self.norm(stream)
+        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        masks = {view: with_query_groups(mask, groups) for view, mask in masks.items()}
+        for layer, view in zip(self._modules["layers"], self._layer_views):
+            stream = layer(stream, angles, masks[view], cache)
+        return self._modules["norm"](stream)
 
     def predicting(self, output: torch.Tensor) -> torch.Tensor:
         """Of `forward`'s output for one block, `(R, T, h)`, the positions that predict tokens, in their order."""
@@ -224,78 +189,17 @@ class DFlashNetwork(DraftNetwork):
         save_checkpoint(folder, self.config.to_dict(), stored_vocabulary(self.state_dict(), self.config.vocab_size))
 
 
-class DFlashLayer(nn.Module):
-    """A decoder layer: attention and a gated MLP, each behind a norm and added to the stream."""
+class DFlashLayer(DecoderLayer):
+    """A decoder layer of the Qwen3 kind; without a mask, all of the text and of the block is seen."""
 
-    def __init__(self, config: DFlashConfig, parts: Qwen3Config):
-        super().__init__()
-        self.self_attn = DFlashAttention(config)
-        self.mlp = Qwen3MLP(parts)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, stream: torch.Tensor, angles, mask: torch.Tensor | None, cache, index: int) -> torch.Tensor:
-        stream = stream + self.self_attn(self.input_layernorm(stream), angles, mask, cache, index)
-        return stream + self.mlp(self.post_attention_layernorm(stream))
-
-
-class DFlashAttention(nn.Module):
-    """Attention of a block's positions to the text and to each other.
-
-    The angles of its methods are a cosine and a sine of shape `(R | 1, T, 1, D / 2)`.
-    """
-
-    # Without a mask everything is seen.
-    is_causal = False
-
-    def __init__(self, config: DFlashConfig):
-        super().__init__()
-        size, head_size, bias = config.hidden_size, config.head_dim, config.attention_bias
-        queries, keys = config.num_attention_heads * head_size, config.num_key_value_heads * head_size
-        self.head_dim = head_size
-        self.scaling = head_size**-0.5
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.q_proj = nn.Linear(size, queries, bias)
-        self.k_proj = nn.Linear(size, keys, bias)
-        self.v_proj = nn.Linear(size, keys, bias)
-        self.o_proj = nn.Linear(queries, size, bias)
-        self.q_norm = RMSNorm(head_size, config.rms_norm_eps)
-        self.k_norm = RMSNorm(head_size, config.rms_norm_eps)
-
-    def keys_and_values(self, hidden: torch.Tensor, angles) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `(R, kv heads, T, D)` of `(R, T, h)`: of the fused states of the text, or of the block."""
-        keys = turned(self.k_norm(self._heads(self.k_proj(hidden))), *angles)
-        return keys.transpose(1, 2), self._heads(self.v_proj(hidden)).transpose(1, 2)
-
-    def forward(self, hidden: torch.Tensor, angles, mask: torch.Tensor | None, cache, index: int) -> torch.Tensor:
-        """The attended values `(R, T, h)` of a block's normed stream, as layer `index` of the cache."""
-        queries = turned(self.q_norm(self._heads(self.q_proj(hidden))), *angles).transpose(1, 2)
-        keys, values = cache.update(*self.keys_and_values(hidden, angles), index)
-        attended, _ = slot_attention(self, queries, keys, values, mask, scaling=self.scaling)
-        return self.o_proj(attended.flatten(2))
-
-    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
-        return projected.unflatten(-1, (-1, self.head_dim))
-
-
-def turned(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of `(R, T, heads, D)`: the two halves of a head are the coordinates that turn."""
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-
-
-class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension, in float32, multiplied with the weights behind the rounding."""
-
-    def __init__(self, size: int, epsilon: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.variance_epsilon = epsilon
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if hidden.dtype == torch.float32:
-            return F.rms_norm(hidden, self.weight.shape, self.weight, self.variance_epsilon)
-        return self.weight * F.rms_norm(hidden, self.weight.shape, None, self.variance_epsilon)
+    def __init__(self, config: DFlashConfig, index: int):
+        biases = ("q_proj", "k_proj", "v_proj", "o_proj") if config.attention_bias else ()
+        super().__init__(
+            RotaryAttention.new(config, index, biases, has_head_norms=True, is_causal=False),
+            GatedMLP.new(config),
+            RMSNorm(config.hidden_size, config.rms_norm_eps),
+            RMSNorm(config.hidden_size, config.rms_norm_eps),
+        )
 
 
 class MarkovHead(nn.Module):

@@ -4,7 +4,7 @@ EAGLE-1 (arXiv:2401.15077) and EAGLE-2 (arXiv:2406.16858) share one network, EAG
 Entry t of the draft is made of the embedding e of token t + 1 and a state of token t: the target's or the draft's own.
 With W the fully connected layer `fc`:
 
-    EAGLE-1    x_0 = W [e ; f] + b                    f: behind the target's final norm
+    EAGLE-1    x_0 = W [e ; f] + b                    f: after the target's final norm
                y = x_0 + Attn(x_0),                   x = y + MLP(norm(y))
                logits = lm_head of the target (x),    fed back: x
     EAGLE-3    g = W [s_1 ; s_2 ; s_3]                s_a: the residual stream between layers of the target
@@ -12,7 +12,7 @@ With W the fully connected layer `fc`:
                logits = lm_head (norm(x)),            fed back: x, in the place of g
 
 Further layers are ordinary ones. A norm or a bias is there if and only if its tensor is in the checkpoint; which, and
-what else a checkpoint says, is in [`EagleConfig`]. The parts are transformers' own modules.
+what else a checkpoint says, is in [`EagleConfig`].
 
 Shapes: R rows, T entries, S slots of the draft's cache, h and th hidden sizes of draft and target, A captured states,
 V vocabulary of the target, U that of the draft.
@@ -23,26 +23,22 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import Qwen3Config
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint
 from ...checkpoints.header import TargetSizes
 from ...checkpoints.loading import loads_checkpoint
-from ...decoding.attention import folding_masks
 from ...decoding.masks import FULL, Span
 from ...errors import SpecConfigError
-from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, layer_config, loaded_network
+from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, loaded_network
+from ...layers.llama import DecoderLayer, GatedMLP, KeyValueCache, RMSNorm, RotaryAttention, project, with_query_groups
 from .formats import EagleConfig, EagleReader, stored_tensors
 
 
 if TYPE_CHECKING:
-    from ...decoding.cache import SlotCache
     from ...settings import SpeculativeConfig
 
 
@@ -63,37 +59,24 @@ class EagleNetwork(DraftNetwork):
     """
 
     def __init__(self, config: EagleConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.target_hidden_states: tuple = config.aux_layer_ids or ("last",)
         self.span = Span("sliding", config.sliding_window) if config.sliding_window else FULL
         size = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
         self.fc = nn.Linear(config.fc_inputs, size, "fc" in config.biases) if config.has_fc else nn.Identity()
-        parts = layer_config(config)
-        self.layers = nn.ModuleList(self._layer(parts, index) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(map(self._layer, range(config.num_hidden_layers)))
         self.norm = _norm(config, "norm", size)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
         self.register_buffer("token_ids", torch.arange(config.draft_vocab_size) if config.has_token_ids else None)
-        # Its frequencies are in no checkpoint.
-        with torch.device("cpu"):
-            self.rotary_emb = LlamaRotaryEmbedding(parts)
         self._target: TargetParts | None = None
 
-    def _layer(self, parts: Qwen3Config, index: int) -> nn.Module:
-        return EagleLayer(self.config, parts, index)
+    def _layer(self, index: int) -> DecoderLayer:
+        return EagleLayer(self.config, index)
 
     @property
     def spec_method(self) -> str:
         return self.config.method
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layers[0].mlp.down_proj.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.layers[0].mlp.down_proj.weight.device
 
     def attach(self, target_model: nn.Module) -> EagleNetwork:
         """Reads embedding and lm_head from `target_model` where the head has none of its own.
@@ -115,13 +98,8 @@ class EagleNetwork(DraftNetwork):
         Returns:
             `torch.Tensor` of shape `(R, T, h)`, in the dtype and on the device of the head.
         """
-        return torch.cat([states[key].to(self.device, self.dtype) for key in self.target_hidden_states], dim=-1)
-
-    def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
-        """Embeddings `(R, T, h)` of the target's tokens `(R, T)`."""
-        if self.embed_tokens is not None:
-            return self.embed_tokens(tokens.to(self.device))
-        return self._target.embed(tokens).to(self.device, self.dtype)
+        like = self._weight
+        return torch.cat([states[key].to(like) for key in self.target_hidden_states], dim=-1)
 
     def forward(
         self,
@@ -129,7 +107,8 @@ class EagleNetwork(DraftNetwork):
         hidden: torch.Tensor,
         positions: torch.LongTensor,
         mask: torch.Tensor | None,
-        cache: SlotCache | None = None,
+        cache: KeyValueCache | None = None,
+        bound: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads entries.
 
@@ -137,23 +116,23 @@ class EagleNetwork(DraftNetwork):
             tokens (`torch.LongTensor` of shape `(R, T)`): The token of each entry, in the target's ids.
             hidden (`torch.Tensor` of shape `(R, T, h)`): Its state: from `fuse`, or what an earlier call fed back.
             positions (`torch.LongTensor` of shape `(R, T)` or `(1, T)`): Position ids: those of the states' tokens.
-            mask (`torch.Tensor` of shape `(R | 1, 1, T, S)`, *optional*): Additive, in the head's dtype. `None`:
-                causal, or where T is 1 everything.
-            cache (`SlotCache`, *optional*): Where keys and values are put; its plan is set. `None`: nowhere, the
-                entries see each other alone.
+            mask (`torch.Tensor` of shape `(R | 1, 1, T, S)`, *optional*): Additive, in the head's dtype, or boolean.
+                `None`: causal, or where T is 1 everything.
+            cache (`KeyValueCache`, *optional*): Where keys and values are put; the plan of a `SlotCache` is set.
+                `None`: nowhere, the entries see each other alone.
+            bound (`int`, *optional*): Above all positions; with it, angles are looked up.
 
         Returns:
             Two tensors of shape `(R, T, h)`: what is fed back as `hidden` of the next entry, and what `logits` reads.
         """
-        attention = {
-            "position_embeddings": self.rotary_emb(hidden, positions.to(hidden.device)),
-            "attention_mask": mask,
-            "past_key_values": cache,
-        }
-        with folding_masks():
-            return self._read(self.embed(tokens), hidden, attention)
+        mask = with_query_groups(mask, self.config.num_attention_heads // self.config.num_key_value_heads)
+        angles = self.angles(hidden, positions, bound)
+        return self._read(self.embed(tokens), hidden, (angles, mask, cache))
 
-    def _read(self, embedded: torch.Tensor, hidden: torch.Tensor, attention: dict[str, Any]):
+    def _read(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, attention: tuple
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both outputs of `forward`; `attention` are the last arguments of [`DecoderLayer`]."""
         raise NotImplementedError
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
@@ -173,10 +152,11 @@ class Eagle1Network(EagleNetwork):
     """EAGLE-1, EAGLE-2, HASS: ordinary layers over the fully connected layer; all that is read and fed back is x."""
 
     def _read(self, embedded, hidden, attention):
-        stream = self.fc(torch.cat((embedded, hidden), dim=-1))
-        for layer in self.layers:
-            stream = layer(stream, attention)
-        stream = self.norm(stream)
+        parts = self._modules
+        stream = project(parts["fc"], torch.cat((embedded, hidden), dim=-1))
+        for layer in parts["layers"]:
+            stream = layer(stream, *attention)
+        stream = parts["norm"](stream)
         return stream, stream
 
 
@@ -199,8 +179,8 @@ class Eagle3Network(EagleNetwork):
         chunks = range(count) if "fc_norm.0" in config.norms else ()
         self.fc_norm = nn.ModuleList(_norm(config, f"fc_norm.{index}", size) for index in chunks)
 
-    def _layer(self, parts, index):
-        return (EagleLayer if index else FirstEagle3Layer)(self.config, parts, index)
+    def _layer(self, index):
+        return (EagleLayer if index else FirstEagle3Layer)(self.config, index)
 
     def fuse(self, states):
         fused = self.input_norm(super().fuse(states))
@@ -218,46 +198,39 @@ class Eagle3Network(EagleNetwork):
         return changed
 
     def _read(self, embedded, hidden, attention):
-        stream = self.layers[0](embedded, hidden, attention)
-        for layer in self.layers[1:]:
-            stream = layer(stream, attention)
-        output = self.norm(stream)
+        parts = self._modules
+        first, *others = parts["layers"]
+        stream = first(embedded, hidden, *attention)
+        for layer in others:
+            stream = layer(stream, *attention)
+        output = parts["norm"](stream)
         return output if self.config.norm_output else stream, output
 
 
-class EagleLayer(nn.Module):
+class EagleLayer(DecoderLayer):
     """A decoder layer of the Llama or Qwen3 kind, with the norms and biases that its checkpoint has.
 
     Args:
         config (`EagleConfig`): The head.
-        parts (`PreTrainedConfig`): The same for transformers' modules.
         index (`int`): Which layer.
     """
 
     # Times h: what the projections of queries, keys and values read.
     widths = 1
 
-    def __init__(self, config: EagleConfig, parts: Qwen3Config, index: int):
-        super().__init__()
+    def __init__(self, config: EagleConfig, index: int):
         name, size = f"layers.{index}", config.hidden_size
-        attention = Qwen3Attention if f"{name}.self_attn.q_norm" in config.norms else LlamaAttention
-        self.self_attn = attention(parts, index)
-        self.mlp = LlamaMLP(parts)
-        for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            inputs = None if projection == "o_proj" else self.widths * size
-            _fit(self.self_attn, projection, f"{name}.self_attn.{projection}" in config.biases, inputs)
-        for projection in ("gate_proj", "up_proj", "down_proj"):
-            _fit(self.mlp, projection, f"{name}.mlp.{projection}" in config.biases)
-        self.input_layernorm = _norm(config, f"{name}.input_layernorm", size)
-        self.post_attention_layernorm = _norm(config, f"{name}.post_attention_layernorm", size)
-
-    def forward(self, stream: torch.Tensor, attention: dict[str, Any]) -> torch.Tensor:
-        """The stream `(R, T, h)` behind the layer; `attention` is what transformers' attention modules take."""
-        return self._finished(stream, self.input_layernorm(stream), attention)
-
-    def _finished(self, stream, attended, attention):
-        stream = stream + self.self_attn(hidden_states=attended, **attention)[0]
-        return stream + self.mlp(self.post_attention_layernorm(stream))
+        attention, mlp = (
+            {bias.removeprefix(part) for bias in config.biases if bias.startswith(part)}
+            for part in (f"{name}.self_attn.", f"{name}.mlp.")
+        )
+        has_head_norms = f"{name}.self_attn.q_norm" in config.norms
+        super().__init__(
+            RotaryAttention.new(config, index, attention, has_head_norms, self.widths * size),
+            GatedMLP.new(config, mlp),
+            _norm(config, f"{name}.input_layernorm", size),
+            _norm(config, f"{name}.post_attention_layernorm", size),
+        )
 
 
 class FirstEagle3Layer(EagleLayer):
@@ -265,26 +238,21 @@ class FirstEagle3Layer(EagleLayer):
 
     widths = 2
 
-    def __init__(self, config: EagleConfig, parts: Qwen3Config, index: int):
-        super().__init__(config, parts, index)
+    def __init__(self, config: EagleConfig, index: int):
+        super().__init__(config, index)
         self.hidden_norm = _norm(config, f"layers.{index}.hidden_norm", config.hidden_size)
         self.norm_before_residual = config.norm_before_residual
 
-    def forward(self, embedded: torch.Tensor, state: torch.Tensor, attention: dict[str, Any]) -> torch.Tensor:
-        normed = self.hidden_norm(state)
-        both = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
-        return self._finished(normed if self.norm_before_residual else state, both, attention)
+    def forward(self, embedded: torch.Tensor, state: torch.Tensor, *attention) -> torch.Tensor:
+        """The stream `(R, T, h)` after the layer; `attention` are the last arguments of [`DecoderLayer`]."""
+        parts = self._modules
+        normed = parts["hidden_norm"](state)
+        both = torch.cat((parts["input_layernorm"](embedded), normed), dim=-1)
+        return self.finish(normed if self.norm_before_residual else state, both, *attention)
 
 
 def _norm(config: EagleConfig, name: str, size: int) -> nn.Module:
-    return LlamaRMSNorm(size, config.rms_norm_eps) if name in config.norms else nn.Identity()
-
-
-def _fit(module: nn.Module, name: str, bias: bool, inputs: int | None = None) -> None:
-    """Gives a projection the bias and the input width that the checkpoint has."""
-    linear = getattr(module, name)
-    if bias or inputs not in (None, linear.in_features):
-        setattr(module, name, nn.Linear(inputs or linear.in_features, linear.out_features, bias))
+    return RMSNorm(size, config.rms_norm_eps) if name in config.norms else nn.Identity()
 
 
 _NETWORKS = {"eagle": Eagle1Network, "eagle3": Eagle3Network}

@@ -7,7 +7,8 @@ or what the layer before has handed on. With W the projection, E and H norms:
     u = W [E(e) ; H(state)],    z = DecoderLayer(u),    y = norm(z),    logits = lm_head of the target (y)
 
 and y is handed on in the state's place: to the next layer, or to the same one for the next token. Where families
-differ from this is in [`MtpLayout`]. The decoder layers are those of the target's own class.
+differ from this is in [`MtpLayout`]. The decoder layers are those of the target's own class; those of the Llama family
+run as [`DecoderLayer`].
 
 Shapes: R rows, T entries, S slots of the draft's cache, h hidden size, V vocabulary.
 """
@@ -18,7 +19,7 @@ import copy
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -30,12 +31,21 @@ from ...decoding.attention import NAME, folding_masks
 from ...decoding.masks import FULL, Span
 from ...errors import SpecConfigError, UnsupportedModelError
 from ...layers.draft_network import TargetParts
+from ...layers.llama import (
+    DecoderLayer,
+    DirectModule,
+    KeyValueCache,
+    RMSNorm,
+    is_llama_layer,
+    project,
+    with_query_groups,
+)
+from ...layers.rope import RotaryAngles
 from ...target_facts import decoder_layers, hidden_size, vocabulary_size
 from .formats import MTP_LAYOUT, SUPPORTED_MODEL_TYPES, WIDTH_KEY, MtpConfig, MtpReader, stored_tensors
 
 
 if TYPE_CHECKING:
-    from ...decoding.cache import SlotCache
     from ...settings import SpeculativeConfig
 
 
@@ -49,7 +59,7 @@ _LAYER_LISTS = {
 }
 
 
-class MtpNetwork(nn.Module):
+class MtpNetwork(DirectModule):
     """The MTP layers of a target.
 
     Embedding, lm_head and rotary embedding are the target's: they are read where it has them, and are no part of the
@@ -80,34 +90,40 @@ class MtpNetwork(nn.Module):
         self.target_hidden_states: tuple = (num_target_layers if config.layout.before_norm else "last",)
         parts = _layer_config(target_model, config)
         self.span = _span(parts)
-        size, norm = parts.hidden_size, type(target_model.get_decoder().norm)
+        size, count = parts.hidden_size, config.num_projections
+        projections = [nn.Linear(2 * size, size, bias=config.has_bias) for _ in range(count)]
+        layers = [_decoder_layer(target_model, parts, config, index) for index in range(config.num_layers)]
+        self._is_llama = all(map(is_llama_layer, layers))
+        norm = RMSNorm if self._is_llama else type(target_model.get_decoder().norm)
 
         def norms(count: int) -> nn.ModuleList:
             return nn.ModuleList(norm(size, eps=parts.rms_norm_eps) for _ in range(count))
 
-        count = config.num_projections
         self.enorm, self.hnorm = norms(count), norms(count)
-        self.eh_proj = nn.ModuleList(nn.Linear(2 * size, size, bias=config.has_bias) for _ in range(count))
-        layer = type(decoder_layers(target_model)[-1])
-        if config.layout.is_half_layer:
-            self.layers = nn.ModuleList(HalfLayer(target_model, parts, j) for j in range(config.num_layers))
-        else:
-            self.layers = nn.ModuleList(layer(parts, j) for j in range(config.num_layers))
+        self.eh_proj = nn.ModuleList(projections)
+        if self._is_llama:
+            layers = [DecoderLayer.of(layer, index) for index, layer in enumerate(layers)]
+        self.layers = nn.ModuleList(layers)
         self.norm = norms(0 if config.layout.before_norm else count)
         self._layer_types = getattr(parts, "layer_types", None)
         self.attach(target_model)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.eh_proj[0].weight.dtype
+        return self._weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.eh_proj[0].weight.device
+        return self._weight.device
+
+    @property
+    def _weight(self) -> torch.Tensor:
+        return self.enorm[0].weight
 
     def attach(self, target_model: nn.Module) -> MtpNetwork:
         """Reads embedding, lm_head, rotary embedding and final norm from `target_model`."""
         self._target = _SharedParts(target_model)
+        self._angles = RotaryAngles(self.rotary_emb) if self._is_llama else None
         return self
 
     @property
@@ -125,11 +141,11 @@ class MtpNetwork(nn.Module):
         Returns:
             `torch.Tensor` of shape `(R, T, h)`, in the dtype and on the device of the layers.
         """
-        return states[self.target_hidden_states[0]].to(self.device, self.dtype)
+        return states[self.target_hidden_states[0]].to(self._weight)
 
     def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
         """Embeddings `(R, T, h)` of the tokens `(R, T)`."""
-        return self._target.embed(tokens).to(self.device, self.dtype)
+        return self._target.embed(tokens).to(self._weight)
 
     def forward(
         self,
@@ -137,22 +153,24 @@ class MtpNetwork(nn.Module):
         hidden: torch.Tensor,
         positions: torch.LongTensor,
         mask: torch.Tensor | None,
-        cache: SlotCache | None = None,
+        cache: KeyValueCache | None = None,
         layer: int = 0,
+        bound: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads entries with one of the layers.
 
         Args:
             tokens (`torch.LongTensor` of shape `(R, T)`): The token of each entry; for layer j of a chain, the one
-                j + 1 behind the token of its state.
+                j + 1 after the token of its state.
             hidden (`torch.Tensor` of shape `(R, T, h)`): Its state: from `fuse`, or what an earlier call handed on.
             positions (`torch.LongTensor` of shape `(R, T)` or `(1, T)`): Position ids: those of the states' tokens,
                 the same for all layers.
-            mask (`torch.Tensor` of shape `(R | 1, 1, T, S)`, *optional*): Additive, in the layers' dtype. `None`:
-                causal, or where T is 1 everything.
-            cache (`SlotCache`, *optional*): Where keys and values are put; its plan is set. `None`: nowhere, the
-                entries see each other alone.
+            mask (`torch.Tensor` of shape `(R | 1, 1, T, S)`, *optional*): Additive, in the layers' dtype, or boolean.
+                `None`: causal, or where T is 1 everything.
+            cache (`KeyValueCache`, *optional*): Where keys and values are put; the plan of a `SlotCache` is set.
+                `None`: nowhere, the entries see each other alone.
             layer (`int`): Which layer reads them.
+            bound (`int`, *optional*): Above all positions; with it, angles may be looked up.
 
         Returns:
             Two tensors of shape `(R, T, h)`: what is handed on as `hidden`, and what `logits` reads.
@@ -161,8 +179,21 @@ class MtpNetwork(nn.Module):
         halves = [self.enorm[part](self.embed(tokens)), self.hnorm[part](hidden)]
         if self.config.layout.hidden_first:
             halves.reverse()
-        projected = self.eh_proj[part](torch.cat(halves, dim=-1))
-        positions = positions.to(hidden.device).expand(len(hidden), -1)
+        projected = project(self.eh_proj[part], torch.cat(halves, dim=-1))
+        read = self._read_as_llama if self._is_llama else self._read_as_family
+        stream = read(layer, projected, positions, mask, cache, bound)
+        if self.config.layout.before_norm:
+            return stream, self.final_norm(stream)
+        output = self.norm[part](stream)
+        return output, output
+
+    def _read_as_llama(self, layer, projected, positions, mask, cache, bound) -> torch.Tensor:
+        own = self.layers[layer]
+        angles = self._angles(positions, projected, bound)
+        return own(projected, angles, with_query_groups(mask, own.self_attn.groups), cache)
+
+    def _read_as_family(self, layer, projected, positions, mask, cache, bound) -> torch.Tensor:
+        positions = positions.to(projected.device).expand(len(projected), -1)
         with folding_masks():
             stream = self.layers[layer](
                 projected,
@@ -171,11 +202,7 @@ class MtpNetwork(nn.Module):
                 past_key_values=cache,
                 position_embeddings=self._target.angles(projected, positions, self._layer_type(layer)),
             )
-        stream = stream[0] if isinstance(stream, tuple) else stream
-        if self.config.layout.before_norm:
-            return stream, self.final_norm(stream)
-        output = self.norm[part](stream)
-        return output, output
+        return stream[0] if isinstance(stream, tuple) else stream
 
     @property
     def rotary_emb(self) -> nn.Module:
@@ -221,6 +248,13 @@ class MtpNetwork(nn.Module):
         save_checkpoint(folder, config, tensors)
 
 
+def _decoder_layer(target_model: nn.Module, parts: Any, config: MtpConfig, index: int) -> nn.Module:
+    """A layer of the target's own class, with random weights."""
+    if config.layout.is_half_layer:
+        return HalfLayer(target_model, parts, index)
+    return type(decoder_layers(target_model)[-1])(parts, index)
+
+
 class HalfLayer(nn.Module):
     """One attention and one dense MLP of a target whose decoder layers have two of each (LongCat-Flash).
 
@@ -261,16 +295,16 @@ class MtpTarget:
 class _SharedParts(TargetParts):
     """Also its rotary embedding and its final norm."""
 
+    finders: ClassVar = TargetParts.finders | {
+        "norm": lambda target: target.get_decoder().norm,
+        "rotary": lambda target: target.get_decoder().rotary_emb,
+    }
+
     def __init__(self, target_model: nn.Module):
         super().__init__(target_model)
         self._names_types = "layer_type" in inspect.signature(self.rotary.forward).parameters
         # In multimodal targets a token has three positions; of text they are the same.
         self._has_sections = hasattr(self.rotary, "mrope_section")
-
-    @staticmethod
-    def _finders():
-        own = {"norm": lambda target: target.get_decoder().norm, "rotary": lambda t: t.get_decoder().rotary_emb}
-        return TargetParts._finders() | own
 
     def angles(self, like: torch.Tensor, positions: torch.LongTensor, layer_type: str | None):
         positions = positions.expand(3, -1, -1) if self._has_sections else positions

@@ -1,0 +1,105 @@
+"""Rotary angles: what is looked up is what the embedding computes."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from hf_specdec import demo, load_speculator
+from hf_specdec.candidate_generators.dflash.network import GivenContext
+from hf_specdec.layers.draft_network import rotary_embedding
+from hf_specdec.layers.rope import RotaryAngles, half_angles, rotate
+
+
+KINDS = {
+    "default": {},
+    "linear": {"factor": 8.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 16},
+    "dynamic": {"factor": 8.0},
+}
+POSITIONS = torch.tensor([[0, 3, 4, 5], [7, 8, 30, 31]])
+
+
+def embedding(kind, kind_of=LlamaRotaryEmbedding):
+    parameters = {"rope_type": kind, "rope_theta": 10000.0, **KINDS[kind]}
+    return kind_of(LlamaConfig(head_dim=16, max_position_embeddings=16, rope_parameters=parameters))
+
+
+class Counted(LlamaRotaryEmbedding):
+    """An embedding that counts its calls."""
+
+    num_calls = 0
+
+    def forward(self, *args):
+        self.num_calls += 1
+        return super().forward(*args)
+
+
+class TestAngles:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_looked_up_or_computed(self, kind, dtype):
+        like, looked_up, computed = torch.zeros(1, dtype=dtype), *(RotaryAngles(embedding(kind)) for _ in range(2))
+        for bound in (32, 40, 500):
+            # A dynamic embedding remembers the longest text.
+            expected = half_angles(*embedding(kind)(like, POSITIONS))
+            found = looked_up(POSITIONS, like, bound)
+            assert [part.shape for part in found] == [(2, 4, 1, 8)] * 2
+            assert all(map(torch.equal, found, expected))
+            assert all(map(torch.equal, computed(POSITIONS, like), expected))
+
+    def test_one_call_for_many_positions(self):
+        counted = embedding("default", kind_of=Counted)
+        angles, like, last = RotaryAngles(counted), torch.zeros(1), torch.tensor([[64]])
+        for bound in (32, 33, 64):
+            angles(POSITIONS, like, bound)
+        assert counted.num_calls == 1
+        expected = half_angles(*embedding("default")(like, last))
+        assert all(map(torch.equal, angles(last, like, 65), expected))
+        assert counted.num_calls == 2
+
+    def test_frequencies_that_change_with_the_text_are_not_looked_up(self):
+        counted = embedding("dynamic", kind_of=Counted)
+        angles = RotaryAngles(counted)
+        for calls in (1, 2):
+            angles(POSITIONS, torch.zeros(1), 32)
+            assert counted.num_calls == calls
+
+    def test_turn_heads_as_transformers_does(self):
+        heads = torch.randn(2, 4, 3, 16)
+        cosine, sine = embedding("yarn")(heads, POSITIONS)
+        expected, _ = apply_rotary_pos_emb(heads.transpose(1, 2), heads.transpose(1, 2), cosine, sine)
+        assert torch.equal(rotate(heads, *half_angles(cosine, sine)), expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "dflash"])
+@torch.no_grad()
+def test_networks_make_the_same_of_both(method):
+    target = demo.load_target()
+    network = load_speculator(target, {"method": method, "model": getattr(demo, f"{method}_path")()}).resources
+    tokens, positions = torch.tensor([[5, 6, 7], [8, 9, 10]]), torch.tensor([[0, 1, 2], [40, 41, 42]])
+
+    def outputs(bound):
+        if method != "dflash":
+            hidden = torch.linspace(-1, 1, 2 * 3 * 256).view(2, 3, 256)
+            return network(tokens, hidden, positions, None, bound=bound)
+        fused = torch.linspace(-1, 1, 2 * 3 * network.config.hidden_size).view(2, 3, -1)
+        context = network.context(fused, positions, bound)
+        block = network(tokens, positions + 3, dict.fromkeys(network.views), GivenContext(context), bound)
+        return [block, *(part for layer in context for part in layer)]
+
+    assert all(map(torch.equal, outputs(46), outputs(None)))
+
+
+@torch.no_grad()
+def test_an_embedding_in_the_place_of_another():
+    """A copy that shares all but its rotary embedding, as the doctor makes them."""
+    network = load_speculator(demo.load_target(), {"method": "dflash", "model": demo.dflash_path()}).resources
+    like, positions = torch.zeros(1), torch.tensor([[3, 9]])
+    before = network.angles(like, positions, 10)
+    changed = network.with_settings(rope_parameters={**network.config.rope_parameters, "rope_theta": 77.0})
+    expected = half_angles(*rotary_embedding(changed.config)(like, positions))
+    assert all(map(torch.equal, changed.angles(like, positions, 10), expected))
+    assert not torch.equal(before[0], expected[0])
+    assert all(map(torch.equal, network.angles(like, positions, 10), before))

@@ -1,10 +1,9 @@
 """A lean forward for small dense models of the Llama family.
 
-A forward of a few tokens through a small model is mostly module calls and small operations, not arithmetic. The same
-operations written as plain functions over the model's own weights take half of the time or less. The weights are read
-where they are, so nothing is copied, and the results are bit for bit those of the model's own
-forward over slots. Whatever is not exactly such a model (other classes, quantised layers, adapters, hooks, replaced
-forwards, another attention implementation) goes through its own forward.
+A forward of a few tokens through a small model is mostly module calls and small operations, not arithmetic. The layers
+of [`~layers.llama`] share the model's own weights and take half of the time or less, and the results are bit for bit
+those of the model's own forward over slots. Whatever is not exactly such a model (other classes, quantised layers,
+adapters, hooks, replaced forwards, another attention implementation) goes through its own forward.
 
 Shapes: R rows, T nodes, H hidden size, Q query heads, K key/value heads, D head size, V vocabulary.
 """
@@ -44,7 +43,7 @@ def slot_model(
 
 
 def is_plain_llama(model: nn.Module) -> bool:
-    """Whether `FunctionalSlotModel` computes exactly what the model's own forward does."""
+    """Tells whether `FunctionalSlotModel` computes exactly what the model's own forward does."""
     config = model.config
     if type(model).__name__ not in _FAMILY or not is_published(type(model)):
         return False
@@ -95,7 +94,7 @@ class FunctionalSlotModel(SlotModel):
         return SlotOutput(F.linear(self._norm(stream[:, logits_from:]), self._head), states)
 
     def _masks_of_spans(self, topology: TreeTopology, tokens: torch.LongTensor, rows: RowState) -> list:
-        """What each layer's attention is given as mask, by span."""
+        """The masks of layers, by span."""
         tree, spans, nodes = self._tree(topology, tokens, rows), self.profile.spans, tokens.shape[1]
         fits = self._head.dtype in DTYPES and self._attention.head_dim <= MAX_HEAD_SIZE
         has_kernel = tree is not None and fits

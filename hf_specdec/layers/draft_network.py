@@ -1,4 +1,4 @@
-"""What draft networks have in common: what they share with the target, their vocabulary, and how they are loaded.
+"""Draft networks: the parts that they share with the target, their vocabulary, and their loading.
 
 Shapes: R rows, T tokens, h hidden size, V vocabulary of the target, U that of the draft.
 """
@@ -76,7 +76,7 @@ class TargetParts:
         return rows if scale is None else rows / scale
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
-        """What the target's lm_head makes of an output `(..., h)`."""
+        """Logits `(..., V)` that the target's lm_head computes from an output `(..., h)`."""
         head = self.head
         weight = getattr(head, "weight", None)
         if not torch.is_tensor(weight):
@@ -108,12 +108,12 @@ def _rows(weight: torch.Tensor, tokens: torch.LongTensor) -> torch.Tensor:
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether the processes of a group have a part of a tensor each."""
+    """Tells whether the processes of a group have a part of a tensor each."""
     return hasattr(tensor, "full_tensor")
 
 
 def is_copy(own: torch.Tensor, given: Any) -> bool:
-    """Whether a tensor of a draft is a copy of one of the target's, of its dtype and on its device."""
+    """Tells whether a tensor of a draft is a copy of one of the target's, of its dtype and on its device."""
     if not torch.is_tensor(given) or is_distributed(given):
         return False
     alike = (own.shape, own.dtype, own.device) == (given.shape, given.dtype, given.device)
@@ -278,7 +278,7 @@ def _check_tied(reader: DraftReader, network: DraftNetwork, target_model: nn.Mod
 
 
 def is_close(own: torch.Tensor, given: torch.Tensor) -> bool:
-    """Whether a tensor of a draft is one of the target's but for rounding."""
+    """Tells whether a tensor of a draft is one of the target's but for rounding."""
     rows = min(len(own), len(given))
     if own.shape[1:] != given.shape[1:] or given.is_meta or not given.is_floating_point():
         return False

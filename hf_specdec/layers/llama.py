@@ -30,7 +30,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class LayerSizes(Protocol):
-    """What a config says of its layers."""
+    """Sizes of layers, as configs name them."""
 
     @property
     def hidden_size(self) -> int: ...

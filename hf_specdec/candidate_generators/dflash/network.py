@@ -9,7 +9,7 @@ and in every layer to the text before them, of which the draft knows the target'
     logits = lm_head(norm(x_L))                      of the mask in question; the anchor's are of no use
 
 What depends on the text alone is computed once for every token. In DSpark (arXiv:2607.05147) a position predicts the
-token behind it, the anchor's the first one, and a table of low rank corrects the logits by the token before.
+token after it, the anchor's the first one, and a table of low rank corrects the logits by the token before.
 
 Shapes: R rows, T positions of a block (or of several), S slots
 of the cache, C tokens of the text, h and th hidden sizes of draft and target, A captured states, D head size, V
@@ -85,7 +85,7 @@ class DFlashNetwork(DraftNetwork):
 
     @property
     def num_embeddings(self) -> int:
-        """How many tokens have an embedding; those behind the vocabulary may serve as masks."""
+        """Number of tokens that have an embedding; those past the vocabulary may serve as masks."""
         embedding = self._target.embedding if self.embed_tokens is None else self.embed_tokens
         return getattr(embedding, "num_embeddings", None) or embedding.weight.shape[0]
 
@@ -108,7 +108,7 @@ class DFlashNetwork(DraftNetwork):
     # The text
 
     def fuse(self, states: Mapping[Any, torch.Tensor]) -> torch.Tensor:
-        """What all layers see of tokens of the text.
+        """Fuses the target's states of tokens of the text into what all layers see of them.
 
         Args:
             states (`Mapping`): For each of `target_hidden_states` a tensor of shape `(R, C, th)`.
@@ -211,7 +211,7 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
 
     def forward(self, tokens: torch.LongTensor) -> torch.Tensor:
-        """What is added to the logits `(..., U)` behind the target's tokens `(...)`."""
+        """Corrections `(..., U)` of the logits after the target's tokens `(...)`."""
         return self.markov_w2(self.markov_w1(tokens))
 
 
@@ -222,13 +222,13 @@ class GivenContext:
         self.layers = layers
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs):
-        """Those of the layer with those of the block behind them; nothing is kept."""
+        """Those of the layer, then those of the block; nothing is kept."""
         known_keys, known_values = self.layers[layer_idx]
         return torch.cat((known_keys, keys), dim=2), torch.cat((known_values, values), dim=2)
 
 
 class _ScaledParts(TargetParts):
-    """With what targets do behind their embedding and their lm_head: drafts are trained with it."""
+    """Embedding and lm_head with the scaling that targets apply after them: drafts are trained with it."""
 
     def __init__(self, target_model: nn.Module):
         super().__init__(target_model)
@@ -246,13 +246,13 @@ class _ScaledParts(TargetParts):
         return type(self.head) is nn.Linear and self.head.bias is None and not self._softcap and self._scale == 1
 
     def embed(self, tokens):
-        """As the target embeds them, its scaling included. A norm behind the table belongs to the target alone."""
+        """As the target embeds them, its scaling included. A norm after the table belongs to the target alone."""
         if hasattr(self.embedding, "embed_norm"):
             return super().embed(tokens)
         return self.embedding(on_device_of(self.embedding, tokens))
 
     def logits(self, output):
-        """What the target makes of an output: the scaling and the cap of its logits count in probabilities."""
+        """The target's logits of an output: their scaling and cap count in probabilities."""
         logits = super().logits(output)
         if self._scale != 1:
             logits = logits * self._scale

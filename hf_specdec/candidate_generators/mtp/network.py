@@ -180,19 +180,38 @@ class MtpNetwork(DirectModule):
         if self.config.layout.hidden_first:
             halves.reverse()
         projected = project(self.eh_proj[part], torch.cat(halves, dim=-1))
-        read = self._read_as_llama if self._is_llama else self._read_as_family
-        stream = read(layer, projected, positions, mask, cache, bound)
+        if self._is_llama:
+            stream = self._read_as_llama(layer, projected, positions, mask, cache, bound)
+        else:
+            stream = self._read_as_family(layer, projected, positions, mask, cache)
         if self.config.layout.before_norm:
             return stream, self.final_norm(stream)
         output = self.norm[part](stream)
         return output, output
 
-    def _read_as_llama(self, layer, projected, positions, mask, cache, bound) -> torch.Tensor:
+    def _read_as_llama(
+        self,
+        layer: int,
+        projected: torch.Tensor,
+        positions: torch.LongTensor,
+        mask: torch.Tensor | None,
+        cache: KeyValueCache | None,
+        bound: int | None,
+    ) -> torch.Tensor:
+        """The stream `(R, T, h)` after a layer of the Llama family."""
         own = self.layers[layer]
         angles = self._angles(positions, projected, bound)
         return own(projected, angles, with_query_groups(mask, own.self_attn.groups), cache)
 
-    def _read_as_family(self, layer, projected, positions, mask, cache, bound) -> torch.Tensor:
+    def _read_as_family(
+        self,
+        layer: int,
+        projected: torch.Tensor,
+        positions: torch.LongTensor,
+        mask: torch.Tensor | None,
+        cache: KeyValueCache | None,
+    ) -> torch.Tensor:
+        """The stream `(R, T, h)` after a layer of the target's own class."""
         positions = positions.to(projected.device).expand(len(projected), -1)
         with folding_masks():
             stream = self.layers[layer](
@@ -274,14 +293,14 @@ class HalfLayer(nn.Module):
         self.post_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, stream: torch.Tensor, **attention) -> torch.Tensor:
-        """The stream `(R, T, h)` behind the layer; `attention` is what decoder layers of transformers take."""
+        """The stream `(R, T, h)` after the layer; `attention` is what decoder layers of transformers take."""
         stream = stream + self.self_attn(hidden_states=self.input_layernorm(stream), **attention)[0]
         return stream + self.mlp(self.post_attention_layernorm(stream))
 
 
 @dataclass(frozen=True)
 class MtpTarget:
-    """What a target must share with the one that MTP layers were made for."""
+    """Sizes that a target must share with the one that MTP layers were made for."""
 
     model_type: str
     hidden_size: int
@@ -353,7 +372,7 @@ def _span(config: Any) -> Span:
 
 
 def new_mtp(target_model: nn.Module, num_layers: int = 1, intermediate_size: int | None = None) -> MtpNetwork:
-    """MTP layers to be trained, in the `mtp` layout: copies of the target's last layer behind a random projection.
+    """MTP layers to be trained, in the `mtp` layout: copies of the target's last layer after a random projection.
 
     Args:
         target_model (`PreTrainedModel`): The target, not quantised. Its random state decides nothing; torch's does.
@@ -446,7 +465,7 @@ def fitting_network(network: nn.Module, target_model: nn.Module) -> MtpNetwork:
 
 
 def _can_be_cut(shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> bool:
-    """Whether tensors of these shapes have those wanted as their first parts."""
+    """Tells whether tensors of these shapes have those wanted as their first parts."""
     if shapes.keys() != wanted.keys():
         return False
     pairs = [(shape, wanted[name]) for name, shape in shapes.items()]

@@ -64,7 +64,8 @@ class FunctionalSlotModel(SlotModel):
         self._head = model.get_output_embeddings().weight
         self._norm = RMSNorm.of(decoder.norm)
         self._layers = [DecoderLayer.of(layer, index) for index, layer in enumerate(decoder.layers)]
-        self._attention = self._layers[0].self_attn
+        attention = self._layers[0].self_attn
+        self._head_dim, self._groups = attention.head_dim, attention.groups
         self._has_full_span = all(span == FULL for span in self.profile.spans)
         types = self.profile.layer_types
         self._span_of_layer = [types.index(kind) if types else 0 for kind in self._layer_kinds(model.config)]
@@ -96,7 +97,7 @@ class FunctionalSlotModel(SlotModel):
     def _masks_of_spans(self, topology: TreeTopology, tokens: torch.LongTensor, rows: RowState) -> list:
         """The masks of layers, by span."""
         tree, spans, nodes = self._tree(topology, tokens, rows), self.profile.spans, tokens.shape[1]
-        fits = self._head.dtype in DTYPES and self._attention.head_dim <= MAX_HEAD_SIZE
+        fits = self._head.dtype in DTYPES and self._head_dim <= MAX_HEAD_SIZE
         has_kernel = tree is not None and fits
         self.attention_layers = Counter({TREE_KERNEL: len(self._layers)} if has_kernel else {})
         if has_kernel:
@@ -105,7 +106,7 @@ class FunctionalSlotModel(SlotModel):
         if nodes == 1 and self._has_full_span and rows.is_uniform:
             return [None] * len(spans)
         # The query heads of a group become further positions of their key/value head.
-        repeats = self._attention.groups if nodes > 1 else 1
+        repeats = self._groups if nodes > 1 else 1
         return node_masks(topology, rows, self.cache.plan.columns, spans, self._head.dtype, repeats)
 
     def _rotary_at(

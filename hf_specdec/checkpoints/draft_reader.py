@@ -124,8 +124,9 @@ class DraftReader(CheckpointReader):
     @property
     def stated_vocab_size(self) -> int | None:
         """V, by a tensor that has a row for each token, or by the config."""
-        rows = (self.shape(name) for name in ("embed_tokens.weight", "t2d"))
-        return next((shape[0] for shape in rows if shape), None) or self.setting("vocab_size", COUNT)
+        shapes = (self.shape(name) for name in ("embed_tokens.weight", "t2d"))
+        rows = next((shape[0] for shape in shapes if shape), None)
+        return self.setting("vocab_size", COUNT) if rows is None else rows
 
     def share(self, columns: int, states: int) -> int | None:
         """Width of each of so many states that are read side by side, `None` where they are not equally wide."""

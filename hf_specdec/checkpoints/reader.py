@@ -91,7 +91,11 @@ class CheckpointReader:
         return found if COUNT.is_valid(found) else None
 
     def refusal(self) -> str | None:
-        """Reason why it is not supported, whatever the target is, without a subject; `None` where it is."""
+        """Reason why it cannot be used, whatever the target is, without a subject; `None` where it can.
+
+        Raises:
+            CheckpointFormatError: It is incomplete or contradicts itself.
+        """
         known = (kind.what for kind in self.unsupported if kind.is_there(self.places, self.stored))
         return next(known, None) or refused_key(self.header.config, self.keys)
 

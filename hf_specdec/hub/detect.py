@@ -93,8 +93,7 @@ def _detected(files: RepoFiles) -> Detection:
     try:
         reader = row.reader(Header(files.name, files.config, tensors, weight_file))
         needs = TargetNeeds(_target_name(reader, files, is_whole_model))
-        if reason := reader.refusal():
-            problems.append(f"It {reason}")
+        problems += _own_problems(reader)
         num_draft_tokens = reader.num_draft_tokens
         needs = replace(reader.needs, name=needs.name)
     except CheckpointAccessError:
@@ -113,6 +112,17 @@ def _detected(files: RepoFiles) -> Detection:
         _layers_in_target(files, tensors) if is_whole_model else 0,
         tuple(problems),
     )
+
+
+def _own_problems(reader: CheckpointReader) -> list[str]:
+    """Reasons why a checkpoint cannot be used, whatever the target is."""
+    try:
+        reason = reader.refusal()
+    except CheckpointAccessError:
+        raise
+    except CheckpointFormatError as error:
+        return [_about_it(str(error), reader.name)]
+    return [f"It {reason}"] if reason else []
 
 
 def _about_it(message: str, name: str) -> str:

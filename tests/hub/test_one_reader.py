@@ -306,3 +306,31 @@ def test_rotary_embeddings_of_several_kinds_of_layers(tmp_path):
     sliding = {**mixed, "layer_types": ["sliding_attention"] * 3}
     _, network, _ = outcome(copy_of(name, tmp_path / "sliding", {**change, **sliding}), target)
     assert network.config.rope_parameters["rope_theta"] == 1e6
+
+
+@pytest.mark.parametrize("name", ["medusa/v01_heads_pt", "mlp_speculator/untied_plain", "eagle/eagle3_speculators"])
+def test_tensors_of_something_else(tmp_path, name):
+    """A config alone makes no drafter: detection says what is missing, as loading does."""
+    folder = copy_of(name, tmp_path / "head")
+    weights = next(path for path in folder.iterdir() if path.suffix in (".safetensors", ".pt"))
+    weights.unlink()
+    save_file({"something.weight": torch.ones(2, 2)}, folder / "model.safetensors")
+    found, _, error = outcome(folder, loaded_target(HEADS[name]))
+    assert isinstance(error, CheckpointFormatError)
+    assert len(found.problems) == 1
+
+
+def test_an_embedding_without_rows(tmp_path):
+    name = "eagle/eagle3_llama"
+    folder = copy_of(name, tmp_path / "head")
+    tensors = load_file(folder / "model.safetensors")
+    width = loaded_target(HEADS[name]).config.hidden_size
+    save_file({**tensors, "embed_tokens.weight": torch.ones(0, width)}, folder / "model.safetensors")
+    found = check(folder, loaded_target(HEADS[name]))
+    assert found.target.vocab_size == 0
+
+
+def test_layers_copied_from_a_quantised_target(tmp_path):
+    quantised = {"transformer_layer_config.quantization_config": {"quant_method": "fp8"}}
+    name = "eagle/eagle3_speculators"
+    assert check(copy_of(name, tmp_path / "head", quantised), loaded_target(HEADS[name])).problems == ()

@@ -238,7 +238,10 @@ class DFlashReader(DraftReader):
     # What it is
 
     def refusal(self) -> str | None:
-        return super().refusal() or self._unknown_kind() or self._wrong_block()
+        reason = super().refusal() or self._unknown_kind() or self._wrong_block()
+        if reason is None and self.header.shapes is not None:
+            self.require(_EVERY_DRAFT, "a DFlash draft")
+        return reason
 
     def _unknown_kind(self) -> str | None:
         """Reason not to take a draft that calls itself one of another kind for one of these."""
@@ -318,7 +321,6 @@ class DFlashReader(DraftReader):
             CheckpointFormatError: The checkpoint is incomplete, contradicts itself, or was made for another target.
         """
         self.check_supported()
-        self.require(_EVERY_DRAFT, "a DFlash draft")
         ids = self._target_layer_ids(target)
         self.check_states([index + 1 for index in ids], target, self.for_target)
         self.check_target(target)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -165,6 +165,7 @@ _ADAPTER = Unsupported(
     "head without them.",
     tensors=("*lora_*",),
 )
+_QUANTISED = replace(QUANTISED, config=())
 _EXPERTS = Unsupported(
     "has a layer with experts, which is not supported. Pass a head with an ordinary MLP.", tensors=("*.experts.*",)
 )
@@ -199,7 +200,7 @@ class EagleReader(DraftReader):
         "aux_norm_mid.": "fc_norm.1.",
         "aux_norm_high.": "fc_norm.2.",
     }
-    unsupported = (_PARALLEL, _MTP, _MLA, _LAYERNORMS, _ADAPTER, QUANTISED, _EXPERTS, _LLAMA4, _COHERE, _MINICPM)
+    unsupported = (_PARALLEL, _MTP, _MLA, _LAYERNORMS, _ADAPTER, _QUANTISED, _EXPERTS, _LLAMA4, _COHERE, _MINICPM)
     # Buffers, what only training needs, and EAGLE-1's copy of the target's lm_head.
     unused = re.compile(r"d2t|t2d|token_map|.*inv_freq|verifier_.*|lm_head\.weight")
     usual = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
@@ -232,9 +233,14 @@ class EagleReader(DraftReader):
             return f"is of the kind {shown(kind)} (`speculators_model_type`), no EAGLE head. Pass an EAGLE head."
         if reason := super().refusal():
             return reason
+        # In the config of the layers it is a copy of what is said of the target.
+        if self.header.config.get("quantization_config"):
+            return QUANTISED.what
+        if self.header.shapes is None:
+            return None
         parts = ("fc.weight", f"{FIRST_LAYER}.self_attn.q_proj.weight")
-        is_head = f"{FIRST_LAYER}.hidden_norm.weight" in self.stored or all(part in self.stored for part in parts)
-        if is_head or self.header.shapes is None:
+        if f"{FIRST_LAYER}.hidden_norm.weight" in self.stored or all(part in self.stored for part in parts):
+            self.require(projections(), "the first layer")
             return None
         return (
             f"is no EAGLE head: {self.header.file} has neither `fc.weight` nor `hidden_norm.weight` of a first layer "
@@ -271,7 +277,6 @@ class EagleReader(DraftReader):
             CheckpointFormatError: The checkpoint is incomplete, contradicts itself, or was made for another target.
         """
         self.check_supported()
-        self.require(projections(), "the first layer")
         ids = () if self.reads_last_state else self._boundaries(target)
         self.check_target(target)
         self.check_shared_parts(target)

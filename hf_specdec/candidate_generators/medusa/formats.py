@@ -118,7 +118,7 @@ class MedusaReader(CheckpointReader):
 
     @property
     def needs(self) -> TargetNeeds:
-        if self.header.shapes is None:
+        if not self.num_heads:
             return TargetNeeds(None, self.setting("hidden_size", COUNT), self.setting("vocab_size", COUNT))
         # Heads without an lm_head speak the target's tokens, and of a cut one the rows do not tell.
         size = None if not self.num_lm_heads else self.setting("vocab_size", COUNT) if self.cut_size else self.num_rows

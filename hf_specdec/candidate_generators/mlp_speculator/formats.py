@@ -135,22 +135,18 @@ class MLPSpeculatorReader(CheckpointReader):
         return self.config.n_predict
 
     def refusal(self) -> str | None:
-        return super().refusal() or self._unusable()
-
-    def _unusable(self) -> str | None:
+        if reason := super().refusal():
+            return reason
         try:
-            MLPSpeculatorConfig.from_dict(self.header.config)
+            config = self.config
         except CheckpointFormatError as error:
             return f"cannot be used, for its config.json is not usable. {error}"
+        if self.header.shapes is not None:
+            self._check_stages(config)
         return None
 
-    def check_stages(self) -> None:
-        """Checks number and width of the stages that the weights have, before a network is made by the config.
-
-        Raises:
-            CheckpointFormatError: The config says something else.
-        """
-        config = self.config
+    def _check_stages(self, config: MLPSpeculatorConfig) -> None:
+        """Checks number and width of the stages that the weights have, before a network is made by the config."""
         for part in ("emb", "head"):
             found = re.compile(rf"{part}\.([0-9]{{1,9}})\.")
             stages = 1 + max((int(match[1]) for match in map(found.match, self.stored) if match), default=-1)

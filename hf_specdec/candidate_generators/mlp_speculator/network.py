@@ -171,7 +171,6 @@ def load_mlp_speculator(config: SpeculativeConfig, target_model: nn.Module) -> M
     reader = MLPSpeculatorReader(checkpoint.header)
     reader.check_supported()
     reader.check_target(TargetSizes.of(target_model, with_layers=False))
-    reader.check_stages()
     with torch.device("meta"):
         speculator = MLPSpeculator(reader.config)
     shapes = tensor_shapes(speculator)

@@ -42,6 +42,7 @@ from hf_specdec.candidate_generators.draft_model import network as loading
 from hf_specdec.decoding.target import SlotModel
 from hf_specdec.protocol import Session
 from tests.models import TINY, VOCAB_SIZE, prompts, tiny_llama, tiny_mistral
+from tests.pairs import every_pair
 from tests.statistics import chi_square_pvalue
 from tests.test_sampling import (
     NUM_ROWS,
@@ -115,9 +116,7 @@ def drafts(model):
 
 
 class TestGreedyEqualsPlain:
-    @pytest.mark.parametrize("batch_size", [1, 4])
-    @pytest.mark.parametrize("k", range(1, 7))
-    @pytest.mark.parametrize("kind", ["itself", "perturbed", "unrelated"])
+    @every_pair(kind=["itself", "perturbed", "unrelated"], k=range(1, 7), batch_size=[1, 4])
     def test_every_draft_length(self, model, drafts, kind, k, batch_size):
         plain, ours, call = plain_and_ours(
             model, drafts[kind], prompts(batch_size), {"num_speculative_tokens": k}, max_new_tokens=1 + 4 * (k + 1)

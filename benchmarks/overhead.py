@@ -129,10 +129,6 @@ class Side:
     rival: str | None = None
     same_cycles: bool = False
 
-    @property
-    def is_ours(self) -> bool:
-        return self.name.startswith("ours")
-
 
 @dataclass
 class Figures:

@@ -119,7 +119,7 @@ class DraftReader(CheckpointReader):
     @cached_property
     def hidden_size(self) -> int:
         """h."""
-        return self.matrix(f"{FIRST_LAYER}.self_attn.o_proj")[0]
+        return self.linear(f"{FIRST_LAYER}.self_attn.o_proj")[0]
 
     @property
     def stated_vocab_size(self) -> int | None:
@@ -128,13 +128,9 @@ class DraftReader(CheckpointReader):
         rows = next((shape[0] for shape in shapes if shape), None)
         return self.setting("vocab_size", COUNT) if rows is None else rows
 
-    def share(self, columns: int, states: int) -> int | None:
-        """Width of each of so many states that are read side by side, `None` where they are not equally wide."""
-        return columns // states if states and columns % states == 0 else None
-
-    def matrix(self, name: str) -> tuple[int, int]:
-        """Rows and columns of the weight of a linear layer or an embedding."""
-        return super().matrix(f"{name}.weight")
+    def linear(self, name: str) -> tuple[int, int]:
+        """Outputs and inputs of a linear layer, by its weight."""
+        return self.matrix(f"{name}.weight")
 
     def check_states(self, boundaries: Sequence[int], target: TargetSizes, todo: str) -> None:
         """Checks the target's states that are read against the width of `fc`.
@@ -144,7 +140,7 @@ class DraftReader(CheckpointReader):
             target (`TargetSizes`): The target.
             todo (`str`): What to do where they do not fit.
         """
-        width, layers = self.matrix("fc")[1], target.num_hidden_layers
+        width, layers = self.linear("fc")[1], target.num_hidden_layers
         if width != len(boundaries) * target.hidden_size:
             raise self.wrong(
                 f"reads {width} values of the target's states (`fc`), and the states at the {len(boundaries)} layers "
@@ -179,7 +175,7 @@ class DraftReader(CheckpointReader):
             "draft_vocab_size": self._draft_vocab_size(target),
             "num_hidden_layers": self.num_layers,
             **self._attention_sizes(),
-            "intermediate_size": self.matrix(f"{FIRST_LAYER}.mlp.gate_proj")[0],
+            "intermediate_size": self.linear(f"{FIRST_LAYER}.mlp.gate_proj")[0],
             "rope_parameters": self.rope_parameters(),
             "hidden_act": self.setting("hidden_act", ACTIVATION) or "silu",
             "rms_norm_eps": self.setting("rms_norm_eps", POSITIVE) or self.usual["rms_norm_eps"],
@@ -198,7 +194,7 @@ class DraftReader(CheckpointReader):
         return len(layers)
 
     def _attention_sizes(self) -> dict[str, int]:
-        queries, keys = (self.matrix(f"{FIRST_LAYER}.self_attn.{part}_proj")[0] for part in "qk")
+        queries, keys = (self.linear(f"{FIRST_LAYER}.self_attn.{part}_proj")[0] for part in "qk")
         norm = self.shape(f"{FIRST_LAYER}.self_attn.q_norm.weight")
         if norm is not None:
             size = math.prod(norm)
@@ -292,7 +288,7 @@ class DraftReader(CheckpointReader):
         return checkpoint.read([self.stored[name]])[self.stored[name]]
 
     def _num_head_rows(self) -> int | None:
-        return self.matrix("lm_head")[0] if "lm_head.weight" in self.stored else None
+        return self.linear("lm_head")[0] if "lm_head.weight" in self.stored else None
 
     def _draft_vocab_size(self, target: TargetSizes) -> int:
         """U."""
@@ -350,6 +346,11 @@ class DraftReader(CheckpointReader):
             # Ids that only the target's padding has are embedded as zeros.
             return F.pad(tensor, (0, 0, 0, missing)) if missing > 0 else tensor[: shape[0]]
         return tensor
+
+
+def share_of(columns: int, states: int) -> int | None:
+    """Width of each of so many states that are read side by side, `None` where they are not equally wide."""
+    return columns // states if states and columns % states == 0 else None
 
 
 def is_selection(ids: torch.LongTensor, vocab_size: int) -> bool:

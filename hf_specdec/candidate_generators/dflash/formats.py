@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...checkpoints.draft_reader import FIRST_LAYER, DraftConfig, DraftReader, projections
+from ...checkpoints.draft_reader import FIRST_LAYER, DraftConfig, DraftReader, projections, share_of
 from ...checkpoints.format import QUANTISED, Format, Unsupported, architecture
 from ...checkpoints.header import Header, TargetNeeds, TargetSizes, listed
 from ...checkpoints.reader import stated
@@ -295,7 +295,7 @@ class DFlashReader(DraftReader):
         else:
             # Where z-lab's files name none, there is one state for each layer of the draft.
             states = len(ids) or (3 if self.is_speculators else self.num_layers)
-            width = self.share(self.matrix("fc")[1], states)
+            width = share_of(self.linear("fc")[1], states)
         layers = self.setting("num_target_layers", COUNT)
         return TargetNeeds(None, width, vocab_size, layers, max((index + 1 for index in ids), default=None))
 
@@ -344,7 +344,7 @@ class DFlashReader(DraftReader):
         if f"{_MARKOV}.weight" not in self.stored and not self.setting("markov_rank", INDEX):
             return 0
         self.require([f"{_MARKOV}.weight"], "its Markov head")
-        return self.matrix(_MARKOV)[1]
+        return self.linear(_MARKOV)[1]
 
     def _num_denoising_steps(self) -> int:
         keys = ("num_denoising_steps", "dflash_num_denoising_steps")

@@ -30,6 +30,7 @@ from ...checkpoints.draft_reader import (
     DraftReader,
     is_selection,
     projections,
+    share_of,
     stored_vocabulary,
 )
 from ...checkpoints.format import QUANTISED, Format, Unsupported
@@ -265,7 +266,7 @@ class EagleReader(DraftReader):
         if self.reads_last_state:
             return TargetNeeds(None, width or self.hidden_size, self.stated_vocab_size)
         # Without names of states there are three. In one of two notations they are one less than the layers needed.
-        width = width or self.share(self.matrix("fc")[1], len(ids) or 3)
+        width = width or share_of(self.linear("fc")[1], len(ids) or 3)
         return TargetNeeds(None, width, self.stated_vocab_size, min_hidden_layers=max(ids, default=None))
 
     # The record

@@ -19,7 +19,10 @@ def new_tokens(batch_size: int) -> list[list[int]]:
 
 
 def test_rows_that_end_apart(row):
-    call = assert_same(row, 3, eos_token_id=(new_tokens(3)[0][2], new_tokens(3)[1][10]))
+    ends = new_tokens(3)[0][1], new_tokens(3)[1][8]
+    # The first row is the first to end, the last one goes on.
+    assert [min(map(text.index, {*ends}.intersection(text)), default=None) for text in new_tokens(3)] == [1, 8, None]
+    call = assert_same(row, 3, eos_token_id=ends)
     assert len({len(cycle.rows) for cycle in call.cycles}) > 1
 
 

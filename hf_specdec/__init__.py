@@ -15,9 +15,8 @@ from .errors import (
     SpecDecError,
     UnsupportedModelError,
 )
+from .version import __version__ as __version__
 
-
-__version__ = "0.1.0"
 
 _LAZY = {
     "CandidateGenerator": "candidate_generators.base",

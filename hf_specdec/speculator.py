@@ -108,7 +108,7 @@ class Speculator:
         is_adaptive = self.config.num_speculative_tokens == AUTO
         if not is_adaptive and self.config.num_speculative_tokens_per_batch_size is None:
             return generator
-        from .control.generator import AdaptiveCandidateGenerator
+        from .candidate_generators.adaptive import AdaptiveCandidateGenerator
 
         choose = self.controller if is_adaptive else self._scheduled_length
         return AdaptiveCandidateGenerator(generator, choose(generator))

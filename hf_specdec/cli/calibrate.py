@@ -31,8 +31,8 @@ def calibrate_command(
     Calls with num_speculative_tokens="auto", the same target, drafter, settings, device and data type begin with it.
     They learn without it, too.
     """
-    from ..control.calibration import calibrate
     from ..control.store import profile_identity, save_profile
+    from ..diagnosis.calibration import calibrate
     from ..loader import load_speculator
     from ..settings import AUTO
 

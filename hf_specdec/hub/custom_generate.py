@@ -13,10 +13,10 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from .. import __version__
 from ..errors import SpecConfigError
 from ..method import takes_model
 from ..settings import AUTO, CONFIG_NAME, SpeculativeConfig
+from ..version import __version__
 from .card import CARD_NAME, is_public, load_card, repository_name
 from .published import PRIVATE
 

@@ -19,11 +19,11 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from .. import __version__
 from ..checkpoints.files import RepoFiles
 from ..errors import SpecConfigError
 from ..method import drafting_method, is_language_model
 from ..settings import CONFIG_NAME, SpeculativeConfig
+from ..version import __version__
 from .card import CARD_NAME, load_card, make_card, repository_name
 from .detect import detect, forget_method
 from .published import forget_saved, settings_to_publish

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, demo, forget_speculators, load_speculator, record
+from hf_specdec.candidate_generators.adaptive import AdaptiveCandidateGenerator
 from hf_specdec.candidate_generators.base import CandidateGenerator
 from hf_specdec.control import ControlProfile, SpeculationController
-from hf_specdec.control.generator import AdaptiveCandidateGenerator
 from hf_specdec.drafts import DraftTree
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from tests.models import prompts, tiny_llama

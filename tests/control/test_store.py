@@ -13,8 +13,8 @@ from hf_specdec import SpecConfigError, SpeculativeConfig, forget_speculators, l
 from hf_specdec.cli import app
 from hf_specdec.control import ControlProfile
 from hf_specdec.control.acceptance import PastRates
-from hf_specdec.control.calibration import calibrate
 from hf_specdec.control.store import find_profile, load_profile, profile_identity, profile_path, save_profile
+from hf_specdec.diagnosis.calibration import calibrate
 from hf_specdec.reading import MAX_SETTINGS_BYTES
 from tests.models import prompts, tiny_llama
 

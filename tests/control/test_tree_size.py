@@ -10,8 +10,8 @@ import torch
 
 from hf_specdec import SpecConfigError, demo, forget_speculators, load_speculator, record
 from hf_specdec.control import ControlProfile, LatencyModel
-from hf_specdec.control.calibration import SweepingController
 from hf_specdec.control.tree_size import TreeSize
+from hf_specdec.diagnosis.calibration import SweepingController
 from hf_specdec.drafts import DraftTree, TokenTree
 
 

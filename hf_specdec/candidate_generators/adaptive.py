@@ -13,14 +13,14 @@ from dataclasses import replace
 
 from transformers.utils import logging
 
-from ..candidate_generators.base import CandidateGenerator
+from ..control.clock import CycleClock
+from ..control.controller import SpeculationController
+from ..control.outcome import RowOutcome
+from ..control.schedule import ScheduledLength
 from ..drafting.defer import UnreadText
 from ..drafts import DraftTree
 from ..protocol import Commit, DraftStep, Lookups, Prompt
-from .clock import CycleClock
-from .controller import SpeculationController
-from .outcome import RowOutcome
-from .schedule import ScheduledLength
+from .base import CandidateGenerator
 
 
 logger = logging.get_logger(__name__)

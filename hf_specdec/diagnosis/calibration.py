@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..control.controller import SpeculationController
+from ..control.profile import ControlProfile
 from ..errors import SpecConfigError
 from ..settings import AUTO
 from ..speculator import Speculator
-from .controller import SpeculationController
-from .profile import ControlProfile
 
 
 class SweepingController(SpeculationController):

@@ -16,7 +16,7 @@ from tests.methods import demo_inputs, demo_target
 
 PACKAGE = Path(hf_specdec.__file__).parent
 # Functions of the package in a second call, and how often a cycle changes from one file to another.
-MOST_FUNCTIONS, MOST_SWITCHES_OF_A_CYCLE = 400, 200
+MOST_FUNCTIONS, MOST_SWITCHES_OF_A_CYCLE = 400, 240
 
 NAMES = {method.name for method in built_in_methods()}
 METHOD_FOLDERS = {method.folder.rpartition(".")[2] for method in built_in_methods()} | {"combined"}
@@ -41,7 +41,7 @@ def test_methods_are_named_in_their_own_folders():
 
 
 def test_rooms_below_the_methods_name_none():
-    rooms = ("decoding", "logits", "kernels", "drafts", "drafting", "layers", "control")
+    rooms = ("decoding", "logits", "kernels", "drafts", "drafting", "control")
     below = [path for path in modules_outside_of_methods() if path.relative_to(PACKAGE).parts[0] in rooms]
     assert below
     assert not [path for path in below if lines_that_name_a_method(path)]

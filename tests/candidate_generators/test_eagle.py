@@ -291,6 +291,12 @@ def drafts_of(generator, texts, limits=None):
     return found
 
 
+def tree_of(settings: dict[str, int]) -> DynamicTree:
+    """The dynamic tree of some settings, in the published code's numbers."""
+    depth, num_nodes = settings["draft_tree_depth"] - 1, settings["num_draft_nodes"]
+    return DynamicTree(depth, settings["draft_tree_top_k"], num_nodes + 1)
+
+
 class Recomputed:
     """One row's drafts by definition: every node reads the whole text and its path again, without a cache."""
 
@@ -377,7 +383,7 @@ class TestAgainstRecomputation:
         texts, states = random_rows(network, self.LENGTHS, seed=parts)
         feed(generator, texts, states, self.PROMPTS, parts)
         for row, paths in enumerate(drafts_of(generator, texts)):
-            assert paths == Recomputed(network, texts[row], states[row]).dynamic(DynamicTree(**shape), 4)
+            assert paths == Recomputed(network, texts[row], states[row]).dynamic(tree_of(shape), 4)
 
     @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS.keys())
     @pytest.mark.parametrize("paths", [STATIC, [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]], ids=["tree", "chain"])
@@ -402,7 +408,7 @@ class TestAgainstRecomputation:
         for row, paths in enumerate(drafts_of(generator, texts, limits)):
             recomputed = Recomputed(network, texts[row], states[row])
             if "draft_tree_depth" in shape:
-                assert paths == recomputed.dynamic(DynamicTree(**shape), limits[row])
+                assert paths == recomputed.dynamic(tree_of(shape), limits[row])
             else:
                 assert paths == recomputed.static(TokenTree.chain(limits[row]).paths)
         assert drafts_of(generator, texts, [0] * 4) == [[]] * 4
@@ -487,7 +493,7 @@ class TestAgainstRecomputation:
             generator.keep_rows([3, 1])
             kept = drafts_of(generator, [texts[3], texts[1]])
             assert kept == (whole and [whole[3], whole[1]] or [
-                Recomputed(network, texts[row], states[row]).dynamic(DynamicTree(**OFFICIAL), 5) for row in (3, 1)
+                Recomputed(network, texts[row], states[row]).dynamic(tree_of(OFFICIAL), 5) for row in (3, 1)
             ])  # fmt: skip
 
     @pytest.mark.parametrize(("num_tokens", "num_states"), [(8, 3), (3, 3), (0, 8), (8, 1)])
@@ -504,7 +510,7 @@ class TestAgainstRecomputation:
         assert generator.drafter.entries.rows.offsets == [max(num_tokens - count, 0)]
         known = {key: value[8 - count :] for key, value in states.items()}
         recomputed = Recomputed(network, text[8 - count :], known)
-        assert drafts_of(generator, [text])[0] == recomputed.dynamic(DynamicTree(**OFFICIAL), 5)
+        assert drafts_of(generator, [text])[0] == recomputed.dynamic(tree_of(OFFICIAL), 5)
 
 
 class TestNothingIsReadBack:

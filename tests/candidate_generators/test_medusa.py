@@ -278,7 +278,7 @@ class TestTrees:
             generator_for(plain_heads(), **settings)
 
     def test_wrong_options(self):
-        for options in ({"num_nodes": True}, {"num_nodes": 2.5}, {"tree": 3}):
+        for options in ({"num_draft_nodes": True}, {"num_draft_nodes": 2.5}, {"tree": 3}):
             with pytest.raises(SpecConfigError):
                 MedusaOptions(**options)
 

@@ -112,7 +112,7 @@ class FunctionalSlotModel(SlotModel):
     def _rotary_at(
         self, topology: TreeTopology, like: torch.Tensor, rows: RowState
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine `(R | 1, T, 1, D / 2)` of each node's position."""
+        """Cosine and signed sine `(R | 1, T, 1, D)` of each node's position."""
         cosine, sine = self._rotary.up_to(self.cache.plan.columns + max(self.offsets), like)
         first, nodes = self.cache.lengths[0] + self.offsets[0], topology.depths.shape[-1]
         inside = self.max_position is None or first + nodes <= self.max_position + 1

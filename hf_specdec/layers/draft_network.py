@@ -195,7 +195,7 @@ class DraftNetwork(DirectModule):
     def angles(
         self, like: torch.Tensor, positions: torch.LongTensor, bound: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine `(R | 1, T, 1, D / 2)` of position ids; the arguments are those of [`RotaryAngles`]."""
+        """Cosine and signed sine `(R | 1, T, 1, D)` of position ids; the arguments are those of [`RotaryAngles`]."""
         embedding = self._modules["rotary_emb"]
         if self._angles.embedding is not embedding:
             self._angles = RotaryAngles(embedding)

@@ -258,7 +258,7 @@ class RotaryAttention(DirectModule):
         """
         Args:
             hidden (`torch.Tensor` of shape `(R, T, X)`): What queries, keys and values are made of.
-            angles (`tuple`): Cosine and sine, each of a shape that broadcasts to `(R, T, 1, D / 2)`.
+            angles (`tuple`): Cosine and signed sine, each of a shape that broadcasts to `(R, T, 1, D)`.
             mask (`torch.Tensor` or `SlotMask`, *optional*): From [`with_query_groups`], `(R | 1, 1, G * T | 1, S)`.
                 `None`: everything is seen, or, if `is_causal`, what comes before.
             cache (`KeyValueCache`, *optional*): Where keys and values go. `None`: the tokens see each other alone.

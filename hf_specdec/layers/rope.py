@@ -1,6 +1,7 @@
 """Rotary position embeddings (Su et al. 2021, arXiv:2104.09864) in the layout of the Llama family.
 
-The two halves of a head are the coordinates that turn, so cosines and sines are kept for one half only.
+The two halves of a head are the coordinates that turn: `(x, y)` becomes `(x cos - y sin, y cos + x sin)`. Sines are
+kept with the sign that they have there.
 
 Shapes: R rows, T tokens, D head size.
 """
@@ -22,16 +23,16 @@ def has_static_frequencies(parameters: Mapping | None) -> bool:
     return (parameters or {}).get("rope_type", "default") in _STATIC_KINDS
 
 
-def half_angles(cosine: torch.Tensor, sine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine `(..., T, 1, D / 2)` from those of transformers `(..., T, D)`, whose halves are equal."""
-    half = cosine.shape[-1] // 2
-    return cosine[..., None, :half].contiguous(), sine[..., None, :half].contiguous()
+def signed_angles(cosine: torch.Tensor, sine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and signed sine `(..., T, 1, D)` from those of transformers `(..., T, D)`."""
+    half = sine.shape[-1] // 2
+    return cosine[..., None, :], torch.cat((-sine[..., :half], sine[..., half:]), dim=-1)[..., None, :]
 
 
 def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Heads `(R, T, heads, D)`, turned by angles that broadcast to `(R, T, 1, D / 2)`."""
+    """Heads `(R, T, heads, D)`, turned by signed angles that broadcast to `(R, T, 1, D)`."""
     first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    return heads * cosine + torch.cat((second, first), dim=-1) * sine
 
 
 class RotaryTable:
@@ -46,7 +47,7 @@ class RotaryTable:
         self._angles: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def up_to(self, count: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of at least the first `count` positions, each `(positions, 1, D / 2)`.
+        """Cosine and sine of at least the first `count` positions, each `(positions, 1, D)`.
 
         Args:
             like (`torch.Tensor`): Has the dtype and the device of the angles.
@@ -55,7 +56,7 @@ class RotaryTable:
         angles = self._angles
         if angles is None or count > len(angles[0]):
             every = torch.arange(2 * count, device=like.device)
-            angles = self._angles = half_angles(*(values[0] for values in self.embedding(like, every[None])))
+            angles = self._angles = signed_angles(*(values[0] for values in self.embedding(like, every[None])))
         return angles
 
 
@@ -74,7 +75,7 @@ class RotaryAngles:
     def __call__(
         self, positions: torch.LongTensor, like: torch.Tensor, bound: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine `(R | 1, T, 1, D / 2)`.
+        """Cosine and sine `(R | 1, T, 1, D)`.
 
         Args:
             positions (`torch.LongTensor` of shape `(R | 1, T)`): Position ids.
@@ -84,7 +85,7 @@ class RotaryAngles:
         """
         positions = positions.to(like.device)
         if bound is None or not self._is_static:
-            return half_angles(*self.embedding(like, positions))
+            return signed_angles(*self.embedding(like, positions))
         # A network may be moved or cast between calls.
         place = (like.dtype, like.device)
         if place not in self._tables:

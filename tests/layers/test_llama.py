@@ -21,7 +21,7 @@ from transformers import (
 from hf_specdec.decoding.attention import NAME, folding_masks
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.layers.llama import DecoderLayer, is_llama_layer, with_query_groups
-from hf_specdec.layers.rope import half_angles
+from hf_specdec.layers.rope import signed_angles
 from tests.models import VOCAB_SIZE
 
 
@@ -82,7 +82,7 @@ class Reading:
                 stream, attention_mask=mask, position_embeddings=(cosine, sine), past_key_values=theirs
             )
         mask = with_query_groups(mask, self.ours.self_attn.groups)
-        return expected, self.ours(stream, half_angles(cosine, sine), mask, ours)
+        return expected, self.ours(stream, signed_angles(cosine, sine), mask, ours)
 
     def both(self, **how):
         """Two outputs of each: of a prompt, and of a tree of three tokens after it."""
@@ -132,7 +132,7 @@ class TestNumbers:
 
     def test_everything_is_seen_where_attention_is_not_causal(self):
         layer = DecoderLayer.of(make().get_decoder().layers[0], 0)
-        angles = torch.ones(1, 6, 1, 4), torch.zeros(1, 6, 1, 4)
+        angles = torch.ones(1, 6, 1, 8), torch.zeros(1, 6, 1, 8)
         stream = drawn(1, 6, 32)
         causal = layer(stream, angles, None, None)
         layer.self_attn.is_causal = False

@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from hf_specdec import demo, load_speculator
 from hf_specdec.candidate_generators.dflash.network import GivenContext
 from hf_specdec.layers.draft_network import rotary_embedding
-from hf_specdec.layers.rope import RotaryAngles, half_angles, rotate
+from hf_specdec.layers.rope import RotaryAngles, rotate, signed_angles
 
 
 KINDS = {
@@ -43,9 +43,9 @@ class TestAngles:
         like, looked_up, computed = torch.zeros(1, dtype=dtype), *(RotaryAngles(embedding(kind)) for _ in range(2))
         for bound in (32, 40, 500):
             # A dynamic embedding remembers the longest text.
-            expected = half_angles(*embedding(kind)(like, POSITIONS))
+            expected = signed_angles(*embedding(kind)(like, POSITIONS))
             found = looked_up(POSITIONS, like, bound)
-            assert [part.shape for part in found] == [(2, 4, 1, 8)] * 2
+            assert [part.shape for part in found] == [(2, 4, 1, 16)] * 2
             assert all(map(torch.equal, found, expected))
             assert all(map(torch.equal, computed(POSITIONS, like), expected))
 
@@ -55,7 +55,7 @@ class TestAngles:
         for bound in (32, 33, 64):
             angles(POSITIONS, like, bound)
         assert counted.num_calls == 1
-        expected = half_angles(*embedding("default")(like, last))
+        expected = signed_angles(*embedding("default")(like, last))
         assert all(map(torch.equal, angles(last, like, 65), expected))
         assert counted.num_calls == 2
 
@@ -70,7 +70,7 @@ class TestAngles:
         heads = torch.randn(2, 4, 3, 16)
         cosine, sine = embedding("yarn")(heads, POSITIONS)
         expected, _ = apply_rotary_pos_emb(heads.transpose(1, 2), heads.transpose(1, 2), cosine, sine)
-        assert torch.equal(rotate(heads, *half_angles(cosine, sine)), expected.transpose(1, 2))
+        assert torch.equal(rotate(heads, *signed_angles(cosine, sine)), expected.transpose(1, 2))
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "dflash"])
@@ -99,7 +99,7 @@ def test_an_embedding_in_the_place_of_another():
     like, positions = torch.zeros(1), torch.tensor([[3, 9]])
     before = network.angles(like, positions, 10)
     changed = network.with_settings(rope_parameters={**network.config.rope_parameters, "rope_theta": 77.0})
-    expected = half_angles(*rotary_embedding(changed.config)(like, positions))
+    expected = signed_angles(*rotary_embedding(changed.config)(like, positions))
     assert all(map(torch.equal, changed.angles(like, positions, 10), expected))
     assert not torch.equal(before[0], expected[0])
     assert all(map(torch.equal, network.angles(like, positions, 10), before))

@@ -202,6 +202,7 @@ def _read(load: Callable[[], Any], files: RepoFiles | None) -> tuple[Any, Hashab
         # All files of a repository are read from one commit.
         return load(), None if files is None else files.identity()
     before = files.identity()
+    error: Exception | None = None
     for _ in range(_MOST_READINGS):
         try:
             resources, error = load(), None

@@ -162,7 +162,7 @@ def resolve_candidate_generator(name: str) -> type:
         SpecConfigError: The name is unknown, or its parts cannot be combined.
     """
     parts = parts_of(name)
-    if len(parts) > 1:
+    if len(parts) != 1:
         return _imported(_COMBINED_GENERATOR)(parts)
     method = _all_methods().get(parts[0])
     if method is None:

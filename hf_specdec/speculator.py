@@ -159,9 +159,10 @@ class Speculator:
     def _scheduled(self) -> SpeculativeConfig:
         """The settings with the largest length by batch size, where neither a length nor a tree is given."""
         config = self.config
-        if config.num_speculative_tokens is not None or config.speculative_token_tree:
+        schedule = config.num_speculative_tokens_per_batch_size
+        if schedule is None or config.num_speculative_tokens is not None or config.speculative_token_tree:
             return config
-        return config.replace(num_speculative_tokens=max(k for _, k in config.num_speculative_tokens_per_batch_size))
+        return config.replace(num_speculative_tokens=max(k for _, k in schedule))
 
     def without_texts(self, target_model: torch.nn.Module) -> Speculator:
         """A speculator like this one without what it remembers of texts. Weights and learnt costs are shared."""

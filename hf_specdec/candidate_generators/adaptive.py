@@ -105,6 +105,7 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         draft_seconds, verify_seconds = self._clock.end()
         num_nodes, depths = 0, [0] * len(commit.rows)
         if self._draft is not None:
+            assert draft_seconds is not None, "the draft was not timed"
             # Observing is a part of drafting.
             draft_seconds, verify_seconds = draft_seconds + observing, verify_seconds - observing
             num_nodes, depths = self._draft.size, self._drafted_depths()

@@ -204,6 +204,8 @@ class CandidateGenerator(HfCandidateGenerator):
 
     def note_longest_row(self) -> None:
         """Adds to the call's notes, once, that a row has got too long."""
+        if self.longest_row is None:
+            return
         length, why = self.longest_row
         note = f"no drafts for rows of {length} tokens and more ({why})"
         if note not in self.session.notes:

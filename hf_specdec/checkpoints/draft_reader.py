@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -140,11 +140,13 @@ class DraftReader(CheckpointReader):
             target (`TargetSizes`): The target.
             todo (`str`): What to do where they do not fit.
         """
-        width, layers = self.linear("fc")[1], target.num_hidden_layers
-        if width != len(boundaries) * target.hidden_size:
+        width, hidden_size, layers = self.linear("fc")[1], target.hidden_size, target.num_hidden_layers
+        assert hidden_size is not None, "sizes of a target that is not loaded"
+        assert layers is not None, "sizes of a target without its layers"
+        if width != len(boundaries) * hidden_size:
             raise self.wrong(
                 f"reads {width} values of the target's states (`fc`), and the states at the {len(boundaries)} layers "
-                f"{list(boundaries)} of {target.name} have {len(boundaries)} * {target.hidden_size}",
+                f"{list(boundaries)} of {target.name} have {len(boundaries)} * {hidden_size}",
                 todo,
             )
         if not 0 <= min(boundaries) <= max(boundaries) <= layers:
@@ -255,6 +257,7 @@ class DraftReader(CheckpointReader):
     def read_token_ids(self, checkpoint: Checkpoint, target: TargetSizes) -> torch.LongTensor | None:
         """The target's id of each draft id, of shape `(U,)`; `None` where they are the same."""
         rows, vocab_size = self._num_head_rows(), target.vocab_size
+        assert vocab_size is not None, "sizes of a target that is not loaded"
         if "d2t" in self.stored:
             ids = self.absolute_ids(self._table(checkpoint, "d2t").long(), vocab_size)
         elif rows is None or rows == self.setting("vocab_size", COUNT) or rows >= vocab_size:
@@ -360,7 +363,7 @@ def is_selection(ids: torch.LongTensor, vocab_size: int) -> bool:
     return bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < vocab_size
 
 
-def projections(*parts: str) -> Iterable[str]:
+def projections(*parts: str) -> tuple[str, ...]:
     """Names of the weights of the first layer's projections, and of its other parts."""
     attention = tuple(f"self_attn.{part}_proj" for part in "qkvo")
     mlp = tuple(f"mlp.{part}_proj" for part in ("gate", "up", "down"))

@@ -297,10 +297,12 @@ class RepoFiles:
 
     def read_json(self, name: str, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
         """The object in a JSON file of at most `max_bytes`."""
-        size = self.sizes.get(name)
-        path = None if size is not None and size > max_bytes else self.path(name)
-        size = size if path is None else path.stat().st_size
-        if size > max_bytes:
+        # What is too large is not downloaded, if its size is known before.
+        path, size = None, self.sizes.get(name) or 0
+        if size <= max_bytes:
+            path = self.path(name)
+            size = path.stat().st_size
+        if path is None or size > max_bytes:
             raise CheckpointFormatError(
                 f"'{self.name}': {name} has {size} bytes, and such files have at most {max_bytes}. Pass an intact "
                 "checkpoint."

@@ -82,13 +82,11 @@ class TargetSizes:
 def misfits(needs: TargetNeeds, target: TargetSizes) -> Iterator[str]:
     """Reasons why a drafter cannot draft for a target, as sentences without subject and full stop."""
     width, size, layers = target.hidden_size, target.vocab_size, target.num_hidden_layers
-    if None not in (needs.hidden_size, width) and needs.hidden_size != width:
+    if needs.hidden_size is not None and width is not None and needs.hidden_size != width:
         yield f"reads states of hidden size {needs.hidden_size}, and {target.name} has {width}"
-    if None not in (needs.vocab_size, size) and abs(needs.vocab_size - size) > MAX_VOCABULARY_GAP * size:
-        yield (
-            f"has a vocabulary of {needs.vocab_size} tokens, and {target.name} has {size}: these are different "
-            "tokenizers"
-        )
+    rows = needs.vocab_size
+    if rows is not None and size is not None and abs(rows - size) > MAX_VOCABULARY_GAP * size:
+        yield f"has a vocabulary of {rows} tokens, and {target.name} has {size}: these are different tokenizers"
     if layers is not None and needs.num_hidden_layers not in (None, layers):
         yield f"was made for a target with {needs.num_hidden_layers} decoder layers, and {target.name} has {layers}"
     elif layers is not None and (needs.min_hidden_layers or 0) > layers:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
@@ -53,11 +53,14 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {text}".rstrip(".") if text else type(error).__name__
 
 
-def loads_checkpoint(load: Callable[[Any, nn.Module], nn.Module]) -> Callable[[Any, nn.Module], nn.Module]:
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def loads_checkpoint(load: Callable[[Any, nn.Module], Network]) -> Callable[[Any, nn.Module], Network]:
     """Puts a loader, called with the settings and the target, inside of the boundary, and looks at what it loads."""
 
     @wraps(load)
-    def loaded(config: Any, target_model: nn.Module) -> nn.Module:
+    def loaded(config: Any, target_model: nn.Module) -> Network:
         name = config.model or f"the checkpoint of the {type(target_model).__name__}"
         with checkpoint_errors(name):
             network = load(config, target_model)

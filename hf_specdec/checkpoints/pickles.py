@@ -151,7 +151,7 @@ def _tensor(value: Any, sizes: dict[str, int], folder: str) -> PickledTensor:
 
 def _item_bytes(dtype: str) -> int:
     """Bytes of an element by the name of its dtype, which has its bits: `float32`, `float8_e4m3fn`."""
-    return 1 if dtype == "bool" else int(re.search(r"\d+", dtype)[0]) // 8
+    return 1 if dtype == "bool" else int(re.findall(r"\d+", dtype)[0]) // 8
 
 
 def _text(value: Any) -> str:

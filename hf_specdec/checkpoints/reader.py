@@ -144,7 +144,8 @@ class CheckpointReader:
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of a tensor, `None` where there is none of this name."""
-        return self.header.shapes[self.stored[name]] if name in self.stored else None
+        shapes = self.header.shapes
+        return shapes[self.stored[name]] if shapes is not None and name in self.stored else None
 
     def matrix(self, name: str) -> tuple[int, int]:
         """Rows and columns of a tensor.

@@ -86,7 +86,7 @@ _BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 def num_bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor by the name of its dtype, which ends with its bits: `F32`, `BF16`, `I64`, `F8_E4M3`."""
-    bits = _BITS.get(dtype) or int(re.match(r"[A-Z]+(\d+)", dtype)[1])
+    bits = _BITS.get(dtype) or int(re.findall(r"^[A-Z]+(\d+)", dtype)[0])
     count = 1
     for size in shape:
         count *= size

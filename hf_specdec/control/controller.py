@@ -125,7 +125,7 @@ class SpeculationController:
         self.latency = profile.latency.for_another_call()
         self.acceptance = AcceptanceModel(most, num_rows, profile.accepted, profile.drafted)
         self.tree_size: TreeSize | None = TreeSize(self.latency, profile.rating_factor)
-        self.length: int | None = None
+        self.length = 0  # the chosen one
         self.num_cycles = self.num_plain_cycles = self.sum_limits = 0
         self._nodes: dict[int, float] = {}
         self._plan: _Plan | None = None
@@ -296,20 +296,21 @@ class SpeculationController:
         """A length to try instead of the chosen one, if there is one that the budget pays for."""
         plan, again = self._plan, self._follow_up
         self._follow_up = None
+        assert self._budget is not None, "a plan without a budget"
         most = _LARGEST_BUDGET * plan.seconds[0] + self._reading_price
         self._budget = min(self._budget + _TRIAL_SHARE * plan.seconds[self.length], most)
         if again is not None and again != self.length and self._price(again) <= self._budget:
             return again
         if not is_new_plan or self._budget <= 0 or self.num_cycles - self._last_trial < _TRIAL_EVERY:
             return None
-        chosen = self._optimistic_length()
+        chosen = self._optimistic_length(self._budget)
         if chosen is None:
-            chosen = self._longest_unused()
+            chosen = self._longest_unused(self._budget)
         if chosen is not None:
             self._last_trial = self.num_cycles
         return chosen
 
-    def _optimistic_length(self) -> int | None:
+    def _optimistic_length(self, budget: float) -> int | None:
         """The best length if acceptance were as good as it might be, of those that the budget pays for."""
         plan = self._plan
         best, limit, tokens = plan.value(self.length), None, 1.0
@@ -322,18 +323,18 @@ class SpeculationController:
             planned = min(depth, len(plan.tokens) - 1)
             worth = plan.tokens[planned] / sum(plan.row_tokens[planned])
             value = tokens * len(plan.rows) * worth / self._expected_seconds(depth)
-            if depth != self.length and value > best and self._price(depth) <= self._budget:
+            if depth != self.length and value > best and self._price(depth) <= budget:
                 best, limit = value, depth
         return limit
 
-    def _longest_unused(self) -> int | None:
+    def _longest_unused(self, budget: float) -> int | None:
         """Affordable length that has waited longest in relation to its price."""
         least = 0.02 * self._plan.seconds[0]
         chosen, best = None, 0.0
         for limit in self._neighbours():
             price = self._price(limit)
             waited = (self.num_cycles - self._last_used[limit]) / (price + least)
-            if price <= self._budget and waited > best:
+            if price <= budget and waited > best:
                 chosen, best = limit, waited
         return chosen
 
@@ -395,7 +396,7 @@ class SpeculationController:
                 is_cut = outcome.num_committed <= outcome.num_accepted
                 self.acceptance.observe(outcome.row, outcome.limit, outcome.depth, outcome.num_accepted, is_cut)
         if self._trial is not None:
-            self._pay(outcomes, deepest, (draft_seconds or 0.0) + verify_seconds)
+            self._pay(self._trial, outcomes, deepest, (draft_seconds or 0.0) + verify_seconds)
 
     def _observe_draft(
         self, num_rows: int, depth: int, draft_seconds: float, reading: tuple[int, float] | None
@@ -413,37 +414,38 @@ class SpeculationController:
         table = self.latency.draft.get(num_rows)
         return table is not None and depth in table.levels
 
-    def _pay(self, outcomes: list[RowOutcome], deepest: int, measured: float) -> None:
+    def _pay(self, trial: int, outcomes: list[RowOutcome], deepest: int, measured: float) -> None:
         """Takes from the budget what the trial has cost, or gives it what it has gained.
 
         It is compared with what the chosen length would have made of the same drafts: where a text is easy, every
         length gains, and it shall not be the trial's merit.
         """
-        expected = self._cycle_seconds(deepest, len(outcomes)) if self._trial else self._plain_seconds(len(outcomes))
+        expected = self._cycle_seconds(deepest, len(outcomes)) if trial else self._plain_seconds(len(outcomes))
         # Noise is not the trial's, nor a stall of the machine.
         seconds = measured if measured < _CHEAP * expected else expected
         plan = self._plan
-        more = sum(outcome.num_committed - self._tokens_instead(outcome) for outcome in outcomes)
-        gained = more * plan.token_value(self._trial, self.length)
-        loss = seconds - self._seconds_instead(outcomes) - gained / plan.value(self.length)
-        self._budget -= loss + (self._reading_price if self._trial else 0.0)
+        more = sum(outcome.num_committed - self._tokens_instead(outcome, trial) for outcome in outcomes)
+        gained = more * plan.token_value(trial, self.length)
+        loss = seconds - self._seconds_instead(outcomes, trial) - gained / plan.value(self.length)
+        assert self._budget is not None, "a trial without a budget"
+        self._budget -= loss + (self._reading_price if trial else 0.0)
         if loss < 0 or seconds < expected:
-            self._follow_up = self._trial
+            self._follow_up = trial
             self._plan = None
 
-    def _seconds_instead(self, outcomes: list[RowOutcome]) -> float:
+    def _seconds_instead(self, outcomes: list[RowOutcome], trial: int) -> float:
         """Expected seconds of the chosen length where the drafts of the trial got so deep."""
-        if self.length == 0 or self.length > max(outcome.depth for outcome in outcomes) >= self._trial:
+        if self.length == 0 or self.length > max(outcome.depth for outcome in outcomes) >= trial:
             # How deep the drafts would have become is not known.
             return self._plan.seconds[self.length]
         limits = self._row_limits
         deepest = max(min(outcome.depth, limits.get(outcome.row, self.length)) for outcome in outcomes)
         return self._cycle_seconds(deepest, len(outcomes))
 
-    def _tokens_instead(self, outcome: RowOutcome) -> float:
+    def _tokens_instead(self, outcome: RowOutcome, trial: int) -> float:
         """Expected tokens of the chosen length where the trial had this outcome."""
         accepted, length = outcome.num_accepted, self._row_limits.get(outcome.row, self.length)
-        if accepted < self._trial or length <= accepted:
+        if accepted < trial or length <= accepted:
             return min(accepted, length) + 1.0
         # Everything was accepted; how much of more would have been is not known.
         tokens, num_rows = list(map(sum, self._plan.row_tokens)), len(self._plan.rows)

@@ -91,10 +91,10 @@ class TimeTable:
         """Tells sizes with enough measurements."""
         return len(self._measured.get(size, ())) >= _KNOWN
 
-    def predict(self, size: float) -> float | None:
+    def predict(self, size: float) -> float:
         """Seconds of a size: measured, between its neighbours, or beyond the largest size on the mean slope.
 
-        Below the smallest size nothing is cheaper. `None` before the first measurement.
+        Below the smallest size nothing is cheaper. At least one size must have been measured.
         """
         level = self.levels.get(size)
         if level is None:
@@ -102,12 +102,10 @@ class TimeTable:
         if self.knows(size):
             return level
         # One stall of the machine must not keep a size from ever being tried again.
-        expected = self._interpolated(size, [other for other in self.sizes if self.knows(other)])
-        return level if expected is None else min(level, _LARGEST_SURPRISE * expected)
+        known = [other for other in self.sizes if self.knows(other)]
+        return min(level, _LARGEST_SURPRISE * self._interpolated(size, known)) if known else level
 
-    def _interpolated(self, size: float, sizes: list[int]) -> float | None:
-        if not sizes:
-            return None
+    def _interpolated(self, size: float, sizes: list[int]) -> float:
         index = bisect_left(sizes, size)
         if index == 0:
             return self.levels[sizes[0]]

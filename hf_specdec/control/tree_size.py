@@ -116,7 +116,7 @@ class TreeSize:
         totals = list(accumulate(self._probabilities, initial=0.0))
         # On average over the rows: a batch is one outcome.
         expected = sum(totals[min(count, len(self._probabilities))] for count in draft.counts()) / draft.batch_size
-        num_accepted = sum(num_accepted) / draft.batch_size
+        mean_accepted = sum(num_accepted) / draft.batch_size
         keep = max(1 - expected / _WINDOW, 0.0)
         self._expected = keep * self._expected + expected
-        self._accepted = keep * self._accepted + num_accepted
+        self._accepted = keep * self._accepted + mean_accepted

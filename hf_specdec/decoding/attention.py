@@ -165,6 +165,7 @@ def eager_slot_attention(module, query, key, value, attention_mask, dropout=0.0,
     if output is not None:
         return output, None
     own = _own_eager_attention(type(module))
+    assert own is not None, "models without one are not set to this attention"
     return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 

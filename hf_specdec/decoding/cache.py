@@ -147,6 +147,10 @@ class SlotLayer(CacheLayerMixin):
         window (`int`, *optional*): Slots that are returned, the last ones, to a forward that counts on it.
     """
 
+    # From the first write on.
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self, capacity: int, limit: int | None = None, take: Callable | None = None):
         super().__init__()
         self.capacity = capacity
@@ -265,7 +269,7 @@ class SlotCache(Cache):
         self.capacity = capacity
         self.limit = limit
         self.store: SlotStore | None = None
-        self.lengths: list[int] | None = None
+        self.lengths: list[int] = []  # of the prefill none
         self.plan: WritePlan | None = None
         self.last_recurrent_layer = -1
         self._uses_kernel: dict[torch.device, bool] = {}
@@ -284,11 +288,12 @@ class SlotCache(Cache):
         for index, layer in enumerate(cache.layers):
             if getattr(layer, "conv_states", None):
                 self._layer(index).recurrent = load_state(layer)
-            if getattr(layer, "keys", None) is None:
+            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+            if keys is None or values is None:
                 continue
             # A static layer counts in a tensor, and has room after what it holds.
             length = int(layer.get_seq_length())
-            keys, values = layer.keys[:, :, :length], layer.values[:, :, :length]
+            keys, values = keys[:, :, :length], values[:, :, :length]
             if keys.numel():
                 self.plan = WritePlan(length, length - keys.shape[2])
                 self.update(keys, values, index)
@@ -335,7 +340,7 @@ class SlotCache(Cache):
         return {index: layer.recurrent for index, layer in enumerate(self.layers) if layer.recurrent}
 
     def _prefilled_state(self, layer_idx: int) -> RecurrentState:
-        if self.lengths is not None:
+        if self.lengths:
             raise UnsupportedModelError(
                 f"Layer {layer_idx} updates a recurrent state in an unknown place, so it cannot be kept while drafts "
                 "are verified. Leave the speculative arguments out to use plain generate()."
@@ -370,7 +375,7 @@ class SlotCache(Cache):
             like (`Cache`): The cache of plain generation, whose layers may show their last slots only.
         """
         before = self.lengths, self.plan, [(layer, layer.length, layer.recurrent) for layer in self.layers]
-        self.lengths = self.plan = None
+        self.lengths, self.plan = [], None
         for layer, model_layer in zip_longest(self.layers, like.layers[: len(self.layers)]):
             layer.recurrent = layer.recurrent.clone()
             layer.window = getattr(model_layer, "sliding_window", None)

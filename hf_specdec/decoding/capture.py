@@ -236,17 +236,19 @@ class SharedOutputs:
         A graph that was captured before the memory had to grow keeps what it was captured with.
         """
         large = [tensor for tensor in tree_iter(output) if _is_large(tensor)]
-        needed = sum(map(_aligned_bytes, large))
-        if large and (self._memory is None or len(self._memory) < needed):
+        if not large:
+            return output
+        needed, memory = sum(map(_aligned_bytes, large)), self._memory
+        if memory is None or len(memory) < needed:
             with torch.inference_mode(False):
-                self._memory = torch.empty(needed, dtype=torch.uint8, device=large[0].device)
+                memory = self._memory = torch.empty(needed, dtype=torch.uint8, device=large[0].device)
         free = 0
 
         def place(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal free
             if not _is_large(tensor):
                 return tensor
-            part = self._memory[free : free + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            part = memory[free : free + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             free += _aligned_bytes(tensor)
             return part.copy_(tensor)
 

@@ -57,7 +57,7 @@ class Received:
             self.cache = kwargs.get("past_key_values")
 
     def on_reader(self, module, args, kwargs=None):
-        if get_ident() != self.thread:
+        if get_ident() != self.thread or kwargs is None:
             return
         positions = {**dict(zip(_parameters(type(module)), args)), **kwargs}.get("position_ids")
         if torch.is_tensor(positions):

@@ -15,6 +15,7 @@ from collections import Counter
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..drafts import TreeTopology
 from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE
@@ -42,7 +43,7 @@ def slot_model(
     return FunctionalSlotModel(model, cache, states)
 
 
-def is_plain_llama(model: nn.Module) -> bool:
+def is_plain_llama(model: PreTrainedModel) -> bool:
     """Tells whether `FunctionalSlotModel` computes exactly what the model's own forward does."""
     config = model.config
     if type(model).__name__ not in _FAMILY or not is_published(type(model)):

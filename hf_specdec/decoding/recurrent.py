@@ -481,17 +481,18 @@ class _StepwiseMixer(_Mixer):
         ]
 
     @property
-    def _is_stepping(self) -> bool:
-        return self._step is not None and get_ident() == self._thread
+    def _present_step(self) -> int | None:
+        return self._step if get_ident() == self._thread else None
 
     def _skip(self, module, args):
-        return (args[0][:, :0],) if self._is_stepping else None
+        return None if self._present_step is None else (args[0][:, :0],)
 
     def _share(self, module, args, output):
-        return self._projected[module][:, self._step : self._step + 1].contiguous() if self._is_stepping else None
+        step = self._present_step
+        return None if step is None else self._projected[module][:, step : step + 1].contiguous()
 
     def _collect(self, module, args):
-        if not self._is_stepping:
+        if self._present_step is None:
             return None
         self._collected.append(args[0])
         return (args[0][:, :0],)

@@ -376,12 +376,12 @@ class SlotModel:
             forward.name_masks(masks, self.profile.spans)
         if self.profile.layer_types is None:
             return masks[0]
-        masks = {
+        named = {
             name: mask
             for layer_type, mask in zip(self.profile.layer_types, masks)
             for name in (layer_type, MASK_OF_LAYER_TYPE.get(layer_type, layer_type))
         }
-        return {**masks, **dict.fromkeys(WITHOUT_ATTENTION)} if self.profile.is_recurrent else masks
+        return {**named, **dict.fromkeys(WITHOUT_ATTENTION)} if self.profile.is_recurrent else named
 
     def keep_rows(self, keep: list[int]) -> None:
         self.cache.keep_rows(keep)

@@ -245,16 +245,16 @@ def token_ids(network: nn.Module) -> torch.LongTensor | None:
 def _context_findings(speculator: Speculator, network: nn.Module, target_model: PreTrainedModel) -> Iterator[Finding]:
     if not is_language_model(speculator.method):
         return
-    longest = [
+    drafts, targets = (
         getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         for model in (network, target_model)
-    ]
-    if None not in longest and longest[0] < longest[1]:
+    )
+    if drafts is not None and targets is not None and drafts < targets:
         yield Finding(
             "context",
             "warning",
-            f"The draft model reads at most {longest[0]} tokens, the target {longest[1]}.",
-            f"Beyond that nothing is drafted. `max_model_len={longest[0]}` says so explicitly.",
+            f"The draft model reads at most {drafts} tokens, the target {targets}.",
+            f"Beyond that nothing is drafted. `max_model_len={drafts}` says so explicitly.",
         )
 
 

@@ -182,6 +182,7 @@ class _Reference:
     ) -> Difference:
         """Judges two texts `plain` and `speculative` that follow a prompt `(1, P)`."""
         index = first_difference(plain, speculative)
+        assert index is not None, "the texts are equal"
         tokens = [text[index] if index < len(text) else None for text in (plain, speculative)]
         if None in tokens:
             # The same tokens, and one of them goes on: no logit decides that.

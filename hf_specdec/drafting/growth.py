@@ -81,6 +81,7 @@ class DraftNodes(NamedTuple):
         """The first rows."""
         if self.parents is None:
             return DraftNodes(self.tokens[:count])
+        assert self.log_probs is not None, "nodes of a dynamic tree without log-probabilities"
         return DraftNodes(self.tokens[:count], self.parents[:count], self.sizes, self.log_probs[:count])
 
     def draft(self, plan: TokenTree | DynamicTree, depths: list[int], device: torch.device) -> DraftTree:
@@ -94,6 +95,8 @@ class DraftNodes(NamedTuple):
         if self.sizes is None:
             shape = plan.up_to(max(depths))
             return DraftTree.of_shape(shape, self.tokens[:, : len(shape)].to(device), depths)
+        assert self.parents is not None, "nodes of a dynamic tree without parents"
+        assert self.log_probs is not None, "nodes of a dynamic tree without log-probabilities"
         deepest = len(self.sizes) - 1
         counts = [min(self.sizes[min(depth, deepest)], plan.total_tokens - 1) for depth in depths]
         tokens, parents, log_probs = (

@@ -374,7 +374,7 @@ def _not_a_tree(found: Any) -> SpecConfigError:
 
 
 def _is_rank(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
 def _is_path(value: Any) -> bool:

@@ -250,6 +250,7 @@ class DraftTree:
         if self.node_parents is None:
             self._read()
         if self.node_parents is None:
+            assert self.node_counts is not None, "just read"
             parents = range(-1, self.size - 1) if self.is_chain else self.shape.parents
             self.node_parents = [list(parents[:count]) for count in self.node_counts]
         return self.node_parents

@@ -93,9 +93,9 @@ class Candidate:
             own = without(own, "num_speculative_tokens", "speculative_token_tree")
         config = asked.for_method(method, **own)
         most, k = self.num_draft_tokens, config.fixed_length
-        is_chain = isinstance(k, int) and not config.speculative_token_tree
+        is_chain = k is not None and not config.speculative_token_tree
         has_heads = method in methods() and methods()[method].drafts_one_token_per_head
-        if asked.method == AUTO and has_heads and most and is_chain and k > most:
+        if asked.method == AUTO and has_heads and most and k is not None and is_chain and k > most:
             config = config.replace(num_speculative_tokens=most)
         return config
 

@@ -117,7 +117,8 @@ def _is_plain(path: str) -> bool:
 
 
 def _check_size(settings: Mapping, source: str) -> None:
-    found, open_values = 0, [(settings, 0)]
+    found = 0
+    open_values: list[tuple[Any, int]] = [(settings, 0)]
     while open_values:
         value, level = open_values.pop()
         found += 1

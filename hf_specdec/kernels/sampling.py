@@ -135,7 +135,10 @@ def _draw_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     uniform = tl.load(uniform_ptr + row).to(tl.float64)
-    block, rest, has_law = find_block(sums_ptr + row * C, uniform, C, BLOCK_C)
+    # A checker takes what only a kernel may call for a function that raises.
+    block, rest, has_law = find_block(  # pyright: ignore[reportGeneralTypeIssues]
+        sums_ptr + row * C, uniform, C, BLOCK_C
+    )
     ids = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     weights = tl.load(probs_ptr + row * V + ids, mask=ids < V, other=0.0).to(tl.float64)
     choice = block * BLOCK_SIZE + first_above(weights, tl.cumsum(weights, axis=0), rest)

@@ -64,6 +64,10 @@ class SlotMask(Protocol):
 class DirectModule(nn.Module):
     """Module that is called like a function while nothing hooks into its calls."""
 
+    # Torch has each of them as optional; a subclass knows which it has.
+    _modules: dict[str, Any]
+    _parameters: dict[str, Any]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = super().__call__ if is_hooked(self) else self.forward
         return call(*args, **kwargs)

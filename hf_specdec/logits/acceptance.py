@@ -92,6 +92,7 @@ def block_thresholds(draft: DraftTree, target_probs: torch.FloatTensor) -> tuple
     tokens = draft.tokens.clamp(min=0)
     precision = widest_float(tokens.device)
     target_prob = target_probs[:, :-1].gather(-1, tokens[..., None]).squeeze(-1).to(precision)
+    assert draft.probs is not None, "chains without probabilities"
     draft_prob = draft.probs.gather(-1, tokens[..., None]).squeeze(-1).to(precision)
     # A drawn token has q > 0, but for rounding; the bound keeps 0 / 0 at the 0 of its numerator.
     steps = target_prob.log() - draft_prob.clamp(min=torch.finfo(precision).tiny).log()

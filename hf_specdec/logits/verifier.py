@@ -199,13 +199,13 @@ class _Walk:
         elif self.draft.probs is None:
             tokens = self._draw(active, scores.softmax(-1))
         else:
-            return self._choose_by_rejection(active, scores.softmax(-1))
+            return self._choose_by_rejection(active, scores.softmax(-1), self.draft.probs)
         return tokens, [self.children[i][self.nodes[i]].get(token) for i, token in zip(active, tokens)]
 
     def _draw(self, active, probs) -> list[int]:
         return _checked(sample_from_probs(probs, self._uniforms(TARGET, active)).tolist())
 
-    def _choose_by_rejection(self, active, probs):
+    def _choose_by_rejection(self, active, probs, draft_probs):
         """Rejection sampling at one depth: the children of each row's node as a star below it."""
         stars = [list(self.children[i][self.nodes[i]].values()) for i in active]
         width = max(map(len, stars))
@@ -218,7 +218,7 @@ class _Walk:
             self.draft.tokens[index, picks],
             torch.full((width,), -1, device=device),
             list(map(len, stars)),
-            self.draft.probs[index, picks],
+            draft_probs[index, picks],
         )
         # Only the first row of target probabilities is looked at; the token after an accepted child comes later.
         target = probs[:, None].expand(-1, width + 1, -1)

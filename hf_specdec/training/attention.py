@@ -40,13 +40,13 @@ def blockwise_causal(
         raise ValueError("`blockwise_causal` attends over whole rows: no mask, no cache and no dropout.")
     query, key = query.to(value.dtype), key.to(value.dtype)
     query = query.view(batch, kv_heads, heads // kv_heads, length, dim)
-    scaling = dim**-0.5 if scaling is None else scaling
+    scale: float = dim**-0.5 if scaling is None else scaling
     future = torch.full((block, block), -math.inf, dtype=value.dtype, device=value.device).triu(1)
     outputs = []
     for start in range(0, length, block):
         end = min(start + block, length)
         size = end - start
-        scores = (query[..., start:end, :] * scaling).flatten(2, 3) @ key[:, :, :end].transpose(-1, -2)
+        scores = (query[..., start:end, :] * scale).flatten(2, 3) @ key[:, :, :end].transpose(-1, -2)
         scores = scores.view(batch, kv_heads, -1, size, end)
         scores[..., start:] += future[:size, :size]
         weights = scores.softmax(-1, dtype=value.dtype).flatten(2, 3)

@@ -57,7 +57,9 @@ def begin_near(fusion: nn.Linear, shares: Sequence[float]) -> None:
 
 
 @torch.no_grad()
-def copy_rows(table: nn.Module, source: nn.Module, ids: torch.LongTensor | None = None) -> None:
+def copy_rows(
+    table: nn.Embedding | nn.Linear, source: nn.Embedding | nn.Linear, ids: torch.LongTensor | None = None
+) -> None:
     """
     Initialises a draft's embedding or lm_head with rows of the target's, those of `ids` or the first ones; in a
     narrower draft with their coordinates along the main directions of all rows. A wider draft, and one whose target

@@ -80,6 +80,7 @@ class Reading:
     @torch.no_grad()
     def target_logits(self, positions: torch.LongTensor) -> torch.Tensor:
         """Computes the target's logits at some of the B * T positions, `(*positions.shape, V)`."""
+        assert self.head is not None, "read without the lm_head"
         return self.head(self.flat_states()[positions])
 
     @property
@@ -172,7 +173,9 @@ def check_plain_head(model: PreTrainedModel, what: str) -> None:
     tokens = torch.arange(min(4, model.get_input_embeddings().weight.shape[0]), device=model.device)[None]
     with captured_states(model, ("last",)) as states:
         logits = model(input_ids=tokens, use_cache=False).logits.float()
-    plain = model.get_output_embeddings()(states["last"]).float()
+    head = model.get_output_embeddings()
+    assert head is not None, "a language model without an lm_head"
+    plain = head(states["last"]).float()
     if not torch.allclose(plain, logits, atol=1e-2, rtol=1e-2):
         raise UnsupportedModelError(
             f"{type(model).__name__} scales or caps the logits after its lm_head, which {what} does not follow. "

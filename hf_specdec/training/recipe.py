@@ -226,6 +226,7 @@ def draft_loss(
             flat = F.nll_loss(log_probs.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
         losses = (1 - kl_weight) * flat.view(labels.shape).float()
     if kl_weight > 0:
+        assert target_logits is not None, "needed for the divergence"
         targets = target_logits[..., : logits.shape[-1]].log_softmax(-1)
         divergence = F.kl_div(log_probs, targets, reduction="none", log_target=True)
         losses = losses + kl_weight * divergence.sum(-1, dtype=torch.float32)

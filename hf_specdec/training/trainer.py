@@ -90,6 +90,7 @@ class TrainingOptions(Options):
         Returns the share of the training that is done, 0 to 1: by steps or by time, whichever is further on, so that a
         run cut by time still ends at the final learning rate.
         """
+        assert self.steps is not None, "settled before the training begins"
         by_time = seconds / (60 * self.max_minutes) if self.max_minutes else 0.0
         return min(1.0, max(step / self.steps, by_time))
 

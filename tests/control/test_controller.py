@@ -310,23 +310,21 @@ def test_a_trial_is_compared_with_the_chosen_length_on_the_same_draft():
     for _ in range(40):
         (limit,) = controller.limits([0])
         controller.observe([RowOutcome(0, limit, limit, min(limit, 4), min(limit, 4) + 1)], limit, 1e-5 * limit, 1e-3)
-    controller.length, controller._trial = 4, 2
+    controller.length = 4
     # All of a shorter draft was accepted: more of a longer one would have been.
-    assert controller._tokens_instead(RowOutcome(0, 2, 2, 2, 3)) > 4
+    assert controller._tokens_instead(RowOutcome(0, 2, 2, 2, 3), 2) > 4
     # Both would have ended at the same token.
-    assert controller._tokens_instead(RowOutcome(0, 2, 2, 1, 2)) == 2
-    controller._trial = 8
-    assert controller._tokens_instead(RowOutcome(0, 8, 8, 6, 7)) == 5
+    assert controller._tokens_instead(RowOutcome(0, 2, 2, 1, 2), 2) == 2
+    assert controller._tokens_instead(RowOutcome(0, 8, 8, 6, 7), 8) == 5
     # As long as this one would have taken for them, if they ended on their own. Else that is not known.
     seconds = [controller._cycle_seconds(depth, 1) for depth in range(9)]
 
-    def instead(depth):
-        return controller._seconds_instead([RowOutcome(0, controller._trial, depth, 0, 1)])
+    def instead(depth, trial):
+        return controller._seconds_instead([RowOutcome(0, trial, depth, 0, 1)], trial)
 
-    assert [instead(depth) for depth in (0, 2, 4, 6, 8)] == [seconds[min(k, 4)] for k in (0, 2, 4, 6, 8)]
-    controller._trial = 2
-    assert instead(1) == seconds[1]
-    assert instead(2) == controller._plan.seconds[4]
+    assert [instead(depth, 8) for depth in (0, 2, 4, 6, 8)] == [seconds[min(k, 4)] for k in (0, 2, 4, 6, 8)]
+    assert instead(1, 2) == seconds[1]
+    assert instead(2, 2) == controller._plan.seconds[4]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])

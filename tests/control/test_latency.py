@@ -23,7 +23,6 @@ def fill(table, times, repeats=5):
 
 
 def test_nothing_is_known_at_first():
-    assert TimeTable().predict(3) is None
     model = LatencyModel()
     assert not model.knows_anything
     assert model.draft_seconds(4, 1) == 0

@@ -423,6 +423,7 @@ class DFlashReader(DraftReader):
         if found := self._stated_layer_ids():
             return found
         layers = target.num_hidden_layers
+        assert layers is not None, "sizes of a target without its layers"
         return (1, layers // 2 - 1, layers - 4) if self.is_speculators else default_layer_ids(self.num_layers, layers)
 
     # Tensors

@@ -365,6 +365,8 @@ class DraftText(DraftSlots):
         starts, offsets, capacity, options: As for [`DraftSlots`].
     """
 
+    network: DFlashNetwork
+
     def extend(self, states: dict[Any, torch.Tensor], counts: list[int] | torch.LongTensor) -> None:
         """Takes in the target's states `(R, C, th)` of the next tokens, the first `counts[r]` of each row."""
         fused = self.network.fuse(states)

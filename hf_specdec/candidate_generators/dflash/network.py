@@ -70,7 +70,7 @@ class DFlashNetwork(DraftNetwork):
         self._state_keys = tuple(layer + 1 for layer in config.target_layer_ids)
         self.target_hidden_states: tuple = tuple(dict.fromkeys(self._state_keys))
         self._layer_views = tuple(map(config.view, range(config.num_hidden_layers)))
-        self.views = tuple(dict.fromkeys(self._layer_views))
+        self.views: tuple[BlockView, ...] = tuple(dict.fromkeys(self._layer_views))
         size = config.hidden_size
         own_rows = config.num_embeddings
         self.embed_tokens = None if own_rows is None else nn.Embedding(own_rows, size)

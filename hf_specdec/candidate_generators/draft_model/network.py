@@ -171,7 +171,8 @@ def _from_pretrained(name: str, weights: str, location: dict[str, Any], argument
             places = ("revision", "subfolder", "cache_dir", "local_files_only")
             arguments = {**arguments, "adapter_kwargs": {key: location[key] for key in places if key in location}}
         with _building:
-            model, loading = AutoModelForCausalLM.from_pretrained(
+            # Transformers does not annotate what `output_loading_info` adds.
+            model, loading = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
                 name, config=model_config, output_loading_info=True, **location, **arguments
             )
     except torch.OutOfMemoryError:

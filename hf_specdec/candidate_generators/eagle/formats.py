@@ -358,6 +358,7 @@ class EagleReader(DraftReader):
     def _boundaries(self, target: TargetSizes) -> tuple[int, ...]:
         """The boundaries, which configs have in one of two notations without saying which."""
         ids, layers = self._stated_ids(), target.num_hidden_layers
+        assert layers is not None, "sizes of a target without its layers"
         usual = sorted({2, layers // 2, layers - 3} & set(range(layers)))
         is_clear = self._named_ids is not None or self.setting("aux_layer_ids", INDICES)
         if not ids:

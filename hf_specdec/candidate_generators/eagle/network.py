@@ -314,8 +314,8 @@ def fitting_network(network: nn.Module, config: SpeculativeConfig, target_model:
             f"passed reads the states {list(found.aux_layer_ids)}. Leave it out."
         )
     expected = (target.hidden_size, target.vocab_size)
-    deepest = max(found.aux_layer_ids, default=0)
-    if (found.target_hidden_size, found.vocab_size) != expected or deepest > target.num_hidden_layers:
+    deepest, layers = max(found.aux_layer_ids, default=0), target.num_hidden_layers
+    if (found.target_hidden_size, found.vocab_size) != expected or layers is None or deepest > layers:
         raise SpecConfigError(
             f"The head was made for hidden_size={found.target_hidden_size}, {found.vocab_size} tokens and at least "
             f"{deepest} layers; {target.name} has {target.hidden_size}, {target.vocab_size} and "

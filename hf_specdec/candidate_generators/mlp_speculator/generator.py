@@ -474,7 +474,7 @@ def _growth_plan(config: SpeculativeConfig, loaded: LoadedSpeculator, device: to
             f"`top_k_tokens_per_head`={list(widths)} has {len(widths)} entries, and the checkpoint has "
             f"{sizes.n_predict} stages, one for each. Use at most {sizes.n_predict}."
         )
-    depth = config.num_speculative_tokens or len(widths)
+    depth = config.fixed_length or len(widths)
     if depth > len(widths):
         raise SpecConfigError(
             f"`num_speculative_tokens`={depth} needs as many entries of `top_k_tokens_per_head`, got {len(widths)}."

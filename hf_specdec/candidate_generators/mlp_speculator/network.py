@@ -43,6 +43,7 @@ class MLPSpeculator(nn.Module):
     """
 
     spec_method = "mlp_speculator"
+    config: MLPSpeculatorConfig
 
     def __init__(self, config: MLPSpeculatorConfig):
         super().__init__()

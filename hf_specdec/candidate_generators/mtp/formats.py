@@ -114,7 +114,7 @@ class MtpLayout:
 
     def stored_name(self, name: str, num_target_layers: int) -> str:
         """The name in a file of a tensor of this name."""
-        number = re.search(r"\.(\d+)\.", name)[1]
+        number = re.findall(r"\.(\d+)\.", name)[0]
         stored_number = int(number) + (num_target_layers if self.follows_target else 0)
         for old, new in self.names.items():
             if new and name.startswith(new.format(number)):

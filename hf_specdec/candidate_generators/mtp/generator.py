@@ -133,7 +133,7 @@ class MtpCandidateGenerator(CandidateGenerator):
                 f"`{branching}` is about trees, and the {num_layers} MTP layers draft a chain, one token each. Leave "
                 "it out, or set mtp_mode='reuse' to draft with the first layer alone."
             )
-        length = self.config.num_speculative_tokens or num_layers
+        length = self.config.fixed_length or num_layers
         if length > num_layers:
             self.session.notes.append(
                 f"{num_layers} draft tokens instead of {length}: each of the MTP layers drafts one; mtp_mode='reuse' "

@@ -123,7 +123,8 @@ class MtpNetwork(DirectModule):
     def attach(self, target_model: nn.Module) -> MtpNetwork:
         """Reads embedding, lm_head, rotary embedding and final norm from `target_model`."""
         self._target = _SharedParts(target_model)
-        self._angles = RotaryAngles(self.rotary_emb) if self._is_llama else None
+        if self._is_llama:
+            self._angles = RotaryAngles(self.rotary_emb)
         return self
 
     @property

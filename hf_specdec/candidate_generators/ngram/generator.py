@@ -93,7 +93,7 @@ class NgramOptions:
             max_indexed_tokens=(_MIN_INDEXED_TOKENS, _MAX_INDEXED_TOKENS),
         )
         check_choice("match", self.match, ("last", "first"))
-        if self.has_fixed_range and self.min_match > self.max_match:
+        if self.max_match is not None and self.min_match > self.max_match:
             raise SpecConfigError(
                 f"`prompt_lookup_min` must not be above `prompt_lookup_max`, got prompt_lookup_min={self.min_match} "
                 f"and prompt_lookup_max={self.max_match}."

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..drafts import TreeTopology
 from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE
-from ..layers.llama import DecoderLayer, RMSNorm, is_published, is_untouched
+from ..layers.llama import DecoderLayer, RMSNorm, is_published, is_untouched, modules_of
 from ..layers.rope import RotaryTable, has_static_frequencies
 from .attention import TREE_KERNEL, TreeMask
 from .cache import SlotCache
@@ -52,7 +52,7 @@ def is_plain_llama(model: PreTrainedModel) -> bool:
         return False
     if config._attn_implementation != "sdpa":
         return False
-    return all(not module.training and is_untouched(module) for module in model.modules())
+    return all(not module.training and is_untouched(module) for module in modules_of(model))
 
 
 class FunctionalSlotModel(SlotModel):
@@ -63,7 +63,7 @@ class FunctionalSlotModel(SlotModel):
         decoder = model.get_decoder()
         self._embedding = decoder.embed_tokens.weight
         self._head = model.get_output_embeddings().weight
-        self._norm = RMSNorm.of(decoder.norm)
+        self._norm = RMSNorm.sharing(decoder.norm)
         self._layers = [DecoderLayer.of(layer, index) for index, layer in enumerate(decoder.layers)]
         attention = self._layers[0].self_attn
         self._head_dim, self._groups = attention.head_dim, attention.groups

@@ -11,8 +11,10 @@ D head size, S slots of a cache.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Container
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,7 @@ from .rope import rotate
 _FAMILY = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 
 Angles = tuple[torch.Tensor, torch.Tensor]
+Module = TypeVar("Module", bound="DirectModule")
 
 
 class LayerSizes(Protocol):
@@ -61,6 +64,10 @@ class SlotMask(Protocol):
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, /) -> torch.Tensor: ...
 
 
+# How the names end under which `nn.Module` keeps hooks.
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+
+
 class DirectModule(nn.Module):
     """Module that is called like a function while nothing hooks into its calls."""
 
@@ -69,21 +76,33 @@ class DirectModule(nn.Module):
     _parameters: dict[str, Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = super().__call__ if is_hooked(self) else self.forward
-        return call(*args, **kwargs)
+        if any(_additions(self)):
+            return super().__call__(*args, **kwargs)
+        return self.forward(*args, **kwargs)
+
+    @classmethod
+    def sharing(cls: type[Module], module: nn.Module, **changed: Any) -> Module:
+        """A module of this class with the attributes of another, its parameters and parts among them, but no hooks.
+
+        Args:
+            module (`nn.Module`): The other module.
+            changed (`Any`): Attributes to have in the place of some of these.
+        """
+        made = cls.__new__(cls)
+        hooks = {name: OrderedDict() for name in module.__dict__ if name.endswith(_HOOKS)}
+        made.__dict__.update(module.__dict__, **hooks, **changed)
+        return made
+
+
+# All that a call of a module runs beside, or in the place of, its `forward`.
+_additions = attrgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl"
+)
 
 
 def is_hooked(module: nn.Module) -> bool:
     """Tells whether a call of the module is more, or another, than the forward of its class."""
-    state = module.__dict__
-    return bool(
-        state["_forward_hooks"]
-        or state["_forward_pre_hooks"]
-        or state["_backward_hooks"]
-        or state["_backward_pre_hooks"]
-        or "forward" in state
-        or module._compiled_call_impl
-    )
+    return any(_additions(module)) or "forward" in module.__dict__
 
 
 def is_untouched(module: nn.Module) -> bool:
@@ -96,6 +115,14 @@ def is_untouched(module: nn.Module) -> bool:
     if is_traceable_wrapper_subclass(weight) or (weight is None and getattr(module, "weight", None) is not None):
         return False  # in parts on several processes, or packed
     return weight is None or weight.dim() != 2 or type(module) in (nn.Linear, nn.Embedding)
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """The model and all modules in it, in less time than `modules()`, and shared ones more than once."""
+    found = [model]
+    for module in found:
+        found += [part for part in module._modules.values() if part is not None]
+    return found
 
 
 def is_published(definition: Any) -> bool:
@@ -112,7 +139,7 @@ def is_llama_layer(layer: nn.Module) -> bool:
 
 def project(linear: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """Applies a linear layer, a quantised, wrapped or hooked one by its own call."""
-    if type(linear) is not nn.Linear or is_hooked(linear):
+    if type(linear) is not nn.Linear or any(_additions(linear)) or "forward" in linear.__dict__:
         return linear(hidden)
     weights = linear._parameters
     return F.linear(hidden, weights["weight"], weights["bias"])
@@ -145,21 +172,13 @@ class DecoderLayer(DirectModule):
             layer (`nn.Module`): The layer; its linear modules are taken as they are.
             layer_idx (`int`): Which layer of the cache it is.
         """
-        attention, mlp = layer.self_attn, layer.mlp
-        has_head_norms = hasattr(attention, "q_norm")
-        return cls(
-            RotaryAttention(
-                *(getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
-                head_dim=attention.head_dim,
-                groups=attention.num_key_value_groups,
-                layer_idx=layer_idx,
-                head_norms=(RMSNorm.of(attention.q_norm), RMSNorm.of(attention.k_norm)) if has_head_norms else None,
-                scaling=attention.scaling,
-            ),
-            GatedMLP(mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn),
-            RMSNorm.of(layer.input_layernorm),
-            RMSNorm.of(layer.post_attention_layernorm),
-        )
+        parts = {
+            "self_attn": RotaryAttention.of(layer.self_attn, layer_idx),
+            "mlp": GatedMLP.sharing(layer.mlp),
+            "input_layernorm": RMSNorm.sharing(layer.input_layernorm),
+            "post_attention_layernorm": RMSNorm.sharing(layer.post_attention_layernorm),
+        }
+        return cls.sharing(layer, _modules=parts)
 
     def forward(
         self,
@@ -219,6 +238,14 @@ class RotaryAttention(DirectModule):
             self.q_norm, self.k_norm = head_norms
 
     @classmethod
+    def of(cls, attention: nn.Module, layer_idx: int) -> RotaryAttention:
+        """The attention of one of transformers' layers, see [`DecoderLayer.of`]."""
+        norms = {name: RMSNorm.sharing(part) for name, part in attention._modules.items() if name.endswith("_norm")}
+        groups = attention.num_key_value_groups
+        parts = {**attention._modules, **norms}
+        return cls.sharing(attention, _modules=parts, groups=groups, layer_idx=layer_idx, is_causal=True)
+
+    @classmethod
     def new(
         cls,
         config: LayerSizes,
@@ -270,10 +297,10 @@ class RotaryAttention(DirectModule):
         Returns:
             `torch.Tensor` of shape `(R, T, H)`.
         """
-        query, key = self._heads(hidden, "q_proj", "q_norm"), self.keys(hidden)
-        turned = rotate(torch.cat((query, key), dim=2), *angles)
-        query, key = turned.split((query.shape[2], key.shape[2]), dim=2)
-        keys, values = key.transpose(1, 2), self.values(hidden)
+        query, key = self._heads(hidden, "q_proj", "q_norm"), self._heads(hidden, "k_proj", "k_norm")
+        turned = rotate(torch.cat((query, key), dim=2), *angles).transpose(1, 2)
+        query, keys = turned.split_with_sizes((query.shape[2], key.shape[2]), dim=1)
+        values = self._heads(hidden, "v_proj").transpose(1, 2)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
         return project(self._modules["o_proj"], self._attend(query, keys, values, mask))
@@ -295,9 +322,8 @@ class RotaryAttention(DirectModule):
     def _attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | SlotMask | None
     ) -> torch.Tensor:
-        """The attended values `(R, T, Q * D)` of queries `(R, T, Q, D)`."""
-        rows, tokens = query.shape[:2]
-        query = query.transpose(1, 2)
+        """The attended values `(R, T, Q * D)` of queries `(R, Q, T, D)`."""
+        rows, _, tokens, _ = query.shape
         if mask is not None and not isinstance(mask, torch.Tensor):
             return mask.attend(query, keys, values, self.scaling).reshape(rows, tokens, -1)
         if mask is None and self.is_causal and tokens > 1:
@@ -357,13 +383,8 @@ class RMSNorm(DirectModule):
         self.weight = nn.Parameter(torch.ones(size)) if weight is None else weight
         self.variance_epsilon = eps
 
-    @classmethod
-    def of(cls, norm: nn.Module) -> RMSNorm:
-        """The norm with the weights of one of transformers' Llama family."""
-        return cls(len(norm.weight), norm.variance_epsilon, norm.weight)
-
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = self._parameters["weight"]
         if hidden.dtype == torch.float32:
-            return F.rms_norm(hidden, weight.shape, weight, self.variance_epsilon)
-        return weight * F.rms_norm(hidden, weight.shape, None, self.variance_epsilon)
+            return torch.rms_norm(hidden, weight.shape, weight, self.variance_epsilon)
+        return weight * torch.rms_norm(hidden, weight.shape, None, self.variance_epsilon)

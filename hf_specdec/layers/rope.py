@@ -31,8 +31,8 @@ def signed_angles(cosine: torch.Tensor, sine: torch.Tensor) -> tuple[torch.Tenso
 
 def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """Heads `(R, T, heads, D)`, turned by signed angles that broadcast to `(R, T, 1, D)`."""
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cosine + torch.cat((second, first), dim=-1) * sine
+    swapped = heads.roll(heads.shape[-1] // 2, -1)
+    return heads * cosine + swapped * sine
 
 
 class RotaryTable:
@@ -88,7 +88,8 @@ class RotaryAngles:
             return signed_angles(*self.embedding(like, positions))
         # A network may be moved or cast between calls.
         place = (like.dtype, like.device)
-        if place not in self._tables:
-            self._tables[place] = RotaryTable(self.embedding)
-        cosine, sine = self._tables[place].up_to(bound, like)
+        table = self._tables.get(place)
+        if table is None:
+            table = self._tables[place] = RotaryTable(self.embedding)
+        cosine, sine = table.up_to(bound, like)
         return cosine[positions], sine[positions]

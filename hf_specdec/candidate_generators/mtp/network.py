@@ -118,7 +118,7 @@ class MtpNetwork(DirectModule):
 
     @property
     def _weight(self) -> torch.Tensor:
-        return self.enorm[0].weight
+        return self._part("enorm", 0).weight
 
     def attach(self, target_model: nn.Module) -> MtpNetwork:
         """Reads embedding, lm_head, rotary embedding and final norm from `target_model`."""
@@ -177,18 +177,22 @@ class MtpNetwork(DirectModule):
             Two tensors of shape `(R, T, h)`: what is handed on as `hidden`, and what `logits` reads.
         """
         part = layer % self.config.num_projections
-        halves = [self.enorm[part](self.embed(tokens)), self.hnorm[part](hidden)]
+        halves = [self._part("enorm", part)(self.embed(tokens)), self._part("hnorm", part)(hidden)]
         if self.config.layout.hidden_first:
             halves.reverse()
-        projected = project(self.eh_proj[part], torch.cat(halves, dim=-1))
+        projected = project(self._part("eh_proj", part), torch.cat(halves, dim=-1))
         if self._is_llama:
             stream = self._read_as_llama(layer, projected, positions, mask, cache, bound)
         else:
             stream = self._read_as_family(layer, projected, positions, mask, cache)
         if self.config.layout.before_norm:
             return stream, self.final_norm(stream)
-        output = self.norm[part](stream)
+        output = self._part("norm", part)(stream)
         return output, output
+
+    def _part(self, name: str, index: int) -> nn.Module:
+        """An entry of one of the lists, from where modules keep them: lookups of `nn.ModuleList` take longer."""
+        return self._modules[name]._modules[str(index)]
 
     def _read_as_llama(
         self,
@@ -200,7 +204,7 @@ class MtpNetwork(DirectModule):
         bound: int | None,
     ) -> torch.Tensor:
         """The stream `(R, T, h)` after a layer of the Llama family."""
-        own = self.layers[layer]
+        own = self._part("layers", layer)
         angles = self._angles(positions, projected, bound)
         return own(projected, angles, with_query_groups(mask, own.self_attn.groups), cache)
 
@@ -215,7 +219,7 @@ class MtpNetwork(DirectModule):
         """The stream `(R, T, h)` after a layer of the target's own class."""
         positions = positions.to(projected.device).expand(len(projected), -1)
         with folding_masks():
-            stream = self.layers[layer](
+            stream = self._part("layers", layer)(
                 projected,
                 attention_mask=mask,
                 position_ids=positions,

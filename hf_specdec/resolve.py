@@ -21,8 +21,8 @@ from .hub.inspect import method_for_target
 from .hub.published import published_config, with_saved_settings
 from .method import is_method_name, names_of_methods
 from .reading import parse_json, read_text, reading_settings
-from .setting_names import AUTO, merged, options_class, reading_file
 from .settings import CONFIG_NAME, SpeculativeConfig
+from .settings.names import AUTO, merged, options_class, reading_file
 from .threads import Recent
 
 

@@ -19,14 +19,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hf_specdec.hub.engines as engines_module
-from hf_specdec import setting_names
 from hf_specdec.candidate_generators import register_candidate_generator, unregister_candidate_generator
 from hf_specdec.candidate_generators.base import CandidateGenerator
 from hf_specdec.errors import SpecConfigError, SpecDecError
 from hf_specdec.hub.published import published_config
 from hf_specdec.method import built_in_methods, resolve_candidate_generator
-from hf_specdec.setting_names import PendingOptions
 from hf_specdec.settings import CONFIG_NAME, SpeculativeConfig, describe_settings
+from hf_specdec.settings import names as setting_names
+from hf_specdec.settings.names import PendingOptions
 
 
 ROOT = Path(__file__).parents[1]

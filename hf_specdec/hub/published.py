@@ -21,8 +21,8 @@ from ..arguments import SpeculativeArguments, configured_arguments, is_off
 from ..checkpoints.files import MAX_CONFIG_BYTES, ReadOfRepositories, RepoFiles, is_pickled
 from ..errors import CheckpointAccessError, CheckpointFormatError, SpecConfigError
 from ..method import is_method_name, takes_model
-from ..setting_names import AUTO, reading_file
 from ..settings import CONFIG_NAME, SpeculativeConfig
+from ..settings.names import AUTO, reading_file
 from .trust import MODELS_VARIABLE, PLACE_SETTINGS, believed, may_be_published, one_line, sifted, warn_of
 
 

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..errors import SpecConfigError
 from ..method import built_in_methods, parts_of
-from ..setting_names import AUTO, names_of, option_fields
+from ..settings.names import AUTO, names_of, option_fields
 
 
 logger = logging.get_logger(__name__)

@@ -22,8 +22,8 @@ from hf_specdec.hub.discover import Search
 from hf_specdec.hub.target import Access, Target
 from hf_specdec.hub.trust import may_be_published, one_line, sifted, why_not_unasked
 from hf_specdec.method import built_in_methods
-from hf_specdec.setting_names import option_fields
 from hf_specdec.settings import describe_settings
+from hf_specdec.settings.names import option_fields
 from tests.hub.test_discover import EAGLE, FIXTURES, card_of
 from tests.models import prompts, tiny_llama
 

@@ -17,11 +17,22 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_type_hints
 
-from .errors import SpecConfigError, is_access_token, shown
-from .method import drafting_method, methods, takes_model
-from .reading import reading_settings
-from .setting_conflicts import check_combinations
-from .setting_names import (
+from ..errors import SpecConfigError, is_access_token, shown
+from ..method import drafting_method, methods, takes_model
+from ..reading import reading_settings
+from ..threads import cached_property
+from ..validation import (
+    MOST_DRAFT_TOKENS,
+    MOST_INTEGER,
+    as_annotated,
+    frozen,
+    is_json_value,
+    is_number,
+    thawed,
+    types_of,
+)
+from .conflicts import check_combinations
+from .names import (
     AUTO,
     PendingOptions,
     by_key,
@@ -37,7 +48,7 @@ from .setting_names import (
     options_in,
     unknown_setting,
 )
-from .setting_values import (
+from .values import (
     QUANTIZATION_ALIASES,
     acceptance_rates,
     lengths_by_batch_size,
@@ -45,17 +56,6 @@ from .setting_values import (
     plain_path,
     token_tree,
     torch_name,
-)
-from .threads import cached_property
-from .validation import (
-    MOST_DRAFT_TOKENS,
-    MOST_INTEGER,
-    as_annotated,
-    frozen,
-    is_json_value,
-    is_number,
-    thawed,
-    types_of,
 )
 
 
@@ -297,7 +297,7 @@ class SpeculativeConfig:
         Raises:
             SpecConfigError: `value` cannot be understood, or a setting is wrong.
         """
-        from .resolve import resolve
+        from ..resolve import resolve
 
         return resolve(value, overrides, target_config)
 
@@ -412,7 +412,7 @@ class SpeculativeConfig:
             path_or_repo (`str` or `os.PathLike`): A folder, the file itself, or the id of a repository on the Hub.
             revision (`str`, *optional*): Branch, tag or commit of the repository.
         """
-        from .resolve import read_pretrained
+        from ..resolve import read_pretrained
 
         return read_pretrained(path_or_repo, revision)
 
@@ -425,7 +425,7 @@ class SpeculativeConfig:
         Raises:
             SpecConfigError: The method is unknown to vLLM or not yet resolved, or vLLM would not find the draft model.
         """
-        from .hub.engines import to_vllm
+        from ..hub.engines import to_vllm
 
         return to_vllm(self)
 

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
-from .errors import SpecConfigError, SpecDecError, shown
-from .method import COMBINING, methods, parts_of, resolve_candidate_generator
-from .reading import plain_value
-from .validation import is_int
+from ..errors import SpecConfigError, SpecDecError, shown
+from ..method import COMBINING, methods, parts_of, resolve_candidate_generator
+from ..reading import plain_value
+from ..validation import is_int
 
 
 logger = logging.get_logger(__name__)

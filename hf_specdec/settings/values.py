@@ -10,8 +10,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import SpecConfigError, shown
-from .validation import MOST_DRAFT_TOKENS, MOST_INTEGER, is_int, is_number
+from ..errors import SpecConfigError, shown
+from ..validation import MOST_DRAFT_TOKENS, MOST_INTEGER, is_int, is_number
 
 
 QUANTIZATION_ALIASES = {
@@ -38,7 +38,7 @@ def token_tree(value: Any) -> Any:
     """A static tree as paths of child ranks, from every spelling of [`~drafts.parse_token_tree`]."""
     if value is None:
         return None
-    from .drafts import parse_token_tree
+    from ..drafts import parse_token_tree
 
     return parse_token_tree(value)
 

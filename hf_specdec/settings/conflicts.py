@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from .errors import SpecConfigError, shown
-from .method import built_in_methods, drafting_method, takes_model
-from .setting_names import AUTO
+from ..errors import SpecConfigError, shown
+from ..method import built_in_methods, drafting_method, takes_model
+from .names import AUTO
 
 
 if TYPE_CHECKING:
-    from .settings import SpeculativeConfig
+    from . import SpeculativeConfig
 
 
 def check_combinations(config: SpeculativeConfig) -> None:

@@ -22,7 +22,10 @@ test: setup
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu"
 
 style: setup
-	$(BIN)/ruff check --fix . && $(BIN)/ruff format hf_specdec tests benchmarks
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format hf_specdec tests benchmarks tools
 
 quality: setup
+	$(BIN)/pip install --quiet -e ".[quality]"
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/basedpyright --pythonpath $(BIN)/python

@@ -111,8 +111,8 @@ class CheckpointReader:
     @property
     def for_target(self) -> str:
         """Advice about a drafter of another target."""
-        own = f" (this was trained for '{self.target_name}')" if self.target_name else ""
-        return f"Pass the {self.noun} that was trained for this target{own}."
+        own = f", not for '{self.target_name}'" if self.target_name else ""
+        return f"Pass the {self.noun} trained for this target{own}."
 
     # Of methods that draft with the layers of a target
 

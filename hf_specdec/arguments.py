@@ -41,7 +41,7 @@ class SpeculativeArguments:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Those that are not `None`, by name."""
+        """Arguments that are not `None`, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     @property

@@ -73,7 +73,7 @@ class TargetSizes:
 
     @classmethod
     def of(cls, target_model: nn.Module, *, with_layers: bool = True) -> TargetSizes:
-        """Those of a model; its layers are only looked for where a drafter reads states between them."""
+        """Sizes of a model; its layers are only looked for where a drafter reads states between them."""
         layers = len(decoder_layers(target_model)) if with_layers else None
         name = type(target_model).__name__
         return cls(name, hidden_size(target_model), vocabulary_size(target_model), layers)

@@ -67,7 +67,7 @@ def verify_command(
 
 
 def _described(found: Verification, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """As JSON types, with the texts of the tokens."""
+    """Converts to JSON types, with the texts of the tokens."""
     row = found.to_dict()
     for item in row["differences"]:
         for key in ("plain", "speculative"):

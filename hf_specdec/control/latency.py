@@ -266,7 +266,7 @@ class LatencyModel:
         return self.pace.factor * self.verify[others].predict(num_nodes * num_rows / others)
 
     def _verify_level(self, own: TimeTable, num_nodes: float, num_rows: int) -> float:
-        """Of this number of rows. Fewer nodes than were measured take less in proportion to what other rows show."""
+        """Seconds for a number of rows. Fewer nodes than were measured take less, as for other numbers of rows."""
         level, smallest = own.predict(num_nodes), own.sizes[0]
         if num_nodes >= smallest:
             return level
@@ -327,8 +327,7 @@ class LatencyModel:
 
 
 def _draft_levels(table: TimeTable, most: int) -> list[float]:
-    """What drafts of depths 0 to `most` take: what was measured of one may be old, or of a time when the machine was
-    cold or busy."""
+    """Seconds of drafts of depths 0 to `most`; single measurements may be old, or of a cold or busy machine."""
     first, last = table.sizes[0], table.sizes[-1]
     depths = sorted({*table.sizes, *range(first, min(last, most) + 1)})
     levels = {depth: table.predict(depth) for depth in depths}

@@ -406,7 +406,7 @@ class PositionCounter:
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> PositionCounter | None:
-        """That of a model; `None` where there is none."""
+        """Counter of a model's positions; `None` where it has none."""
         modules = (module for module in model.modules() if hasattr(module, "create_position_ids_from_input_ids"))
         return next(map(cls, modules), None)
 

@@ -135,7 +135,7 @@ class Advice:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain Python and JSON types."""
+        """Converts to plain Python and JSON types."""
         return {**asdict(self), "snippets": self.snippets}
 
 
@@ -351,7 +351,7 @@ def _surely_faster(option: Option) -> bool:
 
 
 def _sum_of_depths(call: Call) -> int:
-    """Of all drafts of a call."""
+    """Depths of all drafts of a call, added up."""
     per_depth = [] if call.stats is None else call.stats.num_drafts_per_depth
     return sum(depth * count for depth, count in enumerate(per_depth, start=1))
 

@@ -74,7 +74,7 @@ class Diagnosis:
         return [finding for finding in self.findings if finding.check == "cause"]
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain Python and JSON types."""
+        """Converts to plain Python and JSON types."""
         return {
             "target": self.target,
             "drafter": self.drafter,

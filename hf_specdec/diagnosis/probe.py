@@ -79,7 +79,7 @@ class Acceptance:
         return _z_score(self, other) > _SIGNIFICANT
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON types."""
+        """Converts to plain JSON types."""
         return {
             "acceptance_length": self.acceptance_length,
             "rates": self.rates,
@@ -373,6 +373,6 @@ def _network_variants(model: PreTrainedModel, speculator: Speculator, network: D
 
 
 def _rope_parameters(model: PreTrainedModel) -> Mapping[str, Any] | None:
-    """Those of the target; `None` where it has none, or several."""
+    """Rotary settings of the target; `None` where it has none, or several."""
     found = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None)
     return found if isinstance(found, Mapping) and "rope_theta" in found else None

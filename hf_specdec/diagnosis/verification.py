@@ -104,7 +104,7 @@ class Verification:
         return [difference for difference in self.differences if difference.verdict == BUG]
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain Python and JSON types."""
+        """Converts to plain Python and JSON types."""
         return {
             "method": self.method,
             "num_texts": self.num_texts,

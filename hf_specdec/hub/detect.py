@@ -64,7 +64,7 @@ class Detection:
         return self.weight_file is not None and is_pickled(self.weight_file)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain Python and JSON types."""
+        """Converts to plain Python and JSON types."""
         return {**asdict(self), "problems": list(self.problems)}
 
 

@@ -50,7 +50,7 @@ class Inspection:
     hint: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain Python and JSON types."""
+        """Converts to plain Python and JSON types."""
         found = self.found.to_dict()
         return {
             "name": self.name,

@@ -23,7 +23,7 @@ logger = logging.getLogger("hf_specdec.metrics")
 
 
 class CallObserver:
-    """Is told of one call, in the thread that makes it.
+    """Listener of one call, in the thread that makes it.
 
     Attributes:
         trace (`list[CycleTrace]`, *optional*): The loop adds each cycle's tokens to it; `None`: they are not needed.

@@ -74,12 +74,12 @@ class CallRecord:
 
     @property
     def draft_seconds(self) -> list[float]:
-        """Of the drafter in each cycle."""
+        """Seconds of the drafter in each cycle."""
         return [timing.draft_seconds for timing in self.timings]
 
     @property
     def verify_seconds(self) -> list[float]:
-        """Of the verification in each cycle."""
+        """Seconds of the verification in each cycle."""
         return [timing.verify_seconds for timing in self.timings]
 
 

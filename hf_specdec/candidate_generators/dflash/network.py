@@ -222,7 +222,7 @@ class GivenContext:
         self.layers = layers
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs):
-        """Those of the layer, then those of the block; nothing is kept."""
+        """Keys and values of the layer, then those of the block; nothing is kept."""
         known_keys, known_values = self.layers[layer_idx]
         return torch.cat((known_keys, keys), dim=2), torch.cat((known_values, values), dim=2)
 
@@ -246,7 +246,7 @@ class _ScaledParts(TargetParts):
         return type(self.head) is nn.Linear and self.head.bias is None and not self._softcap and self._scale == 1
 
     def embed(self, tokens):
-        """As the target embeds them, its scaling included. A norm after the table belongs to the target alone."""
+        """Embeds tokens as the target does, with its scaling. A norm after the table belongs to the target alone."""
         if hasattr(self.embedding, "embed_norm"):
             return super().embed(tokens)
         return self.embedding(on_device_of(self.embedding, tokens))

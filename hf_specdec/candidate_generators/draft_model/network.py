@@ -138,7 +138,7 @@ def _integers(config: Any, place: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _is_read_along(name: str) -> bool:
-    """Whether transformers may read a file of this name beside the weights: settings, tokenizer, code, adapters."""
+    """Tells files that transformers may read beside the weights: settings, tokenizer, code, adapters."""
     return name.endswith((".json", ".jinja", ".model", ".py", ".txt")) or name.startswith("adapter_")
 
 
@@ -212,7 +212,7 @@ def _is_no_cast_message(record: python_logging.LogRecord) -> bool:
 
 @dataclass(frozen=True)
 class Vocabularies:
-    """How two vocabularies of the same tokenizer relate.
+    """Relation of two vocabularies of the same tokenizer.
 
     Attributes:
         target_size (`int`): Width of the target's logits.

@@ -90,7 +90,7 @@ class EagleNetwork(DraftNetwork):
         return self
 
     def fuse(self, states: dict) -> torch.Tensor:
-        """What `forward` takes as `hidden` for entries with states of the target.
+        """Input `hidden` of `forward` for entries with states of the target.
 
         Args:
             states (`dict`): For each of `target_hidden_states` a tensor of shape `(R, T, th)`.

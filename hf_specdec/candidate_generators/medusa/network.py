@@ -207,7 +207,7 @@ class MedusaHeads(nn.Module):
         save_checkpoint(folder, config, self._published_tensors(), MEDUSA_FILES[0])
 
     def _published_tensors(self) -> dict[str, torch.Tensor]:
-        """One tensor a head, under the published names. Readers count on the biases, so there are always some."""
+        """One tensor a head under the published names. Readers count on the biases, so there are always some."""
         tensors = {}
         for head in range(self.num_heads):
             for layer, weight in enumerate(self.weights):

@@ -222,7 +222,7 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         return tokens if self.last_token is None else tokens.clamp(max=self.last_token)
 
     def _draft_steered(self, step: DraftStep, limits: list[int]) -> DraftTree:
-        """One token a stage, the best or a sampled one, of its logits as the call's processors leave them."""
+        """Chooses one token a stage, the best or a sampled one, from logits as the call's processors leave them."""
         state, tokens = self.states, step.anchor_tokens
         chain = SteeredChain(self.session.sampler, step.rows, step.lengths, self.samples_drafts)
         for depth in range(max(limits)):

@@ -83,10 +83,10 @@ class MLPSpeculator(nn.Module):
         Args:
             index (`int`): Which, from 0.
             state (`torch.Tensor` of shape `(..., H)` for stage 0, else `(..., D)`): From `start`, or the stage before.
-            tokens (`torch.LongTensor` of shape `(...)`): The token behind each state.
+            tokens (`torch.LongTensor` of shape `(...)`): The token after each state.
 
         Returns:
-            The new states `(..., D)` and the logits `(..., V)` of the tokens behind `tokens`.
+            The new states `(..., D)` and the logits `(..., V)` of the tokens after `tokens`.
         """
         return self.stage(index)(state, tokens)
 
@@ -94,12 +94,12 @@ class MLPSpeculator(nn.Module):
         """Logits of all stages, teacher-forced.
 
         Args:
-            hidden (`torch.Tensor` of shape `(..., H)`): States behind the final norm of the target.
-            tokens (`torch.LongTensor` of shape `(..., m)`, m at most n): The tokens behind each state. Entry 0 is the
+            hidden (`torch.Tensor` of shape `(..., H)`): States after the final norm of the target.
+            tokens (`torch.LongTensor` of shape `(..., m)`, m at most n): The tokens after each state. Entry 0 is the
                 one that the target predicted from it.
 
         Returns:
-            `torch.Tensor` of shape `(m, ..., V)`: `[i]` predicts the token behind `tokens[..., i]`.
+            `torch.Tensor` of shape `(m, ..., V)`: `[i]` predicts the token after `tokens[..., i]`.
         """
         state, logits = self.start(hidden), []
         for index in range(tokens.shape[-1]):
@@ -135,7 +135,7 @@ class MLPStage(NamedTuple):
 
 
 class _ScaleAndShift(nn.Module):
-    """What follows the norm of a stage."""
+    """Scale and shift after the norm of a stage."""
 
     def __init__(self, size: int):
         super().__init__()

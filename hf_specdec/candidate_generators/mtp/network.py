@@ -134,7 +134,7 @@ class MtpNetwork(DirectModule):
         return target.embedding, target.head, target.norm, target.rotary
 
     def fuse(self, states: dict) -> torch.Tensor:
-        """What `forward` takes as `hidden` for entries with states of the target.
+        """Input `hidden` of `forward` for entries with states of the target.
 
         Args:
             states (`dict`): For the key in `target_hidden_states` a tensor of shape `(R, T, h)`.

@@ -193,7 +193,7 @@ class NgramCandidateGenerator(CandidateGenerator):
 
     @property
     def longest_row(self) -> tuple[int, str] | None:
-        """As in vLLM, the draft may fill the model's length and leave no room for the bonus token."""
+        """Length from which on a row drafts nothing: as in vLLM, drafts may fill the model's length."""
         limit = self.config.max_model_len
         return None if limit is None else (limit, "max_model_len")
 

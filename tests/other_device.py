@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_iter, tree_map
 from hf_specdec.decoding.capture import _WAITING, FROM_LISTS, INDEXING, _picks_by_mask, parts_of_index
 
 
-DEVICE = torch.device("meta")
+# With an index, so that nothing kept for real tensors without content is taken for it.
+DEVICE = torch.device("meta", 0)
 
 aten = torch.ops.aten
 

@@ -41,7 +41,7 @@ def test_methods_are_named_in_their_own_folders():
 
 
 def test_rooms_below_the_methods_name_none():
-    rooms = ("decoding", "logits", "kernels", "drafts", "drafting", "control")
+    rooms = ("decoding", "logits", "kernels", "drafts", "drafting", "layers", "control")
     below = [path for path in modules_outside_of_methods() if path.relative_to(PACKAGE).parts[0] in rooms]
     assert below
     assert not [path for path in below if lines_that_name_a_method(path)]

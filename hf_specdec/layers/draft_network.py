@@ -145,6 +145,7 @@ class DraftNetwork(DirectModule):
         doubtful_flags (`tuple[str, ...]`): Flags of the config that checkpoints are known to have the wrong way.
         states_keys (`tuple[str, ...]`): Keys with which configs name the states of the target that it reads.
         states_setting (`str`, *optional*): Setting that names them.
+        has_targets_embedding (`bool`): Its embedding is the target's, also where it was stored again.
     """
 
     config: DraftConfig
@@ -152,6 +153,7 @@ class DraftNetwork(DirectModule):
     doubtful_flags: tuple[str, ...] = ()
     states_keys: tuple[str, ...] = ()
     states_setting: str | None = None
+    has_targets_embedding: bool = False
 
     def __init__(self, config: DraftConfig):
         super().__init__()
@@ -269,7 +271,7 @@ def _check_tied(reader: DraftReader, network: DraftNetwork, target_model: nn.Mod
     own = network.embed_tokens
     given = target_model.get_input_embeddings().weight
     # Configs are copied from targets, and what is said of these is no news; so is what EAGLE-1 has of the target.
-    if own is None or getattr(network.config, "method", None) == "eagle" or is_close(own.weight, given):
+    if own is None or network.has_targets_embedding or is_close(own.weight, given):
         return
     raise CheckpointFormatError(
         f"'{reader.name}' has `tie_word_embeddings`=true in its config.json, an embedding of its own, and no "

@@ -14,10 +14,9 @@ import torch
 
 from ...drafting.autoregressive import AutoregressiveDrafter
 from ...drafting.shape import ExtrapolationOptions, confidence_threshold, draft_shape
-from ...drafts import DraftTree
-from ...protocol import Commit, DraftStep, Prompt, Session
+from ...protocol import Session
 from ...validation import check_integers
-from ..base import CandidateGenerator
+from ..autoregressive import AutoregressiveCandidateGenerator
 from .network import EagleNetwork, fitting_network, load_eagle
 
 
@@ -47,7 +46,7 @@ class EagleOptions(ExtrapolationOptions):
         check_integers("aux_layer_ids", self.aux_layer_ids, 0)
 
 
-class EagleCandidateGenerator(CandidateGenerator):
+class EagleCandidateGenerator(AutoregressiveCandidateGenerator):
     """Drafts chains, static and dynamic trees; small batches get a dynamic tree where the settings name no shape."""
 
     options_class = EagleOptions
@@ -78,22 +77,3 @@ class EagleCandidateGenerator(CandidateGenerator):
         self.check_sampled_length()
         threshold = confidence_threshold(config, session)
         self.drafter = AutoregressiveDrafter(resources, self.plan, config, session, threshold, self.samples_drafts)
-
-    @property
-    def num_draft_nodes(self) -> int:
-        return len(self.plan)
-
-    def prefill(self, prompt: Prompt) -> None:
-        self.drafter.prefill(prompt)
-
-    def observe(self, commit: Commit) -> None:
-        self.drafter.observe(commit)
-
-    def propose(self, step: DraftStep) -> DraftTree:
-        return self.drafter.propose(step, self.draft_depths(step))
-
-    def keep_rows(self, keep: list[int]) -> None:
-        self.drafter.keep_rows(keep)
-
-    def close(self) -> None:
-        self.drafter.close()

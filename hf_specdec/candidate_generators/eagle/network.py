@@ -151,6 +151,8 @@ class EagleNetwork(DraftNetwork):
 class Eagle1Network(EagleNetwork):
     """EAGLE-1, EAGLE-2, HASS: ordinary layers over the fully connected layer; all that is read and fed back is x."""
 
+    has_targets_embedding = True
+
     def _read(self, embedded, hidden, attention):
         parts = self._modules
         stream = project(parts["fc"], torch.cat((embedded, hidden), dim=-1))

@@ -20,12 +20,12 @@ from ...checkpoints.files import RepoFiles
 from ...drafting.autoregressive import AutoregressiveDrafter
 from ...drafting.entries import DraftEntries
 from ...drafting.shape import ExtrapolationOptions, confidence_threshold, draft_shape, growth_option
-from ...drafts import DraftTree, TokenTree
+from ...drafts import TokenTree
 from ...errors import SpecConfigError, UnsupportedModelError
-from ...protocol import Commit, DraftStep, Prompt, Session
+from ...protocol import Session
 from ...target_facts import CACHE_READERS, reads_target_cache
 from ...validation import check_choice
-from ..base import CandidateGenerator
+from ..autoregressive import AutoregressiveCandidateGenerator
 from ..draft_model.network import load_draft_model
 from .entries import LayerEntries
 from .network import MtpNetwork, fitting_network, load_mtp, placed
@@ -68,7 +68,7 @@ class MtpOptions(ExtrapolationOptions):
         check_choice("mode", self.mode, ("chain", "reuse"))
 
 
-class MtpCandidateGenerator(CandidateGenerator):
+class MtpCandidateGenerator(AutoregressiveCandidateGenerator):
     """Drafts with MTP layers: chains, and with one layer trees as well."""
 
     options_class = MtpOptions
@@ -140,22 +140,3 @@ class MtpCandidateGenerator(CandidateGenerator):
                 "drafts more"
             )
         return TokenTree.chain(min(length, num_layers))
-
-    @property
-    def num_draft_nodes(self) -> int:
-        return len(self.plan)
-
-    def prefill(self, prompt: Prompt) -> None:
-        self.drafter.prefill(prompt)
-
-    def observe(self, commit: Commit) -> None:
-        self.drafter.observe(commit)
-
-    def propose(self, step: DraftStep) -> DraftTree:
-        return self.drafter.propose(step, self.draft_depths(step))
-
-    def keep_rows(self, keep: list[int]) -> None:
-        self.drafter.keep_rows(keep)
-
-    def close(self) -> None:
-        self.drafter.close()

@@ -77,12 +77,9 @@ class SlotStore:
         fitting = [place for place in self._places if place.slots == slots and place.rows >= rows]
         self.place = min(fitting, default=Place(padded_rows(rows), slots))
         self._places[self.place] = self._places.pop(self.place, {})
-        sizes = {place: place.rows * place.slots for place in self._places}
-        room = 2 * max(sizes.values())
-        for place in reversed(sizes):
-            room -= sizes[place]
-            if room < 0:
-                self._drop(place)
+        # Whoever makes way may have been the largest.
+        while sum(sizes := [place.rows * place.slots for place in self._places]) > 2 * max(sizes):
+            self._drop(next(iter(self._places)))
 
     def _zeros(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         try:

@@ -616,6 +616,13 @@ class TestSlotStore:
         assert not any(map(operator.is_, first, self.call(store, 2, 100, size=8)))
         assert set(dropped) == {(2, 1024)}
 
+    def test_the_largest_makes_way(self, store, dropped):
+        """What is left must be small beside the largest that is left."""
+        for rows, capacity in [(5, 1025), (1, 1), (5, 1), (1, 4097)]:
+            self.call(store, rows, capacity)
+        sizes = [place.rows * place.slots for place in store._places]
+        assert sum(sizes) <= 2 * max(sizes)
+
     def test_at_most_twice_the_largest(self, store, dropped):
         for rows, capacity in [(1, 1000), (4, 1000), (1, 4000)]:
             self.call(store, rows, capacity)

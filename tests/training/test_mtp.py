@@ -12,6 +12,7 @@ from hf_specdec import load_speculator
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
 from hf_specdec.drafting.entries import DraftEntries
 from hf_specdec.errors import SpecConfigError, UnsupportedModelError
+from hf_specdec.layers.llama import DecoderLayer, is_llama_layer
 from hf_specdec.training.autoregressive import walk_cycles
 from hf_specdec.training.reading import Batch, TargetReader
 from hf_specdec.training.run import make_recipe
@@ -117,7 +118,8 @@ class TestBuilding:
     def test_the_layer_begins_as_the_last_one_of_the_target(self, target):
         last = target.model.layers[-1]
         layer = MtpRecipe(intermediate_size=24).build(target).layers[0]
-        assert type(layer) is type(last)
+        assert type(layer) is DecoderLayer
+        assert is_llama_layer(last)
         assert torch.equal(layer.self_attn.q_proj.weight, last.self_attn.q_proj.weight)
         assert torch.equal(layer.mlp.up_proj.weight, last.mlp.up_proj.weight[:24])
         assert torch.equal(layer.mlp.down_proj.weight, last.mlp.down_proj.weight[:, :24])

@@ -199,8 +199,9 @@ class HostRows:
 
     @property
     def position_bound(self) -> int | None:
-        """Above all positions that the planned forward reads or sees; `None` where it is not known."""
-        return self.cache.plan.columns + max(self.offsets)
+        """Above the size of all positions that the planned forward reads or sees; `None` where it is not known."""
+        # Those of padding count downwards from 0.
+        return max(self.cache.plan.columns, *self.starts) + max(self.offsets)
 
     def columns(self, ahead: int) -> int:
         """Number of slots up to `ahead` after the longest row."""

@@ -80,8 +80,9 @@ class RotaryAngles:
         Args:
             positions (`torch.LongTensor` of shape `(R | 1, T)`): Position ids.
             like (`torch.Tensor`): Has the dtype and the device of the angles.
-            bound (`int`, *optional*): Above all position ids. `None`: nothing is looked up; a graph must not read a
-                table that a later call replaces.
+            bound (`int`, *optional*): Above the size of all position ids; those of padding may be negative, and get
+                the angles of others. `None`: nothing is looked up; a graph must not read a table that a later call
+                replaces.
         """
         positions = positions.to(like.device)
         if bound is None or not self._is_static:

@@ -357,7 +357,9 @@ class TestInTransformersOwnLoop:
         assert accepted == our_counts(settings, inputs)
 
     @pytest.mark.parametrize("name", ["ngram", "eagle3"])
-    def test_adaptive_length(self, name):
+    def test_adaptive_length(self, name, monkeypatch):
+        # Nothing may depend on how fast this machine is.
+        monkeypatch.setattr(SpeculationController, "limits", lambda controller, rows, *sizes: [3] * len(rows))
         generator = fresh_speculator(settings_of(name, num_speculative_tokens="auto")).candidate_generator()
         text, accepted = assisted(generator, max_new_tokens=60)
         assert torch.equal(text, plain_text(1, 60))

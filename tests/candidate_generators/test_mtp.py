@@ -256,6 +256,11 @@ class TestLayersAgainstRecomputation:
             monkeypatch.setattr(slots, "_CHUNK_SIZE", chunk_size)
             self.run(num_layers, lengths, seed, monkeypatch)
 
+    def test_rows_that_begin_after_the_first_chunks_of_a_fresh_network(self, monkeypatch):
+        monkeypatch.setattr(slots, "_CHUNK_SIZE", 1)
+        monkeypatch.setitem(self.NETWORKS, 4, random_mtp(4))
+        self.run(4, [1, 2, 9], 0, monkeypatch)
+
     def run(self, num_layers, lengths, seed, monkeypatch):
         network, random = self.NETWORKS[num_layers], torch.Generator().manual_seed(seed)
         rows = [Row(network, length, random) for length in lengths]

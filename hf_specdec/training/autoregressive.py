@@ -20,7 +20,7 @@ import torch
 from ..decoding.masks import FULL, Span
 from .options import option
 from .reading import IGNORED, Reading
-from .recipe import Recipe, draft_loss, no_loss, sum_over_chunks
+from .recipe import CycleRecipe, best_tokens, no_loss
 
 
 class AutoregressiveNetwork(Protocol):
@@ -57,7 +57,7 @@ class AutoregressiveNetwork(Protocol):
         """Returns the target's ids of draft ids."""
 
 
-class AutoregressiveRecipe(Recipe):
+class AutoregressiveRecipe(CycleRecipe):
     """
     The loss and measure of an [`AutoregressiveNetwork`] over cycles of `ttt_steps` steps.
 
@@ -97,55 +97,23 @@ class AutoregressiveRecipe(Recipe):
         states = states + self.noise * (torch.rand_like(states) - 0.5) if self.noise else states
         weights = self.head_decay ** torch.arange(self.ttt_steps, dtype=torch.float32)
         weights = (weights / weights.sum()).tolist()
+        num_logits = reading.vocab_size if network.token_ids is None else len(network.token_ids)
+        all_labels = _draft_ids(network, reading.labels_at(anchors, self.ttt_steps))
         for step, (fed, output) in enumerate(walk_cycles(network, reading.tokens, states, anchors, self.ttt_steps)):
-            labels = _draft_ids(network, reading.labels_at(anchors, step))
-            rows, cycles = (labels != IGNORED).nonzero(as_tuple=True)
+            rows, cycles = counting = (all_labels[step] != IGNORED).nonzero(as_tuple=True)
             if len(rows):
                 # The target's state that the step stands for is there.
-                places = rows * reading.tokens.shape[1] + anchors[rows, cycles] + step + 1
-                counting = output[rows, cycles], labels[rows, cycles], places
-                token_loss = self._token_loss(network, reading, *counting)
-                last = reading.flat_states()[places]
-                total = total + weights[step] * self.step_loss(network, fed[rows, cycles], token_loss, last)
+                places = rows * reading.tokens.shape[1] + anchors[counting] + step + 1
+                predicted = output[counting], all_labels[step][counting], places
+                loss = self.token_loss(reading, network.logits, *predicted, num_logits, token_ids=network.token_ids)
+                loss = self.step_loss(network, fed[counting], loss, reading.flat_states()[places])
+                total = total + weights[step] * loss
         return total
 
-    def _token_loss(
-        self,
-        network: AutoregressiveNetwork,
-        reading: Reading,
-        output: torch.Tensor,
-        labels: torch.LongTensor,
-        places: torch.LongTensor,
-    ) -> torch.Tensor:
-        """Computes the mean loss of N tokens: `output` `(N, h)`, `labels` and `places` `(N,)`."""
-
-        def chunk_loss(rows: slice) -> torch.Tensor:
-            target_logits = None
-            if self.kl_weight:
-                target_logits = reading.target_logits(places[rows]).to(output.device)
-                if network.token_ids is not None:
-                    target_logits = target_logits[:, network.token_ids]
-            return draft_loss(network.logits(output[rows]), labels[rows], target_logits, self.kl_weight).sum()
-
-        vocab_size = reading.vocab_size if network.token_ids is None else len(network.token_ids)
-        return sum_over_chunks(chunk_loss, len(labels), vocab_size) / len(labels)
-
-    def hits(self, network: AutoregressiveNetwork, reading: Reading) -> tuple[torch.BoolTensor, torch.BoolTensor]:
-        anchors = reading.cycle_anchors()
-        shape = (self.num_drafts, *reading.tokens.shape)
-        hits, known = reading.tokens.new_zeros((2, *shape), dtype=torch.bool)
-        if not anchors.numel():
-            return hits[:, None], known
-        # A draft counts only after right ones, so that the tokens drafted before it are those of the text.
+    def drafts(self, network: AutoregressiveNetwork, reading: Reading, anchors: torch.LongTensor) -> torch.LongTensor:
         states = _fused(network, reading, anchors)
         cycles = walk_cycles(network, reading.tokens, states, anchors, self.num_drafts)
-        for draft, (_, output) in enumerate(cycles):
-            labels = reading.labels_at(anchors, draft)
-            best = [network.logits(part).argmax(-1) for part in output.flatten(0, 1).split(512)]
-            best = network.target_ids(torch.cat(best)).view(labels.shape)
-            known[draft].scatter_(1, anchors, labels != IGNORED)
-            hits[draft].scatter_(1, anchors, best == labels)
-        return hits[:, None], known
+        return network.target_ids(torch.stack([best_tokens(network.logits, output) for _, output in cycles]))
 
 
 def _fused(network: AutoregressiveNetwork, reading: Reading, anchors: torch.LongTensor) -> torch.Tensor:

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from .text import Document, Rows
+from .reading import Rows
+from .text import Document
 
 
 def draw_prompts(documents: Sequence[Document], count: int, length: int, seed: int) -> list[list[int]]:
@@ -94,13 +96,10 @@ def _continuations(
     target: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: dict[str, Any]
 ) -> Iterator[torch.LongTensor]:
     """Generates the answers to some prompts, each with its end-of-sequence token if there is one."""
-    width = max(map(len, prompts))
-    input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    mask = torch.zeros_like(input_ids)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
-    inputs = {"input_ids": input_ids.to(target.device), "attention_mask": mask.to(target.device)}
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    input_ids = pad_sequence(rows, batch_first=True, padding_side="left").to(target.device)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    inputs = {"input_ids": input_ids, "attention_mask": mask.to(target.device)}
     arguments = {"max_new_tokens": max_new_tokens, "pad_token_id": 0, **sampling}
     try:
         # Greedy output is the same, sampled output has the same distribution, and both come sooner.
@@ -109,6 +108,6 @@ def _continuations(
         output = target.generate(**inputs, **arguments)
     ends = target.generation_config.eos_token_id
     ends = torch.tensor(ends if isinstance(ends, list) else [-1 if ends is None else ends], device=output.device)
-    for answer in output[:, width:]:
+    for answer in output[:, input_ids.shape[1] :]:
         found = torch.isin(answer, ends).nonzero()
         yield answer[: found[0, 0] + 1] if len(found) else answer

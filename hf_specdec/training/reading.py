@@ -5,7 +5,7 @@ Shapes: B rows, T tokens of a row, C cycles of a row, H hidden size, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,23 +15,26 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..decoding.states import captured_states
-from ..errors import UnsupportedModelError
+from ..errors import SpecConfigError, UnsupportedModelError
 
 
 # Label of tokens without a loss.
 IGNORED = -100
 
+# Batches whose rows are sorted by length before they are dealt out.
+_SORTED_BATCHES = 16
+
 
 @dataclass(frozen=True)
-class Batch:
+class Rows:
     """
-    Rows of tokens.
+    Rows of tokens, of equal length.
 
     Args:
         tokens (`torch.LongTensor` of shape `(B, T)`): Token ids.
         counted (`torch.BoolTensor` of shape `(B, T)`): Tokens that a draft is to predict: not those of a prompt that
             the target continued, and not the padding after its answer.
-        index (`torch.LongTensor` of shape `(B,)`, *optional*): Indices of these rows among all rows.
+        index (`torch.LongTensor` of shape `(B,)`, *optional*): Indices of a batch's rows among all rows.
     """
 
     tokens: torch.LongTensor
@@ -39,31 +42,72 @@ class Batch:
     index: torch.LongTensor | None = None
 
     @classmethod
-    def of(cls, tokens: torch.LongTensor | Batch) -> Batch:
-        """Makes a batch in which every token counts of tokens; a batch stays as it is."""
-        return tokens if isinstance(tokens, Batch) else cls(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    def of(cls, tokens: torch.LongTensor | Rows) -> Rows:
+        """Makes rows in which every token counts of tokens; rows stay as they are."""
+        return tokens if isinstance(tokens, Rows) else cls(tokens, torch.ones_like(tokens, dtype=torch.bool))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, rows: Any) -> Batch:
-        return Batch(self.tokens[rows], self.counted[rows], None if self.index is None else self.index[rows])
+    def __getitem__(self, rows: Any) -> Rows:
+        return Rows(self.tokens[rows], self.counted[rows], None if self.index is None else self.index[rows])
 
-    def to(self, device: torch.device) -> Batch:
+    def __add__(self, other: Rows) -> Rows:
+        return Rows(torch.cat((self.tokens, other.tokens)), torch.cat((self.counted, other.counted)))
+
+    def to(self, device: torch.device) -> Rows:
         # The index stays with what it points into.
-        return Batch(self.tokens.to(device), self.counted.to(device), self.index)
+        return Rows(self.tokens.to(device), self.counted.to(device), self.index)
 
     def numel(self) -> int:
         return self.tokens.numel()
+
+    def batches(self, batch_size: int, seed: int) -> Iterator[Rows]:
+        """
+        Yields endless batches; every pass has an order of its own, which the seed alone decides. Rows that end at
+        about the same place share a batch, as far as few batches allow: the target does not read the padding.
+        """
+        order = torch.empty(0, dtype=torch.long)
+        generator = torch.Generator().manual_seed(seed)
+        ends = self.counted.shape[1] - self.counted.flip(1).to(torch.uint8).argmax(1)
+        while True:
+            order = torch.cat((order, torch.randperm(len(self), generator=generator)))
+            while len(order) >= batch_size:
+                count = min(_SORTED_BATCHES, len(order) // batch_size) * batch_size
+                rows, order = order[:count], order[count:]
+                batches = rows[ends[rows].argsort(stable=True)].split(batch_size)
+                for place in torch.randperm(len(batches), generator=generator).tolist():
+                    index = batches[place]
+                    yield Rows(self.tokens[index], self.counted[index], index)
+
+    def once(self, batch_size: int) -> list[Rows]:
+        """Returns all rows in order, in batches."""
+        return [self[start : start + batch_size] for start in range(0, len(self), batch_size)]
+
+    def split(self, share: float, seed: int) -> tuple[Rows, Rows]:
+        """Divides the rows at random: the rest to train on, and a share of at least one row to measure on.
+
+        Raises:
+            SpecConfigError: There are fewer than two.
+        """
+        if len(self) < 2:
+            raise SpecConfigError(
+                f"The data fill {len(self)} row, and training needs at least two, one of them held out. Give more "
+                "text, or shorter rows."
+            )
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
+        count = min(max(1, round(share * len(self))), len(self) - 1)
+        held_out, rest = order[:count].sort().values, order[count:].sort().values
+        return self[rest], self[held_out]
 
 
 @dataclass(frozen=True)
 class Reading:
     """
-    A batch after the target has read it.
+    Rows that the target has read.
 
     Args:
-        tokens, counted: See [`Batch`].
+        tokens, counted: See [`Rows`].
         states (`dict`): The hidden states asked for, each `(B, T, H)`, see [`captured_states`].
         head (`nn.Module`, *optional*): The target's lm_head.
     """
@@ -73,9 +117,9 @@ class Reading:
     states: dict = field(default_factory=dict)
     head: nn.Module | None = None
 
-    def flat_states(self, key: Any = "last") -> torch.Tensor:
-        """Returns the states of all positions, row after row: `(B * T, H)`."""
-        return self.states[key].flatten(0, 1)
+    def flat_states(self) -> torch.Tensor:
+        """Returns the last hidden states of all positions, row after row: `(B * T, H)`."""
+        return self.states["last"].flatten(0, 1)
 
     @torch.no_grad()
     def target_logits(self, positions: torch.LongTensor) -> torch.Tensor:
@@ -106,12 +150,12 @@ class Reading:
         """Tells anchors `(B, C)` at which cycles begin from those that fill up their rows."""
         return self.next_tokens(2).gather(1, anchors) != IGNORED
 
-    def labels_at(self, anchors: torch.LongTensor, draft: int) -> torch.LongTensor:
+    def labels_at(self, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
         """
-        Returns the tokens that the cycles at the anchors are to draft, counted from 0: `(B, C)`; -100 where there is
-        none, it does not count, or no cycle begins.
+        Returns the first `count` tokens that the cycles at the anchors are to draft: `(count, B, C)`; -100 where there
+        is none, it does not count, or no cycle begins.
         """
-        labels = self.next_tokens(2 + draft).gather(1, anchors)
+        labels = torch.stack([self.next_tokens(2 + draft).gather(1, anchors) for draft in range(count)])
         return labels.masked_fill(~self.begins_at(anchors), IGNORED)
 
 
@@ -130,7 +174,7 @@ class TargetReader:
         if states:
             target.requires_grad_(False).eval()
 
-    def keep(self, batches: Iterable[Batch]) -> None:
+    def keep(self, batches: Iterable[Rows]) -> None:
         """
         Reads all rows, in order, and keeps their states in the host's memory, for several passes.
 
@@ -143,24 +187,25 @@ class TargetReader:
         self._kept = {key: torch.cat(states) for key, states in parts.items()}
 
     @torch.no_grad()
-    def read(self, batch: torch.LongTensor | Batch) -> Reading:
-        batch = Batch.of(batch)
+    def read(self, rows: torch.LongTensor | Rows) -> Reading:
+        rows = Rows.of(rows)
+        tokens, counted = rows.tokens, rows.counted
         if not self.states:
-            return Reading(batch.tokens, batch.counted)
-        if self._kept and batch.index is not None:
-            states = {key: kept[batch.index].to(batch.tokens.device) for key, kept in self._kept.items()}
-            return Reading(batch.tokens, batch.counted, states, self.target.get_output_embeddings())
-        counted = batch.counted.any(0).nonzero()
-        width = int(counted[-1]) + 1 if len(counted) else 1
-        # In its own dtype, whatever the draft trains in.
-        with (
-            captured_states(self.target, self.states) as states,
-            torch.autocast(batch.tokens.device.type, enabled=False),
-        ):
-            self.target.get_decoder()(input_ids=batch.tokens[:, :width], use_cache=False)
-        # Nothing is predicted from the padding at the end.
-        states = {key: F.pad(state, (0, 0, 0, batch.tokens.shape[1] - width)) for key, state in states.items()}
-        return Reading(batch.tokens, batch.counted, states, self.target.get_output_embeddings())
+            return Reading(tokens, counted)
+        if self._kept and rows.index is not None:
+            states = {key: kept[rows.index].to(tokens.device) for key, kept in self._kept.items()}
+        else:
+            ends = counted.any(0).nonzero()
+            width = int(ends[-1]) + 1 if len(ends) else 1
+            # In its own dtype, whatever the draft trains in.
+            with (
+                captured_states(self.target, self.states) as states,
+                torch.autocast(tokens.device.type, enabled=False),
+            ):
+                self.target.get_decoder()(input_ids=tokens[:, :width], use_cache=False)
+            # Nothing is predicted from the padding at the end.
+            states = {key: F.pad(state, (0, 0, 0, tokens.shape[1] - width)) for key, state in states.items()}
+        return Reading(tokens, counted, states, self.target.get_output_embeddings())
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ..errors import SpecConfigError
 from .options import Options, option
@@ -122,35 +122,62 @@ class Recipe(Options, ABC):
             `torch.BoolTensor` of shape `(K, B, T)`: whether that token is there and counts.
         """
 
-    def save(
-        self,
-        network: nn.Module,
-        folder: Path,
-        *,
-        target_name: str = "",
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        acceptance: Acceptance | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
-        """Writes the network in its method's public format, in `dtype`; the network itself stays as it is."""
-        copied = copy.deepcopy(network).to(dtype)
-        self.write(copied, folder, target_name=target_name, tokenizer=tokenizer, acceptance=acceptance)
+    def save(self, network: nn.Module, folder: Path, dtype: torch.dtype = torch.bfloat16, **about: Any) -> None:
+        """
+        Writes the network in its method's public format; the network itself stays as it is.
 
-    def write(
-        self,
-        network: Any,
-        folder: Path,
-        *,
-        target_name: str,
-        tokenizer: PreTrainedTokenizerBase | None,
-        acceptance: Acceptance | None,
-    ) -> None:
-        """Writes the copy that `save` has made in the right dtype; the arguments are those of `save`."""
+        Args:
+            network (`nn.Module`): The network.
+            folder (`Path`): Made if needed.
+            dtype (`torch.dtype`): Of the weights.
+            about: What the checkpoint may tell or hold besides: `target_name`, `tokenizer`, `acceptance`.
+        """
+        self.write(copy.deepcopy(network).to(dtype), folder, **about)
+
+    def write(self, network: Any, folder: Path, **about: Any) -> None:
+        """Writes the copy that `save` has made; the other arguments are those of `save`."""
         network.save(folder)
 
     def objective(self, network: nn.Module, reader: TargetReader) -> Callable[[Any], torch.Tensor]:
         """Returns the loss as a function of a batch, for [`train`]."""
         return lambda batch: self.loss(network, reader.read(batch))
+
+    def token_loss(
+        self,
+        reading: Reading,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+        output: torch.Tensor,
+        labels: torch.LongTensor,
+        places: torch.LongTensor,
+        num_logits: int,
+        weights: torch.Tensor | None = None,
+        token_ids: torch.LongTensor | None = None,
+    ) -> torch.Tensor:
+        """
+        Computes the weighted mean loss of the tokens that a network predicts at N places.
+
+        Args:
+            logits (`Callable`): Computes the logits of some rows of `output`, `(n, U)`.
+            output (`torch.Tensor` of shape `(N, h)`): The network's output there.
+            labels (`torch.LongTensor` of shape `(N,)`): The tokens, by the draft's ids.
+            places (`torch.LongTensor` of shape `(N,)`): Positions of the flattened batch at which the target predicts
+                them.
+            num_logits (`int`): U.
+            weights (`torch.Tensor` of shape `(N,)`, *optional*): Their weights; by default all are equal.
+            token_ids (`torch.LongTensor` of shape `(U,)`, *optional*): The target's id of each draft id; `None` where
+                they are equal.
+        """
+        weights = torch.ones(len(labels), device=labels.device) if weights is None else weights
+
+        def chunk_loss(part: slice) -> torch.Tensor:
+            target_logits = None
+            if self.kl_weight:
+                target_logits = reading.target_logits(places[part]).to(output.device)
+                target_logits = target_logits if token_ids is None else target_logits[:, token_ids]
+            losses = draft_loss(logits(output[part]), labels[part], target_logits, self.kl_weight)
+            return (weights[part] * losses).sum()
+
+        return sum_over_chunks(chunk_loss, len(labels), num_logits) / weights.sum()
 
     @torch.no_grad()
     def measure(self, network: nn.Module, reader: TargetReader, batches: Iterable[Any]) -> Acceptance:
@@ -173,6 +200,25 @@ class Recipe(Options, ABC):
         shares = right / seen.clamp(min=1)[:, None]
         ranks = tuple(tuple(row) for row in shares.tolist())
         return Acceptance(committed / cycles, ranks, int(seen[0]))
+
+
+class CycleRecipe(Recipe):
+    """A recipe whose network drafts from the anchors of cycles, wherever these are."""
+
+    @abstractmethod
+    def drafts(self, network: Any, reading: Reading, anchors: torch.LongTensor) -> torch.LongTensor:
+        """Drafts the tokens `(K, B, C)` of the cycles at the anchors `(B, C)`, by the target's ids."""
+
+    @torch.no_grad()
+    def hits(self, network: nn.Module, reading: Reading) -> tuple[torch.BoolTensor, torch.BoolTensor]:
+        anchors = reading.cycle_anchors()
+        hits, known = reading.tokens.new_zeros((2, self.num_drafts, *reading.tokens.shape), dtype=torch.bool)
+        if anchors.numel():
+            # A draft counts only after right ones, so that the tokens drafted before it are those of the text.
+            labels, index = reading.labels_at(anchors, self.num_drafts), anchors.expand(self.num_drafts, -1, -1)
+            known.scatter_(2, index, labels != IGNORED)
+            hits.scatter_(2, index, self.drafts(network, reading, anchors) == labels)
+        return hits[:, None], known
 
 
 def walk(runs: list[int], known: list[bool]) -> tuple[int, int]:
@@ -231,6 +277,12 @@ def draft_loss(
         divergence = F.kl_div(log_probs, targets, reduction="none", log_target=True)
         losses = losses + kl_weight * divergence.sum(-1, dtype=torch.float32)
     return losses.masked_fill(labels == IGNORED, 0.0)
+
+
+def best_tokens(logits: Callable[[torch.Tensor], torch.Tensor], output: torch.Tensor) -> torch.LongTensor:
+    """Returns the most probable tokens `(...)` of outputs `(..., h)`, with the logits of few at a time."""
+    best = [logits(rows).argmax(-1) for rows in output.flatten(0, -2).split(512)]
+    return torch.cat(best).view(output.shape[:-1])
 
 
 def no_loss(network: nn.Module) -> torch.Tensor:

@@ -19,15 +19,14 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from rich.console import Console
 from rich.progress import Progress
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..errors import SpecConfigError
 from ..method import built_in_methods
 from .continuations import continue_prompts, draw_prompts
-from .reading import Batch, TargetReader
+from .reading import Rows, TargetReader
 from .recipe import Acceptance, Recipe
-from .text import Document, Rows, TextOptions, find_sources, load_documents, pack
+from .text import Document, TextOptions, find_sources, load_documents, pack
 from .trainer import RunState, TrainingOptions, check_identity, train
 
 
@@ -179,17 +178,46 @@ class TrainingRun:
         if getattr(target, "hf_device_map", None) is None:
             target.to(self.accelerator.device)
         rows, held_out = self._rows(target, tokenizer).split(self.options.held_out, self.options.seed)
-        return self.train(network, rows, held_out, target, tokenizer, target_name)
+        recipe, accelerator = self.recipe, self.accelerator
+        options = self.options.completed(len(rows), recipe)
+        recipe.prepare(network, target, rows.tokens[rows.counted])
+        reader = TargetReader(target, recipe.states_for(network))
+        network.to(accelerator.device)
+        if options.keep_states:
+            reader.keep(rows.once(options.batch_size))
+
+        def measure(rows: Rows) -> Acceptance:
+            """Measures the acceptance on all rows, in every process, so that all know the figure."""
+            network.eval()
+            batches = (batch.to(accelerator.device) for batch in rows.once(options.batch_size))
+            return recipe.measure(network, reader, batches)
+
+        before = measure(held_out)
+        losses = train(
+            network,
+            rows.batches(options.batch_size, options.seed),
+            recipe.objective(network, reader),
+            options,
+            description=recipe.method,
+            measure=lambda: measure(held_out[:32]).tokens_per_cycle,
+            state=RunState(self.folder / STATE_FOLDER, self._identity(options, rows)),
+            accelerator=accelerator,
+        )
+        after = measure(held_out)
+        trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+        result = RunResult(str(self.folder), recipe.method, before, after, losses, int(rows.counted.sum()), trained)
+        if accelerator.is_main_process:
+            dtype = torch.bfloat16 if options.bf16 else torch.float32
+            about = {"target_name": target_name, "tokenizer": tokenizer, "acceptance": after}
+            recipe.save(network, self.folder, dtype, **about)
+            report = json.dumps(result.to_dict(), indent=2) + "\n"
+            (self.folder / RESULT_FILE).write_text(report, encoding="utf-8")
+        accelerator.wait_for_everyone()
+        return result
 
     def _rows(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Rows:
         options = self.options
-        documents = []
-        seen = 0
-        for document in load_documents(options.data, tokenizer, options.column):
-            documents.append(document)
-            seen += len(document.tokens)
-            if options.max_tokens is not None and seen >= options.max_tokens:
-                break
+        documents = list(load_documents(options.data, tokenizer, options.column, options.max_tokens))
         if not options.self_generate:
             return pack(documents, options.seq_length, tokenizer.eos_token_id, options.max_tokens)
         if not documents:
@@ -232,49 +260,6 @@ class TrainingRun:
         set_seed(options.seed)
         return rows
 
-    def train(
-        self,
-        network: nn.Module,
-        rows: Rows,
-        held_out: Rows,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        target_name: str = "",
-    ) -> RunResult:
-        """Trains a network on rows, measures it on others and saves it."""
-        recipe, accelerator = self.recipe, self.accelerator
-        options = self.options.completed(len(rows), recipe)
-        recipe.prepare(network, target, rows.tokens[rows.counted])
-        reader = TargetReader(target, recipe.states_for(network))
-        network.to(accelerator.device)
-        if options.keep_states:
-            reader.keep(rows.once(options.batch_size))
-        before = self._measure(network, reader, held_out)
-        losses = train(
-            network,
-            rows.batches(options.batch_size, options.seed),
-            recipe.objective(network, reader),
-            options,
-            description=recipe.method,
-            measure=lambda: self._measure(network, reader, held_out[:32]).tokens_per_cycle,
-            state=RunState(self.folder / STATE_FOLDER, self._identity(options, rows)),
-            accelerator=accelerator,
-        )
-        after = self._measure(network, reader, held_out)
-        trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
-        result = RunResult(str(self.folder), recipe.method, before, after, losses, int(rows.counted.sum()), trained)
-        if accelerator.is_main_process:
-            self._save(network, result, tokenizer, target_name)
-        accelerator.wait_for_everyone()
-        return result
-
-    def _measure(self, network: nn.Module, reader: TargetReader, rows: Rows) -> Acceptance:
-        """Measures the acceptance on all rows, in every process, so that all know the figure."""
-        network.eval()
-        device = self.accelerator.device
-        batches: list[Batch] = [batch.to(device) for batch in rows.once(self.options.batch_size)]
-        return self.recipe.measure(network, reader, batches)
-
     def _identity(self, options: RunOptions, rows: Rows) -> dict[str, Any]:
         """Returns the settings that a resumed run must have in common with the one that it continues."""
         names = [item.name for item in fields(TrainingOptions) if item.name not in _FREE_SETTINGS]
@@ -284,17 +269,3 @@ class TrainingRun:
             **{name: getattr(options, name) for name in names},
             "rows": [len(rows), int(rows.tokens.sum())],
         }
-
-    def _save(
-        self, network: nn.Module, result: RunResult, tokenizer: PreTrainedTokenizerBase | None, target_name: str
-    ) -> None:
-        self.recipe.save(
-            network,
-            self.folder,
-            target_name=target_name,
-            tokenizer=tokenizer,
-            acceptance=result.after,
-            dtype=torch.bfloat16 if self.options.bf16 else torch.float32,
-        )
-        path = self.folder / RESULT_FILE
-        path.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")

@@ -1,8 +1,6 @@
 """Training rows from a user's text: files, folders or a data set, chats in the chat template.
 
 Documents are packed one after the other, with the end-of-sequence token between them, into rows of equal length.
-
-Shapes: B rows, N rows in all, T tokens of a row.
 """
 
 from __future__ import annotations
@@ -18,15 +16,12 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import MissingDependencyError, SpecConfigError
 from .options import Options, option
-from .reading import Batch
+from .reading import Rows
 
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 TEXT_COLUMNS = ("text", "content")
 CHAT_COLUMNS = ("messages", "conversations")
-
-# Batches whose rows are sorted by length before they are dealt out.
-_SORTED_BATCHES = 16
 
 
 @dataclass(frozen=True)
@@ -79,65 +74,11 @@ class Document:
     prompt_length: int = 0
 
 
-@dataclass(frozen=True)
-class Rows:
-    """
-    Rows of equal length.
-
-    Args:
-        tokens (`torch.LongTensor` of shape `(N, T)`): Token ids.
-        counted (`torch.BoolTensor` of shape `(N, T)`): Tokens that a draft is to predict.
-    """
-
-    tokens: torch.LongTensor
-    counted: torch.BoolTensor
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __add__(self, other: Rows) -> Rows:
-        return Rows(torch.cat((self.tokens, other.tokens)), torch.cat((self.counted, other.counted)))
-
-    def batches(self, batch_size: int, seed: int) -> Iterator[Batch]:
-        """
-        Yields endless batches; every pass has an order of its own, which the seed alone decides. Rows that end at
-        about the same place share a batch, as far as few batches allow: the target does not read the padding.
-        """
-        order = torch.empty(0, dtype=torch.long)
-        generator = torch.Generator().manual_seed(seed)
-        ends = self.counted.shape[1] - self.counted.flip(1).to(torch.uint8).argmax(1)
-        while True:
-            order = torch.cat((order, torch.randperm(len(self), generator=generator)))
-            while len(order) >= batch_size:
-                count = min(_SORTED_BATCHES, len(order) // batch_size) * batch_size
-                rows, order = order[:count], order[count:]
-                batches = rows[ends[rows].argsort(stable=True)].split(batch_size)
-                for place in torch.randperm(len(batches), generator=generator).tolist():
-                    index = batches[place]
-                    yield Batch(self.tokens[index], self.counted[index], index)
-
-    def once(self, batch_size: int) -> list[Batch]:
-        """Returns all rows in order, in batches."""
-        return [Batch(*parts) for parts in zip(self.tokens.split(batch_size), self.counted.split(batch_size))]
-
-    def split(self, share: float, seed: int) -> tuple[Rows, Rows]:
-        """Divides the rows at random: the rest to train on, and a share of at least one row to measure on."""
-        if len(self) < 2:
-            raise SpecConfigError(
-                f"The data fill {len(self)} row, and training needs at least two, one of them held out. Give more "
-                "text, or shorter rows."
-            )
-        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
-        count = min(max(1, round(share * len(self))), len(self) - 1)
-        held_out, rest = order[:count].sort().values, order[count:].sort().values
-        return self[rest], self[held_out]
-
-    def __getitem__(self, index: Any) -> Rows:
-        return Rows(self.tokens[index], self.counted[index])
-
-
 def load_documents(
-    data: Sequence[str], tokenizer: PreTrainedTokenizerBase, column: str | None = None
+    data: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    column: str | None = None,
+    max_tokens: int | None = None,
 ) -> Iterator[Document]:
     """
     Reads the documents of `data`, one source after the other.
@@ -148,17 +89,22 @@ def load_documents(
         tokenizer (`PreTrainedTokenizerBase`): The target's.
         column (`str`, *optional*): Column of records to read: text, or a chat as a list of messages. By default the
             first of messages, conversations, text, content that they have.
+        max_tokens (`int`, *optional*): Stop after the document that reaches so many tokens.
 
     Raises:
         SpecConfigError: Something cannot be read: a name that is neither file nor folder nor data set id, a record
             without text, a chat without a chat template.
         MissingDependencyError: A data set id or .parquet without the packages that read them.
     """
+    seen = 0
     for source in find_sources(data):
         for record in _records(source):
             document = _document(record, str(source), tokenizer, column)
             if document.tokens:
                 yield document
+            seen += len(document.tokens)
+            if max_tokens is not None and seen >= max_tokens:
+                return
 
 
 def find_sources(data: Sequence[str]) -> list[Path | str]:

@@ -10,7 +10,6 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -197,7 +196,7 @@ def train(
     Args:
         network (`nn.Module`): The network to train, left in evaluation mode.
         batches (`Iterable`): Batches, as many as there are steps or more, the same in every process: tensors or
-            [`Batch`]es, of which each process takes its share of the rows. Seeded: a resumed run skips those it had.
+            [`Rows`], of which each process takes its share. Seeded: a resumed run skips those it had.
         loss_function (`Callable`): Gives the scalar loss of a batch on the network's device.
         options ([`TrainingOptions`]): Length, schedule and precision.
         description (`str`): Label of the progress bar.
@@ -211,22 +210,28 @@ def train(
 
     Raises:
         SpecDecError: The loss is infinite or not a number.
-        SpecConfigError: A batch cannot be divided among the processes, or the state is that of another run.
+        SpecConfigError: The state is that of another run.
     """
     accelerator, state = accelerator or Accelerator(), state or RunState()
     objective, *optimizers = accelerator.prepare(_Objective(network, loss_function), *_optimizers(network, options))
     state.begin(accelerator, options.resume)
-    first = len(state.losses)
-    start = time.monotonic() - state.seconds
+    first, start = len(state.losses), time.monotonic() - state.seconds
+    device, processes = accelerator.device, accelerator.num_processes
     network.train()
     with _ProgressBar(description, options.steps, first, accelerator.is_main_process) as bar:
         for step, batch in enumerate(islice(batches, first, None), first):
-            progress = options.progress(step, _agreed(time.monotonic() - start, options, accelerator))
+            seconds = time.monotonic() - start
+            if options.max_minutes is not None and processes > 1:
+                # By the main process's clock, so that all stop at the same step.
+                seconds = broadcast(torch.tensor(seconds, device=device)).item()
+            progress = options.progress(step, seconds)
             if progress >= 1.0:
                 break
-            _set_learning_rate(optimizers, options.learning_rate_at(step, progress))
-            share = _share_of_process(batch, accelerator).to(accelerator.device)
-            with autocast(accelerator.device, options.bf16):
+            learning_rate = options.learning_rate_at(step, progress)
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["lr"] = learning_rate
+            share = batch[accelerator.process_index :: processes].to(device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=options.bf16):
                 loss = objective(share)
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(objective.parameters(), options.max_grad_norm)
@@ -250,64 +255,29 @@ def train(
     return state.losses
 
 
-def autocast(device: torch.device, enabled: bool = True):
-    """Returns bfloat16 autocast on `device`, or a context without effect."""
-    return torch.autocast(device.type, torch.bfloat16) if enabled else nullcontext()
-
-
-def _agreed(seconds: float, options: TrainingOptions, accelerator: Accelerator) -> float:
-    """Returns the main process's clock, so that all processes stop at the same step."""
-    if options.max_minutes is None or accelerator.num_processes == 1:
-        return seconds
-    return broadcast(torch.tensor(seconds, device=accelerator.device)).item()
-
-
-def _share_of_process(batch: Any, accelerator: Accelerator) -> Any:
-    if len(batch) % accelerator.num_processes:
-        raise SpecConfigError(
-            f"A batch of {len(batch)} rows cannot be divided among {accelerator.num_processes} processes. Choose a "
-            "batch size that is a multiple of their number."
-        )
-    return batch[accelerator.process_index :: accelerator.num_processes]
-
-
 def _optimizers(network: nn.Module, options: TrainingOptions) -> list[torch.optim.Optimizer]:
-    parameters = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
-    hidden = {name for name in parameters if options.muon and name in _hidden_matrices(network)}
-    rest = [parameter for name, parameter in parameters.items() if name not in hidden]
-    weight_decay = options.weight_decay or 0.0
+    """Makes AdamW, and Muon for the weights of linear layers that do not read or write the vocabulary."""
+    embeddings = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
+    hidden = {
+        f"{name}.weight"
+        for name, module in network.named_modules()
+        if options.muon and isinstance(module, nn.Linear) and not name.endswith("lm_head")
+        if id(module.weight) not in embeddings
+    }
+    trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+    matrices = [parameter for name, parameter in sorted(trained.items()) if name in hidden]
+    rest = [parameter for name, parameter in trained.items() if name not in hidden]
+    rate, weight_decay = options.learning_rate, options.weight_decay or 0.0
     groups = [
         {"params": [parameter for parameter in rest if parameter.ndim >= 2], "weight_decay": weight_decay},
         {"params": [parameter for parameter in rest if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
-    ]
-    if hidden:
-        muon = torch.optim.Muon(
-            [parameters[name] for name in sorted(hidden)],
-            lr=options.learning_rate,
-            weight_decay=weight_decay,
-            adjust_lr_fn="match_rms_adamw",  # so that one learning rate serves both optimisers
-        )
-        optimizers.append(muon)
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True)]
+    if matrices:
+        # Scaled so that one learning rate serves both optimisers.
+        scale = "match_rms_adamw"
+        optimizers.append(torch.optim.Muon(matrices, lr=rate, weight_decay=weight_decay, adjust_lr_fn=scale))
     return optimizers
-
-
-def _hidden_matrices(network: nn.Module) -> set[str]:
-    """Names the weights of linear layers, without those that read or write the vocabulary."""
-    vocabulary = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
-    return {
-        f"{name}.weight"
-        for name, module in network.named_modules()
-        if isinstance(module, nn.Linear) and id(module.weight) not in vocabulary and not name.endswith("lm_head")
-    }
-
-
-def _set_learning_rate(optimizers: list[torch.optim.Optimizer], learning_rate: float) -> None:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
 
 
 class _ProgressBar(Progress):

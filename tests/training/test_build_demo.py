@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -16,9 +17,9 @@ from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Rec
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
 from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorRecipe
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
-from hf_specdec.training.reading import Batch
-from hf_specdec.training.text import Rows
+from hf_specdec.training.reading import Rows
 from tools.build_demo import build
+from tools.build_demo.attention import blockwise_causal
 from tools.build_demo.data import (
     Corpus,
     EditDocuments,
@@ -238,7 +239,7 @@ def test_batches_of_the_stages(built):
     assert shapes == [(2, 16), (2, 16), (2, 32), (2, 32)]
     continued = Rows(torch.full((2, 32), 399), torch.ones(2, 32, dtype=torch.bool))
     batches = built.distillation_batches(built.rows(3), continued)
-    tokens = [Batch.of(next(batches)).tokens for _ in range(40)]
+    tokens = [Rows.of(next(batches)).tokens for _ in range(40)]
     assert 8 < sum(bool((batch == 399).all()) for batch in tokens) < 32
 
 
@@ -285,3 +286,26 @@ def test_the_command_line_runs_single_stages(tmp_path):
     build.main(list(map(str, arguments)))
     assert (tmp_path / "out" / "draft" / "model.safetensors").is_file()
     assert not (tmp_path / "out" / "target").exists()
+
+
+@pytest.mark.parametrize("length", [1, 7, 16, 33])
+def test_blockwise_attention_equals_causal_attention(length):
+    generator = torch.Generator().manual_seed(length)
+    query = torch.randn(2, 6, length, 8, generator=generator, requires_grad=True)
+    key = torch.randn(2, 3, length, 8, generator=generator, requires_grad=True)
+    value = torch.randn(2, 3, length, 8, generator=generator, requires_grad=True)
+    upstream = torch.randn(2, length, 6, 8, generator=generator)
+    output, weights = blockwise_causal(None, query, key, value, None, block=16)
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
+    assert weights is None
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    gradients = torch.autograd.grad(output, (query, key, value), upstream)
+    expected_gradients = torch.autograd.grad(expected, (query, key, value), upstream)
+    for gradient, expected_gradient in zip(gradients, expected_gradients):
+        torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-4)
+
+
+def test_blockwise_attention_refuses_masks():
+    states = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="no mask"):
+        blockwise_causal(None, states, states, states, torch.zeros(1, 1, 4, 4))

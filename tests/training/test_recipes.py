@@ -12,45 +12,21 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from hf_specdec import load_speculator, record
-from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
-from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
 from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorRecipe
-from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
 from hf_specdec.decoding.states import captured_states
 from hf_specdec.errors import SpecConfigError, UnsupportedModelError
 from hf_specdec.training import recipe as frame
-from hf_specdec.training.reading import Batch, TargetReader, check_plain_head
+from hf_specdec.training.reading import Rows, TargetReader, check_plain_head
 from hf_specdec.training.recipe import draft_loss, walk
 from hf_specdec.training.run import TrainingRun, make_recipe
-from hf_specdec.training.text import Rows
 from hf_specdec.training.trainer import TrainingOptions
 from tests.models import VOCAB_SIZE, letter_tokenizer, prompts, tiny_llama
+from tests.training.recipes import RECIPES, SIZES
 
 
-SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-BLOCKS = {"block_size": 5, "num_layers": 2, "target_layer_ids": (0, 1)}
 LENGTH = 48
-RECIPES = {
-    "medusa": MedusaRecipe(num_heads=3),
-    "medusa with own lm_heads": MedusaRecipe(num_heads=2, num_layers=2, share_lm_head=False, kl_weight=0.5),
-    "mlp_speculator": MLPSpeculatorRecipe(inner_dim=16),
-    "mlp_speculator, untied": MLPSpeculatorRecipe(n_predict=2, tie_weights=False, scale_input=False, kl_weight=1.0),
-    "draft_model": DraftModelRecipe(from_scratch=SIZES, kl_weight=0.0),
-    "draft_model, distilled": DraftModelRecipe(from_scratch=SIZES),
-    "eagle": Eagle1Recipe(token_weight=1.0),
-    "eagle, two layers and steps": Eagle1Recipe(ttt_steps=2, num_layers=2, intermediate_size=24, kl_weight=0.5),
-    "eagle3": Eagle3Recipe(ttt_steps=4),
-    "eagle3, few tokens": Eagle3Recipe(ttt_steps=3, draft_vocab_size=48, aux_layer_ids=(0, 2), kl_weight=0.5),
-    "eagle3, narrow": Eagle3Recipe(ttt_steps=3, hidden_size=24, num_layers=2, intermediate_size=40),
-    "dflash": DFlashRecipe(**BLOCKS, num_anchors=16),
-    "dflash, all anchors, distilled": DFlashRecipe(**BLOCKS, num_anchors=0, kl_weight=0.7, head_decay=0.7),
-    "dflash, one layer": DFlashRecipe(block_size=4, num_layers=1, intermediate_size=24, mask_token_id=9),
-    "dflash, revealed": DFlashRecipe(**BLOCKS, num_anchors=6, reveal_share=0.6, num_denoising_steps=2),
-    "mtp": MtpRecipe(),
-    "mtp, narrow": MtpRecipe(ttt_steps=2, intermediate_size=24, kl_weight=0.5),
-}
 RESUMED = ("medusa", "draft_model, distilled", "eagle", "eagle3, few tokens", "dflash, revealed", "mtp, narrow")
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
 
@@ -98,7 +74,7 @@ class TestTraining:
         counted = torch.zeros_like(text, dtype=torch.bool)
         counted[:, inputs["input_ids"].shape[1] + 1 :] = True
         reader = TargetReader(target, recipe.states_for(network))
-        measured = recipe.measure(network, reader, [Batch(text, counted)])
+        measured = recipe.measure(network, reader, [Rows(text, counted)])
         assert measured.tokens_per_cycle == pytest.approx(made.calls[0].stats.mean_acceptance_length, abs=0.1)
 
 
@@ -159,6 +135,18 @@ class TestResuming:
 
 
 class TestLosses:
+    @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+    def test_every_parameter_learns_and_the_target_does_not(self, recipe, target):
+        network = recipe.build(target)
+        tokens = torch.randint(1, VOCAB_SIZE, (2, 20))
+        reader = TargetReader(target, recipe.states_for(network))
+        nothing = recipe.loss(network, reader.read(Rows(tokens, torch.zeros_like(tokens, dtype=torch.bool))))
+        assert nothing == 0
+        nothing.backward()
+        recipe.loss(network, reader.read(tokens)).backward()
+        assert not [name for name, parameter in network.named_parameters() if not parameter.grad.abs().sum() > 0]
+        assert all(parameter.grad is None for parameter in target.parameters())
+
     def test_medusa_loss_is_the_weighted_mean_of_the_heads(self, target):
         recipe = MedusaRecipe(num_heads=2, head_decay=0.5)
         network = recipe.build(target)
@@ -196,10 +184,7 @@ class TestLosses:
         reader = TargetReader(target, ("last",))
         logits = network(reader.read(tokens).states["last"], target.lm_head)[0]
         expected = F.cross_entropy(logits[0, 10:-2], tokens[0, 12:])
-        torch.testing.assert_close(recipe.loss(network, reader.read(Batch(tokens, counted))), expected)
-        nothing = recipe.loss(network, reader.read(Batch(tokens, torch.zeros_like(counted))))
-        assert nothing == 0
-        nothing.backward()
+        torch.testing.assert_close(recipe.loss(network, reader.read(Rows(tokens, counted))), expected)
 
     def test_kl_is_that_of_the_two_distributions(self):
         logits, target_logits = torch.randn(5, 7), torch.randn(5, 7)
@@ -236,9 +221,6 @@ class TestLosses:
         with_foreign = recipe.loss(network, reader.read(tokens))
         assert torch.isfinite(with_foreign)
         assert with_foreign != loss
-        nothing = recipe.loss(network, reader.read(Batch(tokens, torch.zeros_like(tokens, dtype=torch.bool))))
-        assert nothing == 0
-        nothing.backward()
 
     def test_a_distilled_draft_of_the_target_itself_loses_nothing(self, target):
         recipe = DraftModelRecipe(from_scratch=SIZES)
@@ -253,7 +235,7 @@ class TestReader:
         reader, kept = TargetReader(target, ("last", 0)), TargetReader(target, ("last", 0))
         kept.keep(rows.once(4))
         batch = next(rows.batches(3, seed=1))
-        for key, state in reader.read(Batch(batch.tokens, batch.counted)).states.items():
+        for key, state in reader.read(Rows(batch.tokens, batch.counted)).states.items():
             torch.testing.assert_close(kept.read(batch).states[key], state)
 
     def test_padding_is_not_read(self, target):
@@ -261,7 +243,7 @@ class TestReader:
         counted = torch.zeros_like(tokens, dtype=torch.bool)
         counted[0, 5:9], counted[1, 4:12] = True, True
         reader = TargetReader(target, ("last",))
-        states, whole = reader.read(Batch(tokens, counted)).states["last"], reader.read(tokens).states["last"]
+        states, whole = reader.read(Rows(tokens, counted)).states["last"], reader.read(tokens).states["last"]
         assert states.shape == whole.shape
         torch.testing.assert_close(states[:, :12], whole[:, :12])
         assert not states[:, 12:].any()
@@ -301,7 +283,7 @@ class TestMeasure:
         text = target.generate(prompt, do_sample=False, max_new_tokens=60)
         counted = torch.zeros_like(text, dtype=torch.bool)
         counted[:, prompt.shape[1] :] = True
-        measured = recipe.measure(network, TargetReader(target, ("last",)), [Batch(text, counted)])
+        measured = recipe.measure(network, TargetReader(target, ("last",)), [Rows(text, counted)])
         # Walked by hand: what the heads say behind each committed token.
         with captured_states(target, ("last",)) as states, torch.no_grad():
             target(text)
@@ -322,14 +304,14 @@ class TestMeasure:
         counted = torch.zeros_like(text, dtype=torch.bool)
         counted[:, 7:] = True
         recipe = DraftModelRecipe(from_scratch=SIZES)
-        acceptance = recipe.measure(target, TargetReader(target, ("last",)), [Batch(text, counted)])
+        acceptance = recipe.measure(target, TargetReader(target, ("last",)), [Rows(text, counted)])
         assert acceptance.accuracies == (1.0,) * 4
         assert acceptance.tokens_per_cycle > 4
 
     def test_needs_something_to_measure(self, target):
         tokens = torch.ones(1, 8, dtype=torch.long)
         recipe = MedusaRecipe()
-        nothing = Batch(tokens, torch.zeros_like(tokens, dtype=torch.bool))
+        nothing = Rows(tokens, torch.zeros_like(tokens, dtype=torch.bool))
         with pytest.raises(SpecConfigError, match="no position to measure"):
             recipe.measure(recipe.build(target), TargetReader(target, ("last",)), [nothing])
 
@@ -339,21 +321,29 @@ class TestErrors:
         ("method", "given", "message"),
         [
             ("eagle9", {}, "no training recipe for 'eagle9'.*draft_model, medusa, mlp_speculator"),
-            (
-                "medusa",
-                {"n_predict": 3},
-                "`n_predict` is no option of the recipe for medusa. It is for mlp_speculator",
-            ),
+            ("medusa", {"n_predict": 3}, "no option of the recipe for medusa. It is for mlp_speculator"),
+            ("mtp", {"num_layers": 2}, "no option of the recipe for mtp. It is for .*eagle"),
             ("medusa", {"num_heads": 0}, "`num_heads` must be at least 1, got 0"),
             ("medusa", {"kl_weight": 1.5}, "`kl_weight` must be from 0 to 1, got 1.5"),
             ("mlp_speculator", {"top_k_tokens_per_head": (1, 2)}, "each of the 3 stages"),
             ("draft_model", {}, "either `draft_model`.*got neither"),
             ("draft_model", {"draft_model": "a", "from_scratch": {}}, "got both"),
+            ("eagle", {"noise": -1.0}, "`noise` must be at least 0"),
+            ("eagle3", {"aux_layer_ids": ()}, "at least one state"),
+            ("eagle3", {"aux_layer_ids": (1, 3)}, "from 0 to 2, the number of layers of LlamaForCausalLM, got 3"),
+            ("eagle3", {"draft_vocab_size": 65}, "`draft_vocab_size` must be at most 64, the target's, got 65"),
+            ("eagle3", {"own_head": False, "hidden_size": 8}, "`own_head=False` shares the target's lm_head"),
+            ("mtp", {"intermediate_size": 65}, "`intermediate_size` must be at most 64, that of Llama.*, got 65"),
+            ("dflash", {"block_size": 1}, "`block_size` must be at least 2, got 1"),
+            ("dflash", {"num_denoising_steps": 3}, "=3 needs a draft that has seen revealed tokens"),
+            ("dflash", {"target_layer_ids": ()}, "at least one layer of the target"),
+            ("dflash", {"target_layer_ids": (0, 2)}, "from 0 to 1, the layers of LlamaForCausalLM, got 2"),
+            ("dflash", {"mask_token_id": 64}, "`mask_token_id` must be from 0 to 63, the tokens that the"),
         ],
     )
-    def test_of_recipes(self, method, given, message):
+    def test_of_recipes(self, method, given, message, target):
         with pytest.raises(SpecConfigError, match=message):
-            make_recipe(method, given)
+            make_recipe(method, given).check(target)
 
     @pytest.mark.parametrize(
         ("changed", "message"),

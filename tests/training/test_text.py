@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hf_specdec.errors import MissingDependencyError, SpecConfigError
 from hf_specdec.training.continuations import continue_prompts, draw_prompts
-from hf_specdec.training.text import Document, Rows, find_sources, load_documents, pack
+from hf_specdec.training.reading import Rows
+from hf_specdec.training.text import Document, find_sources, load_documents, pack
 from tests.models import VOCAB_SIZE, letter_tokenizer, tiny_llama
 
 

@@ -9,7 +9,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
 from hf_specdec.errors import MissingDependencyError, SpecDecError
-from hf_specdec.training.attention import blockwise_causal
 from hf_specdec.training.reading import TargetReader
 from hf_specdec.training.recipe import sum_over_chunks
 from hf_specdec.training.trainer import TrainingOptions, _optimizers, train
@@ -26,7 +25,7 @@ def distillation_loss(student, teacher):
 
 @pytest.fixture
 def make_model():
-    def make(seed, attention="blockwise_causal"):
+    def make(seed):
         torch.manual_seed(seed)
         config = LlamaConfig(
             vocab_size=50,
@@ -36,40 +35,16 @@ def make_model():
             num_attention_heads=4,
             num_key_value_heads=2,
             initializer_range=0.2,
-            attn_implementation=attention,
         )
         return LlamaForCausalLM(config)
 
     return make
 
 
-@pytest.mark.parametrize("length", [1, 7, 16, 33])
-def test_blockwise_attention_equals_causal_attention(length):
-    generator = torch.Generator().manual_seed(length)
-    query = torch.randn(2, 6, length, 8, generator=generator, requires_grad=True)
-    key = torch.randn(2, 3, length, 8, generator=generator, requires_grad=True)
-    value = torch.randn(2, 3, length, 8, generator=generator, requires_grad=True)
-    upstream = torch.randn(2, length, 6, 8, generator=generator)
-    output, weights = blockwise_causal(None, query, key, value, None, block=16)
-    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
-    assert weights is None
-    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
-    gradients = torch.autograd.grad(output, (query, key, value), upstream)
-    expected_gradients = torch.autograd.grad(expected, (query, key, value), upstream)
-    for gradient, expected_gradient in zip(gradients, expected_gradients):
-        torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-4)
-
-
-def test_blockwise_attention_refuses_masks():
-    states = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(ValueError, match="no mask"):
-        blockwise_causal(None, states, states, states, torch.zeros(1, 1, 4, 4))
-
-
 def test_next_token_loss_is_the_mean_cross_entropy(make_model):
     model = make_model(0)
     tokens = torch.randint(50, (3, 300), generator=torch.Generator().manual_seed(1))
-    logits = make_model(0, "sdpa")(tokens).logits
+    logits = make_model(0)(tokens).logits
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     torch.testing.assert_close(next_token_loss(model)(tokens), expected)
 

@@ -34,13 +34,12 @@ from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Rec
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
 from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorRecipe
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
-from hf_specdec.training import attention as _attention  # noqa: F401 - registers blockwise_causal
 from hf_specdec.training.continuations import continue_prompts
-from hf_specdec.training.reading import Batch, TargetReader
+from hf_specdec.training.reading import Rows, TargetReader
 from hf_specdec.training.recipe import Acceptance, Recipe
-from hf_specdec.training.text import Rows
 from hf_specdec.training.trainer import TrainingOptions, train
 
+from . import attention as _attention  # noqa: F401 - registers blockwise_causal
 from .data import Corpus, EditDocuments, Encode, Mixture, TokenRows, collect_snippets, python_sources
 
 
@@ -294,7 +293,7 @@ class Build:
         train(draft, batches, recipe.objective(draft, reader), self.options("distill"), description="distill")
         self.save(draft, "draft")
 
-    def distillation_batches(self, rows: TokenRows, continued: Rows) -> Iterator[torch.LongTensor | Batch]:
+    def distillation_batches(self, rows: TokenRows, continued: Rows) -> Iterator[torch.LongTensor | Rows]:
         plan = self.plan
         choose = torch.Generator().manual_seed(plan.seed)
         count = max(1, plan.refining.tokens_per_batch // plan.row_length)

@@ -26,12 +26,10 @@ from ...training.options import option
 from ...training.reading import IGNORED, Reading
 from ...training.recipe import (
     CHUNK_LOGITS,
-    Recipe,
-    draft_loss,
+    CycleRecipe,
     head_decay_option,
     kl_weight_option,
     no_loss,
-    sum_over_chunks,
 )
 from .denoising import Denoising, keep_counts
 from .formats import BlockView, DFlashConfig, default_layer_ids
@@ -47,7 +45,7 @@ _PIECE = 128
 
 
 @dataclass(frozen=True)
-class DFlashRecipe(Recipe):
+class DFlashRecipe(CycleRecipe):
     """
     A DFlash draft: decoder layers that fill a block of masks, with the embedding and the lm_head of the target. They
     begin as the target's last ones, as far as their shapes agree.
@@ -139,26 +137,19 @@ class DFlashRecipe(Recipe):
         anchors = self.draw_anchors(reading)
         if not anchors.numel():
             return total
-        labels = block_labels(reading, anchors, self.num_drafts)
+        labels = reading.labels_at(anchors, self.num_drafts).movedim(0, 2)
         revealed = self.draw_revealed(labels)
-        context = _context(network, reading, anchors)
         inputs = torch.where(revealed, labels, network.config.mask_token_id)
+        context = _context(network, reading, anchors)
         output = read_blocks(network, context, anchors, _blocks(reading, anchors, inputs))
-        counting = ((labels != IGNORED) & ~revealed).nonzero(as_tuple=True)
-        rows, blocks, masks = counting
+        rows, blocks, masks = counting = ((labels != IGNORED) & ~revealed).nonzero(as_tuple=True)
         if not len(rows):
             return total
         # The target predicts the tokens there.
         places = rows * reading.tokens.shape[1] + anchors[rows, blocks] + 1 + masks
-        weights = self.head_decay**masks
-        output, labels = output[counting], labels[counting]
-
-        def chunk_loss(part: slice) -> torch.Tensor:
-            target_logits = reading.target_logits(places[part]).to(output.device) if self.kl_weight else None
-            losses = draft_loss(network.logits(output[part]), labels[part], target_logits, self.kl_weight)
-            return (weights[part] * losses).sum()
-
-        return total + sum_over_chunks(chunk_loss, len(labels), network.config.draft_vocab_size) / weights.sum()
+        predicted = output[counting], labels[counting], places
+        num_logits = network.config.draft_vocab_size
+        return total + self.token_loss(reading, network.logits, *predicted, num_logits, self.head_decay**masks)
 
     def draw_anchors(self, reading: Reading) -> torch.LongTensor:
         """Draws the anchors of this step, `(B, A)`."""
@@ -180,21 +171,11 @@ class DFlashRecipe(Recipe):
         ranks = torch.rand(labels.shape, device=device).argsort(dim=2).argsort(dim=2)
         return (ranks < shown) & (labels != IGNORED)
 
-    @torch.no_grad()
-    def hits(self, network: DFlashNetwork, reading: Reading) -> tuple[torch.BoolTensor, torch.BoolTensor]:
-        anchors = reading.cycle_anchors()
-        shape = (self.num_drafts, *reading.tokens.shape)
-        hits, known = reading.tokens.new_zeros((2, *shape), dtype=torch.bool)
-        if not anchors.numel():
-            return hits[:, None], known
-        labels = block_labels(reading, anchors, self.num_drafts)
+    def drafts(self, network: DFlashNetwork, reading: Reading, anchors: torch.LongTensor) -> torch.LongTensor:
         context = _context(network, reading, anchors)
         chunk = max(1, CHUNK_LOGITS // (len(anchors) * self.num_drafts * network.config.draft_vocab_size))
-        drafts = torch.cat([draft_blocks(network, context, reading, part) for part in anchors.split(chunk, 1)], dim=1)
-        index = anchors.expand(self.num_drafts, -1, -1)
-        known.scatter_(2, index, (labels != IGNORED).movedim(2, 0))
-        hits.scatter_(2, index, (drafts == labels).movedim(2, 0))
-        return hits[:, None], known
+        drafts = [draft_blocks(network, context, reading, part) for part in anchors.split(chunk, 1)]
+        return torch.cat(drafts, dim=1).movedim(2, 0)
 
 
 def mask_token_for(target: PreTrainedModel) -> int:
@@ -211,11 +192,6 @@ def mask_token_for(target: PreTrainedModel) -> int:
         ends = target.generation_config.eos_token_id
         found = ends[0] if isinstance(ends, Sequence) else ends
     return found or 0
-
-
-def block_labels(reading: Reading, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
-    """Returns the tokens that the masks stand for, `(B, A, count)`; -100 as in [`Reading.labels_at`]."""
-    return torch.stack([reading.labels_at(anchors, mask) for mask in range(count)], dim=2)
 
 
 def _blocks(reading: Reading, anchors: torch.LongTensor, masked: torch.LongTensor) -> torch.LongTensor:

@@ -19,7 +19,7 @@ from ...errors import CheckpointFormatError, SpecConfigError
 from ...target_facts import vocabulary_size
 from ...training.options import option
 from ...training.reading import IGNORED, Reading, check_plain_head
-from ...training.recipe import Acceptance, Recipe, draft_loss, kl_weight_option, no_loss, sum_over_chunks
+from ...training.recipe import Recipe, best_tokens, kl_weight_option, no_loss
 
 
 @dataclass(frozen=True)
@@ -98,15 +98,9 @@ class DraftModelRecipe(Recipe):
         positions = (labels != IGNORED).nonzero()[:, 0]
         if not len(positions):
             return no_loss(network)
-        hidden = self._hidden(network, reading).flatten(0, 1)
+        output = self._hidden(network, reading).flatten(0, 1)[positions]
         head = network.get_output_embeddings()
-
-        def chunk_loss(rows: slice) -> torch.Tensor:
-            target_logits = reading.target_logits(positions[rows]) if self.kl_weight else None
-            logits = head(hidden[positions[rows]])
-            return draft_loss(logits, labels[positions[rows]], target_logits, self.kl_weight).sum()
-
-        return sum_over_chunks(chunk_loss, len(positions), head.weight.shape[0]) / len(positions)
+        return self.token_loss(reading, head, output, labels[positions], positions, head.weight.shape[0])
 
     def _hidden(self, network: nn.Module, reading: Reading) -> torch.Tensor:
         """Computes the states that the draft's lm_head reads, `(B, T, H)`."""
@@ -114,28 +108,20 @@ class DraftModelRecipe(Recipe):
         return network.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
 
     def hits(self, network: nn.Module, reading: Reading) -> tuple[torch.BoolTensor, torch.BoolTensor]:
-        hidden, head = self._hidden(network, reading), network.get_output_embeddings()
-        best = torch.cat([head(rows).argmax(-1) for rows in hidden.flatten(0, 1).split(512)])
-        tokens, best = reading.tokens, best.view(reading.tokens.shape)
+        best = best_tokens(network.get_output_embeddings(), self._hidden(network, reading))
         hits, known = [], []
         for draft in range(self.num_drafts):
             labels = reading.next_tokens(2 + draft)
             known.append(labels != IGNORED)
-            drafted = torch.zeros_like(tokens)
+            drafted = torch.zeros_like(best)
             # Draft d of a cycle at t is the model's prediction at t + 1 + d, given the text up to there.
-            count = max(tokens.shape[1] - 1 - draft, 0)
+            count = max(best.shape[1] - 1 - draft, 0)
             drafted[:, :count] = best[:, 1 + draft :]
             hits.append(drafted == labels)
         return torch.stack(hits)[:, None], torch.stack(known)
 
     def write(
-        self,
-        network: PreTrainedModel,
-        folder: Path,
-        *,
-        target_name: str,
-        tokenizer: PreTrainedTokenizerBase | None,
-        acceptance: Acceptance | None,
+        self, network: PreTrainedModel, folder: Path, *, tokenizer: PreTrainedTokenizerBase | None = None, **about: Any
     ) -> None:
         network.save_pretrained(folder)
         if tokenizer is not None:

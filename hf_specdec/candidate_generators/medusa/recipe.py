@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ...errors import SpecConfigError
 from ...target_facts import hidden_size, vocabulary_size
@@ -63,9 +64,9 @@ class MedusaRecipe(HeadsRecipe):
         network: MedusaHeads,
         folder: Path,
         *,
-        target_name: str,
-        tokenizer: PreTrainedTokenizerBase | None,
-        acceptance: Acceptance | None,
+        target_name: str = "",
+        acceptance: Acceptance | None = None,
+        **about: Any,
     ) -> None:
         accuracies = None if acceptance is None else acceptance.rank_accuracies
         network.save(folder, base_model=target_name, accuracies=accuracies)

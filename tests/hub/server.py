@@ -1,11 +1,11 @@
-"""A Hub on the loopback interface: real HTTP, and as much of the Hub's protocol as `huggingface_hub` uses for models.
+"""A Hub on the loopback interface: real HTTP, and as much of the Hub's protocol as loading and publishing need.
 
-Model info, listings, search, downloads (ranges, etags, large files behind a redirect to another origin), gated and
-private repositories, uploads (regular and LFS). Every request is logged, and faults can be put in its way:
+Model info, search, downloads (ranges, etags, large files behind a redirect to another origin), gated and private
+repositories, uploads (regular and LFS). Every request is logged, and faults can be put in its way:
 
 ```python
 with LoopbackHub(home) as hub:
-    hub.add("user/head", folder, downloads=12, tags=["eagle3"])
+    hub.add("user/head", folder, downloads=12)
     hub.fault("*model.safetensors", status=500, times=2)
     subprocess.run([...], env=hub.environment())
     assert sum(request.num_bytes for request in hub.requests) < 100_000
@@ -21,7 +21,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,38 +35,21 @@ import yaml
 USER, TOKEN = "user", "hf_loopback"
 STRANGER, STRANGERS_TOKEN = "stranger", "hf_stranger"
 
-_LARGE_FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy")
-_LARGE_FILE_BYTES = 10_000_000
-_POINTER_BYTES = 134
+_LARGE_FILE_SUFFIXES = (".safetensors", ".bin", ".pt")
 
 
 @dataclass(frozen=True)
 class Blob:
-    """One version of a file."""
+    """One version of a file. Large ones are named by their SHA-256, others as in git."""
 
     data: bytes
     is_large: bool
 
     @functools.cached_property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.data).hexdigest()
-
-    @functools.cached_property
-    def oid(self) -> str:
-        """As in git: large files are there as pointers."""
-        stored = self.data
-        if self.is_large:
-            stored = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {len(self.data)}\n"
-            stored = stored.encode()
-        return hashlib.sha1(b"blob %d\0" % len(stored) + stored).hexdigest()
-
-    @property
     def etag(self) -> str:
-        return self.sha256 if self.is_large else self.oid
-
-
-def _blob(path: str, data: bytes) -> Blob:
-    return Blob(data, is_large=path.endswith(_LARGE_FILE_SUFFIXES) or len(data) >= _LARGE_FILE_BYTES)
+        if self.is_large:
+            return hashlib.sha256(self.data).hexdigest()
+        return hashlib.sha1(b"blob %d\0" % len(self.data) + self.data).hexdigest()
 
 
 @dataclass
@@ -75,7 +58,6 @@ class Repo:
 
     id: str
     downloads: int = 0
-    tags: tuple[str, ...] = ()
     gated: bool = False
     private: bool = False
     granted_to: frozenset[str] = frozenset({USER})
@@ -89,7 +71,7 @@ class Repo:
     def commit(self, files: Mapping[str, Blob], branch: str = "main") -> str:
         """Makes `files` the content of a branch; the new commit's hash."""
         parent = self.branches.get(branch, "")
-        listing = [f"{path} {blob.oid}" for path, blob in sorted(files.items())]
+        listing = [f"{path} {blob.etag}" for path, blob in sorted(files.items())]
         sha = hashlib.sha1("\n".join([self.id, parent, *listing]).encode()).hexdigest()
         self.commits[sha] = dict(files)
         self.branches[branch] = sha
@@ -98,25 +80,12 @@ class Repo:
     def files(self, branch: str = "main") -> dict[str, Blob]:
         return self.commits[self.branches[branch]] if branch in self.branches else {}
 
-    def card_data(self, files: Mapping[str, Blob]) -> dict[str, Any]:
-        card = files["README.md"].data.decode() if "README.md" in files else ""
-        return _metadata(card) or {}
-
-    def all_tags(self, files: Mapping[str, Blob]) -> list[str]:
-        """Those of the card and those that the Hub derives from the card and the files."""
-        card = self.card_data(files)
-        tags = [*self.tags, *_as_list(card.get("tags")), *_as_list(card.get("library_name"))]
-        tags += _as_list(card.get("pipeline_tag"))
-        tags += [f"license:{name}" for name in _as_list(card.get("license"))]
-        tags += [f"dataset:{name}" for name in _as_list(card.get("datasets"))]
-        relation = card.get("base_model_relation", "finetune")
-        for base in _as_list(card.get("base_model")):
-            tags += [f"base_model:{base}", f"base_model:{relation}:{base}"]
-        if any(path.endswith(".safetensors") for path in files):
-            tags.append("safetensors")
-        config = _config(files)
-        tags += _as_list(config.get("model_type"))
-        return list(dict.fromkeys(tags))
+    def tags(self) -> list[str]:
+        """The tags of the card, and those that the Hub derives from it."""
+        card = _card_data(self.files())
+        relation, bases = card.get("base_model_relation", "finetune"), _as_list(card.get("base_model"))
+        tags = [tag for base in bases for tag in (f"base_model:{base}", f"base_model:{relation}:{base}")]
+        return [*_as_list(card.get("tags")), *_as_list(card.get("library_name")), *tags]
 
 
 @dataclass(frozen=True)
@@ -125,14 +94,8 @@ class LoggedRequest:
 
     method: str
     path: str
-    query: dict[str, list[str]]
-    headers: dict[str, str]
     status: int
     num_bytes: int
-
-    @property
-    def range(self) -> str | None:
-        return self.headers.get("range")
 
 
 @dataclass
@@ -142,7 +105,6 @@ class Fault:
     pattern: str
     method: str | None = None
     status: int | None = None
-    error_code: str | None = None
     redirect: str | None = None
     delay: float = 0.0
     break_at: int | None = None
@@ -200,7 +162,6 @@ class LoopbackHub:
         *,
         files: Mapping[str, bytes | str] | None = None,
         card: str | None = None,
-        tags: Iterable[str] = (),
         downloads: int = 0,
         gated: bool = False,
         private: bool = False,
@@ -213,27 +174,23 @@ class LoopbackHub:
             folder (`str` or `os.PathLike`, *optional*): Read now; later changes do not show.
             files (`dict`, *optional*): Further files by name; texts are encoded as UTF-8.
             card (`str`, *optional*): README.md.
-            tags (`Iterable[str]`): Beside those of the card.
             downloads (`int`): What searches sort by.
             gated, private (`bool`): Only with `TOKEN`, not without and not with `STRANGERS_TOKEN`.
             revision (`str`): Name of the branch.
         """
         contents: dict[str, bytes | str] = {}
         if folder is not None:
-            folder = Path(folder)
-            contents |= {
-                path.relative_to(folder).as_posix(): path.read_bytes()
-                for path in sorted(folder.rglob("*"))
-                if path.is_file() and "__pycache__" not in path.parts
-            }
+            paths = (path for path in Path(folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+            contents = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
         contents |= files or {}
         if card is not None:
             contents["README.md"] = card
         encoded = {path: data.encode() if isinstance(data, str) else data for path, data in contents.items()}
         with self.lock:
             repo = self.repos.setdefault(repo_id, Repo(repo_id))
-            repo.downloads, repo.tags, repo.gated, repo.private = downloads, tuple(tags), gated, private
-            repo.commit({path: _blob(path, data) for path, data in encoded.items()}, revision)
+            repo.downloads, repo.gated, repo.private = downloads, gated, private
+            blobs = {path: Blob(data, path.endswith(_LARGE_FILE_SUFFIXES)) for path, data in encoded.items()}
+            repo.commit(blobs, revision)
         return repo
 
     def fault(self, pattern: str, **what) -> Fault:
@@ -244,8 +201,8 @@ class LoopbackHub:
 
         Args:
             pattern (`str`): As in `fnmatch`.
-            what: `status` (with `error_code`): answered instead. `redirect`: location of a 302 instead. `delay`:
-                seconds before the answer. `break_at`: the connection breaks off behind so many bytes of the file.
+            what: `status`: answered instead. `redirect`: location of a 302 instead. `delay`:
+                seconds before the answer. `break_at`: the connection breaks off after so many bytes of the file.
                 `replace`: function that changes the body. `method`: only such requests ("HEAD", "GET", ...). `times`:
                 only for the first so many.
         """
@@ -273,11 +230,10 @@ class LoopbackHub:
         """Bytes of the bodies that were sent for matching paths."""
         return sum(request.num_bytes for request in self.requests if fnmatchcase(request.path, pattern))
 
-    def environment(self, token: str | None = None) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """Environment variables for a fresh process that is to use this Hub."""
         lost = ("TRANSFORMERS_OFFLINE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
-        environment = {name: value for name, value in os.environ.items() if name not in lost}
-        environment |= {
+        return {name: value for name, value in os.environ.items() if name not in lost} | {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(self.home),
             "HF_HUB_OFFLINE": "0",
@@ -285,7 +241,6 @@ class LoopbackHub:
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "DISABLE_SAFETENSORS_CONVERSION": "1",
         }
-        return environment if token is None else {**environment, "HF_TOKEN": token}
 
 
 class _Server(ThreadingHTTPServer):
@@ -319,19 +274,23 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self) -> None:
         url = urlsplit(self.path)
         self.raw_path, self.query = url.path, parse_qs(url.query)
-        self.body = self._read_body()
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(self.raw_path)
         fault = self.server.hub.take_fault(self.command, path)
         if fault is not None and fault.delay:
             self.server.hub.wait(fault.delay)
         try:
-            response = self._faulty_answer(fault) or self._answer()
+            if fault is not None and fault.status is not None:
+                raise _HttpError(fault.status, message="A fault of the test.")
+            if fault is not None and fault.redirect is not None:
+                response = _Response(status=302, headers={"Location": fault.redirect})
+            else:
+                response = self._answer()
         except _HttpError as error:
-            headers = {"X-Error-Message": error.message, **error.headers}
-            if error.code is not None:
-                headers["X-Error-Code"] = error.code
             response = _json({"error": error.message}, error.status)
-            response.headers |= headers
+            response.headers |= {"X-Error-Message": error.message, **error.headers}
+            if error.code is not None:
+                response.headers["X-Error-Code"] = error.code
         if fault is not None and fault.replace is not None:
             response.body = fault.replace(response.body)
         self._send(path, response, None if fault is None else fault.break_at)
@@ -340,25 +299,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_) -> None:
         pass
-
-    def _read_body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        chunks = []
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-            chunks.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(chunks)
-
-    def _faulty_answer(self, fault: Fault | None) -> _Response | None:
-        if fault is None:
-            return None
-        if fault.status is not None:
-            raise _HttpError(fault.status, fault.error_code, "A fault of the test.")
-        if fault.redirect is not None:
-            return _Response(status=302, headers={"Location": fault.redirect})
-        return None
 
     def _answer(self) -> _Response:
         method = "GET" if self.command == "HEAD" else self.command
@@ -376,23 +316,13 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if response.is_file and wanted:
             start, end = int(wanted[1]), min(int(wanted[2] or len(body)) + 1, len(body))
-            if start >= len(body):
-                body, status, headers["Content-Range"] = b"", 416, f"bytes */{len(body)}"
-            else:
-                headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(body)}"
-                body, status = body[start:end], 206
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(body)}"
+            body, status = body[start:end], 206
         sent = b"" if self.command == "HEAD" else body
         if break_at is not None:
             sent = sent[: max(0, break_at - start)]
         is_broken = self.command != "HEAD" and len(sent) < len(body)
-        request = LoggedRequest(
-            self.command,
-            path,
-            self.query,
-            {name.lower(): value for name, value in self.headers.items()},
-            status,
-            len(sent),
-        )
+        request = LoggedRequest(self.command, path, status, len(sent))
         # Before it is sent: a client that has its answer finds it in the log.
         with self.server.hub.lock:
             self.server.hub.requests.append(request)
@@ -452,99 +382,48 @@ class _Handler(BaseHTTPRequestHandler):
 
     # ------------------------------------------------------------------------------------------------------- reading
 
-    def whoami(self) -> _Response:
-        if self._user is None:
-            raise _HttpError(401, message="Invalid username or password.")
-        return _json({"type": "user", "id": self._user, "name": self._user, "fullname": self._user, "orgs": []})
-
     def model_info(self, repo: str, revision: str = "main") -> _Response:
         found = self._repo(repo)
-        info = self._info(found, self._commit(found, revision), with_sizes="blobs" in self.query)
-        return _json(self._expanded(info) if "expand" in self.query else info)
+        return _json(self._info(found, self._commit(found, revision)))
 
     def search(self) -> _Response:
-        found = [repo for repo in self.server.hub.repos.values() if self._is_visible(repo) and self._matches(repo)]
-        key = self.query.get("sort", ["trendingScore"])[0]
-        if key in ("downloads", "likes"):
-            found.sort(key=lambda repo: repo.downloads, reverse=True)
-        limit = int(self.query.get("limit", ["1000"])[0])
-        return _json([self._listed(repo) for repo in found[:limit]])
-
-    def _is_visible(self, repo: Repo) -> bool:
-        return "main" in repo.branches and (not repo.private or self._user in repo.granted_to)
-
-    def _matches(self, repo: Repo) -> bool:
-        tags = set(repo.all_tags(repo.files()))
         wanted = [tag for value in self.query.get("filter", []) for tag in value.split(",")]
-        wanted += self.query.get("pipeline_tag", [])
-        return (
-            tags.issuperset(wanted)
-            and all(author == repo.author for author in self.query.get("author", []))
-            and all(text.lower() in repo.id.lower() for text in self.query.get("search", []))
+        visible = (
+            repo for repo in self.server.hub.repos.values() if not repo.private or self._user in repo.granted_to
         )
+        found = [repo for repo in visible if "main" in repo.branches and {*repo.tags()}.issuperset(wanted)]
+        found.sort(key=lambda repo: repo.downloads, reverse=True)
+        limit = int(self.query.get("limit", ["1000"])[0])
+        return _json([self._info(repo, repo.branches["main"]) for repo in found[:limit]])
 
-    def _listed(self, repo: Repo) -> dict[str, Any]:
-        info = self._info(repo, repo.branches["main"], with_sizes=False)
-        if "expand" in self.query:
-            return self._expanded(info)
-        hidden = {"spaces"}
-        if "full" not in self.query:
-            hidden |= {"siblings", "sha", "lastModified", "author", "gated", "disabled"}
-        hidden |= {key for key in ("cardData", "config") if key not in self.query}
-        return {key: value for key, value in info.items() if key not in hidden}
-
-    def _expanded(self, info: dict[str, Any]) -> dict[str, Any]:
-        return {key: info[key] for key in ("_id", "id", "modelId", *self.query["expand"]) if key in info}
-
-    @staticmethod
-    def _info(repo: Repo, sha: str, with_sizes: bool) -> dict[str, Any]:
+    def _info(self, repo: Repo, sha: str) -> dict[str, Any]:
         files = repo.commits[sha]
-        card, config = repo.card_data(files), _config(files)
+        card, config = _card_data(files), _config(files)
         info = {
             "_id": hashlib.sha1(repo.id.encode()).hexdigest()[:24],
             "id": repo.id,
             "modelId": repo.id,
             "author": repo.author,
             "sha": sha,
-            "lastModified": "2026-01-01T00:00:00.000Z",
-            "createdAt": "2026-01-01T00:00:00.000Z",
             "private": repo.private,
             "gated": "auto" if repo.gated else False,
-            "disabled": False,
             "downloads": repo.downloads,
-            "likes": 0,
-            "tags": repo.all_tags(files),
-            "siblings": [_sibling(path, blob, with_sizes) for path, blob in sorted(files.items())],
+            "tags": repo.tags(),
+            "siblings": [_sibling(path, blob, "blobs" in self.query) for path, blob in sorted(files.items())],
             "config": {key: config[key] for key in ("architectures", "model_type") if key in config},
-            "spaces": [],
+            "cardData": card,
         }
-        info |= {key: card[key] for key in ("pipeline_tag", "library_name") if key in card}
-        return {**info, "cardData": card} if card else info
+        wanted = ("_id", "id", "modelId", *self.query.get("expand", info))
+        return {key: info[key] for key in wanted if key in info}
 
     def tree(self, repo: str, revision: str, folder: str = "") -> _Response:
         found = self._repo(repo)
-        files = found.commits[self._commit(found, revision)]
-        prefix = f"{folder}/" if folder else ""
-        inside = {path: blob for path, blob in files.items() if path.startswith(prefix)}
-        if folder and not inside:
+        files = found.commits[self._commit(found, revision)].items()
+        inside = [(path, blob) for path, blob in sorted(files) if path.startswith(f"{folder}/" if folder else "")]
+        if not inside:
             raise _HttpError(404, "EntryNotFound", f"{folder} does not exist on {revision}")
-        folders = {prefix + path[len(prefix) :].rpartition("/")[0] for path in inside if "/" in path[len(prefix) :]}
-        if self.query.get("recursive", ["false"])[0].lower() not in ("true", "1"):
-            folders = {prefix + name[len(prefix) :].split("/")[0] for name in folders}
-            inside = {path: blob for path, blob in inside.items() if "/" not in path[len(prefix) :]}
-        entries = [{"type": "directory", "path": name, "oid": _tree_oid(name), "size": 0} for name in sorted(folders)]
-        return _json(entries + [_tree_entry(path, blob) for path, blob in sorted(inside.items())])
-
-    def paths_info(self, repo: str, revision: str) -> _Response:
-        found = self._repo(repo)
-        files = found.commits[self._commit(found, revision)]
-        paths = parse_qs(self.body.decode()).get("paths", [])
-        return _json([_tree_entry(path, files[path]) for path in paths if path in files])
-
-    def refs(self, repo: str) -> _Response:
-        branches = self._repo(repo).branches.items()
-        listed = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": sha} for name, sha in branches]
-        return _json({"branches": listed, "converts": [], "tags": [], "pullRequests": []})
+        entries = [{"type": "file", "path": path, "oid": blob.etag, "size": len(blob.data)} for path, blob in inside]
+        return _json(entries)
 
     def resolve(self, repo: str, revision: str, path: str) -> _Response:
         found = self._repo_with_files(repo)
@@ -555,16 +434,14 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": sha, "ETag": f'"{blob.etag}"', "Accept-Ranges": "bytes"}
         if not blob.is_large:
             return _Response(blob.data, headers=headers, is_file=True)
-        self.server.hub.large_files[blob.sha256] = blob.data
+        self.server.hub.large_files[blob.etag] = blob.data
         headers |= {"X-Linked-Size": str(len(blob.data)), "X-Linked-Etag": f'"{blob.etag}"'}
-        headers["Location"] = f"{self.server.hub.storage_url}/storage/{repo}/{blob.sha256}/{quote(path)}"
+        headers["Location"] = f"{self.server.hub.storage_url}/storage/{repo}/{blob.etag}/{quote(path)}"
         return _Response(status=302, headers=headers)
 
     def storage(self, repo: str, oid: str, path: str) -> _Response:
         if self.headers.get("Authorization") is not None:
             raise _HttpError(400, message="The storage takes signed URLs; a token must not get here.")
-        if oid not in self.server.hub.large_files:
-            raise _HttpError(404, message="No such object")
         return _Response(self.server.hub.large_files[oid], headers={"ETag": f'"{oid}"'}, is_file=True)
 
     # ------------------------------------------------------------------------------------------------------- writing
@@ -582,24 +459,21 @@ class _Handler(BaseHTTPRequestHandler):
             return _json({**answer, "error": "You already created this model repo"}, 409)
         is_private = asked.get("private", False) or asked.get("visibility") == "private"
         repo = self.server.hub.repos[repo_id] = Repo(repo_id, private=is_private)
-        repo.commit(
-            {".gitattributes": _blob(".gitattributes", b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n")}
-        )
+        repo.commit({".gitattributes": Blob(b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n", is_large=False)})
         return _json(answer)
 
     def validate_yaml(self) -> _Response:
         try:
-            metadata = _metadata(json.loads(self.body)["content"])
+            _card_data({"README.md": Blob(json.loads(self.body)["content"].encode(), is_large=False)})
         except yaml.YAMLError as error:
             return _json({"errors": [{"message": f"Invalid YAML: {error}"}], "warnings": []}, 400)
-        if metadata is not None and not isinstance(metadata, dict):
-            return _json({"errors": [{"message": "The metadata must be a mapping."}], "warnings": []}, 400)
         return _json({"errors": [], "warnings": []})
 
     def preupload(self, repo: str, revision: str) -> _Response:
-        present = self._repo_to_write(repo).files(revision)
-        files = json.loads(self.body)["files"]
-        return _json({"files": [_upload_mode(file["path"], file["size"], present) for file in files]})
+        self._repo_to_write(repo)
+        paths = [file["path"] for file in json.loads(self.body)["files"]]
+        modes = {path: "lfs" if path.endswith(_LARGE_FILE_SUFFIXES) else "regular" for path in paths}
+        return _json({"files": [{"path": p, "uploadMode": mode, "shouldIgnore": False} for p, mode in modes.items()]})
 
     def lfs_batch(self, repo: str) -> _Response:
         self._repo_to_write(repo)
@@ -618,36 +492,24 @@ class _Handler(BaseHTTPRequestHandler):
 
     def verify_upload(self) -> _Response:
         asked = json.loads(self.body)
-        if len(self.server.hub.large_files.get(asked["oid"], b"")) != asked["size"]:
+        if len(self.server.hub.large_files[asked["oid"]]) != asked["size"]:
             raise _HttpError(404, message="The object was not uploaded.")
         return _json({})
 
     def commit(self, repo: str, revision: str) -> _Response:
         found = self._repo_to_write(repo)
-        if revision not in found.branches:
-            raise _HttpError(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        self._commit(found, revision)
         files = dict(found.files(revision))
-        for line in self.body.splitlines():
-            item = json.loads(line)
-            self._apply(files, item["key"], item["value"])
+        for item in map(json.loads, self.body.splitlines()):
+            value = item["value"]
+            if item["key"] == "file":
+                files[value["path"]] = Blob(base64.b64decode(value["content"]), is_large=False)
+            elif item["key"] == "lfsFile":
+                files[value["path"]] = Blob(self.server.hub.large_files[value["oid"]], is_large=True)
+            elif item["key"] != "header":
+                raise _HttpError(400, message=f"Unknown operation {item['key']}")
         sha = found.commit(files, revision)
         return _json({"success": True, "commitOid": sha, "commitUrl": f"{self.server.hub.url}/{repo}/commit/{sha}"})
-
-    def _apply(self, files: dict[str, Blob], key: str, value: dict[str, Any]) -> None:
-        if key == "file":
-            files[value["path"]] = Blob(base64.b64decode(value["content"]), is_large=False)
-        elif key == "lfsFile":
-            if value["oid"] not in self.server.hub.large_files:
-                raise _HttpError(400, message=f"The content of {value['path']} was not uploaded.")
-            files[value["path"]] = Blob(self.server.hub.large_files[value["oid"]], is_large=True)
-        elif key == "deletedFile":
-            if files.pop(value["path"], None) is None:
-                raise _HttpError(404, "EntryNotFound", "A file with this name doesn't exist")
-        elif key == "deletedFolder":
-            for path in [path for path in files if path.startswith(value["path"].rstrip("/") + "/")]:
-                del files[path]
-        elif key != "header":
-            raise _HttpError(400, message=f"Unknown operation {key}")
 
 
 _REPO = r"(?P<repo>[^/]+/[^/]+)"
@@ -656,15 +518,12 @@ _OID = r"(?P<oid>[0-9a-f]{64})"
 _ROUTES = tuple(
     (method, re.compile(pattern), name)
     for method, pattern, name in (
-        ("GET", r"/api/whoami-v2", "whoami"),
         ("GET", r"/api/models", "search"),
         ("POST", r"/api/repos/create", "create_repo"),
         ("POST", r"/api/validate-yaml", "validate_yaml"),
         ("GET", rf"/api/models/{_REPO}", "model_info"),
         ("GET", rf"/api/models/{_REPO}/revision/{_REVISION}", "model_info"),
         ("GET", rf"/api/models/{_REPO}/tree/{_REVISION}(?:/(?P<folder>.+))?", "tree"),
-        ("POST", rf"/api/models/{_REPO}/paths-info/{_REVISION}", "paths_info"),
-        ("GET", rf"/api/models/{_REPO}/refs", "refs"),
         ("POST", rf"/api/models/{_REPO}/preupload/{_REVISION}", "preupload"),
         ("POST", rf"/api/models/{_REPO}/commit/{_REVISION}", "commit"),
         ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", "lfs_batch"),
@@ -676,10 +535,11 @@ _ROUTES = tuple(
 )
 
 
-def _metadata(card: str) -> Any:
+def _card_data(files: Mapping[str, Blob]) -> dict[str, Any]:
     """What stands in YAML at the top of a card."""
+    card = files["README.md"].data.decode() if "README.md" in files else ""
     found = re.match(r"\s*---\r?\n(.*?)\r?\n---", card, re.DOTALL)
-    return yaml.safe_load(found[1]) if found else None
+    return yaml.safe_load(found[1]) if found else {}
 
 
 def _config(files: Mapping[str, Blob]) -> dict[str, Any]:
@@ -697,26 +557,6 @@ def _as_list(value: Any) -> list[str]:
 
 
 def _sibling(path: str, blob: Blob, with_sizes: bool) -> dict[str, Any]:
-    if not with_sizes:
-        return {"rfilename": path}
-    sibling = {"rfilename": path, "blobId": blob.oid, "size": len(blob.data)}
-    if blob.is_large:
-        sibling["lfs"] = {"sha256": blob.sha256, "size": len(blob.data), "pointerSize": _POINTER_BYTES}
-    return sibling
-
-
-def _tree_entry(path: str, blob: Blob) -> dict[str, Any]:
-    entry = {"type": "file", "path": path, "oid": blob.oid, "size": len(blob.data)}
-    if blob.is_large:
-        entry["lfs"] = {"oid": blob.sha256, "size": len(blob.data), "pointerSize": _POINTER_BYTES}
-    return entry
-
-
-def _tree_oid(folder: str) -> str:
-    return hashlib.sha1(b"tree " + folder.encode()).hexdigest()
-
-
-def _upload_mode(path: str, size: int, present: Mapping[str, Blob]) -> dict[str, Any]:
-    is_large = path.endswith(_LARGE_FILE_SUFFIXES) or size >= _LARGE_FILE_BYTES
-    oid = present[path].etag if path in present else None
-    return {"path": path, "uploadMode": "lfs" if is_large else "regular", "shouldIgnore": False, "oid": oid}
+    size = len(blob.data)
+    lfs = {"lfs": {"sha256": blob.etag, "size": size, "pointerSize": 134}} if blob.is_large else {}
+    return {"rfilename": path} | ({"blobId": blob.etag, "size": size, **lfs} if with_sizes else {})

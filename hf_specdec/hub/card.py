@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,9 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from ..checkpoints.files import RepoFiles
 from ..errors import SpecConfigError
-from ..method import is_language_model, methods, parts_of, resolve_candidate_generator, takes_model
+from ..method import is_language_model, methods, parts_of, takes_model
 from ..settings import AUTO, SpeculativeConfig
+from .engines import sglang_command, vllm_command
 from .inspect import is_repo_id
 from .published import CARD_KEY, published_config, settings_to_publish, target_entry
 
@@ -116,24 +116,46 @@ def make_card(
     target = target if target is not None and is_public(target) else None
     data = {} if existing is None else existing.data.to_dict()
     # What is not published is not shown, in no engine's notation either.
-    config = SpeculativeConfig.from_dict(settings_to_publish(config, with_place=False))
-    engines = _of_length(config, num_draft_tokens)
-    commands = {"vllm": _vllm_command(engines, name, target), "sglang": _sglang_command(engines, name, target)}
-    bases = _as_list(data.get("base_model")) if is_language_model(config.method) else []
-    data |= _metadata(config, target, base_model_relation)
+    settings = settings_to_publish(config, with_place=False)
+    config = SpeculativeConfig.from_dict(settings)
+    engines = config
+    if not config.speculative_token_tree and config.num_speculative_tokens in (None, AUTO):
+        engines = config.replace(num_speculative_tokens=num_draft_tokens)
+    commands = {"vllm": vllm_command(engines, name, target), "sglang": sglang_command(engines, name, target)}
+    is_whole_model = is_language_model(config.method)
+    # A whole model has a base of its own.
+    bases = as_list(data.get("base_model")) if is_whole_model else []
+    bases += [] if target is None else [target]
     if bases:
-        # A whole model has a base of its own.
-        data["base_model"] = list(dict.fromkeys([*bases, *_as_list(data.get("base_model"))]))
-    own_tags = [*_tags(config), *(engine for engine, command in commands.items() if command)]
-    data["tags"] = list(dict.fromkeys([*_as_list(data.get("tags")), *own_tags, *tags]))
+        data["base_model"] = list(dict.fromkeys(bases))
+    if base_model_relation == "default":
+        base_model_relation = "none" if is_whole_model else "adapter"
+    if target is not None and base_model_relation != "none":
+        data["base_model_relation"] = base_model_relation
+    data["library_name"] = "transformers" if is_whole_model else "hf_specdec"
+    data["pipeline_tag"] = "text-generation"
+    kind = ["draft-model"] if takes_model(config.method) else []
+    own_tags = ["speculative-decoding", *kind, *parts_of(config.method), *filter(commands.get, commands)]
+    data["tags"] = list(dict.fromkeys([*as_list(data.get("tags")), *own_tags, *tags]))
     if license is not None:
         data["license"] = license
-    data[CARD_KEY] = data.pop(CARD_KEY)
+    # At the end, where it is found.
+    data.pop(CARD_KEY, None)
+    data[CARD_KEY] = settings if target is None else {"target": target, **settings}
     text = "" if existing is None else existing.text
     if not text.strip():
-        text = "\n".join(_body(config, commands, name, target, target_revision, source))
+        rows = {} if target is None else {"target": _at(target, target_revision)}
+        rows |= {} if source is None else {"weights of": _at(*source)}
+        for key, value in settings.items():
+            rows[key] = f"`{_cell(value if isinstance(value, str) else json.dumps(value))}`"
+        text = _text(config.method, rows, commands, name, target)
     if report is not None:
-        text = _with_measurements(text, "\n".join(_measurements(report, config.method)))
+        text = _with_measurements(text, _measurements(report, config.method))
+    return card_of(data, text)
+
+
+def card_of(data: dict[str, Any], text: str) -> ModelCard:
+    """A card of metadata, in their order, and a text."""
     return ModelCard(f"---\n{ModelCardData(**data).to_yaml(original_order=list(data))}\n---\n{text}")
 
 
@@ -196,51 +218,15 @@ def load_card(folder: str | os.PathLike) -> ModelCard | None:
         ) from error
 
 
-def _metadata(config: SpeculativeConfig, target: str | None, relation: str) -> dict[str, Any]:
-    is_whole_model = is_language_model(config.method)
-    found: dict[str, Any] = {}
-    if target is not None:
-        found["base_model"] = [target]
-        if relation == "default":
-            relation = "none" if is_whole_model else "adapter"
-        if relation != "none":
-            found["base_model_relation"] = relation
-    found["library_name"] = "transformers" if is_whole_model else "hf_specdec"
-    found["pipeline_tag"] = "text-generation"
-    settings = settings_to_publish(config, with_place=False)
-    found[CARD_KEY] = {"target": target, **settings} if target is not None else settings
-    return found
-
-
-def _tags(config: SpeculativeConfig) -> list[str]:
-    what = ["draft-model"] if takes_model(config.method) else []
-    return ["speculative-decoding", *what, *parts_of(config.method)]
-
-
 # -------------------------------------------------------------------------------------------------- the card's text
 
 
-def _body(
-    config: SpeculativeConfig,
-    commands: Mapping[str, str | None],
-    name: str,
-    target: str | None,
-    target_revision: str | None,
-    source: tuple[str, str | None] | None,
-) -> list[str]:
-    title = " and ".join(methods()[part].noun for part in parts_of(config.method))
+def _text(
+    method: str, rows: Mapping[str, str], commands: Mapping[str, str | None], name: str, target: str | None
+) -> str:
+    title = " and ".join(methods()[part].noun for part in parts_of(method))
     of = f" for `{target}`" if target else ""
-    at = f" at revision `{target_revision}`" if target_revision else ""
-    settings = settings_to_publish(config, with_place=False)
-    rows = {"target": f"`{target}`{at}"} if target else {}
-    if source is not None:
-        model, revision = source
-        rows["weights of"] = f"`{_cell(model)}`" + (f" at revision `{_cell(revision)}`" if revision else "")
-    rows |= {
-        key: f"`{_cell(json.dumps(value) if not isinstance(value, str) else value)}`"
-        for key, value in settings.items()
-    }
-    return [
+    lines = [
         "",
         f"# {name.rpartition('/')[2]}",
         "",
@@ -263,51 +249,15 @@ def _body(
         'print(pipe("Speculative decoding is")[0]["generated_text"])',
         "```",
         "",
-        *_section("With vLLM:", commands["vllm"]),
-        *_section("With SGLang:", commands["sglang"]),
     ]
+    for engine, key in (("vLLM", "vllm"), ("SGLang", "sglang")):
+        if command := commands[key]:
+            lines += [f"With {engine}:", "", "```bash", command, "```", ""]
+    return "\n".join(lines)
 
 
-def _section(heading: str, command: str | None) -> list[str]:
-    return [] if command is None else [heading, "", "```bash", command, "```", ""]
-
-
-def _of_length(config: SpeculativeConfig, num_draft_tokens: int | None) -> SpeculativeConfig:
-    """With the length that the checkpoint was made for, where the settings name none."""
-    if config.speculative_token_tree or config.num_speculative_tokens not in (None, AUTO):
-        return config
-    return config.replace(num_speculative_tokens=num_draft_tokens)
-
-
-def _length(config: SpeculativeConfig) -> int:
-    return config.fixed_length or resolve_candidate_generator(config.method).default_length(config.options)
-
-
-def _vllm_command(config: SpeculativeConfig, name: str, target: str | None) -> str | None:
-    """`None` if vLLM has no such method, or reads its layers from the target's own checkpoint alone."""
-    method = methods().get(config.method)
-    if method is None or method.in_target_checkpoint:
-        return None
-    place = {"model": name} if method.takes_model else {}
-    try:
-        settings = json.dumps(config.replace(**place).to_vllm())
-    except SpecConfigError:
-        return None
-    return f"vllm serve {shlex.quote(target or 'path/to/target')} --speculative-config {shlex.quote(settings)}"
-
-
-def _sglang_command(config: SpeculativeConfig, name: str, target: str | None) -> str | None:
-    """Its number of draft tokens counts the last committed one as well."""
-    method, length = methods().get(config.method), _length(config)
-    if method is None or method.sglang is None:
-        return None
-    options = [f"--model-path {shlex.quote(target or 'path/to/target')}", f"--speculative-algorithm {method.sglang}"]
-    if method.takes_model:
-        options.append(f"--speculative-draft-model-path {shlex.quote(name)}")
-    if method.sglang_counts_steps:
-        options += [f"--speculative-num-steps {length}", "--speculative-eagle-topk 1"]
-    options.append(f"--speculative-num-draft-tokens {length + 1}")
-    return " \\\n    ".join(["python -m sglang.launch_server", *options])
+def _at(repository: str, revision: str | None) -> str:
+    return f"`{_cell(repository)}`" + (f" at revision `{_cell(revision)}`" if revision else "")
 
 
 # ------------------------------------------------------------------------------------------------- measured figures
@@ -315,26 +265,48 @@ def _sglang_command(config: SpeculativeConfig, name: str, target: str | None) ->
 _MEASURED = "## Measured"
 
 _COLUMNS = {
+    "batch size": ("batch_size", "{}"),
     "tokens/s": ("tokens_per_second", "{:.1f}"),
     "speed-up": ("speedup", "{:.2f}"),
     "acceptance length": ("mean_acceptance_length", "{:.2f}"),
     "acceptance rate": ("acceptance_rate", "{:.0%}"),
 }
-_BATCHED_COLUMNS = {"batch size": ("batch_size", "{}"), **_COLUMNS}
 
 
-def _measurements(report: Mapping[str, Any], method: str) -> list[str]:
-    rows = _rows(report, method)
-    columns = _BATCHED_COLUMNS if len({str(row.get("batch_size")) for row in rows}) > 1 else _COLUMNS
-    return [
-        _MEASURED,
-        "",
-        f"| decoding | {' | '.join(columns)} |",
-        f"|---|{'---:|' * len(columns)}",
-        *(f"| {_cell(row['method'])} | {' | '.join(_figures(row, columns))} |" for row in rows),
-        "",
-        *_circumstances(report),
-    ]
+def _measurements(report: Mapping[str, Any], method: str) -> str:
+    """The figures of plain generation and of the method, and the circumstances as far as the report has them."""
+    rows = report.get("rows") if isinstance(report, Mapping) else None
+    if not isinstance(rows, list) or not all(isinstance(row, Mapping) and "method" in row for row in rows):
+        raise SpecConfigError(
+            "The report has no `rows` with a `method`. Pass what `hf-specdec bench --json` has printed, or the demo."
+        )
+    names = [str(row["method"]) for row in rows]
+    # Variants of a method are named `method_variant`.
+    own = [row for row, name in zip(rows, names) if name == method or name.startswith(f"{method}_")]
+    if not own:
+        raise SpecConfigError(f"The report has no figures of '{method}', but of: {', '.join(names) or 'nothing'}.")
+    shown = [row for row, name in zip(rows, names) if name == "plain" or row in own]
+    has_batches = len({str(row.get("batch_size")) for row in shown}) > 1
+    columns = {name: column for name, column in _COLUMNS.items() if has_batches or name != "batch size"}
+    lines = [_MEASURED, "", f"| decoding | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    for row in shown:
+        figures = [(row.get(key), form) for key, form in columns.values()]
+        cells = [form.format(figure) if _is_number(figure) else "" for figure, form in figures]
+        lines.append(f"| {_cell(row['method'])} | {' | '.join(cells)} |")
+    environment, settings = (
+        found if isinstance(found := report.get(key), Mapping) else {} for key in ("environment", "settings")
+    )
+    known = {
+        "": environment.get("gpu") or environment.get("cpu"),
+        "data type": environment.get("dtype"),
+        "batch size": settings.get("batch_size"),
+        "most new tokens": settings.get("max_new_tokens"),
+        "torch": environment.get("torch"),
+        "transformers": environment.get("transformers"),
+        "date": environment.get("date"),
+    }
+    parts = [f"{key} {_cell(value)}".strip() for key, value in known.items() if value is not None]
+    return "\n".join([*lines, "", *([f"{', '.join(parts)}.", ""] if parts else [])])
 
 
 def _with_measurements(text: str, section: str) -> str:
@@ -345,45 +317,8 @@ def _with_measurements(text: str, section: str) -> str:
     return text.rstrip("\n") + "\n\n" + section + "\n"
 
 
-def _rows(report: Mapping[str, Any], method: str) -> list[Mapping[str, Any]]:
-    """Rows of plain generation and of the method, whose variants are named `method_variant`."""
-    rows = report.get("rows") if isinstance(report, Mapping) else None
-    if not isinstance(rows, list) or not all(isinstance(row, Mapping) and "method" in row for row in rows):
-        raise SpecConfigError(
-            "The report has no `rows` with a `method`. Pass what `hf-specdec bench --json` has printed, or the demo."
-        )
-    names = [str(row["method"]) for row in rows]
-    of_method = [name == method or name.startswith(f"{method}_") for name in names]
-    if not any(of_method):
-        raise SpecConfigError(f"The report has no figures of '{method}', but of: {', '.join(names) or 'nothing'}.")
-    return [row for row, name, belongs in zip(rows, names, of_method) if belongs or name == "plain"]
-
-
-def _figures(row: Mapping[str, Any], columns: Mapping[str, tuple[str, str]]) -> list[str]:
-    values = ((row.get(key), form) for key, form in columns.values())
-    is_number = [
-        (value, form, isinstance(value, (int, float)) and not isinstance(value, bool)) for value, form in values
-    ]
-    return [form.format(value) if known else "" for value, form, known in is_number]
-
-
-def _circumstances(report: Mapping[str, Any]) -> list[str]:
-    """Circumstances of the figures, as far as the report has them."""
-    environment, settings = (
-        found if isinstance(found := report.get(key), Mapping) else {} for key in ("environment", "settings")
-    )
-    machine = environment.get("gpu") or environment.get("cpu")
-    known = {
-        "": machine,
-        "data type": environment.get("dtype"),
-        "batch size": settings.get("batch_size"),
-        "most new tokens": settings.get("max_new_tokens"),
-        "torch": environment.get("torch"),
-        "transformers": environment.get("transformers"),
-        "date": environment.get("date"),
-    }
-    parts = [f"{key} {_cell(value)}".strip() for key, value in known.items() if value is not None]
-    return [f"{', '.join(parts)}.", ""] if parts else []
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _cell(value: Any) -> str:
@@ -391,5 +326,5 @@ def _cell(value: Any) -> str:
     return " ".join(str(value).split()).replace("|", "\\|").replace("`", "'").replace("<", "&lt;")
 
 
-def _as_list(value: Any) -> list:
+def as_list(value: Any) -> list:
     return value if isinstance(value, list) else [] if value is None else [value]

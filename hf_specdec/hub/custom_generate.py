@@ -11,13 +11,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard
 
 from ..errors import SpecConfigError
 from ..method import takes_model
 from ..settings import AUTO, CONFIG_NAME, SpeculativeConfig
 from ..version import __version__
-from .card import CARD_NAME, is_public, load_card, repository_name
+from .card import CARD_NAME, as_list, card_of, is_public, load_card, repository_name
 from .published import PRIVATE
 
 
@@ -119,17 +119,12 @@ def _card(folder: Path, name: str, settings: dict[str, Any]) -> ModelCard:
     """The card that is there with the tag and a section on the use, or a new one."""
     existing = load_card(folder)
     data = {} if existing is None else existing.data.to_dict()
-    tags = data.get("tags") or []
-    data["tags"] = [*dict.fromkeys([*(tags if isinstance(tags, list) else [tags]), TAG, "speculative-decoding"])]
+    data["tags"] = [*dict.fromkeys([*as_list(data.get("tags")), TAG, "speculative-decoding"])]
     data.setdefault("library_name", "transformers")
     data.setdefault("pipeline_tag", "text-generation")
     text = existing.text if existing is not None else f"\n# {name.rpartition('/')[2]}\n"
     if TAG not in text:
-        text = text.rstrip("\n") + "\n" + _SECTION.format(name=name, settings=_described(settings))
-    return ModelCard(f"---\n{ModelCardData(**data).to_yaml(original_order=list(data))}\n---\n{text}")
-
-
-def _described(settings: dict[str, Any]) -> str:
-    if settings == {"method": AUTO}:
-        return "the drafter that is found for the model"
-    return ", ".join(f"`{key}={value!r}`" for key, value in settings.items())
+        described = ", ".join(f"`{key}={value!r}`" for key, value in settings.items())
+        described = "the drafter that is found for the model" if settings == {"method": AUTO} else described
+        text = text.rstrip("\n") + "\n" + _SECTION.format(name=name, settings=described)
+    return card_of(data, text)

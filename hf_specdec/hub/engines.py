@@ -1,7 +1,9 @@
-"""Settings for other engines: vLLM's `--speculative-config`."""
+"""Settings for other engines: vLLM's `--speculative-config`, SGLang's flags, and the commands that serve with them."""
 
 from __future__ import annotations
 
+import json
+import shlex
 from typing import Any
 
 from transformers.utils import logging
@@ -79,3 +81,33 @@ def to_vllm(config: SpeculativeConfig) -> dict[str, Any]:
     if unknown:
         logger.warning(f"vLLM has no counterpart of these settings, they are left out: {', '.join(sorted(unknown))}.")
     return {key: value for key, value in settings.items() if key not in unknown}
+
+
+def vllm_command(config: SpeculativeConfig, name: str, target: str | None) -> str | None:
+    """The command that serves a target with the drafter `name`; `None` where vLLM has no such method, or reads its
+    layers from the target's own checkpoint alone.
+    """
+    method = methods().get(config.method)
+    if method is None or method.in_target_checkpoint:
+        return None
+    try:
+        settings = json.dumps(to_vllm(config.replace(model=name) if method.takes_model else config))
+    except SpecConfigError:
+        return None
+    return f"vllm serve {shlex.quote(target or 'path/to/target')} --speculative-config {shlex.quote(settings)}"
+
+
+def sglang_command(config: SpeculativeConfig, name: str, target: str | None) -> str | None:
+    """The command that serves a target with the drafter `name`; `None` where SGLang has no such method."""
+    method = methods().get(config.method)
+    if method is None or method.sglang is None:
+        return None
+    length = config.fixed_length or method.generator_class.default_length(config.options)
+    options = [f"--model-path {shlex.quote(target or 'path/to/target')}", f"--speculative-algorithm {method.sglang}"]
+    if method.takes_model:
+        options.append(f"--speculative-draft-model-path {shlex.quote(name)}")
+    if method.sglang_counts_steps:
+        options += [f"--speculative-num-steps {length}", "--speculative-eagle-topk 1"]
+    # The last committed token counts there, too.
+    options.append(f"--speculative-num-draft-tokens {length + 1}")
+    return " \\\n    ".join(["python -m sglang.launch_server", *options])

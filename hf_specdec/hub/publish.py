@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from huggingface_hub import HfApi, ModelCard, constants
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
 
 from ..checkpoints.files import RepoFiles
 from ..errors import SpecConfigError
@@ -26,30 +26,20 @@ from ..settings import CONFIG_NAME, SpeculativeConfig
 from ..version import __version__
 from .card import CARD_NAME, load_card, make_card, repository_name
 from .detect import detect, forget_method
+from .inspect import repo_id_of
 from .published import forget_saved, settings_to_publish
-from .target import Target
 
 
-logger = logging.get_logger(__name__)
+if TYPE_CHECKING:
+    from ..speculator import Speculator
 
 # What lies beside weights and belongs to them: configs, the tokenizer, and the terms they come under.
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
 _NOT_COMPANIONS = (CONFIG_NAME, "*.index.json", "trainer_state.json", "requirements.txt")
 
 
-class Drafter(Protocol):
-    """The parts of a [`Speculator`] that are published."""
-
-    config: SpeculativeConfig
-    generator_class: type
-    resources: Any
-    origin: dict[str, str | None]
-    target_name: str | None
-    target_revision: str | None
-
-
 def save_speculator(
-    speculator: Drafter, folder: str | os.PathLike, *, name: str | None = None, target: str | None = None, **card
+    speculator: Speculator, folder: str | os.PathLike, *, name: str | None = None, target: str | None = None, **card
 ) -> Path:
     """Saves weights, settings and a card to a folder that loads again as `spec_model`.
 
@@ -70,8 +60,11 @@ def save_speculator(
     folder, config = Path(folder), speculator.config
     folder.mkdir(parents=True, exist_ok=True)
     _save_weights(speculator, folder)
-    save_settings(config, folder)
-    target, revision = _target_of(speculator) if target is None else (target, None)
+    # Without what concerns this machine, and without where the drafter was.
+    SpeculativeConfig.from_dict(settings_to_publish(config, with_place=False)).save_pretrained(folder)
+    revision = None
+    if target is None and (target := repo_id_of(speculator.target_name or "")) is not None:
+        revision = speculator.target_revision
     origin = speculator.origin
     if origin.get("owner") is not None:
         # Nobody has named it, so that its users are told whose it is.
@@ -82,7 +75,7 @@ def save_speculator(
 
 
 def push_speculator(
-    speculator: Drafter,
+    speculator: Speculator,
     repo_id: str,
     *,
     private: bool | None = None,
@@ -117,9 +110,9 @@ def push_speculator(
         raise SpecConfigError(f"'{repo_id}' cannot be the id of a repository: {error}") from error
     api = HfApi(endpoint=constants.ENDPOINT, token=token, library_name="hf_specdec", library_version=__version__)
     with TemporaryDirectory() as folder:
-        existing = _card_on_hub(api, repo_id, revision)
-        if existing is not None:
-            shutil.copyfile(existing, Path(folder, CARD_NAME))
+        # Whether the repository can be written to is found out in time.
+        with suppress(EntryNotFoundError, HfHubHTTPError):
+            shutil.copyfile(api.hf_hub_download(repo_id, CARD_NAME, revision=revision), Path(folder, CARD_NAME))
         # What can be wrong here is found before anything is made there.
         save_speculator(speculator, folder, name=repo_id, **card)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -135,58 +128,40 @@ def push_speculator(
     return commit.commit_url
 
 
-def save_settings(config: SpeculativeConfig, folder: Path) -> None:
-    """Writes `speculation_config.json`, without what concerns this machine, and without where the drafter was."""
-    SpeculativeConfig.from_dict(settings_to_publish(config, with_place=False)).save_pretrained(folder)
-
-
 def card_of_folder(folder: Path, config: SpeculativeConfig, *, name: str | None = None, **options) -> ModelCard:
     """The card of what is in a folder: its metadata made anew, its text kept if it has one.
 
     Arguments are those of [`make_card`]; `name` may be left out for that of the folder.
     """
-    name = repository_name(name, folder)
-    num_draft_tokens, existing = _num_draft_tokens(folder), load_card(folder)
-    return make_card(config, name=name, num_draft_tokens=num_draft_tokens, existing=existing, **options)
+    length = detect(RepoFiles(folder)).num_draft_tokens if (folder / "config.json").is_file() else None
+    name, existing = repository_name(name, folder), load_card(folder)
+    return make_card(config, name=name, num_draft_tokens=length, existing=existing, **options)
 
 
-def _num_draft_tokens(folder: Path) -> int | None:
-    """Draft length stated by the checkpoint in a folder."""
-    return detect(RepoFiles(folder)).num_draft_tokens if (folder / "config.json").is_file() else None
-
-
-def _target_of(speculator: Drafter) -> tuple[str | None, str | None]:
-    """Repo id and commit of the target, as far as they are known."""
-    target = Target(speculator.target_name or "", {})
-    if target.repo_id is None:
-        return None, None
-    return target.repo_id, speculator.target_revision
-
-
-def _card_on_hub(api: HfApi, repo_id: str, revision: str | None) -> str | None:
-    try:
-        return api.hf_hub_download(repo_id, CARD_NAME, revision=revision)
-    except (EntryNotFoundError, HfHubHTTPError):
-        # Whether the repository can be written to is found out in time.
-        return None
-
-
-# ----------------------------------------------------------------------------------------------------------- weights
-
-
-def _save_weights(speculator: Drafter, folder: Path) -> None:
+def _save_weights(speculator: Speculator, folder: Path) -> None:
     config, network = speculator.config, speculator.generator_class.network(speculator.resources)
     if network is None:
         return
     files = None if config.model is None else RepoFiles.of(config)
+    found = None if files is None else detect(files)
     # Of a whole model that has multi-token-prediction layers only these are wanted.
-    if files is not None and not (
-        drafting_method(config.method).in_target_checkpoint and is_language_model(detect(files).method)
-    ):
-        _copy_checkpoint(files, folder, with_code=config.trust_remote_code)
+    if found and not (drafting_method(config.method).in_target_checkpoint and is_language_model(found.method)):
+        # Its own format, and the small files beside it.
+        names = {name for name in files.sizes if _is_companion(name)}
+        if config.trust_remote_code:
+            names |= {name for name in files.sizes if name.endswith(".py")}
+        if found.weight_file is not None:
+            names |= {found.weight_file, *files.parts(found.weight_file)}
+        for name in sorted(names):
+            source, copy = files.path(name), folder / name
+            if not (copy.exists() and copy.samefile(source)):
+                shutil.copyfile(source, copy)
     elif isinstance(network, PreTrainedModel):
         network.save_pretrained(folder)
-        _save_tokenizer(network, folder)
+        # The tokenizer, if there is one, is for loading to compare it with the target's.
+        if name := network.config.name_or_path:
+            with suppress(OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):
+                AutoTokenizer.from_pretrained(name).save_pretrained(folder)
     elif hasattr(network, "save"):
         network.save(folder)
     else:
@@ -196,30 +171,6 @@ def _save_weights(speculator: Drafter, folder: Path) -> None:
         )
 
 
-def _copy_checkpoint(files: RepoFiles, folder: Path, with_code: bool) -> None:
-    """The weights that are loaded, in their own format, and the small files beside them."""
-    found = detect(files)
-    names = {name for name in files.sizes if _is_companion(name) or (with_code and name.endswith(".py"))}
-    if found.weight_file is not None:
-        names |= {found.weight_file, *files.parts(found.weight_file)}
-    for name in sorted(names):
-        source, copy = files.path(name), folder / name
-        if not (copy.exists() and copy.samefile(source)):
-            shutil.copyfile(source, copy)
-
-
 def _is_companion(name: str) -> bool:
-    if "/" in name or any(fnmatchcase(name, pattern) for pattern in _NOT_COMPANIONS):
-        return False
-    return any(fnmatchcase(name, pattern) for pattern in _COMPANIONS)
-
-
-def _save_tokenizer(model: PreTrainedModel, folder: Path) -> None:
-    """Saves the tokenizer of the model's checkpoint, if any, for loading to compare it with the target's."""
-    name = model.config.name_or_path
-    if not name:
-        return
-    try:
-        AutoTokenizer.from_pretrained(name).save_pretrained(folder)
-    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
-        logger.debug(f"No tokenizer for '{name}': {error}")
+    is_other = "/" in name or any(fnmatchcase(name, pattern) for pattern in _NOT_COMPANIONS)
+    return not is_other and any(fnmatchcase(name, pattern) for pattern in _COMPANIONS)

@@ -229,17 +229,23 @@ PLAIN = {"do_sample": False}
 
 def drafts() -> dict[str, dict[str, Any]]:
     """Settings of every method, chains and trees."""
-    eagle, eagle3 = {"method": "eagle", "model": demo.eagle_path()}, {"method": "eagle3", "model": demo.eagle3_path()}
-    medusa = {"method": "medusa", "model": demo.medusa_path()}
-    speculator = {"method": "mlp_speculator", "model": demo.mlp_speculator_path()}
-    mtp, dflash = {"method": "mtp", "model": demo.mtp_path()}, {"method": "dflash", "model": demo.dflash_path()}
+    eagle, eagle3 = (
+        {"method": "eagle", "model": demo.drafter_path("eagle")},
+        {"method": "eagle3", "model": demo.drafter_path("eagle3")},
+    )
+    medusa = {"method": "medusa", "model": demo.drafter_path("medusa")}
+    speculator = {"method": "mlp_speculator", "model": demo.drafter_path("mlp_speculator")}
+    mtp, dflash = (
+        {"method": "mtp", "model": demo.drafter_path("mtp")},
+        {"method": "dflash", "model": demo.drafter_path("dflash")},
+    )
     grown = {"draft_tree_depth": 5, "draft_tree_top_k": 4, "num_draft_nodes": 15}
     return {
         "ngram, chain": {"method": "ngram", "prompt_lookup_num_matches": 1},
         "ngram, tree": {"method": "ngram"},
         "suffix, chain": {"method": "suffix"},
         "suffix, tree": {"method": "suffix", "suffix_decoding_use_tree_spec": True},
-        "draft_model, chain": {"method": "draft_model", "model": demo.draft_path()},
+        "draft_model, chain": {"method": "draft_model", "model": demo.drafter_path("draft_model")},
         "medusa, chain": {**medusa, "num_speculative_tokens": 3},
         "medusa, tree": {**medusa, "num_draft_nodes": 31},
         "mlp_speculator, chain": {**speculator, "num_speculative_tokens": 3},

@@ -201,7 +201,7 @@ def captured_cycle(device: torch.device) -> dict:
     if graphs.capture_backend(device) is None:
         raise SkippedError(f"no graphs on a {device.type} device")
     target, batches, _ = plain_texts(device, SMOKE_TOKENS, is_quick=True)
-    speculator = load_speculator(target, method="eagle3", model=demo.eagle3_path(), num_speculative_tokens=4)
+    speculator = load_speculator(target, method="eagle3", model=demo.drafter_path("eagle3"), num_speculative_tokens=4)
     arguments = {**batches[0].inputs, "max_new_tokens": SMOKE_TOKENS, "do_sample": False}
     plain = target.generate(**arguments)
     waits: list[list[str]] = []

@@ -163,7 +163,7 @@ def make_sides(target: PreTrainedModel, case: Case) -> dict[str, Callable[[BaseS
         if case.draft_model is not None:
             given["draft_model"] = case.draft_model
         elif case.method != "ngram":
-            given["model"] = {"draft_model": demo.draft_path, "eagle3": demo.eagle3_path}[case.method]()
+            given["model"] = demo.drafter_path(case.method)
         return partial(generate, speculator=load_speculator(target, **given))
 
     sides = {PLAIN: generate, AUTO: side("auto")}

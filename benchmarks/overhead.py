@@ -289,7 +289,7 @@ class Bench:
 
 
 def _demo_draft(dtype: torch.dtype) -> PreTrainedModel:
-    draft = without_end(AutoModelForCausalLM.from_pretrained(demo.draft_path(), dtype=dtype).eval())
+    draft = without_end(AutoModelForCausalLM.from_pretrained(demo.drafter_path("draft_model"), dtype=dtype).eval())
     draft.generation_config.num_assistant_tokens = DRAFT_LENGTH
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.assistant_confidence_threshold = 0.0

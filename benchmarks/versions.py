@@ -137,14 +137,14 @@ def _table(found: list[Comparison], other: Path, rounds: int) -> Table:
 def _settings(side: str) -> dict:
     from hf_specdec import demo
 
-    draft_model = {"method": "draft_model", "model": demo.draft_path(), "same_tokenizer": True}
+    draft_model = {"method": "draft_model", "model": demo.drafter_path("draft_model"), "same_tokenizer": True}
     return {
         "no drafts": {"method": "ngram", "disable_by_batch_size": 1},
         "ngram": {"method": "ngram"},
         "draft model": draft_model,
         "draft model, sampled": draft_model,
-        "medusa": {"method": "medusa", "model": demo.medusa_path()},
-        "eagle3": {"method": "eagle3", "model": demo.eagle3_path()},
+        "medusa": {"method": "medusa", "model": demo.drafter_path("medusa")},
+        "eagle3": {"method": "eagle3", "model": demo.drafter_path("eagle3")},
     }[side]
 
 

@@ -13,15 +13,7 @@ from hf_specdec import Speculator, demo, load_speculator
 from hf_specdec.method import built_in_methods, parts_of
 
 
-CHECKPOINTS = {
-    "draft_model": demo.draft_path,
-    "medusa": demo.medusa_path,
-    "mlp_speculator": demo.mlp_speculator_path,
-    "eagle": demo.eagle_path,
-    "eagle3": demo.eagle3_path,
-    "dflash": demo.dflash_path,
-    "mtp": demo.mtp_path,
-}
+CHECKPOINTS = {method.name: demo.drafter_path(method.name) for method in built_in_methods() if method.demo}
 
 # Every way to draft, by a name that begins with the method: the settings beside the checkpoint.
 _STATIC_TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
@@ -98,7 +90,7 @@ def settings_of(name: str, **settings) -> dict:
     """The settings of a row of the table, for `generate(speculative=...)`."""
     method = name.partition(" ")[0]
     path = CHECKPOINTS.get(parts_of(method)[-1])
-    model = {} if path is None else {"model": path(), **({"same_tokenizer": True} if "draft_model" in method else {})}
+    model = {} if path is None else {"model": path, **({"same_tokenizer": True} if "draft_model" in method else {})}
     return {"method": method, **model, **_SHAPES[name], **settings}
 
 

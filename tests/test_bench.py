@@ -124,7 +124,7 @@ def test_table_shows_both_batch_sizes_and_the_reasons(folder):
 
 
 def test_card_takes_the_figures(folder):
-    text = invoke("card", demo.eagle3_path(), "--bench", folder / "out.json").stdout
+    text = invoke("card", demo.drafter_path("eagle3"), "--bench", folder / "out.json").stdout
     assert "| decoding | batch size | tokens/s |" in text
     assert text.count("| eagle3_k2 |") == text.count("| plain |") == 2
     assert "stock_" not in text
@@ -473,7 +473,7 @@ def test_missing_packages_may_be_left_out_or_not(target, monkeypatch):
 
 
 def test_weights_shared_with_the_target_are_not_the_drafters(target):
-    (eagle,), _ = load_decoders(target, [cli.demo_methods()["eagle"]])
+    (eagle,), _ = load_decoders(target, [demo.settings()["eagle"]])
     network, embedding = eagle.network, target.get_input_embeddings().weight
     everything = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
     own = eagle.draft_bytes(target)
@@ -486,7 +486,7 @@ def test_weights_shared_with_the_target_are_not_the_drafters(target):
 
 
 def test_draft_length_of_stock_is_that_of_the_method_and_ours_is_untouched(target):
-    methods, _ = load_decoders(target, [{**cli.demo_methods()["draft_model"], "num_speculative_tokens": 3}])
+    methods, _ = load_decoders(target, [{**demo.settings()["draft_model"], "num_speculative_tokens": 3}])
     before = methods[0].network.generation_config.num_assistant_tokens
     lookup, assisted = stock_decoders(methods)
     assert lookup.arguments["prompt_lookup_num_tokens"] == 10
@@ -499,7 +499,7 @@ def test_draft_length_of_stock_is_that_of_the_method_and_ours_is_untouched(targe
 @pytest.mark.parametrize("method", ["suffix", "suffix+eagle"])
 def test_every_round_begins_without_earlier_texts(target, batches, method):
     pytest.importorskip("arctic_inference")
-    (decoder,), _ = load_decoders(target, [read_spec(method, cli.demo_methods())])
+    (decoder,), _ = load_decoders(target, [read_spec(method, demo.settings())])
     network, caches = decoder.network, []
     for _ in range(2):
         decoder.forget_texts(target)

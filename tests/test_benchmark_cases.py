@@ -13,9 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import run
 
-from hf_specdec import SpeculativeConfig
+from hf_specdec import SpeculativeConfig, demo
 from hf_specdec.bench.decoders import read_spec
-from hf_specdec.cli import demo_methods
 
 
 @pytest.mark.parametrize("name", run.CASES)
@@ -24,7 +23,7 @@ def test_settings_are_known(name):
     specs = [text for option, text in zip(arguments, arguments[1:]) if option == "--spec"]
     assert len(specs) == len(run.CASES[name].specs)
     for text in specs:
-        settings = read_spec(text, demo_methods())
+        settings = read_spec(text, demo.settings())
         assert SpeculativeConfig.resolve(settings).method == json.loads(text)["method"]
 
 

@@ -82,7 +82,7 @@ def test_help(command):
 def test_demo_compares_every_method(short_demo):
     rows = {row["method"]: row for row in short_demo["rows"]}
     missing = {row["method"] for row in short_demo["unavailable"]}
-    assert rows.keys() | missing == {"plain", *cli.demo_methods()}
+    assert rows.keys() | missing == {"plain", *demo.settings()}
     assert all(row["identical"] and row["first_differences"] == {} for row in rows.values())
     assert rows["plain"]["speedup"] == 1.0
     for method in rows.keys() - {"plain"}:
@@ -182,7 +182,7 @@ def test_demo_refuses_unknown_methods():
         ("--method", "off"),
         ("--method", "ngram", "-k", 3),
         ("--method", "draft_model"),
-        ("--spec-model", demo.draft_path()),
+        ("--spec-model", demo.drafter_path("draft_model")),
         ("--config", '{"method": "ngram", "prompt_lookup_max": 3}'),
         ("--model", demo.target_path(), "--dtype", "float32"),
     ],
@@ -210,7 +210,9 @@ def test_generate_chooses_the_method(options, method):
 
 def test_generate_takes_the_settings(tmp_path):
     path = tmp_path / "speculation.json"
-    path.write_text(json.dumps({"method": "draft_model", "model": demo.draft_path(), "num_speculative_tokens": 2}))
+    path.write_text(
+        json.dumps({"method": "draft_model", "model": demo.drafter_path("draft_model"), "num_speculative_tokens": 2})
+    )
     stats = generate_json("--config", path, PROMPT)["stats"]
     assert stats["method"] == "draft_model"
     assert len(stats["num_accepted_tokens_per_pos"]) == 2

@@ -14,9 +14,9 @@ METHODS = {
     "ngram": {"spec_method": "ngram"},
     "auto length": {"spec_method": "ngram", "num_speculative_tokens": "auto"},
     "suffix": {"spec_method": "suffix"},
-    "draft_model": {"spec_method": "draft_model", "spec_model": demo.draft_path()},
-    "eagle3": {"spec_method": "eagle3", "spec_model": demo.eagle3_path()},
-    "suffix+eagle3": {"spec_method": "suffix+eagle3", "spec_model": demo.eagle3_path()},
+    "draft_model": {"spec_method": "draft_model", "spec_model": demo.drafter_path("draft_model")},
+    "eagle3": {"spec_method": "eagle3", "spec_model": demo.drafter_path("eagle3")},
+    "suffix+eagle3": {"spec_method": "suffix+eagle3", "spec_model": demo.drafter_path("eagle3")},
 }
 
 

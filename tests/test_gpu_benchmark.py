@@ -333,7 +333,7 @@ def test_wrong_texts_are_seen():
     target = demo.load_target()
     batches = make_batches(demo.load_tokenizer(), demo.prompts()[-1:], 1, 8)
     plain = [time_call(target, batch, gpu_checks.PLAIN) for batch in batches]
-    settings = {"method": "medusa", "model": demo.medusa_path(), "num_speculative_tokens": 3}
+    settings = {"method": "medusa", "model": demo.drafter_path("medusa"), "num_speculative_tokens": 3}
     right = gpu_checks.check_text("right", target, settings, batches, plain)
     wrong = gpu_checks.check_text("wrong", target, settings | gpu_models.synthetic(4.0), batches, plain)
     assert right.is_right

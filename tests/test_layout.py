@@ -70,7 +70,7 @@ class Journey:
 
 
 def test_a_second_call_is_a_short_way():
-    target, arguments = demo_target(), {"spec_method": "eagle3", "spec_model": demo.eagle3_path()}
+    target, arguments = demo_target(), {"spec_method": "eagle3", "spec_model": demo.drafter_path("eagle3")}
 
     def travelled(max_new_tokens: int) -> tuple[Journey, int]:
         journey = Journey()

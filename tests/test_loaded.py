@@ -32,11 +32,10 @@ from hf_specdec.checkpoints.files import ReadOfRepositories, RepoFiles
 from hf_specdec.control import ControlProfile
 from hf_specdec.control.store import profile_identity, save_profile
 from hf_specdec.loaded import cache_bytes, loaded_bytes, loaded_drafters, record_of
-from tests.methods import CHECKPOINTS
+from tests.methods import CHECKPOINTS as HEADS
 from tests.models import prompts, tiny_llama
 
 
-HEADS = {method: path() for method, path in CHECKPOINTS.items()}
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 
 

@@ -36,18 +36,17 @@ def batch(model, rows: int, length: int = 20) -> dict:
 # Settings with the heads of the demo.
 HEADS = {
     "ngram": {},
-    "eagle3": {"model": demo.eagle3_path, "num_speculative_tokens": 3},
-    "mtp": {"model": demo.mtp_path, "draft_tree_depth": 3, "draft_tree_top_k": 2, "num_draft_nodes": 4},
-    "dflash": {"model": demo.dflash_path, "num_speculative_tokens": 3},
-    "medusa": {"model": demo.medusa_path, "num_draft_nodes": 6},
-    "mlp_speculator": {"model": demo.mlp_speculator_path, "num_speculative_tokens": 2},
-    "draft_model": {"model": demo.draft_path, "num_speculative_tokens": 2},
+    "eagle3": {"model": demo.drafter_path("eagle3"), "num_speculative_tokens": 3},
+    "mtp": {"model": demo.drafter_path("mtp"), "draft_tree_depth": 3, "draft_tree_top_k": 2, "num_draft_nodes": 4},
+    "dflash": {"model": demo.drafter_path("dflash"), "num_speculative_tokens": 3},
+    "medusa": {"model": demo.drafter_path("medusa"), "num_draft_nodes": 6},
+    "mlp_speculator": {"model": demo.drafter_path("mlp_speculator"), "num_speculative_tokens": 2},
+    "draft_model": {"model": demo.drafter_path("draft_model"), "num_speculative_tokens": 2},
 }
 
 
 def settings_of(method: str) -> dict:
-    values = HEADS[method]
-    return {"method": method, **{key: value() if callable(value) else value for key, value in values.items()}}
+    return {"method": method, **HEADS[method]}
 
 
 @pytest.mark.parametrize("method", HEADS)

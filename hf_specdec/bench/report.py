@@ -11,14 +11,55 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..errors import counted
 from .decoders import PLAIN, Decoder
 from .engine import Call, Measurement, Round, find_differences
 from .figures import Figure, median_and_quartiles, median_and_range, percentiles, pooled
+from .machine import describe_environment
 from .prompts import Batch
 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def make_report(
+    model: PreTrainedModel,
+    decoders: Sequence[Decoder],
+    found: Measurement,
+    missing: Mapping[str, str],
+    asked: Mapping[str, Any],
+    *,
+    greedy: bool,
+) -> dict[str, Any]:
+    """Describes a measurement as plain JSON types, and the machine in its present state.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        decoders (`Sequence[Decoder]`): The ways of decoding.
+        found (`Measurement`): At least one round.
+        missing (`Mapping`): The reason of each method that could not be loaded.
+        asked (`Mapping`): Settings of the command.
+        greedy (`bool`): Texts are to be those of plain generation.
+    """
+    refused = [(None, missing), *found.refused.items()]
+    return {
+        "rows": make_rows(model, decoders, found, greedy=greedy),
+        # Ways that could not run, at which batch size (`None`: at all), and the reasons.
+        "unavailable": [
+            {"method": name, "batch_size": size, "reason": reason}
+            for size, reasons in refused
+            for name, reason in reasons.items()
+        ],
+        "settings": {**asked, "rounds": len(found.rounds), "interrupted": found.interrupted},
+        "environment": describe_environment(model.device, model.dtype),
+    }
+
+
+def described_machine(environment: Mapping[str, Any]) -> str:
+    """Device and versions that figures hold for, in words."""
+    machine = environment["gpu"] or f"{environment['cpu']}, {counted(environment['threads'], 'thread')}"
+    return f"{machine}; torch {environment['torch']}, transformers {environment['transformers']}"
 
 
 def make_rows(
@@ -161,15 +202,3 @@ def _same_texts(rounds: Sequence[Round], name: str, batches: Sequence[Batch]) ->
         "num_texts": total,
         "first_differences": differences,
     }
-
-
-def unavailable(found: Measurement, missing: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Ways that could not run, at which batch size (`None`: at all), and the reasons."""
-    return [
-        *({"method": name, "batch_size": None, "reason": reason} for name, reason in missing.items()),
-        *(
-            {"method": name, "batch_size": size, "reason": reason}
-            for size, reasons in found.refused.items()
-            for name, reason in reasons.items()
-        ),
-    ]

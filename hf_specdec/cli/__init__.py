@@ -15,7 +15,7 @@ from .. import __version__
 from .advise import advise_command
 from .bench import bench_command
 from .calibrate import calibrate_command
-from .demo import demo_command, demo_methods
+from .demo import demo_command
 from .discover import discover_command
 from .doctor import doctor_command
 from .generate import generate_command
@@ -26,7 +26,7 @@ from .verify import verify_command
 from .warm_up import warm_up_command
 
 
-__all__ = ["app", "demo_methods", "main"]
+__all__ = ["app", "main"]
 
 app = typer.Typer(
     name="hf-specdec",

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..errors import SpecConfigError, counted
-from .common import EMBEDDED, EXIT_INTERRUPTED, JsonOption, progress_bars, show
-from .demo import demo_methods
-from .generate import sampling_arguments
-from .pairs import MaxSecondsOption, Place, RoundsOption, has_template, on_target, tokenised
+from .common import EXIT_INTERRUPTED, JsonOption, new_table, print_notes, progress_bars, say, show
+from .generate import TemperatureOption, TopKOption, TopPOption, sampling_arguments
+from .target import EMBEDDED, MaxSecondsOption, Place, RawOption, RoundsOption, has_template, on_target, tokenised
 
 
 if TYPE_CHECKING:
@@ -61,9 +60,7 @@ def bench_command(
     max_new_tokens: Annotated[
         int, _prompt_option("--max-new-tokens", "-n", min=2, help="Most tokens to generate per prompt.")
     ] = 256,
-    raw: Annotated[
-        bool, _prompt_option("--raw", help="Take prompts as they are, also where there is a chat template.")
-    ] = False,
+    raw: RawOption = False,
     batch_sizes: Annotated[str, typer.Option(help="Prompts generated together: numbers separated by commas.")] = "1",
     rounds: RoundsOption = 3,
     max_seconds: MaxSecondsOption = None,
@@ -73,11 +70,9 @@ def bench_command(
     sample: Annotated[
         bool, _sampling_option("--sample", help="Sample instead of greedy decoding, as the target's config says.")
     ] = False,
-    temperature: Annotated[float | None, _sampling_option(min=0.0, help="Sample at this temperature.")] = None,
-    top_p: Annotated[
-        float | None, _sampling_option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this probability.")
-    ] = None,
-    top_k: Annotated[int | None, _sampling_option(min=0, help="Sample from so many likeliest tokens; 0: all.")] = None,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
     seed: Annotated[int, _sampling_option(help="Seed of the first round; each round has its own.")] = 0,
     plot: Annotated[Path | None, _output_option(help="Folder for charts (PNG). Needs matplotlib.")] = None,
     output: Annotated[Path | None, _output_option("--output", "-o", help="Also write the JSON to this file.")] = None,
@@ -89,16 +84,19 @@ def bench_command(
     complete.
     """
     # All that can be checked without the target is checked before it is loaded.
-    sizes, sampling = _batch_sizes(batch_sizes), _sampling(sample, temperature, top_p, top_k)
+    sizes, sampling = _batch_sizes(batch_sizes), sampling_arguments(temperature, top_p, top_k, sample)
     chosen, texts = _read_specs(place, specs), _read_prompts(place, prompts, max_new_tokens, num_prompts)
-    _check_outputs(plot, output)
+    if plot is not None:
+        from ..bench.plots import check_can_draw
+
+        check_can_draw(plot)
+    if output is not None and not output.absolute().parent.is_dir():
+        raise SpecConfigError(f"--output '{output}': there is no folder '{output.absolute().parent}'. Make it first.")
     from ..bench.decoders import load_decoders, plain_decoder, stock_decoders
     from ..bench.engine import measure
-    from ..bench.machine import describe_environment, num_threads
-    from ..bench.report import make_rows, unavailable
+    from ..bench.report import make_report
 
-    with num_threads(place.num_threads):
-        model, tokenizer = place.load()
+    with place.loaded() as (model, tokenizer):
         batches = {size: tokenised(texts, model, tokenizer, size, raw, fill=True) for size in sizes}
         _check_lengths(model, [batch for group in batches.values() for batch in group])
         # Methods that were not asked for by name may be missing.
@@ -108,11 +106,8 @@ def bench_command(
             found = measure(
                 model, decoders, batches, rounds, sampling, seed=seed, max_seconds=max_seconds, begin=begin
             )
-        environment = describe_environment(model.device, model.dtype)
-    report = {
-        "rows": make_rows(model, decoders, found, greedy=not sampling["do_sample"]),
-        "unavailable": unavailable(found, missing),
-        "settings": {
+        details = ", ".join(f"{key} {value}" for key, value in sampling.items() if key != "do_sample")
+        asked = {
             "target": place.target,
             "prompts": {text.name: text.kind for text in texts},
             "prompts_source": prompts or EMBEDDED,
@@ -120,24 +115,27 @@ def bench_command(
             "max_new_tokens": max_new_tokens,
             "batch_size": sizes[0] if len(sizes) == 1 else sizes,
             "batch_sizes": sizes,
-            "repeated_prompts": {str(size): _num_repeated(texts, batches[size]) for size in sizes},
-            "rounds": len(found.rounds),
+            # Rows that repeat a prompt, to fill the batches of its kind.
+            "repeated_prompts": {
+                str(size): sum(len(batch.names) for batch in group) - len(texts) for size, group in batches.items()
+            },
             "rounds_asked": rounds,
-            "interrupted": found.interrupted,
-            "decoding": _described_sampling(sampling),
+            "decoding": "greedy" if not sampling["do_sample"] else f"sampled ({details})" if details else "sampled",
             "sampling": sampling,
             "seed": seed,
-        },
-        "environment": environment,
-    }
+        }
+        report = make_report(model, decoders, found, missing, asked, greedy=not sampling["do_sample"])
     if output is not None:
-        _write(output, json.dumps(report, indent=2))
+        try:
+            output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise SpecConfigError(f"--output '{output}' cannot be written: {error}") from error
     show(report, as_json, lambda: _print_bench(report))
     if plot is not None:
         from ..bench.plots import draw
 
         for path in draw(report, plot):
-            Console(stderr=True).print(Text(f"Wrote {path}.", style="dim"), soft_wrap=True)
+            say(f"Wrote {path}.", "dim", stderr=True)
     if found.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -157,25 +155,12 @@ def _batch_sizes(text: str) -> list[int]:
     return sizes
 
 
-def _sampling(sample: bool, temperature: float | None, top_p: float | None, top_k: int | None) -> dict[str, Any]:
-    """Arguments of `generate()`: greedy unless `--sample` or one of its options says otherwise."""
-    if sample and temperature is top_p is top_k is None:
-        return {"do_sample": True}
-    if sample and temperature == 0.0:
-        raise SpecConfigError("--sample and --temperature 0, which is greedy, exclude each other. Leave one out.")
-    return sampling_arguments(temperature, top_p, top_k)
-
-
-def _described_sampling(sampling: Mapping[str, Any]) -> str:
-    details = ", ".join(f"{key} {value}" for key, value in sampling.items() if key != "do_sample")
-    return "greedy" if not sampling["do_sample"] else f"sampled ({details})" if details else "sampled"
-
-
 def _read_specs(place: Place, specs: list[str] | None) -> list[dict[str, Any]]:
+    from .. import demo
     from ..bench.decoders import read_spec
     from ..method import built_in_methods
 
-    named = demo_methods() if place.is_embedded else {}
+    named = demo.settings() if place.is_embedded else {}
     of_all_targets = [method.name for method in built_in_methods() if not method.takes_model]
     return [read_spec(text, named) for text in specs or list(named) or of_all_targets]
 
@@ -190,16 +175,6 @@ def _read_prompts(place: Place, source: str | None, max_new_tokens: int, num_pro
     return read_prompts(source or DEMO, max_new_tokens, num_prompts)
 
 
-def _check_outputs(plot: Path | None, output: Path | None) -> None:
-    """Refuses files that cannot be written before hours of measuring."""
-    if plot is not None:
-        from ..bench.plots import check_can_draw
-
-        check_can_draw(plot)
-    if output is not None and not output.absolute().parent.is_dir():
-        raise SpecConfigError(f"--output '{output}': there is no folder '{output.absolute().parent}'. Make it first.")
-
-
 def _check_lengths(model: PreTrainedModel, batches: Iterable[Batch]) -> None:
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for batch in batches:
@@ -210,18 +185,6 @@ def _check_lengths(model: PreTrainedModel, batches: Iterable[Batch]) -> None:
                     f"Prompt '{name}' has {length} tokens, and with {batch.max_new_tokens} new ones is longer than "
                     f"the target's context of {longest}. Lower --max-new-tokens, or take it out."
                 )
-
-
-def _num_repeated(prompts: list[Prompt], batches: list[Batch]) -> int:
-    """Rows that repeat a prompt, to fill the batches of its kind."""
-    return sum(len(batch.names) for batch in batches) - len(prompts)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise SpecConfigError(f"--output '{path}' cannot be written: {error}") from error
 
 
 # ------------------------------------------------------------------------------------------------------------ printing
@@ -235,28 +198,30 @@ def _print_bench(report: Mapping[str, Any]) -> None:
     for size in settings["batch_sizes"]:
         rows = [row for row in report["rows"] if row["batch_size"] == size]
         refused = [row for row in report["unavailable"] if row["batch_size"] in (size, None)]
-        console.print(Text(f"\nBatch size {size}", style="bold"))
+        say(f"\nBatch size {size}", "bold")
         console.print(_speed_table(rows, refused))
         if len({*settings["prompts"].values()}) > 1:
             console.print(_kind_table(rows))
         if any(row["accepted_per_position"] for row in rows):
             console.print(_draft_table(rows))
-    for note in _notes(report):
-        console.print(Text(note, style="dim"), soft_wrap=not console.is_terminal)
+    print_notes(_notes(report))
 
 
 def _speed_table(rows: list[Mapping[str, Any]], refused: list[Mapping[str, Any]]) -> Table:
     headings = ("tokens/s\n(range)", "speed-up\n(range)", "first token\nms", "cycle ms\np50 p95 p99", "same\ntexts")
     table = _table("way of decoding", headings)
     for row in rows:
-        cycles = row["cycle_seconds"]
+        is_plain, cycles = row["method"] == "plain", row["cycle_seconds"]
+        same: Text | str = "-"
+        if row["identical"] is not None and not is_plain:
+            same = Text(f"{row['same_texts']}/{row['num_texts']}", style="green" if row["identical"] else "red")
         table.add_row(
             row["method"],
             _with_range(row, "tokens_per_second", 0),
-            "1" if row["method"] == "plain" else _with_range(row, "speedup", 2),
+            "1" if is_plain else _with_range(row, "speedup", 2),
             f"{1000 * row['first_token_seconds']:.1f}",
             " ".join(f"{1000 * cycles[key]:.1f}" for key in ("p50", "p95", "p99")) if cycles else "-",
-            _texts(row),
+            same,
         )
     for row in refused:
         table.add_row(row["method"], *["-"] * len(headings), style="dim")
@@ -273,14 +238,8 @@ def _kind_table(rows: list[Mapping[str, Any]]) -> Table:
 
 def _draft_table(rows: list[Mapping[str, Any]]) -> Table:
     positions = max(min(len(row["accepted_per_position"]), _MOST_POSITIONS) for row in rows)
-    headings = (
-        "accept.\nlength",
-        "accept.\nrate",
-        f"drafts (%) with\n1 to {positions} accepted",
-        "draft\ntime",
-        "weights\nMB",
-    )
-    table = _table("drafts", headings)
+    accepted = f"drafts (%) with\n1 to {positions} accepted"
+    table = _table("drafts", ("accept.\nlength", "accept.\nrate", accepted, "draft\ntime", "weights\nMB"))
     for row in rows[1:]:
         shares = row["accepted_per_position"][:_MOST_POSITIONS]
         table.add_row(
@@ -295,11 +254,9 @@ def _draft_table(rows: list[Mapping[str, Any]]) -> Table:
 
 
 def _table(first: str, headings: Iterable[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=0)
-    table.add_column(first, no_wrap=True)
-    for heading in headings:
-        # Where there is little room, a range goes below its figure.
-        table.add_column(heading, justify="right")
+    # Where there is little room, a range goes below its figure, and no name is broken.
+    table = new_table(first, numbers=headings, padding=0)
+    table.columns[0].no_wrap = True
     return table
 
 
@@ -314,21 +271,15 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f} %"
 
 
-def _texts(row: Mapping[str, Any]) -> Text | str:
-    if row["identical"] is None or row["method"] == "plain":
-        return "-"
-    return Text(f"{row['same_texts']}/{row['num_texts']}", style="green" if row["identical"] else "red")
-
-
 def _notes(report: Mapping[str, Any]) -> list[str]:
-    settings, environment = report["settings"], report["environment"]
-    machine = environment["gpu"] or f"{environment['cpu']}, {counted(environment['threads'], 'thread')}"
+    from ..bench.report import described_machine
+
+    settings, rows = report["settings"], report["rows"]
     kinds = list(dict.fromkeys(settings["prompts"].values()))
     notes = [
-        f"{settings['target']} in {environment['dtype']}; {counted(len(settings['prompts']), 'prompt')} "
+        f"{settings['target']} in {report['environment']['dtype']}; {counted(len(settings['prompts']), 'prompt')} "
         f"({', '.join(kinds)}), at most {settings['max_new_tokens']} new tokens, {settings['decoding']}"
-        f"{', chat template' if settings['chat_template'] else ''}; {machine}; torch {environment['torch']}, "
-        f"transformers {environment['transformers']}.",
+        f"{', chat template' if settings['chat_template'] else ''}; {described_machine(report['environment'])}.",
         f"Speeds: median (smallest-largest) of {counted(settings['rounds'], 'round')}, all ways in turn. First token: "
         "median of all calls. Cycle: draft and verification; for plain generation a token. n and the spread of every "
         "figure are in the JSON (--json, --output).",
@@ -336,43 +287,40 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
     if settings["rounds"] < settings["rounds_asked"]:
         reason = "interrupted" if settings["interrupted"] else "--max-seconds"
         notes.append(f"{settings['rounds']} of {counted(settings['rounds_asked'], 'round')}: {reason}.")
-    if any(row["method"].startswith("stock_") for row in (*report["rows"], *report["unavailable"])):
+    if any(row["method"].startswith("stock_") for row in (*rows, *report["unavailable"])):
         notes.append("stock_*: transformers' own assisted generation.")
     repeated = {size: count for size, count in settings["repeated_prompts"].items() if count}
     if repeated:
         shown = ", ".join(f"{count} at batch size {size}" for size, count in repeated.items())
         notes.append(f"Prompts repeated to fill batches: {shown}. That favours methods that remember texts (suffix).")
-    peaks = [row for row in report["rows"] if row["peak_memory_bytes"] is not None]
+    peaks = [
+        f"{row['method']} {row['peak_memory_bytes'] / 1e6:.0f} (batch {row['batch_size']})"
+        for row in rows
+        if row["peak_memory_bytes"] is not None
+    ]
     if peaks:
-        shown = ", ".join(
-            f"{row['method']} {row['peak_memory_bytes'] / 1e6:.0f} (batch {row['batch_size']})" for row in peaks
-        )
-        notes.append(f"Most GPU memory of a call beyond all loaded weights, MB: {shown}.")
-    notes += [f"{_where(row)}: {note}." for row in report["rows"] for note in row["notes"]]
-    notes += [_difference(row) for row in report["rows"] if row["identical"] is False]
+        notes.append(f"Most GPU memory of a call beyond all loaded weights, MB: {', '.join(peaks)}.")
+    notes += [f"{_where(row)}: {note}." for row in rows for note in row["notes"]]
+    notes += [_difference(row) for row in rows if row["identical"] is False]
     return notes + _refusals(report["unavailable"])
 
 
 def _refusals(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A line for each reason."""
-    reasons: dict[tuple[str, int | None], list[str]] = {}
+    """A line for each reason and the methods that have it at the same batch sizes."""
+    sizes: dict[tuple[str, str], list[int]] = defaultdict(list)
     for row in rows:
-        reasons.setdefault((row["reason"], row["batch_size"]), []).append(row["method"])
-    places: dict[tuple[str, str], list[int | None]] = {}
-    for (reason, size), methods in reasons.items():
-        places.setdefault((reason, ", ".join(methods)), []).append(size)
+        sizes[row["method"], row["reason"].rstrip(".")] += [row["batch_size"]] if row["batch_size"] else []
+    methods: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
+    for (method, reason), at in sizes.items():
+        methods[reason, tuple(at)].append(method)
     return [
-        f"{methods} cannot run{_at_sizes(sizes)}: {reason.rstrip('.')}." for (reason, methods), sizes in places.items()
+        f"{', '.join(names)} cannot run{' at batch size ' if at else ''}{' and '.join(map(str, at))}: {reason}."
+        for (reason, at), names in methods.items()
     ]
 
 
-def _at_sizes(sizes: list[int | None]) -> str:
-    known = [str(size) for size in sizes if size is not None]
-    return f" at batch size {' and '.join(known)}" if known else ""
-
-
 def _where(row: Mapping[str, Any]) -> str:
-    return row["method"] if row["batch_size"] is None else f"{row['method']} at batch size {row['batch_size']}"
+    return f"{row['method']} at batch size {row['batch_size']}"
 
 
 def _difference(row: Mapping[str, Any]) -> str:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from .common import EMBEDDED_SPEC, JsonOption, show
-from .pairs import Place, PromptsOption, SpecOption, on_target, tokenised
+from .common import JsonOption, new_table, say, show
+from .target import EMBEDDED_SPEC, Place, PromptsOption, SpecOption, on_target, tokenised
 
 
 @on_target
@@ -40,28 +41,23 @@ def calibrate_command(
     with place.loaded() as (model, tokenizer):
         speculator = load_speculator(model, place.settings(spec), num_speculative_tokens=AUTO)
         batches = [
-            batch.inputs for size in batch_size or [1] for batch in tokenised(chosen, model, tokenizer, size, True)
+            batch.inputs for size in batch_size or [1] for batch in tokenised(chosen, model, tokenizer, size, raw=True)
         ]
         profile = calibrate(model, speculator, batches, max_new_tokens, rounds)
         network = speculator.generator_class.network(speculator.resources)
         file = save_profile(profile, profile_identity(model, speculator.config, network), out)
-    report = profile.to_dict()
-    show({"file": str(file), **report}, as_json, lambda: _print(file, report))
+    report = {"file": str(file), **profile.to_dict()}
+    show(report, as_json, lambda: _print(report))
 
 
-def _print(file: Path, profile: dict[str, Any]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("rows", "length", "draft ms", "verify ms", box=SIMPLE_HEAD)
-    for rows, verify in profile["verify_seconds"].items():
-        drafts = profile["draft_seconds"].get(rows, {})
+def _print(report: dict[str, Any]) -> None:
+    table = new_table("rows", "length", "draft ms", "verify ms")
+    for rows, verify in report["verify_seconds"].items():
+        drafts = report["draft_seconds"].get(rows, {})
         for nodes, seconds in verify.items():
             length = str(int(nodes) - 1)
             draft = f"{1000 * drafts[length]:.2f}" if length in drafts and length != "0" else ""
             table.add_row(rows, length, draft, f"{1000 * seconds:.2f}")
-    console = Console()
-    console.print(table)
-    console.print(f"Accepted, by position: {', '.join(f'{rate:.2f}' for rate in profile['accepted'])}")
-    console.print(f"Written to {file}", soft_wrap=True)
+    Console().print(table)
+    say(f"Accepted, by position: {', '.join(f'{rate:.2f}' for rate in report['accepted'])}")
+    say(f"Written to {report['file']}")

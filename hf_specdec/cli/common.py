@@ -1,4 +1,4 @@
-"""Shared by the commands: options, loading, errors, progress, output."""
+"""Shared by the commands: options, errors, progress, output."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from enum import Enum
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-from ..errors import SpecConfigError, SpecDecError
-
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from ..errors import SpecDecError
 
 
 EXIT_DIFFERENT = 1
@@ -29,29 +25,9 @@ EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
-EMBEDDED = "demo"
-
-
-class Dtype(str, Enum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-# The drafters of commands that are given none: for the embedded target, and for all others.
-EMBEDDED_SPEC, ANY_SPEC = "draft_model", "ngram"
-
-DtypeOption = Annotated[
-    Dtype, typer.Option(help="Data type of the target. auto: the checkpoint's; float32 for the embedded model.")
-]
-DeviceOption = Annotated[
-    str | None, typer.Option(help="Such as cpu or cuda:0. Left out: cuda if there is one, else cpu.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to standard output.")]
-
-
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to standard output.")]
+OfflineOption = Annotated[bool, typer.Option("--offline", help="Look into the local cache only.")]
 
 
 def with_parameters(function: Callable[..., None], parameters: Iterable[inspect.Parameter]) -> Callable[..., None]:
@@ -63,16 +39,35 @@ def with_parameters(function: Callable[..., None], parameters: Iterable[inspect.
 
 
 def reporting(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command `--debug`, and prints errors of the package as one line."""
+    """Gives a command `--debug`, and prints errors of the package as one line.
+
+    An interrupt and a closed pipe end the command quietly.
+    """
     own = inspect.signature(command, eval_str=True).parameters.values()
     debugging = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DebugOption)
 
     @wraps(command)
     def run(*, debug: bool = False, **given: Any) -> None:
-        with reported_errors(debug):
+        try:
             command(**given)
+        except SpecDecError as error:
+            if debug:
+                raise
+            print_error(str(error))
+            raise typer.Exit(EXIT_ERROR) from None
+        except KeyboardInterrupt:
+            typer.echo(err=True)
+            print_error("Interrupted.")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        except BrokenPipeError:
+            # The reader has gone. Without this, Python would complain when it flushes standard output at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(EXIT_BROKEN_PIPE) from None
 
     return with_parameters(run, [*own, debugging])
+
+
+# -------------------------------------------------------------------------------------------------------------- output
 
 
 def show(report: dict[str, Any], as_json: bool, show: Callable[[], None]) -> None:
@@ -83,53 +78,28 @@ def show(report: dict[str, Any], as_json: bool, show: Callable[[], None]) -> Non
         show()
 
 
-def load_target(
-    name: str, dtype: Dtype, device: str | None, trust_remote_code: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    import torch
-
-    from .. import demo
-
-    device = checked_device(device, allow_auto=name != EMBEDDED)
-    if name == EMBEDDED:
-        quieten_loading()
-        weights = torch.float32 if dtype is Dtype.auto else getattr(torch, dtype.value)
-        return demo.load_target(weights).to(device), demo.load_tokenizer()
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    if not sys.stderr.isatty():
-        quieten_loading()
-    options = {"trust_remote_code": trust_remote_code}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype.value, device_map=device, **options)
-    except (OSError, ValueError) as error:
-        raise SpecConfigError(f"The model '{name}' cannot be loaded: {error}") from error
-    return model.eval(), tokenizer
+def say(text: str | Text, style: str = "", *, stderr: bool = False) -> None:
+    """Prints a line as it is: where it is copied or piped, it has no further line breaks."""
+    Console(stderr=stderr).print(Text(text, style=style) if isinstance(text, str) else text, soft_wrap=True)
 
 
-@contextmanager
-def reported_errors(debug: bool) -> Iterator[None]:
-    """Errors of the package as one line; an interrupt and a closed pipe end the command quietly."""
-    try:
-        yield
-    except SpecDecError as error:
-        if debug:
-            raise
-        print_error(str(error))
-        raise typer.Exit(EXIT_ERROR) from None
-    except KeyboardInterrupt:
-        typer.echo(err=True)
-        print_error("Interrupted.")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    except BrokenPipeError:
-        # The reader has gone. Without this, Python would complain when it flushes standard output at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(EXIT_BROKEN_PIPE) from None
+def print_notes(notes: Iterable[str]) -> None:
+    """Prints the remarks below a table; a terminal breaks them between words."""
+    console = Console()
+    for note in notes:
+        console.print(Text(note, style="dim"), soft_wrap=not console.is_terminal)
 
 
 def print_error(message: str) -> None:
-    Console(stderr=True).print(Text(" ".join(message.split()), style="red"), soft_wrap=True)
+    say(" ".join(message.split()), "red", stderr=True)
+
+
+def new_table(*texts: str, numbers: Iterable[str] = (), **options: Any) -> Table:
+    """A table with columns of texts, then columns of numbers."""
+    table = Table(*texts, box=SIMPLE_HEAD, **options)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table
 
 
 @contextmanager
@@ -147,33 +117,6 @@ def progress_bars() -> Iterator[Callable[[str, int], Callable[[], None]]]:
 
     with progress if console.is_terminal else nullcontext():
         yield begin
-
-
-def checked_device(name: str | None, allow_auto: bool = False) -> str:
-    import torch
-
-    if name == "auto" and allow_auto:
-        return name
-    if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(name).type
-    except RuntimeError as error:
-        raise SpecConfigError(f"--device '{name}' is no device: {error}") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise SpecConfigError(f"--device '{name}': torch {torch.__version__} finds no CUDA device. Use --device cpu.")
-    return name
-
-
-def quieten_loading() -> None:
-    """No progress bars for weights that load in no time."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def shown_size(num_bytes: int | None) -> str:

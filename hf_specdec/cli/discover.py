@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from .common import EMBEDDED, JsonOption, reporting, show, shown_size
+from .common import JsonOption, OfflineOption, new_table, reporting, say, show, shown_size
+from .target import EMBEDDED
 
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ def discover_command(
     limit: Annotated[
         int, typer.Option(min=1, help="Repositories of the Hub to look into, the most downloaded first.")
     ] = 8,
-    offline: Annotated[bool, typer.Option("--offline", help="Look into the local cache only.")] = False,
+    offline: OfflineOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """List drafters for a target, in the order in which spec_method="auto" would take them.
@@ -45,19 +44,14 @@ def discover_command(
 
 
 def _print(candidates: list[Candidate], notes: list[str]) -> None:
-    Console().print(_table([item for item in candidates if not item.problems]))
+    table = new_table("method", "model", "why", numbers=("size", "downloads"))
+    for item in candidates:
+        if not item.problems:
+            downloads = str(item.downloads or "")
+            table.add_row(item.method, Text(item.model or ""), item.reason, shown_size(item.num_bytes), downloads)
+    Console().print(table)
     for item in candidates:
         if item.problems:
-            Console().print(Text(f"Not usable: {item}, {item.reason}. {' '.join(item.problems)}"), soft_wrap=True)
+            say(f"Not usable: {item}, {item.reason}. {' '.join(item.problems)}")
     for note in notes:
-        Console(stderr=True).print(Text(f"Less may have been found {note}.", style="dim"), soft_wrap=True)
-
-
-def _table(candidates: list[Candidate]) -> Table:
-    table = Table("method", "model", "why", box=SIMPLE_HEAD)
-    for heading in ("size", "downloads"):
-        table.add_column(heading, justify="right")
-    for item in candidates:
-        downloads = str(item.downloads) if item.downloads else ""
-        table.add_row(item.method, Text(item.model or ""), item.reason, shown_size(item.num_bytes), downloads)
-    return table
+        say(f"Less may have been found {note}.", "dim", stderr=True)

@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from .common import EMBEDDED_SPEC, EXIT_DIFFERENT, JsonOption, show
-from .pairs import Place, PromptsOption, SpecOption, on_target, prepare_padding
+from .common import EXIT_DIFFERENT, JsonOption, say, show
+from .target import EMBEDDED_SPEC, Place, PromptsOption, SpecOption, on_target
 
 
 if TYPE_CHECKING:
@@ -34,29 +34,17 @@ def doctor_command(
     """
     from ..diagnosis import diagnose
 
-    chosen = place.prompts(prompts, max_new_tokens)
+    chosen, settings = place.prompts(prompts, max_new_tokens), place.settings(spec)
     with place.loaded() as (model, tokenizer):
-        prepare_padding(tokenizer)
-        console = Console(stderr=True)
-        with console.status("Checking", spinner="dots") as status:
-            found = diagnose(
-                model,
-                place.settings(spec),
-                tokenizer,
-                prompts=chosen,
-                try_variants=not quick,
-                on_step=status.update,
-            )
+        with Console(stderr=True).status("Checking", spinner="dots") as status:
+            found = diagnose(model, settings, tokenizer, prompts=chosen, try_variants=not quick, on_step=status.update)
     show(found.to_dict(), as_json, lambda: _print(found))
     if found.status == "error":
         raise typer.Exit(EXIT_DIFFERENT)
 
 
 def _print(found: Diagnosis) -> None:
-    console = Console()
     for item in found.findings:
-        line = Text(f"{item.status:8}", style=_STYLES[item.status])
-        line.append(f"{item.check}: {item.found}", style="default")
-        console.print(line, soft_wrap=True)
+        say(Text.assemble((f"{item.status:8}", _STYLES[item.status]), f"{item.check}: {item.found}"))
         if item.remedy:
-            console.print(Text(f"         -> {item.remedy}", style="dim"), soft_wrap=True)
+            say(f"         -> {item.remedy}", "dim")

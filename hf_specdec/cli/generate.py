@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from ..arguments import is_off
 from ..errors import SpecConfigError, counted
-from .common import (
+from .common import JsonOption, reporting, say, show
+from .target import (
     ANY_SPEC,
     EMBEDDED,
     EMBEDDED_SPEC,
     DeviceOption,
     Dtype,
     DtypeOption,
-    JsonOption,
-    load_target,
-    reporting,
+    Place,
+    ThreadsOption,
+    TrustOption,
 )
-from .demo import demo_methods
 
 
 if TYPE_CHECKING:
@@ -32,6 +29,40 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..speculator import Speculator
+
+
+_PANEL = "Sampling"
+TemperatureOption = Annotated[
+    float | None,
+    typer.Option(min=0.0, rich_help_panel=_PANEL, help="Sample at this temperature; 0 is greedy. Left out: greedy."),
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0, max=1.0, rich_help_panel=_PANEL, help="Sample from the most likely tokens of this total probability."
+    ),
+]
+TopKOption = Annotated[
+    int | None,
+    typer.Option(min=0, rich_help_panel=_PANEL, help="Sample from so many most likely tokens; 0: all."),
+]
+
+
+def sampling_arguments(
+    temperature: float | None, top_p: float | None, top_k: int | None, sample: bool = False
+) -> dict[str, Any]:
+    """Arguments of `generate()`: greedy unless `sample` or a sampling option says otherwise."""
+    filters = {key: value for key, value in (("top_p", top_p), ("top_k", top_k)) if value is not None}
+    if sample and temperature == 0.0:
+        raise SpecConfigError("--sample and --temperature 0, which is greedy, exclude each other. Leave one out.")
+    if temperature == 0.0 and filters:
+        raise SpecConfigError(
+            f"--temperature 0 is greedy and leaves nothing for {' and '.join(filters)} to choose from. Leave them "
+            "out, or raise the temperature."
+        )
+    if not temperature and not filters and not sample:
+        return {"do_sample": False}
+    return {"do_sample": True, **({} if temperature is None else {"temperature": temperature}), **filters}
 
 
 @reporting
@@ -61,24 +92,15 @@ def generate_command(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to generate.")
     ] = 256,
-    temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Sample at this temperature; 0 is greedy. Left out: greedy.")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens of this total probability."),
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(min=0, help="Sample from so many most likely tokens; 0: all.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    seed: Annotated[int | None, typer.Option(rich_help_panel=_PANEL, help="Seed of the sampling.")] = None,
     dtype: DtypeOption = Dtype.auto,
     device: DeviceOption = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads. Left out: torch's choice; 1 for the embedded model.")
-    ] = None,
+    threads: ThreadsOption = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the tokenizer's chat template.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow code from the target's repository to run.")
-    ] = False,
+    trust_remote_code: TrustOption = False,
     stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Print statistics to standard error.")] = True,
     as_json: JsonOption = False,
 ) -> None:
@@ -87,24 +109,25 @@ def generate_command(
     The prompt is the argument, the content of --file, or standard input, taken as it is. Only the new text is printed.
     """
     text = _read_prompt(prompt, file)
-    embedded = model == EMBEDDED
+    place = Place(model, dtype, device, threads, trust_remote_code)
     sampling = sampling_arguments(temperature, top_p, top_k)
-    length = _read_length(num_speculative_tokens)
+    from transformers import set_seed
+
     from ..bench.machine import num_threads
 
-    with num_threads(1 if threads is None and embedded else threads):
-        target, tokenizer = load_target(model, dtype, device, trust_remote_code)
+    with num_threads(place.num_threads):
+        target, tokenizer = place.load()
         inputs = {key: value.to(target.device) for key, value in _encode(tokenizer, text, chat, model).items()}
-        speculator = _load_speculator(target, embedded, method, spec_model, length, config)
-        _seed(seed)
+        speculator = _load_speculator(target, place.is_embedded, method, spec_model, num_speculative_tokens, config)
+        if seed is not None:
+            set_seed(seed)
         tokens, statistics = _generate(
             target, tokenizer, inputs, speculator, stream=not as_json, max_new_tokens=max_new_tokens, **sampling
         )
-    if as_json:
-        answer = tokenizer.decode(tokens, skip_special_tokens=True)
-        typer.echo(json.dumps({"text": answer, "token_ids": tokens, "stats": statistics}, indent=2))
-    elif stats:
-        _print_statistics(statistics)
+    answer = tokenizer.decode(tokens, skip_special_tokens=True)
+    report = {"text": answer, "token_ids": tokens, "stats": statistics}
+    # The text has been printed as it came.
+    show(report, as_json, lambda: _print_statistics(statistics) if stats else None)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -126,20 +149,6 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     return text
 
 
-def sampling_arguments(temperature: float | None, top_p: float | None, top_k: int | None) -> dict[str, Any]:
-    """Greedy unless a sampling option says otherwise."""
-    filters = {key: value for key, value in (("top_p", top_p), ("top_k", top_k)) if value is not None}
-    if temperature == 0.0 or (temperature is None and not filters):
-        if filters:
-            raise SpecConfigError(
-                f"--temperature 0 is greedy and leaves nothing for {' and '.join(filters)} to choose from. Leave them "
-                "out, or raise the temperature."
-            )
-        return {"do_sample": False}
-    given = {} if temperature is None else {"temperature": temperature}
-    return {"do_sample": True, **given, **filters}
-
-
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool, name: str) -> dict[str, torch.Tensor]:
     if not chat:
         encoded = tokenizer(text, return_tensors="pt")
@@ -155,45 +164,36 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool, name: str
     return {key: encoded[key] for key in ("input_ids", "attention_mask")}
 
 
-def _read_length(text: str | None) -> int | str | None:
-    """The number of `-k`, or what else was given, for the settings to judge."""
-    return int(text) if text is not None and text.removeprefix("-").isdecimal() else text
-
-
 def _load_speculator(
     target: PreTrainedModel,
     embedded: bool,
     method: str | None,
     spec_model: str | None,
-    num_speculative_tokens: int | str | None,
+    length: str | None,
     config: str | None,
 ) -> Speculator | None:
     """The speculator that the options mean; `None` for plain generation."""
     if is_off(method):
-        given = {"--spec-model": spec_model, "--num-speculative-tokens": num_speculative_tokens, "--config": config}
+        given = {"--spec-model": spec_model, "--num-speculative-tokens": length, "--config": config}
         extra = [option for option, value in given.items() if value is not None]
         if extra:
             raise SpecConfigError(f"--method {method} generates without drafts. Leave out {' and '.join(extra)}.")
         return None
+    from .. import demo
     from ..loader import load_speculator
     from ..method import parts_of
 
     if method is None and spec_model is None and config is None:
         method = EMBEDDED_SPEC if embedded else ANY_SPEC
-    settings = {"method": method, "model": spec_model, "num_speculative_tokens": num_speculative_tokens}
+    # What is no number is judged with the other settings.
+    k = int(length) if length is not None and length.removeprefix("-").isdecimal() else length
+    settings = {"method": method, "model": spec_model, "num_speculative_tokens": k}
     if embedded and spec_model is None and config is None:
         *_, drafting = parts_of(method)
-        settings |= demo_methods().get(drafting, {})
+        settings |= demo.settings().get(drafting, {})
         if drafting != method:
             settings["method"] = method
     return load_speculator(target, config, **settings)
-
-
-def _seed(seed: int | None) -> None:
-    if seed is not None:
-        from transformers import set_seed
-
-        set_seed(seed)
 
 
 def _generate(
@@ -202,7 +202,7 @@ def _generate(
     inputs: dict[str, torch.Tensor],
     speculator: Speculator | None,
     stream: bool,
-    **arguments,
+    **arguments: Any,
 ) -> tuple[list[int], dict[str, Any]]:
     """New token ids of one prompt, and the statistics of the call."""
     from time import perf_counter
@@ -240,5 +240,4 @@ def _print_statistics(stats: dict[str, Any]) -> None:
             f"{100 * stats['acceptance_rate']:.0f} %, {stats['num_accepted_tokens']} of {stats['num_draft_tokens']} "
             f"draft tokens accepted, {stats['num_target_forwards']} target forwards"
         )
-    parts += stats.get("notes", [])
-    Console(stderr=True).print(Text("; ".join(parts), style="dim"), soft_wrap=True)
+    say("; ".join([*parts, *stats.get("notes", [])]), "dim", stderr=True)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import counted
-from .common import EXIT_DIFFERENT, JsonOption, reporting, show, shown_size
+from .common import EXIT_DIFFERENT, JsonOption, OfflineOption, reporting, show, shown_size
 
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def inspect_command(
     subfolder: Annotated[str | None, typer.Option(help="Folder inside of it that holds the drafter.")] = None,
     target_revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the target's.")] = None,
     cache_dir: Annotated[str | None, typer.Option(help="Folder where downloads are kept.")] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Look into the local cache only.")] = False,
+    offline: OfflineOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Tell what a checkpoint is: method, format, size, and the target it was made for.

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ..errors import SpecConfigError
 from .common import reporting
-
-
-if TYPE_CHECKING:
-    from huggingface_hub import ModelCard
-
-    from ..settings import SpeculativeConfig
 
 
 @reporting
@@ -44,20 +38,65 @@ def card_command(
 
     A card that is there keeps its text and its other metadata.
     """
-    _check_is_folder(folder)
+    if not folder.is_dir():
+        raise SpecConfigError(
+            f"'{folder}' is no folder. Pass the folder of a drafter, such as one of save_pretrained()."
+        )
+    from huggingface_hub import ModelCard
+
+    from ..hub.card import add_to_target_card, load_card
+    from ..hub.publish import card_of_folder
+    from ..settings import SpeculativeConfig
+
     if drafter is None:
-        options = {"target_revision": target_revision, "license": license, "tags": tag or []}
-        options |= {"name": name, "base_model_relation": base_model_relation}
-        made = _drafter_card(folder, target, bench, options)
+        config = SpeculativeConfig.resolve(folder)
+        made = card_of_folder(
+            folder,
+            config,
+            target=_known_target(folder, config.method) if target is None else target,
+            target_revision=target_revision,
+            name=name,
+            report=None if bench is None else _read_report(bench),
+            license=license,
+            tags=tag or [],
+            base_model_relation=base_model_relation,
+        )
     else:
         of_drafters = {"--target": target, "--target-revision": target_revision, "--name": name, "--bench": bench}
-        _check_left_out(of_drafters | {"--license": license, "--tag": tag})
-        made = _target_card(folder, drafter)
-    if not write:
-        typer.echo(str(made))
-        return
-    made.save(folder / "README.md")
-    typer.echo(folder / "README.md")
+        given = [option for option, value in (of_drafters | {"--license": license, "--tag": tag}).items() if value]
+        if given:
+            raise SpecConfigError(
+                f"{', '.join(given)}: for the card of a drafter, and --drafter is for that of a target."
+            )
+        made = load_card(folder) or ModelCard(f"---\n{{}}\n---\n\n# {folder.resolve().name}\n")
+        add_to_target_card(made, None if drafter in ("", "none") else drafter)
+    if write:
+        made.save(folder / "README.md")
+    typer.echo(folder / "README.md" if write else str(made))
+
+
+def _known_target(folder: Path, method: str) -> str | None:
+    """Target that a folder's card or checkpoint names; the base of a whole language model is not its target."""
+    from ..hub.card import load_card
+    from ..hub.detect import detect_checkpoint
+    from ..method import is_language_model
+
+    card = load_card(folder)
+    metadata = {} if card is None else card.data.to_dict()
+    settings, bases = metadata.get("speculative"), metadata.get("base_model")
+    named = settings.get("target") if isinstance(settings, dict) else None
+    if named is None and not is_language_model(method):
+        named = bases[0] if isinstance(bases, list) and bases else bases
+    if isinstance(named, str):
+        return named
+    return detect_checkpoint(folder).target.name if (folder / "config.json").is_file() else None
+
+
+def _read_report(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecConfigError(f"--bench '{path}' cannot be read as JSON: {error}") from error
 
 
 @reporting
@@ -78,76 +117,14 @@ def export_command(
     Without settings, calls use the drafter in the folder; without one, the drafter that is found for their model.
     """
     from ..hub.custom_generate import export_custom_generate
+    from ..settings import SpeculativeConfig
 
     given = {"method": method, "model": spec_model, "num_speculative_tokens": num_speculative_tokens}
-    for file in export_custom_generate(folder, _settings(config, given), name=name):
-        typer.echo(file)
-
-
-def _drafter_card(folder: Path, target: str | None, bench: Path | None, options: dict[str, Any]) -> ModelCard:
-    from ..hub.publish import card_of_folder
-    from ..settings import SpeculativeConfig
-
-    config = SpeculativeConfig.resolve(folder)
-    target = _known_target(folder, config.method) if target is None else target
-    return card_of_folder(folder, config, target=target, report=_report(bench), **options)
-
-
-def _known_target(folder: Path, method: str) -> str | None:
-    """Target that a folder's card or checkpoint names; the base of a whole language model is not its target."""
-    from ..hub.card import load_card
-    from ..hub.detect import detect_checkpoint
-    from ..method import is_language_model
-
-    card = load_card(folder)
-    metadata = {} if card is None else card.data.to_dict()
-    settings, bases = metadata.get("speculative"), metadata.get("base_model")
-    named = settings.get("target") if isinstance(settings, dict) else None
-    if named is None and not is_language_model(method):
-        named = bases[0] if isinstance(bases, list) and bases else bases
-    if isinstance(named, str):
-        return named
-    return detect_checkpoint(folder).target.name if (folder / "config.json").is_file() else None
-
-
-def _target_card(folder: Path, drafter: str) -> ModelCard:
-    from huggingface_hub import ModelCard
-
-    from ..hub.card import add_to_target_card, load_card
-
-    card = load_card(folder) or ModelCard(f"---\n{{}}\n---\n\n# {folder.resolve().name}\n")
-    add_to_target_card(card, None if drafter in ("", "none") else drafter)
-    return card
-
-
-def _settings(config: str | None, given: dict[str, Any]) -> SpeculativeConfig | None:
-    from ..settings import SpeculativeConfig
-
+    settings = None
     if config is not None:
-        return SpeculativeConfig.resolve(config, **given)
-    if all(value is None for value in given.values()):
-        return None
-    # The method of a model is read by the calls.
-    return SpeculativeConfig(**given)
-
-
-def _report(path: Path | None) -> Any:
-    if path is None:
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise SpecConfigError(f"--bench '{path}' cannot be read as JSON: {error}") from error
-
-
-def _check_is_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        raise SpecConfigError(
-            f"'{folder}' is no folder. Pass the folder of a drafter, such as one of save_pretrained()."
-        )
-
-
-def _check_left_out(options: dict[str, Any]) -> None:
-    given = [name for name, value in options.items() if value]
-    if given:
-        raise SpecConfigError(f"{', '.join(given)}: for the card of a drafter, and --drafter is for that of a target.")
+        settings = SpeculativeConfig.resolve(config, **given)
+    elif any(value is not None for value in given.values()):
+        # The method of a model is read by the calls.
+        settings = SpeculativeConfig(**given)
+    for file in export_custom_generate(folder, settings, name=name):
+        typer.echo(file)

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any, get_origin
 
 import typer
-from rich.console import Console
-from rich.text import Text
 from typer.core import TyperCommand
 
 from ..errors import counted
 from ..training.options import flags_of, options_of, parsed
-from .common import Dtype, DtypeOption, JsonOption, load_target, reporting, show, with_parameters
+from .common import JsonOption, reporting, say, show, with_parameters
+from .target import Dtype, DtypeOption, Place, TrustOption
 
 
 class TrainCommand(TyperCommand):
@@ -130,9 +129,7 @@ def _train(
     dtype: DtypeOption = Dtype.auto,
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU although there is a GPU.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Left out: torch's choice.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow code from the target's repository to run.")
-    ] = False,
+    trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
     **options: Any,
 ) -> None:
@@ -146,7 +143,8 @@ def _train(
     # All that can be checked without the target is checked before it is loaded.
     run = TrainingRun(make_recipe(method, given), RunOptions(**options), output, cpu=cpu)
     with num_threads(threads):
-        model, tokenizer = load_target(target, dtype, str(run.accelerator.device), trust_remote_code)
+        place = Place(target, dtype, str(run.accelerator.device), threads, trust_remote_code)
+        model, tokenizer = place.load()
         result = run.run(model, tokenizer, target)
     if run.accelerator.is_main_process:
         use = f"hf-specdec generate --model {target} --method {method} --spec-model {result.folder}"
@@ -156,14 +154,14 @@ def _train(
 
 def _print_report(report: dict[str, Any]) -> None:
     shares = ", ".join(f"{100 * share:.1f} %" for share in report["accuracies"])
-    console = Console()
-    for line in (
+    say(
         f"{report['method']}: {report['parameters'] / 1e6:.2f} M parameters, {counted(report['steps'], 'step')}, "
-        f"loss {report['loss']:.3f}.",
+        f"loss {report['loss']:.3f}."
+    )
+    say(
         f"Held-out text, teacher-forced: {report['tokens_per_cycle']:.2f} tokens per cycle (untrained "
-        f"{report['untrained_tokens_per_cycle']:.2f}); drafts right at depth 1, 2, ...: {shares}.",
-        f"Saved in {report['folder']}. To use it:",
-        f"  {report['use']}",
-        f'  model.generate(**inputs, spec_method="{report["method"]}", spec_model="{report["folder"]}")',
-    ):
-        console.print(Text(line), soft_wrap=True)
+        f"{report['untrained_tokens_per_cycle']:.2f}); drafts right at depth 1, 2, ...: {shares}."
+    )
+    say(f"Saved in {report['folder']}. To use it:")
+    say(f"  {report['use']}")
+    say(f'  model.generate(**inputs, spec_method="{report["method"]}", spec_model="{report["folder"]}")')

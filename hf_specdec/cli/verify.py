@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ..errors import counted
-from .common import ANY_SPEC, EMBEDDED_SPEC, EXIT_DIFFERENT, JsonOption, dtype_name, progress_bars, show
-from .pairs import SPEC_HELP, BatchSizeOption, Place, PromptsOption, RawOption, on_target, tokenised
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from ..diagnosis import Verification
+from .common import EXIT_DIFFERENT, JsonOption, new_table, progress_bars, say, show
+from .target import (
+    ANY_SPEC,
+    EMBEDDED_SPEC,
+    SPEC_HELP,
+    BatchSizeOption,
+    Place,
+    PromptsOption,
+    RawOption,
+    on_target,
+    tokenised,
+)
 
 
 @on_target
@@ -47,52 +49,44 @@ def verify_command(
     from ..diagnosis import verify
 
     chosen = place.prompts(prompts, max_new_tokens)
-    methods = place.named_settings(specs or [EMBEDDED_SPEC if place.is_embedded else ANY_SPEC])
+    methods = {spec: place.settings(spec) for spec in specs or [EMBEDDED_SPEC if place.is_embedded else ANY_SPEC]}
     with place.loaded() as (model, tokenizer):
         batches = tokenised(chosen, model, tokenizer, batch_size, raw)
         with progress_bars() as begin:
             steps = len(batches) * (len(methods) + 1)
             found = verify(model, methods, batches, on_step=begin("Comparing the outputs", steps))
+    rows = [item.to_dict() for item in found]
+    for item in (item for row in rows for item in row["differences"]):
+        for key in ("plain", "speculative"):
+            token = item[f"{key}_token"]
+            item[f"{key}_text"] = None if token is None else tokenizer.decode([token])
     report = {
         "target": place.target,
-        "dtype": dtype_name(model.dtype),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
-        "methods": [_described(item, tokenizer) for item in found],
+        "methods": rows,
     }
     show(report, as_json, lambda: _print(report))
     if any(item.bugs for item in found):
         raise typer.Exit(EXIT_DIFFERENT)
 
 
-def _described(found: Verification, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Converts to JSON types, with the texts of the tokens."""
-    row = found.to_dict()
-    for item in row["differences"]:
-        for key in ("plain", "speculative"):
-            token = item[f"{key}_token"]
-            item[f"{key}_text"] = None if token is None else tokenizer.decode([token])
-    return row
-
-
 def _print(report: dict[str, Any]) -> None:
-    console = Console()
-    table = Table("method", box=SIMPLE_HEAD)
-    for heading in ("texts", "equal", "numerical ties", "bugs"):
-        table.add_column(heading, justify="right")
+    table = new_table("method", numbers=("texts", "equal", "numerical ties", "bugs"))
     for row in report["methods"]:
         bugs = Text(str(row["num_bugs"]), style="bold red" if row["num_bugs"] else "green")
         table.add_row(row["method"], *(str(row[key]) for key in ("num_texts", "num_equal", "num_ties")), bugs)
-    console.print(table)
+    Console().print(table)
     for row in report["methods"]:
         for item in row["differences"]:
-            console.print(Text(f"{row['method']}, {_sentence(item)}"), soft_wrap=True)
-    notes = (
+            say(f"{row['method']}, {_sentence(item)}")
+    say(
         f"Greedy, at most {counted(report['max_new_tokens'], 'token')}, batch size {report['batch_size']}, "
-        f"{report['dtype']} on {report['device']}."
+        f"{report['dtype']} on {report['device']}.",
+        "dim",
     )
-    console.print(Text(notes, style="dim"), soft_wrap=True)
 
 
 def _sentence(item: dict[str, Any]) -> str:

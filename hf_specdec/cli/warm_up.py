@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from ..errors import counted
-from .common import ANY_SPEC, JsonOption, show
-from .pairs import Place, SpecOption, on_target
+from .common import JsonOption, say, show
+from .target import ANY_SPEC, Place, SpecOption, on_target
 
 
 if TYPE_CHECKING:
@@ -48,11 +47,10 @@ def warm_up_command(
 
 
 def _print(done: WarmUp) -> None:
-    console = Console()
-    made = f"{counted(done.num_calls, 'call')} in {done.seconds:.1f} s"
     captures = f"captured {done.num_graph_captures} of the target, {done.num_draft_graph_captures} of drafts"
-    nothing = f"nothing to capture ({done.graphs.removeprefix('off: ')})"
-    console.print(f"{made}; {captures if done.graphs == 'on' else nothing}.", soft_wrap=True, highlight=False)
-    console.print(f"Attention: {done.attention}.", soft_wrap=True, highlight=False)
+    if done.graphs != "on":
+        captures = f"nothing to capture ({done.graphs.removeprefix('off: ')})"
+    say(f"{counted(done.num_calls, 'call')} in {done.seconds:.1f} s; {captures}.")
+    say(f"Attention: {done.attention}.")
     for note in done.notes:
-        console.print(note, soft_wrap=True, highlight=False, markup=False)
+        say(note)

@@ -1,4 +1,4 @@
-"""The embedded demo: a tiny Llama target trained on Python sources, its drafts, and prompts to try them on.
+"""The embedded demo: a tiny Llama target trained on Python sources, its drafters, and prompts to try them on.
 
 Target and draft model are ordinary transformers folders, heads have the layouts in which such heads are published. All
 are made by `python -m tools.build_demo` in the repository.
@@ -6,51 +6,22 @@ are made by `python -m tools.build_demo` in the repository.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointFormatError
+from ..errors import CheckpointFormatError, SpecConfigError
+from ..method import built_in_methods, methods
 
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-
-__all__ = [
-    "DemoPrompt",
-    "dflash_path",
-    "draft_path",
-    "eagle3_path",
-    "eagle_path",
-    "load_target",
-    "load_tokenizer",
-    "medusa_path",
-    "mlp_speculator_path",
-    "mtp_path",
-    "prompts",
-    "target_path",
-]
+    from ..bench.prompts import Prompt
 
 
-@dataclass(frozen=True)
-class DemoPrompt:
-    """
-    A prompt for the demo target.
-
-    Args:
-        name (`str`): Short name, unique among the prompts.
-        kind (`str`): `"edit"`: the answer repeats most of the prompt's code; `"complete"`: the answer is new code.
-        text (`str`): The prompt.
-        max_new_tokens (`int`): How many tokens to generate; prompt and answer together fit the target's context.
-    """
-
-    name: str
-    kind: Literal["edit", "complete"]
-    text: str
-    max_new_tokens: int
+__all__ = ["drafter_path", "load_target", "load_tokenizer", "prompts", "settings", "target_path"]
 
 
 def target_path() -> str:
@@ -58,55 +29,39 @@ def target_path() -> str:
     return _checkpoint_folder("target")
 
 
-def draft_path() -> str:
-    """Returns the folder of the draft model, which has the target's tokenizer."""
-    return _checkpoint_folder("draft")
+def drafter_path(method: str) -> str:
+    """Returns the folder of the drafter that a method has for the target, such as "eagle3".
+
+    Raises:
+        SpecConfigError: It has none.
+    """
+    known = methods().get(method)
+    if known is None or known.demo is None:
+        has_one = ", ".join(method.name for method in built_in_methods() if method.demo)
+        raise SpecConfigError(f"The demo has no drafter for '{method}'. It has one for: {has_one}.")
+    return _checkpoint_folder(known.demo)
 
 
-def medusa_path() -> str:
-    """Returns the folder of the target's Medusa heads."""
-    return _checkpoint_folder("medusa", "medusa_lm_head.safetensors")
-
-
-def mlp_speculator_path() -> str:
-    """Returns the folder of the target's MLP speculator."""
-    return _checkpoint_folder("mlp_speculator")
-
-
-def eagle_path() -> str:
-    """Returns the folder of the target's EAGLE-1 head."""
-    return _checkpoint_folder("eagle")
-
-
-def eagle3_path() -> str:
-    """Returns the folder of the target's EAGLE-3 head."""
-    return _checkpoint_folder("eagle3")
-
-
-def dflash_path() -> str:
-    """Returns the folder of the target's DFlash draft."""
-    return _checkpoint_folder("dflash")
-
-
-def mtp_path() -> str:
-    """Returns the folder of the target's multi-token-prediction layer."""
-    return _checkpoint_folder("mtp")
-
-
-def drafter_path(name: str) -> str:
-    """Returns the folder of a drafter for the target, by the name of the folder, such as "eagle3"."""
-    return _checkpoint_folder(name, "medusa_lm_head.safetensors" if name == "medusa" else "model.safetensors")
+def settings() -> dict[str, dict[str, Any]]:
+    """Returns settings of all methods that can draft for the target, by the name of their row in the demo's table."""
+    rows = {}
+    for method in built_in_methods():
+        if method.takes_model and method.demo is None:
+            continue
+        drafter = {} if method.demo is None else {"model": drafter_path(method.name)}
+        for suffix, own in method.demo_settings.items():
+            rows[f"{method.name}_{suffix}" if suffix else method.name] = {"method": method.name, **drafter, **own}
+    return rows
 
 
 def load_target(dtype: torch.dtype | str | None = None) -> PreTrainedModel:
-    """
-    Loads the target model in evaluation mode.
+    """Loads the target model in evaluation mode.
 
     Args:
         dtype (`torch.dtype`, *optional*): Type of the weights, `torch.float32` by default.
 
     Raises:
-        `CheckpointFormatError`: If the weights are missing.
+        CheckpointFormatError: The weights are missing.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -115,23 +70,27 @@ def load_target(dtype: torch.dtype | str | None = None) -> PreTrainedModel:
 
 
 def load_tokenizer() -> PreTrainedTokenizerFast:
-    """Loads the tokenizer of both models."""
+    """Loads the tokenizer of target and draft model."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(target_path())
 
 
-def prompts() -> list[DemoPrompt]:
-    """Returns the demo's prompts, those to edit first, each kind in the order of its names."""
-    files = _folder() / "prompts"
+def prompts() -> list[Prompt]:
+    """Returns the demo's prompts: "edit", whose answers repeat most of the prompt's code, then "complete", new code.
+
+    Each kind is in the order of its names. Prompt and answer together fit the target's context.
+    """
+    from ..bench.prompts import Prompt
+
     found = []
     for kind, max_new_tokens in (("edit", 448), ("complete", 192)):
-        for path in sorted(files.glob(f"{kind}_*.txt")):
+        for path in sorted((_folder() / "prompts").glob(f"{kind}_*.txt")):
             text = path.read_text(encoding="utf-8")
             if kind == "complete":
                 # A line break and the indentation after it are one token, which is the model's to write.
                 text = text.rstrip("\n")
-            found.append(DemoPrompt(path.stem.removeprefix(f"{kind}_"), kind, text, max_new_tokens))
+            found.append(Prompt(path.stem.removeprefix(f"{kind}_"), text, kind, max_new_tokens))
     return found
 
 
@@ -139,9 +98,10 @@ def _folder() -> Path:
     return Path(str(resources.files(__name__)))
 
 
-def _checkpoint_folder(name: str, weights: str = "model.safetensors") -> str:
+def _checkpoint_folder(name: str) -> str:
     folder = _folder() / name
-    missing = [file for file in ("config.json", weights) if not (folder / file).is_file()]
+    wanted = {"config.json": "config.json", "model.safetensors": "*.safetensors"}
+    missing = [file for file, pattern in wanted.items() if not any(folder.glob(pattern))]
     if missing:
         raise CheckpointFormatError(
             f"The embedded {name} model is incomplete: {', '.join(missing)} not found in {folder}. "

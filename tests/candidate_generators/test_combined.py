@@ -52,13 +52,13 @@ from tests.test_sampling import (
 
 
 MODELS = {
-    "eagle3": {"model": demo.eagle3_path()},
-    "eagle": {"model": demo.eagle_path(), "draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 8},
-    "draft_model": {"model": demo.draft_path(), "same_tokenizer": True},
-    "medusa": {"model": demo.medusa_path()},
-    "mlp_speculator": {"model": demo.mlp_speculator_path()},
-    "dflash": {"model": demo.dflash_path()},
-    "mtp": {"model": demo.mtp_path()},
+    "eagle3": {"model": demo.drafter_path("eagle3")},
+    "eagle": {"model": demo.drafter_path("eagle"), "draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 8},
+    "draft_model": {"model": demo.drafter_path("draft_model"), "same_tokenizer": True},
+    "medusa": {"model": demo.drafter_path("medusa")},
+    "mlp_speculator": {"model": demo.drafter_path("mlp_speculator")},
+    "dflash": {"model": demo.drafter_path("dflash")},
+    "mtp": {"model": demo.drafter_path("mtp")},
 }
 RETRIEVAL = ["ngram", pytest.param("suffix", marks=needs_library)]
 every_model = pytest.mark.parametrize("method", MODELS)

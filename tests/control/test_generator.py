@@ -16,12 +16,12 @@ from tests.models import prompts, tiny_llama
 
 DRAFTERS = {
     "ngram": None,
-    "draft_model": demo.draft_path,
-    "eagle3": demo.eagle3_path,
-    "medusa": demo.medusa_path,
-    "mlp_speculator": demo.mlp_speculator_path,
-    "dflash": demo.dflash_path,
-    "mtp": demo.mtp_path,
+    "draft_model": demo.drafter_path("draft_model"),
+    "eagle3": demo.drafter_path("eagle3"),
+    "medusa": demo.drafter_path("medusa"),
+    "mlp_speculator": demo.drafter_path("mlp_speculator"),
+    "dflash": demo.drafter_path("dflash"),
+    "mtp": demo.drafter_path("mtp"),
 }
 
 
@@ -45,7 +45,7 @@ def inputs():
 
 def auto(method, **settings):
     path = DRAFTERS[method]
-    model = {} if path is None else {"model": path()}
+    model = {} if path is None else {"model": path}
     return {"method": method, "num_speculative_tokens": "auto", **model, **settings}
 
 

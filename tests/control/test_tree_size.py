@@ -116,11 +116,11 @@ def test_the_next_call_begins_with_the_factor():
 
 
 DRAFTERS = {
-    "eagle3": (demo.eagle3_path, {"draft_tree_depth": 4, "draft_tree_top_k": 4, "num_draft_nodes": 23}),
-    "eagle": (demo.eagle_path, {"draft_tree_depth": 4, "draft_tree_top_k": 4, "num_draft_nodes": 23}),
-    "medusa": (demo.medusa_path, {"num_nodes": 24}),
-    "mlp_speculator": (demo.mlp_speculator_path, {"num_nodes": 24}),
-    "static": (demo.eagle3_path, {"speculative_token_tree": TokenTree.of_size(20, 3)}),
+    "eagle3": (demo.drafter_path("eagle3"), {"draft_tree_depth": 4, "draft_tree_top_k": 4, "num_draft_nodes": 23}),
+    "eagle": (demo.drafter_path("eagle"), {"draft_tree_depth": 4, "draft_tree_top_k": 4, "num_draft_nodes": 23}),
+    "medusa": (demo.drafter_path("medusa"), {"num_nodes": 24}),
+    "mlp_speculator": (demo.drafter_path("mlp_speculator"), {"num_nodes": 24}),
+    "static": (demo.drafter_path("eagle3"), {"speculative_token_tree": TokenTree.of_size(20, 3)}),
 }
 
 
@@ -139,7 +139,7 @@ def test_the_text_does_not_depend_on_the_size(target, name, batch_size, do_sampl
     inputs = {key: encoded[key] for key in ("input_ids", "attention_mask")}
     path, options = DRAFTERS[name]
     method = "eagle3" if name == "static" else name
-    speculator = load_speculator(target, method=method, model=path(), num_speculative_tokens="auto", **options)
+    speculator = load_speculator(target, method=method, model=path, num_speculative_tokens="auto", **options)
     monkeypatch.setattr(
         "hf_specdec.control.controller.SpeculationController.limits",
         lambda controller, rows, *more: setattr(controller, "num_cycles", 1) or [controller.most] * len(rows),

@@ -275,14 +275,14 @@ class TestDraftsEqualThoseWithoutGraphs:
 
 # The demo's target and the heads that were trained for it, with what is drafted.
 HEADS = {
-    "eagle": (demo.eagle_path, {"draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 9}),
-    "eagle3": (demo.eagle3_path, {"num_speculative_tokens": 4}),
-    "mtp": (demo.mtp_path, {}),
-    "dflash": (demo.dflash_path, {}),
-    "dflash tree": (demo.dflash_path, {"num_draft_nodes": 10}),
-    "medusa": (demo.medusa_path, {"num_draft_nodes": 16}),
-    "mlp_speculator": (demo.mlp_speculator_path, {"num_speculative_tokens": 3}),
-    "mlp_speculator tree": (demo.mlp_speculator_path, {"num_draft_nodes": 10}),
+    "eagle": (demo.drafter_path("eagle"), {"draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 9}),
+    "eagle3": (demo.drafter_path("eagle3"), {"num_speculative_tokens": 4}),
+    "mtp": (demo.drafter_path("mtp"), {}),
+    "dflash": (demo.drafter_path("dflash"), {}),
+    "dflash tree": (demo.drafter_path("dflash"), {"num_draft_nodes": 10}),
+    "medusa": (demo.drafter_path("medusa"), {"num_draft_nodes": 16}),
+    "mlp_speculator": (demo.drafter_path("mlp_speculator"), {"num_speculative_tokens": 3}),
+    "mlp_speculator tree": (demo.drafter_path("mlp_speculator"), {"num_draft_nodes": 10}),
 }
 every_head = pytest.mark.parametrize("name", HEADS)
 
@@ -301,7 +301,7 @@ def no_graphs_left():
 
 def settings_of(name: str, **more) -> dict:
     path, shape = HEADS[name]
-    return {"method": name.split()[0], "model": path(), **shape, **more}
+    return {"method": name.split()[0], "model": path, **shape, **more}
 
 
 def inputs_of(num_rows: int) -> dict:

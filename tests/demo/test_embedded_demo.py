@@ -65,7 +65,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def draft():
-    return AutoModelForCausalLM.from_pretrained(demo.draft_path(), dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(demo.drafter_path("draft_model"), dtype=torch.float32).eval()
 
 
 def test_importing_the_demo_loads_no_model_code():
@@ -77,7 +77,7 @@ def test_importing_the_demo_loads_no_model_code():
 
 
 def test_the_checkpoints_are_small():
-    folders = [Path(demo.target_path()), Path(demo.draft_path())]
+    folders = [Path(demo.target_path()), Path(demo.drafter_path("draft_model"))]
     sizes = {path: path.stat().st_size for folder in folders for path in folder.iterdir()}
     assert sum(sizes.values()) <= 10_000_000, sizes
 
@@ -94,7 +94,7 @@ def test_the_models_belong_together(target, draft, tokenizer):
 
 
 def test_the_weights_are_stored_in_bfloat16():
-    for path in (demo.target_path(), demo.draft_path()):
+    for path in (demo.target_path(), demo.drafter_path("draft_model")):
         assert AutoModelForCausalLM.from_pretrained(path, dtype="auto").dtype == torch.bfloat16
     assert demo.load_target(torch.bfloat16).dtype == torch.bfloat16
 

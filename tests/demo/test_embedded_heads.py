@@ -24,14 +24,14 @@ def target():
 
 @pytest.mark.parametrize("method", PATHS)
 def test_the_files_are_small_and_in_bfloat16(method):
-    files = list(Path(PATHS[method]()).iterdir())
+    files = list(Path(PATHS[method]).iterdir())
     assert sum(file.stat().st_size for file in files) <= 1_500_000
     (weights,) = (file for file in files if file.suffix == ".safetensors")
     assert {tensor.dtype for tensor in load_file(weights).values()} == {torch.bfloat16}
 
 
 def test_the_medusa_heads_share_the_lm_head_and_know_their_accuracies(target):
-    heads = load_medusa(SpeculativeConfig(method="medusa", model=demo.medusa_path()), target)
+    heads = load_medusa(SpeculativeConfig(method="medusa", model=demo.drafter_path("medusa")), target)
     assert heads.lm_heads is None
     assert heads.num_heads == 4
     assert [len(ranks) for ranks in heads.accuracies] == [10] * 4
@@ -43,7 +43,7 @@ def test_the_medusa_heads_share_the_lm_head_and_know_their_accuracies(target):
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_the_eagle_heads_share_embedding_and_lm_head(method, target):
-    head = load_eagle(SpeculativeConfig(method=method, model=PATHS[method]()), target)
+    head = load_eagle(SpeculativeConfig(method=method, model=PATHS[method]), target)
     assert head.embed_tokens is None
     assert head.lm_head is None
     assert head.token_ids is None
@@ -51,7 +51,7 @@ def test_the_eagle_heads_share_embedding_and_lm_head(method, target):
 
 
 def test_the_stages_of_the_speculator_share_their_weights(target):
-    config = SpeculativeConfig(method="mlp_speculator", model=demo.mlp_speculator_path())
+    config = SpeculativeConfig(method="mlp_speculator", model=demo.drafter_path("mlp_speculator"))
     speculator = load_mlp_speculator(config, target)
     assert speculator.config.n_predict == 4
     assert len(speculator.emb) == len(speculator.head) == 1
@@ -64,7 +64,7 @@ def test_drafts_are_accepted(method, target):
     arguments = {"do_sample": False, "max_new_tokens": 96}
     plain = target.generate(**inputs, **arguments)
     with record() as recorded:
-        drafted = target.generate(**inputs, **arguments, spec_method=method, spec_model=PATHS[method]())
+        drafted = target.generate(**inputs, **arguments, spec_method=method, spec_model=PATHS[method])
     assert torch.equal(plain, drafted)
     assert recorded.calls[0].stats.mean_acceptance_length > 1.2
 
@@ -81,7 +81,7 @@ def test_left_padded_batches_equal_plain_greedy(method, batch_size, target):
     inputs.pop("token_type_ids", None)
     arguments = {"do_sample": False, "max_new_tokens": 24}
     plain = target.generate(**inputs, **arguments)
-    assert torch.equal(target.generate(**inputs, **arguments, spec_method=method, spec_model=PATHS[method]()), plain)
+    assert torch.equal(target.generate(**inputs, **arguments, spec_method=method, spec_model=PATHS[method]), plain)
 
 
 def test_a_tree_of_medusas_candidates_beats_their_chain(target):
@@ -92,7 +92,7 @@ def test_a_tree_of_medusas_candidates_beats_their_chain(target):
     tree = {"speculative_token_tree": "mc_sim_7b_63"}
     lengths = []
     for shape in (chain, {}, tree):
-        settings = {"method": "medusa", "model": demo.medusa_path(), **shape}
+        settings = {"method": "medusa", "model": demo.drafter_path("medusa"), **shape}
         output = target.generate(
             **inputs, do_sample=False, max_new_tokens=64, speculative=settings, return_dict_in_generate=True
         )
@@ -110,7 +110,7 @@ def test_a_tree_of_eagle3_beats_its_chain_clearly(target):
         {"num_speculative_tokens": 4},
         {"draft_tree_depth": 4, "draft_tree_top_k": 8, "num_draft_nodes": 39},
     ):
-        settings = {"method": "eagle3", "model": demo.eagle3_path(), **shape}
+        settings = {"method": "eagle3", "model": demo.drafter_path("eagle3"), **shape}
         output = target.generate(
             **inputs, do_sample=False, max_new_tokens=64, speculative=settings, return_dict_in_generate=True
         )

@@ -39,7 +39,7 @@ def names(found):
 
 
 def test_free_methods_and_named_drafters_are_measured(target, batches):
-    found = ask(target, batches, specs={"head": demo.eagle_path()})
+    found = ask(target, batches, specs={"head": demo.drafter_path("eagle")})
     missing = {item.name for item in found.rejected if "arctic" in item.reason}
     assert names(found) | missing == {"head", "ngram", "suffix"}
     speeds = [option.speedup for option in found.options]
@@ -81,7 +81,7 @@ def test_nothing_is_recommended_that_is_not_faster(target, batches, monkeypatch)
 
 
 def test_other_lengths_are_measured_beside_the_fastest(target, batches):
-    found = ask(target, batches, specs={"draft": cli.demo_methods()["draft_model"]}, discover=False, try_lengths=True)
+    found = ask(target, batches, specs={"draft": demo.settings()["draft_model"]}, discover=False, try_lengths=True)
     tried = [option for option in found.options if ", k=" in option.name]
     assert any(option.settings["num_speculative_tokens"] == "auto" for option in tried)
     assert len(names(found)) == len(found.options)
@@ -89,7 +89,7 @@ def test_other_lengths_are_measured_beside_the_fastest(target, batches):
 
 def test_a_drafter_that_the_target_names_is_found(batches):
     target = demo.load_target()
-    target.generation_config.speculative = {"model": demo.mtp_path()}
+    target.generation_config.speculative = {"model": demo.drafter_path("mtp")}
     found = ask(target, batches)
     option = next(option for option in found.options if option.settings["method"] == "mtp")
     assert option.origin == "named by the target"
@@ -98,7 +98,7 @@ def test_a_drafter_that_the_target_names_is_found(batches):
 
 def test_what_does_not_fit_into_memory_is_not_loaded(batches, monkeypatch):
     target = demo.load_target()
-    target.generation_config.speculative = {"model": demo.mtp_path()}
+    target.generation_config.speculative = {"model": demo.drafter_path("mtp")}
     monkeypatch.setattr(advice, "free_bytes", lambda device: 1000)
     found = ask(target, batches)
     assert any("do not fit" in item.reason for item in found.rejected)

@@ -61,7 +61,7 @@ def cause(found):
 
 @pytest.mark.parametrize("name", ["draft_model", "medusa", "mtp", "ngram"])
 def test_healthy_drafters(target, tokenizer, name):
-    found = check(target, tokenizer, cli.demo_methods()[name], tokens=20, try_variants=name == "mtp")
+    found = check(target, tokenizer, demo.settings()[name], tokens=20, try_variants=name == "mtp")
     assert found.status == "ok", found.findings
     assert found.causes == []
     acceptance = found.acceptance["raw"]
@@ -71,7 +71,7 @@ def test_healthy_drafters(target, tokenizer, name):
 
 def test_a_healthy_draft_vocabulary(target, tokenizer, tmp_path):
     keep = torch.tensor([token for token in range(4096) if token % 512 != 511])
-    spec = damaged(demo.eagle3_path(), tmp_path / "head", lambda c, t: give_draft_vocabulary(c, t, keep))
+    spec = damaged(demo.drafter_path("eagle3"), tmp_path / "head", lambda c, t: give_draft_vocabulary(c, t, keep))
     found = check(target, tokenizer, spec, try_variants=False)
     assert found.status == "ok", found.findings
     assert {"draft vocabulary", "vocabulary"} <= statuses(found).keys()
@@ -81,14 +81,14 @@ def test_a_healthy_draft_vocabulary(target, tokenizer, tmp_path):
 
 
 def test_the_wrong_method(target, tokenizer):
-    found = check(target, tokenizer, {"method": "eagle", "model": demo.eagle3_path()})
+    found = check(target, tokenizer, {"method": "eagle", "model": demo.drafter_path("eagle3")})
     assert statuses(found)["method"] == "error"
     assert statuses(found)["loading"] == "error"
     assert found.status == "error"
 
 
 def test_another_size(tokenizer):
-    found = check(tiny_llama(), letter_tokenizer(), demo.eagle3_path())
+    found = check(tiny_llama(), letter_tokenizer(), demo.drafter_path("eagle3"))
     sizes = [finding.found for finding in found.findings if finding.check == "sizes"]
     assert any("hidden size 256, and the target has 32" in text for text in sizes)
     assert statuses(found)["loading"] == "error"
@@ -101,7 +101,7 @@ def test_what_does_not_exist(target, tokenizer, spec, check_name):
 
 
 def test_a_damaged_file(target, tokenizer, tmp_path):
-    spec = damaged(demo.eagle3_path(), tmp_path / "head", lambda c, t: t.pop("midlayer.mlp.up_proj.weight"))
+    spec = damaged(demo.drafter_path("eagle3"), tmp_path / "head", lambda c, t: t.pop("midlayer.mlp.up_proj.weight"))
     found = check(target, tokenizer, {"method": "eagle3", "model": spec})
     assert statuses(found)["loading"] == "error"
 
@@ -111,7 +111,9 @@ def test_weights_that_are_no_numbers(target, tokenizer, tmp_path):
         tensors["midlayer.mlp.up_proj.weight"][0, 0] = torch.nan
         tensors["midlayer.mlp.down_proj.weight"].zero_()
 
-    found = check(target, tokenizer, damaged(demo.eagle3_path(), tmp_path / "head", change), try_variants=False)
+    found = check(
+        target, tokenizer, damaged(demo.drafter_path("eagle3"), tmp_path / "head", change), try_variants=False
+    )
     weights = [(item.status, item.found) for item in found.findings if item.check == "weights"]
     assert [status for status, _ in weights] == ["error", "warning"]
     assert "up_proj" in weights[0][1]
@@ -123,14 +125,14 @@ def test_layers_that_are_not_stated(target, tokenizer, tmp_path):
         del config["aux_layer_ids"]
         tensors["fc.weight"] = tensors["fc.weight"][:, :512]
 
-    spec = damaged(demo.eagle3_path(), tmp_path / "head", change)
+    spec = damaged(demo.drafter_path("eagle3"), tmp_path / "head", change)
     found = check(target, tokenizer, {"model": spec, "aux_layer_ids": [1, 3]}, try_variants=False)
     assert statuses(found)["layers"] == "warning"
 
 
 def test_another_tokenizer(target, tokenizer, tmp_path):
     folder = tmp_path / "draft"
-    shutil.copytree(demo.draft_path(), folder)
+    shutil.copytree(demo.drafter_path("draft_model"), folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(demo.target_path(), name), folder)
     spec = {"method": "draft_model", "model": str(folder), "same_tokenizer": True}
@@ -150,7 +152,7 @@ def test_another_tokenizer(target, tokenizer, tmp_path):
 
 
 def test_shifted_layers(target, tokenizer, tmp_path):
-    spec = damaged(demo.eagle3_path(), tmp_path / "head", lambda c, t: c.update(aux_layer_ids=[0, 2, 4]))
+    spec = damaged(demo.drafter_path("eagle3"), tmp_path / "head", lambda c, t: c.update(aux_layer_ids=[0, 2, 4]))
     found = check(target, tokenizer, spec)
     assert "was trained on 1, 3, 5" in cause(found)
     assert "Pass aux_layer_ids=[1, 3, 5]" in cause(found)
@@ -162,14 +164,16 @@ def test_shuffled_rows_of_the_head(target, tokenizer, tmp_path):
         order = torch.randperm(4095, generator=torch.Generator().manual_seed(0))
         tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
 
-    found = check(target, tokenizer, damaged(demo.eagle3_path(), tmp_path / "head", change), try_variants=False)
+    found = check(
+        target, tokenizer, damaged(demo.drafter_path("eagle3"), tmp_path / "head", change), try_variants=False
+    )
     assert found.acceptance["raw"].first_rate < 0.05
     assert "stand for other tokens" in cause(found)
 
 
 def test_a_draft_vocabulary_without_common_tokens(target, tokenizer, tmp_path):
     keep = torch.arange(0, 4096, 2)
-    spec = damaged(demo.eagle3_path(), tmp_path / "head", lambda c, t: give_draft_vocabulary(c, t, keep))
+    spec = damaged(demo.drafter_path("eagle3"), tmp_path / "head", lambda c, t: give_draft_vocabulary(c, t, keep))
     found = check(target, tokenizer, spec, try_variants=False)
     assert "not in the draft vocabulary (2048 tokens)" in cause(found)
 
@@ -178,12 +182,12 @@ def test_states_of_another_scale(target, tokenizer, tmp_path):
     def change(config, tensors):
         tensors["fc.weight"][:, 256:] /= 16  # the root of the hidden size
 
-    found = check(target, tokenizer, damaged(demo.eagle_path(), tmp_path / "head", change), tokens=16)
+    found = check(target, tokenizer, damaged(demo.drafter_path("eagle"), tmp_path / "head", change), tokens=16)
     assert "The scale of the target's states is wrong" in cause(found)
 
 
 def test_a_wrong_rotary_embedding(target, tokenizer, tmp_path):
-    spec = damaged(demo.eagle_path(), tmp_path / "head", lambda c, t: c.update(rope_theta=50.0))
+    spec = damaged(demo.drafter_path("eagle"), tmp_path / "head", lambda c, t: c.update(rope_theta=50.0))
     assert "rope_theta=50" in cause(check(target, tokenizer, spec, tokens=20))
 
 
@@ -192,7 +196,7 @@ def test_the_head_of_another_target(tokenizer, tmp_path, named):
     other = demo.load_target()
     shuffle_states(other)
     name = {"base_model_name_or_path": "someone/another-model"} if named else {}
-    spec = damaged(demo.eagle_path(), tmp_path / "head", lambda c, t: c.update(name))
+    spec = damaged(demo.drafter_path("eagle"), tmp_path / "head", lambda c, t: c.update(name))
     found = check(other, tokenizer, spec, tokens=20, try_variants=not named)
     assert found.acceptance["raw"].first_rate < 0.05
     assert statuses(found).get("made for") == ("warning" if named else None)
@@ -202,7 +206,9 @@ def test_the_head_of_another_target(tokenizer, tmp_path, named):
 def test_a_drafter_that_does_not_go_on_from_itself(target, tokenizer, monkeypatch):
     read = DraftEntries.read_nodes
     monkeypatch.setattr(DraftEntries, "read_nodes", lambda self, t, hidden, p: read(self, t * 0, hidden * 0, p))
-    found = check(target, tokenizer, {"model": demo.eagle_path(), "num_speculative_tokens": 4}, try_variants=False)
+    found = check(
+        target, tokenizer, {"model": demo.drafter_path("eagle"), "num_speculative_tokens": 4}, try_variants=False
+    )
     assert "falls at once" in next(item.found for item in found.findings if item.check == "acceptance")
     assert "trained for one step only" in cause(found)
 
@@ -210,7 +216,7 @@ def test_a_drafter_that_does_not_go_on_from_itself(target, tokenizer, monkeypatc
 def test_sampling_at_a_high_temperature(tokenizer):
     target = demo.load_target()
     target.generation_config.update(do_sample=True, temperature=1.5)
-    found = check(target, tokenizer, demo.eagle_path(), try_variants=False)
+    found = check(target, tokenizer, demo.drafter_path("eagle"), try_variants=False)
     assert "temperature 1.5" in cause(found)
     assert found.acceptance["sampled"].first_rate < found.acceptance["raw"].first_rate
 
@@ -240,7 +246,7 @@ def test_a_chat_template_that_training_had_not(target, monkeypatch, knows_chats)
     tokenizer = demo.load_tokenizer()
     tokenizer.chat_template = "{{ messages[0]['content'] }}\n# @@@\n"
     draft_nonsense(monkeypatch, lambda marked: marked != knows_chats, tokenizer)
-    found = check(target, tokenizer, demo.eagle_path(), tokens=16, try_variants=False)
+    found = check(target, tokenizer, demo.drafter_path("eagle"), tokens=16, try_variants=False)
     expected = "without the chat template are" if knows_chats else "in the target's chat template are"
     assert f"Prompts {expected} drafted for less well" in cause(found)
     assert set(found.acceptance) == {"raw", "chat"}
@@ -250,7 +256,7 @@ def test_a_thinking_mode_that_training_had_not(target, monkeypatch):
     tokenizer = demo.load_tokenizer()
     tokenizer.chat_template = "{{ messages[0]['content'] }}\n{% if enable_thinking is not defined %}# @@@\n{% endif %}"
     draft_nonsense(monkeypatch, lambda marked: marked, tokenizer)
-    found = check(target, tokenizer, demo.eagle_path(), tokens=16, try_variants=False)
+    found = check(target, tokenizer, demo.drafter_path("eagle"), tokens=16, try_variants=False)
     assert set(found.acceptance) == {"raw", "chat", "chat, no thinking"}
     assert "Answers with thinking are drafted for less well" in cause(found)
     assert "Pass enable_thinking=False" in cause(found)
@@ -341,7 +347,7 @@ def test_command():
 
 
 def test_command_fails_where_the_pair_cannot_work():
-    spec = json.dumps({"method": "eagle", "model": demo.eagle3_path()})
+    spec = json.dumps({"method": "eagle", "model": demo.drafter_path("eagle3")})
     result = run_command("--spec", spec)
     assert result.exit_code == 1
     assert "error" in result.stdout

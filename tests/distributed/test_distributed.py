@@ -39,8 +39,7 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-DEMO = {method: path() for method, path in CHECKPOINTS.items()}
-DEMO |= {"suffix+eagle3": DEMO["eagle3"], "ngram": None, "suffix": None}
+DEMO = {**CHECKPOINTS, "suffix+eagle3": CHECKPOINTS["eagle3"], "ngram": None, "suffix": None}
 PATIENCE = {"max_new_tokens": 24, "eos_token_id": None, "return_dict_in_generate": True}
 
 
@@ -74,7 +73,7 @@ def tensor_parallel():
     """The texts of a target in two halves, by method, and its prompts."""
     inputs = prompts(2, length=20, padding=False)["input_ids"]
     calls = {**GREEDY, **BY_THE_CLOCK, **SAMPLED}
-    arguments = [demo.target_path(), json.dumps(inputs.tolist()), demo.draft_path(), json.dumps(calls)]
+    arguments = [demo.target_path(), json.dumps(inputs.tolist()), demo.drafter_path("draft_model"), json.dumps(calls)]
     return inputs, torchrun("tensor_parallel.py", *arguments)
 
 

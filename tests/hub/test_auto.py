@@ -344,14 +344,14 @@ class TestPipeline:
         return self.text()[0]
 
     def test_named_drafter(self, plain, hub):
-        hub.add("user/head", demo.eagle3_path())
+        hub.add("user/head", demo.drafter_path("eagle3"))
         answer, calls = self.text(speculative="user/head")
         assert answer == plain
         assert {call.stats.method for call in calls} == {"eagle3"}
         assert sum(call.stats.num_accepted_tokens for call in calls) > 0
 
     def test_auto(self, plain, hub):
-        hub.add("user/head", demo.dflash_path(), card=card_of("user/target", "dflash"))
+        hub.add("user/head", demo.drafter_path("dflash"), card=card_of("user/target", "dflash"))
         answer, calls = self.text(speculative="auto")
         assert answer == plain
         assert {call.stats.method for call in calls} == {"dflash"}
@@ -362,7 +362,7 @@ class TestPipeline:
         assert {call.stats.method for call in calls} == {FALLBACK}
 
     def test_draft_model(self, plain, hub):
-        hub.add("user/draft", demo.draft_path())
+        hub.add("user/draft", demo.drafter_path("draft_model"))
         answer, calls = self.text(spec_model="user/draft")
         assert answer == plain
         assert {call.stats.method for call in calls} == {"draft_model"}

@@ -74,16 +74,20 @@ def test_from_a_folder(hub, tmp_path):
         "README.md",
     ]
     found = run_afresh(
-        hub, str(repo), {}, {"spec_method": "ngram", "num_speculative_tokens": 2}, {"spec_model": demo.medusa_path()}
+        hub,
+        str(repo),
+        {},
+        {"spec_method": "ngram", "num_speculative_tokens": 2},
+        {"spec_model": demo.drafter_path("medusa")},
     )
     assert [call["method"] for call in found] == ["ngram", "ngram", "medusa"]
 
 
 def test_by_name_with_the_drafter_beside_it(hub, tmp_path):
     target = demo.load_target()
-    folder = load_speculator(target, {"model": demo.eagle3_path(), "num_speculative_tokens": 3}).save_pretrained(
-        tmp_path
-    )
+    folder = load_speculator(
+        target, {"model": demo.drafter_path("eagle3"), "num_speculative_tokens": 3}
+    ).save_pretrained(tmp_path)
     export_custom_generate(folder, name="user/head")
     hub.add("user/head", folder)
     (call, shorter) = run_afresh(hub, "user/head", {}, {"num_speculative_tokens": 1})
@@ -217,7 +221,7 @@ def test_settings_of_the_export(tmp_path):
 
 
 def test_drafters_that_others_could_not_load(tmp_path):
-    folder = load_speculator(demo.load_target(), model=demo.medusa_path()).save_pretrained(tmp_path / "head")
+    folder = load_speculator(demo.load_target(), model=demo.drafter_path("medusa")).save_pretrained(tmp_path / "head")
     with pytest.raises(SpecConfigError, match="Name the repo id"):
         export_custom_generate(folder)
     with pytest.raises(SpecConfigError, match="cannot load the drafter from the folder"):
@@ -234,7 +238,7 @@ def test_the_card(tmp_path):
     card = ModelCard.load(tmp_path / "new" / "README.md")
     assert card.data.tags == ["custom_generate", "speculative-decoding"]
     assert 'custom_generate="user/new", trust_remote_code=True' in card.text
-    folder = load_speculator(demo.load_target(), model=demo.medusa_path()).save_pretrained(tmp_path / "head")
+    folder = load_speculator(demo.load_target(), model=demo.drafter_path("medusa")).save_pretrained(tmp_path / "head")
     before = ModelCard.load(folder / "README.md")
     for _ in range(2):
         export_custom_generate(folder, name="user/head")

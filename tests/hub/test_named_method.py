@@ -12,14 +12,13 @@ from safetensors.torch import load_file, save
 from transformers import AutoModelForCausalLM, pipeline
 
 from hf_specdec import SpecConfigError, demo, forget_speculators, load_speculator, record
-from hf_specdec.cli import demo_methods
 from hf_specdec.errors import CheckpointFormatError, UnsupportedModelError
 from tests.hub.test_discover import DFLASH, EAGLE, FIXTURES, card_of
 from tests.models import prompts, tiny_gpt2, tiny_llama
 
 
 PROMPT = "def read_json(path):\n    with open("
-DRAFTERS = {row["method"]: row["model"] for row in demo_methods().values() if "model" in row}
+DRAFTERS = {row["method"]: row["model"] for row in demo.settings().values() if "model" in row}
 
 
 @pytest.fixture
@@ -86,7 +85,7 @@ def test_every_method_finds_its_drafter(target, hub, method, tmp_path):
 )
 def test_settings_of_the_call_are_kept(target, hub, settings):
     files = {"speculation_config.json": json.dumps({"method": "eagle3", "num_speculative_tokens": 7})}
-    hub.add("user/head", demo.eagle3_path(), files=files, card=card_of(target, "eagle3"))
+    hub.add("user/head", demo.drafter_path("eagle3"), files=files, card=card_of(target, "eagle3"))
     model = load()
     found = load_speculator(model, settings).config.to_dict()
     given = {key: found.get(key) for key in settings if key != "speculative_token_tree"}
@@ -100,7 +99,7 @@ def test_settings_of_the_call_are_kept(target, hub, settings):
 
 
 def test_pipeline(target, hub):
-    hub.add("user/draft", demo.dflash_path(), card=card_of(target, "dflash"))
+    hub.add("user/draft", demo.drafter_path("dflash"), card=card_of(target, "dflash"))
     generator = pipeline("text-generation", model=target, device="cpu")
     plain = generator(PROMPT, do_sample=False, max_new_tokens=12)
     generator = pipeline("text-generation", model=target, device="cpu", speculative="dflash")
@@ -114,19 +113,19 @@ class TestPlaces:
     def test_entry(self, hub):
         entry = {"generation_config.json": json.dumps({"speculative": {"model": "user/draft"}})}
         hub.add("user/target", demo.target_path(), files=entry)
-        hub.add("user/draft", demo.dflash_path())
+        hub.add("user/draft", demo.drafter_path("dflash"))
         stats = generate(load(), spec_method="dflash")
         assert (stats.drafter["model"], stats.drafter["place"]) == ("user/draft", "entry")
 
     def test_card(self, hub):
         card = "---\nspeculative: {method: ngram+dflash, model: user/draft, num_speculative_tokens: 3}\n---\n"
         hub.add("user/target", demo.target_path(), card=card)
-        hub.add("user/draft", demo.dflash_path())
+        hub.add("user/draft", demo.drafter_path("dflash"))
         stats = generate(load(), spec_method="dflash")
         assert (stats.method, stats.drafter["place"]) == ("dflash", "entry")
 
     def test_cache_and_folders_serve_offline(self, target, hub, monkeypatch, tmp_path):
-        hub.add("user/draft", demo.dflash_path(), card=card_of(target))
+        hub.add("user/draft", demo.drafter_path("dflash"), card=card_of(target))
         for name in ("user/draft", target):
             snapshot_download(name)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -134,7 +133,7 @@ class TestPlaces:
         assert generate(load(), spec_method="dflash").drafter["place"] == "cache"
         assert len(hub.requests) == num_requests
         folder = shutil.copytree(demo.target_path(), tmp_path / "target")
-        shutil.copytree(demo.dflash_path(), folder / "draft")
+        shutil.copytree(demo.drafter_path("dflash"), folder / "draft")
         (folder / "README.md").write_text('---\nspeculative: {"model": "draft"}\n---\n')
         stats = generate(load(str(folder)), spec_method="dflash")
         assert (stats.drafter["place"], stats.drafter["owner"]) == ("entry", None)
@@ -148,7 +147,7 @@ class TestPlaces:
         assert not any(request.path == "/api/models" for request in hub.requests[num_requests:])
 
     def test_layers_are_looked_for_elsewhere(self, target, hub):
-        hub.add("user/layers", demo.mtp_path(), card=card_of(target, "mtp"))
+        hub.add("user/layers", demo.drafter_path("mtp"), card=card_of(target, "mtp"))
         assert generate(load(), spec_method="mtp").drafter["model"] == "user/layers"
 
 
@@ -182,7 +181,7 @@ class TestTheTargetItself:
                 load_speculator(model, {"model": name})
         # Who names the method may mean it, and so may another commit or folder of the repository.
         assert load_speculator(model, {"model": target, "method": "draft_model"}).method == "draft_model"
-        hub.add("user/target", demo.draft_path(), revision="small")
+        hub.add("user/target", demo.drafter_path("draft_model"), revision="small")
         assert load_speculator(model, {"model": target, "revision": "small"}).method == "draft_model"
 
     def test_named_by_its_own_generation_config(self, hub, caplog):
@@ -199,13 +198,13 @@ class TestTheTargetItself:
 class TestNothingFound:
     def test_all_that_was_seen_is_listed(self, target, hub):
         hub.add("user/misfit", DFLASH, card=card_of(target, "dflash"))
-        hub.add("user/head", demo.eagle3_path(), card=card_of(target, "eagle3"))
-        hub.add("user/other", demo.dflash_path(), card=card_of("user/another"))
+        hub.add("user/head", demo.drafter_path("eagle3"), card=card_of(target, "eagle3"))
+        hub.add("user/other", demo.drafter_path("dflash"), card=card_of("user/another"))
         snapshot_download("user/other")
-        tensors = load_file(demo.dflash_path() + "/model.safetensors")
+        tensors = load_file(demo.drafter_path("dflash") + "/model.safetensors")
         del tensors["norm.weight"]
         broken = {"model.safetensors": save(tensors)}
-        hub.add("user/broken", demo.dflash_path(), files=broken, card=card_of(target, "dflash"))
+        hub.add("user/broken", demo.drafter_path("dflash"), files=broken, card=card_of(target, "dflash"))
         with pytest.raises(SpecConfigError, match="spec_method='dflash' needs a draft, and none was found") as error:
             generate(load(), spec_method="dflash")
         message = str(error.value)
@@ -221,7 +220,7 @@ class TestNothingFound:
         assert len(message) < 5000
 
     def test_offline(self, target, hub, monkeypatch):
-        hub.add("user/draft", demo.dflash_path(), card=card_of(target, "dflash"))
+        hub.add("user/draft", demo.drafter_path("dflash"), card=card_of(target, "dflash"))
         model = load()
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         with pytest.raises(SpecConfigError, match="found for 'user/target'. Not searched: on the Hub.*offline"):
@@ -242,7 +241,7 @@ class TestNothingFound:
         model = load()
         with pytest.raises(SpecConfigError):
             load_speculator(model, "dflash")
-        hub.add("user/draft", demo.dflash_path(), card=card_of(target, "dflash"))
+        hub.add("user/draft", demo.drafter_path("dflash"), card=card_of(target, "dflash"))
         assert load_speculator(model, "dflash").config.model == "user/draft"
         # "auto" has a search of its own.
         assert load_speculator(model, "auto").method == "dflash"
@@ -278,8 +277,8 @@ class TestTrust:
 
     @pytest.mark.parametrize("how", ["environment", "call", "both"])
     def test_only_trusted_owners(self, target, hub, monkeypatch, how):
-        hub.add("stranger/popular", demo.dflash_path(), card=card_of(target, "dflash"), downloads=10**6)
-        hub.add("Friend/draft", demo.dflash_path(), card=card_of(target, "dflash"))
+        hub.add("stranger/popular", demo.drafter_path("dflash"), card=card_of(target, "dflash"), downloads=10**6)
+        hub.add("Friend/draft", demo.drafter_path("dflash"), card=card_of(target, "dflash"))
         given = {} if how == "environment" else {"trusted_owners": ["friend", "other"]}
         if how != "call":
             monkeypatch.setenv("HF_SPECDEC_TRUSTED_OWNERS", "friend, user")
@@ -299,21 +298,21 @@ class TestTrust:
         entry = {"generation_config.json": json.dumps({"speculative": {"model": "stranger/named"}})}
         hub.add("user/target", demo.target_path(), files=entry)
         for name in ("stranger/named", "stranger/cached"):
-            hub.add(name, demo.dflash_path(), card=card_of("user/target"))
+            hub.add(name, demo.drafter_path("dflash"), card=card_of("user/target"))
             snapshot_download(name)
         model = load()
         assert load_speculator(model, "auto", trusted_owners=["stranger"]).config.model == "stranger/named"
         assert load_speculator(model, "auto", trusted_owners="user").config.model is None
 
     def test_allowed_models(self, target, hub, monkeypatch):
-        hub.add("user/one", demo.dflash_path(), card=card_of(target, "dflash"), downloads=5)
-        hub.add("user/two", demo.dflash_path(), card=card_of(target, "dflash"))
+        hub.add("user/one", demo.drafter_path("dflash"), card=card_of(target, "dflash"), downloads=5)
+        hub.add("user/two", demo.drafter_path("dflash"), card=card_of(target, "dflash"))
         monkeypatch.setenv("HF_SPECDEC_ALLOWED_MODELS", "user/tw*")
         assert load_speculator(load(), "dflash").config.model == "user/two"
 
     def test_a_folder_of_the_same_name_is_not_taken_for_the_repository(self, target, hub, tmp_path, monkeypatch):
-        hub.add("user/draft", demo.dflash_path(), card=card_of(target, "dflash"))
-        shutil.copytree(demo.dflash_path(), tmp_path / "user" / "draft")
+        hub.add("user/draft", demo.drafter_path("dflash"), card=card_of(target, "dflash"))
+        shutil.copytree(demo.drafter_path("dflash"), tmp_path / "user" / "draft")
         model = load()
         monkeypatch.chdir(tmp_path)
         with pytest.raises(SpecConfigError, match="A folder here has the same name"):
@@ -324,7 +323,7 @@ class TestTrust:
         saved |= {"synthetic_acceptance_rates": [1.0], "control_profile": "/etc/passwd", "cache_dir": "/etc"}
         saved |= {"token": "hf_other", "model": "user/other", "device": "cuda:7", "local_files_only": True}
         files = {"speculation_config.json": json.dumps(saved)}
-        hub.add("user/draft", demo.dflash_path(), files=files, card=card_of(target, "dflash"))
+        hub.add("user/draft", demo.drafter_path("dflash"), files=files, card=card_of(target, "dflash"))
         model = load()
         for method in ("dflash", "auto"):
             config = load_speculator(model, method).config
@@ -340,8 +339,8 @@ class TestTrust:
 )
 def test_one_that_trips_its_loader_is_passed_over(target, hub, monkeypatch, error):
     """As configs of strangers make libraries do."""
-    hub.add("user/bad", demo.dflash_path(), card=card_of(target, "dflash"), downloads=10)
-    hub.add("user/good", demo.dflash_path(), card=card_of(target, "dflash"))
+    hub.add("user/bad", demo.drafter_path("dflash"), card=card_of(target, "dflash"), downloads=10)
+    hub.add("user/good", demo.drafter_path("dflash"), card=card_of(target, "dflash"))
     from hf_specdec.candidate_generators.dflash.generator import DFlashCandidateGenerator
 
     load_really = DFlashCandidateGenerator.load
@@ -362,11 +361,11 @@ def test_one_that_trips_its_loader_is_passed_over(target, hub, monkeypatch, erro
 def test_a_bad_repository_in_the_cache(hub, tmp_path, changes):
     """A draft model with the target's tokenizer whose config transformers trips over."""
     hub.add("user/target", demo.target_path())
-    config = json.loads(Path(demo.draft_path(), "config.json").read_text())
+    config = json.loads(Path(demo.drafter_path("draft_model"), "config.json").read_text())
     names = ("tokenizer.json", "tokenizer_config.json")
     files = {name: Path(demo.target_path(), name).read_bytes() for name in names}
     files |= {"config.json": json.dumps({**config, **changes})}
-    hub.add("user/bad", demo.draft_path(), files=files, card=card_of("user/target"))
+    hub.add("user/bad", demo.drafter_path("draft_model"), files=files, card=card_of("user/target"))
     for name in ("user/bad", "user/target"):
         snapshot_download(name)
     assert generate(load(), spec_method="auto").method == "suffix"

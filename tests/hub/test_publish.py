@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from hf_specdec import SpecConfigError, SpeculativeConfig, demo, forget_speculators, load_speculator, record
 from hf_specdec.candidate_generators.eagle.network import load_eagle
 from hf_specdec.checkpoints.files import ReadOfRepositories
-from hf_specdec.cli import demo_methods
 from hf_specdec.hub.card import read_card
 from tests.hub.server import TOKEN
 from tests.models import prompts, tiny_llama
@@ -42,9 +41,9 @@ def drafts_of(model, inputs, **speculation):
     return tokens.tolist(), [row.draft_tokens for cycle in call.cycles for row in cycle.rows]
 
 
-@pytest.mark.parametrize("row", demo_methods())
+@pytest.mark.parametrize("row", demo.settings())
 def test_saved_and_pushed_drafters_draft_the_same(row, target, inputs, tmp_path, hub):
-    speculator = load_speculator(target, demo_methods()[row])
+    speculator = load_speculator(target, demo.settings()[row])
     expected = drafts_of(target, inputs, assistant=speculator)
     folder = speculator.save_pretrained(tmp_path / "saved")
     assert drafts_of(target, inputs, spec_model=str(folder)) == expected
@@ -63,7 +62,7 @@ def test_saved_and_pushed_drafters_draft_the_same(row, target, inputs, tmp_path,
 
 def test_settings_of_the_call_take_precedence(target, tmp_path):
     speculator = load_speculator(
-        target, {"model": demo.eagle3_path(), "num_speculative_tokens": 3, "max_model_len": 100}
+        target, {"model": demo.drafter_path("eagle3"), "num_speculative_tokens": 3, "max_model_len": 100}
     )
     folder = str(speculator.save_pretrained(tmp_path))
     assert load_speculator(target, folder).config.num_speculative_tokens == 3
@@ -76,7 +75,7 @@ def test_settings_of_the_call_take_precedence(target, tmp_path):
 
 
 def test_weights_are_copied_byte_for_byte(target, tmp_path):
-    source = Path(demo.dflash_path())
+    source = Path(demo.drafter_path("dflash"))
     folder = load_speculator(target, model=str(source)).save_pretrained(tmp_path)
     for name in ("config.json", "model.safetensors"):
         assert (folder / name).read_bytes() == (source / name).read_bytes()
@@ -129,17 +128,17 @@ def test_multi_token_prediction_layers_leave_their_model(name, is_named, tmp_pat
 
 
 def test_networks_are_written_in_their_published_format(target, tmp_path, inputs):
-    network = load_eagle(SpeculativeConfig(method="eagle3", model=demo.eagle3_path()), target)
+    network = load_eagle(SpeculativeConfig(method="eagle3", model=demo.drafter_path("eagle3")), target)
     speculator = load_speculator(target, draft_model=network)
     folder = speculator.save_pretrained(tmp_path)
-    published = load_file(Path(demo.eagle3_path(), "model.safetensors"))
+    published = load_file(Path(demo.drafter_path("eagle3"), "model.safetensors"))
     assert load_file(folder / "model.safetensors").keys() == published.keys()
     assert drafts_of(target, inputs, spec_model=str(folder)) == drafts_of(target, inputs, assistant=speculator)
 
 
 def test_a_draft_model_is_saved_with_its_tokenizer(target, inputs, tmp_path):
     # As the saved one will be: in another data type it may draft otherwise.
-    draft = AutoModelForCausalLM.from_pretrained(demo.draft_path(), dtype=target.dtype)
+    draft = AutoModelForCausalLM.from_pretrained(demo.drafter_path("draft_model"), dtype=target.dtype)
     speculator = load_speculator(target, draft_model=draft, num_speculative_tokens=3)
     folder = speculator.save_pretrained(tmp_path)
     assert (folder / "tokenizer.json").is_file() == Path(draft.config.name_or_path, "tokenizer.json").is_file()
@@ -177,7 +176,7 @@ def test_a_second_push_is_seen(target, hub):
     for length in (3, 5):
         load_speculator(target, "ngram", num_speculative_tokens=length).push_to_hub("user/drafter", token=TOKEN)
         assert load_speculator(target, model="user/drafter").config.num_speculative_tokens == length
-    load_speculator(target, model=demo.medusa_path()).push_to_hub("user/drafter", token=TOKEN)
+    load_speculator(target, model=demo.drafter_path("medusa")).push_to_hub("user/drafter", token=TOKEN)
     assert load_speculator(target, model="user/drafter").method == "medusa"
 
 
@@ -214,16 +213,16 @@ def test_networks_that_cannot_be_saved(target, tmp_path):
 
 
 def test_saved_settings_without_weights_name_their_drafter(tmp_path, target):
-    SpeculativeConfig(model=demo.medusa_path(), num_speculative_tokens=2).save_pretrained(tmp_path)
+    SpeculativeConfig(model=demo.drafter_path("medusa"), num_speculative_tokens=2).save_pretrained(tmp_path)
     found = load_speculator(target, model=str(tmp_path)).config
-    assert (found.method, found.model, found.num_speculative_tokens) == ("medusa", demo.medusa_path(), 2)
+    assert (found.method, found.model, found.num_speculative_tokens) == ("medusa", demo.drafter_path("medusa"), 2)
 
 
 @pytest.mark.parametrize(
     "content", ["[1]", "{", '{"method": "ngrm"}', '{"method": "medusa", "trust_remote_code": true}']
 )
 def test_damaged_settings(content, target, tmp_path):
-    folder = load_speculator(target, model=demo.medusa_path()).save_pretrained(tmp_path)
+    folder = load_speculator(target, model=demo.drafter_path("medusa")).save_pretrained(tmp_path)
     (folder / "speculation_config.json").write_text(content)
     for speculation in ({"model": str(folder)}, {"config": str(folder)}):
         with pytest.raises(SpecConfigError, match="speculation_config.json|Unknown spec_method='ngrm'"):

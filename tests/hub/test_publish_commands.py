@@ -20,7 +20,7 @@ def invoke(*arguments, exit_code=0):
 def head(tmp_path):
     folder = tmp_path / "head"
     return load_speculator(
-        demo.load_target(), {"model": demo.eagle3_path(), "num_speculative_tokens": 4}
+        demo.load_target(), {"model": demo.drafter_path("eagle3"), "num_speculative_tokens": 4}
     ).save_pretrained(folder)
 
 
@@ -41,7 +41,7 @@ def test_a_card_is_printed_or_written(head, tmp_path):
 
 
 def test_the_base_of_a_whole_model_is_not_its_target(tmp_path):
-    folder = load_speculator(demo.load_target(), model=demo.draft_path()).save_pretrained(tmp_path)
+    folder = load_speculator(demo.load_target(), model=demo.drafter_path("draft_model")).save_pretrained(tmp_path)
     (folder / "README.md").write_text("---\nbase_model: user/parent\n---\n# A model\n")
     printed = ModelCard(invoke("card", folder))
     assert "target" not in printed.data.speculative
@@ -52,7 +52,7 @@ def test_the_base_of_a_whole_model_is_not_its_target(tmp_path):
 
 
 def test_a_card_of_a_checkpoint_that_nobody_saved(tmp_path):
-    printed = ModelCard(invoke("card", demo.dflash_path(), "--name", "user/draft"))
+    printed = ModelCard(invoke("card", demo.drafter_path("dflash"), "--name", "user/draft"))
     assert printed.data.speculative == {"method": "dflash"}
     # The length comes from the checkpoint.
     assert "--speculative-num-draft-tokens" in printed.text

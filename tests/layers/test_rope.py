@@ -77,7 +77,7 @@ class TestAngles:
 @torch.no_grad()
 def test_networks_make_the_same_of_both(method):
     target = demo.load_target()
-    network = load_speculator(target, {"method": method, "model": getattr(demo, f"{method}_path")()}).resources
+    network = load_speculator(target, {"method": method, "model": demo.drafter_path(method)}).resources
     tokens, positions = torch.tensor([[5, 6, 7], [8, 9, 10]]), torch.tensor([[0, 1, 2], [40, 41, 42]])
 
     def outputs(bound):
@@ -95,7 +95,7 @@ def test_networks_make_the_same_of_both(method):
 @torch.no_grad()
 def test_an_embedding_in_the_place_of_another():
     """A copy that shares all but its rotary embedding, as the doctor makes them."""
-    network = load_speculator(demo.load_target(), {"method": "dflash", "model": demo.dflash_path()}).resources
+    network = load_speculator(demo.load_target(), {"method": "dflash", "model": demo.drafter_path("dflash")}).resources
     like, positions = torch.zeros(1), torch.tensor([[3, 9]])
     before = network.angles(like, positions, 10)
     changed = network.with_settings(rope_parameters={**network.config.rope_parameters, "rope_theta": 77.0})

@@ -1,28 +1,22 @@
-"""Options shared by the commands that try drafters on a target, and what they mean."""
+"""The target of a command: the options that name it and its prompts, and what they mean."""
 
 from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from enum import Enum
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import (
-    EMBEDDED,
-    DeviceOption,
-    Dtype,
-    DtypeOption,
-    load_target,
-    quieten_loading,
-    reporting,
-    with_parameters,
-)
+from ..errors import SpecConfigError
+from .common import reporting, with_parameters
 
 
 if TYPE_CHECKING:
@@ -31,6 +25,31 @@ if TYPE_CHECKING:
     from ..bench.prompts import Batch, Prompt
 
 
+EMBEDDED = "demo"
+
+# The drafters of commands that are given none: for the embedded target, and for all others.
+EMBEDDED_SPEC, ANY_SPEC = "draft_model", "ngram"
+
+
+class Dtype(str, Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+DtypeOption = Annotated[
+    Dtype, typer.Option(help="Data type of the target. auto: the checkpoint's; float32 for the embedded model.")
+]
+DeviceOption = Annotated[
+    str | None, typer.Option(help="Such as cpu or cuda:0. Left out: cuda if there is one, else cpu.")
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option(min=1, help="CPU threads. Left out: torch's choice, one for the embedded target.")
+]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code from the target's repository, if it has any.")
+]
 PromptsOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -43,18 +62,11 @@ PromptsOption = Annotated[
 RawOption = Annotated[
     bool, typer.Option("--raw", help="Take prompts as they are, also where the target has a chat template.")
 ]
-ThreadsOption = Annotated[
-    int | None, typer.Option(min=1, help="CPU threads. Left out: torch's choice, one for the embedded target.")
-]
-TrustOption = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code from the target's repository, if it has any.")
-]
 BatchSizeOption = Annotated[int, typer.Option(min=1, help="Prompts generated together.")]
 RoundsOption = Annotated[int, typer.Option(min=1, help="How often everything is timed.")]
 MaxSecondsOption = Annotated[
     float | None, typer.Option(min=0, help="Begin no further round that is likely to end after so many seconds.")
 ]
-
 SPEC_HELP = (
     "What drafts: a method, a repo id or a folder, also with settings (eagle3,model=user/head,k=4), or JSON. With the "
     "embedded target also a name of `hf-specdec demo`."
@@ -84,35 +96,65 @@ class Place:
         return 1 if self.threads is None and self.is_embedded else self.threads
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        return load_target(self.target, self.dtype, self.device, self.trust_remote_code)
+        """Loads the target and its tokenizer.
+
+        Raises:
+            SpecConfigError: There is no such device, or the target cannot be loaded.
+        """
+        import torch
+
+        from .. import demo
+
+        device = checked_device(self.device, allow_auto=not self.is_embedded)
+        if self.is_embedded:
+            quieten_loading()
+            dtype = torch.float32 if self.dtype is Dtype.auto else getattr(torch, self.dtype.value)
+            return demo.load_target(dtype).to(device), demo.load_tokenizer()
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        if not sys.stderr.isatty():
+            quieten_loading()
+        options = {"trust_remote_code": self.trust_remote_code}
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.target, **options)
+            model = AutoModelForCausalLM.from_pretrained(
+                self.target, dtype=self.dtype.value, device_map=device, **options
+            )
+        except (OSError, ValueError) as error:
+            raise SpecConfigError(f"The model '{self.target}' cannot be loaded: {error}") from error
+        return model.eval(), tokenizer
 
     @contextmanager
     def loaded(self) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
-        """Loads the target for a block that reports quietly and computes in the chosen number of threads."""
+        """Loads the target for a block in the chosen number of threads, whose report nothing of transformers breaks.
+
+        Prompts of different lengths can be tokenised together.
+        """
+        from transformers.utils import logging
+
         from ..bench.machine import num_threads
 
-        with quiet(), num_threads(self.num_threads):
-            yield self.load()
+        quieten_loading()
+        before = logging.get_verbosity()
+        logging.set_verbosity_error()
+        try:
+            with num_threads(self.num_threads):
+                model, tokenizer = self.load()
+                tokenizer.padding_side = "left"
+                if tokenizer.pad_token is None:
+                    tokenizer.pad_token = tokenizer.eos_token
+                yield model, tokenizer
+        finally:
+            logging.set_verbosity(before)
 
     def settings(self, spec: str) -> Any:
         """Settings that the text of `--spec` means, in a form that `load_speculator` takes."""
+        from .. import demo
         from ..bench.decoders import read_spec
-        from .demo import demo_methods
 
-        settings = read_spec(spec, demo_methods() if self.is_embedded else None)
+        settings = read_spec(spec, demo.settings() if self.is_embedded else None)
         settings.pop("name", None)
         return settings.get("config", settings)
-
-    def named_settings(self, specs: list[str]) -> dict[str, Any]:
-        """Settings of several `--spec`s, by names for a table."""
-        names: dict[str, Any] = {}
-        for spec in specs:
-            name, number = spec, 1
-            while name in names:
-                number += 1
-                name = f"{spec} ({number})"
-            names[name] = self.settings(spec)
-        return names
 
     def prompts(self, sources: list[str] | None, max_new_tokens: int) -> list[Prompt]:
         """Prompts that `--prompts` names."""
@@ -124,10 +166,10 @@ class Place:
         chosen: list[Prompt] = []
         for source in sources or [DEMO]:
             # No file that anybody would name so.
-            is_text = any(character.isspace() for character in source) and not os.path.exists(source)
-            chosen += (
-                [Prompt("", source, "prompt", max_new_tokens)] if is_text else read_prompts(source, max_new_tokens)
-            )
+            if any(character.isspace() for character in source) and not os.path.exists(source):
+                chosen.append(Prompt("", source, "prompt", max_new_tokens))
+            else:
+                chosen += read_prompts(source, max_new_tokens)
         names = Counter(prompt.name for prompt in chosen)
         return [
             prompt if prompt.name and names[prompt.name] == 1 else replace(prompt, name=f"prompt {number}")
@@ -167,33 +209,34 @@ def tokenised(
     """Batches of prompts on the model's device, in the chat template where there is one and not `raw`."""
     from ..bench.prompts import as_chat, make_batches
 
-    prepare_padding(tokenizer)
     chat = has_template(tokenizer, raw)
     prompts = as_chat(prompts, tokenizer) if chat else prompts
     return make_batches(tokenizer, prompts, batch_size, device=model.device, fill=fill, add_special_tokens=not chat)
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase, raw: bool) -> bool:
-    """Tells if prompts are to be put into a chat template."""
     return tokenizer.chat_template is not None and not raw
 
 
-def prepare_padding(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Lets prompts of different lengths be generated together."""
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+def checked_device(name: str | None, allow_auto: bool = False) -> str:
+    """Returns the device of `--device`, or the best one if it is left out; "auto" is what `device_map` understands."""
+    import torch
+
+    if name == "auto" and allow_auto:
+        return name
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(name).type
+    except RuntimeError as error:
+        raise SpecConfigError(f"--device '{name}' is no device: {error}") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise SpecConfigError(f"--device '{name}': torch {torch.__version__} finds no CUDA device. Use --device cpu.")
+    return name
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps progress bars and advice of transformers from between the lines of a report."""
+def quieten_loading() -> None:
+    """No progress bars for weights that load in no time."""
     from transformers.utils import logging
 
-    quieten_loading()
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
+    logging.disable_progress_bar()

@@ -19,6 +19,11 @@ CACHE_READERS = ("gemma4_assistant", "gemma4_unified_assistant")
 _LAYER_LISTS = ("layers", "h", "blocks", "block", "layer")
 
 
+def model_name(model: torch.nn.Module) -> str:
+    """Repo id or folder of a model; its class where it was loaded from neither."""
+    return str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+
+
 def vocabulary_size(model: torch.nn.Module) -> int:
     """Width of a model's logits."""
     head = model.get_output_embeddings()

@@ -123,7 +123,7 @@ def test_all_drafts_right(model):
 
 
 def test_cut_inside_a_block(model):
-    """Accepted draft tokens behind the end are not counted."""
+    """Accepted draft tokens after the end are not counted."""
     inputs = prompts(1)
     text = model.generate(**inputs, do_sample=False, max_new_tokens=40)
     output, call = traced(model, inputs, k=8, accuracy=1.0, eos_token_id=int(text[0, PROMPT + 4]))

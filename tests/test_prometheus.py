@@ -1,4 +1,4 @@
-"""What Prometheus scrapes is what the calls did: every counter and histogram, while they run and from many threads."""
+"""Prometheus scrapes what the calls did: every counter and histogram, while they run and from many threads."""
 
 import re
 import subprocess
@@ -186,7 +186,7 @@ def test_counts_while_the_call_runs(model, registry):
     seen = []
     streamer = EachColumn(lambda delivered: seen.append(series(registry)("generation_tokens_total")))
     model.generate(**prompts(1), **SETTINGS, spec_method="ngram", streamer=streamer)
-    # A cycle is counted at its end, behind the streamer.
+    # A cycle is counted at its end, after the streamer.
     known = [value for value in seen if value]
     assert known == sorted(known)
     assert len(set(known)) > 5

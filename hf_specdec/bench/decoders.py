@@ -128,26 +128,21 @@ def stock_decoders(decoders: Sequence[Decoder]) -> list[Decoder]:
 
     All of them take one row. Some cannot run, which shows in the warm-up.
     """
-    found = [_prompt_lookup(decoders)]
+    lengths = [decoder.speculator.config.fixed_length for decoder in decoders if decoder.counterpart == _LOOKUP]
+    count = next((length for length in lengths if length is not None), _PROMPT_LOOKUP_TOKENS)
+    found = [_stock("prompt_lookup", {_LOOKUP: count})]
     for decoder in decoders:
         if decoder.counterpart == _ASSISTED:
             found.append(_assisted(decoder))
         elif decoder.counterpart == _OWN_LAYERS:
-            arguments = {"spec_method": "off", _OWN_LAYERS: True}
-            found.append(Decoder(f"{STOCK}{decoder.name}", arguments, max_batch_size=1))
-    for decoder in found:
-        shown = {
-            key: value for key, value in decoder.arguments.items() if key not in ("spec_method", "assistant_model")
-        }
-        decoder.settings = {**decoder.settings, **shown}
+            found.append(_stock(decoder.name, {_OWN_LAYERS: True}))
     return found
 
 
-def _prompt_lookup(decoders: Sequence[Decoder]) -> Decoder:
-    lengths = [decoder.speculator.config.fixed_length for decoder in decoders if decoder.counterpart == _LOOKUP]
-    count = next((length for length in lengths if length is not None), _PROMPT_LOOKUP_TOKENS)
-    arguments = {"spec_method": "off", _LOOKUP: count}
-    return Decoder(f"{STOCK}prompt_lookup", arguments, max_batch_size=1)
+def _stock(name: str, arguments: dict[str, Any], settings: dict[str, Any] | None = None, network=None) -> Decoder:
+    """One of transformers' own ways, whose settings are its arguments if they are not others."""
+    settings = arguments if settings is None else settings
+    return Decoder(f"{STOCK}{name}", {"spec_method": "off", **arguments}, settings, network=network, max_batch_size=1)
 
 
 def _assisted(decoder: Decoder) -> Decoder:
@@ -164,8 +159,7 @@ def _assisted(decoder: Decoder) -> Decoder:
             "assistant_confidence_threshold": 0.0,
         }
         assistant.generation_config.update(**settings)
-    arguments = {"spec_method": "off", "assistant_model": assistant}
-    return Decoder(f"{STOCK}{decoder.name}", arguments, settings, network=decoder.network, max_batch_size=1)
+    return _stock(decoder.name, {_ASSISTED: assistant}, settings, decoder.network)
 
 
 def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:

@@ -7,6 +7,8 @@ what is in them.
 from __future__ import annotations
 
 import math
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,13 +78,6 @@ def _new_figure(width: float, height: float, title: str, report: Mapping[str, An
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=12, fontweight="bold")
-    figure.supxlabel(_circumstances(report, width), fontsize=8, color="#555555")
-    return figure
-
-
-def _circumstances(report: Mapping[str, Any], width: float) -> str:
-    import textwrap
-
     settings, environment = report["settings"], report["environment"]
     machine = environment["gpu"] or f"{environment['cpu']}, threads: {environment['threads']}"
     text = (
@@ -91,7 +86,8 @@ def _circumstances(report: Mapping[str, Any], width: float) -> str:
     )
     if any(row["method"].startswith(STOCK) for row in report["rows"]):
         text += f"; {STOCK}*: transformers' own assisted generation"
-    return "\n".join(textwrap.wrap(text, int(width * 17)))
+    figure.supxlabel("\n".join(textwrap.wrap(text, int(width * 17))), fontsize=8, color="#555555")
+    return figure
 
 
 def _rows(report: Mapping[str, Any], batch_size: int) -> list[Mapping[str, Any]]:
@@ -111,145 +107,6 @@ def _panels(figure: Figure, count: int, **shared) -> list[Axes]:
     return panels[:count]
 
 
-# ----------------------------------------------------------------------------------------------- speed-up by kind
-
-
-def _speedups(report: Mapping[str, Any]) -> Figure:
-    size = report["settings"]["batch_sizes"][0]
-    rows = [row for row in _rows(report, size) if row["method"] != PLAIN]
-    names = [row["method"] for row in rows]
-    prompts = report["settings"]["prompts"].values()
-    kinds = list(dict.fromkeys(prompts))
-    parts = {"all prompts": (rows, len(prompts))}
-    if len(kinds) > 1:
-        for kind in kinds:
-            items = [{"method": row["method"], **row["kinds"][kind]} for row in rows]
-            parts[kind] = (items, list(prompts).count(kind))
-    figure = _figure_of_bars(
-        len(parts),
-        names,
-        f"Speed-up over plain generation, batch size {size} (median and range of {_rounds(report)})",
-        report,
-    )
-    highest = _highest([item for items, _ in parts.values() for item in items], "speedup")
-    panels = _panels(figure, len(parts), sharex=True, sharey=True)
-    for panel, (kind, (items, count)) in zip(panels, parts.items()):
-        _draw_bars(panel, names, items, "speedup", "{:.2f}".format, highest)
-        panel.axvline(1.0, color="#222222", linewidth=1, linestyle="--")
-        panel.set_title(f"{kind} ({counted(count, 'prompt')})", fontsize=10)
-    for panel in panels[-_PANELS_IN_A_ROW:]:
-        panel.set_xlabel("speed-up (plain generation = 1)", fontsize=9)
-        panel.tick_params(labelbottom=True)
-    return figure
-
-
-# ----------------------------------------------------------------------------------------- acceptance by position
-
-
-def _acceptance(report: Mapping[str, Any]) -> Figure | None:
-    size = report["settings"]["batch_sizes"][0]
-    rows = [row for row in _rows(report, size) if row["accepted_per_position"]]
-    if not rows:
-        return None
-    columns = min(len(rows), _PANELS_IN_A_ROW)
-    lines = math.ceil(len(rows) / columns)
-    title = f"Drafts with at least so many tokens accepted, batch size {size}"
-    figure = _new_figure(
-        max(1.0 + 3.0 * columns, 8.0),
-        1.6 + 2.3 * lines,
-        f"{title}\n(line: 95 % interval over the prompts)",
-        report,
-    )
-    for panel, row in zip(_panels(figure, len(rows), sharey=True), rows):
-        _draw_acceptance(panel, row)
-    figure.supylabel("share of drafts", fontsize=10)
-    return figure
-
-
-def _draw_acceptance(panel: Axes, row: Mapping[str, Any]) -> None:
-    values = row["accepted_per_position"][:_MOST_POSITIONS]
-    spreads = row["accepted_per_position_spread"][:_MOST_POSITIONS]
-    positions = range(1, len(values) + 1)
-    panel.bar(positions, values, color=_color(row["method"]), width=0.75)
-    panel.vlines(
-        positions, [spread["low"] for spread in spreads], [spread["high"] for spread in spreads], color="#222222", lw=1
-    )
-    panel.set_title(
-        f"{row['method']}\n{spreads[0]['n']} drafts, {row['mean_acceptance_length']:.2f} tokens per cycle", fontsize=9
-    )
-    panel.set_ylim(0, 1)
-    panel.set_xlim(0.3, max(len(values), 4) + 0.7)
-    most = len(row["accepted_per_position"])
-    panel.set_xlabel(f"draft position (of {most})" if most > _MOST_POSITIONS else "draft position", fontsize=9)
-    panel.xaxis.get_major_locator().set_params(integer=True)
-    _plain_frame(panel, "y")
-
-
-# ----------------------------------------------------------------------------------------- tokens a second by batch
-
-
-def _throughput(report: Mapping[str, Any]) -> Figure:
-    sizes = report["settings"]["batch_sizes"]
-    names = list(dict.fromkeys(row["method"] for row in report["rows"]))
-    figure = _figure_of_bars(len(sizes), names, f"Tokens per second (median and range of {_rounds(report)})", report)
-    for panel, size in zip(_panels(figure, len(sizes), sharey=True), sizes):
-        rows = _rows(report, size)
-        _draw_bars(panel, names, rows, "tokens_per_second", _speed, _highest(rows, "tokens_per_second"))
-        panel.set_title(f"batch size {size}", fontsize=10)
-        panel.set_xlabel("tokens per second of all rows", fontsize=9)
-    return figure
-
-
-# ---------------------------------------------------------------------------------------------------------------- bars
-
-
-def _figure_of_bars(num_panels: int, names: Sequence[str], title: str, report: Mapping[str, Any]) -> Figure:
-    columns, lines = min(num_panels, _PANELS_IN_A_ROW), math.ceil(num_panels / _PANELS_IN_A_ROW)
-    width = max(2.2 + 2.9 * columns, 8.0)
-    return _new_figure(width, 1.4 + lines * (0.8 + 0.3 * max(len(names), 2)), title, report)
-
-
-def _draw_bars(
-    panel: Axes,
-    names: Sequence[str],
-    items: Sequence[Mapping[str, Any]],
-    key: str,
-    form: Callable[[float], str],
-    highest: float,
-) -> None:
-    """A bar with its spread and its number for each item; `names` are the lines, some of which may stay empty.
-
-    `highest` is the largest number of all panels that share an axis.
-    """
-    values = [item[key] for item in items]
-    spreads = [item["spread"][key] for item in items]
-    lines = [names.index(item["method"]) for item in items]
-    panel.barh(
-        lines,
-        values,
-        xerr=[
-            [value - spread["low"] for value, spread in zip(values, spreads)],
-            [spread["high"] - value for value, spread in zip(values, spreads)],
-        ],
-        color=[_color(item["method"]) for item in items],
-        height=0.65,
-        error_kw={"ecolor": "#222222", "capsize": 2, "elinewidth": 1},
-    )
-    for line, value, spread in zip(lines, values, spreads):
-        place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-        panel.annotate(form(value), (spread["high"], line), fontsize=8, bbox=_WHITE, **place)
-    panel.set_yticks(range(len(names)), names)
-    panel.set_ylim(len(names) - 0.4, -0.6)
-    # Room for the number after the longest bar.
-    panel.set_xlim(0, highest * 1.22)
-    panel.locator_params(axis="x", nbins=4)
-    _plain_frame(panel, "x")
-
-
-def _highest(items: Sequence[Mapping[str, Any]], key: str) -> float:
-    return max((item["spread"][key]["high"] for item in items), default=1.0)
-
-
 def _plain_frame(panel: Axes, grid: str) -> None:
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(axis=grid, color="#dddddd", linewidth=0.7)
@@ -257,9 +114,114 @@ def _plain_frame(panel: Axes, grid: str) -> None:
     panel.tick_params(labelsize=9)
 
 
-def _speed(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+def _acceptance(report: Mapping[str, Any]) -> Figure | None:
+    """Acceptance by position, a panel for each method that drafts."""
+    size = report["settings"]["batch_sizes"][0]
+    rows = [row for row in _rows(report, size) if row["accepted_per_position"]]
+    if not rows:
+        return None
+    columns, lines = min(len(rows), _PANELS_IN_A_ROW), math.ceil(len(rows) / _PANELS_IN_A_ROW)
+    title = f"Drafts with at least so many tokens accepted, batch size {size}\n(line: 95 % interval over the prompts)"
+    figure = _new_figure(max(1.0 + 3.0 * columns, 8.0), 1.6 + 2.3 * lines, title, report)
+    for panel, row in zip(_panels(figure, len(rows), sharey=True), rows):
+        most = len(row["accepted_per_position"])
+        values = row["accepted_per_position"][:_MOST_POSITIONS]
+        spreads = row["accepted_per_position_spread"][:_MOST_POSITIONS]
+        positions = range(1, len(values) + 1)
+        panel.bar(positions, values, color=_color(row["method"]), width=0.75)
+        low, high = [spread["low"] for spread in spreads], [spread["high"] for spread in spreads]
+        panel.vlines(positions, low, high, color="#222222", lw=1)
+        counts = f"{spreads[0]['n']} drafts, {row['mean_acceptance_length']:.2f} tokens per cycle"
+        panel.set_title(f"{row['method']}\n{counts}", fontsize=9)
+        panel.set_ylim(0, 1)
+        panel.set_xlim(0.3, max(len(values), 4) + 0.7)
+        panel.set_xlabel(f"draft position (of {most})" if most > _MOST_POSITIONS else "draft position", fontsize=9)
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        _plain_frame(panel, "y")
+    figure.supylabel("share of drafts", fontsize=10)
+    return figure
 
 
-def _rounds(report: Mapping[str, Any]) -> str:
-    return counted(report["settings"]["rounds"], "round")
+def _speedups(report: Mapping[str, Any]) -> Figure:
+    """Speed-ups at the first batch size, a panel for all prompts and for each kind of them."""
+    size, prompts = report["settings"]["batch_sizes"][0], report["settings"]["prompts"].values()
+    rows = [row for row in _rows(report, size) if row["method"] != PLAIN]
+    panels = {f"all prompts ({counted(len(prompts), 'prompt')})": rows}
+    kinds = Counter(prompts)
+    if len(kinds) > 1:
+        for kind, count in kinds.items():
+            items = [{"method": row["method"], **row["kinds"][kind]} for row in rows]
+            panels[f"{kind} ({counted(count, 'prompt')})"] = items
+    title = f"Speed-up over plain generation, batch size {size}"
+    label = "speed-up (plain generation = 1)"
+    return _bars(report, title, panels, "speedup", label, "{:.2f}".format, one_scale=True)
+
+
+def _throughput(report: Mapping[str, Any]) -> Figure:
+    """Tokens per second, a panel for each batch size."""
+    panels = {f"batch size {size}": _rows(report, size) for size in report["settings"]["batch_sizes"]}
+
+    def form(value: float) -> str:
+        return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+    return _bars(
+        report,
+        "Tokens per second",
+        panels,
+        "tokens_per_second",
+        "tokens per second of all rows",
+        form,
+        one_scale=False,
+    )
+
+
+def _bars(
+    report: Mapping[str, Any],
+    title: str,
+    panels: Mapping[str, Sequence[Mapping[str, Any]]],
+    key: str,
+    label: str,
+    form: Callable[[float], str],
+    *,
+    one_scale: bool,
+) -> Figure:
+    """Panels of bars by method, each bar with its spread and its number.
+
+    Args:
+        report (`Mapping`): What the figures come from.
+        title (`str`): Of the chart.
+        panels (`Mapping`): Rows of each panel, by its title. Methods without a row leave their line empty.
+        key (`str`): The figure of a row.
+        label (`str`): Of the axis.
+        form (`Callable`): Writes a number.
+        one_scale (`bool`): One scale for all panels, with a line at 1.
+    """
+    names = list(dict.fromkeys(row["method"] for rows in panels.values() for row in rows))
+    columns, lines = min(len(panels), _PANELS_IN_A_ROW), math.ceil(len(panels) / _PANELS_IN_A_ROW)
+    title = f"{title} (median and range of {counted(report['settings']['rounds'], 'round')})"
+    height = 1.4 + lines * (0.8 + 0.3 * max(len(names), 2))
+    figure = _new_figure(max(2.2 + 2.9 * columns, 8.0), height, title, report)
+    everything = [row for rows in panels.values() for row in rows]
+    for panel, (heading, rows) in zip(_panels(figure, len(panels), sharey=True), panels.items()):
+        places = [names.index(row["method"]) for row in rows]
+        values, spreads = [row[key] for row in rows], [row["spread"][key] for row in rows]
+        below = [value - spread["low"] for value, spread in zip(values, spreads)]
+        above = [spread["high"] - value for value, spread in zip(values, spreads)]
+        colors = [_color(row["method"]) for row in rows]
+        bars = {"ecolor": "#222222", "capsize": 2, "elinewidth": 1}
+        panel.barh(places, values, xerr=[below, above], color=colors, height=0.65, error_kw=bars)
+        for place, value, spread in zip(places, values, spreads):
+            at = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+            panel.annotate(form(value), (spread["high"], place), fontsize=8, bbox=_WHITE, **at)
+        panel.set_yticks(range(len(names)), names)
+        panel.set_ylim(len(names) - 0.4, -0.6)
+        highest = max((row["spread"][key]["high"] for row in (everything if one_scale else rows)), default=1.0)
+        # Room for the number after the longest bar.
+        panel.set_xlim(0, highest * 1.22)
+        panel.locator_params(axis="x", nbins=4)
+        if one_scale:
+            panel.axvline(1.0, color="#222222", linewidth=1, linestyle="--")
+        panel.set_title(heading, fontsize=10)
+        panel.set_xlabel(label, fontsize=9)
+        _plain_frame(panel, "x")
+    return figure

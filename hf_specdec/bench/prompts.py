@@ -8,6 +8,7 @@ import json
 import re
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +20,6 @@ from ..errors import SpecConfigError
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
-
-    from ..demo import DemoPrompt
 
 
 DEMO = "demo"
@@ -93,13 +92,23 @@ def read_prompts(source: str, max_new_tokens: int = 256, per_kind: int | None = 
     if source == DEMO:
         from .. import demo
 
-        prompts = [Prompt(item.name, item.text, item.kind, item.max_new_tokens) for item in demo.prompts()]
+        prompts = demo.prompts()
     elif source == SPEC_BENCH:
-        prompts = [_of_spec_bench(prompt) for prompt in _read_file(spec_bench_file(), max_new_tokens)]
+        prompts = [
+            replace(prompt, kind="mt_bench") if prompt.kind in _MT_BENCH else prompt
+            for prompt in _read_file(spec_bench_file(), max_new_tokens)
+        ]
     else:
         prompts = _read_file(Path(source), max_new_tokens)
     prompts = [replace(prompt, max_new_tokens=min(prompt.max_new_tokens, max_new_tokens)) for prompt in prompts]
-    return prompts if per_kind is None else list(_first_of_each_kind(prompts, per_kind))
+    if per_kind is None:
+        return prompts
+    first, taken = [], Counter()
+    for prompt in prompts:
+        taken[prompt.kind] += 1
+        if taken[prompt.kind] <= per_kind:
+            first.append(prompt)
+    return first
 
 
 def as_chat(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, **options) -> list[Prompt]:
@@ -120,7 +129,7 @@ def as_chat(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, **opt
 
 def make_batches(
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Iterable[Prompt | DemoPrompt],
+    prompts: Iterable[Prompt],
     batch_size: int = 1,
     max_new_tokens: int | None = None,
     device: torch.device | str = "cpu",
@@ -132,14 +141,14 @@ def make_batches(
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The model's, with a padding token and padding on the left.
-        prompts (`Iterable[Prompt | DemoPrompt]`): The prompts.
+        prompts (`Iterable[Prompt]`): The prompts.
         batch_size (`int`): Rows of a batch; the last ones of a kind may be smaller, unless they are filled.
         max_new_tokens (`int`, *optional*): Upper limit in tokens.
         device (`torch.device` or `str`): The model's.
         fill (`bool`): Fill the last batch of a kind with the kind's first prompts once more.
         add_special_tokens (`bool`): Those of the tokenizer; a chat template has written its own.
     """
-    groups: dict[tuple[str, int], list[Prompt | DemoPrompt]] = {}
+    groups: dict[tuple[str, int], list[Prompt]] = {}
     for prompt in prompts:
         groups.setdefault((prompt.kind, prompt.max_new_tokens), []).append(prompt)
     batches = []
@@ -158,14 +167,6 @@ def make_batches(
             tensors = {key: inputs[key] for key in ("input_ids", "attention_mask")}
             batches.append(Batch(tuple(row.name for row in rows), kind, tensors, length))
     return batches
-
-
-def _first_of_each_kind(prompts: Sequence[Prompt], count: int) -> Iterator[Prompt]:
-    taken: dict[str, int] = {}
-    for prompt in prompts:
-        taken[prompt.kind] = taken.get(prompt.kind, 0) + 1
-        if taken[prompt.kind] <= count:
-            yield prompt
 
 
 # --------------------------------------------------------------------------------------------------------- Spec-Bench
@@ -206,10 +207,6 @@ def _no_spec_bench(reason: str, path: Path) -> SpecConfigError:
     )
 
 
-def _of_spec_bench(prompt: Prompt) -> Prompt:
-    return replace(prompt, kind="mt_bench") if prompt.kind in _MT_BENCH else prompt
-
-
 # --------------------------------------------------------------------------------------------------------------- files
 
 
@@ -231,7 +228,9 @@ def _read_file(path: Path, max_new_tokens: int) -> list[Prompt]:
         _prompt(record, place, f"prompt {number:0{width}}", max_new_tokens)
         for number, (place, record) in enumerate(records, start=1)
     ]
-    _check_names(prompts, path)
+    for name, count in Counter(prompt.name for prompt in prompts).items():
+        if count > 1:
+            raise SpecConfigError(f"'{path}' has two prompts named '{name}'. Give each its own name.")
     return prompts
 
 
@@ -277,11 +276,3 @@ def _prompt(record: Any, place: str, name: str, max_new_tokens: int) -> Prompt:
 
 def _first(record: dict[str, Any], keys: Iterable[str], default: Any = None) -> Any:
     return next((record[key] for key in keys if record.get(key) is not None), default)
-
-
-def _check_names(prompts: Sequence[Prompt], path: Path) -> None:
-    seen: set[str] = set()
-    for prompt in prompts:
-        if prompt.name in seen:
-            raise SpecConfigError(f"'{path}' has two prompts named '{prompt.name}'. Give each its own name.")
-        seen.add(prompt.name)

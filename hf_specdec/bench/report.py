@@ -83,17 +83,14 @@ def make_rows(
                 row |= _details(rounds, decoder.name, greedy)
                 row |= _same_texts(rounds, decoder.name, batches) if greedy else {"identical": None}
                 row["draft_bytes"] = decoder.draft_bytes(model)
-                row["kinds"] = _by_kind(rounds, decoder.name, batches, greedy)
+                row["kinds"] = {
+                    kind: _figures(
+                        rounds, decoder.name, [i for i, one in enumerate(batches) if one.kind == kind], greedy
+                    )
+                    for kind in dict.fromkeys(batch.kind for batch in batches)
+                }
                 rows.append(row)
     return rows
-
-
-def _by_kind(rounds: Sequence[Round], name: str, batches: Sequence[Batch], greedy: bool) -> dict[str, dict[str, Any]]:
-    kinds = dict.fromkeys(batch.kind for batch in batches)
-    return {
-        kind: _figures(rounds, name, [index for index, batch in enumerate(batches) if batch.kind == kind], greedy)
-        for kind in kinds
-    }
 
 
 def _figures(rounds: Sequence[Round], name: str, indices: Sequence[int], greedy: bool) -> dict[str, Any]:
@@ -103,13 +100,19 @@ def _figures(rounds: Sequence[Round], name: str, indices: Sequence[int], greedy:
     calls = [one[name][index] for one in rounds for index in indices]
     with_texts = _with_own_texts(rounds, greedy)
     texts = [one[name][index] for one in with_texts for index in indices]
+    stats = [call.stats for call in texts if call.stats is not None]
+    accepted = [one.num_accepted_tokens for one in stats]
+    # On a GPU it is what the drafter has waited for.
+    drafting = [(call.stats.draft_seconds, call.seconds) for call in calls if call.stats is not None]
     figures = {
         "tokens_per_second": median_and_range(speeds),
         "speedup": median_and_range([speed / base for speed, base in zip(speeds, plain)]),
         "first_token_seconds": median_and_quartiles([call.first_token_seconds for call in calls], "calls"),
         "mean_acceptance_length": _acceptance_length(texts),
-        **_rates(texts),
-        "draft_share": _draft_share(calls),
+        # Among those that were compared, and among all; `None` where nothing is known of drafts.
+        "acceptance_rate": pooled(accepted, [one.num_reached_tokens for one in stats], "draft tokens"),
+        "draft_acceptance_rate": pooled(accepted, [one.num_draft_tokens for one in stats], "draft tokens"),
+        "draft_share": pooled(*zip(*drafting)) if drafting else None,
     }
     return {
         **{key: None if figure is None else figure.value for key, figure in figures.items()},
@@ -133,22 +136,6 @@ def _acceptance_length(calls: Sequence[Call]) -> Figure:
     if not any(cycles):
         return Figure(1.0, 1.0, 1.0, 0, "cycles", "bootstrap")
     return pooled([call.mean_acceptance_length * n for call, n in zip(calls, cycles)], cycles, "cycles")
-
-
-def _rates(calls: Sequence[Call]) -> dict[str, Figure | None]:
-    """Accepted draft tokens among those that were compared, and among all; `None` where nothing is known of drafts."""
-    stats = [call.stats for call in calls if call.stats is not None]
-    accepted = [one.num_accepted_tokens for one in stats]
-    return {
-        "acceptance_rate": pooled(accepted, [one.num_reached_tokens for one in stats], "draft tokens"),
-        "draft_acceptance_rate": pooled(accepted, [one.num_draft_tokens for one in stats], "draft tokens"),
-    }
-
-
-def _draft_share(calls: Sequence[Call]) -> Figure | None:
-    """Share of the time that goes into drafting; on a GPU, what the drafter has waited for."""
-    known = [(call.stats.draft_seconds, call.seconds) for call in calls if call.stats is not None]
-    return pooled(*zip(*known)) if known else None
 
 
 def _details(rounds: Sequence[Round], name: str, greedy: bool) -> dict[str, Any]:

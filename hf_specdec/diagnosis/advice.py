@@ -21,13 +21,13 @@ from ..bench.machine import describe_environment, free_bytes
 from ..bench.prompts import Batch
 from ..bench.report import make_rows
 from ..control.theory import break_even_acceptance, optimal_length
-from ..hub.candidate import Candidate
 from ..hub.discover import Search
 from ..hub.target import Access, Target
 from ..hub.trust import one_line
 from ..method import built_in_methods
 from ..metrics import SpecDecodingStats
 from ..settings import AUTO, SpeculativeConfig
+from ..target_facts import model_name
 
 
 # A smaller speed-up is not worth a configuration.
@@ -169,20 +169,17 @@ def advise(
     Raises:
         SpecConfigError: Plain generation fails, or a way of `specs` has wrong settings.
     """
-    say = on_step or (lambda step: None)
-    found = Advice(_name_of(target_model), free_bytes=free_bytes(target_model.device))
-    adviser = _Adviser(target_model, list(batches), found, say)
+    found = Advice(model_name(target_model), free_bytes=free_bytes(target_model.device))
+    adviser = _Adviser(target_model, list(batches), found, rounds, max_seconds, on_step or (lambda step: None))
     for name, spec in (specs or {}).items():
-        settings = SpeculativeConfig.resolve(spec).to_dict()
-        adviser.add(name, settings, "named by the user")
+        adviser.add(name, SpeculativeConfig.resolve(spec).to_dict(), "named by the user")
     if discover:
-        say("Looking for drafters")
         adviser.search(local_files_only, most_drafters)
     for method in _METHODS_FOR_ALL:
         adviser.add(method, {"method": method}, "needs no weights")
-    adviser.measure(rounds, max_seconds)
+    adviser.measure(list(adviser.decoders))
     if try_lengths:
-        adviser.measure_lengths(rounds, max_seconds)
+        adviser.measure_lengths()
     adviser.judge()
     found.environment = describe_environment(target_model.device, target_model.dtype)
     return found
@@ -191,42 +188,48 @@ def advise(
 class _Adviser:
     """Gathers ways of speculating, measures and compares them."""
 
-    def __init__(self, model: PreTrainedModel, batches: list[Batch], advice: Advice, say: Callable[[str], None]):
-        self.model, self.batches, self.advice, self.say = model, batches, advice, say
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batches: list[Batch],
+        advice: Advice,
+        rounds: int,
+        max_seconds: float | None,
+        say: Callable[[str], None],
+    ):
+        self.model, self.advice, self.say = model, advice, say
+        self.rounds, self.max_seconds = rounds, max_seconds
         self.size = max(len(batch.names) for batch in batches)
+        self.batches = {self.size: batches}
         self.room = advice.free_bytes
         self.decoders: dict[str, Decoder] = {}
         self.origins: dict[str, str] = {}
 
-    # What there is
-
     def search(self, local_files_only: bool, most: int) -> None:
         """Adds the drafters that discovery finds, the best ranked first."""
+        self.say("Looking for drafters")
         search = Search(Target.of_model(self.model), Access(local_files_only=local_files_only))
         count = 0
         for candidate in search.all():
             if candidate.place == "none":
                 continue
-            if candidate.problems:
-                self._reject(str(candidate), candidate.reason, " ".join(candidate.problems))
-            elif count == most:
-                self._reject(str(candidate), candidate.reason, f"Only the {most} best ranked ones are measured.")
+            reason = " ".join(candidate.problems)
+            if not reason and count == most:
+                reason = f"Only the {most} best ranked ones are measured."
+            elif not reason and (candidate.num_bytes or 0) > self.room:
+                reason = (
+                    f"Its {candidate.num_bytes / 1e9:.2f} GB do not fit into the {self.room / 1e9:.2f} GB that are "
+                    "free."
+                )
+            if reason:
+                self._reject(str(candidate), candidate.reason, reason)
             else:
-                count += self._add_candidate(candidate)
+                settings = candidate.configured(SpeculativeConfig(method=AUTO)).to_dict()
+                count += self.add(str(candidate), settings, candidate.reason)
         self.advice.notes += [f"Less may have been found {note}." for note in search.notes]
 
-    def _add_candidate(self, candidate: Candidate) -> bool:
-        if candidate.num_bytes is not None and candidate.num_bytes > self.room:
-            reason = (
-                f"Its {candidate.num_bytes / 1e9:.2f} GB do not fit into the {self.room / 1e9:.2f} GB that are free."
-            )
-            self._reject(str(candidate), candidate.reason, reason)
-            return False
-        settings = candidate.configured(SpeculativeConfig(method=AUTO)).to_dict()
-        return self.add(str(candidate), settings, candidate.reason)
-
     def add(self, name: str, settings: dict[str, Any], origin: str) -> bool:
-        """Loads one way of speculating, unless it is there already; whether that went well."""
+        """Loads one way of speculating, unless it is there already; `True` if that went well."""
         if any(decoder.settings == settings for decoder in self.decoders.values()):
             return False
         self.say(f"Loading {name}")
@@ -240,141 +243,114 @@ class _Adviser:
             self._reject(name, origin, f"It drafts for {decoder.max_batch_size} row, and batches have {self.size}.")
             return False
         self.room -= max(before - free_bytes(self.model.device), 0)
-        number = 1
-        decoder.name = name
-        while decoder.name in self.decoders:
-            number += 1
-            decoder.name = f"{name} ({number})"
+        alike = sum(other == name or other.startswith(f"{name} (") for other in self.decoders)
+        decoder.name = f"{name} ({alike + 1})" if alike else name
         self.decoders[decoder.name], self.origins[decoder.name] = decoder, origin
         return True
 
     def _reject(self, name: str, origin: str, reason: str) -> None:
         self.advice.rejected.append(Rejection(name, origin, reason))
 
-    # What it is worth
+    def measure(self, names: Sequence[str]) -> None:
+        """Times ways of speculating beside plain generation and adds what was found."""
 
-    def measure(self, rounds: int, max_seconds: float | None, names: Sequence[str] | None = None) -> None:
-        """Times the ways of speculating beside plain generation and adds what was found."""
-        chosen = [decoder for name, decoder in self.decoders.items() if names is None or name in names]
-        decoders = [plain_decoder(), *chosen]
+        def begin(title: str, steps: int) -> Callable[[], None]:
+            self.say(title)
+            return lambda: None
+
+        decoders = [plain_decoder(), *(self.decoders[name] for name in names)]
         found = measure(
-            self.model,
-            decoders,
-            {self.size: self.batches},
-            rounds,
-            _GREEDY,
-            max_seconds=max_seconds,
-            begin=self._begin,
+            self.model, decoders, self.batches, self.rounds, _GREEDY, max_seconds=self.max_seconds, begin=begin
         )
         for name, reason in found.refused[self.size].items():
             self._reject(name, self.origins[name], reason)
         self.advice.rounds = len(found.rounds)
-        rows = {row["method"]: row for row in make_rows(self.model, decoders, found, greedy=True)}
-        plain_seconds = _plain_seconds([call for one in found.rounds for call in one[self.size][PLAIN]])
-        for decoder in chosen:
-            if decoder.name in rows:
-                calls = [call for one in found.rounds for call in one[self.size][decoder.name]]
-                self.advice.options.append(self._option(decoder, rows[decoder.name], calls, plain_seconds))
+
+        def calls_of(name: str) -> list[Call]:
+            return [call for one in found.rounds for call in one[self.size][name]]
+
+        # Of the tokens after the first one, which reads the prompt.
+        seconds = [second for call in calls_of(PLAIN) for second in call.cycle_seconds]
+        plain_seconds = sum(seconds) / len(seconds) if seconds else 0.0
+        _, *rows = make_rows(self.model, decoders, found, greedy=True)
+        self.advice.options += [self._option(row, calls_of(row["method"]), plain_seconds) for row in rows]
         self.advice.options.sort(key=lambda option: -option.speedup)
 
-    def _begin(self, title: str, steps: int) -> Callable[[], None]:
-        self.say(title)
-        return lambda: None
-
-    def _option(self, decoder: Decoder, row: dict[str, Any], calls: Sequence[Call], plain_seconds: float) -> Option:
+    def _option(self, row: dict[str, Any], calls: Sequence[Call], plain_seconds: float) -> Option:
         # transformers' own assisted generation keeps none.
         stats = SpecDecodingStats.total([call.stats for call in calls if call.stats is not None])
         # Of a batch all rows that are active share a cycle.
         cycles = max(stats.num_target_forwards - len(calls), 1)
         draft_seconds, verify_seconds = stats.draft_seconds / cycles, stats.verify_seconds / cycles
-        length = sum(map(_sum_of_depths, calls)) / max(stats.num_drafts, 1)
+        depths = sum(depth * count for depth, count in enumerate(stats.num_drafts_per_depth, start=1))
+        length = depths / max(stats.num_drafts, 1)
         spread = row["spread"]["speedup"]
         return Option(
-            decoder.name,
-            decoder.settings,
-            self.origins[decoder.name],
-            row["speedup"],
-            (spread["low"], spread["high"]),
-            row["tokens_per_second"],
-            row["mean_acceptance_length"],
-            stats.acceptance_rate,
-            stats.num_drafts / max(stats.num_row_cycles, 1),
-            length,
-            draft_seconds,
-            verify_seconds,
-            plain_seconds,
-            break_even_acceptance(max(round(length), 1), draft_seconds, verify_seconds, plain_seconds),
-            row["draft_bytes"],
+            name=row["method"],
+            settings=row["settings"],
+            origin=self.origins[row["method"]],
+            speedup=row["speedup"],
+            speedup_range=(spread["low"], spread["high"]),
+            tokens_per_second=row["tokens_per_second"],
+            mean_acceptance_length=row["mean_acceptance_length"],
+            acceptance_rate=stats.acceptance_rate,
+            drafted_share=stats.num_drafts / max(stats.num_row_cycles, 1),
+            draft_length=length,
+            draft_seconds=draft_seconds,
+            verify_seconds=verify_seconds,
+            plain_seconds=plain_seconds,
+            break_even=break_even_acceptance(max(round(length), 1), draft_seconds, verify_seconds, plain_seconds),
+            draft_bytes=row["draft_bytes"],
         )
 
-    def measure_lengths(self, rounds: int, max_seconds: float | None) -> None:
-        """Other speculation lengths of the fastest way, beside it and those that come near it."""
+    def measure_lengths(self) -> None:
+        """Measures other lengths of the fastest way, beside it and those that come near it."""
         options = self.advice.options
         if not options or options[0].settings.get("num_speculative_tokens") == AUTO:
             return
-        best = options[0]
-        before = set(self.decoders)
+        best, before = options[0], list(self.decoders)
         settings = {key: value for key, value in best.settings.items() if key != "speculative_token_tree"}
         for k in dict.fromkeys((_best_length(best), AUTO)):
             if k and k != best.settings.get("num_speculative_tokens"):
                 self.add(f"{best.name}, k={k}", {**settings, "num_speculative_tokens": k}, best.origin)
-        added = set(self.decoders) - before
+        added = [name for name in self.decoders if name not in before]
         if added:
             # Once more, so that all that may win is compared in the same rounds.
             near = [option for option in options if option.speedup >= _NEAR * best.speedup]
             self.advice.options = [option for option in options if option not in near]
-            self.measure(rounds, max_seconds, [*(option.name for option in near), *added])
+            self.measure([*(option.name for option in near), *added])
 
     def judge(self) -> None:
         """Chooses, and says for each why it wins or loses."""
         advice = self.advice
-        fastest = advice.options[0] if advice.options else None
-        if fastest is not None and _surely_faster(fastest):
-            advice.best = fastest
+        if advice.options and _surely_faster(advice.options[0]):
+            advice.best = advice.options[0]
         for option in advice.options:
             option.verdict = _verdict(option, advice.best)
-        repeating = next((option for option in advice.options if option.settings == _REPEATING), None)
-        if repeating is not None:
-            advice.notes.append(
-                f"How repetitive the texts are: in {repeating.drafted_share:.0%} of the cycles {repeating.name} finds "
-                f"something to repeat, and {repeating.acceptance_rate:.0%} of what it drafts then is accepted."
-            )
-
-
-def _name_of(model: PreTrainedModel) -> str:
-    return str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+            if option.settings == _REPEATING:
+                advice.notes.append(
+                    f"How repetitive the texts are: in {option.drafted_share:.0%} of the cycles {option.name} finds "
+                    f"something to repeat, and {option.acceptance_rate:.0%} of what it drafts then is accepted."
+                )
 
 
 def _surely_faster(option: Option) -> bool:
-    """In every round, and by enough to be worth a configuration."""
+    """Tells a way that is faster in every round, and by enough to be worth a configuration."""
     return option.speedup >= _WORTHWHILE and option.speedup_range[0] > 1
-
-
-def _sum_of_depths(call: Call) -> int:
-    """Depths of all drafts of a call, added up."""
-    per_depth = [] if call.stats is None else call.stats.num_drafts_per_depth
-    return sum(depth * count for depth, count in enumerate(per_depth, start=1))
-
-
-def _plain_seconds(calls: Sequence[Call]) -> float:
-    """Seconds of a token after the first one, which reads the prompt."""
-    seconds = [second for call in calls for second in call.cycle_seconds]
-    return sum(seconds) / len(seconds) if seconds else 0.0
 
 
 def _best_length(option: Option) -> int:
     """The speculation length that the measured acceptance and costs make the best, by the equations."""
     k = max(option.draft_length, 1.0)
 
-    def draft(length: int) -> float:
-        return option.draft_seconds * length / k
-
-    def verify(length: int) -> float:
-        # Between a plain step and the measured verification; beyond it on along the same line.
-        slope = max(option.verify_seconds - option.plain_seconds, 0.0) / k
-        return option.plain_seconds + slope * length
-
-    return optimal_length(option.acceptance_rate, draft, verify, most=max(2 * round(k), 4))
+    # Between a plain step and the measured verification; beyond it on along the same line.
+    slope = max(option.verify_seconds - option.plain_seconds, 0.0) / k
+    return optimal_length(
+        option.acceptance_rate,
+        lambda length: option.draft_seconds * length / k,
+        lambda length: option.plain_seconds + slope * length,
+        most=max(2 * round(k), 4),
+    )
 
 
 def _verdict(option: Option, best: Option | None) -> str:

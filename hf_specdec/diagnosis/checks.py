@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,53 +57,23 @@ def checkpoint_findings(
     yield Finding("checkpoint", "ok", f"{found.method} in the format {found.format} ({found.producer}){size}.")
     for problem in found.problems:
         yield Finding("checkpoint", "error", problem, "Choose another drafter: `hf-specdec discover` lists some.")
-    yield from _method_findings(found, config)
-    # Layers in the target's own checkpoint fit by being its own.
     drafting = drafting_method(config.method)
-    is_own = drafting is not None and drafting.in_target_checkpoint and is_language_model(found.method)
+    method = config.method if drafting is None else drafting.name
+    in_target = drafting is not None and drafting.in_target_checkpoint
+    if method == found.method or (found.mtp_layers and in_target):
+        yield Finding("method", "ok", f"The method '{method}' is the checkpoint's.")
+    else:
+        yield Finding(
+            "method",
+            "error",
+            f"The checkpoint is for '{found.method}', and the method '{method}' was asked for.",
+            "Leave the method out: it is read from the checkpoint.",
+        )
+    # Layers in the target's own checkpoint fit by being its own.
+    is_own = in_target and is_language_model(found.method)
     for problem in [] if is_own else target_problems(found, target_model.config.to_dict()):
         yield Finding("sizes", "error", problem, "Choose a drafter that was made for this target.")
     yield from _base_findings(found, target_model)
-    yield from _length_findings(found, config)
-
-
-def _method_findings(found: Detection, config: SpeculativeConfig) -> Iterator[Finding]:
-    drafting = drafting_method(config.method)
-    method = config.method if drafting is None else drafting.name
-    if method == found.method or (found.mtp_layers and drafting is not None and drafting.in_target_checkpoint):
-        yield Finding("method", "ok", f"The method '{method}' is the checkpoint's.")
-        return
-    yield Finding(
-        "method",
-        "error",
-        f"The checkpoint is for '{found.method}', and the method '{method}' was asked for.",
-        "Leave the method out: it is read from the checkpoint.",
-    )
-
-
-def _base_findings(found: Detection, target_model: PreTrainedModel) -> Iterator[Finding]:
-    made_for, name = found.target.name, str(getattr(target_model.config, "_name_or_path", "") or "")
-    if made_for is None or is_language_model(found.method):
-        return
-    if _same_model(made_for, name):
-        yield Finding("made for", "ok", f"It was made for '{made_for}'.")
-        return
-    yield Finding(
-        "made for",
-        "warning",
-        f"It was made for '{made_for}', and the target is '{name or 'not loaded from a checkpoint'}'.",
-        "Use it with that model, or with one that differs little from it, such as a light fine-tune.",
-    )
-
-
-def _same_model(one: str, other: str) -> bool:
-    """By the ends of the names: folders have paths, snapshots of the cache the repo id as a part of it."""
-    end = one.rstrip("/").rpartition("/")[2].lower()
-    parts = other.lower().replace("--", "/").split("/")
-    return end in parts
-
-
-def _length_findings(found: Detection, config: SpeculativeConfig) -> Iterator[Finding]:
     most, k = found.num_draft_tokens, config.fixed_length
     if most and k and k > most:
         yield Finding(
@@ -112,6 +82,23 @@ def _length_findings(found: Detection, config: SpeculativeConfig) -> Iterator[Fi
             f"num_speculative_tokens={k}, and the checkpoint was made for {most}.",
             f"Use {most}, or leave it out.",
         )
+
+
+def _base_findings(found: Detection, target_model: PreTrainedModel) -> Iterator[Finding]:
+    made_for, name = found.target.name, str(getattr(target_model.config, "_name_or_path", "") or "")
+    if made_for is None or is_language_model(found.method):
+        return
+    # By the ends of the names: folders have paths, snapshots of the cache the repo id as a part of it.
+    end = made_for.rstrip("/").rpartition("/")[2].lower()
+    if end in name.lower().replace("--", "/").split("/"):
+        yield Finding("made for", "ok", f"It was made for '{made_for}'.")
+        return
+    yield Finding(
+        "made for",
+        "warning",
+        f"It was made for '{made_for}', and the target is '{name or 'not loaded from a checkpoint'}'.",
+        "Use it with that model, or with one that differs little from it, such as a light fine-tune.",
+    )
 
 
 def tokenizer_findings(config: SpeculativeConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
@@ -219,7 +206,9 @@ def _layer_findings(network: nn.Module, files: RepoFiles | None) -> Iterator[Fin
         return
     shown = ", ".join(map(str, keys))
     stated = getattr(network, "states_keys", ())
-    if not stated or _has_one_of(files.config, stated):
+    # At the top of the config or one level below.
+    places = [files.config, *(value for value in files.config.values() if isinstance(value, dict))]
+    if not stated or any(place.get(key) is not None for place in places for key in stated):
         yield Finding("layers", "ok", f"It reads the target's states {shown} (i enters decoder layer i).")
         return
     yield Finding(
@@ -228,12 +217,6 @@ def _layer_findings(network: nn.Module, files: RepoFiles | None) -> Iterator[Fin
         f"Its config does not say which states of the target it reads; the usual ones were taken: {shown}.",
         f"Make sure that it was trained on these; `{network.states_setting or stated[0]}` names others.",
     )
-
-
-def _has_one_of(config: Mapping[str, Any], keys: Sequence[str]) -> bool:
-    """Tells if a config has one of the keys, at its top or one level below."""
-    places = [config, *(value for value in config.values() if isinstance(value, dict))]
-    return any(place.get(key) is not None for place in places for key in keys)
 
 
 def token_ids(network: nn.Module) -> torch.LongTensor | None:

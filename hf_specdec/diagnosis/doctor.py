@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..bench.prompts import Batch, Prompt, make_batches
@@ -22,6 +21,7 @@ from ..loader import load_speculator
 from ..method import methods, takes_model
 from ..settings import SpeculativeConfig
 from ..speculator import Speculator
+from ..target_facts import model_name
 from .checks import Finding, Status, checkpoint_findings, network_findings, token_ids, tokenizer_findings
 from .probe import Acceptance, consistent_meaning, measure_acceptance, variants
 from .prompts import chat_forms, general_prompts
@@ -107,7 +107,7 @@ def diagnose(
         on_step (`Callable`, *optional*): Called with the name of each step as it begins.
     """
     say = on_step or (lambda step: None)
-    found = Diagnosis(str(getattr(target_model.config, "_name_or_path", "") or type(target_model).__name__), str(spec))
+    found = Diagnosis(model_name(target_model), str(spec))
     add = found.findings.append
     say("Checking the checkpoint")
     try:
@@ -123,9 +123,12 @@ def diagnose(
         found.findings += checkpoint_findings(files, config, target_model)
     found.findings += tokenizer_findings(config, tokenizer)
     say("Loading the drafter")
-    speculator = _loaded(target_model, config, found.findings)
-    if speculator is None:
+    try:
+        speculator = load_speculator(target_model, config)
+    except (SpecDecError, OSError, torch.OutOfMemoryError) as error:
+        add(Finding("loading", "error", " ".join(str(error).split())))
         return found
+    add(Finding("loading", "ok", f"It loads as '{speculator.method}'."))
     found.findings += network_findings(speculator, target_model, files)
     if speculator.stock_assistant is not None:
         add(Finding("acceptance", "ok", "Not probed: it drafts in transformers' own assisted generation."))
@@ -136,23 +139,6 @@ def diagnose(
     except SpecDecError as error:
         add(Finding("generate", "error", str(error)))
     return found
-
-
-def _loaded(target_model: PreTrainedModel, config: SpeculativeConfig, findings: list[Finding]) -> Speculator | None:
-    try:
-        speculator = load_speculator(target_model, config)
-    except (SpecDecError, OSError, torch.OutOfMemoryError) as error:
-        findings.append(Finding("loading", "error", " ".join(str(error).split())))
-        return None
-    findings.append(Finding("loading", "ok", f"It loads as '{speculator.method}'."))
-    return speculator
-
-
-def _num_drafts(found: Acceptance) -> int:
-    return found.reached[0] if found.reached else 0
-
-
-# ------------------------------------------------------------------------------------------------------- the probe
 
 
 class _Examination:
@@ -169,6 +155,9 @@ class _Examination:
     ):
         self.diagnosis, self.speculator, self.model, self.say = diagnosis, speculator, model, say
         network = speculator.generator_class.network(speculator.resources)
+        method = methods().get(speculator.method)
+        self.healthy_rate = None if method is None else method.healthy_first_rate
+        self.draft_ids = None if network is None else token_ids(network)
         # Without a network a batch saves nothing, and its rows share a draft length.
         can_pad = tokenizer.padding_side == "left" and tokenizer.pad_token is not None
         size = _BATCH_SIZE if network is not None and can_pad else 1
@@ -191,13 +180,13 @@ class _Examination:
             self.diagnosis.acceptance[form] = self._measure(form)
         found = self.diagnosis.acceptance
         # Where one form of prompts is worse, the other tells more about the pair.
-        form = max(found, key=lambda name: (_num_drafts(found[name]) >= _FEWEST, found[name].first_rate))
+        form = max(found, key=lambda name: (found[name].num_drafts >= _FEWEST, found[name].first_rate))
         best = found[form]
-        if _num_drafts(best) < _FEWEST:
+        if best.num_drafts < _FEWEST:
             self._add(
                 "acceptance",
                 "warning",
-                f"Only {_num_drafts(best)} drafts in {best.num_places} places: too few to tell anything.",
+                f"Only {best.num_drafts} drafts in {best.num_places} places: too few to tell anything.",
                 "Probe with more or longer prompts.",
             )
             return
@@ -208,37 +197,30 @@ class _Examination:
         if try_variants:
             causes += self._wirings(form, best)
         if not is_healthy and not causes:
-            causes = self._unexplained(best)
+            causes = [self._unexplained(best)]
         for cause, remedy in causes:
             self._add("cause", "warning", cause, remedy)
 
     def _judge(self, found: Acceptance) -> bool:
-        method, first = self.speculator.method, found.first_rate
-        rates = ", ".join(f"{100 * rate:.0f}" for rate in found.rates[:8])
-        shown = f"{found.acceptance_length:.2f} tokens a cycle; accepted by position: {rates} %."
-        healthy = _healthy_first_rate(method)
+        """Adds the acceptance to the findings; `False` if it is lower than that of a drafter in order."""
+        first, healthy, rates = found.first_rate, self.healthy_rate, found.rates
+        shown = (
+            f"{found.acceptance_length:.2f} tokens a cycle; accepted by position: "
+            f"{', '.join(f'{100 * rate:.0f}' for rate in rates[:8])} %."
+        )
         if healthy is None:
             remedy = "" if first >= _GUESSING else "These prompts repeat little. Try a method with a drafter."
-            self._add("acceptance", "ok" if first >= _GUESSING else "warning", shown, remedy)
+            self._add("acceptance", "warning" if remedy else "ok", shown, remedy)
             return True
+        complaint = ""
         if first < _GUESSING:
-            self._add("acceptance", "warning", f"{shown} The first position is hardly better than guessing.")
+            complaint = " The first position is hardly better than guessing."
         elif first < healthy:
-            what = (
-                f"{shown} Healthy drafters of this method have at least {100 * healthy:.0f} % at the first position."
-            )
-            self._add("acceptance", "warning", what)
-        elif self._falls(found):
-            self._add("acceptance", "warning", f"{shown} It is high at the first position and falls at once.")
-        else:
-            self._add("acceptance", "ok", shown)
-            return True
-        return False
-
-    @staticmethod
-    def _falls(found: Acceptance) -> bool:
-        rates = found.rates
-        return len(rates) > 1 and found.reached[1] >= _FEWEST and rates[1] < _FALL * rates[0]
+            complaint = f" Healthy drafters of this method have at least {100 * healthy:.0f} % at the first position."
+        elif len(rates) > 1 and found.reached[1] >= _FEWEST and rates[1] < _FALL * rates[0]:
+            complaint = " It is high at the first position and falls at once."
+        self._add("acceptance", "warning" if complaint else "ok", shown + complaint)
+        return not complaint
 
     # Causes, each with a remedy
 
@@ -268,10 +250,9 @@ class _Examination:
             )
 
     def _vocabulary(self, found: Acceptance) -> Iterator[tuple[str, str]]:
-        ids = token_ids(self.speculator.generator_class.network(self.speculator.resources) or nn.Identity())
-        if ids is None:
+        if self.draft_ids is None:
             return
-        known = set(ids.tolist())
+        known = set(self.draft_ids.tolist())
         missing = sum(token not in known for token in found.tokens) / max(len(found.tokens), 1)
         shown = f"{100 * missing:.1f} % of the tokens that the target wrote are not in the draft vocabulary"
         if missing > _MOST_MISSING:
@@ -328,31 +309,21 @@ class _Examination:
                 variant.remedy,
             )
 
-    def _unexplained(self, found: Acceptance) -> list[tuple[str, str]]:
+    def _unexplained(self, found: Acceptance) -> tuple[str, str]:
         """Explains a low acceptance for which no probe has found a cause."""
-        if found.first_rate >= (_healthy_first_rate(self.speculator.method) or 0.0):
-            return [
-                (
-                    "The first draft token is good and those after it are not: the drafter does not go on from its "
-                    "own states and tokens as it does from the target's. It was trained for one step only (no "
-                    "training-time test), or its positions or its recurrence are not those of its training.",
-                    "Draft one token (num_speculative_tokens=1), or train it on its own drafts.",
-                )
-            ]
-        named = [finding for finding in self.diagnosis.findings if finding.check in ("made for", "tokenizer")]
-        named = [finding for finding in named if finding.status != "ok"]
-        if named:
-            return [(f"It belongs to another model. {named[0].found}", named[0].remedy)]
-        return [
-            (
-                "No other wiring helps: the weights were most likely trained for another model, another version of "
-                "this one or a very different kind of text, or are not trained to the end.",
-                "Compare the name and the revision of the target with those in the drafter's card, and the prompts "
-                "with what it was trained on.",
+        if found.first_rate >= (self.healthy_rate or 0.0):
+            return (
+                "The first draft token is good and those after it are not: the drafter does not go on from its own "
+                "states and tokens as it does from the target's. It was trained for one step only (no training-time "
+                "test), or its positions or its recurrence are not those of its training.",
+                "Draft one token (num_speculative_tokens=1), or train it on its own drafts.",
             )
-        ]
-
-
-def _healthy_first_rate(method: str) -> float | None:
-    found = methods().get(method)
-    return None if found is None else found.healthy_first_rate
+        for finding in self.diagnosis.findings:
+            if finding.check in ("made for", "tokenizer") and finding.status != "ok":
+                return f"It belongs to another model. {finding.found}", finding.remedy
+        return (
+            "No other wiring helps: the weights were most likely trained for another model, another version of this "
+            "one or a very different kind of text, or are not trained to the end.",
+            "Compare the name and the revision of the target with those in the drafter's card, and the prompts with "
+            "what it was trained on.",
+        )

@@ -53,6 +53,10 @@ class Acceptance:
     num_places: int = 0
 
     @property
+    def num_drafts(self) -> int:
+        return self.reached[0] if self.reached else 0
+
+    @property
     def rates(self) -> list[float]:
         """Share of the tokens judged at each position that is accepted."""
         return [accepted / reached for accepted, reached in zip(self.accepted, self.reached) if reached]
@@ -76,7 +80,14 @@ class Acceptance:
 
     def is_above(self, other: Acceptance) -> bool:
         """Tells if more is accepted than in other texts: a test of two shares, of places with an accepted draft."""
-        return _z_score(self, other) > _SIGNIFICANT
+        (hits, total), (other_hits, other_total) = [
+            (sum(count > 0 for count in found.counts.values()), len(found.counts)) for found in (self, other)
+        ]
+        if not total or not other_total:
+            return False
+        share = (hits + other_hits) / (total + other_total)
+        error = math.sqrt(share * (1 - share) * (1 / total + 1 / other_total))
+        return hits / total - other_hits / other_total > _SIGNIFICANT * error
 
     def to_dict(self) -> dict[str, Any]:
         """Converts to plain JSON types."""
@@ -86,18 +97,6 @@ class Acceptance:
             "reached": self.reached,
             "num_places": self.num_places,
         }
-
-
-def _z_score(one: Acceptance, other: Acceptance) -> float:
-    """Counts the standard errors by which the share of places with an accepted draft is larger."""
-    (hits, total), (other_hits, other_total) = [
-        (sum(count > 0 for count in found.counts.values()), len(found.counts)) for found in (one, other)
-    ]
-    if not total or not other_total:
-        return 0.0
-    share = (hits + other_hits) / (total + other_total)
-    deviation = math.sqrt(share * (1 - share) * (1 / total + 1 / other_total))
-    return (hits / total - other_hits / other_total) / deviation if deviation else 0.0
 
 
 def measure_acceptance(

@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ def verify(
     methods: Mapping[str, Any],
     batches: Sequence[Batch],
     *,
-    on_step: Callable[[], None] | None = None,
+    on_step: Callable[[], None] = lambda: None,
 ) -> list[Verification]:
     """Compares greedy texts with those of plain generation, and judges every difference.
 
@@ -129,7 +130,7 @@ def verify(
         target_model (`PreTrainedModel`): The target.
         methods (`Mapping[str, Any]`): For each name what `load_speculator` takes as `config`, or a `Speculator`.
         batches (`Sequence[Batch]`): What to generate, from [`~bench.prompts.make_batches`].
-        on_step (`Callable`, *optional*): Called after every `generate()` call.
+        on_step (`Callable`): Called after every `generate()` call.
 
     Returns:
         One [`Verification`] for each of the methods, in their order.
@@ -147,8 +148,7 @@ def verify(
     for batch in batches:
         # The settings of a generation config must not speed up what the others are compared with.
         plain = greedy_texts(target_model, batch, spec_method="off")
-        if on_step is not None:
-            on_step()
+        on_step()
         for name, speculator in speculators.items():
             found = greedy_texts(target_model, batch, assistant=speculator)
             result = results[name]
@@ -156,17 +156,11 @@ def verify(
             result.num_tokens += sum(map(len, plain))
             for row, (expected, tokens) in enumerate(zip(plain, found)):
                 if tokens != expected:
-                    prompt = _prompt_of(batch, row)
+                    prompt = batch.inputs["input_ids"][row, batch.inputs["attention_mask"][row].bool()][None]
                     judged = reference.judge(batch.names[row], prompt, expected, tokens, batch.max_new_tokens)
                     result.differences.append(judged)
-            if on_step is not None:
-                on_step()
+            on_step()
     return list(results.values())
-
-
-def _prompt_of(batch: Batch, row: int) -> torch.LongTensor:
-    """A row's prompt `(1, P)` without padding."""
-    return batch.inputs["input_ids"][row, batch.inputs["attention_mask"][row].bool()][None]
 
 
 class _Reference:
@@ -174,8 +168,6 @@ class _Reference:
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
-        self._wide: PreTrainedModel | None = None
-        self._has_tried = False
 
     def judge(
         self, name: str, prompt: torch.LongTensor, plain: list[int], speculative: list[int], max_new_tokens: int
@@ -187,16 +179,13 @@ class _Reference:
         if None in tokens:
             # The same tokens, and one of them goes on: no logit decides that.
             return Difference(name, index, *tokens, None, None, None, None, None, BUG)
-        return self._judge_tokens(name, prompt, plain[:index], tokens, max_new_tokens)
-
-    def _judge_tokens(
-        self, name: str, prompt: torch.LongTensor, common: list[int], tokens: list[int], max_new_tokens: int
-    ) -> Difference:
+        common, dtype = plain[:index], self.model.dtype
         processors = _processors(self.model, prompt, max_new_tokens)
-        steps = _stepwise_scores(self.model, prompt, common, max_new_tokens)
-        at_once = _scores_at_once(self.model, processors, prompt, common)
+        others = [_stepwise_scores(self.model, prompt, common, max_new_tokens)]
+        reference = _scores_at_once(self.model, processors, prompt, common)
         wide = self._wide_scores(processors, prompt, common)
-        reference, others = (at_once, [steps]) if wide is None else (wide, [steps, at_once])
+        if wide is not None:
+            others, reference, dtype = [*others, reference], wide, _WIDER[dtype]
         last = reference[-1]
         plain_logit, speculative_logit = last[tokens].tolist()
         margin = (last.max() - last[tokens].min()).item()
@@ -205,21 +194,23 @@ class _Reference:
         error = max(error, torch.finfo(self.model.dtype).eps * max(abs(plain_logit), abs(speculative_logit)))
         return Difference(
             name,
-            len(common),
+            index,
             *tokens,
             plain_logit,
             speculative_logit,
             margin,
             error,
-            str(self.model.dtype if wide is None else _WIDER[self.model.dtype]).removeprefix("torch."),
+            str(dtype).removeprefix("torch."),
             TIE if margin <= 2 * error else BUG,
         )
+
+    @cached_property
+    def _wide(self) -> PreTrainedModel | None:
+        return _wider_copy(self.model)
 
     def _wide_scores(
         self, processors: LogitsProcessorList, prompt: torch.LongTensor, common: list[int]
     ) -> torch.Tensor | None:
-        if not self._has_tried:
-            self._has_tried, self._wide = True, _wider_copy(self.model)
         if self._wide is None:
             return None
         try:

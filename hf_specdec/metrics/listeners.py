@@ -8,7 +8,7 @@ once for each kind of failure, and hears no more of that call; the call itself g
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from time import perf_counter
@@ -70,28 +70,25 @@ class CallProgress:
         return self
 
     def __exit__(self, *exception) -> None:
-        if self.observers:
-            self._tell(lambda observer, new: observer.end_call(new))
+        self._tell("end_call")
 
     def end_prefill(self) -> None:
-        if not self.observers:
-            return
         self._cycle_began = perf_counter()
-        self._tell(lambda observer, new: observer.end_prefill(new))
+        self._tell("end_prefill")
 
     def end_cycle(self) -> None:
         """The cycle's counts and seconds are in the statistics."""
+        began, self._cycle_began = self._cycle_began, perf_counter()
+        self._tell("end_cycle", self._cycle_began - began)
+
+    def _tell(self, event: str, *details: float) -> None:
         if not self.observers:
             return
-        began, self._cycle_began = self._cycle_began, perf_counter()
-        self._tell(lambda observer, new: observer.end_cycle(new, self._cycle_began - began))
-
-    def _tell(self, tell: Callable[[CallObserver, SpecDecodingStats], None]) -> None:
         new = self._reader.read()
         # Those that fail are taken out of the list.
         for observer in list(self.observers):
             try:
-                tell(observer, new)
+                getattr(observer, event)(new, *details)
             except Exception as error:  # noqa: BLE001 - of any kind: the user's text does not depend on it
                 self.observers.remove(observer)
                 _complain(observer, error)

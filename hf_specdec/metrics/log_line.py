@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from time import perf_counter
+from typing import Any
 
 from ..errors import SpecConfigError, shown
 from ..threads import Lock
@@ -18,7 +19,7 @@ _VARIABLE = "HF_SPECDEC_LOG_INTERVAL"
 _MOST_POSITIONS = 16
 
 
-class IntervalLog(Listener):
+class IntervalLog(Listener, CallObserver):
     """Adds up all calls of the process, and logs the sums when an interval is over.
 
     The call whose cycle ends then does it in its own thread; nothing is logged while nothing is generated. Tokens per
@@ -41,9 +42,12 @@ class IntervalLog(Listener):
             self._num_running += 1
             if self._sums.num_committed_tokens == 0 and self._num_running == 1:
                 self._begin_interval()
-        return _LoggedCall(self)
+        return self
 
-    def add(self, new: SpecDecodingStats) -> None:
+    def end_prefill(self, new: SpecDecodingStats) -> None:
+        self.end_cycle(new, 0.0)
+
+    def end_cycle(self, new: SpecDecodingStats, seconds: float) -> None:
         with self._lock:
             self._sums.add(new)
             is_over = perf_counter() - self._began >= self.seconds
@@ -51,7 +55,7 @@ class IntervalLog(Listener):
         if line is not None:
             logger.info(line)
 
-    def end_call(self) -> None:
+    def end_call(self, new: SpecDecodingStats) -> None:
         with self._lock:
             self._count_seconds()
             self._num_running -= 1
@@ -81,20 +85,6 @@ class IntervalLog(Listener):
         if self._num_running:
             self._busy_seconds += now - self._counted_until
         self._counted_until = now
-
-
-class _LoggedCall(CallObserver):
-    def __init__(self, log: IntervalLog):
-        self.log = log
-
-    def end_prefill(self, new: SpecDecodingStats) -> None:
-        self.log.add(new)
-
-    def end_cycle(self, new: SpecDecodingStats, seconds: float) -> None:
-        self.log.add(new)
-
-    def end_call(self, new: SpecDecodingStats) -> None:
-        self.log.end_call()
 
 
 def log_line(stats: SpecDecodingStats, seconds: float) -> str:
@@ -153,34 +143,31 @@ def log_every(seconds: float | None = 10.0) -> None:
         elif seconds is not None and _active is not None:
             _active.seconds = seconds
         elif seconds is not None:
-            _show()
+            # Lets the lines through: they were asked for.
+            if logger.level == logging.NOTSET:
+                logger.setLevel(logging.INFO)
+            if not logger.handlers:
+                logger.addHandler(_IfNobodyElse())
             _active = IntervalLog(seconds)
             add_listener(_active)
 
 
 def log_as_environment_says() -> None:
     """`log_every` with the seconds of the environment variable HF_SPECDEC_LOG_INTERVAL, if it is set; 0 is off."""
-    value = os.environ.get(_VARIABLE, "")
+    value = os.environ.get(_VARIABLE) or "0"
     try:
-        seconds = float(value or 0)
+        seconds = float(value)
     except ValueError:
         seconds = math.nan
-    if seconds != 0:
-        if not _is_positive(seconds):
-            raise SpecConfigError(
-                f"{_VARIABLE}={shown(value)} is no number of seconds. Set it to one such as 10, or to 0."
-            )
-        log_every(seconds)
+    if seconds == 0:
+        return
+    if not _is_positive(seconds):
+        raise SpecConfigError(
+            f"{_VARIABLE}={shown(value)} is no number of seconds. Set it to one such as 10, or to 0."
+        )
+    log_every(seconds)
 
 
-def _is_positive(seconds) -> bool:
+def _is_positive(seconds: Any) -> bool:
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     return is_number and math.isfinite(seconds) and seconds > 0
-
-
-def _show() -> None:
-    """Lets the lines through: they were asked for."""
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
-    if not logger.handlers:
-        logger.addHandler(_IfNobodyElse())

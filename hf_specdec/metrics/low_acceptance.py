@@ -19,24 +19,12 @@ LEAST_ACCEPTED = 0.1
 _MOST_SETTINGS = 64
 
 
-class _Watch:
-    """The last drafts with one choice of settings."""
-
-    def __init__(self):
-        self.sums, self.has_warned = SpecDecodingStats(), False
-
-    def observe(self, stats: SpecDecodingStats) -> SpecDecodingStats | None:
-        """The sums of enough drafts that were hardly accepted, once."""
-        self.sums.add(stats)
-        if self.has_warned or self.sums.num_drafts < NUM_DRAFTS:
-            return None
-        seen, self.sums = self.sums, SpecDecodingStats()
-        self.has_warned = seen.num_accepted_tokens < LEAST_ACCEPTED * seen.num_drafts
-        return seen if self.has_warned else None
-
-
-_watches: WeakKeyDictionary[Any, Recent[_Watch]] = WeakKeyDictionary()
+# The sums of the last drafts of a target, by settings.
+_sums: WeakKeyDictionary[Any, Recent[SpecDecodingStats]] = WeakKeyDictionary()
 _lock = Lock()
+
+# In the place of sums where the warning has been given.
+_WARNED = SpecDecodingStats()
 
 
 def watch_acceptance(target: Any, settings: Hashable, stats: SpecDecodingStats) -> None:
@@ -50,17 +38,21 @@ def watch_acceptance(target: Any, settings: Hashable, stats: SpecDecodingStats) 
     if stats.num_drafts == 0 or stats.rejection_sample_method == "synthetic":
         return
     with _lock:
-        watches = _watches.setdefault(target, Recent(_MOST_SETTINGS))
-        watch = watches.get(settings) or _Watch()
-        watches.put(settings, watch)
-        low = watch.observe(stats)
-    if low is not None:
+        known = _sums.setdefault(target, Recent(_MOST_SETTINGS))
+        sums = known.get(settings) or SpecDecodingStats()
+        if sums is _WARNED:
+            return
+        sums.add(stats)
+        is_enough = sums.num_drafts >= NUM_DRAFTS
+        is_low = is_enough and sums.num_accepted_tokens < LEAST_ACCEPTED * sums.num_drafts
+        known.put(settings, _WARNED if is_low else SpecDecodingStats() if is_enough else sums)
+    if is_low:
         logger.warning(
             "Speculation with method='%s' hardly pays: of the last %d drafts %.2f tokens each were accepted (%.1f %% "
             "of the draft tokens). Set num_speculative_tokens='auto', which drafts only where that pays, or take "
             "another drafter: `hf-specdec doctor` examines this one, `hf-specdec advise` compares others.",
             stats.method,
-            low.num_drafts,
-            low.num_accepted_tokens / low.num_drafts,
-            100 * low.draft_acceptance_rate,
+            sums.num_drafts,
+            sums.num_accepted_tokens / sums.num_drafts,
+            100 * sums.draft_acceptance_rate,
         )

@@ -135,7 +135,6 @@ class _Series(CallObserver):
         self.depth, self.cycle = metrics.depth.labels(*labels), metrics.cycle.labels(*labels)
         self.draft, self.verify = metrics.draft.labels(*labels), metrics.verify.labels(*labels)
         self.first_token = metrics.first_token.labels(*labels)
-        self._positions: dict[int, Counter] = {}
 
     def end_prefill(self, new: SpecDecodingStats) -> None:
         self._count(new)
@@ -160,15 +159,9 @@ class _Series(CallObserver):
                 self.depth.observe(depth)
         for position, count in enumerate(new.num_accepted_tokens_per_pos[:_MOST_POSITIONS]):
             if count:
-                self._position(position).inc(count)
+                self.metrics.accepted_per_position.labels(*self.labels, position).inc(count)
         for reason, count in new.num_cycles_without_drafts.items():
-            reason = self.metrics.bounded_reason(reason)
-            self.metrics.without_drafts.labels(*self.labels, reason).inc(count)
-
-    def _position(self, position: int) -> Counter:
-        if position not in self._positions:
-            self._positions[position] = self.metrics.accepted_per_position.labels(*self.labels, position)
-        return self._positions[position]
+            self.metrics.without_drafts.labels(*self.labels, self.metrics.bounded_reason(reason)).inc(count)
 
 
 def _label(value: str) -> str:
@@ -266,11 +259,15 @@ def start_http_server(
     addr = _LOOPBACK if addr is None else addr
     if not (isinstance(addr, str) and addr.strip()):
         raise SpecConfigError(f"`addr` must be an address such as {_LOOPBACK!r}, got {shown(addr)}.")
-    own = _checked(registry, model_name)
+    own = served = _checked(registry, model_name)
     import prometheus_client
+    from prometheus_client import multiprocess
 
     try:
-        served = _of_all_processes() if registry is None and "PROMETHEUS_MULTIPROC_DIR" in os.environ else own
+        if registry is None and "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            # What all processes of the service have written to their common folder.
+            served = prometheus_client.CollectorRegistry()
+            multiprocess.MultiProcessCollector(served)
         server = prometheus_client.start_http_server(port, addr=addr, registry=served)
     except (OSError, ValueError) as error:
         raise SpecConfigError(
@@ -284,12 +281,3 @@ def start_http_server(
         server[0].server_close()
         raise
     return server
-
-
-def _of_all_processes() -> CollectorRegistry:
-    """Sums up what the processes of this service have written to their common folder."""
-    from prometheus_client import CollectorRegistry, multiprocess
-
-    shared = CollectorRegistry()
-    multiprocess.MultiProcessCollector(shared)
-    return shared

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from .listeners import CallObserver, Listener, add_listener, listening_here, remove_listener
@@ -139,17 +139,11 @@ def record(trace: bool = False, timings: bool = False, all_threads: bool = False
     ```
     """
     collected = Record(trace, timings)
+    if all_threads:
+        add_listener(collected)
     try:
-        with _listening_everywhere(collected) if all_threads else listening_here(collected):
+        with nullcontext() if all_threads else listening_here(collected):
             yield collected
     finally:
         collected.is_open = False
-
-
-@contextmanager
-def _listening_everywhere(listener: Listener) -> Iterator[None]:
-    add_listener(listener)
-    try:
-        yield
-    finally:
-        remove_listener(listener)
+        remove_listener(collected)

@@ -314,7 +314,7 @@ class SpeculativeConfig:
     def replace(self, /, **changes) -> SpeculativeConfig:
         """A copy with some settings changed.
 
-        When the method changes, the options of the old one are left behind, and so are the settings of the old
+        When the method changes, the options of the old one are dropped, and so are the settings of the old
         acceptance rule when that changes.
         """
         base, changes = self.to_dict(secrets=True), flattened(changes)

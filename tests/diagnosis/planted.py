@@ -13,7 +13,7 @@ from hf_specdec import demo
 
 
 def damaged(source: str, folder: Path, change: Callable[[dict, dict], None]) -> str:
-    """A copy of a checkpoint in `folder`, behind `change(config, tensors)`."""
+    """A copy of a checkpoint in `folder` after `change(config, tensors)`."""
     folder.mkdir()
     config = json.loads(Path(source, "config.json").read_text())
     tensors = load_file(Path(source, "model.safetensors"))

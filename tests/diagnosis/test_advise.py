@@ -1,4 +1,4 @@
-"""What can be measured is measured, what cannot is named with the reason, and the advice can be used as it is."""
+"""All that can be measured is measured, the rest is named with the reason, and the advice can be used as it is."""
 
 from __future__ import annotations
 

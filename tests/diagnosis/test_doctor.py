@@ -222,7 +222,7 @@ def test_sampling_at_a_high_temperature(tokenizer):
 
 
 def draft_nonsense(monkeypatch, where, tokenizer):
-    """Makes EAGLE heads draft nonsense behind some prompts: those that have a mark, or have none."""
+    """Makes EAGLE heads draft nonsense after some prompts: those that have a mark, or have none."""
     mark = tokenizer(" @@@")["input_ids"][-1]
     prefill, propose = EagleCandidateGenerator.prefill, EagleCandidateGenerator.propose
 
@@ -242,7 +242,7 @@ def draft_nonsense(monkeypatch, where, tokenizer):
 
 @pytest.mark.parametrize("knows_chats", [False, True])
 def test_a_chat_template_that_training_had_not(target, monkeypatch, knows_chats):
-    """A head that drafts nonsense behind prompts with the template, or behind those without it."""
+    """A head that drafts nonsense after prompts with the template, or after those without it."""
     tokenizer = demo.load_tokenizer()
     tokenizer.chat_template = "{{ messages[0]['content'] }}\n# @@@\n"
     draft_nonsense(monkeypatch, lambda marked: marked != knows_chats, tokenizer)
@@ -273,7 +273,7 @@ def test_acceptance_by_position():
         2: ([1, 2, 9], chain),
         3: ([2, 3, 4], chain),
         4: ([], []),
-        # A tree: 8 and 4 behind the anchor, 5 behind 4.
+        # A tree: 8 and 4 after the anchor, 5 after 4.
         5: ([8, 4, 5], [-1, -1, 1]),
         # The text ends within the draft, and before it.
         6: ([5, 6], [-1, 0]),

@@ -88,7 +88,7 @@ def test_a_damaged_cache_is_a_bug(moves_nothing, dtype):
 
 
 def coarser_for_several_tokens(module, inputs, logits):
-    """Leaves bfloat16 logits of several tokens at once 3 bits behind the leading one; machines differ in theirs."""
+    """Leaves bfloat16 logits of several tokens at once 3 bits after the leading one; machines differ in theirs."""
     if logits.dtype != torch.bfloat16 or logits.shape[1] == 1:
         return logits
     mantissa, exponent = torch.frexp(logits.float())
@@ -128,7 +128,7 @@ def test_without_room_for_a_wider_copy_the_own_type_judges(monkeypatch, second_b
 
 
 def test_processors_count(model):
-    """The logits that are judged are those behind the processors."""
+    """The logits that are judged are those after the processors."""
     inputs = prompts(1, padding=False)
     model = tiny_llama()
     model.generation_config.repetition_penalty = 1.5

@@ -6,9 +6,10 @@ holds an access token.
 
 from __future__ import annotations
 
+import difflib
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -80,6 +81,12 @@ class _Shown(reprlib.Repr):
 
 
 _shown = _Shown()
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns " Did you mean 'eagle3'?" where one of the known names is close, else nothing."""
+    close = difflib.get_close_matches(name[:100], known, n=1)
+    return f" Did you mean '{close[0]}'?" if close else ""
 
 
 def counted(count: int, noun: str) -> str:

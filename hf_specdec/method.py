@@ -6,7 +6,6 @@ that the package must know of a method beside its code stands there; nothing els
 
 from __future__ import annotations
 
-import difflib
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-from .errors import SpecConfigError, shown
+from .errors import SpecConfigError, did_you_mean, shown
 
 
 # Between the two methods of a combination.
@@ -216,6 +215,5 @@ def _unknown_method(name: str) -> SpecConfigError:
             f"spec_method='{name}' cannot be used: {_WITHOUT_MODELS[name]}. For MTP layers of other families "
             "use 'mtp'; 'ngram' works with every target."
         )
-    close = difflib.get_close_matches(name[:100], names_of_methods(), n=1)
-    hint = f" Did you mean '{close[0]}'?" if close else ""
+    hint = did_you_mean(name, names_of_methods())
     return SpecConfigError(f"Unknown spec_method={shown(name)}.{hint} Choose from: {', '.join(_all_methods())}.")

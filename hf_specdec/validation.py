@@ -6,7 +6,6 @@ of the setting, what it must be, and what was found.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
@@ -14,7 +13,7 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from .errors import SpecConfigError, shown
+from .errors import SpecConfigError, did_you_mean, shown
 from .reading import parse_json
 
 
@@ -125,8 +124,8 @@ def _wrong_type(types: tuple, name: str, value: Any, aliases: Iterable[str]) -> 
     expected += f" (short: {', '.join(map(repr, aliases))})" if aliases else ""
     message = f"`{name}` must be {expected}, got {shown(value)} ({type(value).__name__})."
     if isinstance(value, str):
-        if close := difflib.get_close_matches(value[:100], choices, n=1):
-            return f"{message} Did you mean '{close[0]}'?"
+        if hint := did_you_mean(value, choices):
+            return message + hint
         if {int, float, bool} & set(types) and _is_json_number(value):
             return f"{message} Write it without quotes."
     return message

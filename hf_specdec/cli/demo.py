@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import SpecConfigError, counted
+from ..errors import SpecConfigError, counted, did_you_mean
 from .common import (
     EXIT_DIFFERENT,
     EXIT_INTERRUPTED,
@@ -83,8 +82,7 @@ def _chosen_methods(names: str | None) -> dict[str, dict[str, Any]]:
     chosen = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     for name in chosen:
         if name not in table:
-            close = difflib.get_close_matches(name, table, n=1)
-            hint = f" Did you mean '{close[0]}'?" if close else ""
+            hint = did_you_mean(name, table)
             raise SpecConfigError(f"The demo has no method '{name}'.{hint} It has: {', '.join(table)}.")
     if not chosen:
         raise SpecConfigError(f"--methods names no method. Choose from: {', '.join(table)}.")

@@ -515,10 +515,6 @@ def _common_fields() -> list[Field]:
     return [item for item in fields(SpeculativeConfig) if item.name != "options"]
 
 
-def _common_names() -> list[str]:
-    return [setting.name for setting in _common_fields()]
-
-
 def _concerns(setting: Field, method: str) -> bool:
     """`True` for settings of all methods that can be given together with this one."""
     if setting.metadata["describes_model"] and not takes_model(method):
@@ -543,19 +539,16 @@ def _build_options(method: str | None, flat: Mapping[str, Any]) -> Any:
     values = {}
     for key, value in by_key(method, flat).items():
         if key not in own:
-            raise SpecConfigError(unknown_setting(method, key, own, _common_names()))
+            raise SpecConfigError(unknown_setting(method, key, own, [item.name for item in _common_fields()]))
         values[own[key].name] = _checked(own[key], value, hints[own[key].name])
     try:
         return own_class(**values)
     except SpecConfigError as error:
-        raise SpecConfigError(_with_flat_names(str(error), own.values())) from error
-
-
-def _with_flat_names(message: str, options: Iterable[Field]) -> str:
-    """A message of an options class about its fields (in backticks), in the names that the user writes."""
-    for item in options:
-        message = message.replace(f"`{item.name}`", f"`{key_of(item)}`")
-    return message
+        # It is about fields, in backticks; the user knows their flat names.
+        message = str(error)
+        for key, item in own.items():
+            message = message.replace(f"`{item.name}`", f"`{key}`")
+        raise SpecConfigError(message) from error
 
 
 def _pending_options(flat: Mapping[str, Any]) -> PendingOptions:
@@ -563,7 +556,7 @@ def _pending_options(flat: Mapping[str, Any]) -> PendingOptions:
     known = option_owners() if flat else {}
     for key, value in flat.items():
         if key not in known:
-            raise SpecConfigError(unknown_setting(None, key, known, _common_names()))
+            raise SpecConfigError(unknown_setting(None, key, known, [item.name for item in _common_fields()]))
         if not is_json_value(value):
             raise SpecConfigError(
                 f"`{key}` must be a text, a finite number or a list of them, got {shown(value)} "

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
-from ..errors import SpecConfigError, SpecDecError, shown
+from ..errors import SpecConfigError, SpecDecError, did_you_mean, shown
 from ..method import COMBINING, methods, parts_of, resolve_candidate_generator
 from ..reading import plain_value
 from ..validation import is_int
@@ -144,7 +144,7 @@ def by_key(method: str, flat: Mapping[str, Any]) -> dict[str, Any]:
         if spelling.key in named:
             both = [f"`{other}`" for other in flat if spellings.get(other, _Spelling(other)).key == spelling.key]
             raise SpecConfigError(f"{' and '.join(both)} are two names of one setting. Keep one.")
-        named[spelling.key] = spelling.converted(value)
+        named[spelling.key] = value + spelling.offset if spelling.offset and is_int(value) else value
         if spelling.is_former and not _reads_files.get():
             logger.warning_once(
                 f"`{name}`={shown(value)} is now written `{spelling.key}`={shown(named[spelling.key])}. The old name "
@@ -165,9 +165,6 @@ class _Spelling(NamedTuple):
     key: str
     offset: int = 0
     is_former: bool = False
-
-    def converted(self, value: Any) -> Any:
-        return value + self.offset if self.offset and is_int(value) else value
 
 
 @cache
@@ -243,8 +240,7 @@ def unknown_setting(method: str | None, key: str, options: Iterable[str], common
         return f"`{key}` belongs to method {belongs}, got {whose}. Leave it out, or change the method."
     if key in _OTHER_NAMES:
         return _called_otherwise(key)
-    close = difflib.get_close_matches(key[:100], [*common, *options], n=1)
-    hint = f" Did you mean '{close[0]}'?" if close else ""
+    hint = did_you_mean(key, [*common, *options])
     own = f" Its own options are: {', '.join(options)}." if method and options else ""
     return f"{whose} has no setting {shown(key)}.{hint}{own} The settings of all methods are: {', '.join(common)}."
 

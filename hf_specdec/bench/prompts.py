@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import demo
+from ..demo import Prompt
 from ..errors import SpecConfigError
 
 
@@ -39,23 +41,6 @@ _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction",
 _TEXT_KEYS = ("prompt", "text", "turns", "question", "instruction")
 _NAME_KEYS = ("name", "question_id", "id")
 _KIND_KEYS = ("category", "kind", "task")
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt.
-
-    Attributes:
-        name (`str`): Unique among those it is used with.
-        text (`str`): What the model reads.
-        kind (`str`): Kind of text it asks for; figures are also given by kind.
-        max_new_tokens (`int`): How many tokens to generate at most.
-    """
-
-    name: str
-    text: str
-    kind: str = "prompt"
-    max_new_tokens: int = 256
 
 
 @dataclass(frozen=True)
@@ -90,8 +75,6 @@ def read_prompts(source: str, max_new_tokens: int = 256, per_kind: int | None = 
         SpecConfigError: The file cannot be read or fetched, or a record is no prompt.
     """
     if source == DEMO:
-        from .. import demo
-
         prompts = demo.prompts()
     elif source == SPEC_BENCH:
         prompts = [

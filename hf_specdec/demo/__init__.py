@@ -6,6 +6,7 @@ are made by `python -m tools.build_demo` in the repository.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,24 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-    from ..bench.prompts import Prompt
+__all__ = ["Prompt", "drafter_path", "load_target", "load_tokenizer", "prompts", "settings", "target_path"]
 
 
-__all__ = ["drafter_path", "load_target", "load_tokenizer", "prompts", "settings", "target_path"]
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt.
+
+    Attributes:
+        name (`str`): Unique among those it is used with.
+        text (`str`): What the model reads.
+        kind (`str`): Kind of text it asks for; figures are also given by kind.
+        max_new_tokens (`int`): How many tokens to generate at most.
+    """
+
+    name: str
+    text: str
+    kind: str = "prompt"
+    max_new_tokens: int = 256
 
 
 def target_path() -> str:
@@ -81,8 +96,6 @@ def prompts() -> list[Prompt]:
 
     Each kind is in the order of its names. Prompt and answer together fit the target's context.
     """
-    from ..bench.prompts import Prompt
-
     found = []
     for kind, max_new_tokens in (("edit", 448), ("complete", 192)):
         for path in sorted((_folder() / "prompts").glob(f"{kind}_*.txt")):

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from transformers.utils import logging
 
+from ..control.acceptance import RowOutcome
 from ..control.clock import CycleClock
 from ..control.controller import SpeculationController
-from ..control.outcome import RowOutcome
 from ..control.schedule import ScheduledLength
 from ..drafting.defer import UnreadText
 from ..drafts import DraftTree
@@ -43,13 +43,14 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         self.num_speculative_tokens = generator.num_speculative_tokens
         self.target_hidden_states = generator.target_hidden_states
         self.samples_drafts = generator.samples_drafts
-        self._clock, self._reading_clock = CycleClock(self.session.device), CycleClock(self.session.device)
+        self._clock = CycleClock(self.session.device)
         self._unread = UnreadText(generator)
         self._num_read = 0
         self._left = [self.session.max_length] * self.session.batch_size  # tokens that each row may still get
         self._draft: DraftTree | None = None  # of this cycle, if the method was asked for one
         self._drafted: DraftTree | None = None  # the same before it was cut
         self._limits: list[int] = []
+        self._longest: list[int] = []  # the largest limit of each cycle
 
     @property
     def longest_row(self) -> tuple[int, str] | None:
@@ -71,16 +72,15 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         self._clock.begin()
         left = [max(self._left[row], 1) for row in step.rows]
         limits = self.controller.limits(step.rows, self._unread.num_tokens, left)
+        self._longest.append(max(limits))
         self._limits = self.session.agreed(list(map(min, limits, step.max_draft_tokens)))
         if max(self._limits) <= 0:
             self._draft = None
             return DraftTree.empty(len(step.rows), self.session.device, why=self.controller.why_none)
         self._num_read = self._unread.num_tokens
         if self._num_read:
-            self._reading_clock.begin()
             self._unread.hand_over()
-            self._reading_clock.drafted()
-            self._clock.begin()
+            self._clock.read()
         self._drafted = self._draft = self.generator.propose(replace(step, max_draft_tokens=self._limits))
         if self.controller.tree_size is not None:
             self._draft = self.controller.tree_size.cut(self._drafted, max(self._limits), self.session.agreed)
@@ -91,7 +91,7 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         for row, count in zip(commit.rows, commit.counts):
             self._left[row] -= count
         if self._draft is None:
-            if self.controller.num_cycles:
+            if self._longest:
                 self._count(commit, 0.0)
             self._unread.add(commit)
             if self._unread.num_commits >= _MOST_HELD:
@@ -102,20 +102,19 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         self._count(commit, self._clock.now() - began)
 
     def _count(self, commit: Commit, observing: float) -> None:
-        draft_seconds, verify_seconds = self._clock.end()
-        num_nodes, depths = 0, [0] * len(commit.rows)
+        times = self._clock.end()
+        num_nodes = num_drafted = 0
+        depths = [0] * len(commit.rows)
         if self._draft is not None:
-            assert draft_seconds is not None, "the draft was not timed"
+            assert times.draft is not None, "the draft was not timed"
             # Observing is a part of drafting.
-            draft_seconds, verify_seconds = draft_seconds + observing, verify_seconds - observing
-            num_nodes, depths = self._draft.size, self._drafted_depths()
+            times.draft, times.rest = times.draft + observing, times.rest - observing
+            num_nodes, num_drafted, depths = self._draft.size, self._drafted.size, self._drafted_depths()
             if self.controller.tree_size is not None:
                 self.controller.tree_size.observe(self._draft, commit.num_accepted)
         outcomes = list(map(RowOutcome, commit.rows, self._limits, depths, commit.num_accepted, commit.counts))
-        reading = (self._num_read, self._reading_clock.end()[0]) if self._num_read else None
-        self._num_read = 0
-        num_drafted = 0 if self._draft is None else self._drafted.size
-        self.controller.observe(outcomes, num_nodes, draft_seconds, verify_seconds, reading, num_drafted)
+        reading = None if times.reading is None else (self._num_read, times.reading)
+        self.controller.observe(outcomes, num_nodes, times.draft, times.rest, reading, num_drafted)
 
     def _drafted_depths(self) -> list[int]:
         """Depth to which the drafter went in each row, which is what it took, however few of the nodes are left."""
@@ -130,7 +129,11 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
     def close(self) -> None:
         self.generator.close()
         self._unread.clear()
-        if self.controller.num_cycles:
-            note = self.controller.close()
+        if self._longest:
+            self.controller.close()
+            note = (
+                f"{self.controller.kind}: at most {sum(self._longest) / len(self._longest):.1f} draft tokens a cycle "
+                f"on average, {self._longest.count(0)} of {len(self._longest)} cycles without drafts"
+            )
             self.session.notes.append(note)
             logger.info(f"{note}.")

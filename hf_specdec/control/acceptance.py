@@ -17,36 +17,53 @@ a change of the text, and all before it is forgotten at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import sqrt
+from operator import mul
+
+from .constants import (
+    CALLS_WEIGHT,
+    FIRST_RATE,
+    FIRST_WEIGHT,
+    IMPROBABLE,
+    MEMORY,
+    OPTIMISM,
+    PRIOR_WEIGHT,
+    RATING_WEIGHT,
+    RATING_WINDOW,
+    RECENT_PART,
+    ROW_PRIOR_WEIGHT,
+    WEIGHT_OF_CALL,
+    WEIGHT_OF_RECENT,
+    WINDOW,
+)
 
 
-# Outcomes that a rate remembers, for each row that it is fed by.
-WINDOW = 32
+@dataclass
+class RowOutcome:
+    """Outcome of a cycle for one row.
 
-# What is expected before anything is known: optimistic, because drafting is how one learns.
-FIRST_RATE = 0.65
+    Attributes:
+        row (`int`): Row of the call.
+        limit (`int`): How deep it was allowed to draft.
+        depth (`int`): How deep its draft was.
+        num_accepted (`int`): Draft tokens that were committed.
+        num_committed (`int`): All tokens that were committed.
+    """
 
-# Outcomes that the expectation counts for: before anything is known, of the position before, and for one row that of
-# all rows.
-_FIRST_WEIGHT = 4.0
-_PRIOR_WEIGHT = 2.0
-_ROW_PRIOR_WEIGHT = 6.0
+    row: int
+    limit: int
+    depth: int
+    num_accepted: int
+    num_committed: int
 
-# Outcomes that the rates of earlier calls count for, for each row, beside being the first position's prior; those of
-# one call that count among them; and those of all calls that are remembered.
-_CALLS_WEIGHT = 3.0
-_WEIGHT_OF_CALL = 16.0
-_MEMORY = 64.0
-
-# Standard deviations added to a rate to be optimistic.
-_OPTIMISM = 1.5
-
-# A change: a run of equal outcomes that is so improbable. The mean of about the last six takes over then.
-_IMPROBABLE = 1e-3
-_RECENT = 1 / 6
-_WEIGHT_OF_RECENT = 3.0
+    @property
+    def num_known(self) -> int:
+        """Positions whose outcome is known: up to the first failure, none of which is seen where the row has ended."""
+        has_failure = self.num_committed > self.num_accepted
+        return min(self.num_accepted + has_failure, self.limit)
 
 
 class Rate:
@@ -77,13 +94,13 @@ class Rate:
         self._last = outcome
         if not self.weight:
             self._recent = float(outcome)
-        is_known = self.weight > _WEIGHT_OF_RECENT
-        is_change = is_known and (self.mean if outcome else 1 - self.mean) ** self._run < _IMPROBABLE
-        self._recent += _RECENT * (outcome - self._recent)
+        is_known = self.weight > WEIGHT_OF_RECENT
+        is_change = is_known and (self.mean if outcome else 1 - self.mean) ** self._run < IMPROBABLE
+        self._recent += RECENT_PART * (outcome - self._recent)
         self.weight = min(self.weight + 1, window)
         self.mean += (outcome - self.mean) / self.weight
         if is_change:
-            self.mean, self.weight, self._run = self._recent, _WEIGHT_OF_RECENT, 0
+            self.mean, self.weight, self._run = self._recent, WEIGHT_OF_RECENT, 0
         return is_change
 
     def expected(self, prior: float, prior_weight: float) -> float:
@@ -92,55 +109,14 @@ class Rate:
         return (self.weight * self.mean + prior_weight * prior) / (self.weight + prior_weight)
 
 
-class PositionRates:
-    """Rates of positions 1 to K.
-
-    Args:
-        most (`int`): K.
-        means, weights (`Sequence[float]`): What is known of the first positions, and for how many outcomes.
-    """
-
-    def __init__(self, most: int, means: Sequence[float] = (), weights: Sequence[float] = ()):
-        self.rates = list(map(Rate, means[:most], weights))
-        self.rates += [Rate() for _ in range(most - len(self.rates))]
-
-    def observe(self, reached: int, limit: int, window: int, known: int | None = None) -> None:
-        """Adds one draft.
-
-        Args:
-            reached (`int`): The last position that counts as a success.
-            limit (`int`): How deep the row was allowed to draft.
-            window (`int`): Outcomes to remember.
-            known (`int`, *optional*): The last position whose outcome is known; `None`: the first failure.
-        """
-        last = min(reached + 1, limit) if known is None else min(known, limit)
-        for position in range(last):
-            changed = self.rates[position].observe(position < reached, window)
-            if changed:
-                self._forget_deeper(position)
-
-    def _forget_deeper(self, position: int) -> None:
-        """Forgets deeper positions, which are known from another text."""
-        for rate in self.rates[position + 1 :]:
-            rate.weight = min(rate.weight, 1.0)
-
-    def expected(self, prior: float) -> list[float]:
-        """The rate of each position; one that is little known is expected to be like the one before it.
-
-        Args:
-            prior (`float`): What is expected of the first one.
-        """
-        found = [self.rates[0].expected(prior, _FIRST_WEIGHT)]
-        for rate in self.rates[1:]:
-            found.append(rate.expected(found[-1], _PRIOR_WEIGHT))
-        return found
-
-    def optimistic(self, expected: Sequence[float]) -> list[float]:
-        """Optimistic rates: the expected ones plus their uncertainty."""
-        return [
-            min(mean + _OPTIMISM * sqrt(mean * (1 - mean) / (rate.weight + _PRIOR_WEIGHT)), 1.0)
-            for mean, rate in zip(expected, self.rates)
-        ]
+def _expected(rates: Iterable[Rate], prior: float) -> list[float]:
+    """Expected rates of successive positions; one that is little known is expected to be like the one before it."""
+    found, weight = [], FIRST_WEIGHT
+    for rate in rates:
+        prior = rate.expected(prior, weight)
+        found.append(prior)
+        weight = PRIOR_WEIGHT
+    return found
 
 
 @dataclass(frozen=True)
@@ -164,15 +140,48 @@ class PastRates:
             if position == len(means):
                 means.append(0.0)
                 weights.append(0.0)
-            mean, weight = rate.num_successes / rate.count, min(rate.count, _WEIGHT_OF_CALL)
+            mean, weight = rate.num_successes / rate.count, min(rate.count, WEIGHT_OF_CALL)
             total = weights[position] + weight
             means[position] += (mean - means[position]) * weight / total
-            weights[position] = min(total, _MEMORY)
+            weights[position] = min(total, MEMORY)
         return PastRates(means, weights)
 
-    def expected(self, prior: float) -> list[float]:
-        """The rate of each of the positions; `prior` is what is expected of the first one where nothing is known."""
-        return PositionRates(len(self.means), self.means, self.weights).expected(prior) if self.means else []
+
+class PositionRates:
+    """Rates of positions 1 to K in one call.
+
+    Args:
+        most (`int`): K.
+        window (`int`): Outcomes to remember.
+        prior (`float`): What is expected of the first position before anything is known.
+        past (`PastRates`): The rates of earlier calls.
+        most_weight (`float`): Outcomes that these count for at most.
+    """
+
+    def __init__(
+        self, most: int, window: int, prior: float = 0.0, past: PastRates = PastRates(), most_weight: float = 0.0
+    ):
+        self.window = window
+        means = _expected(map(Rate, past.means, past.weights), prior)
+        self.prior = means[0] if means else prior
+        self.rates = [Rate(mean, min(weight, most_weight)) for mean, weight in zip(means[:most], past.weights)]
+        self.rates += [Rate() for _ in range(most - len(self.rates))]
+
+    def observe(self, reached: int, num_known: int) -> None:
+        """Adds a draft: up to position `reached` there was success, and as many positions as `num_known` count."""
+        for position in range(num_known):
+            if self.rates[position].observe(position < reached, self.window):
+                # Deeper positions are known from another text.
+                for rate in self.rates[position + 1 :]:
+                    rate.weight = min(rate.weight, 1.0)
+
+    def expected(self) -> list[float]:
+        """The rate of each position."""
+        return _expected(self.rates, self.prior)
+
+    def expected_like(self, others: Sequence[float]) -> list[float]:
+        """The rate of each position of one row, which is taken to be like those of all where little is known of it."""
+        return [rate.expected(other, ROW_PRIOR_WEIGHT) for rate, other in zip(self.rates, others)]
 
 
 class AcceptanceModel:
@@ -181,66 +190,66 @@ class AcceptanceModel:
     Args:
         most (`int`): K, the deepest position.
         num_rows (`int`): Rows of the call.
-        accepted_before, drafted_before (`PastRates`, *optional*): The rates of earlier calls.
+        accepted_before, drafted_before (`PastRates`): The rates of earlier calls.
     """
 
     def __init__(
         self,
         most: int,
         num_rows: int,
-        accepted_before: PastRates | None = None,
-        drafted_before: PastRates | None = None,
+        accepted_before: PastRates = PastRates(),
+        drafted_before: PastRates = PastRates(),
     ):
-        self.window = WINDOW * num_rows
-        most_weight = _CALLS_WEIGHT * num_rows
-        # What is expected of the first position before it is known.
-        self._first_rate, self.accepted = _begin(most, accepted_before, FIRST_RATE, most_weight)
-        self._first_depth, self.drafted = _begin(most, drafted_before, 1.0, most_weight)
-        self.rows: dict[int, tuple[PositionRates, PositionRates]] = {}
-        if num_rows > 1:
-            self.rows = {row: (PositionRates(most), PositionRates(most)) for row in range(num_rows)}
+        window, most_weight = WINDOW * num_rows, CALLS_WEIGHT * num_rows
+        self.accepted = PositionRates(most, window, FIRST_RATE, accepted_before, most_weight)
+        self.drafted = PositionRates(most, window, 1.0, drafted_before, most_weight)
+        own_rows = range(num_rows) if num_rows > 1 else ()
+        self.rows = {row: (PositionRates(most, WINDOW), PositionRates(most, WINDOW)) for row in own_rows}
 
-    def observe(self, row: int, limit: int, depth: int, num_accepted: int, is_cut: bool = False) -> None:
-        """Adds one row's draft.
-
-        Args:
-            row (`int`): Row of the call.
-            limit (`int`): How deep it was allowed to draft, at least 1.
-            depth (`int`): How deep it is.
-            num_accepted (`int`): How many draft tokens were committed.
-            is_cut (`bool`): The row ended there, so that nothing is known of the next token.
-        """
-        known = num_accepted if is_cut else None
-        self.accepted.observe(num_accepted, limit, self.window, known)
-        self.drafted.observe(depth, limit, self.window)
-        if self.rows:
-            accepted, drafted = self.rows[row]
-            accepted.observe(num_accepted, limit, WINDOW, known)
-            drafted.observe(depth, limit, WINDOW)
+    def observe(self, outcome: RowOutcome) -> None:
+        """Adds one row's draft; its limit is at least 1."""
+        for accepted, drafted in ((self.accepted, self.drafted), *filter(None, [self.rows.get(outcome.row)])):
+            accepted.observe(outcome.num_accepted, outcome.num_known)
+            drafted.observe(outcome.depth, min(outcome.depth + 1, outcome.limit))
 
     def expected(self) -> tuple[list[float], list[float]]:
         """Rates of all rows together: of acceptance, and of being drafted at all, by position."""
-        return self.accepted.expected(self._first_rate), self.drafted.expected(self._first_depth)
+        return self.accepted.expected(), self.drafted.expected()
+
+    def path_probabilities(self, rows: Sequence[int]) -> tuple[list[list[float]], list[list[float]]]:
+        """For each of the rows the probabilities that 1, 2, ... tokens are accepted, and that drafts get so deep."""
+        accepted, drafted = self.expected()
+        pairs = [(accepted, drafted)] * len(rows)
+        if self.rows:
+            own = [self.rows[row] for row in rows]
+            pairs = [(one.expected_like(accepted), other.expected_like(drafted)) for one, other in own]
+        return [list(accumulate(one, mul)) for one, _ in pairs], [list(accumulate(other, mul)) for _, other in pairs]
 
     def optimistic(self) -> list[float]:
-        """Optimistic rates of all rows together."""
-        return self.accepted.optimistic(self.expected()[0])
-
-    def expected_of_row(
-        self, row: int, accepted: Sequence[float], drafted: Sequence[float]
-    ) -> tuple[list[float], list[float]]:
-        """Expected rates of one row, which is taken to be like all others where little is known of it."""
-        own_accepted, own_drafted = self.rows[row]
-        weight = _ROW_PRIOR_WEIGHT
-        return (
-            [rate.expected(prior, weight) for rate, prior in zip(own_accepted.rates, accepted)],
-            [rate.expected(prior, weight) for rate, prior in zip(own_drafted.rates, drafted)],
-        )
+        """Rates of acceptance of all rows together, plus their uncertainty."""
+        return [
+            min(mean + OPTIMISM * sqrt(mean * (1 - mean) / (rate.weight + PRIOR_WEIGHT)), 1.0)
+            for mean, rate in zip(self.accepted.expected(), self.accepted.rates)
+        ]
 
 
-def _begin(most: int, past: PastRates | None, prior: float, most_weight: float) -> tuple[float, PositionRates]:
-    """Prior of the first position of a call, and the rates that the call begins with."""
-    if past is None or not past.means:
-        return prior, PositionRates(most)
-    means = past.expected(prior)
-    return means[0], PositionRates(most, means, [min(weight, most_weight) for weight in past.weights])
+class RatingFactor:
+    """Accepted over expected tokens: what comes of the ratings that a drafter gives its own drafts.
+
+    Args:
+        factor (`float`): What it begins with.
+        weight (`float`): Expected tokens that this counts for.
+    """
+
+    def __init__(self, factor: float = 1.0, weight: float = RATING_WEIGHT):
+        self._expected, self._accepted = weight, weight * factor
+
+    @property
+    def value(self) -> float:
+        return self._accepted / self._expected
+
+    def observe(self, num_expected: float, num_accepted: float) -> None:
+        """Adds a draft of which so many tokens were expected."""
+        keep = max(1 - num_expected / RATING_WINDOW, 0.0)
+        self._expected = keep * self._expected + num_expected
+        self._accepted = keep * self._accepted + num_accepted

@@ -10,6 +10,7 @@ does, while that of a clock on the wall tells more about other processes than ab
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import nan
 from time import get_clock_info, perf_counter, thread_time
 
@@ -28,8 +29,23 @@ def clock_of(device: torch.device) -> Callable[[], float]:
     return thread_time if counts_work and get_clock_info("thread_time").resolution < _FINE else perf_counter
 
 
+@dataclass
+class CycleTimes:
+    """Seconds of a cycle. They are no numbers (NaN) where a CUDA graph was captured, which no other cycle pays for.
+
+    Attributes:
+        rest (`float`): All but the draft, and the reading before it.
+        draft (`float`, *optional*): Of the draft; `None` without one.
+        reading (`float`, *optional*): Of handing over to the drafter what it has not read; `None` if that was nothing.
+    """
+
+    rest: float
+    draft: float | None = None
+    reading: float | None = None
+
+
 class CycleClock:
-    """Times one cycle after the other: `begin`, then `drafted` if there was a draft, then `end`.
+    """Times one cycle after the other: `begin`, then `read` and `drafted` as far as there was both, then `end`.
 
     Attributes:
         now (`Callable`): Seconds on the clock that is used.
@@ -37,37 +53,43 @@ class CycleClock:
 
     def __init__(self, device: torch.device):
         is_cuda = device.type == "cuda"
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if is_cuda else None
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if is_cuda else None
         self._device = device
         self.now = clock_of(device)
-        self._began = self._draft_seconds = 0.0
-        self._has_drafted = False
+        self._marks: list[float] = []
+        self._has_read = False
         self._captures = 0
 
     def begin(self) -> None:
         self._captures = CallGraphs.all_captures
-        self._began, self._has_drafted = self.now(), False
-        self._record(0)
+        self._marks, self._has_read = [], False
+        self._mark()
+
+    def read(self) -> None:
+        self._has_read = True
+        self._mark()
 
     def drafted(self) -> None:
-        self._draft_seconds, self._has_drafted = self.now() - self._began, True
-        self._record(1)
+        self._mark()
 
-    def end(self) -> tuple[float | None, float]:
-        """Seconds of the draft, `None` without one, and of everything else in the cycle.
-
-        They are no numbers (NaN) where a CUDA graph was captured meanwhile, which no other cycle pays for.
-        """
-        total = self.now() - self._began
-        if self._captures != CallGraphs.all_captures:
-            return (nan if self._has_drafted else None), nan
-        if not self._has_drafted:
-            return None, total
-        seconds = self._draft_seconds
-        if self._events is not None and all(event.query() for event in self._events):
-            seconds = self._events[0].elapsed_time(self._events[1]) / 1000
-        return seconds, max(total - seconds, 0.0)
-
-    def _record(self, index: int) -> None:
+    def _mark(self) -> None:
         if self._events is not None:
-            self._events[index].record(torch.cuda.current_stream(self._device))
+            self._events[len(self._marks)].record(torch.cuda.current_stream(self._device))
+        self._marks.append(self.now())
+
+    def end(self) -> CycleTimes:
+        """The times since `begin`."""
+        marks = self._marks
+        parts = [self._between(index) for index in range(len(marks) - 1)]
+        rest = max(self.now() - marks[0] - sum(parts), 0.0)
+        if self._captures != CallGraphs.all_captures:
+            rest, parts = nan, [nan] * len(parts)
+        return CycleTimes(rest, parts[-1] if parts else None, parts[0] if self._has_read else None)
+
+    def _between(self, index: int) -> float:
+        """Seconds from one mark to the next."""
+        if self._events is not None:
+            first, second = self._events[index : index + 2]
+            if first.query() and second.query():
+                return first.elapsed_time(second) / 1000
+        return self._marks[index + 1] - self._marks[index]

@@ -22,29 +22,17 @@ from math import inf, isfinite, log
 from typing import Any
 
 from ..errors import SpecConfigError, shown
-
-
-# A size that is measured seldom is judged by the median of its last measurements. One that is measured all the time
-# has a level that each measurement moves by a small part, until the median says that it is far off.
-_LAST_MEASUREMENTS = 7
-_SELDOM = 6
-_PART = 0.02
-_FAR = 1.3
-
-# So many measurements that are far below the level in a row are believed at once.
-_AT_ONCE = 2
-
-# From so many measurements on a size is known, and its measurements tell the pace.
-_KNOWN = 3
-_PACE_WINDOW = 7
-_LARGEST_PACE = 1000.0
-
-# One measurement of a known size counts at most as so many times longer or shorter. So does a size that is not known,
-# beside what its neighbours let expect.
-_LARGEST_SURPRISE = 2.0
-
-# What is expected of the fixed part of a cycle, as long as only one number of rows was measured.
-_FIRST_FIXED_PART = 0.5
+from .constants import (
+    FAR,
+    FIRST_FIXED_PART,
+    KNOWN,
+    LARGEST_PACE,
+    LARGEST_SURPRISE,
+    LAST_MEASUREMENTS,
+    LEVEL_PART,
+    NODES_PART,
+    SELDOM,
+)
 
 
 class TimeTable:
@@ -66,30 +54,30 @@ class TimeTable:
     def observe(self, size: int, seconds: float) -> None:
         """Adds a measurement."""
         if size not in self._measured:
-            self._measured[size] = deque(maxlen=_LAST_MEASUREMENTS)
+            self._measured[size] = deque(maxlen=LAST_MEASUREMENTS)
             insort(self.sizes, size)
         measured = self._measured[size]
-        if len(measured) >= _AT_ONCE and max(list(measured)[1 - _AT_ONCE :] + [seconds]) * _FAR < self.levels[size]:
-            # Machines stall, but they do not hurry: it has become faster.
+        if len(measured) > 1 and max(measured[-1], seconds) * FAR < self.levels[size]:
+            # A low outlier is real, a high one is usually a stall: two short ones in a row are believed.
             measured.clear()
-            measured.extend([seconds] * (_AT_ONCE - 1))
-        is_seldom = self._num_measurements - self._last.get(size, 0) > _SELDOM
+            measured.append(seconds)
+        is_seldom = self._num_measurements - self._last.get(size, 0) > SELDOM
         self._num_measurements += 1
         self._last[size] = self._num_measurements
         measured.append(seconds)
         # The lower median: the first run of a size is often a slow one.
         median = sorted(measured)[(len(measured) - 1) // 2]
         level = self.levels.get(size, median)
-        if is_seldom or len(measured) < _LAST_MEASUREMENTS or not level / _FAR < median < level * _FAR:
+        if is_seldom or len(measured) < LAST_MEASUREMENTS or not level / FAR < median < level * FAR:
             self.levels[size], self._weights[size] = median, len(measured)
             return
-        ratio = min(max(seconds / level, 1 / _LARGEST_SURPRISE), _LARGEST_SURPRISE)
+        ratio = min(max(seconds / level, 1 / LARGEST_SURPRISE), LARGEST_SURPRISE)
         self._weights[size] += 1
-        self.levels[size] = level * ratio ** max(1 / self._weights[size], _PART)
+        self.levels[size] = level * ratio ** max(1 / self._weights[size], LEVEL_PART)
 
     def knows(self, size: int) -> bool:
         """Tells sizes with enough measurements."""
-        return len(self._measured.get(size, ())) >= _KNOWN
+        return len(self._measured.get(size, ())) >= KNOWN
 
     def predict(self, size: float) -> float:
         """Seconds of a size: measured, between its neighbours, or beyond the largest size on the mean slope.
@@ -103,7 +91,7 @@ class TimeTable:
             return level
         # One stall of the machine must not keep a size from ever being tried again.
         known = [other for other in self.sizes if self.knows(other)]
-        return min(level, _LARGEST_SURPRISE * self._interpolated(size, known)) if known else level
+        return min(level, LARGEST_SURPRISE * self._interpolated(size, known)) if known else level
 
     def _interpolated(self, size: float, sizes: list[int]) -> float:
         index = bisect_left(sizes, size)
@@ -119,7 +107,7 @@ class TimeTable:
         """A copy in which the sizes are known by few measurements, which newer ones soon outweigh."""
         table = TimeTable()
         for size in self.sizes:
-            for _ in range(min(len(self._measured[size]), _KNOWN)):
+            for _ in range(min(len(self._measured[size]), KNOWN)):
                 table.observe(size, self.levels[size])
         return table
 
@@ -132,7 +120,7 @@ class TimeTable:
         """The table of `to_dict`, all of whose sizes are known."""
         table = cls()
         for size, value in seconds.items():
-            for _ in range(_KNOWN):
+            for _ in range(KNOWN):
                 table.observe(_size(size), _seconds(value))
         return table
 
@@ -140,8 +128,8 @@ class TimeTable:
 class Pace:
     """By how much everything takes longer than its level: the median of the last measurements.
 
-    It falls at once: machines stall, but they do not hurry. Else what is measured when a stall is over would be taken
-    for much faster than it is.
+    It falls at once: a low outlier is real, a high one is usually a stall. Else what is measured when a stall is over
+    would be taken for much faster than it is.
 
     Args:
         factor (`float`): What it begins with, as if it had been measured: one stall must not set it.
@@ -152,12 +140,12 @@ class Pace:
 
     def __init__(self, factor: float = 1.0):
         self.factor = factor
-        self._last: deque[float] = deque([factor] * _PACE_WINDOW, maxlen=_PACE_WINDOW)
+        self._last: deque[float] = deque([factor] * LAST_MEASUREMENTS, maxlen=LAST_MEASUREMENTS)
 
     def observe(self, factor: float) -> None:
-        factor = min(max(factor, 1 / _LARGEST_PACE), _LARGEST_PACE)
+        factor = min(max(factor, 1 / LARGEST_PACE), LARGEST_PACE)
         self._last.append(factor)
-        self.factor = min(sorted(self._last)[len(self._last) // 2], _FAR * factor)
+        self.factor = min(sorted(self._last)[len(self._last) // 2], FAR * factor)
 
 
 class LatencyModel:
@@ -170,6 +158,7 @@ class LatencyModel:
         draft_pace (`Pace`): Of drafts, on top of that.
         reading (`TimeTable`): Seconds in which the drafter reads text that it was not told of, such as the prompts, by
             tokens of all rows together.
+        nodes (`dict[int, float]`): Nodes of a row's draft, by its depth.
     """
 
     def __init__(self):
@@ -177,6 +166,7 @@ class LatencyModel:
         self.verify: dict[int, TimeTable] = {}
         self.pace, self.draft_pace = Pace(), Pace()
         self.reading = TimeTable()
+        self.nodes: dict[int, float] = {}
 
     def for_another_call(self) -> LatencyModel:
         """A copy whose measurements count little: the call may have another context, and the machine other work."""
@@ -184,17 +174,28 @@ class LatencyModel:
         model.draft = {rows: table.aged() for rows, table in self.draft.items()}
         model.verify = {rows: table.aged() for rows, table in self.verify.items()}
         model.pace, model.draft_pace = Pace(self.pace.factor), Pace(self.draft_pace.factor)
-        model.reading = self.reading.aged()
+        model.reading, model.nodes = self.reading.aged(), dict(self.nodes)
         return model
 
-    def observe_draft(self, num_rows: int, depth: int, seconds: float) -> None:
+    def observe_draft(
+        self, num_rows: int, depth: int, seconds: float, reading: tuple[int, float] | None = None
+    ) -> None:
         """Adds the time of a draft.
 
         Args:
             num_rows (`int`): Rows that were drafted for.
             depth (`int`): Depth of the deepest draft, 0 where nothing was found to draft.
-            seconds (`float`): Everything the drafter did in the cycle.
+            seconds (`float`): Everything that the drafter did in the cycle, `reading` excluded.
+            reading (`tuple[int, float]`, *optional*): Tokens of all rows that the drafter was told of first, and the
+                seconds that this took. It may have read them in the time of the draft only.
         """
+        if reading is not None:
+            num_tokens, reading_seconds = reading
+            if num_rows in self.draft and depth in self.draft[num_rows].levels:
+                late = max(seconds - self.draft_seconds(depth, num_rows), 0.0)
+                self.observe_reading(num_tokens, reading_seconds + late)
+                return
+            self.observe_reading(num_tokens, reading_seconds)
         if not _is_time(seconds):
             return
         table = self.draft.setdefault(num_rows, TimeTable())
@@ -217,6 +218,19 @@ class LatencyModel:
         if table.knows(num_nodes):
             self.pace.observe(seconds / table.levels[num_nodes])
         table.observe(num_nodes, seconds / self.pace.factor)
+
+    def observe_nodes(self, depth: int, num_nodes: int) -> None:
+        """Adds a draft of so many nodes a row, before it was cut."""
+        known = self.nodes.get(depth, num_nodes)
+        self.nodes[depth] = known + NODES_PART * (num_nodes - known)
+
+    def nodes_of_depth(self, depth: int) -> int:
+        """Draft nodes of a row; those of a depth that was not seen are in proportion to the nearest that was."""
+        known = self.nodes.get(depth, depth)
+        if depth and self.nodes and depth not in self.nodes:
+            nearest = min(self.nodes, key=lambda seen: abs(seen - depth))
+            known = max(self.nodes[nearest] * depth / nearest, depth)
+        return round(known)
 
     def observe_reading(self, num_tokens: int, seconds: float) -> None:
         """Adds the time in which the drafter has read text.
@@ -254,6 +268,21 @@ class LatencyModel:
         pace = self.pace.factor * self.draft_pace.factor
         return [pace * level for level in _draft_levels(self.draft[_nearest(self.draft, num_rows)], most)]
 
+    def cycle_seconds_up_to(self, most: int, num_rows: int, most_nodes: int | None = None) -> list[float]:
+        """Seconds of cycles whose deepest draft has each of the depths from 0 to `most`.
+
+        Args:
+            most (`int`): The largest depth.
+            num_rows (`int`): Active rows.
+            most_nodes (`int`, *optional*): Nodes of a row to which trees are cut.
+        """
+        seconds = []
+        for depth, drafting in enumerate(self.draft_seconds_up_to(most, num_rows)):
+            nodes = self.nodes_of_depth(depth)
+            nodes = nodes if most_nodes is None else min(nodes, most_nodes)
+            seconds.append(drafting + self.verify_seconds(nodes + 1, num_rows))
+        return seconds
+
     def verify_seconds(self, num_nodes: float, num_rows: int) -> float:
         """Seconds of a verification of so many nodes a row; 1 as long as none was measured."""
         own = self.verify.get(num_rows)
@@ -281,7 +310,7 @@ class LatencyModel:
         seconds = {rows: table.levels[1] for rows, table in self.verify.items() if table.knows(1)}
         few, many = min(seconds, default=0), max(seconds, default=0)
         if few == many:
-            return _FIRST_FIXED_PART
+            return FIRST_FIXED_PART
         of_a_row = max((seconds[many] - seconds[few]) / (many - few), 0.0)
         fixed = max(seconds[few] - of_a_row * few, 0.0)
         return fixed / (fixed + of_a_row * num_rows)

@@ -8,13 +8,15 @@ from sys import float_info
 from typing import Any
 
 from ..errors import SpecConfigError, shown
-from .acceptance import WINDOW, AcceptanceModel, PastRates
+from .acceptance import AcceptanceModel, PastRates
+from .budget import TrialBudget
+from .constants import WINDOW
 from .latency import LatencyModel
 
 
 @dataclass
 class ControlProfile:
-    """Costs and rates found by earlier calls with one target and one drafter on one device.
+    """Costs and acceptance that earlier calls with one target and one drafter on one device have found.
 
     Attributes:
         latency (`LatencyModel`): Costs.
@@ -29,9 +31,9 @@ class ControlProfile:
     budget: float = 0.0
     rating_factor: float = 1.0
 
-    def learn(self, latency: LatencyModel, acceptance: AcceptanceModel, budget: float = 0.0) -> None:
+    def learn(self, latency: LatencyModel, acceptance: AcceptanceModel, budget: TrialBudget) -> None:
         """Takes in the findings of a call."""
-        self.latency, self.budget = latency, max(budget, 0.0)
+        self.latency, self.budget = latency, budget.seconds
         self.accepted = self.accepted.with_call(acceptance.accepted.rates)
         self.drafted = self.drafted.with_call(acceptance.drafted.rates)
 

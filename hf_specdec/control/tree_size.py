@@ -15,22 +15,9 @@ from itertools import accumulate
 
 from ..drafts import DraftTree
 from ..transfers import PendingRead
+from .acceptance import RatingFactor
+from .constants import HYSTERESIS, RANK_PART, SIZE_EVERY, TREE_SIZES
 from .latency import LatencyModel
-
-
-# Sizes that are looked at: steps of at most a half, so that their times are soon known.
-_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-
-# Another size must promise so much more.
-_HYSTERESIS = 1.02
-
-# Drafts between two plans, and the part that a new draft has in what is known of the ranks.
-_PLAN_EVERY = 8
-_PART = 0.1
-
-# Expected tokens that are remembered for c, and how many the c of earlier calls counts for.
-_WINDOW = 64.0
-_FIRST_WEIGHT = 8.0
 
 
 class TreeSize:
@@ -38,25 +25,21 @@ class TreeSize:
 
     Args:
         latency (`LatencyModel`): Knows the times.
-        rating_factor (`float`): c, as earlier calls have found it.
+        factor (`float`): c, as earlier calls have found it.
 
     Attributes:
         size (`int`, *optional*): Nodes that are kept; all of them before anything is known.
+        rating (`RatingFactor`): c.
     """
 
-    def __init__(self, latency: LatencyModel, rating_factor: float = 1.0):
+    def __init__(self, latency: LatencyModel, factor: float = 1.0):
         self.latency = latency
         self.size: int | None = None
-        self._expected, self._accepted = _FIRST_WEIGHT, _FIRST_WEIGHT * rating_factor
+        self.rating = RatingFactor(factor)
         self._probabilities: list[float] = []
         self._arriving: PendingRead | None = None
         self._depth = 0  # of the draft whose probabilities arrive
         self._num_drafts = 0
-
-    @property
-    def rating_factor(self) -> float:
-        """c."""
-        return self._accepted / self._expected
 
     def cut(
         self, draft: DraftTree, depth: int, agreed: Callable[[list[int]], list[int]] = lambda numbers: numbers
@@ -70,7 +53,7 @@ class TreeSize:
         """
         if not draft.is_rated:
             return draft
-        phase = self._num_drafts % _PLAN_EVERY
+        phase = self._num_drafts % SIZE_EVERY
         self._num_drafts += 1
         if phase == 0:
             self._arriving, self._depth = PendingRead(draft.chances_by_rank()), depth
@@ -87,7 +70,7 @@ class TreeSize:
             # Drafts of another depth have other nodes.
             self._probabilities = new
             return
-        self._probabilities = [old + _PART * (value - old) for old, value in zip(self._probabilities, new)]
+        self._probabilities = [old + RANK_PART * (value - old) for old, value in zip(self._probabilities, new)]
 
     def _plan(self, num_rows: int, depth: int) -> None:
         expected = list(accumulate(self._probabilities, initial=0.0))
@@ -95,12 +78,12 @@ class TreeSize:
 
         def value(size: int) -> float:
             seconds = drafting + self.latency.verify_seconds(size + 1, num_rows)
-            return (1 + self.rating_factor * expected[size]) / seconds
+            return (1 + self.rating.value * expected[size]) / seconds
 
         most = len(self._probabilities)
         present = most if self.size is None else min(self.size, most)
-        best = max([*_SIZES[: bisect_left(_SIZES, most)], most], key=value)
-        if value(best) > _HYSTERESIS * value(present):
+        best = max([*TREE_SIZES[: bisect_left(TREE_SIZES, most)], most], key=value)
+        if value(best) > HYSTERESIS * value(present):
             present = best
         self.size = None if present == most else present
 
@@ -116,7 +99,4 @@ class TreeSize:
         totals = list(accumulate(self._probabilities, initial=0.0))
         # On average over the rows: a batch is one outcome.
         expected = sum(totals[min(count, len(self._probabilities))] for count in draft.counts()) / draft.batch_size
-        mean_accepted = sum(num_accepted) / draft.batch_size
-        keep = max(1 - expected / _WINDOW, 0.0)
-        self._expected = keep * self._expected + expected
-        self._accepted = keep * self._accepted + mean_accepted
+        self.rating.observe(expected, sum(num_accepted) / draft.batch_size)

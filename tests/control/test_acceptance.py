@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hf_specdec.control.acceptance import AcceptanceModel, PastRates, Rate
+from hf_specdec.control.acceptance import AcceptanceModel, PastRates, Rate, RowOutcome
 
 
 def feed(model, rates, cycles, limit=None, row=0, seed=0, depths=None):
@@ -15,7 +15,7 @@ def feed(model, rates, cycles, limit=None, row=0, seed=0, depths=None):
         accepted = 0
         while accepted < depth and generator.random() < rates[accepted]:
             accepted += 1
-        model.observe(row, limit, min(depth, limit), accepted)
+        model.observe(RowOutcome(row, limit, min(depth, limit), accepted, accepted + 1))
 
 
 def test_each_position_has_its_own_rate():
@@ -50,7 +50,7 @@ def test_nothing_is_learnt_behind_the_end_of_a_row():
     feed(model, [1.0] * 4, 60)
     before = model.expected()[0]
     for _ in range(60):
-        model.observe(0, 4, 4, 2, is_cut=True)
+        model.observe(RowOutcome(0, 4, 4, 2, 2))
     assert model.expected()[0][2:] == before[2:]
 
 
@@ -58,7 +58,7 @@ def test_a_change_is_followed_within_a_few_cycles():
     model = AcceptanceModel(4, 1)
     feed(model, [1.0] * 4, 200)
     for _ in range(8):
-        model.observe(0, 4, 4, 0)
+        model.observe(RowOutcome(0, 4, 4, 0, 1))
     assert model.expected()[0][0] < 0.4
 
 
@@ -67,7 +67,7 @@ def test_a_change_makes_what_is_known_of_deeper_positions_doubtful():
     feed(model, [1.0, 0.0, 0.0, 0.0], 100)
     feed(model, [0.0] * 4, 40)
     for _ in range(40):
-        model.observe(0, 1, 1, 1)
+        model.observe(RowOutcome(0, 1, 1, 1, 2))
     accepted, _ = model.expected()
     assert accepted[0] > 0.8
     assert accepted[2] > 0.3
@@ -78,11 +78,10 @@ def test_rows_have_rates_of_their_own():
     for cycle in range(40):
         for row, rates in enumerate(([1.0, 1.0], [0.0, 0.0])):
             feed(model, rates, 1, row=row, seed=cycle)
-    shared, drafted = model.expected()
-    good, bad, unknown = (model.expected_of_row(row, shared, drafted)[0] for row in range(3))
+    good, bad, unknown = model.path_probabilities([0, 1, 2])[0]
     assert good[0] > 0.9
     assert bad[0] < 0.1
-    assert unknown[0] == pytest.approx(shared[0])
+    assert unknown[0] == pytest.approx(model.expected()[0][0])
 
 
 def test_what_earlier_calls_found_is_where_a_call_begins():
@@ -91,7 +90,7 @@ def test_what_earlier_calls_found_is_where_a_call_begins():
     assert before == pytest.approx([0.2, 0.1, 0.1], abs=0.1)
     # A few outcomes of its own weigh as much.
     for _ in range(4):
-        model.observe(0, 3, 3, 3)
+        model.observe(RowOutcome(0, 3, 3, 3, 4))
     assert all(now > old + 0.3 for now, old in zip(model.expected()[0], before))
 
 
@@ -116,7 +115,7 @@ def test_a_call_counts_for_what_was_seen_in_it():
     past, model = PastRates([0.8, 0.8], [8, 8]), AcceptanceModel(2, 1)
     assert past.with_call(model.accepted.rates) == past
     for _ in range(2):
-        model.observe(0, 2, 2, 0)
+        model.observe(RowOutcome(0, 2, 2, 0, 1))
     later = past.with_call(model.accepted.rates)
     assert later.means == pytest.approx([0.64, 0.8])
     assert later.weights == [10, 8]

@@ -27,9 +27,10 @@ def test_one_thread_is_timed_without_what_others_do(one_thread):
     clock.begin()
     sleep(0.05)
     clock.drafted()
-    draft, rest = clock.end()
-    assert draft < 0.02
-    assert rest < 0.02
+    times = clock.end()
+    assert times.draft < 0.02
+    assert times.rest < 0.02
+    assert times.reading is None
 
 
 def test_several_threads_are_timed_on_the_wall(monkeypatch):
@@ -41,14 +42,17 @@ def test_several_threads_are_timed_on_the_wall(monkeypatch):
 def test_a_cycle_with_a_capture_has_no_times():
     clock, latency = CycleClock(torch.device("cpu")), LatencyModel()
     clock.begin()
+    clock.read()
     clock.drafted()
     CallGraphs.all_captures += 1
-    draft, rest = clock.end()
-    assert isnan(draft)
-    assert isnan(rest)
-    latency.observe_draft(1, 3, draft)
-    latency.observe_verification(1, 4, rest)
+    times = clock.end()
+    assert isnan(times.draft)
+    assert isnan(times.rest)
+    assert isnan(times.reading)
+    latency.observe_draft(1, 3, times.draft, (8, times.reading))
+    latency.observe_verification(1, 4, times.rest)
     assert not latency.draft
     assert not latency.verify
+    assert not latency.reading.sizes
     clock.begin()
-    assert clock.end()[0] is None
+    assert clock.end().draft is None

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec.control import ControlProfile, theory
-from hf_specdec.control.acceptance import PastRates
-from hf_specdec.control.batch import batch_tokens
+from hf_specdec.control.acceptance import PastRates, RowOutcome
 from hf_specdec.control.controller import SpeculationController
-from hf_specdec.control.outcome import RowOutcome
+from hf_specdec.control.plan import batch_tokens
 from tests.control.worlds import MOST, TARGETS, World, any_batch, any_world, world_of
 
 
@@ -44,7 +43,7 @@ def test_it_loses_little_against_the_best_fixed_length():
         profile = ControlProfile()
         first = world.controller(MOST, profile=profile)
         world.run(first, 400)
-        first.profile_into(profile)
+        first.close()
         losses.append(world.loss(world.run(world.controller(MOST, profile=profile), 800), MOST))
     assert statistics.mean(losses) < 0.03
     assert statistics.quantiles(losses, n=20)[-1] < 0.1
@@ -60,11 +59,11 @@ def test_a_useless_drafter_costs_two_parts_in_a_hundred(target, cost):
         profile = ControlProfile()
         first = world.controller(MOST, profile=profile)
         world.run(first, 200)
-        first.profile_into(profile)
+        first.close()
         for _ in range(3):
             controller = world.controller(MOST, profile=profile)
             losses.append(world.loss(world.run(controller, 300), MOST))
-            controller.profile_into(profile)
+            controller.close()
     assert max(losses) < 0.06
     assert statistics.mean(losses) < 0.02
 
@@ -229,7 +228,7 @@ def test_a_profile_spares_the_next_call_the_search():
     profile = ControlProfile()
     first = world.controller(MOST, profile=profile)
     world.run(first, 200)
-    first.profile_into(profile)
+    first.close()
     again = ControlProfile.from_dict(profile.to_dict())
     assert world.loss(world.run(world.controller(MOST, profile=again), 20), MOST) < 0.06
 
@@ -281,7 +280,7 @@ def test_trials_of_all_calls_together_pay_for_the_reading_of_prompts():
 
 def test_a_call_that_never_drafts_teaches_nothing():
     profile = ControlProfile(accepted=PastRates([0.5], [4.0]))
-    SpeculationController(4, 1, profile).profile_into(profile)
+    SpeculationController(4, 1, profile).close()
     assert profile.to_dict() == ControlProfile(accepted=PastRates([0.5], [4.0])).to_dict()
 
 
@@ -310,21 +309,21 @@ def test_a_trial_is_compared_with_the_chosen_length_on_the_same_draft():
     for _ in range(40):
         (limit,) = controller.limits([0])
         controller.observe([RowOutcome(0, limit, limit, min(limit, 4), min(limit, 4) + 1)], limit, 1e-5 * limit, 1e-3)
-    controller.length = 4
+    controller.length, plan = 4, controller._plan
     # All of a shorter draft was accepted: more of a longer one would have been.
-    assert controller._tokens_instead(RowOutcome(0, 2, 2, 2, 3), 2) > 4
+    assert controller._tokens_instead(plan, RowOutcome(0, 2, 2, 2, 3), 2) > 4
     # Both would have ended at the same token.
-    assert controller._tokens_instead(RowOutcome(0, 2, 2, 1, 2), 2) == 2
-    assert controller._tokens_instead(RowOutcome(0, 8, 8, 6, 7), 8) == 5
+    assert controller._tokens_instead(plan, RowOutcome(0, 2, 2, 1, 2), 2) == 2
+    assert controller._tokens_instead(plan, RowOutcome(0, 8, 8, 6, 7), 8) == 5
     # As long as this one would have taken for them, if they ended on their own. Else that is not known.
-    seconds = [controller._cycle_seconds(depth, 1) for depth in range(9)]
+    seconds = controller._costs([0])
 
     def instead(depth, trial):
-        return controller._seconds_instead([RowOutcome(0, trial, depth, 0, 1)], trial)
+        return controller._seconds_instead(plan, seconds, [RowOutcome(0, trial, depth, 0, 1)], trial)
 
     assert [instead(depth, 8) for depth in (0, 2, 4, 6, 8)] == [seconds[min(k, 4)] for k in (0, 2, 4, 6, 8)]
     assert instead(1, 2) == seconds[1]
-    assert instead(2, 2) == controller._plan.seconds[4]
+    assert instead(2, 2) == plan.seconds[4]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, record
 from hf_specdec.control import SpeculationController
-from hf_specdec.control.outcome import RowOutcome
+from hf_specdec.control.acceptance import RowOutcome
 from tests.models import prompts, tiny_llama
 
 

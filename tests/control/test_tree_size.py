@@ -48,7 +48,7 @@ def test_the_size_is_the_best_one(slope, rate):
         draft = trees.cut(rated(chances), 4)
         accepted = sum(random_numbers.random() < rate * chances[token] for token in draft.token_lists()[0])
         trees.observe(draft, [accepted])
-    assert trees.rating_factor == pytest.approx(rate, rel=0.25)
+    assert trees.rating.value == pytest.approx(rate, rel=0.25)
     tokens = [1 + rate * total for total in accumulate(chances, initial=0.0)]
     values = [value / (0.2e-3 + verify(size + 1)) for size, value in enumerate(tokens)]
     kept = trees.size or len(chances)
@@ -79,7 +79,7 @@ def test_what_is_not_rated_is_left_alone():
     for draft in [chain, found] * 20:
         assert trees.cut(draft, 8) is draft
         trees.observe(draft, [3])
-    assert trees.rating_factor == 1.0
+    assert trees.rating.value == 1.0
 
 
 def test_rows_are_expected_to_accept_what_they_have_nodes_for():
@@ -90,7 +90,7 @@ def test_rows_are_expected_to_accept_what_they_have_nodes_for():
         draft.node_counts = [3, 0]
         trees.cut(draft, 4)
         trees.observe(draft, [1, 0])
-    assert trees.rating_factor == pytest.approx(1.0, rel=0.05)
+    assert trees.rating.value == pytest.approx(1.0, rel=0.05)
 
 
 def test_other_drafts_have_other_ranks():

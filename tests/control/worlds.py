@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hf_specdec.control import ControlProfile, SpeculationController
-from hf_specdec.control.batch import batch_tokens
-from hf_specdec.control.outcome import RowOutcome
+from hf_specdec.control.acceptance import RowOutcome
+from hf_specdec.control.plan import batch_tokens
 
 
 MOST = 12

@@ -1,0 +1,56 @@
+"""The rule of exploration: what is not tried is not known, and trials may cost a small part of all time."""
+
+from __future__ import annotations
+
+from .constants import FIRST_BUDGET, LARGEST_BUDGET, TRIAL_EVERY, TRIAL_SHARE
+
+
+class TrialBudget:
+    """Seconds that trials may cost: earned with every cycle, spent by trials that lose, refilled by those that gain.
+
+    A trial costs its time minus the time in which its tokens would have been made otherwise. One whose drafter has to
+    read text first is paid for by as many cycles as that takes, so nothing bounds what it may cost beside its share.
+
+    Args:
+        saved (`float`, *optional*): What earlier calls have left; `None` if there were none.
+    """
+
+    def __init__(self, saved: float | None):
+        self._seconds = saved
+        self._num_cycles = 0  # since the last trial
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that may be spent; 0 if more was."""
+        return max(self._seconds or 0.0, 0.0)
+
+    def earn(self, cycle_seconds: float, plain_seconds: float, reading_seconds: float) -> None:
+        """Adds the share of a cycle.
+
+        Args:
+            cycle_seconds (`float`): Of the cycle.
+            plain_seconds (`float`): Of one without drafts.
+            reading_seconds (`float`): In which a drafter would read what it has not read yet.
+        """
+        if self._seconds is None:
+            self._seconds = FIRST_BUDGET * plain_seconds
+        most = LARGEST_BUDGET * plain_seconds + reading_seconds
+        self._seconds = min(self._seconds + TRIAL_SHARE * cycle_seconds, most)
+        self._num_cycles += 1
+
+    def pays(self, price: float) -> bool:
+        """`True` if a trial that costs so many seconds may be made."""
+        return self._seconds is not None and price <= self._seconds
+
+    @property
+    def is_due(self) -> bool:
+        """There is something to spend, and the last trial is some time ago."""
+        return self.seconds > 0 and self._num_cycles >= TRIAL_EVERY
+
+    def begin(self) -> None:
+        """Begins a trial."""
+        self._num_cycles = 0
+
+    def spend(self, seconds: float) -> None:
+        """Takes what a trial has cost, or adds what it has gained, if that is negative."""
+        self._seconds = (self._seconds or 0.0) - seconds

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
-
 from ..protocol import Commit, Prompt
 
 
@@ -50,7 +48,6 @@ class UnreadText:
         reader (`TextReader`): The generator.
 
     Attributes:
-        num_columns (`int`): Tokens of a row, padding included.
         num_tokens (`int`): Tokens of all rows, padding included.
     """
 
@@ -63,7 +60,7 @@ class UnreadText:
         self._prompt: Prompt | None = None
         self._rows: list[int] = []  # those of the prompt's rows that are left
         self._commits: list[Commit] = []
-        self.num_columns = self.num_tokens = 0
+        self.num_tokens = 0
 
     @property
     def num_commits(self) -> int:
@@ -72,16 +69,12 @@ class UnreadText:
     def begin(self, prompt: Prompt) -> None:
         """Holds the prompt."""
         self._prompt, self._rows = prompt, list(range(len(prompt.starts)))
-        self._count(prompt.input_ids)
+        self.num_tokens += prompt.input_ids.numel()
 
     def add(self, commit: Commit) -> None:
         """Holds a commit that has no tokens of the reader's drafts."""
         self._commits.append(commit)
-        self._count(commit.tokens)
-
-    def _count(self, tokens: torch.LongTensor) -> None:
-        self.num_columns += tokens.shape[1]
-        self.num_tokens += tokens.numel()
+        self.num_tokens += commit.tokens.numel()
 
     def hand_over(self) -> None:
         """Tells the reader of all of it."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...control import ControlProfile
 from ...errors import SpecConfigError
 from ...protocol import Session
 from ..base import CandidateGenerator
 from .generator import CombinedCandidateGenerator
 from .options import CombinedOptions, CombinedOptionsClass
-from .policy import Experience
 
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class CombinedResources:
-    """Outlives a call: what the parts have loaded, and what calls have found."""
+    """Outlives a call: what the parts have loaded, and what calls have found of the second one."""
 
     retrieval: Any
     model: Any
-    experience: Experience = field(default_factory=Experience)
+    profile: ControlProfile = field(default_factory=ControlProfile)
 
 
 def _load_part(
@@ -137,7 +137,7 @@ class Combination:
         retrieval, model = (
             part(own, given, session) for part, own, given in zip(self.parts, _call_configs(config), loaded)
         )
-        return self.generator_class(config, session, retrieval, model, resources.experience)
+        return self.generator_class(config, session, retrieval, model, resources.profile)
 
     def check(self, config: SpeculativeConfig, resources: CombinedResources, session: Session) -> None:
         """Refuses settings that what was loaded cannot follow, as that of a single method."""

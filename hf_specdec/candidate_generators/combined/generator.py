@@ -10,16 +10,18 @@ Shapes: B active rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ...control import ControlProfile
+from ...control.acceptance import RowOutcome
 from ...control.clock import CycleClock
 from ...drafting.defer import UnreadText
 from ...drafts import DraftTree
 from ...protocol import Commit, DraftStep, Lookups, Prompt, Session
 from ..base import CandidateGenerator
 from .merge import merged
-from .policy import DrafterChoice, Experience
+from .policy import DrafterChoice
 
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ class CombinedCandidateGenerator(CandidateGenerator):
         config (`SpeculativeConfig`): The settings of the combination.
         session (`Session`): The call.
         retrieval, model (`CandidateGenerator`): The parts, for this call.
-        experience (`Experience`): Of earlier calls; it gets that of this one when it is closed.
+        profile (`ControlProfile`): What earlier calls have found of the second part; learns from this one.
     """
 
     def __init__(
@@ -46,17 +48,14 @@ class CombinedCandidateGenerator(CandidateGenerator):
         session: Session,
         retrieval: CandidateGenerator,
         model: CandidateGenerator,
-        experience: Experience,
+        profile: ControlProfile,
     ):
         self.config, self.options, self.session = config, config.options, session
         self.retrieval, self.model = retrieval, model
         self.num_speculative_tokens = max(self.retrieval.num_speculative_tokens, self.model.num_speculative_tokens)
         self.target_hidden_states = self.model.target_hidden_states
         self.samples_drafts = self.model.samples_drafts
-        self.experience = experience
-        self.choice = DrafterChoice(
-            experience, session.batch_size, model.num_speculative_tokens, model.num_draft_nodes
-        )
+        self.choice = DrafterChoice(profile, session.batch_size, model.num_speculative_tokens)
         self._clock = CycleClock(session.device)
         self._unread = UnreadText(self.model)
         self._cycle: _Cycle | None = None
@@ -78,28 +77,29 @@ class CombinedCandidateGenerator(CandidateGenerator):
     def prefill(self, prompt: Prompt) -> None:
         self.retrieval.prefill(prompt)
         self._unread.begin(prompt)
-        self._bound_unread(len(prompt.starts))
+        self._bound_unread()
 
-    def _bound_unread(self, num_rows: int) -> None:
+    def _bound_unread(self) -> None:
         """Lets the second drafter read where too many states would be held for it."""
-        if self.model.target_hidden_states and self._unread.num_columns * num_rows > _MOST_UNREAD_TOKENS:
+        if self.model.target_hidden_states and self._unread.num_tokens > _MOST_UNREAD_TOKENS:
             self._unread.hand_over()
 
     def propose(self, step: DraftStep) -> DraftTree:
-        retrieved = self.retrieval.propose(step)
-        cycle = self._cycle = _Cycle(retrieved, self.retrieval.acceptance_probs, step.max_draft_tokens)
-        lengths = self.model.draft_depths(step)
-        cycle.num_unread = self._unread.num_columns
-        asked = self.choice.asks(step.rows, cycle.acceptance_probs, retrieved.size, lengths, cycle.num_unread)
-        cycle.asked = list(map(bool, self.session.agreed(asked)))
-        cycle.draft = retrieved
+        retrieved, probs = self.retrieval.propose(step), self.retrieval.acceptance_probs
+        lengths, num_unread = self.model.draft_depths(step), self._unread.num_tokens
+        asked = self.choice.asks(step.rows, probs, retrieved.size, lengths, num_unread)
+        asked = list(map(bool, self.session.agreed(asked)))
+        limits = [length if is_asked else 0 for length, is_asked in zip(lengths, asked)]
+        cycle = self._cycle = _Cycle(retrieved, probs, asked, limits, retrieved)
         self._clock.begin()
-        if any(cycle.asked):
-            self._unread.hand_over()
-            limits = [length if is_asked else 0 for length, is_asked in zip(lengths, cycle.asked)]
+        if any(asked):
+            if num_unread:
+                self._unread.hand_over()
+                self._clock.read()
             drafted = self.model.propose(replace(step, max_draft_tokens=limits))
             self._clock.drafted()
-            cycle.draft = drafted if all(cycle.asked) else merged(retrieved, drafted, cycle.asked)
+            cycle.num_drafted, cycle.num_read = drafted.size, num_unread
+            cycle.draft = drafted if all(asked) else merged(retrieved, drafted, asked)
         return cycle.draft
 
     def observe(self, commit: Commit) -> None:
@@ -113,32 +113,25 @@ class CombinedCandidateGenerator(CandidateGenerator):
             self.model.observe(replace(commit, num_accepted=accepted))
             return
         self._unread.add(commit)
-        self._bound_unread(len(commit.rows))
+        self._bound_unread()
 
     def _learn(self, cycle: _Cycle, commit: Commit) -> None:
-        draft_seconds, verify_seconds = self._clock.end()
-        self.choice.observe_cycle(
-            len(commit.rows),
-            cycle.draft.size + 1,
-            draft_seconds,
-            verify_seconds,
-            cycle.num_unread,
-            sum(commit.counts),
-        )
-        for index, (row, is_asked) in enumerate(zip(commit.rows, cycle.asked)):
-            accepted, committed = commit.num_accepted[index], commit.token_lists[index]
-            acceptance_probs = cycle.acceptance_probs[index]
-            if acceptance_probs:
+        times, num_rows = self._clock.end(), len(commit.rows)
+        self.choice.observe_cycle(num_rows, cycle.draft.size, times.rest, sum(commit.counts))
+        outcomes = list(map(RowOutcome, commit.rows, cycle.limits, cycle.limits, commit.num_accepted, commit.counts))
+        if times.draft is not None:
+            reading = None if times.reading is None else (cycle.num_read, times.reading)
+            of_asked = [outcome for outcome, is_asked in zip(outcomes, cycle.asked) if is_asked]
+            self.choice.observe_draft(of_asked, num_rows, cycle.num_drafted, times.draft, reading)
+        for index, (outcome, probs, is_asked) in enumerate(zip(outcomes, cycle.acceptance_probs, cycle.asked)):
+            if probs:
                 # The tokens that a retrieved draft would have given are known also where it was not verified.
-                known = acceptance_probs[: len(committed)] if is_asked else acceptance_probs
-                self.choice.observe_retrieved(row, known, cycle.num_agreeing(index, committed))
-            if is_asked:
-                self.choice.observe_drafted(
-                    accepted, accepted == cycle.rooms[index] < self.model.num_speculative_tokens
-                )
-            if is_asked or acceptance_probs:
+                known = probs[: outcome.num_committed] if is_asked else probs
+                num_agreeing = cycle.num_agreeing(index, commit.token_lists[index])
+                self.choice.observe_retrieved(outcome.row, known, num_agreeing)
+            if is_asked or probs:
                 self._num_drafts[is_asked] += 1
-                self._num_accepted[is_asked] += accepted
+                self._num_accepted[is_asked] += outcome.num_accepted
 
     def keep_rows(self, keep: list[int]) -> None:
         self.retrieval.keep_rows(keep)
@@ -151,7 +144,7 @@ class CombinedCandidateGenerator(CandidateGenerator):
             self.model.close()
         self._unread.clear()
         self._cycle = None
-        self.choice.leave_to(self.experience)
+        self.choice.close()
         self.session.notes += [
             f"{method}: {num_accepted} tokens accepted from {num_drafts} drafts"
             for method, num_drafts, num_accepted in zip(self.options.methods, self._num_drafts, self._num_accepted)
@@ -165,18 +158,20 @@ class _Cycle:
     Attributes:
         retrieved (`DraftTree`): Drafts of the first drafter.
         acceptance_probs (`list[list[float]]`): Its estimates for them.
-        rooms (`list[int]`): Largest depth of each row's draft.
         asked (`list[bool]`): The rows whose draft is the second drafter's.
+        limits (`list[int]`): Largest depth of the second drafter's draft for each row.
         draft (`DraftTree`): The drafts that are verified.
-        num_unread (`int`): Tokens of a row that the second drafter had not been told of.
+        num_drafted (`int`): Nodes of a row of the second drafter's drafts.
+        num_read (`int`): Tokens of all rows that it was told of first.
     """
 
     retrieved: DraftTree
     acceptance_probs: list[list[float]]
-    rooms: list[int]
-    asked: list[bool] = field(default_factory=list)
-    draft: DraftTree | None = None
-    num_unread: int = 0
+    asked: list[bool]
+    limits: list[int]
+    draft: DraftTree
+    num_drafted: int = 0
+    num_read: int = 0
 
     def num_agreeing(self, index: int, committed: list[int]) -> int:
         """Number of committed tokens that the retrieved draft of a row has on one path."""

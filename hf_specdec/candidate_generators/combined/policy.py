@@ -1,7 +1,7 @@
 """Choice of the rows that ask the second drafter of a combination, by expected tokens and measured seconds.
 
-It learns while the call runs how far scores of retrieved drafts can be trusted, and what asking the second
-drafter costs.
+Costs, acceptance and the price of trials are learnt as by [`~control.controller`]: this one chooses whom to ask, that
+one how much to draft.
 
 Shapes: B active rows.
 """
@@ -9,74 +9,59 @@ Shapes: B active rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
-from ...control.latency import LatencyModel
-
-
-# Each constant, and the property that it protects.
-_LEAST_READ = 8  # few sizes to measure: drafts are timed by the tokens read for them, in powers of two from here on
-_TRUST = 2.0  # no decision by a single draft: expected tokens that the prior on scores weighs
-_TRUST_MEMORY = 0.96  # scores follow the text: share of what was seen that remains after each further draft
-_TRUST_RANGE = (0.02, 2.0)  # one text does not silence or inflate a drafter: least and largest factor on its scores
-_RATE_MEMORY = 0.97  # the worth of a second follows the text: share of tokens and seconds that remains after a cycle
-_PRIOR_DRAFTS = 2  # a second drafter with a bad start is asked again: drafts that its prior mean weighs
-_MEAN_WEIGHT = 1 / 32  # its mean follows the text: least weight of the newest draft
-_FIRST_DRAFTS = 2  # its cost is known before it is weighed: drafts that are made without asking for the reading's cost
-_TRIAL_SHARE = 0.01  # calls lose little by trials: share of all time that they may take
-_LITTLE = 1.0  # trials cost few tokens: they are made where retrieved drafts promise less than this
+from ...control import ControlProfile
+from ...control.acceptance import AcceptanceModel, RatingFactor, RowOutcome
+from ...control.budget import TrialBudget
+from ...control.constants import FIRST_DRAFTS, LARGEST_RATING, LITTLE, RATE_MEMORY, ROW_RATING_WEIGHT
 
 
 @dataclass
-class Experience:
-    """Findings of calls with one pair of drafters.
+class _Trial:
+    """A draft of the second drafter that does not seem to pay.
 
     Attributes:
-        latency (`LatencyModel`): Seconds of verifications, by their nodes.
-        draft_latency (`LatencyModel`): Seconds of drafts of the second drafter, by the tokens of a row that it reads
-            first.
-        mean_accepted (`float`, *optional*): Draft tokens of the second drafter that are accepted.
-        num_drafts (`int`): Drafts over which that is the mean.
-        budget (`float`): Seconds that may be spent on trials.
+        retrieved (`dict[int, float]`): By row of the call the tokens expected from its retrieved draft.
+        num_retrieved (`int`): Nodes of a row of the retrieved drafts.
+        reading (`float`): Seconds in which the drafter has to read first.
     """
 
-    latency: LatencyModel = field(default_factory=LatencyModel)
-    draft_latency: LatencyModel = field(default_factory=LatencyModel)
-    mean_accepted: float | None = None
-    num_drafts: int = 0
-    budget: float = 0.0
+    retrieved: dict[int, float]
+    num_retrieved: int
+    reading: float
 
 
 class DrafterChoice:
     """Chooses the rows for which the second drafter is asked.
 
     With r_b the tokens expected from the retrieved draft of row b (its score times the share of scores that has come
-    true in this row), m the mean of the second drafter, and lambda the tokens per second of the last cycles, asking it
-    for the rows with m > r_b gains in seconds
+    true in this row), m_b those expected from the second drafter, and lambda the tokens per second of the last cycles,
+    asking it for the rows with m_b > r_b gains in seconds
 
-        sum_b (m - r_b) / lambda - T_draft - (T_verify(nodes with its drafts) - T_verify(nodes without))
+        sum_b (m_b - r_b) / lambda - T_draft - (T_verify(nodes with its drafts) - T_verify(nodes without))
 
     It is asked where that is positive, as soon as what was lost without it outweighs the reading of the text that it
     does not know yet. If not, it is still tried now and then where little was retrieved, because text and costs
     change: for a small part of all time.
 
     Args:
-        experience (`Experience`): Of earlier calls.
+        profile (`ControlProfile`): Of the second drafter, from earlier calls; learns from this one when it is closed.
         num_rows (`int`): Rows of the call.
         length (`int`): Most tokens of a draft of the second drafter, on one path.
-        num_nodes (`int`): Most nodes of it.
     """
 
-    def __init__(self, experience: Experience, num_rows: int, length: int, num_nodes: int):
-        self.latency = experience.latency.for_another_call()
-        self.draft_latency = experience.draft_latency.for_another_call()
-        known = experience.mean_accepted
-        self.mean_accepted = length / 2 if known is None else known
-        # The text of this call may be another, so that earlier drafts soon count little.
-        self.num_drafts = min(experience.num_drafts, _FIRST_DRAFTS)
-        self._agreed, self._expected = [_TRUST] * num_rows, [_TRUST] * num_rows
-        self._num_nodes = float(num_nodes)
-        self._budget = experience.budget  # seconds that trials may cost
+    def __init__(self, profile: ControlProfile, num_rows: int, length: int):
+        self.profile = profile
+        self.latency = profile.latency.for_another_call()
+        # One rate for all rows: what differs between them is what is retrieved.
+        self.acceptance = AcceptanceModel(length, 1, profile.accepted, profile.drafted)
+        self._num_first = 0 if self.latency.draft else FIRST_DRAFTS
+        self._budget = TrialBudget(profile.budget)
+        self._trial: _Trial | None = None
+        self._ratings = [RatingFactor(weight=ROW_RATING_WEIGHT) for _ in range(num_rows)]
         self._missed = 0.0  # seconds that were lost without the drafter
         self._tokens = self._seconds = 0.0  # of the last cycles
 
@@ -95,93 +80,97 @@ class DrafterChoice:
             acceptance_probs (`list[list[float]]`): Of the retrieved drafts.
             num_retrieved (`int`): Nodes of a row of them, padding included.
             lengths (`list[int]`): Most tokens that the second drafter may draft for each row.
-            num_unread (`int`): Tokens of a row that it would have to read first.
+            num_unread (`int`): Tokens of all rows that it would have to read first.
         """
-        retrieved = [self._expected_tokens(row, sum(found), len(found)) for row, found in zip(rows, acceptance_probs)]
-        drafted = [min(self.mean_accepted, length) for length in lengths]
+        retrieved = [
+            min(min(self._ratings[row].value, LARGEST_RATING) * sum(probs), len(probs))
+            for row, probs in zip(rows, acceptance_probs)
+        ]
+        tokens = list(accumulate(accumulate(self.acceptance.expected()[0], mul), initial=0.0))
+        more = [tokens[length] - ours for ours, length in zip(retrieved, lengths)]
+        reading = self.latency.reading_seconds(num_unread)
         if self.latency.verify:
-            self._budget += _TRIAL_SHARE * self.latency.verify_seconds(num_retrieved + 1, len(rows))
-        wanted = [length > 0 and theirs > ours for ours, theirs, length in zip(retrieved, drafted, lengths)]
-        reading = self._draft_seconds(num_unread, len(rows)) - self._draft_seconds(0, len(rows))
+            plain, usual = (self.latency.verify_seconds(nodes + 1, len(rows)) for nodes in (0, num_retrieved))
+            self._budget.earn(usual, plain, reading)
+
+        def gain(asked: list[bool]) -> float:
+            more_tokens, depth = (sum(filter(None, map(mul, asked, more))), max(map(mul, asked, lengths)))
+            return self._gain(more_tokens, depth, len(rows), num_retrieved, 0 if all(asked) else num_retrieved)
+
+        self._trial = None
+        wanted = [length > 0 and theirs > 0 for theirs, length in zip(more, lengths)]
         if any(wanted):
-            self._missed += max(self._gain(wanted, retrieved, drafted, num_retrieved), 0.0)
-            if self.num_drafts < _FIRST_DRAFTS or self._missed > max(reading, 0.0):
+            self._missed += max(gain(wanted), 0.0)
+            if self._num_first > 0 or self._missed > reading:
                 self._missed = 0.0
                 return wanted
-        tried = [length > 0 and ours < _LITTLE for ours, length in zip(retrieved, lengths)]
-        if any(tried) and reading - self._gain(tried, retrieved, drafted, num_retrieved) <= self._budget:
-            self._budget = 0.0
+        tried = [length > 0 and ours < LITTLE for ours, length in zip(retrieved, lengths)]
+        if any(tried) and self._budget.is_due and self._budget.pays(reading - gain(tried)):
+            self._budget.begin()
+            self._trial = _Trial(dict(zip(rows, retrieved)), num_retrieved, reading)
             return tried
         return [False] * len(rows)
 
-    def _expected_tokens(self, row: int, score: float, depth: int) -> float:
-        """Tokens expected from a retrieved draft of this score."""
-        low, high = _TRUST_RANGE
-        trust = min(max(self._agreed[row] / self._expected[row], low), high)
-        return min(trust * score, depth)
-
-    def _gain(self, asked: list[bool], retrieved: list[float], drafted: list[float], num_retrieved: int) -> float:
-        """Expected seconds that are won by asking for these rows, the reading of unread text not counted."""
-        num_rows, latency = len(asked), self.latency
-        more_tokens = sum(theirs - ours for ours, theirs, is_asked in zip(retrieved, drafted, asked) if is_asked)
+    def _gain(self, more_tokens: float, depth: int, num_rows: int, num_retrieved: int, least_nodes: int) -> float:
+        """Seconds that a draft wins which brings so many more tokens, the reading of unread text not counted."""
+        latency = self.latency
         without = latency.verify_seconds(num_retrieved + 1, num_rows)
-        nodes = self._num_nodes if all(asked) else max(self._num_nodes, num_retrieved)
-        more_seconds = self._draft_seconds(0, num_rows) + latency.verify_seconds(nodes + 1, num_rows) - without
-        rate = self._tokens / self._seconds if self._seconds else (num_rows + sum(retrieved)) / without
-        return more_tokens / rate - more_seconds
+        nodes = max(latency.nodes_of_depth(depth), least_nodes)
+        more_seconds = latency.draft_seconds(depth, num_rows) + latency.verify_seconds(nodes + 1, num_rows) - without
+        seconds_per_token = self._seconds / self._tokens if self._tokens else without / num_rows
+        return more_tokens * seconds_per_token - more_seconds
 
-    def _draft_seconds(self, num_unread: int, num_rows: int) -> float:
-        """Seconds of the second drafter where it has so many tokens to read first; 0 before it was measured."""
-        return self.draft_latency.verify_seconds(_size(num_unread), num_rows) if self.draft_latency.verify else 0.0
-
-    def observe_cycle(
-        self,
-        num_rows: int,
-        num_nodes: int,
-        draft_seconds: float | None,
-        verify_seconds: float,
-        num_unread: int,
-        num_committed: int,
-    ) -> None:
+    def observe_cycle(self, num_rows: int, num_nodes: int, verify_seconds: float, num_committed: int) -> None:
         """Takes in a cycle.
 
         Args:
             num_rows (`int`): Active rows.
-            num_nodes (`int`): Nodes of a row that were verified, the anchor included.
-            draft_seconds (`float`, *optional*): Of the second drafter; `None` where it was not asked.
-            verify_seconds (`float`): Of everything else.
-            num_unread (`int`): Tokens of a row that the second drafter has read before it drafted.
+            num_nodes (`int`): Draft nodes of a row that were verified, padding included.
+            verify_seconds (`float`): Of all but the second drafter.
             num_committed (`int`): Tokens that were committed, in all rows.
         """
-        self.latency.observe_verification(num_rows, num_nodes, verify_seconds)
+        self.latency.observe_verification(num_rows, num_nodes + 1, verify_seconds)
+        self._tokens = RATE_MEMORY * self._tokens + num_committed
         # Not the measured seconds: a stall of the machine says nothing about the text.
-        seconds = self.latency.verify_seconds(num_nodes, num_rows)
-        if draft_seconds is not None:
-            self._num_nodes += 0.1 * (num_nodes - 1 - self._num_nodes)
-            self.draft_latency.observe_verification(num_rows, _size(num_unread), draft_seconds)
-            seconds += self._draft_seconds(num_unread, num_rows)
-        self._tokens = _RATE_MEMORY * self._tokens + num_committed
-        self._seconds = _RATE_MEMORY * self._seconds + seconds
+        self._seconds = RATE_MEMORY * self._seconds + self.latency.verify_seconds(num_nodes + 1, num_rows)
+
+    def observe_draft(
+        self,
+        outcomes: list[RowOutcome],
+        num_rows: int,
+        num_nodes: int,
+        seconds: float,
+        reading: tuple[int, float] | None,
+    ) -> None:
+        """Takes in a draft of the second drafter, in the cycle that was taken in last.
+
+        Args:
+            outcomes (`list[RowOutcome]`): Of the rows for which it was asked.
+            num_rows (`int`): Active rows.
+            num_nodes (`int`): Nodes of a row of its drafts, padding included.
+            seconds (`float`): Of the draft.
+            reading (`tuple[int, float]`, *optional*): As of [`LatencyModel.observe_draft`].
+        """
+        depth = max(outcome.limit for outcome in outcomes)
+        self.latency.observe_draft(num_rows, depth, seconds, reading)
+        self.latency.observe_nodes(depth, num_nodes)
+        self._seconds += self.latency.draft_seconds(depth, num_rows)
+        if reading is not None:
+            self._seconds += self.latency.reading_seconds(reading[0])
+        self._num_first -= 1
+        for outcome in outcomes:
+            self.acceptance.observe(outcome)
+        if self._trial is not None:
+            trial, self._trial = self._trial, None
+            more = sum(outcome.num_accepted - trial.retrieved[outcome.row] for outcome in outcomes)
+            least_nodes = trial.num_retrieved if len(outcomes) < num_rows else 0
+            gained = self._gain(more, depth, num_rows, trial.num_retrieved, least_nodes)
+            self._budget.spend(trial.reading - gained)
 
     def observe_retrieved(self, row: int, acceptance_probs: Sequence[float], num_agreeing: int) -> None:
         """Takes in how many tokens of a retrieved draft agree with the text, as far as that can be seen."""
-        self._agreed[row] = _TRUST_MEMORY * self._agreed[row] + num_agreeing
-        self._expected[row] = _TRUST_MEMORY * self._expected[row] + sum(acceptance_probs)
+        self._ratings[row].observe(sum(acceptance_probs), num_agreeing)
 
-    def observe_drafted(self, num_accepted: int, is_cut: bool) -> None:
-        """Takes in a draft of the second drafter; one that was cut short and accepted as a whole says little."""
-        self.num_drafts += 1
-        if not is_cut:
-            weight = max(1 / (_PRIOR_DRAFTS + self.num_drafts), _MEAN_WEIGHT)
-            self.mean_accepted += weight * (num_accepted - self.mean_accepted)
-
-    def leave_to(self, experience: Experience) -> None:
-        """Leaves what was found to the next call."""
-        experience.latency, experience.draft_latency = self.latency, self.draft_latency
-        experience.mean_accepted, experience.num_drafts = self.mean_accepted, self.num_drafts
-        experience.budget = self._budget
-
-
-def _size(num_unread: int) -> int:
-    """The size that stands for drafts before which so many tokens are read."""
-    return max(1 << max(num_unread - 1, 0).bit_length(), _LEAST_READ)
+    def close(self) -> None:
+        """Ends the call: the profile learns what was found."""
+        self.profile.learn(self.latency, self.acceptance, self._budget)

@@ -10,8 +10,7 @@ import json
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..errors import CheckpointFormatError, SpecConfigError
+from ..errors import CheckpointFormatError, SpecConfigError, SpecDecError
 from ..target_facts import draft_device
 from .files import RepoFiles
 from .header import WEIGHT_FILES, Header
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from ..settings import SpeculativeConfig
 
 
-_WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Checkpoint:
@@ -61,6 +60,7 @@ class Checkpoint:
                 "folder or repo id of a complete checkpoint."
             )
         self._file_of: Mapping[str, str] = {}
+        self._opened: dict[str, safe_open] = {}
         self._pickled: dict[str, torch.Tensor] = {}
         if ".safetensors" in file:
             shapes = table = self.files.tensors(file)
@@ -92,54 +92,38 @@ class Checkpoint:
             )
         return found
 
-    def read(
-        self, names: Iterable[str], dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-    ) -> dict[str, torch.Tensor]:
-        """Some of the tensors; floating-point ones in `dtype` (`None`: as stored), on `device`."""
-        found = {}
-        with ExitStack() as stack:
-            opened: dict[str, Any] = {}
-            for name in names:
-                if name in self._pickled:
-                    tensor = self._pickled[name]
-                else:
-                    file = self._file_of[name]
-                    if file not in opened:
-                        opened[file] = stack.enter_context(self._opened(file))
-                    tensor = self._tensor(opened[file], file, name)
-                # A copy: the file is mapped into memory, and may be overwritten.
-                found[name] = tensor.to(device, dtype if tensor.is_floating_point() else None, copy=True)
-        return found
+    def read(self, name: str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> torch.Tensor:
+        """One of the tensors; if it is floating-point in `dtype` (`None`: as stored), on `device`."""
+        tensor = self._pickled[name] if name in self._pickled else self._mapped(name)
+        # A copy: the file is mapped into memory, and may be overwritten.
+        return tensor.to(device, dtype if tensor.is_floating_point() else None, copy=True)
 
-    def _opened(self, file: str) -> safe_open:
-        path = self.files.path(file)
+    def _mapped(self, name: str) -> torch.Tensor:
+        file = self._file_of[name]
         try:
-            return safe_open(path, framework="pt")
+            if file not in self._opened:
+                self._opened[file] = safe_open(self.files.path(file), framework="pt")
+            return self._opened[file].get_tensor(name)
+        except SpecDecError:
+            raise
         except (SafetensorError, OSError) as error:
-            raise self.files.damaged(file, f"is damaged: {error}", path) from error
-
-    def _tensor(self, opened: safe_open, file: str, name: str) -> torch.Tensor:
-        try:
-            return opened.get_tensor(name)
-        except SafetensorError as error:
             raise self.files.damaged(file, f"is damaged: {error}", self.files.path(file)) from error
 
-    def read_weights(
-        self, names: Iterable[str], dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-    ) -> dict[str, torch.Tensor]:
-        """As `read`, for tensors that are multiplied with.
+    def read_weight(
+        self, name: str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """As `read`, for a tensor that is multiplied with.
 
         Raises:
-            CheckpointFormatError: One is not of real floating-point numbers.
+            CheckpointFormatError: It is not of real floating-point numbers.
         """
-        found = self.read(names, dtype, device)
-        for name, tensor in found.items():
-            if tensor.dtype not in _WEIGHT_DTYPES:
-                raise CheckpointFormatError(
-                    f"'{self.name}': {name} is stored as {str(tensor.dtype).removeprefix('torch.')}, and draft heads "
-                    "need float16, bfloat16, float32 or float64. Pass a checkpoint that is not quantised."
-                )
-        return found
+        tensor = self.read(name, dtype, device)
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise CheckpointFormatError(
+                f"'{self.name}': {name} is stored as {str(tensor.dtype).removeprefix('torch.')}, and draft heads "
+                "need float16, bfloat16, float32 or float64. Pass a checkpoint that is not quantised."
+            )
+        return tensor
 
 
 def _is_named_tensor(item: tuple[Any, Any]) -> bool:

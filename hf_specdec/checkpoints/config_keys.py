@@ -7,7 +7,7 @@ computation is refused. Where a config is about the drafter alone, whatever is n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import translate
 from functools import cache
 from typing import Any
@@ -53,7 +53,7 @@ _COMPUTED: Mapping[str, tuple] = {
 }
 
 # Notes of transformers and of whole models' configs, and what the shapes of the tensors say better.
-_HARMLESS = (
+_HARMLESS = frozenset(
     "_* architectures auto_map model_type *dtype *_version version license name_or_path base_model* tokenizer_class "
     "*_token_id use_cache return_dict* output_* torchscript is_decoder is_encoder_decoder add_cross_attention "
     "tie_encoder_decoder tie_word_embeddings pruned_heads id2label label2id problem_type finetuning_task prefix "
@@ -65,7 +65,7 @@ _HARMLESS = (
     "sep_token* hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "vocab_size attention_bias mlp_bias qkv_bias bias use_qk_norm qk_norm speculators_config speculators_model_type "
     "algorithm default_proposal_method proposal_methods verifier method num_lookahead_tokens medusa_choices "
-    "num_parameters total_flos"
+    "num_parameters total_flos".split()
 )
 
 # What transformers' rotary embeddings read, and what those for several axes add.
@@ -88,14 +88,14 @@ _OWN_KEYS = re.compile(
 )
 
 
-def refused_key(config: Mapping[str, Any], known: str) -> str | None:
+def refused_key(config: Mapping[str, Any], known: Iterable[str]) -> str | None:
     """Reason to fear that a config describes another computation than the one done here; `None`: there is none.
 
     Args:
         config (`Mapping`): `config.json`.
-        known (`str`): Keys that the format's reader reads or that change nothing, as shell patterns with spaces
-            between.
+        known (`Iterable[str]`): Keys that the format's reader reads or that change nothing, as shell patterns.
     """
+    known = frozenset(known)
     for place, key, value, is_own in _entries(config):
         name = f"{place}{key}"
         if value is None or _fits(known, key):
@@ -116,13 +116,13 @@ def refused_key(config: Mapping[str, Any], known: str) -> str | None:
     return None
 
 
-def _fits(patterns: str, key: str) -> bool:
+def _fits(patterns: frozenset[str], key: str) -> bool:
     return _compiled(patterns).fullmatch(key) is not None
 
 
 @cache
-def _compiled(patterns: str) -> re.Pattern:
-    return re.compile("|".join(map(translate, patterns.split())))
+def _compiled(patterns: frozenset[str]) -> re.Pattern:
+    return re.compile("|".join(map(translate, patterns)))
 
 
 def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, bool]]:

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from ..errors import shown
 from ..threads import cached_property
-from .header import TargetSizes
+from .format import Unsupported
+from .header import TargetNeeds, TargetSizes
 from .reader import CheckpointReader
-from .settings import ACTIVATION, COUNT, INDICES, MAPPING, NAMES, POSITIVE
+from .settings import ACTIVATION, COUNT, MAPPING, NAMES, POSITIVE
 
 
 if TYPE_CHECKING:
@@ -76,6 +78,11 @@ class DraftConfig:
     own_head: bool = False
     has_token_ids: bool = False
 
+    @property
+    def needs(self) -> TargetNeeds:
+        """The target that it was made for."""
+        raise NotImplementedError(f"{type(self).__name__} must implement needs.")
+
     def to_dict(self) -> dict[str, Any]:
         """The content of `config.json`, as far as the formats agree on it."""
         rope = {name: value for name, value in self.rope_parameters.items() if name != "rope_theta"}
@@ -92,24 +99,57 @@ _STORED_AS_THEY_ARE = (
 ).split()
 
 
+_QUANTISED = Unsupported(
+    "holds quantised weights",
+    ("quantization_config",),
+    ("*weight_scale", "*weight_packed", "*qweight"),
+    "Pass one in a floating-point type.",
+)
+
+
 class DraftReader(CheckpointReader):
     """A checkpoint of a draft with layers of its own.
 
     Beside those of [`CheckpointReader`] formats set these class attributes:
 
+    - `kinds` (`tuple[str, ...]`): What configs call drafts of this method.
     - `unused` (`re.Pattern`): Tensors that files may hold and drafting has no use for.
-    - `tables` (`tuple[str, ...]`): Tensors with a row for every token.
+    - `token_tables` (`tuple[str, ...]`): Tensors with a row for every token.
     - `usual` (`Mapping`): Settings where a config leaves them out: `rope_theta`, `rms_norm_eps`,
       `max_position_embeddings`.
     """
 
     noun = "draft"
+    kinds: ClassVar[tuple[str, ...]]
+    settings = CheckpointReader.settings | {
+        "hidden_act": ACTIVATION,
+        "layer_types": NAMES,
+        "max_position_embeddings": COUNT,
+        "num_attention_heads": COUNT,
+        "rms_norm_eps": POSITIVE,
+        "rope_parameters": MAPPING,
+        "rope_scaling": MAPPING,
+        "rope_theta": POSITIVE,
+        "sliding_window": COUNT,
+        "target_hidden_size": COUNT,
+    }
     unused: ClassVar[re.Pattern]
-    tables: ClassVar[tuple[str, ...]] = ("embed_tokens.weight", "lm_head.weight")
+    token_tables: ClassVar[tuple[str, ...]] = ("embed_tokens.weight", "lm_head.weight")
     usual: Mapping[str, float]
 
-    # The target's id of each draft id, `None` where they are the same; known once `configured` has read it.
-    token_ids: torch.LongTensor | None = None
+    def check(self):
+        super().check()
+        # In the config of the layers it is a copy of what is said of the target.
+        if _QUANTISED.is_there((self.header.config,), self.stored):
+            raise self.not_supported(_QUANTISED)
+        for key in ("speculators_model_type", "projector_type"):
+            if (kind := self.stated(key)) not in (None, *self.kinds):
+                raise self.wrong(f"is of the kind {shown(kind)} (`{key}`), which is not known", self.instead)
+
+    @property
+    def token_ids(self) -> torch.LongTensor | None:
+        """The target's id of each draft id, `None` where they are equal; known once the vocabulary has been read."""
+        return self.tables.get("token_ids")
 
     @property
     def own_head(self) -> bool:
@@ -126,7 +166,7 @@ class DraftReader(CheckpointReader):
         """V, by a tensor that has a row for each token, or by the config."""
         shapes = (self.shape(name) for name in ("embed_tokens.weight", "t2d"))
         rows = next((shape[0] for shape in shapes if shape), None)
-        return self.setting("vocab_size", COUNT) if rows is None else rows
+        return self.setting("vocab_size") if rows is None else rows
 
     def linear(self, name: str) -> tuple[int, int]:
         """Outputs and inputs of a linear layer, by its weight."""
@@ -169,7 +209,8 @@ class DraftReader(CheckpointReader):
 
     def common_settings(self, checkpoint: Checkpoint, target: TargetSizes) -> dict[str, Any]:
         """The fields of a [`DraftConfig`], and as `token_ids` the table that they speak of."""
-        self.token_ids = self.read_token_ids(checkpoint, target)
+        if (token_ids := self.read_token_ids(checkpoint, target)) is not None:
+            self.tables["token_ids"] = token_ids
         return {
             "hidden_size": self.hidden_size,
             "target_hidden_size": target.hidden_size,
@@ -179,12 +220,10 @@ class DraftReader(CheckpointReader):
             **self._attention_sizes(),
             "intermediate_size": self.linear(f"{FIRST_LAYER}.mlp.gate_proj")[0],
             "rope_parameters": self.rope_parameters(),
-            "hidden_act": self.setting("hidden_act", ACTIVATION) or "silu",
-            "rms_norm_eps": self.setting("rms_norm_eps", POSITIVE) or self.usual["rms_norm_eps"],
-            "max_position_embeddings": self.setting("max_position_embeddings", COUNT)
-            or self.usual["max_position_embeddings"],
+            "hidden_act": self.setting("hidden_act") or "silu",
+            **{key: self.setting(key) or self.usual[key] for key in ("rms_norm_eps", "max_position_embeddings")},
             "own_head": self.own_head,
-            "has_token_ids": self.token_ids is not None,
+            "has_token_ids": token_ids is not None,
         }
 
     @cached_property
@@ -202,7 +241,7 @@ class DraftReader(CheckpointReader):
             size = math.prod(norm)
             heads = queries // size if size else 0
         else:
-            heads = self.setting("num_attention_heads", COUNT)
+            heads = self.setting("num_attention_heads")
             if not heads:
                 raise self.wrong("does not say `num_attention_heads` in its config.json", "Add it there.")
             size = queries // heads
@@ -216,12 +255,12 @@ class DraftReader(CheckpointReader):
 
     def rope_parameters(self) -> dict[str, Any]:
         """The rotary embedding in transformers' notation, of a type that is known, with what the type needs."""
-        given = self.setting("rope_parameters", MAPPING) or self.setting("rope_scaling", MAPPING) or {}
+        given = self.setting("rope_parameters") or self.setting("rope_scaling") or {}
         parameters = dict(self._rope_of_layers(given))
         kind = parameters.pop("type", None)
         kind = str(parameters.get("rope_type") or kind or "default")
         kind = parameters["rope_type"] = _ROPE_NAMES.get(kind, kind)
-        theta = parameters.get("rope_theta") or self.setting("rope_theta", POSITIVE)
+        theta = parameters.get("rope_theta") or self.setting("rope_theta")
         parameters["rope_theta"] = theta or self.usual["rope_theta"]
         # For text, three axes are one.
         parameters.pop("mrope_section", None)
@@ -236,7 +275,7 @@ class DraftReader(CheckpointReader):
 
     def _rope_of_layers(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """The one set of parameters for the layers there are, where a config has one for each kind of layer."""
-        kinds = self.setting("layer_types", NAMES) or ["full_attention"]
+        kinds = self.setting("layer_types") or ["full_attention"]
         sets = {kind: given[kind] for kind in kinds[: self.num_layers] if isinstance(given.get(kind), Mapping)}
         if not sets:
             full = given.get("full_attention")
@@ -248,10 +287,6 @@ class DraftReader(CheckpointReader):
             )
         return one
 
-    def layer_ids(self, *keys: str) -> list[int]:
-        """Numbers of layers from the first of these keys that has some; empty where none has."""
-        return next(filter(None, (self.setting(key, INDICES) for key in keys)), [])
-
     # Vocabulary
 
     def read_token_ids(self, checkpoint: Checkpoint, target: TargetSizes) -> torch.LongTensor | None:
@@ -259,11 +294,11 @@ class DraftReader(CheckpointReader):
         rows, vocab_size = self._num_head_rows(), target.vocab_size
         assert vocab_size is not None, "sizes of a target that is not loaded"
         if "d2t" in self.stored:
-            ids = self.absolute_ids(self._table(checkpoint, "d2t").long(), vocab_size)
-        elif rows is None or rows == self.setting("vocab_size", COUNT) or rows >= vocab_size:
+            ids = self.absolute_ids(checkpoint.read(self.stored["d2t"]).long(), vocab_size)
+        elif rows is None or rows == self.setting("vocab_size") or rows >= vocab_size:
             return None
         elif "t2d" in self.stored:
-            ids = self._table(checkpoint, "t2d").bool().flatten().nonzero()[:, 0]
+            ids = checkpoint.read(self.stored["t2d"]).bool().flatten().nonzero()[:, 0]
         else:
             raise self.wrong(
                 f"drafts {rows} of {vocab_size} tokens and does not say which: it has neither `d2t` nor `t2d`",
@@ -287,9 +322,6 @@ class DraftReader(CheckpointReader):
         """Ids from `d2t`, which holds what is to be added to each draft id."""
         return table + torch.arange(table.numel()) if table.dim() == 1 else table
 
-    def _table(self, checkpoint: Checkpoint, name: str) -> torch.Tensor:
-        return checkpoint.read([self.stored[name]])[self.stored[name]]
-
     def _num_head_rows(self) -> int | None:
         return self.linear("lm_head")[0] if "lm_head.weight" in self.stored else None
 
@@ -302,53 +334,20 @@ class DraftReader(CheckpointReader):
 
     # Tensors
 
-    def tensors(
-        self,
-        checkpoint: Checkpoint,
-        shapes: Mapping[str, tuple[int, ...]],
-        dtype: torch.dtype | None,
-        device: torch.device | str,
-    ) -> dict[str, torch.Tensor]:
-        """The tensors of a network.
-
-        Args:
-            checkpoint (`Checkpoint`): The one that the header is of.
-            shapes (`Mapping[str, tuple[int, ...]]`): What the network's state dict holds.
-            dtype (`torch.dtype`, *optional*): Of the floating-point ones; `None`: as stored.
-            device (`torch.device`): Where to.
-
-        Raises:
-            CheckpointFormatError: Some are missing, have other shapes, or are not known to the format.
-        """
-        names = [name for name in shapes if name != "token_ids"]
-        self.require(names, f"the {self.noun}")
-        left_over = [name for name in self.stored if name not in shapes and not self.unused.fullmatch(name)]
-        if left_over:
-            self.judge_left_over(left_over)
-        stored = self.read(checkpoint, names, dtype, device)
-        tensors = {name: self.fitted(name, stored[name], shapes[name]) for name in names}
-        for name, tensor in tensors.items():
-            if tuple(tensor.shape) != shapes[name]:
-                raise self.wrong(
-                    f"has {self.stored[name]} of the shape {list(self.shape(name))}, where its other tensors ask for "
-                    f"{list(shapes[name])}",
-                    "Pass a complete checkpoint.",
-                )
-        if self.token_ids is not None:
-            tensors["token_ids"] = self.token_ids.to(device)
-        return tensors
-
-    def judge_left_over(self, names: list[str]) -> None:
-        """Warns of tensors that the network does not have, or refuses them."""
-        raise NotImplementedError(f"{type(self).__name__} must implement judge_left_over().")
-
-    def fitted(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor with the rows that are used of it."""
-        if name in self.tables and tensor.shape[1:] == shape[1:]:
+    def fitted(self, name, tensor, shape):
+        if name in self.token_tables and tensor.shape[1:] == shape[1:]:
             missing = shape[0] - len(tensor)
             # Ids that only the target's padding has are embedded as zeros.
             return F.pad(tensor, (0, 0, 0, missing)) if missing > 0 else tensor[: shape[0]]
         return tensor
+
+    def judge_left_over(self, names):
+        if unknown := [name for name in names if not self.unused.fullmatch(name)]:
+            self.judge_unknown(unknown)
+
+    def judge_unknown(self, names: Sequence[str]) -> None:
+        """Warns of tensors that the network does not have and that are not among the unused, or refuses them."""
+        raise NotImplementedError(f"{type(self).__name__} must implement judge_unknown().")
 
 
 def share_of(columns: int, states: int) -> int | None:

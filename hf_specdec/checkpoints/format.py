@@ -66,27 +66,22 @@ class Unsupported:
     """A kind of drafter that is known and not supported; one mark or one tensor suffices to recognise it.
 
     Args:
-        what (`str`): What such a drafter is or has, and what to do instead; the subject is left out.
+        what (`str`): What such a drafter is or has; the subject is left out.
         config (`tuple[str, ...]`): Marks in the config.
         tensors (`tuple[str, ...]`): Shell patterns of names of tensors.
+        instead (`str`, *optional*): What to pass instead, where it is not what the method says for all kinds.
     """
 
     what: str
     config: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
+    instead: str | None = None
 
     def is_there(self, places: Iterable[Mapping[str, Any]], names: Collection[str]) -> bool:
         """True where a config, spread over `places`, has a mark, or one of the tensors is such a one."""
         if any(is_marked(place, self.config) for place in places):
             return True
         return any(fnmatchcase(name, pattern) for pattern in self.tensors for name in names)
-
-
-QUANTISED = Unsupported(
-    "holds quantised weights, which are not supported. Pass one in a floating-point type.",
-    ("quantization_config",),
-    ("*weight_scale", "*weight_packed", "*qweight"),
-)
 
 
 def is_marked(config: Mapping[str, Any], marks: Iterable[str]) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import CheckpointFormatError, SpecDecError
 from ..target_facts import MAX_VOCABULARY_GAP, decoder_layers, hidden_size, vocabulary_size
 
 
@@ -79,30 +78,21 @@ class TargetSizes:
         return cls(name, hidden_size(target_model), vocabulary_size(target_model), layers)
 
 
-def misfits(needs: TargetNeeds, target: TargetSizes) -> Iterator[str]:
-    """Reasons why a drafter cannot draft for a target, as sentences without subject and full stop."""
+def misfits(needs: TargetNeeds, target: TargetSizes, most_gap: float = MAX_VOCABULARY_GAP) -> Iterator[str]:
+    """Reasons why a drafter cannot draft for a target, as sentences without subject and full stop.
+
+    Vocabularies may differ by padding, at most by the share `most_gap`.
+    """
     width, size, layers = target.hidden_size, target.vocab_size, target.num_hidden_layers
     if needs.hidden_size is not None and width is not None and needs.hidden_size != width:
         yield f"reads states of hidden size {needs.hidden_size}, and {target.name} has {width}"
     rows = needs.vocab_size
-    if rows is not None and size is not None and abs(rows - size) > MAX_VOCABULARY_GAP * size:
+    if rows is not None and size is not None and abs(rows - size) > most_gap * size:
         yield f"has a vocabulary of {rows} tokens, and {target.name} has {size}: these are different tokenizers"
     if layers is not None and needs.num_hidden_layers not in (None, layers):
         yield f"was made for a target with {needs.num_hidden_layers} decoder layers, and {target.name} has {layers}"
     elif layers is not None and (needs.min_hidden_layers or 0) > layers:
         yield f"reads the states of {needs.min_hidden_layers} decoder layers, and {target.name} has {layers}"
-
-
-def check_fits(
-    drafter: str,
-    needs: TargetNeeds,
-    target: TargetSizes,
-    todo: str,
-    error: type[SpecDecError] = CheckpointFormatError,
-) -> None:
-    """Raises `error` where a drafter, called so in the message, cannot draft for a target; `todo` says what to do."""
-    for reason in misfits(needs, target):
-        raise error(f"{drafter} {reason}. {todo}")
 
 
 def unwrapped(name: str) -> str:

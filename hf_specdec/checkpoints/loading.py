@@ -6,19 +6,26 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 from torch import nn
 from transformers.utils import logging
 
-from ..errors import MOST_SHOWN, CheckpointAccessError, CheckpointFormatError, SpecDecError
+from ..errors import MOST_SHOWN, CheckpointAccessError, CheckpointFormatError, SpecConfigError, SpecDecError
+from ..method import drafting_method
+from ..target_facts import MAX_VOCABULARY_GAP
+from .checkpoint import WEIGHT_DTYPES, Checkpoint, tensor_shapes
+from .header import TargetNeeds, TargetSizes, misfits
+from .reader import CheckpointReader
+
+
+if TYPE_CHECKING:
+    from ..settings import SpeculativeConfig
 
 
 logger = logging.get_logger(__name__)
-
-_PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # Stacked biases, and adapters that have not been trained.
 _MAY_BE_ZERO = re.compile(r"bias|lora_")
@@ -57,10 +64,19 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def loads_checkpoint(load: Callable[[Any, nn.Module], Network]) -> Callable[[Any, nn.Module], Network]:
-    """Puts a loader, called with the settings and the target, inside of the boundary, and looks at what it loads."""
+    """Puts a loader, called with the settings and the target, inside of the boundary, and looks at what it loads.
+
+    Its errors include a [`SpecConfigError`] where no checkpoint is named and the target's own cannot be meant.
+    """
 
     @wraps(load)
     def loaded(config: Any, target_model: nn.Module) -> Network:
+        method = drafting_method(config.method)
+        if config.model is None and method is not None and not method.in_target_checkpoint:
+            raise SpecConfigError(
+                f"spec_method='{config.method}' needs {method.weights}. Pass the folder or repo id of a checkpoint, "
+                "or the loaded network, as `spec_model`."
+            )
         name = config.model or f"the checkpoint of the {type(target_model).__name__}"
         with checkpoint_errors(name):
             network = load(config, target_model)
@@ -70,12 +86,56 @@ def loads_checkpoint(load: Callable[[Any, nn.Module], Network]) -> Callable[[Any
     return loaded
 
 
+def filled(
+    make: Callable[[], Network],
+    reader: CheckpointReader,
+    checkpoint: Checkpoint,
+    placement: tuple[torch.dtype | None, torch.device],
+) -> Network:
+    """Makes a network and puts the tensors of a checkpoint into it.
+
+    Args:
+        make (`Callable`): Makes the network; its own weights take no memory.
+        reader (`CheckpointReader`): What knows the tensors.
+        checkpoint (`Checkpoint`): Where they are.
+        placement (`tuple`): Dtype (`None`: as stored) and device.
+    """
+    with torch.device("meta"):
+        network = make()
+    network.load_state_dict(reader.tensors(checkpoint, tensor_shapes(network), *placement), assign=True)
+    return network.eval().requires_grad_(False)
+
+
+def check_given(
+    network: Any,
+    expected: type[nn.Module],
+    config: SpeculativeConfig,
+    target_model: nn.Module,
+    most_gap: float = MAX_VOCABULARY_GAP,
+) -> None:
+    """Checks a network that was not loaded here, such as one in training; it says what it `needs` of a target.
+
+    Raises:
+        SpecConfigError: It is no network of this class, or was made for a target of other sizes. Vocabularies may
+            differ by the share `most_gap`.
+    """
+    if not isinstance(network, expected):
+        raise SpecConfigError(
+            f"spec_method='{config.method}' drafts with a network of the class {expected.__name__}, got a "
+            f"{type(network).__name__}. Pass one, or the folder or repo id of its checkpoint as `spec_model`."
+        )
+    needs: TargetNeeds = network.needs
+    has_layers = (needs.num_hidden_layers, needs.min_hidden_layers) != (None, None)
+    for reason in misfits(needs, TargetSizes.of(target_model, with_layers=has_layers), most_gap):
+        raise SpecConfigError(f"The {type(network).__name__} {reason}. Pass one that was trained for this target.")
+
+
 def _warn_of_dead_weights(name: str, network: nn.Module) -> None:
     """Says what can draft nothing: numbers that are none, and matrices of zeros."""
     broken, empty = [], []
     for key, weight in network.named_parameters():
         # Weights in other forms (8 bits, in parts) do not have all operations.
-        is_plain = type(weight) in (torch.Tensor, nn.Parameter) and weight.dtype in _PLAIN_DTYPES
+        is_plain = type(weight) in (torch.Tensor, nn.Parameter) and weight.dtype in WEIGHT_DTYPES
         if not is_plain or weight.is_meta or weight.numel() == 0:
             continue
         least, most = (bound.item() for bound in weight.detach().aminmax())

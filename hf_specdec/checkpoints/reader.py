@@ -5,7 +5,7 @@ Detection, inspection and loading ask the same reader, so that they say the same
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from ..errors import CheckpointFormatError, shown
 from .config_keys import refused_key
 from .format import Unsupported
-from .header import WEIGHT_FILES, Header, TargetNeeds, TargetSizes, check_fits, listed, unwrapped
+from .header import WEIGHT_FILES, Header, TargetNeeds, TargetSizes, listed, misfits, unwrapped
 from .settings import COUNT, Kind
 
 
@@ -27,9 +27,13 @@ class CheckpointReader:
     A method subclasses it for its formats. Class attributes:
 
     - `noun` (`str`): What messages call the drafter.
-    - `keys` (`str`): Keys of its configs that are read here or change nothing, as shell patterns with spaces between.
+    - `blocks` (`tuple[str, ...]`): Parts of a config that may state a setting, the first to be asked first; the empty
+      name is the config itself.
+    - `settings` (`Mapping[str, Kind]`): Settings that are read, each with its kind.
+    - `notes` (`str`): Other keys of its configs that change nothing here, as shell patterns with spaces between.
     - `renamed` (`Mapping[str, str]`): Beginnings of names of tensors in files, and what they are called here.
-    - `unsupported` (`tuple[Unsupported, ...]`): Kinds that are refused.
+    - `unsupported` (`tuple[Unsupported, ...]`): Kinds that are refused; `instead` says what to pass then.
+    - `sizes_by`, `fitting` (`str`): What asks for the shapes of its tensors, and what to pass where they differ.
     - `weight_files` (`tuple[str, ...]`): Names that its weights may have, the preferred first.
     - `target_files` (`str`, *optional*): Pattern of files that lie beside the weights of whole models and hold layers
       for this method.
@@ -40,35 +44,32 @@ class CheckpointReader:
     Attributes:
         places (`Sequence[Mapping]`): Where the config may say something; the first that does counts.
         stored (`Mapping[str, str]`): The name in the file of each tensor by its name here.
+        tables (`dict[str, torch.Tensor]`): Tensors of the network that are not stored as they are.
 
     Raises:
         CheckpointFormatError: Two tensors have one name here.
     """
 
     noun: ClassVar[str] = "drafter"
-    keys: ClassVar[str] = ""
+    blocks: ClassVar[tuple[str, ...]] = ("",)
+    settings: ClassVar[Mapping[str, Kind]] = {"hidden_size": COUNT, "vocab_size": COUNT}
+    notes: ClassVar[str] = ""
     renamed: ClassVar[Mapping[str, str]] = {}
     unsupported: ClassVar[tuple[Unsupported, ...]] = ()
+    instead: ClassVar[str] = "Pass another drafter."
+    sizes_by: ClassVar[str] = "its other tensors ask"
+    fitting: ClassVar[str] = "Pass an intact checkpoint."
     weight_files: ClassVar[tuple[str, ...]] = WEIGHT_FILES
     target_files: ClassVar[str | None] = None
 
     def __init__(self, header: Header):
         self.header, self.name = header, header.name
-        self.places = self.places_in(header.config)
+        blocks = (header.config.get(key) if key else header.config for key in self.blocks)
+        self.places = tuple(block for block in blocks if isinstance(block, Mapping))
         self.stored = self._stored_names()
+        self.tables: dict[str, torch.Tensor] = {}
 
-    # Of formats
-
-    @staticmethod
-    def places_in(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-        """Parts of a config that may state a setting, the first to be asked first."""
-        return (config,)
-
-    def rename(self, stored: str) -> str:
-        """The name used here of a tensor in a file."""
-        bare = unwrapped(stored)
-        old = next(filter(bare.startswith, self.renamed), "")
-        return self.renamed.get(old, "") + bare.removeprefix(old)
+    # What detection and inspection ask
 
     @property
     def needs(self) -> TargetNeeds:
@@ -90,23 +91,22 @@ class CheckpointReader:
         found = first.get("speculative_tokens") if isinstance(first, Mapping) else None
         return found if COUNT.is_valid(found) else None
 
-    def refusal(self) -> str | None:
-        """Reason why it cannot be used, whatever the target is, without a subject; `None` where it can.
+    def check(self) -> None:
+        """Checks what can be known without a target.
 
         Raises:
-            CheckpointFormatError: It is incomplete or contradicts itself.
+            CheckpointFormatError: It is of a kind that is not supported, is incomplete, or contradicts itself.
         """
-        known = (kind.what for kind in self.unsupported if kind.is_there(self.places, self.stored))
-        return next(known, None) or refused_key(self.header.config, self.keys)
-
-    def check_supported(self) -> None:
-        """Raises a [`CheckpointFormatError`] where it is not supported."""
-        if reason := self.refusal():
+        for kind in self.unsupported:
+            if kind.is_there(self.places, self.stored):
+                raise self.not_supported(kind)
+        if reason := refused_key(self.header.config, {*self.settings, *self.notes.split()}):
             raise CheckpointFormatError(f"'{self.name}' {reason}")
 
     def check_target(self, target: TargetSizes) -> None:
         """Raises a [`CheckpointFormatError`] where it was made for another target."""
-        check_fits(f"'{self.name}'", self.needs, target, self.for_target)
+        for reason in misfits(self.needs, target):
+            raise self.wrong(reason, self.for_target)
 
     @property
     def for_target(self) -> str:
@@ -128,19 +128,27 @@ class CheckpointReader:
 
     # What the header says
 
-    def setting(self, key: str, kind: Kind) -> Any:
-        """A setting from the first place that states it, `None` where it is left out.
+    def stated(self, key: str) -> Any:
+        """A setting of any kind from the first place that states it, `None` where it is left out."""
+        return next((place[key] for place in self.places if place.get(key) is not None), None)
+
+    def setting(self, key: str, kind: Kind | None = None) -> Any:
+        """A setting, `None` where it is left out; its `kind` is by default that of the table.
 
         Raises:
             CheckpointFormatError: It is of another kind.
         """
-        value = stated(self.places, key)
+        value, kind = self.stated(key), kind or self.settings[key]
         if value is not None and not kind.is_valid(value):
             raise self.wrong(
                 f"has `{key}`={shown(value)} in its config.json, which must be {kind.what}",
                 "Correct it or leave it out.",
             )
         return value
+
+    def first_setting(self, *keys: str) -> Any:
+        """The first of these settings that is given and no empty list, `None` where none is."""
+        return next((value for value in map(self.setting, keys) if value not in (None, [])), None)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of a tensor, `None` where there is none of this name."""
@@ -157,8 +165,8 @@ class CheckpointReader:
         shape = self.shape(name)
         if len(shape) != 2:
             raise CheckpointFormatError(
-                f"'{self.name}': {self.stored[name]} must be a matrix, and has the shape {shape}. Pass an intact "
-                "checkpoint."
+                f"'{self.name}': {self.stored[name]} must be a matrix, and has the shape {list(shape)}. Pass an "
+                "intact checkpoint."
             )
         return shape
 
@@ -168,7 +176,7 @@ class CheckpointReader:
         Raises:
             CheckpointFormatError: Some are missing; `of` says whose they are.
         """
-        missing = [name for name in names if name not in self.stored]
+        missing = [self.name_in_file(name) for name in names if name not in self.stored]
         if missing:
             raise CheckpointFormatError(
                 f"'{self.name}' lacks {len(missing)} tensors of {of}: {listed(missing)} (it has {len(self.stored)} in "
@@ -187,17 +195,100 @@ class CheckpointReader:
                 "Pass a complete checkpoint, with nothing missing between the numbers in the names."
             )
 
-    def read(
-        self, checkpoint: Checkpoint, names: Iterable[str], dtype: torch.dtype | None, device: torch.device | str
+    # Tensors
+
+    def rename(self, stored: str) -> str:
+        """The name used here of a tensor in a file."""
+        bare = unwrapped(stored)
+        old = next(filter(bare.startswith, self.renamed), "")
+        return self.renamed.get(old, "") + bare.removeprefix(old)
+
+    def name_in_file(self, name: str) -> str:
+        """The name that messages call a missing tensor by."""
+        return name
+
+    def tensors(
+        self,
+        checkpoint: Checkpoint,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype | None,
+        device: torch.device | str,
     ) -> dict[str, torch.Tensor]:
-        """Weights of the checkpoint that the header is of, see [`Checkpoint.read_weights`]."""
-        names = list(names)
-        found = checkpoint.read_weights([self.stored[name] for name in names], dtype, device)
-        return {name: found[self.stored[name]] for name in names}
+        """The tensors of a network.
+
+        Args:
+            checkpoint (`Checkpoint`): The one that the header is of.
+            shapes (`Mapping[str, tuple[int, ...]]`): What the network's state dict holds.
+            dtype (`torch.dtype`, *optional*): Of the floating-point ones; `None`: as stored.
+            device (`torch.device`): Where to.
+
+        Raises:
+            CheckpointFormatError: Some are missing, have other shapes, are not of real numbers, or are not known.
+        """
+        plan = {name: self.sources(name, shape) for name, shape in shapes.items() if name not in self.tables}
+        used = dict.fromkeys(source for rows in plan.values() for row in rows for source in row)
+        self.require(used, f"the {self.noun}")
+        self.judge_left_over([name for name in self.stored if name not in used])
+        found = {name: table.to(device) for name, table in self.tables.items() if name in shapes}
+        for name, rows in plan.items():
+            if rows == [[name]]:
+                found[name] = self._row(checkpoint, name, rows[0], shapes[name], dtype, device)
+                continue
+            whole = None
+            # One at a time: those of large targets are gigabytes.
+            for index, row in enumerate(rows):
+                tensor = self._row(checkpoint, name, row, shapes[name][1:], dtype, device)
+                whole = tensor.new_empty(shapes[name]) if whole is None else whole
+                whole[index] = tensor
+            found[name] = whole
+        return found
+
+    def sources(self, name: str, shape: tuple[int, ...]) -> Sequence[Sequence[str]]:
+        """Tensors that one of the network is stacked from, each of one or several with their rows side by side."""
+        return [[name]]
+
+    def weight(
+        self, checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: torch.device | str
+    ) -> torch.Tensor:
+        """One of the stored tensors, as it is multiplied with."""
+        return checkpoint.read_weight(self.stored[name], dtype, device)
+
+    def fitted(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """What the network uses of a tensor: `name` and `shape` are those there."""
+        return tensor
+
+    def judge_left_over(self, names: Sequence[str]) -> None:
+        """Warns of tensors that the network does not have, or refuses them."""
 
     def wrong(self, what: str, todo: str) -> CheckpointFormatError:
         """The error that something is wrong with the checkpoint, and what to do about it."""
         return CheckpointFormatError(f"'{self.name}' {what}. {todo}")
+
+    def wrong_shape(self, name: str, shape: tuple[int, ...]) -> CheckpointFormatError:
+        """The error that a tensor has another shape than this one."""
+        found = list(self.shape(name) or ())
+        return self.wrong(
+            f"has {self.stored[name]} of the shape {found}, where {self.sizes_by} for {list(shape)}", self.fitting
+        )
+
+    def not_supported(self, kind: Unsupported) -> CheckpointFormatError:
+        """The error that it is of a known kind that cannot be used."""
+        return self.wrong(f"{kind.what}, which is not supported", kind.instead or self.instead)
+
+    def _row(
+        self,
+        checkpoint: Checkpoint,
+        name: str,
+        sources: Sequence[str],
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None,
+        device: torch.device | str,
+    ) -> torch.Tensor:
+        parts = [self.weight(checkpoint, source, dtype, device) for source in sources]
+        tensor = self.fitted(name, torch.cat(parts) if len(parts) > 1 else parts[0], shape)
+        if tuple(tensor.shape) != shape:
+            raise self.wrong_shape(sources[0], shape)
+        return tensor
 
     def _stored_names(self) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -215,8 +306,3 @@ class CheckpointReader:
 def _inner(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     found = config.get(key)
     return found if isinstance(found, Mapping) else {}
-
-
-def stated(places: Iterable[Mapping[str, Any]], key: str) -> Any:
-    """Value of a key in the first place of a config that states it; `None` where none does."""
-    return next((place[key] for place in places if place.get(key) is not None), None)

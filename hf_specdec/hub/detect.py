@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -90,16 +91,14 @@ def _detected(files: RepoFiles) -> Detection:
     row, weight_file, tensors, problems = _read(files)
     is_whole_model = is_language_model(row.method)
     needs, num_draft_tokens = TargetNeeds(), None
-    try:
+    faults: list[str] = []
+    with _gathered(faults, files.name):
         reader = row.reader(Header(files.name, files.config, tensors, weight_file))
         needs = TargetNeeds(_target_name(reader, files, is_whole_model))
-        problems += _own_problems(reader)
+        with _gathered(faults, files.name):
+            reader.check()
         num_draft_tokens = reader.num_draft_tokens
         needs = replace(reader.needs, name=needs.name)
-    except CheckpointAccessError:
-        raise
-    except CheckpointFormatError as error:
-        problems = problems or [_about_it(str(error), files.name)]
     return Detection(
         row.method,
         row.name,
@@ -110,19 +109,20 @@ def _detected(files: RepoFiles) -> Detection:
         files.sizes.get(weight_file) if tensors is None else tensors.num_bytes,
         weight_file,
         _layers_in_target(files, tensors) if is_whole_model else 0,
-        tuple(problems),
+        # Further ones follow from the first.
+        (*problems, *faults[:1]),
     )
 
 
-def _own_problems(reader: CheckpointReader) -> list[str]:
-    """Reasons why a checkpoint cannot be used, whatever the target is."""
+@contextmanager
+def _gathered(problems: list[str], name: str) -> Iterator[None]:
+    """Turns the error that something is wrong with the checkpoint `name` into one of the problems."""
     try:
-        reason = reader.refusal()
+        yield
     except CheckpointAccessError:
         raise
     except CheckpointFormatError as error:
-        return [_about_it(str(error), reader.name)]
-    return [f"It {reason}"] if reason else []
+        problems.append(_about_it(str(error), name))
 
 
 def _about_it(message: str, name: str) -> str:

@@ -17,9 +17,10 @@ from torch import nn
 from transformers import Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..checkpoints.checkpoint import Checkpoint, tensor_shapes
+from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.draft_reader import DraftConfig, DraftReader
-from ..checkpoints.reader import stated
+from ..checkpoints.header import TargetNeeds
+from ..checkpoints.loading import filled
 from ..errors import CheckpointFormatError, shown
 from .llama import DirectModule, is_hooked
 from .rope import RotaryAngles
@@ -175,6 +176,11 @@ class DraftNetwork(DirectModule):
         raise NotImplementedError(f"{type(self).__name__} must implement attach().")
 
     @property
+    def needs(self) -> TargetNeeds:
+        """The target that it was made for."""
+        return self.config.needs
+
+    @property
     def dtype(self) -> torch.dtype:
         return self._weight.dtype
 
@@ -226,47 +232,45 @@ class DraftNetwork(DirectModule):
 
 
 def loaded_network(
-    make: Callable[[Any], DraftNetwork],
-    config: DraftConfig,
+    make: Callable[[], DraftNetwork],
     reader: DraftReader,
     checkpoint: Checkpoint,
     target_model: nn.Module,
-    dtype: torch.dtype | None,
-    device: torch.device,
+    placement: tuple[torch.dtype | None, torch.device],
 ) -> DraftNetwork:
     """Loads the network of a checkpoint and attaches it to the target.
 
     Args:
         make (`Callable`): Makes the network from its record.
-        config (`DraftConfig`): The record, as `reader` has configured it.
-        reader (`DraftReader`): What knows the tensors.
+        reader (`DraftReader`): What has made the record, and knows the tensors.
         checkpoint (`Checkpoint`): Where they are.
         target_model (`PreTrainedModel`): The target.
-        dtype (`torch.dtype`, *optional*): Of the weights; `None`: as stored.
-        device (`torch.device`): Where to.
+        placement (`tuple`): Dtype of the weights (`None`: as stored) and device.
 
     Raises:
         CheckpointFormatError: The settings of its rotary embedding make no sense, or tensors are missing, not known
             or of other shapes.
     """
-    try:
-        with torch.device("meta"):
-            network = make(config)
-    except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointFormatError(
-            f"'{reader.name}': no rotary embedding can be made of {shown(dict(config.rope_parameters))}: "
-            f"{shown(error)}. Correct `rope_parameters` or `rope_scaling` in its config.json."
-        ) from error
-    network.load_state_dict(reader.tensors(checkpoint, tensor_shapes(network), dtype, device), assign=True)
-    network.rotary_emb.to(device)
+
+    def made() -> DraftNetwork:
+        try:
+            return make()
+        except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointFormatError(
+                f"'{reader.name}': no rotary embedding can be made of {shown(reader.rope_parameters())}: "
+                f"{shown(error)}. Correct `rope_parameters` or `rope_scaling` in its config.json."
+            ) from error
+
+    network = filled(made, reader, checkpoint, placement)
+    network.rotary_emb.to(placement[1])
     network.attach(target_model)
     _check_tied(reader, network, target_model)
-    return network.eval().requires_grad_(False)
+    return network
 
 
 def _check_tied(reader: DraftReader, network: DraftNetwork, target_model: nn.Module) -> None:
     """Refuses a draft whose lm_head is its own embedding: without an lm_head in the file, the target's is used."""
-    if not stated(reader.places, "tie_word_embeddings") or network.lm_head is not None:
+    if not reader.stated("tie_word_embeddings") or network.lm_head is not None:
         return
     own = network.embed_tokens
     given = target_model.get_input_embeddings().weight

@@ -816,10 +816,18 @@ class TestSettings:
                 network,
                 "'eagle3' cannot draft with a DFlashNetwork, which is for method='dflash'",
             ),
-            ({"method": "dflash"}, torch.nn.Linear(2, 2), "drafts with a DFlashNetwork, got a Linear"),
-            ({}, draft(48, VOCAB_SIZE), "hidden_size=48, 64 tokens and 2 layers; LlamaForCausalLM has 32, 64 and 2"),
-            ({}, draft(32, 80), "hidden_size=32, 80 tokens and 2 layers"),
-            ({}, draft(32, VOCAB_SIZE, num_target_layers=9), "64 tokens and 9 layers"),
+            (
+                {"method": "dflash"},
+                torch.nn.Linear(2, 2),
+                "drafts with a network of the class DFlashNetwork, got a Linear",
+            ),
+            ({}, draft(48, VOCAB_SIZE), "hidden size 48, and LlamaForCausalLM has 32"),
+            ({}, draft(32, 66), "vocabulary of 66 tokens, and LlamaForCausalLM has 64"),
+            (
+                {},
+                draft(32, VOCAB_SIZE, num_target_layers=9),
+                "a target with 9 decoder layers, and LlamaForCausalLM has 2",
+            ),
             ({}, draft(32, VOCAB_SIZE, mask_token_id=64), "mask token of the draft is 64.*tokens 0 to 63"),
         ):
             with pytest.raises(SpecConfigError, match=match):

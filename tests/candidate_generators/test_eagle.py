@@ -648,14 +648,18 @@ class TestSettings:
         assert all(call.stats.num_accepted_tokens > 0 for call in made.calls)
         for options, draft, match in (
             ({"method": "eagle"}, network, "Eagle3Network, which is for method='eagle3'"),
-            ({"method": "eagle3"}, torch.nn.Linear(2, 2), "drafts with an EagleNetwork, got a Linear"),
+            (
+                {"method": "eagle3"},
+                torch.nn.Linear(2, 2),
+                "drafts with a network of the class EagleNetwork, got a Linear",
+            ),
             ({"method": "eagle3", "aux_layer_ids": [2]}, network, r"\[2\] is about loading a head.*states \[0, 1\]"),
-            ({"method": "eagle3"}, head("eagle3", 48, VOCAB_SIZE), "hidden_size=48, 64 tokens.*has 32, 64 and 2"),
-            ({"method": "eagle3"}, head("eagle3", 32, 80), "hidden_size=32, 80 tokens.*has 32, 64 and 2"),
+            ({"method": "eagle3"}, head("eagle3", 48, VOCAB_SIZE), "hidden size 48, and LlamaForCausalLM has 32"),
+            ({"method": "eagle3"}, head("eagle3", 32, 66), "vocabulary of 66 tokens, and LlamaForCausalLM has 64"),
             (
                 {"method": "eagle3"},
                 head("eagle3", 32, VOCAB_SIZE, (1, 5)),
-                "at least 5 layers.* 64 and 2. Pass",
+                "states of 5 decoder layers, and LlamaForCausalLM has 2. Pass",
             ),
         ):
             with pytest.raises(SpecConfigError, match=match):

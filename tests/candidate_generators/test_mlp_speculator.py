@@ -284,7 +284,7 @@ class TestSettings:
         ours = model.generate(**inputs, **GREEDY, assistant=speculator)
         assert torch.equal(ours, model.generate(**inputs, **GREEDY))
         assert speculator.resources.speculator is network
-        with pytest.raises(SpecConfigError, match="drafts with an MLPSpeculator, got a Linear"):
+        with pytest.raises(SpecConfigError, match="drafts with a network of the class MLPSpeculator, got a Linear"):
             load_speculator(model, "mlp_speculator", draft_model=torch.nn.Linear(2, 2))
         other = MLPSpeculator(MLPSpeculatorConfig(48, 8, VOCAB_SIZE))
         with pytest.raises(SpecConfigError, match="hidden size 48, and .* has 32"):

@@ -28,6 +28,7 @@ FORMATS = {
     "vllm_truncated_vocab": (3, 2, False),
 }
 WITHOUT_MAP = [name for name in FORMATS if name != "vllm_truncated_vocab"]
+GIVEN = SpeculativeConfig("medusa", "given")
 ORIGINAL = "medusa_lm_head.safetensors"
 CONVERTED = "model.safetensors"
 
@@ -123,9 +124,7 @@ class TestFormats:
 
     def test_only_the_heads_of_a_merged_checkpoint_are_read(self, target, monkeypatch):
         read, original = [], Checkpoint.read
-        monkeypatch.setattr(
-            Checkpoint, "read", lambda self, names, *a: read.extend(names) or original(self, names, *a)
-        )
+        monkeypatch.setattr(Checkpoint, "read", lambda self, name, *a: read.append(name) or original(self, name, *a))
         load_medusa(settings(FIXTURES / "merged_v1"), target)
         assert len(read) == 6
         assert all(name.startswith("medusa_head.") for name in read)
@@ -215,24 +214,24 @@ WRONG = {
     "no_token_map": ({"name": CUT, "drop": ["medusa_heads.token_map"]}, "lacks 1 tensors of a cut vocabulary"),
     "block_of_another_shape": (
         {**V2, "put": {"1.0.linear.weight": torch.zeros(64, 32)}},
-        r"1\.0\.linear\.weight has the shape \(64, 32\).*\(64, 64\)",
+        r"1\.0\.linear\.weight of the shape \[64, 32\].*\[64, 64\]",
     ),
-    "bias_of_another_shape": ({**V2, "put": {"0.0.linear.bias": torch.zeros(63)}}, r"\(63,\).*\(64,\)"),
+    "bias_of_another_shape": ({**V2, "put": {"0.0.linear.bias": torch.zeros(63)}}, r"\[63\].*\[64\]"),
     "lm_heads_of_different_sizes": (
         {"name": "vllm_converted", "put": {"lm_heads.2.weight": torch.zeros(250, 64)}},
-        r"lm_heads\.2\.weight has the shape \(250, 64\).*\(256, 64\)",
+        r"lm_heads\.2\.weight of the shape \[250, 64\].*\[256, 64\]",
     ),
     "lm_head_of_another_width": (
         {"name": "vllm_converted", "put": {"lm_heads.0.weight": torch.zeros(256, 32)}},
-        r"\(256, 32\).*\(256, 64\)",
+        r"\[256, 32\].*\[256, 64\]",
     ),
     "token_map_of_another_size": (
         {"name": CUT, "put": {"medusa_heads.token_map": torch.arange(60)}},
-        r"token_map has the shape \(60,\).*\(64,\)",
+        r"token_map, .* 64 different tokens, got torch.int64 of the shape \[60\]",
     ),
     "lm_head_smaller_than_its_map": (
         {"name": CUT, "put": {"medusa_heads.lm_heads.1.weight": torch.zeros(63, 64)}},
-        r"lm_heads\.1\.weight has the shape \(63, 64\).*\(64, 64\)",
+        r"lm_heads\.1\.weight of the shape \[63, 64\].*\[64, 64\]",
     ),
     "token_map_beyond_the_vocabulary": (
         {
@@ -259,11 +258,11 @@ WRONG = {
     ),
     "scalar_block": (
         {**V2, "put": {"0.0.linear.weight": torch.tensor(1.0)}},
-        r"0\.0\.linear\.weight must be a matrix, and has the shape \(\)",
+        r"0\.0\.linear\.weight must be a matrix, and has the shape \[\]",
     ),
     "scalar_second_block": (
         {**V2, "put": {"1.0.linear.weight": torch.tensor(1.0)}},
-        r"has the shape \(\).*\(64, 64\)",
+        r"of the shape \[\].*\[64, 64\]",
     ),
     "scalar_lm_head": (
         {"name": "vllm_converted", "put": {"lm_heads.0.weight": torch.tensor(1.0)}},
@@ -283,23 +282,23 @@ WRONG = {
     ),
     "repeated_tokens": (
         {"name": CUT, "put": {"medusa_heads.token_map": torch.zeros(64, dtype=torch.long)}},
-        "token_map must hold the ids of 64 different tokens, got 1, from 0 on",
+        "token_map, which must hold the ids of 64 different tokens, got 1, from 0 on",
     ),
     "negative_tokens": (
         {"name": CUT, "put": {"medusa_heads.token_map": torch.arange(-4, 60)}},
-        "token_map must hold the ids of 64 different tokens, got 64, from -4 on",
+        "token_map, which must hold the ids of 64 different tokens, got 64, from -4 on",
     ),
     "fractional_tokens": (
         {"name": CUT, "put": {"medusa_heads.token_map": torch.arange(64.0)}},
-        "token_map must hold the ids of 64 different tokens, got torch.float32",
+        "token_map, which must hold the ids of 64 different tokens, got torch.float32",
     ),
     "complex_tokens": (
         {"name": CUT, "put": {"medusa_heads.token_map": torch.arange(64) + 0j}},
-        "token_map must hold the ids of 64 different tokens, got torch.complex64",
+        "token_map, which must hold the ids of 64 different tokens, got torch.complex64",
     ),
     "scalar_token_map": (
         {"name": CUT, "put": {"medusa_heads.token_map": torch.tensor(3)}},
-        r"token_map has the shape \(\).*\(64,\)",
+        r"token_map, .*got torch.int64 of the shape \[\]",
     ),
     "base_model_that_is_no_name": (
         {**V2, "config": {"base_model_name_or_path": 5}},
@@ -411,9 +410,9 @@ class TestPaddedVocabulary:
         before = {key: value.shape for key, value in stored.state_dict().items()}
         if stored.token_map is not None and stored.token_map.max() >= size:
             with pytest.raises(SpecConfigError, match=r"draft the token 25\d \(`token_map`\), the target has 250"):
-                fitting_heads(stored, model)
+                fitting_heads(stored, GIVEN, model)
             return
-        fitted = fitting_heads(stored, model)
+        fitted = fitting_heads(stored, GIVEN, model)
         assert (fitted is stored) == (size == 256)
         assert torch.equal(fitted(recorded), load_medusa(settings(FIXTURES / name), model)(recorded))
         assert fitted.top_tokens(recorded, 10).max() < size
@@ -423,13 +422,13 @@ class TestPaddedVocabulary:
 
     def test_heads_of_another_vocabulary_are_not_passed(self):
         with pytest.raises(SpecConfigError, match="vocabulary of 68 tokens, and LlamaForCausalLM has 64"):
-            fitting_heads(MedusaHeads(32, 68, 2), tiny_llama())
-        heads = fitting_heads(MedusaHeads(32, 1000, 2, own_lm_heads=False), tiny_llama())
+            fitting_heads(MedusaHeads(32, 68, 2), GIVEN, tiny_llama())
+        heads = fitting_heads(MedusaHeads(32, 1000, 2, own_lm_heads=False), GIVEN, tiny_llama())
         assert (heads.vocab_size, heads.lm_head_size) == (64, 64)
 
     def test_fitted_heads_can_be_saved(self, tmp_path):
         model = tiny_llama(vocab_size=62)
-        heads = fitting_heads(MedusaHeads(32, VOCAB_SIZE, 2), model)
+        heads = fitting_heads(MedusaHeads(32, VOCAB_SIZE, 2), GIVEN, model)
         heads.save(tmp_path)
         assert load_medusa(settings(tmp_path), model).lm_heads.shape == (2, 62, 32)
 

@@ -13,7 +13,6 @@ from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig
 from hf_specdec.candidate_generators.mlp_speculator.network import (
     MLPSpeculator,
     MLPSpeculatorConfig,
-    fitting_speculator,
     load_mlp_speculator,
 )
 from tests.models import TINY, VOCAB_SIZE, prompts, tiny_llama
@@ -250,7 +249,11 @@ class TestPaddedVocabularies:
 
     def test_no_more_than_five_percent(self, model):
         with pytest.raises(SpecConfigError, match="vocabulary of 68 tokens, and LlamaForCausalLM has 64"):
-            fitting_speculator(MLPSpeculator(MLPSpeculatorConfig(**{**SIZES, "vocab_size": 68})), model)
+            load_speculator(
+                model,
+                "mlp_speculator",
+                draft_model=MLPSpeculator(MLPSpeculatorConfig(**{**SIZES, "vocab_size": 68})),
+            )
 
     def test_candidates_beyond_the_common_vocabulary(self, tmp_path):
         """More than the target has tokens are not asked for, though the speculator has them."""
@@ -305,7 +308,7 @@ class TestWrongCheckpoints:
     def test_scalars(self, model, tmp_path, name):
         saved(tmp_path)
         change_tensors(tmp_path, lambda tensors: {**tensors, f"speculator.{name}": torch.tensor(1.0)})
-        self.expect(tmp_path, model, rf"{name} has the shape \[\], and by config.json")
+        self.expect(tmp_path, model, f"{name} .*shape")
 
     @pytest.mark.parametrize("inner_dim", [10**15, 10**19, 10**400])
     def test_widths_without_bounds(self, model, tmp_path, inner_dim):
@@ -314,14 +317,18 @@ class TestWrongCheckpoints:
         self.expect(
             tmp_path,
             model,
-            r"config.json is not usable. `inner_dim`.* at most 2147483647, got (10+|<an integer of 1329 bits>)\.",
+            r"has `inner_dim`=(10+|<an integer of 1329 bits>) in its config.json.*at most 2147483647",
         )
 
     @pytest.mark.parametrize("inner_dim", [17, 2**31 - 1])
     def test_no_network_is_made_for_another_width(self, model, tmp_path, inner_dim):
         saved(tmp_path)
         change_config(tmp_path, inner_dim=inner_dim)
-        self.expect(tmp_path, model, rf"emb.0.weight has the shape \[64, 16\].*by config.json.*\[64, {inner_dim}\]")
+        self.expect(
+            tmp_path,
+            model,
+            rf"emb.0.weight of the shape \[64, 16\], where its config.json asks for \[64, {inner_dim}\]",
+        )
 
     def test_no_network_is_made_for_stages_that_are_not_there(self, model, tmp_path):
         saved(tmp_path)
@@ -350,7 +357,7 @@ class TestWrongCheckpoints:
             return {**tensors, key: tensors[key][:-1].contiguous()}
 
         change_tensors(tmp_path, cut)
-        self.expect(tmp_path, model, rf"{name} has the shape \[\d+.*by config.json it would be")
+        self.expect(tmp_path, model, rf"{name} of the shape \[\d+.*its config.json asks for")
 
     @pytest.mark.parametrize("num_heads", [2, 4])
     def test_config_with_another_number_of_stages(self, model, tmp_path, num_heads):
@@ -366,19 +373,31 @@ class TestWrongCheckpoints:
     @pytest.mark.parametrize(
         ("change", "match"),
         [
-            ({"top_k_tokens_per_head": [5, 4]}, r"each of its n_predict=3 stages, got \[5, 4\]"),
-            ({"top_k_tokens_per_head": [5, 4, 0]}, r"one positive integer for each.*got \[5, 4, 0\]"),
+            ({"top_k_tokens_per_head": [5, 4]}, r"=\[5, 4\] .*each of its n_predict=3 stages"),
+            ({"top_k_tokens_per_head": [5, 4, 0]}, r"=\[5, 4, 0\] .*one positive integer for each"),
             ({"top_k_tokens_per_head": 5}, "one positive integer for each"),
-            ({"n_predict": 0}, "`n_predict`.* at least 1 .*got 0"),
-            ({"inner_dim": "16"}, "`inner_dim`.* an integer"),
-            ({"n_candidates": 1.5}, "`n_candidates`.* an integer"),
-            ({"tie_weights": "yes"}, "`tie_weights`.* true or false, got 'yes'"),
+            (
+                {"top_k_tokens_per_head": None, "n_predict": 2},
+                "has no `top_k_tokens_per_head`.* its n_predict=2 stages",
+            ),
+            ({"n_predict": 0}, "`n_predict`=0 .*a positive integer of at most 1024"),
+            ({"n_predict": 1025}, "`n_predict`=1025 .*a positive integer of at most 1024"),
+            ({"inner_dim": "16"}, "`inner_dim`='16' .*an integer"),
+            ({"n_candidates": 1.5}, "`n_candidates`=1.5 .*integer"),
+            ({"tie_weights": "yes"}, "`tie_weights`='yes' .*true or false"),
         ],
     )
     def test_unusable_config(self, model, tmp_path, change, match):
         saved(tmp_path)
         change_config(tmp_path, **change)
-        self.expect(tmp_path, model, f"config.json is not usable.*{match}")
+        self.expect(tmp_path, model, match)
+
+    def test_another_name_of_the_width(self, model, tmp_path):
+        saved(tmp_path)
+        change_config(tmp_path, emb_dim=None, hidden_size=32)
+        assert load(tmp_path, model).config.emb_dim == 32
+        change_config(tmp_path, emb_dim=32, hidden_size=64)
+        assert load(tmp_path, model).config.emb_dim == 32
 
     def test_no_weights(self, model, tmp_path):
         saved(tmp_path)
@@ -388,18 +407,3 @@ class TestWrongCheckpoints:
     def test_no_checkpoint_named(self, model):
         with pytest.raises(SpecConfigError, match="needs a speculator"):
             load_mlp_speculator(SpeculativeConfig("mlp_speculator"), model)
-
-
-class TestConfig:
-    def test_other_keys_and_aliases(self):
-        config = MLPSpeculatorConfig.from_dict({"hidden_size": 64, "base_model_name_or_path": "x", "dtype": "float16"})
-        assert config.emb_dim == 64
-        assert config.width == 64
-        assert config.top_k_tokens_per_head == (5, 4, 3)
-        assert MLPSpeculatorConfig.from_dict({"hidden_size": 64, "emb_dim": 32}).emb_dim == 32
-
-    def test_dict_and_back(self):
-        config = MLPSpeculatorConfig(**SIZES)
-        written = json.loads(json.dumps(config.to_dict()))
-        assert written["model_type"] == "mlp_speculator"
-        assert MLPSpeculatorConfig.from_dict(written) == config

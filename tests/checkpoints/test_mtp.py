@@ -92,8 +92,7 @@ class TestPublishedLayers:
         names, read = [], Checkpoint.read
 
         def watched(self, wanted, *args, **kwargs):
-            wanted = list(wanted)
-            names.extend(wanted)
+            names.append(wanted)
             return read(self, wanted, *args, **kwargs)
 
         monkeypatch.setattr(Checkpoint, "read", watched)

@@ -228,7 +228,7 @@ class TestWhatGoesWrong:
         save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
         (tmp_path / "config.json").write_text('{"medusa_num_heads": 3, "version": "2"}')
         hub.add("user/head", tmp_path)
-        with pytest.raises(CheckpointFormatError, match=r"1\.0\.linear\.weight has the shape \(64, 32\)"):
+        with pytest.raises(CheckpointFormatError, match=r"1\.0\.linear\.weight of the shape \[64, 32\]"):
             load_speculator(target, "user/head")
         assert not is_remembered(target)
 

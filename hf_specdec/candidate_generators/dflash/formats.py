@@ -15,7 +15,7 @@ L layers of the draft, N decoder layers of the target, B tokens of a block.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,11 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...checkpoints.draft_reader import FIRST_LAYER, DraftConfig, DraftReader, projections, share_of
-from ...checkpoints.format import QUANTISED, Format, Unsupported, architecture
+from ...checkpoints.format import Format, Unsupported, architecture
 from ...checkpoints.header import Header, TargetNeeds, TargetSizes, listed
-from ...checkpoints.reader import stated
-from ...checkpoints.settings import COUNT, FLAG, INDEX, NAME, NAMES, Kind
-from ...errors import shown
+from ...checkpoints.settings import COUNT, FLAG, INDEX, INDICES, NAME, Kind
 
 
 if TYPE_CHECKING:
@@ -47,7 +45,6 @@ MOST_TOKENS = 256
 BLOCK = Kind(
     lambda value: COUNT.is_valid(value) and value <= MOST_TOKENS, f"a positive integer of at most {MOST_TOKENS}"
 )
-STEPS = BLOCK
 
 
 @dataclass(frozen=True)
@@ -110,6 +107,11 @@ class DFlashConfig(DraftConfig):
         """Tokens that a block of this many yields."""
         return block_size if self.predicts_next else block_size - 1
 
+    @property
+    def needs(self) -> TargetNeeds:
+        """The target that it was made for."""
+        return TargetNeeds(None, self.target_hidden_size, self.vocab_size, self.num_target_layers)
+
     def view(self, layer: int) -> BlockView:
         return self.views[layer] if self.views else BlockView()
 
@@ -150,49 +152,38 @@ def default_layer_ids(num_layers: int, num_target_layers: int) -> tuple[int, ...
     return tuple(round(1 + index * (num_target_layers - 4) / (num_layers - 1)) for index in range(num_layers))
 
 
-_DFLASH2 = Unsupported(
-    "is a DFlash2 draft (convolutions along the block, candidate selector), which is not supported. Pass a DFlash "
-    "draft.",
-    ("architectures=.*DFlash2.*",),
-    ("*_conv.*",),
-)
-_LILICORR = Unsupported(
-    "is a LiLiCorr draft (a transformer over the lattice of candidates), which is not supported. Pass a DFlash draft.",
-    ("architectures=.*LiLiCorr.*", "lilicorr_rank", "lilicorr_top_k", "lilicorr_num_layers", "lilicorr_hidden_size"),
-)
-_DOMINO = Unsupported(
-    "is a Domino draft (corrections by a recurrent network), which is not supported. Pass a DFlash draft.",
-    ("architectures=.*Domino.*", "projector_type=domino"),
-)
-_XPRESS = Unsupported(
-    "is an XPress draft (refinement of the logits along the block), which is not supported. Pass a DFlash draft.",
-    ("architectures=.*XPress.*",),
-    ("xpress_head.*",),
-)
-_LAGUNA = Unsupported(
-    "is a Laguna draft (gated attention, norms for each captured state), which is not supported. Pass a DFlash draft.",
-    ("architectures=.*Laguna.*",),
-    ("*aux_hidden_norms.*",),
-)
-_GEMMA4 = Unsupported(
-    "is a DSpark draft with Gemma 4 layers, which is not supported. Pass one with Qwen3 layers.",
-    ("architectures=Gemma4DSpark.*",),
-)
-_PEAGLE = Unsupported(
-    "is a P-EAGLE head, which is not supported. Pass a DFlash draft.",
-    ("architectures=(?i:peagle).*",),
-    ("mask_hidden",),
-)
-_MIMO = Unsupported(
-    "is a MiMo draft (attention sinks, scaled values), which is not supported. Pass a DFlash draft.",
-    ("use_swa", "attention_sink_bias", "attention_value_scale"),
-    ("*attention_sink_bias",),
-)
-_STATEFUL_MARKOV = Unsupported(
-    "has a Markov head with a gate or a state (`markov_head_type` in its config.json), which is not supported. Pass a "
-    "draft with a vanilla one.",
-    ("markov_head_type=(?!(vanilla|False|0)$).+",),
-    ("markov_head.gate_proj*", "markov_head.joint_proj*"),
+_DFLASH2 = ("architectures=.*DFlash2.*",)
+_LILICORR = ("architectures=.*LiLiCorr.*",)
+_DOMINO = "architectures=.*Domino.*"
+_XPRESS = ("architectures=.*XPress.*",)
+_GEMMA4 = ("architectures=Gemma4DSpark.*",)
+
+_UNSUPPORTED = (
+    Unsupported("is a DFlash2 draft (convolutions along the block, candidate selector)", _DFLASH2, ("*_conv.*",)),
+    Unsupported(
+        "is a LiLiCorr draft (a transformer over the lattice of candidates)",
+        (*_LILICORR, "lilicorr_rank", "lilicorr_top_k", "lilicorr_num_layers", "lilicorr_hidden_size"),
+    ),
+    Unsupported("is a Domino draft (corrections by a recurrent network)", (_DOMINO, "projector_type=domino")),
+    Unsupported("is an XPress draft (refinement of the logits along the block)", _XPRESS, ("xpress_head.*",)),
+    Unsupported(
+        "is a Laguna draft (gated attention, norms for each captured state)",
+        ("architectures=.*Laguna.*",),
+        ("*aux_hidden_norms.*",),
+    ),
+    Unsupported("is a DSpark draft with Gemma 4 layers", _GEMMA4, instead="Pass one with Qwen3 layers."),
+    Unsupported("is a P-EAGLE head", ("architectures=(?i:peagle).*",), ("mask_hidden",)),
+    Unsupported(
+        "is a MiMo draft (attention sinks, scaled values)",
+        ("use_swa", "attention_sink_bias", "attention_value_scale"),
+        ("*attention_sink_bias",),
+    ),
+    Unsupported(
+        "has a Markov head with a gate or a state (`markov_head_type` in its config.json)",
+        ("markov_head_type=(?!(vanilla|False|0)$).+",),
+        ("markov_head.gate_proj*", "markov_head.joint_proj*"),
+        "Pass a draft with a vanilla one.",
+    ),
 )
 
 
@@ -203,24 +194,31 @@ class DFlashReader(DraftReader):
         header (`Header`): Of any of the formats.
     """
 
-    # The second half is of notes.
-    keys = (
-        "attention_sink_bias attention_value_scale aux_hidden_state_layer_ids block_size causal causal_head "
-        "dflash_config dflash_num_denoising_steps dspark_noise_token_id hidden_act is_causal iterative_denoising "
-        "layer_types markov_head_type markov_rank mask_token mask_token_id max_position_embeddings "
-        "num_denoising_steps num_target_layers pard_token partial_rotary_factor projector_type ptd_token_id "
-        "quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta sample_from_anchor shift_label "
-        "sliding_window sliding_window_non_causal target_layer_ids use_sliding_window use_swa "
+    kinds = ("dflash", "dspark")
+    blocks = ("dflash_config", "", "transformer_layer_config")
+    settings = DraftReader.settings | {
+        **dict.fromkeys(("aux_hidden_state_layer_ids", "target_layer_ids"), INDICES),
+        **dict.fromkeys(("block_size", "num_denoising_steps", "dflash_num_denoising_steps"), BLOCK),
+        **dict.fromkeys(("causal", "causal_head", "is_causal", "sliding_window_non_causal"), FLAG),
+        **dict.fromkeys(("iterative_denoising", "sample_from_anchor", "shift_label", "use_sliding_window"), FLAG),
+        **dict.fromkeys(("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"), INDEX),
+        "markov_rank": INDEX,
+        "mask_token": NAME,
+        "num_target_layers": COUNT,
+    }
+    notes = (
+        "attention_sink_bias attention_value_scale dflash_config markov_head_type partial_rotary_factor "
+        "projector_type quantization_config use_swa "
         "*confidence_head* *loss* auf dflasher draft_attn_impl draft_vocab_size dspark_target_layer_ids "
         "eagle_aux_hidden_state_layer_ids emb_dim embed_requires_grad gru_hidden_dim lambda_base_* max_anchors "
-        "num_anchors pure_draft_prefix_len swa_window_size target_hidden_size target_model_type use_aux_hidden_state"
+        "num_anchors pure_draft_prefix_len swa_window_size target_model_type use_aux_hidden_state"
     )
     renamed = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
-    unsupported = (_DFLASH2, _LILICORR, _DOMINO, _XPRESS, _LAGUNA, _GEMMA4, _PEAGLE, _MIMO, _STATEFUL_MARKOV)
-    unsupported += (QUANTISED,)
+    unsupported = _UNSUPPORTED
+    instead = "Pass a DFlash draft."
     # Buffers, what only training needs, and a head that foresees how many drafts are kept.
     unused = re.compile(r"d2t|t2d|.*inv_freq|verifier_.*|confidence_head\..*")
-    tables = (*DraftReader.tables, f"{_MARKOV}.weight", "markov_head.markov_w2.weight")
+    token_tables = (*DraftReader.token_tables, f"{_MARKOV}.weight", "markov_head.markov_w2.weight")
 
     def __init__(self, header: Header):
         super().__init__(header)
@@ -230,73 +228,46 @@ class DFlashReader(DraftReader):
         theta, epsilon = (500000.0, 1e-5) if self.is_native else (1000000.0, 1e-6)
         self.usual = {"rope_theta": theta, "rms_norm_eps": epsilon, "max_position_embeddings": 32768}
 
-    @staticmethod
-    def places_in(config):
-        inner = (config.get("dflash_config"), config, config.get("transformer_layer_config"))
-        return tuple(place for place in inner if isinstance(place, Mapping))
-
     # What it is
 
-    def refusal(self) -> str | None:
-        reason = super().refusal() or self._unknown_kind() or self._wrong_block()
-        if reason is None and self.header.shapes is not None:
-            self.require(_EVERY_DRAFT, "a DFlash draft")
-        return reason
-
-    def _unknown_kind(self) -> str | None:
-        """Reason not to take a draft that calls itself one of another kind for one of these."""
-        for key in ("speculators_model_type", "projector_type"):
-            value = stated(self.places, key)
-            if value not in (None, "dflash", "dspark"):
-                return f"is of the kind {shown(value)} (`{key}`), which is not known. Pass a DFlash or DSpark draft."
-        if stated(self.places, "shift_label") is True and not self.predicts_next:
-            return (
-                "has `shift_label` without `sample_from_anchor` in its config.json, which is not known. Pass another."
-            )
-        return None
-
-    def _wrong_block(self) -> str | None:
-        """Reason why no blocks can be drafted by what a config says of them."""
-        for key, value, kind in (
-            ("block_size", self.block_size, BLOCK),
-            ("sample_from_anchor", self.predicts_next, FLAG),
-        ):
-            if not kind.is_valid(value):
-                return f"has `{key}`={shown(value)} in its config.json, which must be {kind.what}. Correct it."
+    def check(self):
+        super().check()
         least = 1 if self.predicts_next else 2
-        if self.block_size >= least:
-            return None
-        return f"has `block_size`={self.block_size}, and needs at least {least}. Correct its config.json."
+        if self.block_size < least:
+            raise self.wrong(
+                f"has `block_size`={self.block_size}, and needs at least {least}", "Correct its config.json."
+            )
+        if self.setting("shift_label") and not self.predicts_next:
+            raise self.wrong("has `shift_label` without `sample_from_anchor` in its config.json", self.instead)
+        if self.header.shapes is not None:
+            self.require(_EVERY_DRAFT, "a DFlash draft")
 
     @property
-    def block_size(self) -> Any:
+    def block_size(self) -> int:
         """B as it is stated, else the usual one."""
-        found = stated(self.places, "block_size")
-        return _BLOCK_SIZE if found is None else found
+        return self.setting("block_size") or _BLOCK_SIZE
 
     @property
-    def predicts_next(self) -> Any:
+    def predicts_next(self) -> bool:
         """True where the anchor's position predicts the first token: as it is stated, else by the kind of draft."""
-        found = stated(self.places, "sample_from_anchor")
-        kinds = (self.header.config.get("speculators_model_type"), stated(self.places, "projector_type"))
+        found = self.setting("sample_from_anchor")
+        kinds = (self.header.config.get("speculators_model_type"), self.stated("projector_type"))
         return "DSpark" in architecture(self.header.config) or "dspark" in kinds if found is None else found
 
     @property
     def num_draft_tokens(self):
-        if self._wrong_block():
-            return None
         return self.block_size if self.predicts_next else self.block_size - 1
 
     @property
     def needs(self):
         ids, vocab_size = self._stated_layer_ids(), self.stated_vocab_size
         if self.header.shapes is None:
-            width = self.setting("target_hidden_size", COUNT) or self.setting("hidden_size", COUNT)
+            width = self.setting("target_hidden_size") or self.setting("hidden_size")
         else:
             # Where z-lab's files name none, there is one state for each layer of the draft.
             states = len(ids) or (3 if self.is_speculators else self.num_layers)
             width = share_of(self.linear("fc")[1], states)
-        layers = self.setting("num_target_layers", COUNT)
+        layers = self.setting("num_target_layers")
         return TargetNeeds(None, width, vocab_size, layers, max((index + 1 for index in ids), default=None))
 
     # The record
@@ -320,7 +291,7 @@ class DFlashReader(DraftReader):
         Raises:
             CheckpointFormatError: The checkpoint is incomplete, contradicts itself, or was made for another target.
         """
-        self.check_supported()
+        self.check()
         ids = self._target_layer_ids(target)
         self.check_states([index + 1 for index in ids], target, self.for_target)
         self.check_target(target)
@@ -341,22 +312,21 @@ class DFlashReader(DraftReader):
         )
 
     def _markov_rank(self) -> int:
-        if f"{_MARKOV}.weight" not in self.stored and not self.setting("markov_rank", INDEX):
+        if f"{_MARKOV}.weight" not in self.stored and not self.setting("markov_rank"):
             return 0
         self.require([f"{_MARKOV}.weight"], "its Markov head")
         return self.linear(_MARKOV)[1]
 
     def _num_denoising_steps(self) -> int:
-        keys = ("num_denoising_steps", "dflash_num_denoising_steps")
-        found = next(filter(None, (self.setting(key, STEPS) for key in keys)), None)
-        return found or (_DENOISING_STEPS if self.setting("iterative_denoising", FLAG) else 1)
+        found = self.first_setting("num_denoising_steps", "dflash_num_denoising_steps")
+        return found or (_DENOISING_STEPS if self.setting("iterative_denoising") else 1)
 
     def _mask_token_id(self, named: int | None, find_mask_token: Callable) -> int:
-        keys = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-        tokens = (self.setting(key, INDEX) for key in keys)
-        found = named if named is not None else next((token for token in tokens if token is not None), None)
+        found = named
         if found is None:
-            found = find_mask_token(self.setting("mask_token", NAME))
+            found = self.first_setting("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+        if found is None:
+            found = find_mask_token(self.setting("mask_token"))
         if found is None:
             raise self.wrong(
                 "does not say which token its masks are, and the tokenizer has none that looks like it",
@@ -372,7 +342,7 @@ class DFlashReader(DraftReader):
     def _views(self) -> tuple[BlockView, ...]:
         """Views of the layers. Where nothing is said, layers with a window are causal, and the others are not."""
         usual = ["sliding_attention" if self.is_native else "full_attention"] * self.num_layers
-        kinds = self.setting("layer_types", NAMES) or usual
+        kinds = self.setting("layer_types") or usual
         unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
         if len(kinds) < self.num_layers or unknown:
             raise self.wrong(
@@ -395,14 +365,13 @@ class DFlashReader(DraftReader):
         if self.is_native:
             return False
         if self.is_speculators:
-            return not self.setting("sliding_window_non_causal", FLAG)
-        found = (self.setting(key, FLAG) for key in ("is_causal", "causal", "causal_head"))
-        return next((value for value in found if value is not None), None)
+            return not self.setting("sliding_window_non_causal")
+        return self.first_setting("is_causal", "causal", "causal_head")
 
     def _window(self, kinds: Sequence[str]) -> int | None:
-        if "sliding_attention" not in kinds or self.setting("use_sliding_window", FLAG) is False:
+        if "sliding_attention" not in kinds or self.setting("use_sliding_window") is False:
             return None
-        window = self.setting("sliding_window", COUNT)
+        window = self.setting("sliding_window")
         if window is None and self.is_native:
             window = 2048
         if window is None:
@@ -416,8 +385,8 @@ class DFlashReader(DraftReader):
         """Layers whose outputs are read, by the config; empty where it names none."""
         if self.is_speculators:
             # Those say what enters a layer.
-            return tuple(index - 1 for index in self.layer_ids("aux_hidden_state_layer_ids"))
-        return tuple(self.layer_ids("target_layer_ids") or ([1, 13, 25, 37, 49] if self.is_native else ()))
+            return tuple(index - 1 for index in self.setting("aux_hidden_state_layer_ids") or ())
+        return tuple(self.setting("target_layer_ids") or ([1, 13, 25, 37, 49] if self.is_native else ()))
 
     def _target_layer_ids(self, target: TargetSizes) -> tuple[int, ...]:
         if found := self._stated_layer_ids():
@@ -432,7 +401,7 @@ class DFlashReader(DraftReader):
         # Whatever its shape.
         return super().absolute_ids(table.flatten(), vocab_size)
 
-    def judge_left_over(self, names):
+    def judge_unknown(self, names):
         raise self.wrong(
             f"has {len(names)} tensors that no DFlash draft with this config has: {listed(names)}",
             "Pass a checkpoint of a published DFlash format.",
@@ -451,13 +420,13 @@ _format = partial(Format, method="dflash", reader=DFlashReader)
 FORMATS = (
     _format("dspark-speculators", "speculators", ("speculators_model_type=dspark",), _SHOWN),
     _format("dflash-speculators", "speculators", ("speculators_model_type=dflash",), _SHOWN),
-    _format("dspark-gemma4", "DeepSpec", _GEMMA4.config, _SHOWN),
+    _format("dspark-gemma4", "DeepSpec", _GEMMA4, _SHOWN),
     _format("dspark-deepspec", "DeepSpec", ("architectures=Qwen3DSpark.*",), _SHOWN),
     _format("dspark-specforge", "SpecForge", ("architectures=.*DSpark.*", _PROJECTOR + "dspark"), _SHOWN),
-    _format("dflash2", "z-lab, inco", _DFLASH2.config, _SHOWN),
-    _format("domino", "SpecForge", ("architectures=.*Domino.*", _PROJECTOR + "domino"), _SHOWN),
-    _format("xpress", "XPress", _XPRESS.config, _SHOWN),
-    _format("lilicorr", "LiLiCorr", ("architectures=.*LiLiCorr.*",)),
+    _format("dflash2", "z-lab, inco", _DFLASH2, _SHOWN),
+    _format("domino", "SpecForge", (_DOMINO, _PROJECTOR + "domino"), _SHOWN),
+    _format("xpress", "XPress", _XPRESS, _SHOWN),
+    _format("lilicorr", "LiLiCorr", _LILICORR),
     _format(
         "dflash-laguna",
         "Poolside",

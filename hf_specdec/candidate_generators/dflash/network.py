@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint
 from ...checkpoints.draft_reader import stored_vocabulary
 from ...checkpoints.header import TargetSizes
-from ...checkpoints.loading import loads_checkpoint
+from ...checkpoints.loading import check_given, loads_checkpoint
 from ...errors import SpecConfigError
 from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, loaded_network, on_device_of
 from ...layers.llama import DecoderLayer, GatedMLP, KeyValueCache, RMSNorm, RotaryAttention, project, with_query_groups
@@ -273,9 +274,7 @@ def load_dflash(config: SpeculativeConfig, target_model: nn.Module) -> DFlashNet
         CheckpointFormatError: The checkpoint is incomplete, no draft that this package knows, or was made for another
             target.
     """
-    if config.model is None:
-        raise SpecConfigError("spec_method='dflash' needs a draft. Pass its folder or repo id as `spec_model`.")
-    dtype, device = head_placement(config, target_model)
+    placement = head_placement(config, target_model)
     mask_token_id = getattr(config.options, "dflash_mask_token_id", None)
 
     def find_mask_token(spelling: str | None) -> int | None:
@@ -284,7 +283,7 @@ def load_dflash(config: SpeculativeConfig, target_model: nn.Module) -> DFlashNet
     checkpoint = Checkpoint(config)
     reader = DFlashReader(checkpoint.header)
     found = reader.configured(checkpoint, TargetSizes.of(target_model), mask_token_id, find_mask_token)
-    network = loaded_network(DFlashNetwork, found, reader, checkpoint, target_model, dtype, device)
+    network = loaded_network(partial(DFlashNetwork, found), reader, checkpoint, target_model, placement)
     check_mask_token(found.mask_token_id, network)
     return network
 
@@ -295,21 +294,10 @@ def fitting_network(network: nn.Module, config: SpeculativeConfig, target_model:
     Raises:
         SpecConfigError: It is no DFlash draft, or of another size than the target.
     """
-    if not isinstance(network, DFlashNetwork):
-        raise SpecConfigError(
-            f"spec_method='dflash' drafts with a DFlashNetwork, got a {type(network).__name__}. Pass a draft, or the "
-            "folder or repo id of its checkpoint as `spec_model`."
-        )
-    found, target = network.config, TargetSizes.of(target_model)
-    made_for = (found.target_hidden_size, found.vocab_size, found.num_target_layers)
-    if made_for != (target.hidden_size, target.vocab_size, target.num_hidden_layers):
-        raise SpecConfigError(
-            f"The draft was made for hidden_size={made_for[0]}, {made_for[1]} tokens and {made_for[2]} layers; "
-            f"{target.name} has {target.hidden_size}, {target.vocab_size} and {target.num_hidden_layers}. Pass a "
-            "draft for this target."
-        )
+    # The tables of a draft are as long as the vocabulary.
+    check_given(network, DFlashNetwork, config, target_model, most_gap=0)
     network.attach(target_model)
-    check_mask_token(found.mask_token_id, network)
+    check_mask_token(network.config.mask_token_id, network)
     return network
 
 

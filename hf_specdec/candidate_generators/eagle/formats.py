@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,10 +33,9 @@ from ...checkpoints.draft_reader import (
     share_of,
     stored_vocabulary,
 )
-from ...checkpoints.format import QUANTISED, Format, Unsupported
+from ...checkpoints.format import Format, Unsupported
 from ...checkpoints.header import Header, TargetNeeds, TargetSizes, listed
-from ...checkpoints.settings import COUNT, FLAG, INDICES, NAMES, POSITIVE
-from ...errors import shown
+from ...checkpoints.settings import COUNT, FLAG, INDICES, POSITIVE
 
 
 if TYPE_CHECKING:
@@ -90,6 +89,12 @@ class EagleConfig(DraftConfig):
             return self.hidden_size + self.target_hidden_size
         return self.num_states * self.target_hidden_size
 
+    @property
+    def needs(self) -> TargetNeeds:
+        """The target that it was made for."""
+        layers = max(self.aux_layer_ids, default=None)
+        return TargetNeeds(None, self.target_hidden_size, self.vocab_size, min_hidden_layers=layers)
+
     def to_dict(self) -> dict[str, Any]:
         """The content of `config.json` in the layout of the first publishers, with what they lack under own keys."""
         config = {
@@ -126,49 +131,41 @@ def stored_tensors(config: EagleConfig, tensors: Mapping[str, torch.Tensor]) -> 
     return stored
 
 
-_PARALLEL = Unsupported(
-    "is a head that drafts several tokens in one forward (P-EAGLE, parallel drafting), which is not supported. Pass "
-    "an EAGLE-1, EAGLE-2 or EAGLE-3 head.",
-    ("architectures=P[Ee]agle.*", "speculators_model_type=peagle", "parallel_draft_step=(?!(0|1|False|True)$).+"),
-    ("mask_hidden",),
-)
-_MTP = Unsupported(
-    "is a layer for multi-token prediction (`eh_proj`, `enorm`, `hnorm`), no EAGLE head. Pass an EAGLE head.",
-    ("architectures=Eagle(DeepSeekMTP|MistralLarge3).*",),
-    ("eh_proj.weight", "enorm.weight"),
-)
-_MLA = Unsupported(
-    "has a layer with multi-head latent attention (MLA), which is not supported. Pass a head with ordinary attention.",
-    ("architectures=Eagle3Deepseek.*",),
-    (f"{FIRST_LAYER}.self_attn.q_[ab]_proj.weight", f"{FIRST_LAYER}.self_attn.kv_[ab]_proj*.weight"),
-)
-_LLAMA4 = Unsupported(
-    "has a Llama-4 layer (rotary embedding by interleaved pairs), which is not supported. Pass an EAGLE-3 head.",
-    ("architectures=EagleLlama4.*",),
-)
-_COHERE = Unsupported(
-    "has a Cohere layer (attention and MLP side by side), which is not supported. Pass a head with a Llama layer.",
-    ("architectures=EagleCohere.*",),
-)
-_MINICPM = Unsupported(
-    "has a MiniCPM layer (scaled embeddings and residuals), which is not supported. Pass a head with a Llama layer.",
-    ("architectures=EagleMiniCPM.*",),
-    ("input_norm1.weight", "eagle_layers.*"),
-)
-_LAYERNORMS = Unsupported(
-    "has norms before `fc` and before the lm_head (`layernorms: true`); no published description says which state "
-    "such a head feeds back, so it is not supported. Pass a head without them.",
-    ("layernorms",),
-    ("embed*_layernorm.weight", "*lm_head_layernorm.weight"),
-)
-_ADAPTER = Unsupported(
-    "holds adapter weights (LoRA) for the target, which are not supported: the target is used as it is loaded. Pass a "
-    "head without them.",
-    tensors=("*lora_*",),
-)
-_QUANTISED = replace(QUANTISED, config=())
-_EXPERTS = Unsupported(
-    "has a layer with experts, which is not supported. Pass a head with an ordinary MLP.", tensors=("*.experts.*",)
+_MLA = ("architectures=Eagle3Deepseek.*",)
+_LLAMA4 = ("architectures=EagleLlama4.*",)
+_COHERE = ("architectures=EagleCohere.*",)
+_MINICPM = ("architectures=EagleMiniCPM.*",)
+_MTP = ("architectures=Eagle(DeepSeekMTP|MistralLarge3).*",)
+_PARALLEL = ("architectures=P[Ee]agle.*", "speculators_model_type=peagle")
+_PARALLEL += ("parallel_draft_step=(?!(0|1|False|True)$).+",)
+
+_UNSUPPORTED = (
+    Unsupported(
+        "is a head that drafts several tokens in one forward (P-EAGLE, parallel drafting)",
+        _PARALLEL,
+        ("mask_hidden",),
+    ),
+    Unsupported(
+        "is a layer for multi-token prediction (`eh_proj`, `enorm`, `hnorm`)", _MTP, ("eh_proj.weight", "enorm.weight")
+    ),
+    Unsupported(
+        "has a layer with multi-head latent attention (MLA)",
+        _MLA,
+        (f"{FIRST_LAYER}.self_attn.q_[ab]_proj.weight", f"{FIRST_LAYER}.self_attn.kv_[ab]_proj*.weight"),
+    ),
+    Unsupported(
+        "has norms before `fc` and before the lm_head (`layernorms: true`; no published description says which state "
+        "such a head feeds back)",
+        ("layernorms",),
+        ("embed*_layernorm.weight", "*lm_head_layernorm.weight"),
+    ),
+    Unsupported("holds adapter weights (LoRA) for the target, which is used as it is loaded", (), ("*lora_*",)),
+    Unsupported("has a layer with experts", (), ("*.experts.*",)),
+    Unsupported("has a Llama-4 layer (rotary embedding by interleaved pairs)", _LLAMA4),
+    Unsupported("has a Cohere layer (attention and MLP side by side)", _COHERE),
+    Unsupported(
+        "has a MiniCPM layer (scaled embeddings and residuals)", _MINICPM, ("input_norm1.weight", "eagle_layers.*")
+    ),
 )
 
 
@@ -181,13 +178,19 @@ class EagleReader(DraftReader):
     """
 
     noun = "head"
-    # The second half is of notes.
-    keys = (
-        "aux_layer_ids eagle_aux_hidden_state_layer_ids eagle_config fc_norm hidden_act layer_ids layer_types "
-        "layernorms logit_scale max_position_embeddings model norm_before_fc norm_before_residual norm_output "
-        "original_max_position_embeddings parallel_draft_step partial_rotary_factor quantization_config rms_norm_eps "
-        "rope_parameters rope_scaling rope_theta sliding_window target_hidden_size use_aux_norm "
-        "use_input_layernorm_in_first_layer use_last_layernorm use_sliding_window "
+    kinds = ("eagle", "eagle3")
+    # Some formats have the config of a model, that of the layers, inside of it.
+    blocks = ("transformer_layer_config", "model", "", "eagle_config")
+    settings = DraftReader.settings | {
+        **dict.fromkeys(("aux_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids"), INDICES),
+        **dict.fromkeys(("fc_norm", "use_aux_norm", "norm_before_fc", "norm_before_residual", "norm_output"), FLAG),
+        **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm"), FLAG),
+        "logit_scale": POSITIVE,
+        "original_max_position_embeddings": COUNT,
+        "partial_rotary_factor": POSITIVE,
+    }
+    notes = (
+        "eagle_config layernorms model parallel_draft_step quantization_config use_sliding_window "
         "*loss* draft_attn_impl draft_vocab_size eagle_decoder_type eagle_fc_bias eagle_freeze_base_model "
         "embed_requires_grad enable_sp_ulysses fusion_bias has_lm_head hot_vocab_size num_aux_* num_eagle_features "
         "parallel_draft_heads_num_layers target_model_type truncated_vocab_size ttt_* use_aux_hidden_state"
@@ -201,7 +204,8 @@ class EagleReader(DraftReader):
         "aux_norm_mid.": "fc_norm.1.",
         "aux_norm_high.": "fc_norm.2.",
     }
-    unsupported = (_PARALLEL, _MTP, _MLA, _LAYERNORMS, _ADAPTER, _QUANTISED, _EXPERTS, _LLAMA4, _COHERE, _MINICPM)
+    unsupported = _UNSUPPORTED
+    instead = "Pass an EAGLE-1, EAGLE-2 or EAGLE-3 head with layers of the Llama kind."
     # Buffers, what only training needs, and EAGLE-1's copy of the target's lm_head.
     unused = re.compile(r"d2t|t2d|token_map|.*inv_freq|verifier_.*|lm_head\.weight")
     usual = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
@@ -209,14 +213,6 @@ class EagleReader(DraftReader):
     def __init__(self, header: Header, aux_layer_ids: Sequence[int] | None = None):
         super().__init__(header)
         self._named_ids = None if aux_layer_ids is None else sorted(set(aux_layer_ids))
-
-    @staticmethod
-    def places_in(config):
-        # Some formats have the config of a model, that of the layers, inside of it.
-        nested = (config.get(key) for key in ("transformer_layer_config", "model"))
-        layer = next((part for part in nested if isinstance(part, Mapping)), config)
-        own = config.get("eagle_config")
-        return layer, config, own if isinstance(own, Mapping) else {}
 
     # What it is
 
@@ -228,26 +224,18 @@ class EagleReader(DraftReader):
         queries = self.shape(f"{FIRST_LAYER}.self_attn.q_proj.weight") or ()
         return "eagle3" if queries[1:] == (2 * self.hidden_size,) else "eagle"
 
-    def refusal(self) -> str | None:
-        kind = self.header.config.get("speculators_model_type")
-        if kind not in (None, "eagle", "eagle3", "peagle"):
-            return f"is of the kind {shown(kind)} (`speculators_model_type`), no EAGLE head. Pass an EAGLE head."
-        if reason := super().refusal():
-            return reason
-        # In the config of the layers it is a copy of what is said of the target.
-        if self.header.config.get("quantization_config"):
-            return QUANTISED.what
+    def check(self):
+        super().check()
         if self.header.shapes is None:
-            return None
+            return
         parts = ("fc.weight", f"{FIRST_LAYER}.self_attn.q_proj.weight")
-        if f"{FIRST_LAYER}.hidden_norm.weight" in self.stored or all(part in self.stored for part in parts):
-            self.require(projections(), "the first layer")
-            return None
-        return (
-            f"is no EAGLE head: {self.header.file} has neither `fc.weight` nor `hidden_norm.weight` of a first layer "
-            f"(its tensors: {listed(self.stored.values())}). Pass an EAGLE checkpoint, or name the method that this "
-            "one is for."
-        )
+        if f"{FIRST_LAYER}.hidden_norm.weight" not in self.stored and not all(part in self.stored for part in parts):
+            raise self.wrong(
+                f"is no EAGLE head: {self.header.file} has neither `fc.weight` nor `hidden_norm.weight` of a first "
+                f"layer (its tensors: {listed(self.stored.values())})",
+                "Pass an EAGLE checkpoint, or name the method that this one is for.",
+            )
+        self.require(projections(), "the first layer")
 
     @property
     def reads_last_state(self) -> bool:
@@ -260,9 +248,9 @@ class EagleReader(DraftReader):
 
     @property
     def needs(self):
-        width, ids = self.setting("target_hidden_size", COUNT), self._stated_ids()
+        width, ids = self.setting("target_hidden_size"), self._stated_ids()
         if self.header.shapes is None:
-            return TargetNeeds(None, width or self.setting("hidden_size", COUNT), self.stated_vocab_size)
+            return TargetNeeds(None, width or self.setting("hidden_size"), self.stated_vocab_size)
         if self.reads_last_state:
             return TargetNeeds(None, width or self.hidden_size, self.stated_vocab_size)
         # Without names of states there are three. In one of two notations they are one less than the layers needed.
@@ -277,7 +265,7 @@ class EagleReader(DraftReader):
         Raises:
             CheckpointFormatError: The checkpoint is incomplete, contradicts itself, or was made for another target.
         """
-        self.check_supported()
+        self.check()
         ids = () if self.reads_last_state else self._boundaries(target)
         self.check_target(target)
         self.check_shared_parts(target)
@@ -291,9 +279,9 @@ class EagleReader(DraftReader):
             biases=tuple(name.removesuffix(".bias") for name in self.stored if name.endswith(".bias")),
             has_fc="fc.weight" in self.stored,
             own_embedding="embed_tokens.weight" in self.stored,
-            norm_before_residual=bool(self.setting("norm_before_residual", FLAG)),
+            norm_before_residual=bool(self.setting("norm_before_residual")),
             norm_output=self._norm_output("fc_norm.0" in norms),
-            logit_scale=float(self.setting("logit_scale", POSITIVE) or 1),
+            logit_scale=float(self.setting("logit_scale") or 1),
         )
         self.require([f"{name}.weight" for name in self._required_norms(config)], "its norms")
         return config
@@ -303,9 +291,9 @@ class EagleReader(DraftReader):
 
     def rope_parameters(self):
         parameters = super().rope_parameters()
-        if original := self.setting("original_max_position_embeddings", COUNT):
+        if original := self.setting("original_max_position_embeddings"):
             parameters.setdefault("original_max_position_embeddings", original)
-        partial = parameters.get("partial_rotary_factor") or self.setting("partial_rotary_factor", POSITIVE) or 1
+        partial = parameters.get("partial_rotary_factor") or self.setting("partial_rotary_factor") or 1
         if partial != 1:
             raise self.wrong(
                 f"has a rotary embedding with partial_rotary_factor={partial}",
@@ -314,15 +302,15 @@ class EagleReader(DraftReader):
         return parameters
 
     def _sliding_window(self) -> int | None:
-        kinds = set((self.setting("layer_types", NAMES) or ())[: self.num_layers])
+        kinds = set((self.setting("layer_types") or ())[: self.num_layers])
         if "sliding_attention" not in kinds:
             return None
         if len(kinds) > 1:
             raise self.wrong("mixes layers with and without a sliding window", "Pass a head with layers of one kind.")
-        return self.setting("sliding_window", COUNT)
+        return self.setting("sliding_window")
 
     def _norm_output(self, has_chunk_norms: bool) -> bool:
-        given = bool(self.setting("norm_output", FLAG))
+        given = bool(self.setting("norm_output"))
         # A training framework has the same key for the norm before the lm_head, and feeds back the state before it.
         trusted = has_chunk_norms or not {"speculators_model_type", "aux_layer_ids"}.isdisjoint(self.header.config)
         if given and not trusted:
@@ -336,13 +324,13 @@ class EagleReader(DraftReader):
         if config.method == "eagle":
             return names
         names.append(f"{FIRST_LAYER}.hidden_norm")
-        if self.setting("use_input_layernorm_in_first_layer", FLAG) is not False:
+        if self.setting("use_input_layernorm_in_first_layer") is not False:
             names.append(f"{FIRST_LAYER}.input_layernorm")
-        if self.setting("use_last_layernorm", FLAG) is not False:
+        if self.setting("use_last_layernorm") is not False:
             names.append("norm")
-        if self.setting("norm_before_fc", FLAG):
+        if self.setting("norm_before_fc"):
             names.append("input_norm")
-        chunk_norms = any(self.setting(key, FLAG) for key in ("fc_norm", "use_aux_norm"))
+        chunk_norms = any(self.setting(key) for key in ("fc_norm", "use_aux_norm"))
         if chunk_norms or any(name.startswith("fc_norm.") for name in config.norms):
             names += [f"fc_norm.{index}" for index in range(config.num_states)]
         return names
@@ -353,14 +341,15 @@ class EagleReader(DraftReader):
         """Numbers of layers as the user or the config names them, rising."""
         if self._named_ids is not None:
             return self._named_ids
-        return sorted(set(self.layer_ids("aux_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids")))
+        stated = self.first_setting("aux_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids")
+        return sorted(set(stated or ()))
 
     def _boundaries(self, target: TargetSizes) -> tuple[int, ...]:
         """The boundaries, which configs have in one of two notations without saying which."""
         ids, layers = self._stated_ids(), target.num_hidden_layers
         assert layers is not None, "sizes of a target without its layers"
         usual = sorted({2, layers // 2, layers - 3} & set(range(layers)))
-        is_clear = self._named_ids is not None or self.setting("aux_layer_ids", INDICES)
+        is_clear = self._named_ids is not None or self.setting("aux_layer_ids")
         if not ids:
             ids = usual
         elif not (is_clear or "speculators_model_type" in self.header.config or max(ids) == layers or ids == usual):
@@ -390,7 +379,7 @@ class EagleReader(DraftReader):
         logger.warning(f"'{self.name}': `d2t` holds ids, where the format has distances; it is read as ids.")
         return table
 
-    def judge_left_over(self, names):
+    def judge_unknown(self, names):
         logger.warning(f"'{self.name}': {len(names)} tensors are not used: {listed(names)}.")
 
     def fitted(self, name, tensor, shape):
@@ -419,17 +408,17 @@ FORMATS = (
         (*_EAGLE_3, "mask_hidden"),
     ),
     _eagle3("eagle3-speculators", "speculators", ("speculators_model_type=eagle3",), _EAGLE_3),
-    _eagle3("eagle3-mla", "SpecForge, ModelOpt", _MLA.config, (*_EAGLE_3, _LATENT)),
+    _eagle3("eagle3-mla", "SpecForge, ModelOpt", _MLA, (*_EAGLE_3, _LATENT)),
     _eagle3("eagle3-specforge", "SpecForge, SGLang", _SPECFORGE, ("midlayer.hidden_norm.weight",)),
     _eagle3("eagle3-modelopt", "ModelOpt", _SPECFORGE, ("layers.0.hidden_norm.weight",)),
     _eagle3("eagle3-angelslim", "AngelSlim, vLLM", ("architectures=.*Eagle3.*",), _EAGLE_3),
     _eagle3("eagle3-safeailab", "SafeAILab, hf_specdec", ("draft_vocab_size=.*",), _EAGLE_3, is_hint=True),
     _eagle("eagle-speculators", "speculators", ("speculators_model_type=eagle",), ("fusion_fc.weight",)),
-    _eagle("eagle-llama4", "vLLM", _LLAMA4.config),
-    _eagle("eagle-cohere", "vLLM", _COHERE.config),
-    _eagle("eagle-minicpm", "vLLM", _MINICPM.config, ("eagle_layers.",)),
+    _eagle("eagle-llama4", "vLLM", _LLAMA4),
+    _eagle("eagle-cohere", "vLLM", _COHERE),
+    _eagle("eagle-minicpm", "vLLM", _MINICPM, ("eagle_layers.",)),
     _eagle("eagle-mistral", "vLLM", ("architectures=EagleMistralFor.*",), ("eagle_linear.weight",)),
-    _eagle("eagle-mtp", "vLLM", _MTP.config),
+    _eagle("eagle-mtp", "vLLM", _MTP),
     _eagle("eagle-sglang", "SGLang", ("architectures=LlamaForCausalLMEagle",), _EAGLE_1, _NO_EAGLE_1),
     _eagle("eagle-vllm", "vLLM", ("model_type=eagle", "architectures=.*(?<!P)Eagle(?!3).*"), _EAGLE_1, _NO_EAGLE_1),
     _eagle("eagle-safeailab", "SafeAILab, HASS, hf_specdec", (), _EAGLE_1, _NO_EAGLE_1),

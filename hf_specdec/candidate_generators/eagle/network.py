@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ from torch import nn
 
 from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint
 from ...checkpoints.header import TargetSizes
-from ...checkpoints.loading import loads_checkpoint
+from ...checkpoints.loading import check_given, loads_checkpoint
 from ...decoding.masks import FULL, Span
 from ...errors import SpecConfigError
 from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, loaded_network
@@ -273,11 +274,7 @@ def load_eagle(config: SpeculativeConfig, target_model: nn.Module) -> EagleNetwo
         CheckpointFormatError: The checkpoint is incomplete, no EAGLE head that this package knows, or was made for
             another target.
     """
-    if config.model is None:
-        raise SpecConfigError(
-            f"spec_method='{config.method}' needs a head. Pass its folder or repo id as `spec_model`."
-        )
-    dtype, device = head_placement(config, target_model)
+    placement = head_placement(config, target_model)
     aux_layer_ids = getattr(config.options, "aux_layer_ids", None)
     checkpoint = Checkpoint(config)
     reader = EagleReader(checkpoint.header, aux_layer_ids)
@@ -292,8 +289,7 @@ def load_eagle(config: SpeculativeConfig, target_model: nn.Module) -> EagleNetwo
             f"`aux_layer_ids`={list(aux_layer_ids)} is for EAGLE-3 heads that read states between the target's "
             f"layers; '{reader.name}' reads the one after the final norm. Leave it out."
         )
-    network_class = _NETWORKS[found.method]
-    return loaded_network(network_class, found, reader, checkpoint, target_model, dtype, device)
+    return loaded_network(partial(_NETWORKS[found.method], found), reader, checkpoint, target_model, placement)
 
 
 def fitting_network(network: nn.Module, config: SpeculativeConfig, target_model: nn.Module) -> EagleNetwork:
@@ -302,25 +298,14 @@ def fitting_network(network: nn.Module, config: SpeculativeConfig, target_model:
     Raises:
         SpecConfigError: It is no EAGLE head, of the other method, or of another size than the target.
     """
-    if not isinstance(network, EagleNetwork):
-        raise SpecConfigError(
-            f"spec_method='{config.method}' drafts with an EagleNetwork, got a {type(network).__name__}. Pass a head, "
-            "or the folder or repo id of its checkpoint as `spec_model`."
-        )
-    found, target = network.config, TargetSizes.of(target_model)
+    # The tables of a head are as long as the vocabulary.
+    check_given(network, EagleNetwork, config, target_model, most_gap=0)
+    found = network.config
     if config.method != found.method:
         raise SpecConfigError(f"The head is for spec_method='{found.method}', got '{config.method}'. Change it.")
     if config.options.aux_layer_ids not in (None, found.aux_layer_ids):
         raise SpecConfigError(
             f"`aux_layer_ids`={list(config.options.aux_layer_ids)} is about loading a head, and the one that was "
             f"passed reads the states {list(found.aux_layer_ids)}. Leave it out."
-        )
-    expected = (target.hidden_size, target.vocab_size)
-    deepest, layers = max(found.aux_layer_ids, default=0), target.num_hidden_layers
-    if (found.target_hidden_size, found.vocab_size) != expected or layers is None or deepest > layers:
-        raise SpecConfigError(
-            f"The head was made for hidden_size={found.target_hidden_size}, {found.vocab_size} tokens and at least "
-            f"{deepest} layers; {target.name} has {target.hidden_size}, {target.vocab_size} and "
-            f"{target.num_hidden_layers}. Pass a head for this target."
         )
     return network.attach(target_model)

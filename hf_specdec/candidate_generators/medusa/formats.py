@@ -24,7 +24,6 @@ from ...checkpoints.format import Format
 from ...checkpoints.header import WEIGHT_FILES, Header, TargetNeeds
 from ...checkpoints.reader import CheckpointReader
 from ...checkpoints.settings import COUNT, FLAG, NAME, POSITIVE, Kind, is_number
-from ...errors import CheckpointFormatError
 
 
 if TYPE_CHECKING:
@@ -78,10 +77,15 @@ class MedusaReader(CheckpointReader):
     """
 
     noun = "heads"
-    keys = (
-        "logit_scale max_paths max_seq_len medusa_accuracies medusa_fc_bias medusa_num_heads medusa_num_layers "
-        "num_heads original_lm_head topk truncated_vocab_size"
-    )
+    settings = CheckpointReader.settings | {
+        "base_model_name_or_path": NAME,
+        "logit_scale": POSITIVE,
+        "medusa_num_heads": COUNT,
+        "num_heads": COUNT,
+        "original_lm_head": FLAG,
+        "truncated_vocab_size": COUNT,
+    }
+    notes = "max_paths max_seq_len medusa_accuracies medusa_fc_bias medusa_num_layers topk"
     weight_files = MEDUSA_FILES
 
     def __init__(self, header: Header):
@@ -93,7 +97,7 @@ class MedusaReader(CheckpointReader):
                 self._names, self.num_heads = names, 1 + max(head for head, _ in [*blocks, *own])
                 self.num_layers = 1 + max(layer for _, layer in blocks)
                 self.has_bias = bool(names.heads_and_layers(names.block + ".bias", self.stored))
-                self.num_lm_heads = 0 if not own else 1 if self.setting("original_lm_head", FLAG) else self.num_heads
+                self.num_lm_heads = 0 if not own else 1 if self.setting("original_lm_head") else self.num_heads
                 self._require_all()
                 return
 
@@ -104,29 +108,28 @@ class MedusaReader(CheckpointReader):
         wanted = [name for layer in layers for name in (*self.weight_names(layer), *self.bias_names(layer))]
         self.require([*wanted, *self.lm_head_names], what)
 
-    def refusal(self) -> str | None:
-        reason = super().refusal()
-        if reason or self.num_heads or self.header.shapes is None:
-            return reason
-        names = list(self.header.shapes)
-        such = f" such as {names[0]}" if names else ""
-        return (
-            f"holds no Medusa heads: {self.header.file} has {len(names)} tensors{such}, none of them named like "
-            "'0.0.linear.weight', 'medusa_head.0.0.linear.weight' or 'blocks.0.layers.0.weight'. Pass a checkpoint of "
-            "Medusa heads."
-        )
+    def check(self):
+        super().check()
+        if not self.num_heads and self.header.shapes is not None:
+            names = list(self.header.shapes)
+            such = f" such as {names[0]}" if names else ""
+            raise self.wrong(
+                f"holds no Medusa heads: {self.header.file} has {len(names)} tensors{such}, none of them named like "
+                "'0.0.linear.weight', 'medusa_head.0.0.linear.weight' or 'blocks.0.layers.0.weight'",
+                "Pass a checkpoint of Medusa heads.",
+            )
 
     @property
     def needs(self) -> TargetNeeds:
         if not self.num_heads:
-            return TargetNeeds(None, self.setting("hidden_size", COUNT), self.setting("vocab_size", COUNT))
+            return TargetNeeds(None, self.setting("hidden_size"), self.setting("vocab_size"))
         # Heads without an lm_head speak the target's tokens, and of a cut one the rows do not tell.
-        size = None if not self.num_lm_heads else self.setting("vocab_size", COUNT) if self.cut_size else self.num_rows
+        size = None if not self.num_lm_heads else self.setting("vocab_size") if self.cut_size else self.num_rows
         return TargetNeeds(None, self.hidden_size, size)
 
     @property
     def num_draft_tokens(self) -> int | None:
-        return self.num_heads or self.setting("medusa_num_heads", COUNT) or self.setting("num_heads", COUNT)
+        return self.num_heads or self.first_setting("medusa_num_heads", "num_heads")
 
     # Settings
 
@@ -148,11 +151,11 @@ class MedusaReader(CheckpointReader):
 
     @property
     def logit_scale(self) -> float:
-        return float(self.setting("logit_scale", POSITIVE) or 1)
+        return float(self.setting("logit_scale") or 1)
 
     @property
     def base_model(self) -> str | None:
-        return self.setting("base_model_name_or_path", NAME)
+        return self.setting("base_model_name_or_path")
 
     @property
     def accuracies(self) -> list[list[float]] | None:
@@ -179,41 +182,34 @@ class MedusaReader(CheckpointReader):
             return None
         name = self._names.prefix + "token_map"
         self.require([name], "a cut vocabulary")
-        self._check_shape(name, (self.cut_size,))
-        stored = self.stored[name]
-        tokens = checkpoint.read([stored])[stored]
-        if tokens.dtype not in _INTEGERS or tokens.min() < 0 or len(tokens.unique()) < len(tokens):
-            found = f"{len(tokens.unique())}, from {tokens.min()} on" if tokens.dtype in _INTEGERS else tokens.dtype
-            raise CheckpointFormatError(
-                f"'{self.name}': {name} must hold the ids of {len(tokens)} different tokens, got {found}. Pass an "
-                "intact checkpoint."
-            )
-        return tokens.long()
+        tokens = checkpoint.read(self.stored[name])
+        if tokens.shape != (self.cut_size,) or tokens.dtype not in _INTEGERS:
+            found = f"{tokens.dtype} of the shape {list(tokens.shape)}"
+        elif tokens.min() < 0 or len(tokens.unique()) < len(tokens):
+            found = f"{len(tokens.unique())}, from {tokens.min()} on"
+        else:
+            self.tables["token_map"] = tokens.long()
+            return self.tables["token_map"]
+        raise self.wrong(
+            f"has {name}, which must hold the ids of {self.cut_size} different tokens, got {found}", self.fitting
+        )
 
-    def check_shapes(self, token_map: torch.LongTensor | None) -> None:
-        """Checks that all heads are of one size."""
-        width = self.hidden_size
-        for layer in range(self.num_layers):
-            for name in self.weight_names(layer):
-                self._check_shape(name, (width, width))
-            for name in self.bias_names(layer):
-                self._check_shape(name, (width,))
-        for name in self.lm_head_names:
-            rows = self.matrix(name)[0]
-            if token_map is None:
-                rows = self.num_rows
-            elif rows <= int(token_map.max()):
-                # Not every lm_head is stored cut.
-                rows = len(token_map)
-            self._check_shape(name, (rows, width))
+    def sources(self, name, shape):
+        kind, _, layer = name.partition(".")
+        if kind == "lm_heads":
+            return [[name] for name in self.lm_head_names]
+        names = self.weight_names if kind == "weights" else self.bias_names
+        return [[name] for name in names(int(layer))]
 
-    def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
-        found = self.shape(name)
-        if found != expected:
-            raise CheckpointFormatError(
-                f"'{self.name}': {name} has the shape {found}, and the other tensors of its heads ask for "
-                f"{expected}. Pass an intact checkpoint."
-            )
+    def fitted(self, name, tensor, shape):
+        if name != "lm_heads" or tensor.dim() != 2:
+            return tensor
+        tokens = self.tables.get("token_map")
+        if tokens is None:
+            # Rows after the target's vocabulary are padding.
+            return tensor[: shape[0]] if len(tensor) == self.num_rows else tensor
+        # Not every lm_head is stored cut.
+        return tensor[tokens.to(tensor.device)] if len(tensor) > max(shape[0], int(tokens.max())) else tensor
 
 
 def _is_table(value: Any, num_rows: int) -> bool:

@@ -164,7 +164,10 @@ class MedusaCandidateGenerator(CandidateGenerator):
     def load(
         cls, config: SpeculativeConfig, target_model: torch.nn.Module, draft_model: MedusaHeads | None = None
     ) -> MedusaResources:
-        heads = load_medusa(config, target_model) if draft_model is None else fitting_heads(draft_model, target_model)
+        if draft_model is None:
+            heads = load_medusa(config, target_model)
+        else:
+            heads = fitting_heads(draft_model, config, target_model)
         counts = RankCounts(heads.accuracies, heads.num_heads)
         return MedusaResources(heads, TargetParts(target_model), counts)
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,8 +24,8 @@ import transformers
 from torch import nn
 
 from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint
-from ...checkpoints.header import TargetNeeds, TargetSizes, check_fits
-from ...checkpoints.loading import loads_checkpoint
+from ...checkpoints.header import TargetNeeds, TargetSizes
+from ...checkpoints.loading import check_given, filled, loads_checkpoint
 from ...errors import CheckpointFormatError, SpecConfigError, SpecDecError
 from ...target_facts import vocabulary_size
 from .formats import MEDUSA_FILES, MedusaReader
@@ -156,6 +157,11 @@ class MedusaHeads(nn.Module):
         logits = _linear(states.reshape(len(states), -1, self.hidden_size), self.lm_heads[: len(states)])
         return logits.reshape(*states.shape[:-1], self.lm_head_size)
 
+    @property
+    def needs(self) -> TargetNeeds:
+        """The target that they were made for."""
+        return TargetNeeds(None, self.hidden_size, None if self.lm_heads is None else self.vocab_size)
+
     def for_vocabulary(self, vocab_size: int) -> MedusaHeads:
         """Heads with these weights that draft tokens below `vocab_size` only."""
         if vocab_size == self.vocab_size:
@@ -248,88 +254,42 @@ def load_medusa(config: SpeculativeConfig, target_model: nn.Module) -> MedusaHea
         CheckpointFormatError: The checkpoint holds no Medusa heads, is incomplete, contradicts itself, or belongs to
             a target of another width or vocabulary.
     """
-    if config.model is None:
-        raise SpecConfigError(
-            "spec_method='medusa' needs the checkpoint of the heads. Pass its folder or repo id as `spec_model`."
-        )
-    dtype, device = head_placement(config, target_model)
+    placement = head_placement(config, target_model)
     checkpoint = Checkpoint(config, MEDUSA_FILES)
     reader = MedusaReader(checkpoint.header)
-    reader.check_supported()
+    reader.check()
     reader.check_target(TargetSizes.of(target_model, with_layers=False))
     token_map, vocab_size = reader.read_token_map(checkpoint), vocabulary_size(target_model)
-    reader.check_shapes(token_map)
     _check_tokens(f"'{reader.name}': the Medusa heads", token_map, vocab_size, CheckpointFormatError)
     rows = None
     if reader.num_lm_heads:
         rows = min(reader.num_rows, vocab_size) if token_map is None else len(token_map)
-    with torch.device("meta"):
-        heads = MedusaHeads(
-            reader.hidden_size,
-            vocab_size,
-            reader.num_heads,
-            reader.num_layers,
-            own_lm_heads=rows is not None,
-            bias=reader.has_bias,
-            one_lm_head=reader.num_lm_heads == 1,
-            lm_head_size=rows,
-            has_token_map=rows is not None and token_map is not None,
-            logit_scale=reader.logit_scale,
-        )
+    make = partial(
+        MedusaHeads,
+        reader.hidden_size,
+        vocab_size,
+        reader.num_heads,
+        reader.num_layers,
+        own_lm_heads=rows is not None,
+        bias=reader.has_bias,
+        one_lm_head=reader.num_lm_heads == 1,
+        lm_head_size=rows,
+        has_token_map=rows is not None and token_map is not None,
+        logit_scale=reader.logit_scale,
+    )
+    heads = filled(make, reader, checkpoint, placement)
     heads.accuracies, heads.base_model = reader.accuracies, reader.base_model
-    _fill(heads, reader, checkpoint, token_map, dtype, device)
-    return heads.requires_grad_(False).eval()
+    return heads
 
 
-def _fill(
-    heads: MedusaHeads,
-    reader: MedusaReader,
-    checkpoint: Checkpoint,
-    token_map: torch.LongTensor | None,
-    dtype: torch.dtype | None,
-    device: torch.device,
-) -> None:
-    """Stacks the tensors of a checkpoint in the place of those that the heads were made with."""
-
-    def used_rows(rows: torch.Tensor) -> torch.Tensor:
-        # Those of the target's tokens, or of the cut vocabulary.
-        if token_map is not None and len(rows) > heads.lm_head_size:
-            return rows[token_map.to(rows.device)]
-        return rows[: heads.lm_head_size]
-
-    def stacked(names: list[str], cut: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> nn.Parameter:
-        # One at a time: the lm_heads of large targets are gigabytes.
-        whole = None
-        for index, name in enumerate(names):
-            tensor = cut(reader.read(checkpoint, [name], dtype, device)[name])
-            whole = tensor.new_empty((len(names), *tensor.shape)) if whole is None else whole
-            whole[index] = tensor
-        return nn.Parameter(whole, requires_grad=False)
-
-    for layer in range(heads.num_layers):
-        heads.weights[layer] = stacked(reader.weight_names(layer))
-        if reader.has_bias:
-            heads.biases[layer] = stacked(reader.bias_names(layer))
-    if heads.lm_heads is not None:
-        heads.lm_heads = stacked(reader.lm_head_names, used_rows)
-    if heads.token_map is not None:
-        heads.token_map = token_map.to(device)
-
-
-def fitting_heads(heads: nn.Module, target_model: nn.Module) -> MedusaHeads:
+def fitting_heads(heads: nn.Module, config: SpeculativeConfig, target_model: nn.Module) -> MedusaHeads:
     """Heads that were not loaded here, such as those in training, checked against the target.
 
     Raises:
         SpecConfigError: They are no Medusa heads, or for a target of another width or vocabulary.
     """
-    if not isinstance(heads, MedusaHeads):
-        raise SpecConfigError(
-            f"spec_method='medusa' drafts with MedusaHeads, got a {type(heads).__name__}. Pass heads, or the folder "
-            "or repo id of their checkpoint as `spec_model`."
-        )
-    needs = TargetNeeds(None, heads.hidden_size, None if heads.lm_heads is None else heads.vocab_size)
-    target, vocab_size = TargetSizes.of(target_model, with_layers=False), vocabulary_size(target_model)
-    check_fits("The Medusa heads", needs, target, "Pass heads that were trained for this target.", SpecConfigError)
+    check_given(heads, MedusaHeads, config, target_model)
+    vocab_size = vocabulary_size(target_model)
     _check_tokens("The Medusa heads", heads.token_map, vocab_size, SpecConfigError)
     return heads.for_vocabulary(vocab_size)
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
+from ...checkpoints.loading import check_given
 from ...drafting.chain import SteeredChain
 from ...drafting.graphs import RowGraphs
 from ...drafting.growth import most_probable
@@ -34,7 +35,7 @@ from ...threads import cached_property
 from ...transfers import kept_on_device, select_rows, upload
 from ...validation import check_bounds, check_integers, draft_sample_method_field
 from ..base import CandidateGenerator
-from .network import MLPSpeculator, MLPStage, fitting_speculator, load_mlp_speculator
+from .network import MLPSpeculator, MLPStage, load_mlp_speculator
 
 
 if TYPE_CHECKING:
@@ -142,7 +143,8 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         if draft_model is None:
             speculator = load_mlp_speculator(config, target_model)
         else:
-            speculator = fitting_speculator(draft_model, target_model)
+            check_given(draft_model, MLPSpeculator, config, target_model)
+            speculator = draft_model
         sizes, vocab_size = speculator.config, vocabulary_size(target_model)
         stages = [speculator.stage(index, vocab_size) for index in range(sizes.n_predict)]
         return LoadedSpeculator(speculator, stages, unknown_tokens=sizes.vocab_size < vocab_size)

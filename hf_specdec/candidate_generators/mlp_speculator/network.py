@@ -12,6 +12,7 @@ Shapes: n stages, H hidden size of the target, D inner size, V vocabulary.
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,10 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint, tensor_shapes
-from ...checkpoints.header import TargetNeeds, TargetSizes, check_fits
-from ...checkpoints.loading import loads_checkpoint
-from ...errors import SpecConfigError
+from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint
+from ...checkpoints.header import TargetNeeds, TargetSizes
+from ...checkpoints.loading import filled, loads_checkpoint
 from .formats import MLPSpeculatorConfig, MLPSpeculatorReader
 
 
@@ -63,6 +63,11 @@ class MLPSpeculator(nn.Module):
     def reset_parameters(self) -> None:
         for module in (*self.emb, *self.proj, *self.head):
             nn.init.normal_(module.weight, std=self.config.width**-0.5)
+
+    @property
+    def needs(self) -> TargetNeeds:
+        """The target that it was made for."""
+        return TargetNeeds(hidden_size=self.config.emb_dim, vocab_size=self.config.vocab_size)
 
     def start(self, hidden: torch.Tensor) -> torch.Tensor:
         """The state that stage 0 takes, from the target's hidden states `(..., H)`."""
@@ -163,35 +168,9 @@ def load_mlp_speculator(config: SpeculativeConfig, target_model: nn.Module) -> M
         SpecConfigError: No checkpoint was named, or quantisation was asked for.
         CheckpointFormatError: The checkpoint is incomplete, contradicts itself, or was made for another target.
     """
-    if config.model is None:
-        raise SpecConfigError(
-            "spec_method='mlp_speculator' needs a speculator. Pass its folder or repo id as `spec_model`."
-        )
-    dtype, device = head_placement(config, target_model)
+    placement = head_placement(config, target_model)
     checkpoint = Checkpoint(config)
     reader = MLPSpeculatorReader(checkpoint.header)
-    reader.check_supported()
+    reader.check()
     reader.check_target(TargetSizes.of(target_model, with_layers=False))
-    with torch.device("meta"):
-        speculator = MLPSpeculator(reader.config)
-    shapes = tensor_shapes(speculator)
-    reader.check_shapes(shapes)
-    speculator.load_state_dict(reader.read(checkpoint, shapes, dtype, device), assign=True)
-    return speculator.eval().requires_grad_(False)
-
-
-def fitting_speculator(speculator: nn.Module, target_model: nn.Module) -> MLPSpeculator:
-    """A speculator that was not loaded here, such as one in training, checked against the target.
-
-    Raises:
-        SpecConfigError: It is no MLP speculator, or for a target of another width or vocabulary.
-    """
-    if not isinstance(speculator, MLPSpeculator):
-        raise SpecConfigError(
-            f"spec_method='mlp_speculator' drafts with an MLPSpeculator, got a {type(speculator).__name__}. Pass one, "
-            "or the folder or repo id of its checkpoint as `spec_model`."
-        )
-    needs = TargetNeeds(hidden_size=speculator.config.emb_dim, vocab_size=speculator.config.vocab_size)
-    target = TargetSizes.of(target_model, with_layers=False)
-    check_fits("The MLP speculator", needs, target, "Pass one that was trained for this target.", SpecConfigError)
-    return speculator
+    return filled(partial(MLPSpeculator, reader.config), reader, checkpoint, placement)

@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from ...checkpoints.format import Format
 from ...checkpoints.header import WEIGHT_FILES, Header, TargetNeeds, TargetSizes, listed, unwrapped
-from ...checkpoints.reader import CheckpointReader, stated
+from ...checkpoints.reader import CheckpointReader
 from ...checkpoints.settings import COUNT, INDICES, MAPPING
 from ...errors import CheckpointFormatError, shown
 from ...target_facts import CACHE_READERS
@@ -34,7 +34,7 @@ from ...threads import cached_property
 
 
 if TYPE_CHECKING:
-    from ...checkpoints.checkpoint import Checkpoint
+    pass
 
 
 logger = logging.get_logger(__name__)
@@ -213,41 +213,35 @@ class MtpReader(CheckpointReader):
     Args:
         header (`Header`): Of any of the layouts.
         num_target_layers (`int`, *optional*): N; `None`: as its config says.
+        in_float32 (`Iterable[str]`): Parts of the names of tensors that are in float32 whatever the others are in.
 
     Attributes:
         layout (`MtpLayout`, *optional*): `None` where it has no MTP layers.
     """
 
     noun = "MTP layers"
-    # The second half is of notes.
-    keys = " ".join((*_COUNT_KEYS, WIDTH_KEY, "quantization_config")) + (
-        " *loss* num_speculative_steps target_model_type transformer_layer_config"
-    )
+    blocks = ("", "text_config", "transformer_layer_config")
+    settings = CheckpointReader.settings | {"quantization_config": MAPPING, WIDTH_KEY: COUNT}
+    notes = " ".join(_COUNT_KEYS) + " *loss* num_speculative_steps target_model_type transformer_layer_config"
+    sizes_by, fitting = "the target asks", "Pass the MTP layers of this target."
     weight_files = (MTP_FILES, *WEIGHT_FILES)
     target_files = MTP_FILES
 
-    def __init__(self, header: Header, num_target_layers: int | None = None):
-        if num_target_layers is None:
-            layers = stated(self.places_in(header.config), "num_hidden_layers")
-            num_target_layers = layers if COUNT.is_valid(layers) else 0
+    def __init__(self, header: Header, num_target_layers: int | None = None, in_float32: Iterable[str] = ()):
         self.num_target_layers, self.layout = num_target_layers, None
+        self._in_float32 = tuple(in_float32)
         super().__init__(header)
 
-    @staticmethod
-    def places_in(config):
-        found = (config, config.get("text_config"), config.get("transformer_layer_config"))
-        return tuple(part for part in found if isinstance(part, Mapping))
-
     def _stored_names(self):
+        if self.num_target_layers is None:
+            counts = map(self.stated, ("num_hidden_layers", "num_layers", "n_layer"))
+            self.num_target_layers = next(filter(COUNT.is_valid, counts), 0)
         self.layout, stored = _recognised(self.header.shapes or (), self.num_target_layers) or (None, {})
         return stored
 
     @classmethod
     def count_in_target(cls, header):
-        keys = ("num_hidden_layers", "num_layers", "n_layer")
-        stated_counts = (place.get(key) for key in keys for place in cls.places_in(header.config))
-        layers = next(filter(COUNT.is_valid, stated_counts), None)
-        return len(cls(header, layers).stored_layers) if layers else 0
+        return len(cls(header).stored_layers)
 
     @classmethod
     def family_misfits(cls, needs, target_config):
@@ -259,29 +253,29 @@ class MtpReader(CheckpointReader):
         if not set(kinds) & set(SUPPORTED_MODEL_TYPES):
             yield f"The MTP layers of targets of the model_type '{kind}' are not supported."
 
-    def refusal(self) -> str | None:
-        reason = super().refusal()
-        if reason or self.header.shapes is None:
-            return reason
+    def check(self):
+        super().check()
+        if self.header.shapes is None:
+            return
         if self.layout is None:
-            return (
+            raise self.wrong(
                 f"has no MTP layers among its {len(self.header.shapes)} tensors in {self.header.file}. Copies of a "
-                "model, quantised ones above all, often leave them out: pass a checkpoint that has them as "
-                "`spec_model`, together with spec_method='mtp'."
+                "model, quantised ones above all, often leave them out",
+                "Pass a checkpoint that has them as `spec_model`, together with spec_method='mtp'.",
             )
         found, count = self.stored_layers, self.num_layers
-        if 0 < count <= len(found) and found.issuperset(range(count)):
-            return None
-        return (
-            f"has {shown(count)} MTP layers by its config.json, and tensors of those with the numbers "
-            f"{sorted(found)}. Pass a complete checkpoint."
-        )
+        if not (0 < count <= len(found) and found.issuperset(range(count))):
+            raise self.wrong(
+                f"has {shown(count)} MTP layers by its config.json, and tensors of those with the numbers "
+                f"{sorted(found)}",
+                "Pass a complete checkpoint.",
+            )
 
     @property
     def needs(self):
         layer, own = self.header.config.get("transformer_layer_config"), self.header.config.get("target_model_type")
         kind = layer.get("model_type") if isinstance(layer, Mapping) else own
-        sizes = (self.setting(key, COUNT) for key in ("hidden_size", "vocab_size"))
+        sizes = (self.setting(key) for key in ("hidden_size", "vocab_size"))
         return TargetNeeds(None, *sizes, model_type=kind if isinstance(kind, str) else None)
 
     @property
@@ -309,75 +303,44 @@ class MtpReader(CheckpointReader):
         Raises:
             CheckpointFormatError: There are none, fewer than the config says, or they are those of another target.
         """
-        self.check_supported()
+        self.check()
         if target is not None:
             self.check_target(target)
-        width = self.setting(WIDTH_KEY, COUNT)
-        return MtpConfig(self.layout, self.num_layers, "eh_proj.0.bias" in self.stored, width)
+        return MtpConfig(self.layout, self.num_layers, "eh_proj.0.bias" in self.stored, self.setting(WIDTH_KEY))
 
-    def tensors(
-        self,
-        checkpoint: Checkpoint,
-        shapes: Mapping[str, tuple[int, ...]],
-        dtype: torch.dtype | None,
-        device: torch.device | str,
-        in_float32: Iterable[str] = (),
-    ) -> dict[str, torch.Tensor]:
-        """The tensors of a network.
+    # Tensors
 
-        Args:
-            checkpoint (`Checkpoint`): The one that the header is of.
-            shapes (`Mapping[str, tuple[int, ...]]`): What its state dict holds.
-            dtype (`torch.dtype`, *optional*): Of the floating-point ones; `None`: as stored.
-            device (`torch.device`): Where to.
-            in_float32 (`Iterable[str]`): Parts of the names of tensors that stay in float32.
+    def name_in_file(self, name):
+        return self.layout.stored_name(name, self.num_target_layers)
 
-        Raises:
-            CheckpointFormatError: Some are missing, or have other shapes.
-        """
-        plan = {name: self._sources(name, shape) for name, shape in shapes.items()}
-        wanted = [source for sources in plan.values() for row in sources for source in row]
-        missing = [self._stored_name(name) for name in wanted if name not in self.stored]
-        self.require(missing, "the MTP layers")
-        self._warn_of_unused({*wanted, *(name + _SCALE for name in wanted)})
-        tensors = {}
-        for name, sources in plan.items():
-            # One row for each expert, one column for each part of a fused matrix.
-            rows = [torch.cat([self._tensor(checkpoint, source, dtype, device) for source in row]) for row in sources]
-            tensor = torch.stack(rows) if _is_fused(name, sources) else rows[0]
-            if name.startswith("eh_proj.") and tuple(tensor.shape) == shapes[name][::-1]:
-                # Some files hold it transposed.
-                tensor = tensor.t().contiguous()
-            if tuple(tensor.shape) != shapes[name]:
-                raise self.wrong(
-                    f"has {self.stored[sources[0][0]]} of the shape {list(self.shape(sources[0][0]))}, where the "
-                    f"target asks for {list(shapes[name])}",
-                    "Pass the MTP layers of this target.",
-                )
-            is_kept = any(part in name for part in in_float32) and tensor.is_floating_point()
-            tensors[name] = tensor.float() if is_kept else tensor
-        return tensors
-
-    def _sources(self, name: str, shape: tuple[int, ...]) -> list[list[str]]:
-        """Names of what a tensor is put together from: experts are stored one by one, and computed together."""
+    def sources(self, name, shape):
+        # Experts are stored one by one, and computed together.
         if name in self.stored or not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
             return [[name]]
         prefix, _, kind = name.rpartition(".")
         parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
         return [[f"{prefix}.{expert}.{part}.weight" for part in parts] for expert in range(shape[0])]
 
-    def _tensor(
-        self, checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: torch.device | str
-    ) -> torch.Tensor:
+    def weight(self, checkpoint, name, dtype, device):
+        dtype = torch.float32 if any(part in name for part in self._in_float32) else dtype
         if name + _SCALE not in self.stored:
-            return self.read(checkpoint, [name], dtype, device)[name]
-        stored = self.stored[name]
-        found = checkpoint.read([stored, stored + _SCALE], torch.float32, device)
-        return self._scaled(found[stored], found[stored + _SCALE]).to(dtype or torch.bfloat16)
+            return super().weight(checkpoint, name, dtype, device)
+        weight, scales = (checkpoint.read(self.stored[part], torch.float32, device) for part in (name, name + _SCALE))
+        return self._scaled(weight, scales).to(dtype or torch.bfloat16)
+
+    def fitted(self, name, tensor, shape):
+        # Some files hold it transposed.
+        is_turned = name.startswith("eh_proj.") and tuple(tensor.shape) == shape[::-1]
+        return tensor.t().contiguous() if is_turned else tensor
+
+    def judge_left_over(self, names):
+        names = {name: self.stored[name] for name in names if _number(name) < self.num_layers}
+        if unused := [stored for name, stored in names.items() if name.removesuffix(_SCALE) in names]:
+            logger.warning(f"'{self.name}': {len(unused)} tensors of MTP layers are not used: {listed(unused)}.")
 
     def _scaled(self, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """8-bit weights times the scales of their blocks."""
-        settings = self.setting("quantization_config", MAPPING) or {}
+        settings = self.setting("quantization_config") or {}
         sizes = settings.get("weight_block_size") or _FP8_BLOCK
         if (
             not INDICES.is_valid([*sizes])
@@ -400,27 +363,20 @@ class MtpReader(CheckpointReader):
             scales = blocks.narrow(dim, 0, weight.shape[dim])
         return weight * scales
 
-    def _stored_name(self, name: str) -> str:
-        return self.stored.get(name) or self.layout.stored_name(name, self.num_target_layers)
-
-    def _warn_of_unused(self, used: set[str]) -> None:
-        count = self.num_layers
-        unused = [stored for name, stored in self.stored.items() if name not in used and _number(name) < count]
-        if unused:
-            logger.warning(f"'{self.name}': {len(unused)} tensors of MTP layers are not used: {listed(unused)}.")
-
 
 class AssistantReader(CheckpointReader):
     """A small model of transformers that reads the keys and values of its target."""
 
+    settings = CheckpointReader.settings | {"backbone_hidden_size": COUNT}
+
     @property
     def needs(self):
-        width = self.setting("backbone_hidden_size", COUNT) or self.setting("hidden_size", COUNT)
-        return TargetNeeds(None, width, self.setting("vocab_size", COUNT))
+        width = self.setting("backbone_hidden_size") or self.setting("hidden_size")
+        return TargetNeeds(None, width, self.setting("vocab_size"))
 
-    def refusal(self):
+    def check(self):
         # transformers loads and drives it.
-        return None
+        pass
 
 
 def _recognised(stored: Iterable[str], num_target_layers: int) -> tuple[MtpLayout, dict[str, str]] | None:
@@ -457,10 +413,6 @@ def stored_tensors(config: MtpConfig, tensors: Mapping[str, torch.Tensor]) -> di
     if layout.hidden_first:
         stored["mtp.fc.weight"] = torch.cat(stored["mtp.fc.weight"].chunk(2, dim=1)[::-1], dim=1)
     return stored
-
-
-def _is_fused(name: str, sources: list[list[str]]) -> bool:
-    return sources != [[name]]
 
 
 def _number(name: str) -> int:

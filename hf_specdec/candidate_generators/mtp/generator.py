@@ -80,7 +80,8 @@ class MtpCandidateGenerator(AutoregressiveCandidateGenerator):
         cls, config: SpeculativeConfig, target_model: torch.nn.Module, draft_model: torch.nn.Module | None = None
     ) -> torch.nn.Module:
         if draft_model is not None:
-            return draft_model if reads_target_cache(draft_model) else fitting_network(draft_model, target_model)
+            is_assistant = reads_target_cache(draft_model)
+            return draft_model if is_assistant else fitting_network(draft_model, config, target_model)
         if config.model is not None and RepoFiles.of(config).config.get("model_type") in CACHE_READERS:
             return load_draft_model(config, target_model)
         return load_mtp(config, target_model)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,8 +26,8 @@ import torch
 from torch import nn
 
 from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint, tensor_shapes
-from ...checkpoints.header import TargetSizes
-from ...checkpoints.loading import loads_checkpoint
+from ...checkpoints.header import TargetNeeds, TargetSizes
+from ...checkpoints.loading import check_given, filled, loads_checkpoint
 from ...decoding.attention import NAME, folding_masks
 from ...decoding.masks import FULL, Span
 from ...errors import SpecConfigError, UnsupportedModelError
@@ -119,6 +120,11 @@ class MtpNetwork(DirectModule):
     @property
     def _weight(self) -> torch.Tensor:
         return self._part("enorm", 0).weight
+
+    @property
+    def needs(self) -> TargetNeeds:
+        """The target that they were made for."""
+        return TargetNeeds(None, self.target.hidden_size, self.target.vocab_size)
 
     def attach(self, target_model: nn.Module) -> MtpNetwork:
         """Reads embedding, lm_head, rotary embedding and final norm from `target_model`."""
@@ -421,16 +427,12 @@ def load_mtp(config: SpeculativeConfig, target_model: nn.Module) -> MtpNetwork:
         CheckpointFormatError: The checkpoint has no MTP layers, is incomplete, or was made for another target.
     """
     check_family(target_model)
-    dtype, device = head_placement(config, target_model)
+    placement = head_placement(config, target_model)
     checkpoint = Checkpoint(placed(config, target_model), MtpReader.weight_files)
-    reader = MtpReader(checkpoint.header, len(decoder_layers(target_model)))
-    found = reader.configured(None if config.model is None else TargetSizes.of(target_model))
-    with torch.device("meta"):
-        network = MtpNetwork(found, target_model)
     in_float32 = getattr(target_model, "_keep_in_fp32_modules_strict", None) or ()
-    tensors = reader.tensors(checkpoint, tensor_shapes(network), dtype, device, in_float32)
-    network.load_state_dict(tensors, assign=True)
-    return network.eval().requires_grad_(False)
+    reader = MtpReader(checkpoint.header, len(decoder_layers(target_model)), in_float32)
+    found = reader.configured(None if config.model is None else TargetSizes.of(target_model))
+    return filled(partial(MtpNetwork, found, target_model), reader, checkpoint, placement)
 
 
 def placed(config: SpeculativeConfig, target_model: nn.Module) -> SpeculativeConfig:
@@ -452,17 +454,13 @@ def placed(config: SpeculativeConfig, target_model: nn.Module) -> SpeculativeCon
     return config.replace(model=str(name), revision=revision)
 
 
-def fitting_network(network: nn.Module, target_model: nn.Module) -> MtpNetwork:
+def fitting_network(network: nn.Module, config: SpeculativeConfig, target_model: nn.Module) -> MtpNetwork:
     """MTP layers that were not loaded here, such as those in training, checked against the target and attached to it.
 
     Raises:
         SpecConfigError: These are no MTP layers, or those of another target.
     """
-    if not isinstance(network, MtpNetwork):
-        raise SpecConfigError(
-            f"spec_method='mtp' drafts with an MtpNetwork, got a {type(network).__name__}. Pass one, or the folder or "
-            "repo id of a checkpoint as `spec_model`."
-        )
+    check_given(network, MtpNetwork, config, target_model, most_gap=0)
     found, target = network.target, MtpTarget.of(target_model)
     if found != target:
         raise SpecConfigError(f"The MTP layers were made for {found}, and the target is {target}. Pass fitting ones.")

@@ -1,0 +1,211 @@
+"""What holds of the checkpoints of all formats: how they may be stored, where they are put, and what is saved."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hf_specdec import SpeculativeConfig
+from hf_specdec.checkpoints.checkpoint import Checkpoint
+from hf_specdec.hub.detect import detect_method
+from hf_specdec.target_facts import decoder_layers
+from tests.checkpoints.heads import (
+    HEADS,
+    WITH_LAYERS,
+    copy_of,
+    folder_of,
+    load,
+    loaded_target,
+    method_of,
+    published,
+    put,
+    renamed,
+    same_network,
+    settings_of,
+    tensors_of,
+    weights_of,
+    without,
+    write,
+)
+
+
+# MiMo's target is of no type of transformers.
+ALL = [*HEADS, *(name for name in WITH_LAYERS if name != "mtp/mimo")]
+ONE_EACH = ("eagle/eagle1_llama", "eagle/eagle3_llama", "dflash/dspark_vanilla_b5", "medusa/vllm_truncated_vocab")
+ONE_EACH += ("medusa/merged_v1", "mlp_speculator/tied_plain", "demo/mtp", "mtp/deepseek_v3")
+# The published layouts have no place for these.
+NOT_SAVED = ("medusa/vllm_truncated_vocab", "mtp/ernie4_5_moe", "mtp/longcat_flash", "mtp/glm4_moe_k3")
+
+
+ONES = torch.ones(64)
+
+
+def load_again(name, folder, **settings):
+    return load(method_of(name), folder, loaded_target(folder_of(name)), **settings)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_method_is_read_from_the_checkpoint(name):
+    assert detect_method(SpeculativeConfig(model=str(HEADS[name]))) == method_of(name)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_weights_are_drafted_with_as_they_are(name):
+    network = published(name)
+    assert not any(parameter.requires_grad for parameter in network.parameters())
+    assert not network.training
+    theirs = {id(parameter) for parameter in loaded_target(folder_of(name)).parameters()}
+    assert not any(id(parameter) in theirs for parameter in network.parameters())
+
+
+EAGLE1, EAGLE3, QWEN3 = "eagle/eagle1_llama", "eagle/eagle3_llama", "eagle/eagle3_qwen3"
+SPECULATORS, DFLASH = "eagle/eagle3_speculators", "dflash/qwen3_random_b8"
+EAGLE1_CONFIG = settings_of(EAGLE1)
+
+
+def class_of(name):
+    return {"architectures": [name]}
+
+
+def instead_of(name, config):
+    """A config in the place of that of a fixture."""
+    return {**dict.fromkeys(settings_of(name)), **config}
+
+
+# Other writings of the same networks: (checkpoint, change of its tensors, of its config).
+WRITINGS = {
+    "inv_freq": (EAGLE1, put("layers.0.self_attn.rotary_emb.inv_freq", torch.ones(8)), {"num_hidden_layers": 36}),
+    "prefixes": (EAGLE1, renamed(fc="model.fc", layers="eagle.layers", embed="model.embed"), {}),
+    "lm_head_of_the_target": (EAGLE1, put("lm_head.weight", torch.ones(256, 64)), class_of("EagleLlamaForCausalLM")),
+    "eagle_linear": (EAGLE1, renamed(fc__="eagle_linear."), class_of("EagleMistralForCausalLM")),
+    "config_in_a_config": (
+        EAGLE1,
+        None,
+        instead_of(EAGLE1, {"model_type": "eagle", "model": EAGLE1_CONFIG, "eagle_fc_bias": False}),
+    ),
+    "speculators_eagle": (
+        EAGLE1,
+        renamed(fc__="fusion_fc.", layers__0__="transformer."),
+        instead_of(
+            EAGLE1,
+            {
+                "speculators_model_type": "eagle",
+                "architectures": ["EagleSpeculator"],
+                "transformer_layer_config": EAGLE1_CONFIG,
+                "layernorms": False,
+                "fusion_bias": False,
+            },
+        ),
+    ),
+    "midlayer": (SPECULATORS, renamed(layers__0__="midlayer."), {}),
+    "layers_0": (EAGLE3, renamed(midlayer__="layers.0."), class_of("LlamaForCausalLMEagle3")),
+    "prefixes_of_parts": (
+        EAGLE3,
+        renamed(midlayer="draft_model.midlayer", fc="eagle_module.fc", norm="model.norm"),
+        {},
+    ),
+    "no_t2d": (EAGLE3, renamed(t2d=None), {}),
+    "no_d2t": (EAGLE3, renamed(d2t=None), {}),
+    "table_of_int32": (EAGLE3, put("d2t", lambda ids: ids.int()), {}),
+    "table_of_ids": (EAGLE3, put("d2t", lambda ids: ids + torch.arange(160)), {}),
+    "table_of_all_tokens": (QWEN3, put("d2t", torch.zeros(256, dtype=torch.long)), {}),
+    "wrong_counts": (EAGLE3, None, {"num_hidden_layers": 36, "head_dim": 128, "draft_vocab_size": 32000}),
+    "tied": (EAGLE3, None, {"tie_word_embeddings": True}),
+    "no_draft_vocab_size": (QWEN3, None, {"draft_vocab_size": None, "tie_word_embeddings": True}),
+    "no_key_value_heads": (QWEN3, None, {"num_key_value_heads": None, "head_dim": None}),
+    "exit_signals": (
+        EAGLE3,
+        put("fc.weight", lambda weight: torch.cat([weight, torch.randn(3, 192)])),
+        class_of("Eagle3LlamaForCausalLM"),
+    ),
+    "verifier_parts": (
+        SPECULATORS,
+        lambda t: {**t, "verifier_lm_head.weight": torch.randn(256, 64), "verifier_norm.weight": torch.randn(64)},
+        {"architectures": ["Eagle3Speculator"], "norm_output": None, "fc_norm": None},
+    ),
+    "no_aux_layer_ids": ("eagle/eagle3_specforge", None, {"eagle_config": None}),
+    "padded_head": (QWEN3, put("lm_head.weight", lambda weight: torch.cat([weight, torch.randn(8, 64)])), {}),
+    "late_layout": (
+        DFLASH,
+        None,
+        {
+            **dict.fromkeys(("block_size", "rope_theta", "rope_scaling", "layer_types")),
+            "dflash_config.block_size": 8,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25},
+        },
+    ),
+    "unused_tensors": (DFLASH, lambda t: {**t, "rotary_emb.inv_freq": ONES.clone(), "verifier_norm.weight": ONES}, {}),
+    "no_confidence_head": ("dflash/dspark_vanilla_b5", without("confidence_head"), {}),
+    "far_stages": ("mlp_speculator/untied_plain", put("speculator.emb.99999999999999999999.weight", ONES), {}),
+    "other_stages": ("mlp_speculator/untied_plain", put("speculator.emb.\u00b2.weight", ONES), {}),
+    "hidden_size": ("mlp_speculator/untied_plain", None, {"emb_dim": None, "hidden_size": 64}),
+    "emb_dim": ("mlp_speculator/untied_plain", None, {"hidden_size": 48}),
+    "transposed": ("mtp/ernie4_5_moe", put("model.mtp_linear_proj.0.weight", lambda weight: weight.t()), {}),
+}
+
+
+@pytest.mark.parametrize("writing", WRITINGS)
+def test_other_writings_of_the_same_network(tmp_path, writing):
+    name, change, config = WRITINGS[writing]
+    same_network(load_again(name, copy_of(name, tmp_path / "head", config, change)), published(name))
+
+
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_shards(tmp_path, name):
+    folder = copy_of(name, tmp_path / "head")
+    tensors, weights = tensors_of(folder), weights_of(folder)
+    for path in (weights, *folder.glob("*.bin")):
+        path.unlink()
+    weight_map = {}
+    for number in range(3):
+        file = f"model-{number}.safetensors"
+        save_file({key: tensors[key] for key in sorted(tensors)[number::3]}, folder / file)
+        weight_map |= dict.fromkeys(sorted(tensors)[number::3], file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    same_network(load_again(name, folder), published(name))
+
+
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_pickled(tmp_path, name):
+    write(tmp_path, tensors_of(folder_of(name)), settings_of(name), pickled=True)
+    assert detect_method(SpeculativeConfig(model=str(tmp_path))) in (method_of(name), "draft_model")
+    same_network(load_again(name, tmp_path), published(name))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_saved(tmp_path, name):
+    network = published(name)
+    if name in NOT_SAVED:
+        with pytest.raises(ValueError, match="cannot be (written|saved)"):
+            network.save(tmp_path)
+        assert not list(tmp_path.iterdir())
+        return
+    network.save(tmp_path)
+    assert detect_method(SpeculativeConfig(model=str(tmp_path))) == method_of(name)
+    again = load_again(name, tmp_path)
+    # The layout has biases and an lm_head for each head; that of MTP layers has other names for all.
+    if not name.startswith(("mtp/", "medusa/vllm")):
+        same_network(again, network)
+    assert again.needs == network.needs
+
+
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_dtypes_and_random_numbers(name):
+    before, target = torch.get_rng_state(), loaded_target(folder_of(name))
+    for dtype, expected in (("bfloat16", torch.bfloat16), ("float16", torch.float16), (None, target.dtype)):
+        network = load_again(name, folder_of(name), dtype=dtype, device="cpu")
+        assert {tensor.dtype for tensor in network.parameters()} == {expected}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", [*(name for name in ALL if name.startswith("mtp/")), "medusa/merged_v1"])
+def test_of_a_whole_model_only_what_drafts_is_read(monkeypatch, name):
+    names, read = [], Checkpoint.read
+    monkeypatch.setattr(Checkpoint, "read", lambda self, name, *args: names.append(name) or read(self, name, *args))
+    load_again(name, folder_of(name))
+    number = len(decoder_layers(loaded_target(folder_of(name))))
+    own = ("medusa_head.", *(f"model.layers.{number + j}." for j in range(3)))
+    assert names
+    assert all("mtp" in name or name.startswith(own) for name in names)
+    assert not any("embed_tokens" in name or "shared_head.head" in name for name in names)

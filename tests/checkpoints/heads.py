@@ -34,7 +34,8 @@ def method_of(name):
 
 
 def folder_of(name):
-    return HEADS[name] if name in HEADS else WITH_LAYERS[name]
+    """The folder of a fixture; a folder is itself."""
+    return name if isinstance(name, Path) else HEADS[name] if name in HEADS else WITH_LAYERS[name]
 
 
 def target_of(folder):
@@ -101,7 +102,7 @@ def write(folder, tensors, settings, pickled=False):
 def copy_of(name, folder, config=None, change=None):
     """A fixture with other settings, see `changed`, and with the tensors that `change` makes of all."""
     source = folder_of(name)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.is_file() and path.name not in ("README.md", "expected.safetensors"):
             shutil.copy(path, folder)
@@ -134,6 +135,17 @@ def without(*parts):
 def put(name, tensor):
     """A change that adds a tensor, or puts what a function makes of it in the place of one."""
     return lambda tensors: {**tensors, name: tensor(tensors[name]) if callable(tensor) else tensor}
+
+
+def both(*changes):
+    """One change after another."""
+
+    def change(tensors):
+        for one in changes:
+            tensors = one(tensors)
+        return tensors
+
+    return change
 
 
 def renamed(**prefixes):

@@ -126,6 +126,11 @@ WRITINGS = {
     ),
     "no_aux_layer_ids": ("eagle/eagle3_specforge", None, {"eagle_config": None}),
     "padded_head": (QWEN3, put("lm_head.weight", lambda weight: torch.cat([weight, torch.randn(8, 64)])), {}),
+    "notes": (
+        EAGLE3,
+        None,
+        {"num_lookahead_tokens": 3, "medusa_choices": [[0], [0, 0]], "method": "eagle", "num_parameters": 10**10},
+    ),
     "late_layout": (
         DFLASH,
         None,

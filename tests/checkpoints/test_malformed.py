@@ -11,7 +11,6 @@ import random
 import re
 import resource
 import struct
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,24 +20,30 @@ from transformers import AutoModelForCausalLM
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpecDecError, SpeculativeConfig, UnsupportedModelError
 from hf_specdec.candidate_generators.draft_model.network import load_draft_model
-from hf_specdec.candidate_generators.eagle.network import load_eagle
 from hf_specdec.checkpoints.loading import checkpoint_errors, loads_checkpoint
 from hf_specdec.errors import CheckpointAccessError
 from hf_specdec.hub.detect import detect_checkpoint
-from hf_specdec.method import resolve_candidate_generator
-from tests.hub.test_one_reader import HEADS, copy_of, loaded_target
+from tests.checkpoints.heads import (
+    FIXTURES,
+    HEADS,
+    WITH_LAYERS,
+    both,
+    copy_of,
+    load,
+    loaded_target,
+    method_of,
+    put,
+    weights_of,
+    without,
+)
 from tests.models import tiny_llama
 
 
+EAGLE3, DFLASH = "eagle/eagle3_llama", "dflash/qwen3_random_b8"
 COUNT = int(os.environ.get("HF_SPECDEC_MALFORMED", "4"))
-FIXTURES = Path(__file__).parents[1] / "fixtures"
-WHOLE = {f"model/{path.parent.parent.name}": path.parent for path in FIXTURES.glob("*/*/target/config.json")}
-DRAFTS = {name: WHOLE[name] for name in sorted(WHOLE)[:3]}
-MTP = {f"mtp/{path.parent.name}": path for path in sorted(FIXTURES.glob("mtp/*/target"))[:4]}
-METHODS = {**{name: name.partition("/")[0] for name in HEADS}, **dict.fromkeys(DRAFTS, "draft_model")}
-METHODS |= {name: "mtp" for name in (*MTP, "demo/mtp")}
-HEADS.update(DRAFTS)
-HEADS.update(MTP)
+# Method and folder of what is made malformed.
+CASES = {name: (method_of(name), folder) for name, folder in [*HEADS.items(), *list(WITH_LAYERS.items())[:4]]}
+CASES |= {f"model/{path.parent.name}": ("draft_model", path) for path in sorted(FIXTURES.glob("*/*/target"))[:3]}
 
 NUMBERS = [0, -1, 1, 2, 3, 2**31, 10**9, 10**18, 10**300, 0.5, float("nan"), float("inf"), -float("inf")]
 OTHERS = [
@@ -59,6 +64,11 @@ OTHERS = [
     [-1, 0],
     [None],
 ]
+MORE_KEYS = (
+    "rope_scaling rope_parameters layer_types sliding_window quantization_config dflash_config eagle_config "
+    "transformer_layer_config text_config d2t num_nextn_predict_layers auto_map block_size head_dim num_experts "
+    "architectures model_type torch_dtype dtype id2label"
+).split()
 
 
 def nested(depth):
@@ -81,27 +91,6 @@ def changed_config(chance, config):
         else:
             place[key] = chance.choice(NUMBERS if chance.random() < 0.6 else OTHERS)
     return config
-
-
-MORE_KEYS = [
-    "rope_scaling",
-    "rope_parameters",
-    "layer_types",
-    "sliding_window",
-    "quantization_config",
-    "dflash_config",
-]
-MORE_KEYS += ["eagle_config", "transformer_layer_config", "text_config", "d2t", "num_nextn_predict_layers", "auto_map"]
-MORE_KEYS += [
-    "block_size",
-    "head_dim",
-    "num_experts",
-    "architectures",
-    "model_type",
-    "torch_dtype",
-    "dtype",
-    "id2label",
-]
 
 
 def changed_tensors(chance, tensors):
@@ -178,8 +167,7 @@ def changed_files(chance, folder, weights):
 
 def malform(seed, name, folder):
     chance = random.Random(f"{seed} {name}")
-    copy_of(name, folder)
-    (weights,) = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".pt")]
+    weights = weights_of(copy_of(CASES[name][1], folder))
     kind = chance.choice(["config", "config", "config", "tensors", "tensors", "bytes", "files"])
     if kind == "config":
         config = json.loads((folder / "config.json").read_text())
@@ -201,15 +189,12 @@ def memory():
 
 
 @pytest.mark.parametrize("seed", range(COUNT))
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CASES)
 def test_malformed(tmp_path, name, seed):
-    folder = tmp_path / "head"
+    folder, (method, source) = tmp_path / "head", CASES[name]
     malform(seed, name, folder)
-    owner = "eagle/eagle3_llama" if random.Random(seed).random() < 0.1 else name
-    target = loaded_target(HEADS[owner] if owner in HEADS else HEADS[name])
+    target = loaded_target(HEADS[EAGLE3] if random.Random(seed).random() < 0.1 else source)
     before, said = memory(), []
-    method = METHODS[name]
-    method = "eagle3" if method == "eagle" and "eagle3" in name else method
     for step in (lambda: detect_checkpoint(folder), lambda: load(method, folder, target)):
         try:
             step()
@@ -217,10 +202,6 @@ def test_malformed(tmp_path, name, seed):
             said.append(str(error))
     assert all(len(text) < 4000 for text in said)
     assert memory() - before < 500 * 2**20
-
-
-def load(method, folder, target):
-    return resolve_candidate_generator(method).load(SpeculativeConfig(method, str(folder)), target)
 
 
 class TestTheBoundary:
@@ -291,26 +272,6 @@ class TestPublishedSizes:
         (tmp_path / "config.json").write_text(json.dumps({**settings, **more}))
         assert load_draft_model(SpeculativeConfig("draft_model", str(tmp_path)), tiny_llama()).num_parameters() > 0
 
-    def test_notes_of_heads(self, tmp_path):
-        more = {
-            "num_lookahead_tokens": 3,
-            "medusa_choices": [[0], [0, 0]],
-            "method": "eagle",
-            "num_parameters": 10**10,
-        }
-        folder = copy_of("eagle/eagle3_llama", tmp_path / "head", more)
-        assert load("eagle3", folder, loaded_target(HEADS["eagle/eagle3_llama"])) is not None
-
-    @pytest.mark.parametrize("size", [2**31, 10**12, 257])
-    @pytest.mark.parametrize("place", ["block_size", "dflash_config.block_size", "dflash_config.num_denoising_steps"])
-    def test_blocks(self, tmp_path, size, place):
-        folder = copy_of("dflash/qwen3_random_b8", tmp_path / "head", {place: size})
-        key = place.rpartition(".")[2]
-        with pytest.raises(
-            CheckpointFormatError, match=f"`{key}`={size} in its config.json, which must be .* at most 256"
-        ):
-            load("dflash", folder, loaded_target(HEADS["dflash/qwen3_random_b8"]))
-
 
 class TestDeadWeights:
     """What can draft nothing loads, and is said once."""
@@ -342,15 +303,14 @@ class TestDeadWeights:
             (0.0, r"matrices of zeros alone \("),
         ],
     )
-    @pytest.mark.parametrize("name", ["eagle/eagle3_llama", "dflash/qwen3_random_b8", "mlp_speculator/untied_plain"])
+    @pytest.mark.parametrize("name", [EAGLE3, DFLASH, "mlp_speculator/untied_plain"])
     def test_one_warning(self, tmp_path, warnings, name, value, what):
-        folder = copy_of(name, tmp_path / "head")
-        tensors = load_file(folder / "model.safetensors")
-        dead = [key for key, tensor in tensors.items() if tensor.is_floating_point() and tensor.dim() == 2][:5]
-        save_file(
-            {**tensors, **{key: torch.full_like(tensors[key], value) for key in dead}}, folder / "model.safetensors"
-        )
-        load(METHODS[name] if "eagle" not in name else "eagle3", folder, loaded_target(HEADS[name]))
+        def change(tensors):
+            dead = [key for key, tensor in tensors.items() if tensor.is_floating_point() and tensor.dim() == 2][:5]
+            return tensors | {key: torch.full_like(tensors[key], value) for key in dead}
+
+        folder = copy_of(name, tmp_path / "head", change=change)
+        load(method_of(name), folder, loaded_target(HEADS[name]))
         (warning,) = warnings
         assert str(folder) in warning
         assert pytest.approx(5, abs=1) == int(warning.split(" has ")[1].split()[0])
@@ -358,7 +318,7 @@ class TestDeadWeights:
 
     @pytest.mark.parametrize("name", ["eagle/eagle1_llama", "medusa/vllm_converted", "mlp_speculator/tied_plain"])
     def test_ordinary_weights_say_nothing(self, warnings, name):
-        load(METHODS[name], HEADS[name], loaded_target(HEADS[name]))
+        load(method_of(name), HEADS[name], loaded_target(HEADS[name]))
         assert warnings == []
 
     def test_one_number_is_enough(self, tmp_path, warnings):
@@ -369,31 +329,25 @@ class TestDeadWeights:
         assert "1 tensors with NaN or infinite values (lm_head.weight)" in warnings[0]
 
 
-def test_an_embedding_as_lm_head(tmp_path):
+@pytest.mark.parametrize(("scale", "is_refused"), [(1.0, False), (2.0, True)])
+def test_an_embedding_as_lm_head(tmp_path, scale, is_refused):
     """The flag is mostly copied from targets; with another embedding it would be another computation."""
     name = "eagle/eagle3_speculators"
     target = loaded_target(HEADS[name])
-    tensors = load_file(HEADS[name] / "model.safetensors")
-    shared = {key: tensor for key, tensor in tensors.items() if key not in ("lm_head.weight", "d2t", "t2d")}
-    for scale, is_refused in ((1.0, False), (2.0, True)):
-        folder = copy_of(
-            name,
-            tmp_path / str(scale),
-            {"transformer_layer_config.tie_word_embeddings": True, "draft_vocab_size": None},
-        )
-        embedding = target.get_input_embeddings().weight.detach() * scale
-        save_file({**shared, "embed_tokens.weight": embedding.clone()}, folder / "model.safetensors")
-        config = SpeculativeConfig("eagle3", str(folder))
-        if is_refused:
-            with pytest.raises(CheckpointFormatError, match="`tie_word_embeddings`=true.*an embedding of its own"):
-                load_eagle(config, target)
-        else:
-            assert load_eagle(config, target).lm_head is None
+    embedding = target.get_input_embeddings().weight.detach() * scale
+    config = {"transformer_layer_config.tie_word_embeddings": True, "draft_vocab_size": None}
+    change = both(without("lm_head", "d2t", "t2d"), put("embed_tokens.weight", embedding))
+    folder = copy_of(name, tmp_path / "head", config, change)
+    if is_refused:
+        with pytest.raises(CheckpointFormatError, match="`tie_word_embeddings`=true.*an embedding of its own"):
+            load("eagle3", folder, target)
+    else:
+        assert load("eagle3", folder, target).lm_head is None
 
 
 def test_the_targets_stay_as_they_are():
     """After all of this: what was loaded for checkpoints that failed has left nothing behind."""
-    target = loaded_target(HEADS["eagle/eagle3_llama"])
+    target = loaded_target(HEADS[EAGLE3])
     again = AutoModelForCausalLM.from_pretrained(target.config.name_or_path)
     for (name, one), (_, other) in zip(target.state_dict().items(), again.state_dict().items()):
         assert torch.equal(one, other), name

@@ -1,26 +1,19 @@
-"""The MLP speculator's network and its checkpoints: the published equations, layouts and what is wrong with others."""
+"""The MLP speculator's network: the published equations and layout, and vocabularies of other padding."""
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
 
-from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig, load_speculator
-from hf_specdec.candidate_generators.mlp_speculator.network import (
-    MLPSpeculator,
-    MLPSpeculatorConfig,
-    load_mlp_speculator,
-)
+from hf_specdec import SpecConfigError, load_speculator
+from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
+from tests.checkpoints import heads
+from tests.checkpoints.heads import HEADS, expected_of, loaded_target, published, same_network, settings_of, tensors_of
 from tests.models import TINY, VOCAB_SIZE, prompts, tiny_llama
 
 
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "mlp_speculator"
-NAMES = ("untied_plain", "untied_scaled", "tied_plain", "tied_scaled")
-TIED = ("tied_plain", "tied_scaled")
+NAMES = [name for name in HEADS if name.startswith("mlp_speculator/")]
 
 SIZES = {
     "emb_dim": TINY["hidden_size"],
@@ -29,15 +22,6 @@ SIZES = {
     "n_predict": 3,
     "top_k_tokens_per_head": (3, 2, 2),
 }
-
-
-@pytest.fixture(scope="module")
-def target():
-    return LlamaForCausalLM.from_pretrained(FIXTURES / "target").eval()
-
-
-def load(folder, target, **settings):
-    return load_mlp_speculator(SpeculativeConfig("mlp_speculator", str(folder), **settings), target)
 
 
 def saved(folder, seed=0, **changes):
@@ -52,14 +36,8 @@ def saved(folder, seed=0, **changes):
     return speculator.requires_grad_(False)
 
 
-def change_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def change_tensors(folder, change):
-    tensors = load_file(folder / "model.safetensors")
-    save_file(change(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+def load(folder, target):
+    return heads.load("mlp_speculator", folder, target)
 
 
 def logits_along(speculator, expected):
@@ -70,48 +48,27 @@ def logits_along(speculator, expected):
 
 class TestPublishedCheckpoints:
     @pytest.mark.parametrize("name", NAMES)
-    def test_logits(self, target, name):
-        expected = load_file(FIXTURES / name / "expected.safetensors")
-        logits = logits_along(load(FIXTURES / name, target), expected)
-        torch.testing.assert_close(logits, expected["chain_logits"], atol=1e-4, rtol=0)
+    def test_logits_and_constants(self, name):
+        network, expected = published(name), expected_of(name)
+        torch.testing.assert_close(logits_along(network, expected), expected["chain_logits"], atol=1e-4, rtol=0)
+        constants = [network.config.state_weight, network.config.embedding_weight]
+        assert torch.tensor(constants, dtype=torch.float64).equal(expected["state_weight_emb_weight"])
 
-    @pytest.mark.parametrize("name", NAMES)
-    def test_constants(self, target, name):
-        config = load(FIXTURES / name, target).config
-        expected = load_file(FIXTURES / name / "expected.safetensors")["state_weight_emb_weight"]
-        assert torch.tensor([config.state_weight, config.embedding_weight], dtype=torch.float64).equal(expected)
-
-    @pytest.mark.parametrize("name", TIED)
-    def test_pickled_file_with_all_names(self, target, name, tmp_path):
+    @pytest.mark.parametrize("name", [name for name in NAMES if "/tied" in name])
+    def test_pickled_file_with_all_names(self, name, tmp_path):
         for file in ("config.json", "pytorch_model.bin"):
-            shutil.copy(FIXTURES / name / file, tmp_path)
-        ours = load(tmp_path, target).state_dict()
-        other = load(FIXTURES / name, target).state_dict()
-        assert ours.keys() == other.keys()
-        assert all(torch.equal(ours[key], other[key]) for key in ours)
+            shutil.copy(HEADS[name] / file, tmp_path)
+        same_network(load(tmp_path, loaded_target(HEADS[name])), published(name))
 
     @pytest.mark.parametrize("name", NAMES)
-    def test_save_gives_the_published_file(self, target, name, tmp_path):
-        load(FIXTURES / name, target).save(tmp_path)
-        ours, published = (load_file(folder / "model.safetensors") for folder in (tmp_path, FIXTURES / name))
-        assert ours.keys() == published.keys()
-        assert all(torch.equal(ours[key], published[key]) for key in ours)
-        config = json.loads((FIXTURES / name / "config.json").read_text())
+    def test_save_gives_the_published_file(self, name, tmp_path):
+        published(name).save(tmp_path)
+        ours, theirs = tensors_of(tmp_path), tensors_of(HEADS[name])
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+        config = settings_of(name)
         config.pop("transformers_version")
         assert json.loads((tmp_path / "config.json").read_text()) == config
-
-    def test_shards_and_names_without_prefix(self, model, tmp_path):
-        speculator = saved(tmp_path)
-        tensors = speculator.state_dict()
-        names = sorted(tensors)
-        (tmp_path / "model.safetensors").unlink()
-        files = {"model-00001-of-00002.safetensors": names[:5], "model-00002-of-00002.safetensors": names[5:]}
-        for file, part in files.items():
-            save_file({name: tensors[name] for name in part}, tmp_path / file)
-        index = {"weight_map": {name: file for file, part in files.items() for name in part}}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-        loaded = load(tmp_path, model).state_dict()
-        assert all(torch.equal(loaded[name], tensors[name]) for name in names)
 
 
 class TestNetwork:
@@ -173,26 +130,6 @@ class TestNetwork:
             optimizer.step()
             losses.append(loss.item())
         assert losses[-1] < 0.3 * losses[0]
-
-
-class TestPlacement:
-    def test_takes_the_targets_dtype_unless_told(self, tmp_path):
-        saved(tmp_path)
-        target = tiny_llama().to(torch.bfloat16)
-        assert {p.dtype for p in load(tmp_path, target).parameters()} == {torch.bfloat16}
-        assert {p.dtype for p in load(tmp_path, target, dtype="auto").parameters()} == {torch.float32}
-        assert {p.dtype for p in load(tmp_path, target, dtype="float16").parameters()} == {torch.float16}
-
-    def test_loading_draws_no_random_numbers(self, model, tmp_path):
-        saved(tmp_path)
-        before = torch.get_rng_state()
-        load(tmp_path, model)
-        assert torch.equal(torch.get_rng_state(), before)
-
-    def test_quantization(self, model, tmp_path):
-        saved(tmp_path)
-        with pytest.raises(SpecConfigError, match="quantization.*floating-point"):
-            load(tmp_path, model, quantization="8bit")
 
 
 class TestPaddedVocabularies:
@@ -270,140 +207,3 @@ class TestPaddedVocabularies:
         options = {"model": str(tmp_path), "top_k_tokens_per_head": [64, 2, 2]}
         ours = target.generate(ids, max_new_tokens=8, do_sample=False, speculative=options)
         assert torch.equal(ours, target.generate(ids, max_new_tokens=8, do_sample=False))
-
-
-class TestWrongCheckpoints:
-    def expect(self, folder, target, match):
-        with pytest.raises(CheckpointFormatError, match=match):
-            load(folder, target)
-
-    def test_other_hidden_size(self, model, tmp_path):
-        saved(tmp_path, emb_dim=48)
-        self.expect(tmp_path, model, "hidden size 48, and LlamaForCausalLM has 32")
-
-    def test_other_vocabulary(self, model, tmp_path):
-        saved(tmp_path, vocab_size=200)
-        self.expect(tmp_path, model, "vocabulary of 200 tokens, and LlamaForCausalLM has 64")
-
-    @pytest.mark.parametrize("name", ["head.1.weight", "ln.2.bias", "proj.0.weight"])
-    def test_missing_tensors(self, model, tmp_path, name):
-        saved(tmp_path)
-        lacking = f"speculator.{name}"
-        change_tensors(tmp_path, lambda tensors: {key: value for key, value in tensors.items() if key != lacking})
-        self.expect(tmp_path, model, f"lacks 1 tensors of the MLP speculator: {name}")
-
-    def test_no_tensors_of_it(self, model, tmp_path):
-        saved(tmp_path)
-        change_tensors(tmp_path, lambda tensors: {"something.else": tensors["speculator.head.0.weight"]})
-        self.expect(tmp_path, model, "lacks 1 tensors of the MLP speculator: emb.0.weight")
-
-    @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
-    def test_weights_that_are_no_real_numbers(self, model, tmp_path, dtype):
-        saved(tmp_path)
-        key = "speculator.proj.1.weight"
-        change_tensors(tmp_path, lambda tensors: {**tensors, key: tensors[key].to(dtype)})
-        self.expect(tmp_path, model, f"proj.1.weight is stored as {str(dtype)[6:]}")
-
-    @pytest.mark.parametrize("name", ["emb.0.weight", "head.1.weight"])
-    def test_scalars(self, model, tmp_path, name):
-        saved(tmp_path)
-        change_tensors(tmp_path, lambda tensors: {**tensors, f"speculator.{name}": torch.tensor(1.0)})
-        self.expect(tmp_path, model, f"{name} .*shape")
-
-    @pytest.mark.parametrize("inner_dim", [10**15, 10**19, 10**400])
-    def test_widths_without_bounds(self, model, tmp_path, inner_dim):
-        saved(tmp_path)
-        change_config(tmp_path, inner_dim=inner_dim)
-        self.expect(
-            tmp_path,
-            model,
-            r"has `inner_dim`=(10+|<an integer of 1329 bits>) in its config.json.*at most 2147483647",
-        )
-
-    @pytest.mark.parametrize("inner_dim", [17, 2**31 - 1])
-    def test_no_network_is_made_for_another_width(self, model, tmp_path, inner_dim):
-        saved(tmp_path)
-        change_config(tmp_path, inner_dim=inner_dim)
-        self.expect(
-            tmp_path,
-            model,
-            rf"emb.0.weight of the shape \[64, 16\], where its config.json asks for \[64, {inner_dim}\]",
-        )
-
-    def test_no_network_is_made_for_stages_that_are_not_there(self, model, tmp_path):
-        saved(tmp_path)
-        many = 1000
-        change_config(tmp_path, n_predict=many, top_k_tokens_per_head=[1] * many)
-        self.expect(tmp_path, model, f"has 3 stages.*n_predict={many}")
-        # A far stage does not help.
-        far = {f"speculator.{name}.{many - 1}.weight": torch.zeros(64, 16) for name in ("emb", "head")}
-        change_tensors(tmp_path, lambda tensors: {**tensors, **far})
-        self.expect(tmp_path, model, f"has 17 tensors in model.safetensors, and {many} stages need at least {many}")
-        change_config(tmp_path, n_predict=3, top_k_tokens_per_head=[1] * 3)
-        self.expect(tmp_path, model, f"has {many} stages.*n_predict=3")
-
-    @pytest.mark.parametrize("stage", ["99999999999999999999", "\u00b2", "x"])
-    def test_stages_that_are_no_numbers_are_others_tensors(self, model, tmp_path, stage):
-        speculator = saved(tmp_path)
-        change_tensors(tmp_path, lambda tensors: {**tensors, f"speculator.emb.{stage}.weight": torch.zeros(64, 16)})
-        assert load(tmp_path, model).state_dict().keys() == speculator.state_dict().keys()
-
-    @pytest.mark.parametrize("name", ["emb.0.weight", "proj.1.weight", "head.2.weight", "ln.0.bias"])
-    def test_wrong_shapes(self, model, tmp_path, name):
-        saved(tmp_path)
-
-        def cut(tensors):
-            key = f"speculator.{name}"
-            return {**tensors, key: tensors[key][:-1].contiguous()}
-
-        change_tensors(tmp_path, cut)
-        self.expect(tmp_path, model, rf"{name} of the shape \[\d+.*its config.json asks for")
-
-    @pytest.mark.parametrize("num_heads", [2, 4])
-    def test_config_with_another_number_of_stages(self, model, tmp_path, num_heads):
-        saved(tmp_path)
-        change_config(tmp_path, n_predict=num_heads, top_k_tokens_per_head=[2] * num_heads)
-        self.expect(tmp_path, model, f"has 3 stages in model.safetensors.*n_predict={num_heads}.*tie_weights=false")
-
-    def test_tied_weights_and_a_config_that_denies_it(self, model, tmp_path):
-        saved(tmp_path, tie_weights=True)
-        change_config(tmp_path, tie_weights=False)
-        self.expect(tmp_path, model, "has 1 stages in model.safetensors.*n_predict=3 with tie_weights=false")
-
-    @pytest.mark.parametrize(
-        ("change", "match"),
-        [
-            ({"top_k_tokens_per_head": [5, 4]}, r"=\[5, 4\] .*each of its n_predict=3 stages"),
-            ({"top_k_tokens_per_head": [5, 4, 0]}, r"=\[5, 4, 0\] .*one positive integer for each"),
-            ({"top_k_tokens_per_head": 5}, "one positive integer for each"),
-            (
-                {"top_k_tokens_per_head": None, "n_predict": 2},
-                "has no `top_k_tokens_per_head`.* its n_predict=2 stages",
-            ),
-            ({"n_predict": 0}, "`n_predict`=0 .*a positive integer of at most 1024"),
-            ({"n_predict": 1025}, "`n_predict`=1025 .*a positive integer of at most 1024"),
-            ({"inner_dim": "16"}, "`inner_dim`='16' .*an integer"),
-            ({"n_candidates": 1.5}, "`n_candidates`=1.5 .*integer"),
-            ({"tie_weights": "yes"}, "`tie_weights`='yes' .*true or false"),
-        ],
-    )
-    def test_unusable_config(self, model, tmp_path, change, match):
-        saved(tmp_path)
-        change_config(tmp_path, **change)
-        self.expect(tmp_path, model, match)
-
-    def test_another_name_of_the_width(self, model, tmp_path):
-        saved(tmp_path)
-        change_config(tmp_path, emb_dim=None, hidden_size=32)
-        assert load(tmp_path, model).config.emb_dim == 32
-        change_config(tmp_path, emb_dim=32, hidden_size=64)
-        assert load(tmp_path, model).config.emb_dim == 32
-
-    def test_no_weights(self, model, tmp_path):
-        saved(tmp_path)
-        (tmp_path / "model.safetensors").unlink()
-        self.expect(tmp_path, model, "none of the weight files")
-
-    def test_no_checkpoint_named(self, model):
-        with pytest.raises(SpecConfigError, match="needs a speculator"):
-            load_mlp_speculator(SpeculativeConfig("mlp_speculator"), model)

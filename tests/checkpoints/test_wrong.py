@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_specdec import CheckpointFormatError, SpecConfigError
-from tests.checkpoints.heads import HEADS, copy_of, folder_of, load, loaded_target, method_of, put, without
+from tests.checkpoints.heads import HEADS, both, copy_of, folder_of, load, loaded_target, method_of, put, without
 from tests.models import tiny_llama
 
 
@@ -29,15 +29,6 @@ def rows(name, count):
 
 def columns(name, count):
     return put(name, lambda tensor: tensor[:, :count])
-
-
-def both(*changes):
-    def change(tensors):
-        for one in changes:
-            tensors = one(tensors)
-        return tensors
-
-    return change
 
 
 def class_of(name):
@@ -220,6 +211,7 @@ VOCABULARIES = [
 ]
 
 POSITIVE, COUNT, FLAG = "a positive number", "a positive integer", "true or false"
+INNER = "dflash_config."
 STAGES = "one positive integer for each of its n_predict=3 stages"
 
 
@@ -247,6 +239,11 @@ SETTINGS = [
     (EAGLE3, None, {"speculators_model_type": "mystery"}, r"of the kind 'mystery' \(`speculators_model_type`\)"),
     wrong_setting(DFLASH, "block_size", "8", COUNT),
     wrong_setting(DFLASH, "block_size", True, COUNT),
+    *[
+        wrong_setting(DFLASH, key, size, f"{COUNT} of at most 256", place)
+        for key, place in (("block_size", ""), ("block_size", INNER), ("num_denoising_steps", INNER))
+        for size in (2**31, 10**12, 257)
+    ],
     wrong_setting(DFLASH, "sample_from_anchor", "no", FLAG),
     wrong_setting(DFLASH, "rms_norm_eps", "small", POSITIVE),
     wrong_setting(DFLASH, "hidden_act", "wiggle", "the name of an activation function"),

@@ -1,73 +1,19 @@
 """Detection and loading say the same of a checkpoint, whatever is done to it, and refuse keys that nobody knows."""
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
-from hf_specdec import CheckpointFormatError, SpecDecError, SpeculativeConfig, demo
+from hf_specdec import CheckpointFormatError, SpecDecError, SpeculativeConfig
 from hf_specdec.hub.detect import Detection, detect_checkpoint
 from hf_specdec.hub.inspect import inspect_checkpoint
 from hf_specdec.method import resolve_candidate_generator
+from tests.checkpoints.heads import HEADS, copy_of, loaded_target
 
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
-DEMO = Path(demo.target_path()).parent
-
-HEADS = {
-    f"{path.parent.parent.name}/{path.parent.name}": path.parent
-    for path in sorted(FIXTURES.glob("*/*/config.json"))
-    if path.parent.name != "target"
-} | {"demo/mtp": DEMO / "mtp"}
 WRAPPERS = ("model.", "eagle.", "speculator.", "language_model.", "language_model.model.", "medusa_heads.")
-
-
-def target_of(folder):
-    """Where the target of a fixture lies."""
-    if folder.parent == DEMO:
-        return DEMO / "target"
-    own = folder / "target"
-    return own if own.is_dir() else folder.parent / "target"
-
-
-_targets: dict[Path, torch.nn.Module] = {}
-
-
-def loaded_target(folder):
-    path = target_of(folder)
-    if path not in _targets:
-        _targets[path] = AutoModelForCausalLM.from_pretrained(path).eval()
-    return _targets[path]
-
-
-def copy_of(name, folder, config=None, rename=None):
-    """A fixture with other values in its config (dots lead into it; `None`: none) and other names of its tensors."""
-    source = HEADS[name]
-    folder.mkdir(exist_ok=True)
-    for path in source.iterdir():
-        if path.is_file() and path.name not in ("README.md", "expected.safetensors"):
-            shutil.copy(path, folder)
-    settings = json.loads((source / "config.json").read_text())
-    for key, value in (config or {}).items():
-        *inside, last = key.split(".")
-        place = settings
-        for part in inside:
-            place = place.setdefault(part, {})
-        place.pop(last, None)
-        if value is not None:
-            place[last] = value
-    (folder / "config.json").write_text(json.dumps(settings))
-    if rename:
-        (weights,) = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".pt")][:1]
-        is_safe = weights.suffix == ".safetensors"
-        tensors = load_file(weights) if is_safe else torch.load(weights, weights_only=True)
-        tensors = {rename(key): tensor.contiguous() for key, tensor in tensors.items()}
-        (save_file if is_safe else torch.save)(tensors, weights)
-    return folder
 
 
 def drafts_of(resources) -> int | None:
@@ -114,7 +60,7 @@ def test_as_published(name):
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("name", [name for name in HEADS if name != "medusa/merged_v1"])
 def test_wrapped_names(tmp_path, name, wrapper):
-    folder = copy_of(name, tmp_path / "head", rename=lambda key: wrapper + key)
+    folder = copy_of(name, tmp_path / "head", change=lambda tensors: {wrapper + key: x for key, x in tensors.items()})
     plain, wrapped = detect_checkpoint(HEADS[name]), check(folder, loaded_target(HEADS[name]))
     assert (wrapped.method, wrapped.num_draft_tokens, wrapped.problems) == (plain.method, plain.num_draft_tokens, ())
 

@@ -14,7 +14,6 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from ..errors import SpecConfigError
-from ..method import takes_model
 from ..settings import AUTO, CONFIG_NAME, SpeculativeConfig
 from ..version import __version__
 from .card import CARD_NAME, as_list, card_of, is_public, load_card, repository_name
@@ -103,12 +102,7 @@ def _settings(folder: Path, config: SpeculativeConfig | None, name: str | None) 
                 f"Calls will load the drafter in '{folder}' from its repository. Name the repo id that it will have."
             )
         config = config.replace(model=name) if is_here else config
-    if (
-        config.method != AUTO
-        and takes_model(config.method)
-        and config.model is not None
-        and not is_public(config.model)
-    ):
+    if config.model is not None and not is_public(config.model):
         raise SpecConfigError(
             f"Others cannot load the drafter from the folder '{config.model}'. Push it, and name its repository."
         )

@@ -77,7 +77,7 @@ DEFAULT_LIMIT = 8
 _MOST_DRAFT_WORK = 1 / 4
 
 # Files that come along with a whole model.
-_BESIDEWEIGHTS = (".json", ".txt", ".model", ".jinja")
+_BESIDE_WEIGHTS = (".json", ".txt", ".model", ".jinja")
 
 # Tags of drafters' cards. The Hub is asked for the first ones; a query cannot say "or".
 _TAG = "speculative-decoding"
@@ -135,7 +135,7 @@ class Search:
 
     def named_by(self, entry: Any) -> list[Candidate]:
         """The drafter that one entry names, if it can be used."""
-        return self._fit(list(self.from_entry(entry)))
+        return self._fit(self.from_entry(entry))
 
     def _fit(self, found: list[Candidate]) -> list[Candidate]:
         """Keeps usable drafters and notes why the others are not."""
@@ -147,10 +147,10 @@ class Search:
                 continue
             if not problems and self.method not in (None, parts_of(candidate.method)[-1]):
                 problems = (f"It is for method='{candidate.method}'.",)
-            elif not problems:
-                fitting.append(candidate)
             if problems:
                 self.rejected.append(f"{candidate.title}, {candidate.reason}: {' '.join(problems)}")
+            else:
+                fitting.append(candidate)
         return fitting
 
     def all(self) -> list[Candidate]:
@@ -180,14 +180,7 @@ class Search:
     @cached_property
     def target_files(self) -> RepoFiles:
         """Files of the target."""
-        return self.files(self.target.name, revision=self.target.revision)
-
-    def files(self, name: str, place: str = "hub", **location) -> RepoFiles:
-        """The files of a checkpoint; of one in the cache nothing is asked of the Hub."""
-        access = asdict(self.access)
-        if place == "cache":
-            access["local_files_only"] = True
-        return RepoFiles(name, **access, **location)
+        return self.access.files(self.target.name, revision=self.target.revision)
 
     def examined(
         self, name: str, place: str, *, relation: str | None = None, downloads: int = 0, **location
@@ -203,20 +196,19 @@ class Search:
         """
         location = {key: value for key, value in location.items() if value}
         candidate = Candidate(None, name, place, relation or "sizes", location, downloads=downloads)
+        # Of one in the cache nothing is asked of the Hub.
+        access = self.access.offline if place == "cache" else self.access
+        is_folder = os.path.isdir(name)
         try:
-            self._check_may_be_taken(name, place)
-            return self._judged(candidate, self.files(name, place, **location), is_sure=relation is not None)
+            # What the call or the environment rules out is refused before anything of it is read.
+            if is_folder and place != "entry":
+                raise SpecConfigError("A folder here has the same name: name the one that you mean as `model`.")
+            reason = None if is_folder else why_not_unasked(name, self.trusted_owners)
+            if reason is not None:
+                raise SpecConfigError(reason)
+            return self._judged(candidate, access.files(name, **location), is_sure=relation is not None)
         except Exception as error:  # noqa: BLE001 - configs and weights of strangers may trip anything
             return None if relation is None else replace(candidate, problems=(one_line(error, 500),))
-
-    def _check_may_be_taken(self, name: str, place: str) -> None:
-        """Refuses, before anything of it is read, what the call or the environment rules out."""
-        is_folder = os.path.isdir(name)
-        if is_folder and place != "entry":
-            raise SpecConfigError("A folder here has the same name: name the one that you mean as `model`.")
-        reason = None if is_folder else why_not_unasked(name, self.trusted_owners)
-        if reason is not None:
-            raise SpecConfigError(reason)
 
     def _judged(self, candidate: Candidate, files: RepoFiles, is_sure: bool) -> Candidate | None:
         """The candidate with what its files say; `is_sure` where its relation is known."""
@@ -261,19 +253,14 @@ class Search:
 
     def _shows_the_same_sizes(self, found: Detection, candidate: Candidate) -> bool:
         """Tells a drafter whose sizes or tokens match the target from one that merely contradicts nothing."""
-        if is_language_model(found.method):
-            return self._has_the_same_tokens(candidate)
-        return found.target.hidden_size is not None and found.target.vocab_size is not None
-
-    def _has_the_same_tokens(self, candidate: Candidate) -> bool:
-        access = {**asdict(self.access), "local_files_only": True}
-        tables = [
-            token_table(name, {**access, "revision": revision})
-            for name, revision in (
-                (self.target.name, self.target.revision),
-                (candidate.model, candidate.settings.get("revision")),
-            )
+        if not is_language_model(found.method):
+            return found.target.hidden_size is not None and found.target.vocab_size is not None
+        named = [
+            (self.target.name, self.target.revision),
+            (candidate.model, candidate.settings.get("revision")),
         ]
+        access = asdict(self.access.offline)
+        tables = [token_table(name, {**access, "revision": revision}) for name, revision in named]
         if None in tables:
             return False
         try:
@@ -286,8 +273,20 @@ class Search:
         """Reasons against choosing a loadable drafter that nobody has named."""
         if found.is_pickled:
             yield "Its weights are pickled: name it as `model` if you trust it."
-        yield from self._reasons_of_size(files, found)
-        if not is_language_model(found.method):
+        most, is_whole_model = self.target.most_draft_bytes, is_language_model(found.method)
+        if most is not None and found.weight_file is not None:
+            names = files.parts(found.weight_file)
+            if is_whole_model:
+                names += [name for name in files.sizes if "/" not in name and name.endswith(_BESIDE_WEIGHTS)]
+            sizes = [files.sizes.get(name) for name in names]
+            if None in sizes:
+                yield "The size of its weights is not known."
+            elif sum(sizes) > most:
+                yield (
+                    f"It has {sum(sizes) / 1e6:.0f} MB, and what nobody has named may have {most / 1e6:.0f} MB for "
+                    "this target: name it as `model` if that is meant."
+                )
+        if not is_whole_model:
             return
         if "auto_map" in files.config and files.config.get("model_type") not in CONFIG_MAPPING:
             yield "It needs code from its repository: name it as `model` with `trust_remote_code` if you trust it."
@@ -299,38 +298,22 @@ class Search:
                 f"{_MOST_DRAFT_WORK:g}."
             )
 
-    def _reasons_of_size(self, files: RepoFiles, found: Detection) -> Iterator[str]:
-        most = self.target.most_draft_bytes
-        if most is None or found.weight_file is None:
-            return
-        names = files.parts(found.weight_file)
-        if is_language_model(found.method):
-            names += [name for name in files.sizes if "/" not in name and name.endswith(_BESIDEWEIGHTS)]
-        sizes = [files.sizes.get(name) for name in names]
-        if None in sizes:
-            yield "The size of its weights is not known."
-        elif sum(sizes) > most:
-            yield (
-                f"It has {sum(sizes) / 1e6:.0f} MB, and what nobody has named may have {most / 1e6:.0f} MB for this "
-                "target: name it as `model` if that is meant."
-            )
-
-    def from_entry(self, entry: Any) -> Iterator[Candidate]:
-        """The drafter that an entry of the target names, with the settings that it states."""
-        candidate = None if entry is None or is_off(entry) else self._named_by(entry)
-        if candidate is not None:
-            yield candidate
-
-    def _named_by(self, entry: Any) -> Candidate | None:
+    def from_entry(self, entry: Any) -> list[Candidate]:
+        """The drafter that an entry of the target names, with the settings that it states; empty if it names none."""
+        if entry is None or is_off(entry):
+            return []
         named = Candidate(None, place="entry", relation="exact")
         try:
             settings, left_out = settings_in_entry(entry, _ENTRY)
             config = config_of(settings, _ENTRY)
             if config.method == AUTO:
-                return None
+                return []
             named = replace(named, method=config.method, model=config.model, left_out=left_out)
             if config.model is None:
-                return self._drafter_without_model(named, config)
+                drafting = drafting_method(config.method)
+                if drafting is not None and drafting.weights is not None and not drafting.in_target_checkpoint:
+                    raise SpecConfigError(f"{_ENTRY} names the method '{config.method}' and no model for it.")
+                return [replace(named, settings=_settings_of(config))]
             if config.subfolder is None and is_same_checkpoint(config.model, self.target.name):
                 raise SpecConfigError(
                     f"{_ENTRY} names the target itself. Its own layers are method='{own_layers_method().name}'."
@@ -338,22 +321,16 @@ class Search:
             location = {"revision": config.revision, "subfolder": config.subfolder}
             found = self.examined(self._path_of(config.model), "entry", relation="exact", **location)
             if found.method is None:
-                return found
+                return [found]
             if config.method is not None and parts_of(config.method)[-1] != found.method:
                 raise SpecConfigError(f"{_ENTRY} names the method '{config.method}', and it is {found.method}'s.")
             # With the method it is known what its settings are.
             method = config.method or found.method
             settings = _settings_of(config_of({**settings, "method": method}, _ENTRY))
             left_out = tuple(dict.fromkeys((*left_out, *found.left_out)))
-            return replace(found, method=method, settings={**found.settings, **settings}, left_out=left_out)
+            return [replace(found, method=method, settings={**found.settings, **settings}, left_out=left_out)]
         except SpecConfigError as error:
-            return replace(named, problems=(one_line(error, 500),))
-
-    def _drafter_without_model(self, named: Candidate, config: SpeculativeConfig) -> Candidate:
-        drafting = drafting_method(config.method)
-        if drafting is not None and drafting.weights is not None and not drafting.in_target_checkpoint:
-            raise SpecConfigError(f"{_ENTRY} names the method '{config.method}' and no model for it.")
-        return replace(named, settings=_settings_of(config))
+            return [replace(named, problems=(one_line(error, 500),))]
 
     def _path_of(self, name: str) -> str:
         """A model that an entry names: a repository; a folder inside of the target's, or that the user has allowed.

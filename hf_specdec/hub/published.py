@@ -206,7 +206,9 @@ def with_saved_settings(config: SpeculativeConfig) -> SpeculativeConfig:
     if saved is None:
         return config
     # A local folder that holds nothing else may say where the drafter is.
-    is_pointer = files.folder is not None and not any(map(_is_of_a_checkpoint, files.sizes))
+    is_pointer = files.folder is not None and not any(
+        name == "config.json" or name.endswith(".safetensors") or is_pickled(name) for name in files.sizes
+    )
     elsewhere = saved.get("model")
     if elsewhere is not None and not is_pointer:
         raise SpecConfigError(
@@ -225,10 +227,6 @@ def with_saved_settings(config: SpeculativeConfig) -> SpeculativeConfig:
     elif is_pointer:
         given = {key: value for key, value in given.items() if key not in PLACE_SETTINGS}
     return config_of(saved, source, model=None if is_pointer else config.model).replace(**given)
-
-
-def _is_of_a_checkpoint(name: str) -> bool:
-    return name == "config.json" or name.endswith(".safetensors") or is_pickled(name)
 
 
 def _saved_beside(files: RepoFiles) -> dict[str, Any] | None:
@@ -261,15 +259,19 @@ def saved_settings(files: RepoFiles) -> dict[str, Any] | None:
     try:
         if files.folder is not None or not files.is_offline:
             return files.read_json(CONFIG_NAME) if CONFIG_NAME in files else None
-        path = _cached_settings(files)
-        if path is None:
+        # Offline there is no list of a repository's files.
+        name = f"{files.subfolder.strip('/')}/{CONFIG_NAME}" if files.subfolder else CONFIG_NAME
+        path = try_to_load_from_cache(files.name, name, cache_dir=files.cache_dir, revision=files.revision)
+        if not isinstance(path, str):
             return None
-        if path.stat().st_size > MAX_CONFIG_BYTES:
+        if os.path.getsize(path) > MAX_CONFIG_BYTES:
             raise ValueError(f"it is larger than {MAX_CONFIG_BYTES} bytes")
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError(f"it holds a {type(found).__name__} and not an object")
         return found
+    except HFValidationError:
+        return None
     except CheckpointAccessError:
         raise
     except (OSError, ValueError, RecursionError) as error:
@@ -277,13 +279,3 @@ def saved_settings(files: RepoFiles) -> dict[str, Any] | None:
             f"{CONFIG_NAME} of '{files.name}' cannot be read: {one_line(error)} Correct or remove it, or name the "
             "method with `spec_method`."
         ) from error
-
-
-def _cached_settings(files: RepoFiles) -> Path | None:
-    """Offline there is no list of a repository's files."""
-    name = f"{files.subfolder.strip('/')}/{CONFIG_NAME}" if files.subfolder else CONFIG_NAME
-    try:
-        cached = try_to_load_from_cache(files.name, name, cache_dir=files.cache_dir, revision=files.revision)
-    except HFValidationError:
-        return None
-    return Path(cached) if isinstance(cached, str) else None

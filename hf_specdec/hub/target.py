@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from huggingface_hub import is_offline_mode
@@ -43,6 +43,15 @@ class Access:
     def is_offline(self) -> bool:
         return self.local_files_only or is_offline_mode()
 
+    @property
+    def offline(self) -> Access:
+        """As it is, but without the network."""
+        return replace(self, local_files_only=True)
+
+    def files(self, name: str, **location) -> RepoFiles:
+        """Files of a checkpoint; `location` is `revision` and `subfolder`."""
+        return RepoFiles(name, **asdict(self), **location)
+
 
 @dataclass(frozen=True)
 class Target:
@@ -81,7 +90,7 @@ class Target:
         Raises:
             CheckpointFormatError: It has no readable `config.json`.
         """
-        files = RepoFiles(name, revision=revision, **asdict(access))
+        files = access.files(name, revision=revision)
         settings = files.read_json("generation_config.json") if "generation_config.json" in files else {}
         sizes = [size for file, size in files.sizes.items() if file.endswith(WEIGHTS) and size]
         return cls(name, files.config, revision, settings.get("speculative"), sum(sizes) or None)

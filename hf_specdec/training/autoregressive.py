@@ -24,37 +24,26 @@ from .recipe import CycleRecipe, best_tokens, no_loss
 
 
 class AutoregressiveNetwork(Protocol):
-    """
-    A network that goes on from a state of its own, one token after the other.
-
-    Attributes:
-        span (`Span`): Positions that its layers see, counted back from their own.
-        token_ids (`torch.LongTensor` of shape `(U,)`, *optional*): The target's id of each draft id; `None` where they
-            are equal.
-    """
+    """A network that goes on from a state of its own, such as an [`EagleNetwork`] or an [`MtpNetwork`]."""
 
     span: Span
     token_ids: torch.LongTensor | None
     config: Any
 
-    def fuse(self, states: dict[Any, torch.Tensor]) -> torch.Tensor:
-        """Fuses captured states, each `(B, T, H)`, into those that the network reads, `(B, T, h)`."""
+    def fuse(self, states: dict[Any, torch.Tensor]) -> torch.Tensor: ...
 
     def __call__(
         self,
         tokens: torch.LongTensor,
-        states: torch.Tensor,
+        hidden: torch.Tensor,
         positions: torch.LongTensor,
         mask: torch.Tensor | None,
         cache: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads entries: the states to feed back, and the output that `logits` takes, both `(B, T, h)`."""
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
-    def logits(self, output: torch.Tensor) -> torch.Tensor:
-        """Computes the logits of outputs, `(..., U)`."""
+    def logits(self, output: torch.Tensor) -> torch.Tensor: ...
 
-    def target_ids(self, draft_ids: torch.LongTensor) -> torch.LongTensor:
-        """Returns the target's ids of draft ids."""
+    def target_ids(self, draft_ids: torch.LongTensor) -> torch.LongTensor: ...
 
 
 class AutoregressiveRecipe(CycleRecipe):
@@ -148,7 +137,7 @@ def walk_cycles(
     if network.span != FULL:
         causal = _within(network.span, seen <= seen[:, None], seen[None], seen[None])
     read = network(tokens[:, 1 : width + 1], states[:, :width], seen[None], causal, cache)
-    hidden, output = (_at(part, anchors) for part in read)
+    hidden, output = (part.gather(1, anchors[..., None].expand(-1, -1, part.shape[-1])) for part in read)
     yield hidden, output
     earlier = seen <= anchors[..., None]
     own = torch.eye(anchors.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
@@ -165,11 +154,6 @@ def _within(span: Span, mask: torch.Tensor, queries: torch.Tensor, keys: torch.T
     """Limits a mask `(B, T, S)` to the span, by positions `(B, T)` and `(B, S)`: `(B, 1, T, S)`."""
     far = span.hidden(queries[..., None], keys[:, None])
     return (mask if far is None else mask & ~far)[:, None]
-
-
-def _at(states: torch.Tensor, anchors: torch.LongTensor) -> torch.Tensor:
-    """Gathers the states `(B, T, h)` at the anchors, `(B, C, h)`."""
-    return states.gather(1, anchors[..., None].expand(-1, -1, states.shape[-1]))
 
 
 class _StepCache:

@@ -122,22 +122,13 @@ class TrainingRun:
         options ([`RunOptions`]): The rest.
         folder (`str` or `Path`): Folder for the draft and the training state.
         cpu (`bool`): Train on the CPU although there is a GPU.
-        console (`Console`, *optional*): Console for the progress.
 
     Raises:
         SpecDecError: The data are not there, or the folder holds something that is not to be written over.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        options: RunOptions,
-        folder: str | Path,
-        cpu: bool = False,
-        console: Console | None = None,
-    ):
+    def __init__(self, recipe: Recipe, options: RunOptions, folder: str | Path, cpu: bool = False):
         self.recipe, self.options, self.folder = recipe, options, Path(folder)
-        self.console = console or Console(stderr=True)
         find_sources(options.data)
         self._check_folder()
         self.accelerator = Accelerator(cpu=cpu)
@@ -240,7 +231,7 @@ class TrainingRun:
         prompts = draw_prompts(documents, options.self_generate, options.seq_length, options.seed)
         share = prompts[accelerator.process_index :: accelerator.num_processes]
         set_seed(options.seed + accelerator.process_index)
-        with Progress(console=self.console, disable=not accelerator.is_main_process) as bar:
+        with Progress(console=Console(stderr=True), disable=not accelerator.is_main_process) as bar:
             task = bar.add_task("target's continuations", total=len(share))
             rows = continue_prompts(
                 target,

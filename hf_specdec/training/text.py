@@ -191,18 +191,14 @@ def _datasets_library(name: str) -> Any:
 
 
 def _document(record: Any, name: str, tokenizer: PreTrainedTokenizerBase, column: str | None) -> Document:
-    content = record if isinstance(record, str) else _content(record, name, column)
-    if isinstance(content, str):
-        return Document(_encode(tokenizer, content))
-    return _chat(content, name, tokenizer)
-
-
-def _content(record: Any, name: str, column: str | None) -> Any:
-    columns = (column,) if column else (*CHAT_COLUMNS, *TEXT_COLUMNS)
+    """Reads a text, or the text or chat in a column of a record."""
+    content, columns = record, (column,) if column else (*CHAT_COLUMNS, *TEXT_COLUMNS)
     if isinstance(record, dict):
         content = next((record[key] for key in columns if record.get(key) is not None), None)
-        if isinstance(content, (str, list)):
-            return content
+    if isinstance(content, str):
+        return Document(_encode(tokenizer, content))
+    if isinstance(record, dict) and isinstance(content, list):
+        return _chat(content, name, tokenizer)
     found = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
     raise SpecConfigError(
         f"A record of '{name}' has no text or chat in {' or '.join(columns)}; it has: {found}. Name the column."

@@ -32,8 +32,8 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 import yaml
 
 
-USER, TOKEN = "user", "hf_loopback"
-STRANGER, STRANGERS_TOKEN = "stranger", "hf_stranger"
+USER, TOKEN, STRANGERS_TOKEN = "user", "hf_loopback", "hf_stranger"
+_USERS = {TOKEN: USER, STRANGERS_TOKEN: "stranger"}
 
 _LARGE_FILE_SUFFIXES = (".safetensors", ".bin", ".pt")
 
@@ -60,7 +60,6 @@ class Repo:
     downloads: int = 0
     gated: bool = False
     private: bool = False
-    granted_to: frozenset[str] = frozenset({USER})
     commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
 
@@ -100,7 +99,7 @@ class LoggedRequest:
 
 @dataclass
 class Fault:
-    """What goes wrong with matching requests, for the first `times` of them (`None`: always)."""
+    """Something that goes wrong with matching requests, for the first `times` of them (`None`: always)."""
 
     pattern: str
     method: str | None = None
@@ -127,24 +126,22 @@ class LoopbackHub:
         url (`str`): The endpoint.
         requests (`list[LoggedRequest]`): All requests, in the order of their answers.
         repos (`dict[str, Repo]`): By id.
-        tokens (`dict[str, str]`): The user of each valid token.
     """
 
     def __init__(self, home: Path):
         self.home = Path(home)
         self.repos: dict[str, Repo] = {}
         self.requests: list[LoggedRequest] = []
-        self.tokens = {TOKEN: USER, STRANGERS_TOKEN: STRANGER}
         self.large_files: dict[str, bytes] = {}
         self.lock = threading.RLock()
         self._faults: list[Fault] = []
         self._closing = threading.Event()
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.hub = self
-        self.port = self._server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{port}"
         # The same server under another name: to clients this is a foreign origin, as the Hub's storage is.
-        self.storage_url = f"http://localhost:{self.port}"
+        self.storage_url = f"http://localhost:{port}"
 
     def __enter__(self) -> LoopbackHub:
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
@@ -271,14 +268,18 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
 
+    @property
+    def hub(self) -> LoopbackHub:
+        return self.server.hub
+
     def _serve(self) -> None:
         url = urlsplit(self.path)
         self.raw_path, self.query = url.path, parse_qs(url.query)
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(self.raw_path)
-        fault = self.server.hub.take_fault(self.command, path)
+        fault = self.hub.take_fault(self.command, path)
         if fault is not None and fault.delay:
-            self.server.hub.wait(fault.delay)
+            self.hub.wait(fault.delay)
         try:
             if fault is not None and fault.status is not None:
                 raise _HttpError(fault.status, message="A fault of the test.")
@@ -306,7 +307,7 @@ class _Handler(BaseHTTPRequestHandler):
             found = pattern.fullmatch(self.raw_path)
             if found and route_method == method:
                 groups = {key: unquote(value) for key, value in found.groupdict().items() if value is not None}
-                with self.server.hub.lock:
+                with self.hub.lock:
                     return getattr(self, name)(**groups)
         raise _HttpError(404, message=f"No such page: {self.raw_path}")
 
@@ -324,8 +325,8 @@ class _Handler(BaseHTTPRequestHandler):
         is_broken = self.command != "HEAD" and len(sent) < len(body)
         request = LoggedRequest(self.command, path, status, len(sent))
         # Before it is sent: a client that has its answer finds it in the log.
-        with self.server.hub.lock:
-            self.server.hub.requests.append(request)
+        with self.hub.lock:
+            self.hub.requests.append(request)
         try:
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(body))}.items():
@@ -345,14 +346,14 @@ class _Handler(BaseHTTPRequestHandler):
         authorization = self.headers.get("Authorization")
         if authorization is None:
             return None
-        user = self.server.hub.tokens.get(authorization.removeprefix("Bearer "))
+        user = _USERS.get(authorization.removeprefix("Bearer "))
         if user is None:
             raise _HttpError(401, message="Invalid credentials in Authorization header")
         return user
 
     def _repo(self, repo: str) -> Repo:
-        user, found = self._user, self.server.hub.repos.get(repo)
-        if found is None or (found.private and user not in found.granted_to):
+        user, found = self._user, self.hub.repos.get(repo)
+        if found is None or (found.private and user != USER):
             message = "Repository not found" if user else "Invalid username or password."
             raise _HttpError(404 if user else 401, "RepoNotFound", message)
         return found
@@ -360,7 +361,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _repo_with_files(self, repo: str) -> Repo:
         """Of gated repositories everybody may know, but not read the files."""
         found, user = self._repo(repo), self._user
-        if found.gated and user not in found.granted_to:
+        if found.gated and user != USER:
             message = f"Access to model {repo} is restricted. You must be authorized to access it."
             raise _HttpError(403 if user else 401, "GatedRepo", message)
         return found
@@ -388,9 +389,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def search(self) -> _Response:
         wanted = [tag for value in self.query.get("filter", []) for tag in value.split(",")]
-        visible = (
-            repo for repo in self.server.hub.repos.values() if not repo.private or self._user in repo.granted_to
-        )
+        visible = (repo for repo in self.hub.repos.values() if not repo.private or self._user == USER)
         found = [repo for repo in visible if "main" in repo.branches and {*repo.tags()}.issuperset(wanted)]
         found.sort(key=lambda repo: repo.downloads, reverse=True)
         limit = int(self.query.get("limit", ["1000"])[0])
@@ -434,15 +433,15 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": sha, "ETag": f'"{blob.etag}"', "Accept-Ranges": "bytes"}
         if not blob.is_large:
             return _Response(blob.data, headers=headers, is_file=True)
-        self.server.hub.large_files[blob.etag] = blob.data
+        self.hub.large_files[blob.etag] = blob.data
         headers |= {"X-Linked-Size": str(len(blob.data)), "X-Linked-Etag": f'"{blob.etag}"'}
-        headers["Location"] = f"{self.server.hub.storage_url}/storage/{repo}/{blob.etag}/{quote(path)}"
+        headers["Location"] = f"{self.hub.storage_url}/storage/{repo}/{blob.etag}/{quote(path)}"
         return _Response(status=302, headers=headers)
 
     def storage(self, repo: str, oid: str, path: str) -> _Response:
         if self.headers.get("Authorization") is not None:
             raise _HttpError(400, message="The storage takes signed URLs; a token must not get here.")
-        return _Response(self.server.hub.large_files[oid], headers={"ETag": f'"{oid}"'}, is_file=True)
+        return _Response(self.hub.large_files[oid], headers={"ETag": f'"{oid}"'}, is_file=True)
 
     # ------------------------------------------------------------------------------------------------------- writing
 
@@ -454,11 +453,11 @@ class _Handler(BaseHTTPRequestHandler):
         repo_id = f"{owner}/{asked['name']}"
         if owner != self._user:
             raise _HttpError(403, message=f"You don't have the rights to create a model under {owner}.")
-        answer = {"url": f"{self.server.hub.url}/{repo_id}", "name": repo_id}
-        if repo_id in self.server.hub.repos:
+        answer = {"url": f"{self.hub.url}/{repo_id}", "name": repo_id}
+        if repo_id in self.hub.repos:
             return _json({**answer, "error": "You already created this model repo"}, 409)
         is_private = asked.get("private", False) or asked.get("visibility") == "private"
-        repo = self.server.hub.repos[repo_id] = Repo(repo_id, private=is_private)
+        repo = self.hub.repos[repo_id] = Repo(repo_id, private=is_private)
         repo.commit({".gitattributes": Blob(b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n", is_large=False)})
         return _json(answer)
 
@@ -479,20 +478,20 @@ class _Handler(BaseHTTPRequestHandler):
         self._repo_to_write(repo)
         objects = [{"oid": item["oid"], "size": item["size"]} for item in json.loads(self.body)["objects"]]
         for item in objects:
-            if item["oid"] not in self.server.hub.large_files:
-                upload = {"href": f"{self.server.hub.storage_url}/upload/{item['oid']}"}
-                item["actions"] = {"upload": upload, "verify": {"href": f"{self.server.hub.url}/upload-verify"}}
+            if item["oid"] not in self.hub.large_files:
+                upload = {"href": f"{self.hub.storage_url}/upload/{item['oid']}"}
+                item["actions"] = {"upload": upload, "verify": {"href": f"{self.hub.url}/upload-verify"}}
         return _json({"transfer": "basic", "objects": objects})
 
     def upload(self, oid: str) -> _Response:
         if hashlib.sha256(self.body).hexdigest() != oid:
             raise _HttpError(400, message="The content has another hash.")
-        self.server.hub.large_files[oid] = self.body
+        self.hub.large_files[oid] = self.body
         return _Response()
 
     def verify_upload(self) -> _Response:
         asked = json.loads(self.body)
-        if len(self.server.hub.large_files[asked["oid"]]) != asked["size"]:
+        if len(self.hub.large_files[asked["oid"]]) != asked["size"]:
             raise _HttpError(404, message="The object was not uploaded.")
         return _json({})
 
@@ -505,11 +504,11 @@ class _Handler(BaseHTTPRequestHandler):
             if item["key"] == "file":
                 files[value["path"]] = Blob(base64.b64decode(value["content"]), is_large=False)
             elif item["key"] == "lfsFile":
-                files[value["path"]] = Blob(self.server.hub.large_files[value["oid"]], is_large=True)
+                files[value["path"]] = Blob(self.hub.large_files[value["oid"]], is_large=True)
             elif item["key"] != "header":
                 raise _HttpError(400, message=f"Unknown operation {item['key']}")
         sha = found.commit(files, revision)
-        return _json({"success": True, "commitOid": sha, "commitUrl": f"{self.server.hub.url}/{repo}/commit/{sha}"})
+        return _json({"success": True, "commitOid": sha, "commitUrl": f"{self.hub.url}/{repo}/commit/{sha}"})
 
 
 _REPO = r"(?P<repo>[^/]+/[^/]+)"
@@ -536,7 +535,7 @@ _ROUTES = tuple(
 
 
 def _card_data(files: Mapping[str, Blob]) -> dict[str, Any]:
-    """What stands in YAML at the top of a card."""
+    """The YAML at the top of a card."""
     card = files["README.md"].data.decode() if "README.md" in files else ""
     found = re.match(r"\s*---\r?\n(.*?)\r?\n---", card, re.DOTALL)
     return yaml.safe_load(found[1]) if found else {}

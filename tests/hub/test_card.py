@@ -1,6 +1,7 @@
 """Cards: what is written is read again, and what is read is only data."""
 
 import json
+from datetime import date
 
 import pytest
 import yaml
@@ -202,6 +203,9 @@ def test_settings_of_another_version_are_left_out(tmp_path):
         ({"method": "eagle3", "options": {"trust_remote_code": 1}}, "must not let code run"),
         ([1, 2], "a mapping of names to values, got list"),
         ({3: 4}, "a mapping of names to values"),
+        (date(2026, 1, 1), "a mapping of names to values, got date"),
+        ({"method": 3}, "name of a method"),
+        ({"method": "ngram", "prompt_lookup_max": {}}, "prompt_lookup_max"),
         ({"method": ["eagle3"]}, "name of a method"),
     ],
 )

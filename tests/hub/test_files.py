@@ -57,7 +57,7 @@ def downloads(hub, pattern=""):
 
 
 class TestBothPlaces:
-    """The same questions have the same answers."""
+    """All questions have equal answers."""
 
     @pytest.fixture(params=["folder", "hub", "cache"])
     def files(self, request, folder, hub, monkeypatch):
@@ -217,7 +217,7 @@ class TestHub:
 
 
 class TestAccess:
-    """Why something cannot be had, and what to do."""
+    """Errors say why something cannot be had, and what to do."""
 
     @pytest.mark.parametrize("token", [None, STRANGERS_TOKEN])
     def test_gated(self, hub, folder, token):

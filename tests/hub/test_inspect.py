@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a target is told from configs and headers, in Python and on the command line."""
+"""Configs and headers tell if a checkpoint fits a target, in Python and on the command line."""
 
 import json
 import shutil

@@ -98,7 +98,7 @@ class TestByName:
 
 
 class TestSettings:
-    """How a checkpoint is reached is said in the settings of generate()."""
+    """The settings of generate() say how a checkpoint is reached."""
 
     @pytest.mark.parametrize("checkpoint", ["v2_shared_lm_head_safetensors", "target"])
     def test_a_token(self, hub, target, checkpoint):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from huggingface_hub import constants, snapshot_download
 from safetensors.torch import load_file, save
-from transformers import AutoModelForCausalLM, pipeline
+from transformers import AutoModelForCausalLM
 
 from hf_specdec import SpecConfigError, demo, forget_speculators, load_speculator, record
 from hf_specdec.errors import CheckpointFormatError, UnsupportedModelError
@@ -98,25 +98,7 @@ def test_settings_of_the_call_are_kept(target, hub, settings):
     assert generate(model, speculative=settings).num_accepted_tokens > 0
 
 
-def test_pipeline(target, hub):
-    hub.add("user/draft", demo.drafter_path("dflash"), card=card_of(target, "dflash"))
-    generator = pipeline("text-generation", model=target, device="cpu")
-    plain = generator(PROMPT, do_sample=False, max_new_tokens=12)
-    generator = pipeline("text-generation", model=target, device="cpu", speculative="dflash")
-    with record() as made:
-        assert generator(PROMPT, do_sample=False, max_new_tokens=12) == plain
-    assert made.calls[0].stats.method == "dflash"
-    assert made.calls[0].stats.num_accepted_tokens > 0
-
-
 class TestPlaces:
-    def test_entry(self, hub):
-        entry = {"generation_config.json": json.dumps({"speculative": {"model": "user/draft"}})}
-        hub.add("user/target", demo.target_path(), files=entry)
-        hub.add("user/draft", demo.drafter_path("dflash"))
-        stats = generate(load(), spec_method="dflash")
-        assert (stats.drafter["model"], stats.drafter["place"]) == ("user/draft", "entry")
-
     def test_card(self, hub):
         card = "---\nspeculative: {method: ngram+dflash, model: user/draft, num_speculative_tokens: 3}\n---\n"
         hub.add("user/target", demo.target_path(), card=card)
@@ -256,15 +238,6 @@ class TestNothingFound:
 
 
 class TestTrust:
-    def test_pickles_that_nobody_named_are_not_taken(self, hub):
-        heads = FIXTURES / "medusa"
-        hub.add("user/target", heads / "target")
-        hub.add("user/pickled", heads / "v01_heads_pt", card=card_of("user/target", "medusa"))
-        model = load()
-        with pytest.raises(SpecConfigError, match="'user/pickled'.*Its weights are pickled: name it as `model`"):
-            load_speculator(model, "medusa")
-        assert load_speculator(model, "medusa", model="user/pickled").method == "medusa"
-
     def test_size_is_bounded_before_anything_is_downloaded(self, target, hub, monkeypatch):
         monkeypatch.setattr("hf_specdec.hub.target._LEAST_BOUND", 1000)
         # Its header says nothing of them.

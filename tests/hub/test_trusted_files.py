@@ -1,4 +1,4 @@
-"""Which files of a checkpoint are opened, and how: nothing outside of it, no pipe, nothing that unpacks itself."""
+"""Files of a checkpoint are opened with care: none outside of it, no pipe, none that unpacks itself."""
 
 import json
 import os
@@ -167,7 +167,7 @@ class TestTheDetectedFileIsTaken:
 
 
 class TestDraftModelsInFolders:
-    """The same checks as of repositories."""
+    """They pass the checks of repositories."""
 
     def test_an_index_that_leads_out(self, draft):
         shutil.move(draft / "model.safetensors", draft.parent / "outside.safetensors")

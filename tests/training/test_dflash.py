@@ -23,7 +23,7 @@ LENGTH = 48
 
 
 def drafted(network, reading, row, place, masked):
-    """What the cached forward of drafting makes of a block behind `place`: its masks, `(K, h)`."""
+    """The output at the masks, `(K, h)`, of the cached forward of drafting for a block after `place`."""
     text = DraftText(network, starts=[0], offsets=[0], capacity=64)
     states = {key: reading.states[key][row, None, : place + 1] for key in network.target_hidden_states}
     text.extend(states, [place + 1])

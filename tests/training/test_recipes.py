@@ -269,7 +269,7 @@ class TestReader:
 
 
 class TestMeasure:
-    def test_a_walk_begins_each_cycle_behind_the_accepted_drafts(self):
+    def test_a_walk_begins_each_cycle_after_the_accepted_drafts(self):
         assert walk([2, 5, 5, 0, 1], [True] * 5) == (6, 3)
         assert walk([1, 1, 1, 1], [False, False, True, True]) == (2, 1)
         assert walk([], []) == (0, 0)
@@ -284,7 +284,7 @@ class TestMeasure:
         counted = torch.zeros_like(text, dtype=torch.bool)
         counted[:, prompt.shape[1] :] = True
         measured = recipe.measure(network, TargetReader(target, ("last",)), [Rows(text, counted)])
-        # Walked by hand: what the heads say behind each committed token.
+        # Walked by hand: what the heads say after each committed token.
         with captured_states(target, ("last",)) as states, torch.no_grad():
             target(text)
         best = network(states["last"], target.lm_head).argmax(-1)[:, 0]

@@ -87,14 +87,21 @@ class AutoregressiveRecipe(CycleRecipe):
         weights = self.head_decay ** torch.arange(self.ttt_steps, dtype=torch.float32)
         weights = (weights / weights.sum()).tolist()
         num_logits = reading.vocab_size if network.token_ids is None else len(network.token_ids)
-        all_labels = _draft_ids(network, reading.labels_at(anchors, self.ttt_steps))
+        labels = _draft_ids(network, reading.labels_at(anchors, self.ttt_steps))
         for step, (fed, output) in enumerate(walk_cycles(network, reading.tokens, states, anchors, self.ttt_steps)):
-            rows, cycles = counting = (all_labels[step] != IGNORED).nonzero(as_tuple=True)
+            rows, _ = counting = (labels[step] != IGNORED).nonzero(as_tuple=True)
             if len(rows):
                 # The target's state that the step stands for is there.
                 places = rows * reading.tokens.shape[1] + anchors[counting] + step + 1
-                predicted = output[counting], all_labels[step][counting], places
-                loss = self.token_loss(reading, network.logits, *predicted, num_logits, token_ids=network.token_ids)
+                loss = self.token_loss(
+                    reading,
+                    network.logits,
+                    output[counting],
+                    labels[step][counting],
+                    places,
+                    num_logits,
+                    token_ids=network.token_ids,
+                )
                 loss = self.step_loss(network, fed[counting], loss, reading.flat_states()[places])
                 total = total + weights[step] * loss
         return total

@@ -147,9 +147,15 @@ class DFlashRecipe(CycleRecipe):
             return total
         # The target predicts the tokens there.
         places = rows * reading.tokens.shape[1] + anchors[rows, blocks] + 1 + masks
-        predicted = output[counting], labels[counting], places
-        num_logits = network.config.draft_vocab_size
-        return total + self.token_loss(reading, network.logits, *predicted, num_logits, self.head_decay**masks)
+        return total + self.token_loss(
+            reading,
+            network.logits,
+            output[counting],
+            labels[counting],
+            places,
+            network.config.draft_vocab_size,
+            weights=self.head_decay**masks,
+        )
 
     def draw_anchors(self, reading: Reading) -> torch.LongTensor:
         """Draws the anchors of this step, `(B, A)`."""

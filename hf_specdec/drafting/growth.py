@@ -115,10 +115,7 @@ class RowLimits:
 
     def __init__(self, depths: list[int], threshold: float):
         self.depths, self.threshold = depths, threshold
-
-    @property
-    def deepest(self) -> int:
-        return max(self.depths)
+        self.deepest = max(depths)
 
     def stop_low_confidence(self, log_probs: torch.FloatTensor, depth: int) -> None:
         """Ends rows at `depth` where no node that would be expanded is probable enough.
@@ -132,6 +129,7 @@ class RowLimits:
         # Waits for the device: forwards that are not needed are not launched.
         is_probable = (log_probs.amax(1) > math.log(self.threshold)).tolist()
         self.depths = [limit if goes_on else min(limit, depth) for limit, goes_on in zip(self.depths, is_probable)]
+        self.deepest = max(self.depths)
 
     def within(self, log_probs: torch.FloatTensor, sizes: list[int]) -> torch.FloatTensor:
         """Log-probabilities `(R, C)` of candidates, -inf for those that are too deep for their row.

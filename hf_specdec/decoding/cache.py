@@ -19,6 +19,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
 
 from ..errors import SpecConfigError, UnsupportedModelError
+from ..kernels._triton import use_triton
 from ..kernels.cache import WritePlan, move_slots, write_slots
 from ..transfers import upload
 from .recurrent import RecurrentState, load_state
@@ -186,6 +187,7 @@ class SlotLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         # Zeros, not empty: a masked slot has weight 0, and 0 * NaN would still be NaN.
         self.keys, self.values = self._allocated("keys", key_states), self._allocated("values", value_states)
+        self._has_kernel = use_triton(key_states, value_states)
         self.is_initialized = True
 
     def _allocated(self, name: str, states: torch.Tensor) -> torch.Tensor:
@@ -205,16 +207,25 @@ class SlotLayer(CacheLayerMixin):
         if plan.columns > self.capacity:
             self.grow(plan.columns)
         self._plan = plan
-        write_slots((self.keys, self.values), (key_states, value_states), plan)
+        self._write((self.keys, self.values), (key_states, value_states))
         rows, slots = key_states.shape[0], slice(self._first(plan.columns) if self.window else 0, plan.columns)
         return self.keys[:rows, :, slots], self.values[:rows, :, slots]
+
+    def _write(self, buffers: tuple[torch.Tensor, ...], states: tuple[torch.Tensor, ...]) -> None:
+        """Writes states `(R, H, T, D)` to the slots of the plan; in rows of equal length they are one slice."""
+        plan = self._plan
+        if plan.offset is None or (self._has_kernel and plan.firsts is not None):
+            write_slots(buffers, states, plan)
+            return
+        for buffer, new in zip(buffers, states):
+            buffer[: len(new), :, plan.offset : plan.columns] = new
 
     def update_indexer(self, key_states: torch.Tensor) -> torch.Tensor:
         """Writes indexer keys `(R, T, D)` to the slots of the last `update`; returns all of them `(R, S, D)`."""
         states = key_states[:, None]
         if self.indexer_keys is None:
             self.indexer_keys = self._allocated("indexer_keys", states)
-        write_slots((self.indexer_keys,), (states,), self._plan)
+        self._write((self.indexer_keys,), (states,))
         return self.indexer_keys[: len(states), 0, : self._plan.columns]
 
     def grow(self, columns: int) -> None:
@@ -269,7 +280,6 @@ class SlotCache(Cache):
         self.lengths: list[int] = []  # of the prefill none
         self.plan: WritePlan | None = None
         self.last_recurrent_layer = -1
-        self._uses_kernel: dict[torch.device, bool] = {}
 
     # Prefix tuning asks, and makes a cache without limit.
     max_cache_len = -1
@@ -317,7 +327,8 @@ class SlotCache(Cache):
                 layer.grow(columns)
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
-        return self._layer(layer_idx).update(key_states, value_states, self.plan)
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else self._layer(layer_idx)
+        return layer.update(key_states, value_states, self.plan)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         if layer_idx == 0:
@@ -398,7 +409,7 @@ class SlotCache(Cache):
         longest = max(self.lengths)
         offset = longest + ahead if min(self.lengths) == longest else None
         firsts = [length + ahead for length in self.lengths]
-        self.plan = WritePlan(longest + ahead + nodes, offset, firsts, nodes, uses_kernel=self._uses_kernel)
+        self.plan = WritePlan(longest + ahead + nodes, offset, firsts, nodes)
         for layer in self.layers:
             layer.length = longest
         return self.plan

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ..drafts import TreeTopology
 from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE
 from ..layers.llama import DecoderLayer, RMSNorm, is_published, is_untouched, modules_of
-from ..layers.rope import RotaryTable, has_static_frequencies
+from ..layers.rope import RotaryAngles, has_static_frequencies
 from .attention import TREE_KERNEL, TreeMask
 from .cache import SlotCache
 from .masks import FULL, RowState, node_masks
@@ -70,7 +70,7 @@ class FunctionalSlotModel(SlotModel):
         self._has_full_span = all(span == FULL for span in self.profile.spans)
         types = self.profile.layer_types
         self._span_of_layer = [types.index(kind) if types else 0 for kind in self._layer_kinds(model.config)]
-        self._rotary = RotaryTable(decoder.rotary_emb)
+        self._angles = RotaryAngles(decoder.rotary_emb)
 
     def _layer_kinds(self, config) -> list[str]:
         return getattr(config, "layer_types", None) or [""] * len(self._layers)
@@ -82,7 +82,7 @@ class FunctionalSlotModel(SlotModel):
         _, rows = self._plan_write(tokens)
         masks = self._masks_of_spans(topology, tokens, rows)
         stream = F.embedding(tokens, self._embedding)
-        angles = self._rotary_at(topology, stream, rows)
+        angles = self._angles(self._positions_at(topology, rows), stream, self.cache.plan.columns + max(self.offsets))
         states = {}
         for index, layer in enumerate(self._layers):
             if index in self.states:
@@ -110,14 +110,10 @@ class FunctionalSlotModel(SlotModel):
         repeats = self._groups if nodes > 1 else 1
         return node_masks(topology, rows, self.cache.plan.columns, spans, self._head.dtype, repeats)
 
-    def _rotary_at(
-        self, topology: TreeTopology, like: torch.Tensor, rows: RowState
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and signed sine `(R | 1, T, 1, D)` of each node's position."""
-        cosine, sine = self._rotary.up_to(self.cache.plan.columns + max(self.offsets), like)
+    def _positions_at(self, topology: TreeTopology, rows: RowState) -> torch.LongTensor | slice:
+        """Position ids of the nodes `(R, T)`, or those of all rows as a slice."""
         first, nodes = self.cache.lengths[0] + self.offsets[0], topology.depths.shape[-1]
         inside = self.max_position is None or first + nodes <= self.max_position + 1
         if topology.is_chain and inside and rows.is_uniform and len(set(self.offsets)) == 1:
-            return cosine[first : first + nodes], sine[first : first + nodes]
-        positions = self.positions(topology, rows)
-        return cosine[positions], sine[positions]
+            return slice(first, first + nodes)
+        return self.positions(topology, rows)

@@ -86,44 +86,34 @@ class DraftEntries(DraftSlots):
 
     def begin_draft(self, num_nodes: int) -> None:
         """Prepares for a draft of which at most `num_nodes` nodes are read."""
-        ends, columns = self.rows.ends, self.rows.columns(num_nodes)
-        # A node sees what its parent sees, and itself. At first, that is what the last entry of each row sees.
-        self._mask = self._causal_mask(1, columns, back=1)[:, 0]
-        self._slots = ends + torch.arange(num_nodes, device=self.device)
-        self._keys = torch.arange(columns, device=self.device).expand(len(ends), -1)
-        self._ends, self._positions = ends, self.rows.positions
+        self._columns, self._positions = self.rows.columns(num_nodes), self.rows.positions
+        self._mask: torch.Tensor | None = None
         self._depth = self.num_read = 0
 
     def read_nodes(
-        self, tokens: torch.LongTensor, hidden: torch.Tensor, parents: torch.LongTensor
+        self, tokens: torch.LongTensor, hidden: torch.Tensor, parents: torch.LongTensor | slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads the next level of the draft.
 
         Args:
             tokens (`torch.LongTensor` of shape `(R, F)`): The nodes' tokens.
             hidden (`torch.Tensor` of shape `(R, F, h)`): States that their parents have handed on.
-            parents (`torch.LongTensor` of shape `(F,)` or `(R, F)`): Their parents among the nodes of the level
-                before; of the first level, the anchor.
+            parents (`torch.LongTensor` of shape `(F,)` or `(R, F)`, or `slice`): Their parents among the nodes of the
+                level before; of the first level, the anchor.
 
         Returns:
             Both outputs of the network, of shape `(R, F, h)`.
         """
         first, self.num_read = self.num_read, self.num_read + tokens.shape[1]
         plan = self.rows.plan_write(tokens.shape[1], ahead=first)
-        self._mask = pick_nodes(self._mask, parents)
-        slots = self._slots[:, first : self.num_read]
-        self._mask.scatter_(2, slots[..., None].expand(len(self._mask), -1, 1), 0.0)
-        if self.span != FULL:
-            self._hide_distant(slots)
+        mask = self._node_mask(first, parents, plan.columns)
         positions, self._depth = self._positions + self._depth, self._depth + 1
-        mask = self._mask[:, None, :, : plan.columns]
         bound = self.rows.position_bound
         return self.network(tokens.to(self.device), hidden, positions, mask, self.cache, bound=bound)
 
     def read_next(self, tokens: torch.LongTensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads the next node of each row's chain, as a [`ReadNext`]; `begin_draft` comes before the first."""
-        parent = torch.zeros(1, dtype=torch.long, device=self.device)
-        hidden, output = self.read_nodes(tokens[:, None], hidden[:, None], parent)
+        hidden, output = self.read_nodes(tokens[:, None], hidden[:, None], slice(None))
         return hidden[:, 0], self.network.logits(output)[:, 0]
 
     # Graphs
@@ -167,12 +157,26 @@ class DraftEntries(DraftSlots):
 
     # Masks
 
-    def _hide_distant(self, slots: torch.LongTensor) -> None:
-        """Masks what lies outside of the network's window for the nodes in these slots; they have equal positions."""
-        query = self._ends + self._depth
-        self._keys = self._keys.scatter(1, slots, query.expand_as(slots))
-        hidden = self.span.hidden(query, self._keys)
-        self._mask.masked_fill_(hidden[:, None], torch.finfo(self._mask.dtype).min)
+    def _node_mask(self, first: int, parents: torch.LongTensor | slice, columns: int) -> torch.Tensor | None:
+        """Additive mask `(R | 1, 1, F, columns)` of a level, nodes `first` to `num_read` of the draft."""
+        if self._mask is None:
+            if self.num_read == self._depth + 1 and self.span == FULL and self.rows.is_uniform:
+                return None  # a chain sees all of the slots
+            # A node sees what its parent sees, and itself. At first, that is what the last entry of each row sees, and
+            # a chain after it.
+            self._mask = self._causal_mask(1, self._columns, back=1 - first)[:, 0]
+            self._keys = torch.arange(self._columns, device=self.device).expand(len(self._positions), -1)
+        self._mask = pick_nodes(self._mask, parents)
+        ends = self.rows.ends
+        slots = ends + torch.arange(first, self.num_read, device=self.device)
+        self._mask.scatter_(2, slots[..., None].expand(len(self._mask), -1, 1), 0.0)
+        if self.span != FULL:
+            # Nodes of a level have equal positions.
+            query = ends + self._depth
+            self._keys = self._keys.scatter(1, slots, query.expand_as(slots))
+            distant = self.span.hidden(query, self._keys)
+            self._mask.masked_fill_(distant[:, None], torch.finfo(self._mask.dtype).min)
+        return self._mask[:, None, :, :columns]
 
     def _causal_mask(self, count: int, columns: int, back: int = 0) -> torch.Tensor:
         """Additive mask `(R | 1, 1, count, columns)` of entries in `count` slots from `back` before each row's end."""
@@ -182,8 +186,10 @@ class DraftEntries(DraftSlots):
         return causal_mask(queries, self.rows.first_slots, columns, self.span, self.dtype)
 
 
-def pick_nodes(values: torch.Tensor, nodes: torch.LongTensor) -> torch.Tensor:
-    """Picks nodes `(F,)` or `(R, F)` from each row's values `(R | 1, F', X)`, as a new tensor `(R | 1, F, X)`."""
+def pick_nodes(values: torch.Tensor, nodes: torch.LongTensor | slice) -> torch.Tensor:
+    """Picks nodes `(F,)` or `(R, F)` from each row's values `(R | 1, F', X)`: `(R | 1, F, X)`."""
+    if isinstance(nodes, slice):
+        return values[:, nodes]
     if nodes.dim() == 1:
         return values.index_select(1, nodes)
     values = values.expand(len(nodes), -1, -1)

@@ -76,15 +76,16 @@ class Level(NamedTuple):
 
     Attributes:
         width (`int`): W, candidates that are asked of every node that is read, R of them (at first the anchor).
-        picks (`torch.LongTensor`): Which of the R * W candidates the nodes of this depth are.
-        read_picks (`torch.LongTensor`): Those of them that have children, so that they are read next.
-        read_parents (`torch.LongTensor`): Which of the R nodes that were read each of these continues.
+        picks (`torch.LongTensor` or `slice`): Which of the R * W candidates the nodes of this depth are; a slice where
+            they are all of them in their order.
+        read_picks (`torch.LongTensor` or `slice`): Those of them that have children, so that they are read next.
+        read_parents (`torch.LongTensor` or `slice`): Which of the R nodes that were read each of these continues.
     """
 
     width: int
-    picks: torch.LongTensor
-    read_picks: torch.LongTensor
-    read_parents: torch.LongTensor
+    picks: torch.LongTensor | slice
+    read_picks: torch.LongTensor | slice
+    read_parents: torch.LongTensor | slice
 
 
 @dataclass(frozen=True)
@@ -297,15 +298,24 @@ def _levels(tree: TokenTree, device: torch.device) -> tuple[Level, ...]:
     levels = []
     for depth, width in enumerate(tree.widths):
         place = {path: index for index, path in enumerate(read)}
+        num_candidates = len(read) * width
         nodes = [path for path in tree.paths if len(path) == depth + 1]
         read = [path for path in nodes if path in with_children]
-        indices = (
-            [place[path[:-1]] * width + path[-1] for path in nodes],
-            [place[path[:-1]] * width + path[-1] for path in read],
-            [place[path[:-1]] for path in read],
+        picks, read_picks = ([place[path[:-1]] * width + path[-1] for path in paths] for paths in (nodes, read))
+        levels.append(
+            Level(
+                width,
+                _index(picks, num_candidates, device),
+                _index(read_picks, num_candidates, device),
+                _index([place[path[:-1]] for path in read], len(place), device),
+            )
         )
-        levels.append(Level(width, *(upload(index, device) for index in indices)))
     return tuple(levels)
+
+
+def _index(places: list[int], size: int, device: torch.device) -> torch.LongTensor | slice:
+    """Places among so many; a slice, which costs nothing, where they are all of them in their order."""
+    return slice(None) if places == list(range(size)) else upload(places, device)
 
 
 def parse_token_tree(value: Any) -> tuple[Path, ...]:

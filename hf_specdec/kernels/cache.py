@@ -25,12 +25,11 @@ class WritePlan:
 
     Attributes:
         columns (`int`): Slots that attention reads: the longest row with its new nodes.
-        offset (`int`, *optional*): First slot, when it is the same for all rows; the write is then a plain copy.
-        firsts (`list[int]` of length R, *optional*): First slot of each row. Kernels take them where there is an
-            offset, too. Empty where only the device knows them.
+        offset (`int`, *optional*): First slot, when it is the same for all rows, up to `columns`.
+        firsts (`list[int]` of length R, *optional*): First slot of each row; `None` in a prefill, and empty where only
+            the device knows them.
         nodes (`int`): T, where `firsts` are given.
         device_starts (`dict`): `firsts` on devices, as far as they have been asked for.
-        uses_kernel (`dict`): For each device whether kernels run there; decided once for all plans of a cache.
     """
 
     columns: int
@@ -38,7 +37,6 @@ class WritePlan:
     firsts: list[int] | None = None
     nodes: int = 0
     device_starts: dict[torch.device, torch.LongTensor] = field(default_factory=dict)
-    uses_kernel: dict[torch.device, bool] = field(default_factory=dict)
     _flat_indices: dict = field(default_factory=dict)
 
     @classmethod
@@ -74,26 +72,17 @@ def write_slots(buffers: Sequence[torch.Tensor], states: Sequence[torch.Tensor],
     Args:
         buffers (`Sequence[torch.Tensor]`): One or two, such as keys and values, each `(B, H, C, D)` and contiguous.
         states (`Sequence[torch.Tensor]`): For each buffer `(R, H, T, D)`.
-        plan (`WritePlan`): Their slots.
+        plan (`WritePlan`): The first slot of each row.
     """
-    run = _write_torch
-    if plan.firsts is not None:
-        device = buffers[0].device
-        if device not in plan.uses_kernel:
-            plan.uses_kernel[device] = use_triton(*states)
-        if plan.uses_kernel[device]:
-            run = _write_triton
+    run = _write_triton if use_triton(*states) else _write_torch
     run(buffers, states, plan)
 
 
 def _write_torch(buffers, states, plan):
     for buffer, new in zip(buffers, states):
-        rows, heads, nodes, size = new.shape
-        if plan.offset is not None:
-            buffer[:rows, :, plan.offset : plan.offset + nodes].copy_(new)
-        else:
-            index = plan.flat_index(heads, buffer.shape[2], buffer.device)
-            buffer.view(-1, size).index_copy_(0, index, new.reshape(-1, size))
+        _, heads, _, size = new.shape
+        index = plan.flat_index(heads, buffer.shape[2], buffer.device)
+        buffer.view(-1, size).index_copy_(0, index, new.reshape(-1, size))
 
 
 @triton.jit

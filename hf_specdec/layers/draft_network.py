@@ -70,7 +70,8 @@ class TargetParts:
         if type(embedding).forward is nn.Embedding.forward and is_hooked(embedding):
             return embedding(tokens)
         if isinstance(embedding, nn.Embedding):
-            return _rows(embedding.weight, tokens)
+            weight = embedding.weight
+            return _distributed_rows(weight, tokens) if is_distributed(weight) else F.embedding(tokens, weight)
         # Of an adapter, which also scales what the embedding inside of it does.
         scale = getattr(getattr(embedding, "base_layer", None), "embed_scale", None)
         rows = embedding(tokens)
@@ -97,10 +98,8 @@ def on_device_of(embedding: nn.Module, tokens: torch.LongTensor) -> torch.LongTe
     return tokens.to(weight.device) if torch.is_tensor(weight) else tokens
 
 
-def _rows(weight: torch.Tensor, tokens: torch.LongTensor) -> torch.Tensor:
-    """Rows of a table, which may be spread over processes."""
-    if not is_distributed(weight):
-        return F.embedding(tokens, weight)
+def _distributed_rows(weight: torch.Tensor, tokens: torch.LongTensor) -> torch.Tensor:
+    """Rows of a table that is spread over processes."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = weight.device_mesh
@@ -143,6 +142,7 @@ class DraftNetwork(DirectModule):
     Attributes:
         token_ids (`torch.LongTensor` of shape `(U,)`): The target's id of each draft id; `None` where they are equal.
         rotary_emb (`nn.Module`): Its rotary embedding, whose frequencies are in no checkpoint.
+        angles (`RotaryAngles`): Those of that embedding.
         doubtful_flags (`tuple[str, ...]`): Flags of the config that checkpoints are known to have the wrong way.
         states_keys (`tuple[str, ...]`): Keys with which configs name the states of the target that it reads.
         states_setting (`str`, *optional*): Setting that names them.
@@ -160,7 +160,7 @@ class DraftNetwork(DirectModule):
         super().__init__()
         self.config = config
         self.rotary_emb = rotary_embedding(config)
-        self._angles = RotaryAngles(self.rotary_emb)
+        self.angles = RotaryAngles(self.rotary_emb)
 
     def with_settings(self, **settings: Any) -> DraftNetwork:
         """Copies the network with other settings in its config; the copy shares its weights."""
@@ -168,7 +168,7 @@ class DraftNetwork(DirectModule):
         changed.config = replace(self.config, **settings)
         if "rope_parameters" in settings:
             made = rotary_embedding(changed.config).to(self.rotary_emb.inv_freq.device)
-            changed._modules = {**self._modules, "rotary_emb": made}
+            changed._modules, changed.angles = {**self._modules, "rotary_emb": made}, RotaryAngles(made)
         return changed
 
     def attach(self, target_model: nn.Module) -> DraftNetwork:
@@ -199,15 +199,6 @@ class DraftNetwork(DirectModule):
         if self.embed_tokens is not None:
             return self.embed_tokens(tokens.to(self.device))
         return self._target.embed(tokens).to(self._weight)
-
-    def angles(
-        self, like: torch.Tensor, positions: torch.LongTensor, bound: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and signed sine `(R | 1, T, 1, D)` of position ids; the arguments are those of [`RotaryAngles`]."""
-        embedding = self._modules["rotary_emb"]
-        if self._angles.embedding is not embedding:
-            self._angles = RotaryAngles(embedding)
-        return self._angles(positions, like, bound)
 
     @property
     def shared_modules(self) -> tuple[nn.Module, ...]:

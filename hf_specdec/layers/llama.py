@@ -22,8 +22,6 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.activations import ACT2FN
 
-from .rope import rotate
-
 
 # transformers' layers that compute this.
 _FAMILY = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -186,20 +184,18 @@ class DecoderLayer(DirectModule):
         angles: Angles,
         mask: torch.Tensor | SlotMask | None,
         cache: KeyValueCache | None,
+        attended: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The stream `(R, T, H)` after the layer; for the other arguments see [`RotaryAttention`]."""
-        return self.finish(stream, self._modules["input_layernorm"](stream), angles, mask, cache)
+        """The stream `(R, T, H)` after the layer.
 
-    def finish(
-        self,
-        stream: torch.Tensor,
-        attended: torch.Tensor,
-        angles: Angles,
-        mask: torch.Tensor | SlotMask | None,
-        cache: KeyValueCache | None,
-    ) -> torch.Tensor:
-        """The stream after the layer, whose attention reads `attended` `(R, T, X)`."""
+        Args:
+            stream (`torch.Tensor` of shape `(R, T, H)`): The stream before it.
+            angles, mask, cache: As for [`RotaryAttention`].
+            attended (`torch.Tensor` of shape `(R, T, X)`, *optional*): What attention reads, by default the normed
+                stream.
+        """
         parts = self._modules
+        attended = parts["input_layernorm"](stream) if attended is None else attended
         stream = stream + parts["self_attn"](attended, angles, mask, cache)
         return stream + parts["mlp"](parts["post_attention_layernorm"](stream))
 
@@ -297,44 +293,44 @@ class RotaryAttention(DirectModule):
         Returns:
             `torch.Tensor` of shape `(R, T, H)`.
         """
-        query, key = self._heads(hidden, "q_proj", "q_norm"), self._heads(hidden, "k_proj", "k_norm")
+        parts, rows, tokens = self._modules, hidden.shape[0], hidden.shape[1]
+        query = project(parts["q_proj"], hidden).view(rows, tokens, -1, self.head_dim)
+        if "q_norm" in parts:
+            query = parts["q_norm"](query)
+        key, values = self.keys(hidden), self.values(hidden)
+        # One rotation of both takes less time than two.
         turned = rotate(torch.cat((query, key), dim=2), *angles).transpose(1, 2)
         query, keys = turned.split_with_sizes((query.shape[2], key.shape[2]), dim=1)
-        values = self._heads(hidden, "v_proj").transpose(1, 2)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
-        return project(self._modules["o_proj"], self._attend(query, keys, values, mask))
+        if mask is not None and not isinstance(mask, torch.Tensor):
+            output = mask.attend(query, keys, values, self.scaling)
+        elif mask is None and self.is_causal and tokens > 1:
+            output = F.scaled_dot_product_attention(
+                query, keys, values, is_causal=True, scale=self.scaling, enable_gqa=self.groups > 1
+            ).transpose(1, 2)
+        else:
+            # The query heads of a group become further positions of their key/value head, which is read once for all.
+            query = query.reshape(rows, keys.shape[1], self.groups * tokens, self.head_dim)
+            output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self.scaling)
+            output = output.reshape(rows, -1, tokens, self.head_dim).transpose(1, 2)
+        return project(parts["o_proj"], output.reshape(rows, tokens, -1))
 
     def keys(self, hidden: torch.Tensor) -> torch.Tensor:
         """Keys `(R, T, K, D)` of `(R, T, X)` before they are turned."""
-        return self._heads(hidden, "k_proj", "k_norm")
+        parts = self._modules
+        keys = project(parts["k_proj"], hidden).view(*hidden.shape[:2], -1, self.head_dim)
+        return parts["k_norm"](keys) if "k_norm" in parts else keys
 
     def values(self, hidden: torch.Tensor) -> torch.Tensor:
         """Values `(R, K, T, D)` of `(R, T, X)`."""
-        return self._heads(hidden, "v_proj").transpose(1, 2)
+        values = project(self._modules["v_proj"], hidden)
+        return values.view(*hidden.shape[:2], -1, self.head_dim).transpose(1, 2)
 
-    def _heads(self, hidden: torch.Tensor, projection: str, norm: str | None = None) -> torch.Tensor:
-        parts = self._modules
-        rows, tokens, _ = hidden.shape
-        heads = project(parts[projection], hidden).view(rows, tokens, -1, self.head_dim)
-        return parts[norm](heads) if norm in parts else heads
 
-    def _attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | SlotMask | None
-    ) -> torch.Tensor:
-        """The attended values `(R, T, Q * D)` of queries `(R, Q, T, D)`."""
-        rows, _, tokens, _ = query.shape
-        if mask is not None and not isinstance(mask, torch.Tensor):
-            return mask.attend(query, keys, values, self.scaling).reshape(rows, tokens, -1)
-        if mask is None and self.is_causal and tokens > 1:
-            output = F.scaled_dot_product_attention(
-                query, keys, values, is_causal=True, scale=self.scaling, enable_gqa=self.groups > 1
-            )
-            return output.transpose(1, 2).reshape(rows, tokens, -1)
-        # The query heads of a group become further positions of their key/value head, which is read once for all.
-        query = query.reshape(rows, keys.shape[1], self.groups * tokens, self.head_dim)
-        output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self.scaling)
-        return output.reshape(rows, -1, tokens, self.head_dim).transpose(1, 2).reshape(rows, tokens, -1)
+def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Heads `(R, T, heads, D)`, turned by signed angles that broadcast to `(R, T, 1, D)`, see [`~layers.rope`]."""
+    return heads * cosine + heads.roll(heads.shape[-1] // 2, -1) * sine
 
 
 def with_query_groups(mask: torch.Tensor | None, groups: int) -> torch.Tensor | None:

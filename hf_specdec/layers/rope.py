@@ -29,39 +29,8 @@ def signed_angles(cosine: torch.Tensor, sine: torch.Tensor) -> tuple[torch.Tenso
     return cosine[..., None, :], torch.cat((-sine[..., :half], sine[..., half:]), dim=-1)[..., None, :]
 
 
-def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Heads `(R, T, heads, D)`, turned by signed angles that broadcast to `(R, T, 1, D)`."""
-    swapped = heads.roll(heads.shape[-1] // 2, -1)
-    return heads * cosine + swapped * sine
-
-
-class RotaryTable:
-    """Angles of all positions of a text that grows, of an embedding with static frequencies.
-
-    Args:
-        embedding (`nn.Module`): transformers' rotary embedding.
-    """
-
-    def __init__(self, embedding: nn.Module):
-        self.embedding = embedding
-        self._angles: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def up_to(self, count: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of at least the first `count` positions, each `(positions, 1, D)`.
-
-        Args:
-            like (`torch.Tensor`): Has the dtype and the device of the angles.
-        """
-        # Another thread may put a shorter table in this one's place.
-        angles = self._angles
-        if angles is None or count > len(angles[0]):
-            every = torch.arange(2 * count, device=like.device)
-            angles = self._angles = signed_angles(*(values[0] for values in self.embedding(like, every[None])))
-        return angles
-
-
 class RotaryAngles:
-    """Angles of a draft's positions, looked up in tables where frequencies are static and a bound is known.
+    """Angles of positions, looked up in tables where frequencies are static and a bound is known.
 
     Args:
         embedding (`nn.Module`): transformers' rotary embedding.
@@ -70,27 +39,29 @@ class RotaryAngles:
     def __init__(self, embedding: nn.Module):
         self.embedding = embedding
         self._is_static = has_static_frequencies(embedding.config.rope_parameters)
-        self._tables: dict[tuple[torch.dtype, torch.device], RotaryTable] = {}
+        self._tables: dict[tuple[torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(
-        self, positions: torch.LongTensor, like: torch.Tensor, bound: int | None = None
+        self, positions: torch.LongTensor | slice, like: torch.Tensor, bound: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine `(R | 1, T, 1, D)`.
+        """Cosine and signed sine `(R | 1, T, 1, D)`, of a slice `(T, 1, D)`.
 
         Args:
-            positions (`torch.LongTensor` of shape `(R | 1, T)`): Position ids.
+            positions (`torch.LongTensor` of shape `(R | 1, T)` or `slice`): Position ids; a slice needs a bound.
             like (`torch.Tensor`): Has the dtype and the device of the angles.
             bound (`int`, *optional*): Above the size of all position ids; those of padding may be negative, and get
                 the angles of others. `None`: nothing is looked up; a graph must not read a table that a later call
                 replaces.
         """
-        positions = positions.to(like.device)
-        if bound is None or not self._is_static:
-            return signed_angles(*self.embedding(like, positions))
+        if isinstance(positions, torch.Tensor):
+            positions = positions.to(like.device)
+            if bound is None or not self._is_static:
+                return signed_angles(*self.embedding(like, positions))
         # A network may be moved or cast between calls.
         place = (like.dtype, like.device)
+        # Another thread may put a shorter table in this one's place.
         table = self._tables.get(place)
-        if table is None:
-            table = self._tables[place] = RotaryTable(self.embedding)
-        cosine, sine = table.up_to(bound, like)
-        return cosine[positions], sine[positions]
+        if table is None or bound > len(table[0]):
+            every = torch.arange(2 * bound, device=like.device)
+            table = self._tables[place] = signed_angles(*(values[0] for values in self.embedding(like, every[None])))
+        return table[0][positions], table[1][positions]

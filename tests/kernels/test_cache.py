@@ -40,14 +40,6 @@ def test_rows_are_written_where_the_plan_says():
     assert torch.equal(keys, expected)
 
 
-def test_rows_of_equal_length_are_written_at_the_offset():
-    keys, states = torch.zeros(3, 2, 6, 4), numbered(2, 2, 2, 4, first=1)
-    write_slots((keys,), (states,), WritePlan(6, 3))
-    expected = torch.zeros(3, 2, 6, 4)
-    expected[:2, :, 3:5] = states
-    assert torch.equal(keys, expected)
-
-
 def test_paths_are_moved_behind_the_starts():
     keys = numbered(2, 1, 8, 1)
     move_slots([keys], torch.tensor([1, 3]), torch.tensor([[0, 2, 5], [0, 1, 4]]))

@@ -8,7 +8,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from hf_specdec import demo, load_speculator
 from hf_specdec.candidate_generators.dflash.network import GivenContext
 from hf_specdec.layers.draft_network import rotary_embedding
-from hf_specdec.layers.rope import RotaryAngles, rotate, signed_angles
+from hf_specdec.layers.llama import rotate
+from hf_specdec.layers.rope import RotaryAngles, signed_angles
 
 
 KINDS = {
@@ -97,9 +98,9 @@ def test_an_embedding_in_the_place_of_another():
     """A copy that shares all but its rotary embedding, as the doctor makes them."""
     network = load_speculator(demo.load_target(), {"method": "dflash", "model": demo.drafter_path("dflash")}).resources
     like, positions = torch.zeros(1), torch.tensor([[3, 9]])
-    before = network.angles(like, positions, 10)
+    before = network.angles(positions, like, 10)
     changed = network.with_settings(rope_parameters={**network.config.rope_parameters, "rope_theta": 77.0})
     expected = signed_angles(*rotary_embedding(changed.config)(like, positions))
-    assert all(map(torch.equal, changed.angles(like, positions, 10), expected))
+    assert all(map(torch.equal, changed.angles(positions, like, 10), expected))
     assert not torch.equal(before[0], expected[0])
-    assert all(map(torch.equal, network.angles(like, positions, 10), before))
+    assert all(map(torch.equal, network.angles(positions, like, 10), before))

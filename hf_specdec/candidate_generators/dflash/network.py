@@ -34,8 +34,16 @@ from ...checkpoints.header import TargetSizes
 from ...checkpoints.loading import check_given, loads_checkpoint
 from ...errors import SpecConfigError
 from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, loaded_network, on_device_of
-from ...layers.llama import DecoderLayer, GatedMLP, KeyValueCache, RMSNorm, RotaryAttention, project, with_query_groups
-from ...layers.rope import rotate
+from ...layers.llama import (
+    DecoderLayer,
+    GatedMLP,
+    KeyValueCache,
+    RMSNorm,
+    RotaryAttention,
+    project,
+    rotate,
+    with_query_groups,
+)
 from .formats import BlockView, DFlashConfig, DFlashReader
 
 
@@ -134,7 +142,7 @@ class DFlashNetwork(DraftNetwork):
         attentions = [layer.self_attn for layer in self._modules["layers"]]
         keys = [attention.keys(fused) for attention in attentions]
         # The angles are those of all layers.
-        angles = self.angles(fused, positions, bound)
+        angles = self.angles(positions, fused, bound)
         turned = rotate(torch.cat(keys, dim=2), *angles).split(keys[0].shape[2], dim=2)
         return [(key.transpose(1, 2), attention.values(fused)) for attention, key in zip(attentions, turned)]
 
@@ -164,7 +172,7 @@ class DFlashNetwork(DraftNetwork):
             `torch.Tensor` of shape `(R, T, h)`: what `logits` reads.
         """
         stream = self.embed(tokens)
-        angles = self.angles(stream, positions, bound)
+        angles = self.angles(positions, stream, bound)
         groups = self.config.num_attention_heads // self.config.num_key_value_heads
         masks = {view: with_query_groups(mask, groups) for view, mask in masks.items()}
         for layer, view in zip(self._modules["layers"], self._layer_views):

@@ -127,7 +127,7 @@ class EagleNetwork(DraftNetwork):
             Two tensors of shape `(R, T, h)`: what is fed back as `hidden` of the next entry, and what `logits` reads.
         """
         mask = with_query_groups(mask, self.config.num_attention_heads // self.config.num_key_value_heads)
-        angles = self.angles(hidden, positions, bound)
+        angles = self.angles(positions, hidden, bound)
         return self._read(self.embed(tokens), hidden, (angles, mask, cache))
 
     def _read(
@@ -251,7 +251,7 @@ class FirstEagle3Layer(EagleLayer):
         parts = self._modules
         normed = parts["hidden_norm"](state)
         both = torch.cat((parts["input_layernorm"](embedded), normed), dim=-1)
-        return self.finish(normed if self.norm_before_residual else state, both, *attention)
+        return super().forward(normed if self.norm_before_residual else state, *attention, attended=both)
 
 
 def _norm(config: EagleConfig, name: str, size: int) -> nn.Module:

@@ -395,7 +395,7 @@ def _problems(model: PreTrainedModel, arguments: dict[str, Any]) -> str:
             problems.append(f"`{name}`: {remedy}")
     for name, (harmless, remedy) in _UNSUPPORTED.items():
         value = _effective(model, arguments, name)
-        if not _is_one_of(value, harmless):
+        if not any(value is item or (type(value) is type(item) and value == item) for item in harmless):
             problems.append(f"`{name}`={shown(value)}: {remedy}")
     cache = arguments.get("past_key_values")
     if cache is not None and (type(cache) not in (DynamicCache, StaticCache) or getattr(cache, "offloading", False)):
@@ -405,13 +405,6 @@ def _problems(model: PreTrainedModel, arguments: dict[str, Any]) -> str:
     if torch.is_tensor(mask) and mask.dim() != 2:
         problems.append(f"`attention_mask`: one number for every token, got the shape {list(mask.shape)}.")
     return " ".join(problems)
-
-
-def _is_one_of(value: Any, harmless: tuple) -> bool:
-    for item in harmless:
-        if value is item or (type(value) is type(item) and value == item):
-            return True
-    return False
 
 
 def _repository_speculates(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:

@@ -71,7 +71,8 @@ class Speculator:
         self.note = note
         self.target_name = target_name
         self.target_revision = target_revision
-        self.profile = ControlProfile() if profile is None else profile
+        learns = profile is None and config.num_speculative_tokens == AUTO
+        self.profile = ControlProfile() if learns else profile
         self._target = None if target is None else ref(target)
         self.origin: dict[str, str | None] = {}
 

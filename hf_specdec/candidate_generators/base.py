@@ -204,9 +204,10 @@ class CandidateGenerator(HfCandidateGenerator):
 
     def note_longest_row(self) -> None:
         """Adds to the call's notes, once, that a row has got too long."""
-        if self.longest_row is None:
+        limit = self.longest_row
+        if limit is None:
             return
-        length, why = self.longest_row
+        length, why = limit
         note = f"no drafts for rows of {length} tokens and more ({why})"
         if note not in self.session.notes:
             self.session.notes.append(note)
@@ -241,10 +242,10 @@ class CandidateGenerator(HfCandidateGenerator):
     def draft_depths(self, step: DraftStep) -> list[int]:
         """Largest depth of each row's draft: k, or less where the loop or `longest_row` leave less room."""
         depths = [min(most, self.num_speculative_tokens) for most in step.max_draft_tokens]
-        if self.longest_row is None:
+        limit = self.longest_row
+        if limit is None:
             return depths
-        longest, _ = self.longest_row
-        return [min(depth, max(longest - length, 0)) for depth, length in zip(depths, step.lengths)]
+        return [min(depth, max(limit[0] - length, 0)) for depth, length in zip(depths, step.lengths)]
 
     @property
     def asks_to_sample(self) -> bool:

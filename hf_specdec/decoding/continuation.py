@@ -1,10 +1,10 @@
-"""Continuation of plain generation after the prompts: what its next forward receives, and what it returns.
+"""The target's reading of the prompts, and the continuation of plain generation after them.
 
 Models may prepare their inputs themselves: they shift positions, count them in a way of their own, or put tokens in
 front of the prompt. So masks and positions are not computed here but asked for, with transformers' own functions, and
 the slots are described by the answer. The first verification is compared with the answer's logits.
 
-Shapes: B rows of the call, P tokens of the given prompts, S slots that the prompts fill, V vocabulary.
+Shapes: B rows of the call, P tokens of the given prompts, S slots that the prompts fill, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from transformers.generation import GenerationMixin
 from ..errors import UnsupportedModelError
 from ..protocol import Prompt
 from ..target_facts import decoder_layers, layers_owner
-from .cache import SlotCache
+from .cache import SlotCache, check_room
+from .profile import check_reach
+from .request import Request
 from .target import PositionCounter, SlotModel
 
 
@@ -36,6 +38,48 @@ _ROUNDING, _COARSE_ROUNDING = 0.005, 0.1
 
 # What has been found to go on as in plain generation: class of the model, and whether slots were hidden.
 _checked: set[tuple[type, bool]] = set()
+
+
+def read_prompts(request: Request, target: SlotModel, max_length: int) -> tuple[Any, dict, Continuation]:
+    """Lets the target read the prompts into its slots, by transformers' own prefill, and starts the slots.
+
+    Args:
+        request (`Request`): The call.
+        target (`SlotModel`): Its target, with an empty cache.
+        max_length (`int`): Tokens that a row may hold, the prompt included.
+
+    Returns:
+        `tuple`: What the forward has returned, the states that the drafter asked for, each `(B, P, H)`, and where the
+        rows go on.
+
+    Raises:
+        SpecConfigError: A static cache has no room for the call.
+        UnsupportedModelError: The model goes on after its prompts in a way that cannot be followed.
+    """
+    model, input_ids, kwargs = request.model, request.input_ids, dict(request.model_kwargs)
+    if request.past_key_values is not None:
+        target.cache.load(request.past_key_values)
+    room = max_length - input_ids.shape[1]
+    given, mask = request.prompt_slots(target.cache.get_seq_length()), kwargs.get("attention_mask")
+    check_reach(model, [given] if mask is None else mask.ne(0).sum(1).tolist(), room)
+    check_room(kwargs.get("past_key_values"), request.batch_size, given + room)
+    kwargs["past_key_values"] = target.cache
+    # The prompts may be read in chunks.
+    with target.captured(joined=True) as states, watched_prefill(model) as received:
+        output = model._prefill(input_ids, request.generation_config, kwargs)
+    if received.cache not in (None, target.cache):
+        # The model has put a beginning of its own in front of the prompts.
+        target.cache.load(received.cache)
+        output.past_key_values = target.cache
+    target.check_prefilled()
+    inputs = next_inputs(model, output, input_ids, kwargs)
+    num_slots = target.cache.get_seq_length()
+    continuation = Continuation.read(model, inputs, received, num_slots, given, request.batch_size)
+    check_reach(model, continuation.next_positions, room)
+    continuation.start_slots(target, range(request.batch_size))
+    # The last token is never read.
+    target.max_position = max(continuation.next_positions) + room - 2
+    return output, states, continuation
 
 
 class Received:

@@ -21,7 +21,7 @@ from ..drafts import TreeTopology
 from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE
 from ..layers.llama import DecoderLayer, RMSNorm, is_published, is_untouched, modules_of
 from ..layers.rope import RotaryAngles, has_static_frequencies
-from .attention import TREE_KERNEL, TreeMask
+from .attention import TREE_KERNEL, TreeMask, attention_switch
 from .cache import SlotCache
 from .masks import FULL, RowState, node_masks
 from .target import SlotModel, SlotOutput
@@ -37,10 +37,15 @@ _MAX_HIDDEN_SIZE = 1024
 def slot_model(
     model: nn.Module, cache: SlotCache, states: tuple = (), forward_kwargs: dict | None = None
 ) -> SlotModel:
-    """The fastest way to drive `model` over slots; the arguments are those of [`SlotModel`]."""
-    if forward_kwargs or not is_plain_llama(model):
-        return SlotModel(model, cache, states, forward_kwargs)
-    return FunctionalSlotModel(model, cache, states)
+    """The fastest way to drive `model` over slots; the arguments are those of [`SlotModel`].
+
+    Raises:
+        UnsupportedModelError: The model's attention cannot take masks of a draft.
+    """
+    if not forward_kwargs and is_plain_llama(model):
+        return FunctionalSlotModel(model, cache, states)
+    attention_switch(model)  # before anything is read
+    return SlotModel(model, cache, states, forward_kwargs)
 
 
 def is_plain_llama(model: PreTrainedModel) -> bool:
@@ -69,14 +74,12 @@ class FunctionalSlotModel(SlotModel):
         self._head_dim, self._groups = attention.head_dim, attention.groups
         self._has_full_span = all(span == FULL for span in self.profile.spans)
         types = self.profile.layer_types
-        self._span_of_layer = [types.index(kind) if types else 0 for kind in self._layer_kinds(model.config)]
+        kinds = getattr(model.config, "layer_types", None) or [""] * len(self._layers)
+        self._span_of_layer = [types.index(kind) if types else 0 for kind in kinds]
         self._angles = RotaryAngles(decoder.rotary_emb)
 
-    def _layer_kinds(self, config) -> list[str]:
-        return getattr(config, "layer_types", None) or [""] * len(self._layers)
-
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
-        replayed = self._replay(tokens, topology, logits_from)
+        replayed = None if self.graphs is None else self._replay(tokens, topology, logits_from)
         if replayed is not None:
             return replayed
         _, rows = self._plan_write(tokens)

@@ -27,20 +27,16 @@ from ..metrics.listeners import CallProgress
 from ..protocol import Commit, Drafter, DrafterSource, DraftStep, Session
 from ..settings import AUTO
 from ..target_facts import vocabulary_size
-from ..transfers import select_rows, upload
-from .accounting import count_cycle, count_graphs, count_lookups, explain_empty
+from ..transfers import last_of_each, select_rows
 from .cache import SlotCache, compact
-from .continuation import ContinuationCheck
-from .deferred import DeferredWork
+from .continuation import ContinuationCheck, read_prompts
 from .ended_rows import EndedRows
 from .functional import slot_model
 from .output import OutputRecorder, SpeculativeOutput
-from .parallel import shared_seed, target_processes
-from .prefill import read_prompts
 from .profile import ModelProfile, model_profile
+from .reporting import ColumnStreamer, DeferredWork, count_cycle, count_graphs, count_lookups, explain_empty
 from .request import Request
 from .sequences import Sequences, StopRules
-from .streaming import ColumnStreamer
 from .target import SlotModel, SlotOutput, call_graphs
 
 
@@ -117,10 +113,12 @@ class DecodingLoop:
 
     def _cycle(self) -> None:
         began = perf_counter()
-        draft = self._propose()
+        step = self._step()
+        draft = self._propose(step)
         drafted = perf_counter()
         output = self._verify(draft)
-        verdict = self._accept(draft, output)
+        # Waits for the device.
+        verdict = self.verifier.verify(draft, output.logits, self.rows, step.lengths, self.deferred.flush)
         verified = perf_counter()
         self._commit(draft, output, verdict)
         self.stats.draft_seconds += drafted - began
@@ -132,17 +130,16 @@ class DecodingLoop:
     def _prefill(self) -> None:
         """The target reads the prompts and gives each row its first token; then the drafter reads them."""
         began = perf_counter()
-        prefill = read_prompts(self.request, self.target, self.stop.max_length)
-        self.continuation = prefill.continuation
+        output, states, self.continuation = read_prompts(self.request, self.target, self.stop.max_length)
         self.ended = EndedRows(self.request, self.target, self.continuation, self.sequences)
         self.stats.num_target_forwards += 1
         self.streamer.put_prompts(self.request.input_ids)
         # The first token is committed like every other: a verification without drafts, of the prompt's last node.
-        logits = prefill.output.logits[:, -1:].to(self.device)
+        logits = output.logits[:, -1:].to(self.device)
         draft = DraftTree.empty(self.request.batch_size, self.device)
         verdict = self.verifier.verify(draft, logits, self.rows, self._positions(0))
         self.stats.num_committed_tokens += self.request.batch_size
-        self.recorder.add(self.rows, verdict.path, verdict.counts, logits, prefill.output.get("hidden_states"))
+        self.recorder.add(self.rows, verdict.path, verdict.counts, logits, output.get("hidden_states"))
         self.anchors = verdict.tokens[:, 0]
         if not (self.stop.all_finished or self.request.synced_gpus):
             self.check = ContinuationCheck.begin(self.model, self.target.cache, self.continuation, self.anchors)
@@ -151,7 +148,7 @@ class DecodingLoop:
             self.streamer.put_columns()
         self.stats.prefill_seconds = perf_counter() - began
         if not self.stop.all_finished:
-            self._start_drafting(verdict, prefill.hidden_states)
+            self._start_drafting(verdict, states)
 
     def _start_drafting(self, verdict: Verdict, states: dict) -> None:
         began = perf_counter()
@@ -163,8 +160,13 @@ class DecodingLoop:
 
     # One cycle: draft, verify, accept, commit
 
-    def _propose(self) -> DraftTree:
-        step = self._step()
+    def _step(self) -> DraftStep:
+        """State of the active rows, and how deep each may draft: one token more is committed with every draft."""
+        depth, room = self.generator.num_speculative_tokens, self.stop.max_length - 1
+        depths = [max(min(depth, room - self.sequences.lengths[row]), 0) for row in self.rows]
+        return DraftStep(self.rows, self.anchors, self._positions(1), depths)
+
+    def _propose(self, step: DraftStep) -> DraftTree:
         draft = self.generator.propose(step)
         if not isinstance(draft, DraftTree) or draft.batch_size != len(self.rows):
             found = f"one of {draft.batch_size}" if isinstance(draft, DraftTree) else f"a {type(draft).__name__}"
@@ -173,14 +175,9 @@ class DecodingLoop:
                 f"of `step.rows`, and has returned {found}. Give rows without a draft an empty one."
             )
         explain_empty(draft, step, self.generator)
-        count_lookups(self.stats, self.generator)
+        if self.generator.lookups is not None:
+            count_lookups(self.stats, self.generator.lookups)
         return draft
-
-    def _step(self) -> DraftStep:
-        """State of the active rows, and how deep each may draft: one token more is committed with every draft."""
-        depth, room = self.generator.num_speculative_tokens, self.stop.max_length - 1
-        depths = [max(min(depth, room - self.sequences.lengths[row]), 0) for row in self.rows]
-        return DraftStep(self.rows, self.anchors, self._positions(1), depths)
 
     def _verify(self, draft: DraftTree) -> SlotOutput:
         """One forward of the target over the anchors and all draft nodes; on a GPU it is only launched."""
@@ -193,17 +190,13 @@ class DecodingLoop:
             self.check = None
         return output
 
-    def _accept(self, draft: DraftTree, output: SlotOutput) -> Verdict:
-        """The path of the draft that the target accepts, and its next token. Waits for the device."""
-        return self.verifier.verify(draft, output.logits, self.rows, self._positions(1), self.deferred.flush)
-
     def _commit(self, draft: DraftTree, output: SlotOutput, verdict: Verdict) -> None:
         """Makes the accepted path part of the target's cache and of the drafter's state; the text has it already."""
         counts = verdict.counts
         self.target.commit(counts, None if draft.is_chain else verdict.path)
         self.recorder.add(self.rows, verdict.path, counts, output.logits, output.all_hidden_states)
         self.deferred.add(partial(self._report, draft.without_probs(), verdict, self.rows))
-        self.anchors = _last_tokens(verdict)
+        self.anchors = last_of_each(verdict.tokens, counts)
         began = perf_counter()
         self._observe(verdict, {key: take_nodes(value, verdict.path) for key, value in output.hidden_states.items()})
         self.stats.draft_seconds += perf_counter() - began
@@ -279,11 +272,11 @@ class DecodingLoop:
             sampler=DraftSampler(self.stack, self.sequences, uniforms, vocabulary_size(self.model)),
             supports_trees=profile.takes_trees,
             notes=self.stats.notes,
-            group=target_processes(self.model),
+            group=self.request.processes,
         )
 
     def _uniforms(self) -> RowUniforms:
-        return RowUniforms(shared_seed(self.model), self.device)
+        return RowUniforms(self.request.draw_seed(), self.device)
 
     def _verifier(self, uniforms: RowUniforms | None, profile: ModelProfile) -> Verifier:
         rule = acceptance_rule(self.generator.config, self.generator.samples_drafts, uniforms, self._uniforms)
@@ -347,11 +340,3 @@ class DecodingLoop:
         # With an adaptive length, drafts that do not pay are not made for long.
         if self.is_reported and self.settings is not None and self.settings.num_speculative_tokens != AUTO:
             watch_acceptance(self.model, self.settings.compute_hash(), self.stats)
-
-
-def _last_tokens(verdict: Verdict) -> torch.LongTensor:
-    """The last committed token of each row, `(R,)`."""
-    tokens = verdict.token_lists
-    if len(tokens) == 1:
-        return verdict.tokens[:, len(tokens[0]) - 1]
-    return upload([row[-1] for row in tokens], verdict.tokens.device)

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig
 
+from ..logits.randomness import seed_from_torch
 from .profile import REPEATED_INPUTS, is_text_only
+
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass
@@ -49,6 +54,23 @@ class Request:
     @property
     def device(self) -> torch.device:
         return self.input_ids.device
+
+    @property
+    def processes(self) -> ProcessGroup | None:
+        """The processes that hold parts of the target; `None` where each has all of it."""
+        if (getattr(self.model, "tp_size", None) or 1) == 1:
+            return None
+        mesh = getattr(self.model, "_device_mesh", None)
+        if mesh is None:
+            return torch.distributed.group.WORLD
+        return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+
+    def draw_seed(self) -> int:
+        """A seed from torch's generator: that of the first process, as all that hold parts draw the same tokens."""
+        shared, group = [seed_from_torch()], self.processes
+        if group is not None:
+            torch.distributed.broadcast_object_list(shared, group=group, group_src=0)
+        return shared[0]
 
     @property
     def keeps_cache(self) -> bool:

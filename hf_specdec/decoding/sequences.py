@@ -116,11 +116,6 @@ class StopRules:
         self._scores = scores
         self._steps: list[torch.Tensor] = []
 
-    def _have_all_finished(self) -> bool:
-        if None in self.ends:
-            return False
-        return self.rows_end_alone or min(self.sequences.lengths) >= max(self.ends)
-
     def has_left(self, row: int) -> bool:
         """Tells whether a row takes no more tokens: it has finished, and plain generation would only pad it."""
         return self.ends[row] is not None and (self.rows_end_alone or self.sequences.lengths[row] >= self.max_length)
@@ -160,7 +155,8 @@ class StopRules:
             self._show_columns()
         if self._times and any(bool(c(self.sequences.prefix(1, row=0), None)) for c in self._times):
             self._end_all()
-        self.all_finished = self._have_all_finished()
+        if None not in self.ends:
+            self.all_finished = self.rows_end_alone or min(self.sequences.lengths) >= max(self.ends)
         if self.all_finished and not self.rows_end_alone:
             for row in range(len(self.ends)):
                 self._cut_back(row, max(self.ends))

@@ -21,8 +21,16 @@ from ..errors import UnsupportedModelError
 from ..kernels._triton import use_triton
 from ..kernels.cache import WritePlan
 from ..kernels.tree_attention import MAX_NODES, SlotTree
+from ..threads import cached_property
 from ..transfers import select_rows, upload
-from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_switch, describe_layers
+from .attention import (
+    TREE_KERNEL,
+    AttentionSwitch,
+    TreeMask,
+    VerificationForward,
+    attention_switch,
+    describe_layers,
+)
 from .cache import SlotCache, padded_rows
 from .graphs import CallGraphs, graphs_for
 from .masks import RowState, ancestor_bits, node_masks, node_positions, slot_tree
@@ -142,11 +150,14 @@ class SlotModel:
         self._taps = StateTaps(model, states)
         self.forward_kwargs = forward_kwargs or {}
         self.row_inputs: dict[str, torch.Tensor] = {}
-        self._attention = attention_switch(model)
         self._needs_no_masks = False
         # That of the hidden states; a model's first parameter may belong to a vision tower of another type.
         embedding = model.get_input_embeddings().weight
         self._mask_dtype = embedding.dtype if embedding.is_floating_point() else model.dtype
+
+    @cached_property
+    def _attention(self) -> AttentionSwitch:
+        return attention_switch(self.model)
 
     @property
     def rows(self) -> RowState:
@@ -244,7 +255,7 @@ class SlotModel:
                 f"{type(self.model).__name__} {why}, so it can verify chains, and got a draft tree. Draft without "
                 "branches."
             )
-        replayed = self._replay(tokens, topology, logits_from)
+        replayed = None if self.graphs is None else self._replay(tokens, topology, logits_from)
         if replayed is not None:
             return replayed
         plan, rows = self._plan_write(tokens)
@@ -265,7 +276,7 @@ class SlotModel:
     def _replay(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int) -> SlotOutput | None:
         """The output of [`SlotModel.forward`] from a graph; `None` where the forward has to run without one."""
         rows, nodes = tokens.shape
-        if self.graphs is None or nodes > MAX_NODES:
+        if nodes > MAX_NODES:
             return None
         size = padded_rows(rows), self.graphs.padded_nodes(nodes)
 

@@ -22,7 +22,6 @@ from ..drafts import DraftTree, TokenTree
 from ..protocol import Commit, DraftStep, Prompt, Session
 from ..transfers import select_rows
 from .chain import SteeredChain
-from .defer import PendingCommit
 from .entries import DraftEntries, ReadNext
 from .growth import CapturedLimits, DraftNodes, DynamicTree, RowLimits, grow, num_reads
 from .slots import DraftInputs, Entries, KnownPrompt
@@ -62,7 +61,7 @@ class AutoregressiveDrafter:
         self.num_reads = num_reads(plan)
         self.most_committed = plan.max_depth + 1  # entries of a row that a cycle leaves to be read
         self.entries: DraftEntries | None = None
-        self.pending = PendingCommit()
+        self.pending: Commit | None = None  # read by the next draft
         self.hidden: torch.Tensor | None = None  # (R, h): states that the last entries hand on
         self.logits: torch.Tensor | None = None  # (R, U): after them
 
@@ -83,10 +82,10 @@ class AutoregressiveDrafter:
     def observe(self, commit: Commit) -> None:
         """Keeps what was committed; the next draft reads it, so that a call that ends here pays nothing."""
         self._read(self._take_pending())
-        self.pending.hold(commit)
+        self.pending = commit
 
     def _take_pending(self) -> Entries | None:
-        commit = self.pending.take()
+        commit, self.pending = self.pending, None
         if commit is None:
             return None
         return self.entries.gather(Entries(commit.tokens, commit.hidden_states, commit.counts))
@@ -98,7 +97,8 @@ class AutoregressiveDrafter:
     def keep_rows(self, keep: list[int]) -> None:
         """Drops finished rows: the active rows at these positions remain, in this order."""
         self.entries.keep_rows(keep)
-        self.pending.keep_rows(keep)
+        if self.pending is not None:
+            self.pending = self.pending.of_rows(keep)
         if self.hidden is not None:
             self.hidden, self.logits = select_rows(self.hidden, keep), select_rows(self.logits, keep)
 
@@ -106,8 +106,7 @@ class AutoregressiveDrafter:
         """Ends the call."""
         if self.entries is not None:
             self.entries.close()
-        self.pending.take()
-        self.entries = self.hidden = self.logits = None
+        self.pending = self.entries = self.hidden = self.logits = None
 
     # Drafts
 
@@ -121,14 +120,14 @@ class AutoregressiveDrafter:
         limits = RowLimits(depths, self.threshold)
         if limits.deepest <= 0:
             # There will never be room again.
-            self.pending.take()
+            self.pending = None
             return DraftTree.empty(len(step.rows), self.session.device)
         new = self._take_pending()
         if self.samples:
             return self._sample_chain(new, step, limits)
-        return self._replay(new, limits) or self._draft(new, limits)
-
-    def _draft(self, new: Entries | None, limits: RowLimits) -> DraftTree:
+        replayed = None if self.entries.graphs is None or new is None else self._replay(new, limits)
+        if replayed is not None:
+            return replayed
         self._read(new)
         self.entries.begin_draft(self.num_reads)
         nodes = grow(self.plan, self.entries, self.hidden, self.logits, limits)
@@ -165,14 +164,12 @@ class AutoregressiveDrafter:
 
     # Graphs
 
-    def _replay(self, new: Entries | None, limits: RowLimits) -> DraftTree | None:
+    def _replay(self, new: Entries, limits: RowLimits) -> DraftTree | None:
         """Runs the cycle as one graph; `None` where there is none to run.
 
         The graph drafts as deep as its size is, and what is deeper than a row's limit is cut off. Only a threshold
         makes the host wait for it, to learn how much has to be verified.
         """
-        if self.entries.graphs is None or new is None:
-            return None
         depth, num_rows = self._captured_depth(limits.deepest), len(limits.depths)
         output = self.entries.replay(
             (self.plan, depth, self.threshold),

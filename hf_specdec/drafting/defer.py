@@ -10,27 +10,6 @@ from typing import Protocol
 from ..protocol import Commit, Prompt
 
 
-class PendingCommit:
-    """The last commit, until the next draft reads it."""
-
-    def __init__(self):
-        self._commit: Commit | None = None
-
-    def hold(self, commit: Commit) -> None:
-        """Holds a commit; one before it must have been taken."""
-        self._commit = commit
-
-    def take(self) -> Commit | None:
-        """Returns the commit, to be read by the caller, and forgets it; `None` where there is none."""
-        commit, self._commit = self._commit, None
-        return commit
-
-    def keep_rows(self, keep: list[int]) -> None:
-        """Drops finished rows: the active rows at these positions remain, in this order."""
-        if self._commit is not None:
-            self._commit = self._commit.of_rows(keep)
-
-
 class TextReader(Protocol):
     """A candidate generator, as far as it is told of the text."""
 

@@ -87,6 +87,7 @@ class DraftEntries(DraftSlots):
     def begin_draft(self, num_nodes: int) -> None:
         """Prepares for a draft of which at most `num_nodes` nodes are read."""
         self._columns, self._positions = self.rows.columns(num_nodes), self.rows.positions
+        self._sees_all = self.span == FULL and self.rows.is_uniform  # as long as it is a chain
         self._mask: torch.Tensor | None = None
         self._depth = self.num_read = 0
 
@@ -106,7 +107,8 @@ class DraftEntries(DraftSlots):
         """
         first, self.num_read = self.num_read, self.num_read + tokens.shape[1]
         plan = self.rows.plan_write(tokens.shape[1], ahead=first)
-        mask = self._node_mask(first, parents, plan.columns)
+        self._sees_all = self._sees_all and tokens.shape[1] == 1
+        mask = None if self._sees_all else self._node_mask(first, parents)[:, None, :, : plan.columns]
         positions, self._depth = self._positions + self._depth, self._depth + 1
         bound = self.rows.position_bound
         return self.network(tokens.to(self.device), hidden, positions, mask, self.cache, bound=bound)
@@ -157,11 +159,9 @@ class DraftEntries(DraftSlots):
 
     # Masks
 
-    def _node_mask(self, first: int, parents: torch.LongTensor | slice, columns: int) -> torch.Tensor | None:
-        """Additive mask `(R | 1, 1, F, columns)` of a level, nodes `first` to `num_read` of the draft."""
+    def _node_mask(self, first: int, parents: torch.LongTensor | slice) -> torch.Tensor:
+        """Additive mask `(R | 1, F, columns)` of a level, nodes `first` to `num_read` of the draft."""
         if self._mask is None:
-            if self.num_read == self._depth + 1 and self.span == FULL and self.rows.is_uniform:
-                return None  # a chain sees all of the slots
             # A node sees what its parent sees, and itself. At first, that is what the last entry of each row sees, and
             # a chain after it.
             self._mask = self._causal_mask(1, self._columns, back=1 - first)[:, 0]
@@ -176,7 +176,7 @@ class DraftEntries(DraftSlots):
             self._keys = self._keys.scatter(1, slots, query.expand_as(slots))
             distant = self.span.hidden(query, self._keys)
             self._mask.masked_fill_(distant[:, None], torch.finfo(self._mask.dtype).min)
-        return self._mask[:, None, :, :columns]
+        return self._mask
 
     def _causal_mask(self, count: int, columns: int, back: int = 0) -> torch.Tensor:
         """Additive mask `(R | 1, 1, count, columns)` of entries in `count` slots from `back` before each row's end."""

@@ -213,7 +213,7 @@ def _grow_static(
         if depth == limits.deepest:
             break
         parents = level.read_parents
-        hidden, output = entries.read_nodes(tokens[:, level.read_picks], pick_nodes(hidden, parents), parents)
+        hidden, output = entries.read_nodes(tokens[:, level.read_picks], hidden[:, parents], parents)
         logits = network.logits(output)
     return DraftNodes(torch.cat(drafted, dim=1))
 

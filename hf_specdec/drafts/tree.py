@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 
 from ..threads import cached_property
-from ..transfers import kept_tensor, read_together, upload, upload_together
+from ..transfers import kept_tensor, read_together, upload_together
 from .static import TokenTree
 from .topology import TreeTopology, chain_parents, chain_topology, node_depths, renumbered, static_topology
 
@@ -44,6 +44,8 @@ class DraftTree:
             padding, by which a smaller tree can be cut out of this one.
 
     Attributes:
+        batch_size (`int`): B.
+        size (`int`): N, the padded number of nodes of a row.
         node_counts (`list[int]`, *optional*): `num_nodes` on the host.
         why_empty (`str`): For the statistics, where no row has a draft: "nothing_found", or why none was tried.
     """
@@ -57,13 +59,16 @@ class DraftTree:
     shape: TokenTree | None = field(default=None, repr=False)
     node_parents: list[list[int]] | None = field(default=None, repr=False)
     chances: torch.FloatTensor | None = field(default=None, repr=False)
+    batch_size: int = field(init=False, repr=False)
+    size: int = field(init=False, repr=False)
     node_counts: list[int] | None = field(default=None, init=False, repr=False)
     why_empty: str = field(default="nothing_found", init=False, repr=False)
 
     def __post_init__(self):
+        self.batch_size, self.size = self.tokens.shape
         if isinstance(self.num_nodes, list):
             self.node_counts = self.num_nodes
-            self.num_nodes = _counts_tensor(self.num_nodes, self.tokens.device)
+            self.num_nodes = kept_tensor(tuple(self.num_nodes), self.tokens.device)
         elif self.node_lists is not None:
             self.node_counts = list(map(len, self.node_lists))
 
@@ -136,15 +141,6 @@ class DraftTree:
         draft = cls.chain(tokens, node_lists=[[] for _ in range(batch_size)])
         draft.why_empty = why
         return draft
-
-    @property
-    def batch_size(self) -> int:
-        return self.tokens.shape[0]
-
-    @property
-    def size(self) -> int:
-        """N, the padded number of nodes of a row."""
-        return self.tokens.shape[1]
 
     @cached_property
     def topology(self) -> TreeTopology:
@@ -278,13 +274,6 @@ def _padded(rows: list[list[int]], size: int, filler: int) -> list[list[int]]:
 
 def _flat(rows: list[list[int]]) -> list[int]:
     return [value for row in rows for value in row]
-
-
-def _counts_tensor(counts: list[int], device: torch.device) -> torch.LongTensor:
-    # One number for all is written where it is wanted, and not copied there.
-    if min(counts, default=0) == max(counts, default=0):
-        return torch.full((len(counts),), counts[0] if counts else 0, dtype=torch.long, device=device)
-    return upload(counts, device)
 
 
 @lru_cache(maxsize=256)

@@ -67,11 +67,13 @@ class TargetParts:
         """Rows `(R, T, h)` of the embedding; what some targets do after it, such as scaling, is left out."""
         embedding = self.embedding
         tokens = on_device_of(embedding, tokens)
-        if type(embedding).forward is nn.Embedding.forward and is_hooked(embedding):
-            return embedding(tokens)
         if isinstance(embedding, nn.Embedding):
             weight = embedding.weight
-            return _distributed_rows(weight, tokens) if is_distributed(weight) else F.embedding(tokens, weight)
+            is_plain = type(embedding).forward is nn.Embedding.forward
+            if is_distributed(weight):
+                # Hooks of the table may collect its rows.
+                return embedding(tokens) if is_plain and is_hooked(embedding) else _distributed_rows(weight, tokens)
+            return embedding(tokens) if is_plain else F.embedding(tokens, weight)
         # Of an adapter, which also scales what the embedding inside of it does.
         scale = getattr(getattr(embedding, "base_layer", None), "embed_scale", None)
         rows = embedding(tokens)

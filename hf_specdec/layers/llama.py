@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
@@ -123,6 +124,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+@lru_cache(maxsize=256)
 def is_published(definition: Any) -> bool:
     """Tells whether a class or function is torch's, transformers', or of this package."""
     return definition.__module__.partition(".")[0] in ("torch", "transformers", "hf_specdec")

@@ -82,6 +82,7 @@ class Verifier:
             self.why_equal = f"logits processors that this package does not know ({names}) see the whole batch at once"
         needs_walk = self.why_equal is not None or self.stack.reads_tokens
         self._walks = needs_walk and not self.rule.judges_whole_drafts
+        self._needs_scores = self.rule.uniforms is not None or bool(self.stack) or self.recorder is not None
 
     def _check_whole_drafts(self) -> None:
         problem = self.why_equal
@@ -116,11 +117,7 @@ class Verifier:
             if meanwhile is not None:
                 meanwhile()
             return _Walk(self, draft, logits, rows, positions).run()
-        return self._verify_at_once(draft, logits, rows, positions, meanwhile)
-
-    def _verify_at_once(self, draft, logits, rows, positions, meanwhile) -> Verdict:
-        plain_greedy = self.rule.uniforms is None and not self.stack and self.recorder is None
-        scores = logits if plain_greedy else self._node_scores(draft, logits, rows)
+        scores = self._node_scores(draft, logits, rows) if self._needs_scores else logits
         acceptance = self.rule.judge(draft, scores, rows, positions)
         counts, tokens = _to_host(acceptance, draft, self.reads_drafts, meanwhile)
         token_lists = [row[: count + 1] for row, count in zip(tokens, counts)]

@@ -9,7 +9,7 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import record
-from hf_specdec.decoding import deferred, loop
+from hf_specdec.decoding import loop, reporting
 from hf_specdec.decoding.functional import FunctionalSlotModel
 from hf_specdec.logits import verifier
 from tests.models import prompts, scripted_for, tiny_llama
@@ -23,7 +23,7 @@ PROMPT = 7
 @pytest.fixture
 def defer(monkeypatch):
     """Lets the loop believe that forwards run by themselves, or not."""
-    return lambda does: monkeypatch.setattr(deferred, "is_async", lambda device: does)
+    return lambda does: monkeypatch.setattr(reporting, "is_async", lambda device: does)
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from transformers.utils import logging
 
 from ...decoding.masks import additive_mask
 from ...drafting.chain import SteeredChain
-from ...drafting.defer import PendingCommit
 from ...drafting.slots import DraftInputs, DraftSlots, Entries, KnownPrompt
 from ...drafts import DraftTree
 from ...drafts.static import MAX_NODES
@@ -141,7 +140,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self._settle_contradictions()
         self.check_sampled_length()
         self.text: DraftText | None = None
-        self.pending = PendingCommit()
+        self.pending: Commit | None = None  # read by the next draft
 
     def _settle_contradictions(self) -> None:
         """Gives up what the call or the draft has no room for, and says so."""
@@ -179,8 +178,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def observe(self, commit: Commit) -> None:
         """Keeps what was committed; the next draft reads it, so that a call that ends here pays nothing."""
-        self._read(self.pending.take())
-        self.pending.hold(commit)
+        self._read(self.pending)
+        self.pending = commit
 
     def _read(self, new: Commit | None) -> None:
         if new is not None:
@@ -188,13 +187,13 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def keep_rows(self, keep: list[int]) -> None:
         self.text.keep_rows(keep)
-        self.pending.keep_rows(keep)
+        if self.pending is not None:
+            self.pending = self.pending.of_rows(keep)
 
     def close(self) -> None:
         if self.text is not None:
             self.text.close()
-        self.pending.take()
-        self.text = None
+        self.text = self.pending = None
 
     # Drafting
 
@@ -202,9 +201,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         limits = self.draft_depths(step)
         if max(limits) <= 0:
             # There will never be room again.
-            self.pending.take()
+            self.pending = None
             return DraftTree.empty(len(step.rows), self.session.device)
-        new = self.pending.take()
+        new, self.pending = self.pending, None
         predicted = self._replay(new, limits)
         if predicted is None:
             self._read(new)

@@ -126,7 +126,8 @@ class EagleNetwork(DraftNetwork):
         Returns:
             Two tensors of shape `(R, T, h)`: what is fed back as `hidden` of the next entry, and what `logits` reads.
         """
-        mask = with_query_groups(mask, self.config.num_attention_heads // self.config.num_key_value_heads)
+        if mask is not None:
+            mask = with_query_groups(mask, self.config.num_attention_heads // self.config.num_key_value_heads)
         angles = self.angles(positions, hidden, bound)
         return self._read(self.embed(tokens), hidden, (angles, mask, cache))
 

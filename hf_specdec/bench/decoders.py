@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,13 +82,14 @@ def plain_decoder() -> Decoder:
 
 
 def load_decoders(
-    model: PreTrainedModel, specs: Sequence[Mapping[str, Any]], *, skip_missing: bool = False
+    model: PreTrainedModel, specs: Sequence[Any], *, names: Sequence[str | None] = (), skip_missing: bool = False
 ) -> tuple[list[Decoder], dict[str, str]]:
     """Loads the methods, all before the first forward.
 
     Args:
         model (`PreTrainedModel`): The target.
-        specs (`Sequence[Mapping]`): Settings, from [`read_spec`].
+        specs (`Sequence[Any]`): What `load_speculator` takes, such as settings from [`read_spec`].
+        names (`Sequence[str]`, *optional*): Names of the rows; without one the method's.
         skip_missing (`bool`): Leave out methods whose optional package is missing.
 
     Returns:
@@ -98,18 +100,16 @@ def load_decoders(
         MissingDependencyError: An optional package is missing, and must not be.
     """
     loaded, missing = [], {}
-    for spec in specs:
-        settings = dict(spec)
-        title = settings.pop("name", None)
+    for spec, title in zip_longest(specs, names):
         try:
-            speculator = load_speculator(model, settings.pop("config", None), **settings)
+            speculator = load_speculator(model, spec)
         except MissingDependencyError as error:
             if not skip_missing:
                 raise
-            missing[title or spec.get("method") or spec["config"]] = str(error)
+            missing[title or str(spec.get("method") if isinstance(spec, Mapping) else spec)] = str(error)
         else:
             loaded.append((title or speculator.method, speculator))
-    names = _distinct([title for title, _ in loaded], [speculator.config for _, speculator in loaded])
+    distinct = _distinct([title for title, _ in loaded], [speculator.config for _, speculator in loaded])
     return [
         Decoder(
             name,
@@ -119,7 +119,7 @@ def load_decoders(
             speculator.generator_class.network(speculator.resources),
             1 if speculator.stock_assistant is not None else None,
         )
-        for name, (_, speculator) in zip(names, loaded)
+        for name, (_, speculator) in zip(distinct, loaded)
     ], missing
 
 
@@ -169,8 +169,8 @@ def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
 # ------------------------------------------------------------------------------------------------------------ `--spec`
 
 
-def read_spec(text: str, named: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
-    """Reads the text of a `--spec` as settings.
+def read_spec(text: str, named: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any] | str:
+    """Reads the text of a `--spec` as settings that `load_speculator` takes.
 
     Args:
         text (`str`): A method, a repo id, a folder, JSON, or any of the first three followed by settings:
@@ -178,32 +178,23 @@ def read_spec(text: str, named: Mapping[str, Mapping[str, Any]] | None = None) -
         named (`Mapping`, *optional*): Settings that have a name, or hold for a method without a `model`.
 
     Returns:
-        `dict` of flat settings; other forms under `config`, which is what [`load_speculator`] takes first. `name` is
-        that of the named settings.
+        `dict` of flat settings, or the text itself where it is a name.
     """
     named = named or {}
     if text in named:
-        return {"name": text, **named[text]}
+        return {**named[text]}
     if text.startswith("{"):
-        settings = _json_object(text)
+        try:
+            settings = parse_json(text)
+        except ValueError as error:
+            raise SpecConfigError(f"--spec {shown(text)} is no JSON: {error}.") from error
     elif ("=" in text or "," in text) and not os.path.exists(text):
         settings = _pairs(text)
     else:
-        settings = {"method": text} if _drafter(text) in named else {"config": text}
-    own = {} if "model" in settings else named.get(_drafter(settings.get("method")), {})
-    return {**own, **settings}
-
-
-def _drafter(method: Any) -> str:
-    """The method that has the model: the last one of a combination."""
-    return str(method).rpartition(COMBINING)[2]
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        raise SpecConfigError(f"--spec {shown(text)} is no JSON: {error}.") from error
+        settings = {"method": text}
+    # Of a combination the last method has the model.
+    own = {} if "model" in settings else named.get(str(settings.get("method")).rpartition(COMBINING)[2], {})
+    return text if settings == {"method": text} and not own else {**own, **settings}
 
 
 def _pairs(text: str) -> dict[str, Any]:

@@ -85,7 +85,8 @@ def bench_command(
     """
     # All that can be checked without the target is checked before it is loaded.
     sizes, sampling = _batch_sizes(batch_sizes), sampling_arguments(temperature, top_p, top_k, sample)
-    chosen, texts = _read_specs(place, specs), _read_prompts(place, prompts, max_new_tokens, num_prompts)
+    chosen, names = _read_specs(place, specs)
+    texts = _read_prompts(place, prompts, max_new_tokens, num_prompts)
     if plot is not None:
         from ..bench.plots import check_can_draw
 
@@ -100,7 +101,7 @@ def bench_command(
         batches = {size: tokenised(texts, model, tokenizer, size, raw, fill=True) for size in sizes}
         _check_lengths(model, [batch for group in batches.values() for batch in group])
         # Methods that were not asked for by name may be missing.
-        methods, missing = load_decoders(model, chosen, skip_missing=not specs)
+        methods, missing = load_decoders(model, chosen, names=names, skip_missing=not specs)
         decoders = [plain_decoder(), *(stock_decoders(methods) if stock else []), *methods]
         with progress_bars() as begin:
             found = measure(
@@ -155,14 +156,16 @@ def _batch_sizes(text: str) -> list[int]:
     return sizes
 
 
-def _read_specs(place: Place, specs: list[str] | None) -> list[dict[str, Any]]:
+def _read_specs(place: Place, specs: list[str] | None) -> tuple[list[Any], list[str | None]]:
+    """Settings of every `--spec`, and the names of those that are rows of the demo."""
     from .. import demo
     from ..bench.decoders import read_spec
     from ..method import built_in_methods
 
     named = demo.settings() if place.is_embedded else {}
     of_all_targets = [method.name for method in built_in_methods() if not method.takes_model]
-    return [read_spec(text, named) for text in specs or list(named) or of_all_targets]
+    specs = specs or list(named) or of_all_targets
+    return [read_spec(text, named) for text in specs], [text if text in named else None for text in specs]
 
 
 def _read_prompts(place: Place, source: str | None, max_new_tokens: int, num_prompts: int | None) -> list[Prompt]:

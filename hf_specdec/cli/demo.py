@@ -113,11 +113,10 @@ def _run_demo(
     device = checked_device(device)
     timed_dtype = suitable_dtype(device) if dtype is Dtype.auto else getattr(torch, dtype.value)
     greedy = {"do_sample": False}
-    specs = [{"name": name, **settings} for name, settings in methods.items()]
 
     def loaded(dtype):
         model = demo.load_target(dtype).to(device)
-        found, missing = load_decoders(model, specs, skip_missing=True)
+        found, missing = load_decoders(model, [*methods.values()], names=[*methods], skip_missing=True)
         return model, [plain_decoder(), *found], missing
 
     with num_threads(threads), progress_bars() as begin:

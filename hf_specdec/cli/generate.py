@@ -21,6 +21,7 @@ from .target import (
     Place,
     ThreadsOption,
     TrustOption,
+    tokenised,
 )
 
 
@@ -114,15 +115,21 @@ def generate_command(
     from transformers import set_seed
 
     from ..bench.machine import num_threads
+    from ..demo import Prompt
 
     with num_threads(place.num_threads):
         target, tokenizer = place.load()
-        inputs = {key: value.to(target.device) for key, value in _encode(tokenizer, text, chat, model).items()}
+        if chat and tokenizer.chat_template is None:
+            raise SpecConfigError(
+                f"--chat needs a chat template, and the tokenizer of '{model}' has none. Leave out --chat, or choose "
+                "a model that was trained on chats."
+            )
+        (batch,) = tokenised([Prompt("prompt", text)], target, tokenizer, 1, raw=not chat)
         speculator = _load_speculator(target, place.is_embedded, method, spec_model, num_speculative_tokens, config)
         if seed is not None:
             set_seed(seed)
         tokens, statistics = _generate(
-            target, tokenizer, inputs, speculator, stream=not as_json, max_new_tokens=max_new_tokens, **sampling
+            target, tokenizer, batch.inputs, speculator, stream=not as_json, max_new_tokens=max_new_tokens, **sampling
         )
     answer = tokenizer.decode(tokens, skip_special_tokens=True)
     report = {"text": answer, "token_ids": tokens, "stats": statistics}
@@ -147,21 +154,6 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if not text:
         raise SpecConfigError("The prompt is empty. Give at least one character.")
     return text
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool, name: str) -> dict[str, torch.Tensor]:
-    if not chat:
-        encoded = tokenizer(text, return_tensors="pt")
-    elif tokenizer.chat_template is None:
-        raise SpecConfigError(
-            f"--chat needs a chat template, and the tokenizer of '{name}' has none. Leave out --chat, or choose a "
-            "model that was trained on chats."
-        )
-    else:
-        encoded = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
-    return {key: encoded[key] for key in ("input_ids", "attention_mask")}
 
 
 def _load_speculator(

@@ -152,9 +152,7 @@ class Place:
         from .. import demo
         from ..bench.decoders import read_spec
 
-        settings = read_spec(spec, demo.settings() if self.is_embedded else None)
-        settings.pop("name", None)
-        return settings.get("config", settings)
+        return read_spec(spec, demo.settings() if self.is_embedded else None)
 
     def prompts(self, sources: list[str] | None, max_new_tokens: int) -> list[Prompt]:
         """Prompts that `--prompts` names."""

@@ -69,7 +69,7 @@ def test_help_does_not_wait_for_torch():
     assert run_process("-c", code) == "[]\n"
 
 
-@pytest.mark.parametrize("command", [(), ("demo",), ("generate",)])
+@pytest.mark.parametrize("command", [(), ("demo",), ("generate",), ("bench",)])
 def test_help(command):
     result = invoke(*command, "--help")
     assert result.exit_code == 0
@@ -119,23 +119,19 @@ def test_demo_prints_a_table_that_fits_a_terminal():
     assert "float32 for plain generation and all methods, timed in turn (1 round)" in " ".join(result.stdout.split())
 
 
-def test_demo_in_batches():
-    result = invoke(*SHORT_DEMO, "--methods", "ngram", "--batch-size", 3)
-    assert result.exit_code == 0, result.stderr
-    row = json.loads(result.stdout)["rows"][1]
-    assert row["identical"]
-    assert row["num_texts"] == len(demo.prompts())
-
-
-def test_demo_restores_the_number_of_threads():
+def test_demo_in_batches_and_with_threads_of_its_own():
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
-        result = invoke(*SHORT_DEMO, "--methods", "ngram", "--threads", before)
-        assert json.loads(result.stdout)["environment"]["threads"] == before
+        result = invoke(*SHORT_DEMO, "--methods", "ngram", "--batch-size", 3, "--threads", before)
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["environment"]["threads"] == before
+    assert report["rows"][1]["identical"]
+    assert report["rows"][1]["num_texts"] == len(demo.prompts())
 
 
 def test_demo_fails_if_an_output_differs(monkeypatch):

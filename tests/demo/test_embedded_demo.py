@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_specdec import demo
-from hf_specdec.errors import CheckpointFormatError
+from hf_specdec.errors import CheckpointFormatError, SpecConfigError
 
 
 # Python that is in nobody's standard library.
@@ -103,6 +103,11 @@ def test_missing_weights_are_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "_folder", lambda: tmp_path)
     with pytest.raises(CheckpointFormatError, match=r"target model is incomplete: config.json, model.safetensors"):
         demo.target_path()
+
+
+def test_methods_without_a_drafter_are_an_error():
+    with pytest.raises(SpecConfigError, match="no drafter for 'ngram'. It has one for: .*eagle3"):
+        demo.drafter_path("ngram")
 
 
 def test_the_tokenizer_gives_every_text_back(tokenizer):

@@ -46,6 +46,7 @@ class Method:
         tags (`tuple[str, ...]`): Tags of its drafters on the Hub, beside the name.
         formats (`str`, *optional*): Module with its checkpoint formats, `FORMATS`.
         recipe (`str`, *optional*): Reference to the recipe that trains it.
+        training (`type`, *optional*): Dataclass of the recipe's options.
         vllm (`str`, *optional*): Its name in vLLM's `--speculative-config`.
         sglang (`str`, *optional*): Its SGLang `--speculative-algorithm`.
         sglang_counts_steps (`bool`): SGLang also takes its number of steps and children.
@@ -73,6 +74,7 @@ class Method:
     tags: tuple[str, ...] = ()
     formats: str | None = None
     recipe: str | None = None
+    training: type | None = None
     vllm: str | None = None
     sglang: str | None = None
     sglang_counts_steps: bool = False

@@ -21,7 +21,7 @@ from .doctor import doctor_command
 from .generate import generate_command
 from .inspect import inspect_command
 from .publish import card_command, export_command
-from .train import TrainCommand, train_command
+from .train import train_command
 from .verify import verify_command
 from .warm_up import warm_up_command
 
@@ -45,7 +45,7 @@ app.command("doctor")(doctor_command)
 app.command("export-custom-generate")(export_command)
 app.command("generate")(generate_command)
 app.command("inspect")(inspect_command)
-app.command("train", cls=TrainCommand)(train_command)
+app.command("train")(train_command)
 app.command("verify")(verify_command)
 app.command("warm-up")(warm_up_command)
 

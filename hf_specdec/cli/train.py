@@ -1,62 +1,37 @@
 """`hf-specdec train`: a draft for a target model.
 
-The flags come from the dataclasses of options: those of the run, and those of the recipes, grouped by the methods that
-take them. Their modules import torch, and so are read when the command is called.
+The flags come from the dataclasses of options: those of the run, and those of the methods, grouped by the methods that
+take them.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import Annotated, Any, get_origin
 
 import typer
-from typer.core import TyperCommand
 
 from ..errors import counted
-from ..training.options import flags_of, options_of, parsed
+from ..method import built_in_methods
+from ..training.options import TextOptions, TrainingOptions, flags_of, options_of, parsed
 from .common import JsonOption, reporting, say, show, with_parameters
 from .target import Dtype, DtypeOption, Place, TrustOption
 
 
-class TrainCommand(TyperCommand):
-    """Builds the command with all of its flags when it is called."""
-
-    def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        app.command(help=self.help)(_command())
-        return typer.main.get_command(app).make_context(*args, **kwargs)
-
-
-def train_command() -> None:
-    """Train a draft for a target model.
-
-    Ends with the acceptance measured on held-out rows, and the line that uses the draft. For several GPUs or machines
-    start it with `accelerate launch -m hf_specdec train ...` or torchrun.
-    """
-
-
-def _command() -> Any:
-    """Returns the command with a parameter for each option."""
-    from ..training.run import recipes
-
-    def command(**values: Any) -> None:
-        _train(**values)
-
-    known = recipes()
-    method, *others, _ = inspect.signature(_train, eval_str=True).parameters.values()
-    help = f"{', '.join(known)}."
-    method = method.replace(annotation=Annotated[str, typer.Argument(help=help, show_default=False)])
+def _with_training_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command a parameter for each option."""
+    known = _options_of_methods()
+    method, *others, _ = inspect.signature(command, eval_str=True).parameters.values()
+    names = typer.Argument(help=f"{', '.join(known)}.", show_default=False)
+    method = method.replace(annotation=Annotated[str, names])
     return reporting(with_parameters(command, [method, *others, *_run_parameters(), *_recipe_parameters(known)]))
 
 
 def _run_parameters() -> Iterator[inspect.Parameter]:
     """Yields the options of every run. Those that have to be given stand in the first panel."""
-    from ..training.text import TextOptions
-    from ..training.trainer import TrainingOptions
-
     for panel, options in (("Data", TextOptions), ("Training", TrainingOptions)):
         for item, kind in options_of(options):
             if item.default is MISSING:
@@ -65,15 +40,19 @@ def _run_parameters() -> Iterator[inspect.Parameter]:
                 yield _parameter(item, kind, item.default, item.metadata["help"], panel)
 
 
-def _recipe_parameters(recipes: Mapping[str, type]) -> Iterator[inspect.Parameter]:
+def _options_of_methods() -> dict[str, type]:
+    return {method.name: method.training for method in built_in_methods() if method.training}
+
+
+def _recipe_parameters(known: Mapping[str, type]) -> Iterator[inspect.Parameter]:
     """Yields the options of the recipes, each once; `None` stands for those that were not given."""
     owners: dict[str, dict[str, tuple[Field, Any]]] = {}
-    for method, recipe in recipes.items():
-        for item, kind in options_of(recipe):
+    for method, options in known.items():
+        for item, kind in options_of(options):
             owners.setdefault(item.name, {})[method] = item, kind
     for of in owners.values():
         item, kind = next(iter(of.values()))
-        methods = "every method" if len(of) == len(recipes) else " and ".join(", ".join(of).rsplit(", ", 1))
+        methods = "every method" if len(of) == len(known) else " and ".join(", ".join(of).rsplit(", ", 1))
         help = _joined_help({method: item for method, (item, _) in of.items()})
         yield _parameter(item, kind, None, help, f"Options of {methods}")
 
@@ -119,7 +98,8 @@ def _shown_default(item: Field) -> str:
     return f"{item.default:g}"
 
 
-def _train(
+@_with_training_options
+def train_command(
     *,
     method: str,
     target: Annotated[
@@ -133,11 +113,15 @@ def _train(
     as_json: JsonOption = False,
     **options: Any,
 ) -> None:
-    """Trains with the values of all options, and prints the report."""
-    from ..bench.machine import num_threads
-    from ..training.run import RunOptions, TrainingRun, make_recipe, recipes
+    """Train a draft for a target model.
 
-    kinds = {item.name: kind for recipe in recipes().values() for item, kind in options_of(recipe)}
+    Ends with the acceptance measured on held-out rows, and the line that uses the draft. For several GPUs or machines
+    start it with `accelerate launch -m hf_specdec train ...` or torchrun.
+    """
+    from ..bench.machine import num_threads
+    from ..training.run import RunOptions, TrainingRun, make_recipe
+
+    kinds = {item.name: kind for options in _options_of_methods().values() for item, kind in options_of(options)}
     given = {name: options.pop(name) for name in kinds if name in options}
     given = {name: parsed(name, value, kinds[name]) for name, value in given.items() if value is not None}
     # All that can be checked without the target is checked before it is loaded.

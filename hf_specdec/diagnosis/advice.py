@@ -216,11 +216,8 @@ class _Adviser:
             reason = " ".join(candidate.problems)
             if not reason and count == most:
                 reason = f"Only the {most} best ranked ones are measured."
-            elif not reason and (candidate.num_bytes or 0) > self.room:
-                reason = (
-                    f"Its {candidate.num_bytes / 1e9:.2f} GB do not fit into the {self.room / 1e9:.2f} GB that are "
-                    "free."
-                )
+            elif not reason and (size := candidate.num_bytes or 0) > self.room:
+                reason = f"Its {size / 1e9:.2f} GB do not fit into the {self.room / 1e9:.2f} GB that are free."
             if reason:
                 self._reject(str(candidate), candidate.reason, reason)
             else:

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 
 from ..decoding.masks import FULL, Span
-from .options import option
 from .reading import IGNORED, Reading
 from .recipe import CycleRecipe, best_tokens, no_loss
 
@@ -181,8 +180,3 @@ def _draft_ids(network: AutoregressiveNetwork, labels: torch.LongTensor) -> torc
     table = labels.new_full((network.config.vocab_size,), IGNORED)
     table[network.token_ids] = torch.arange(len(network.token_ids), device=labels.device)
     return table[labels.clamp(min=0)].masked_fill(labels == IGNORED, IGNORED)
-
-
-def ttt_steps_option(default: int) -> Any:
-    """Declares the option `ttt_steps` of a recipe."""
-    return option(default, "Steps in the draft's own states that it is trained on.", least=1)

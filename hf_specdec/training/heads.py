@@ -8,12 +8,11 @@ section 2.2.1). Shapes as in `recipe.py`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from .options import option
 from .reading import IGNORED, Reading
 from .recipe import Recipe, draft_loss, no_loss, sum_over_chunks
 
@@ -83,13 +82,3 @@ class HeadsRecipe(Recipe):
         """
         offsets = torch.arange(1, self.num_drafts + 1, device=positions.device)[:, None]
         return (positions + offsets).clamp(max=reading.tokens.numel() - 1)
-
-
-def max_positions_option() -> Any:
-    """Declares the option `max_positions` of a recipe."""
-    # Neighbouring positions teach much the same.
-    return option(
-        None,
-        "Positions of a batch that are drawn for the loss: with many rows and --keep-states. Left out: all.",
-        least=1,
-    )

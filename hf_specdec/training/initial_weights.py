@@ -10,7 +10,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..target_facts import hidden_size, vocabulary_size
-from .options import option
 
 
 def layer_sizes(target: PreTrainedModel, size: int, intermediate_size: int, num_layers: int) -> dict[str, Any]:
@@ -78,8 +77,3 @@ def copy_rows(
 def main_directions(rows: torch.Tensor, count: int) -> torch.Tensor:
     """Returns the eigenvectors `(H, count)` of the greatest eigenvalues of the rows' `(N, H)` second moments."""
     return torch.linalg.eigh(rows.T @ rows).eigenvectors[:, -count:].flip(1)
-
-
-def intermediate_size_option() -> Any:
-    """Declares the option `intermediate_size` of a recipe."""
-    return option(0, "Width of the MLPs; 0 for the target's.", least=0)

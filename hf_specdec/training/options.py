@@ -1,17 +1,19 @@
 """Options of training, each written once: a dataclass field with its help, limits and flags.
 
-The limits are checked when the dataclass is made. The command line is built from the fields.
+The limits are checked when the dataclass is made. The command line is built from the fields, without torch: the
+options of a method stand beside its `Method`, those of every run and those that several methods have stand here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, field, fields
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from ..errors import SpecConfigError
+from ..errors import MissingDependencyError, SpecConfigError
 
 
 def option(
@@ -62,6 +64,149 @@ def _check_limits(name: str, value: Any, least: float | None, most: float | None
     else:
         wanted = f"from {least} to {most}" if inclusive else f"between {least} and {most}"
     raise SpecConfigError(f"`{name}` must be {wanted}, got {value}.")
+
+
+# ---------------------------------------------------------------------------------------------- options of several
+
+
+@dataclass(frozen=True)
+class TextOptions(Options):
+    """
+    Rows to train on.
+
+    Raises:
+        SpecConfigError: A value is out of range, or two contradict each other.
+    """
+
+    data: Sequence[str] = option(
+        help="Text: a file or folder (.txt, .md, .py, .jsonl, .parquet) or the id of a data set. May be repeated.",
+        flags=("--data", "-d"),
+    )
+    column: str | None = option(None, "Column of the records that holds text or messages.")
+    max_tokens: int | None = option(None, "Read no more tokens of the data.", least=1)
+    self_generate: int = option(
+        0, "Prompts from the data that the target continues; training is then on what the target wrote.", least=0
+    )
+    max_new_tokens: int | None = option(None, "Most tokens of a continuation. Left out: it fills its row.", least=1)
+    keep_text: bool = option(False, "With --self-generate: train on the data too.")
+    temperature: float = option(0.8, "Of the sampled half of --self-generate.", least=0, inclusive=False)
+    seq_length: int = option(1024, "Tokens of a row.", least=8)
+    held_out: float = option(
+        0.05, "Share of the rows that acceptance is measured on.", least=0, most=1, inclusive=False
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.self_generate == 1:
+            raise SpecConfigError("`self_generate` must be at least 2: one continuation is held out.")
+        if self.keep_text and not self.self_generate:
+            raise SpecConfigError(
+                "`keep_text` adds text to the target's continuations, and `self_generate` asks for none."
+            )
+
+
+@dataclass(frozen=True)
+class TrainingOptions(Options):
+    """
+    Length, schedule and precision of a training.
+
+    `TrainingRun` fills in what is left out. For `train`, `steps` must be given, and `None` means 0 or off.
+
+    Args:
+        final_learning_rate (`float`): Share of the peak at which the schedule ends.
+        max_grad_norm (`float`): Gradients are clipped to this norm.
+
+    Raises:
+        SpecConfigError: A value is out of range.
+        MissingDependencyError: This torch has no Muon.
+    """
+
+    batch_size: int = option(8, "Rows of a step, those of all processes together.", least=1)
+    steps: int | None = option(None, "Training steps. Left out: as many as --epochs take.", least=1)
+    epochs: float = option(1.0, "Passes over the rows.", least=0, inclusive=False)
+    max_minutes: float | None = option(
+        None, "Time limit; the schedule ends with it. Left out: none.", least=0, inclusive=False
+    )
+    learning_rate: float = option(
+        1e-3, "Peak of the cosine schedule.", flags=("--learning-rate", "--lr"), least=0, inclusive=False
+    )
+    warmup_steps: int | None = option(
+        None, "Steps of linear warm-up. Left out: a twentieth of all, at most 100.", least=0
+    )
+    weight_decay: float | None = option(
+        None, "Decoupled weight decay of matrices. Left out: 0.1 for draft models, else 0.", least=0
+    )
+    muon: bool | None = option(
+        None,
+        "Muon for hidden matrices, AdamW for the rest: fewer steps for whole networks. Left out: for draft models, "
+        "eagle, eagle3, dflash and mtp.",
+    )
+    keep_states: bool = option(False, "Read the rows with the target once and keep its states in memory.")
+    seed: int = option(0, "Seed of weights, data order and sampling.")
+    resume: bool = option(False, "Take up the run in the output folder.")
+    save_every: int = option(500, "Steps between two states to resume from.", least=1)
+    bf16: bool = option(True, "Train in bfloat16 autocast and save bfloat16, or float32.")
+    final_learning_rate: float = 0.02
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.muon:
+            return
+        import torch
+
+        if not hasattr(torch.optim, "Muon"):
+            raise MissingDependencyError(
+                f"`muon=True` needs torch 2.9 or later, found {torch.__version__}. Upgrade torch or set `muon=False`."
+            )
+
+    def progress(self, step: int, seconds: float) -> float:
+        """
+        Returns the share of the training that is done, 0 to 1: by steps or by time, whichever is further on, so that a
+        run cut by time still ends at the final learning rate.
+        """
+        assert self.steps is not None, "settled before the training begins"
+        by_time = seconds / (60 * self.max_minutes) if self.max_minutes else 0.0
+        return min(1.0, max(step / self.steps, by_time))
+
+    def learning_rate_at(self, step: int, progress: float) -> float:
+        warmup = min(1.0, (step + 1) / max(1, self.warmup_steps or 0))
+        cosine = 0.5 * (1 + math.cos(math.pi * progress))
+        return self.learning_rate * warmup * (self.final_learning_rate + (1 - self.final_learning_rate) * cosine)
+
+
+def kl_weight_option(default: float) -> Any:
+    """Declares the option `kl_weight`, which several methods have."""
+    help = "Share of KL(target || draft) in the loss; the rest is the cross-entropy of the text."
+    return option(default, help, least=0, most=1)
+
+
+def head_decay_option(default: float) -> Any:
+    """Declares the option `head_decay`, which several methods have."""
+    return option(default, "Weight of a draft's loss relative to the one before it.", least=0, most=1)
+
+
+def ttt_steps_option(default: int) -> Any:
+    """Declares the option `ttt_steps`, which several methods have."""
+    return option(default, "Steps in the draft's own states that it is trained on.", least=1)
+
+
+def intermediate_size_option() -> Any:
+    """Declares the option `intermediate_size`, which several methods have."""
+    return option(0, "Width of the MLPs; 0 for the target's.", least=0)
+
+
+def max_positions_option() -> Any:
+    """Declares the option `max_positions`, which several methods have."""
+    # Neighbouring positions teach much the same.
+    return option(
+        None,
+        "Positions of a batch that are drawn for the loss: with many rows and --keep-states. Left out: all.",
+        least=1,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- reading options
 
 
 def options_of(options: type) -> Iterator[tuple[Field, Any]]:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..errors import SpecConfigError
-from .options import Options, option
+from .options import Options
 from .reading import IGNORED, Reading, TargetReader, check_plain_head
 
 
@@ -291,14 +291,3 @@ def no_loss(network: nn.Module) -> torch.Tensor:
     in which nothing counts.
     """
     return sum(parameter.sum() for parameter in network.parameters() if parameter.requires_grad) * 0.0
-
-
-def kl_weight_option(default: float) -> Any:
-    """Declares the option `kl_weight` of a recipe."""
-    help = "Share of KL(target || draft) in the loss; the rest is the cross-entropy of the text."
-    return option(default, help, least=0, most=1)
-
-
-def head_decay_option(default: float) -> Any:
-    """Declares the option `head_decay` of a recipe."""
-    return option(default, "Weight of a draft's loss relative to the one before it.", least=0, most=1)

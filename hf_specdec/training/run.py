@@ -24,10 +24,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from ..errors import SpecConfigError
 from ..method import built_in_methods
 from .continuations import continue_prompts, draw_prompts
+from .options import TextOptions, TrainingOptions
 from .reading import Rows, TargetReader
 from .recipe import Acceptance, Recipe
-from .text import Document, TextOptions, find_sources, load_documents, pack
-from .trainer import RunState, TrainingOptions, check_identity, train
+from .text import Document, find_sources, load_documents, pack
+from .trainer import RunState, check_identity, train
 
 
 STATE_FOLDER = "training_state"

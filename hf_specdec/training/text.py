@@ -15,49 +15,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import MissingDependencyError, SpecConfigError
-from .options import Options, option
 from .reading import Rows
 
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 TEXT_COLUMNS = ("text", "content")
 CHAT_COLUMNS = ("messages", "conversations")
-
-
-@dataclass(frozen=True)
-class TextOptions(Options):
-    """
-    Rows to train on.
-
-    Raises:
-        SpecConfigError: A value is out of range, or two contradict each other.
-    """
-
-    data: Sequence[str] = option(
-        help="Text: a file or folder (.txt, .md, .py, .jsonl, .parquet) or the id of a data set. May be repeated.",
-        flags=("--data", "-d"),
-    )
-    column: str | None = option(None, "Column of the records that holds text or messages.")
-    max_tokens: int | None = option(None, "Read no more tokens of the data.", least=1)
-    self_generate: int = option(
-        0, "Prompts from the data that the target continues; training is then on what the target wrote.", least=0
-    )
-    max_new_tokens: int | None = option(None, "Most tokens of a continuation. Left out: it fills its row.", least=1)
-    keep_text: bool = option(False, "With --self-generate: train on the data too.")
-    temperature: float = option(0.8, "Of the sampled half of --self-generate.", least=0, inclusive=False)
-    seq_length: int = option(1024, "Tokens of a row.", least=8)
-    held_out: float = option(
-        0.05, "Share of the rows that acceptance is measured on.", least=0, most=1, inclusive=False
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.self_generate == 1:
-            raise SpecConfigError("`self_generate` must be at least 2: one continuation is held out.")
-        if self.keep_text and not self.self_generate:
-            raise SpecConfigError(
-                "`keep_text` adds text to the target's continuations, and `self_generate` asks for none."
-            )
 
 
 @dataclass(frozen=True)

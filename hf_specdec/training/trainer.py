@@ -10,7 +10,6 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 
-from ..errors import MissingDependencyError, SpecConfigError, SpecDecError
-from .options import Options, option
+from ..errors import SpecConfigError, SpecDecError
+from .options import TrainingOptions
 
 
 LossFunction = Callable[[Any], torch.Tensor]
@@ -31,72 +30,6 @@ LossFunction = Callable[[Any], torch.Tensor]
 # Steps between two measurements, and between two lines in a log file.
 MEASURE_EVERY = 250
 LOG_EVERY = 100
-
-
-@dataclass(frozen=True)
-class TrainingOptions(Options):
-    """
-    Length, schedule and precision of a training.
-
-    `TrainingRun` fills in what is left out. For `train`, `steps` must be given, and `None` means 0 or off.
-
-    Args:
-        final_learning_rate (`float`): Share of the peak at which the schedule ends.
-        max_grad_norm (`float`): Gradients are clipped to this norm.
-
-    Raises:
-        SpecConfigError: A value is out of range.
-        MissingDependencyError: This torch has no Muon.
-    """
-
-    batch_size: int = option(8, "Rows of a step, those of all processes together.", least=1)
-    steps: int | None = option(None, "Training steps. Left out: as many as --epochs take.", least=1)
-    epochs: float = option(1.0, "Passes over the rows.", least=0, inclusive=False)
-    max_minutes: float | None = option(
-        None, "Time limit; the schedule ends with it. Left out: none.", least=0, inclusive=False
-    )
-    learning_rate: float = option(
-        1e-3, "Peak of the cosine schedule.", flags=("--learning-rate", "--lr"), least=0, inclusive=False
-    )
-    warmup_steps: int | None = option(
-        None, "Steps of linear warm-up. Left out: a twentieth of all, at most 100.", least=0
-    )
-    weight_decay: float | None = option(
-        None, "Decoupled weight decay of matrices. Left out: 0.1 for draft models, else 0.", least=0
-    )
-    muon: bool | None = option(
-        None,
-        "Muon for hidden matrices, AdamW for the rest: fewer steps for whole networks. Left out: for draft models, "
-        "eagle, eagle3, dflash and mtp.",
-    )
-    keep_states: bool = option(False, "Read the rows with the target once and keep its states in memory.")
-    seed: int = option(0, "Seed of weights, data order and sampling.")
-    resume: bool = option(False, "Take up the run in the output folder.")
-    save_every: int = option(500, "Steps between two states to resume from.", least=1)
-    bf16: bool = option(True, "Train in bfloat16 autocast and save bfloat16, or float32.")
-    final_learning_rate: float = 0.02
-    max_grad_norm: float = 1.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.muon and not hasattr(torch.optim, "Muon"):
-            raise MissingDependencyError(
-                f"`muon=True` needs torch 2.9 or later, found {torch.__version__}. Upgrade torch or set `muon=False`."
-            )
-
-    def progress(self, step: int, seconds: float) -> float:
-        """
-        Returns the share of the training that is done, 0 to 1: by steps or by time, whichever is further on, so that a
-        run cut by time still ends at the final learning rate.
-        """
-        assert self.steps is not None, "settled before the training begins"
-        by_time = seconds / (60 * self.max_minutes) if self.max_minutes else 0.0
-        return min(1.0, max(step / self.steps, by_time))
-
-    def learning_rate_at(self, step: int, progress: float) -> float:
-        warmup = min(1.0, (step + 1) / max(1, self.warmup_steps or 0))
-        cosine = 0.5 * (1 + math.cos(math.pi * progress))
-        return self.learning_rate * warmup * (self.final_learning_rate + (1 - self.final_learning_rate) * cosine)
 
 
 class RunState:

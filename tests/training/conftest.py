@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
+from hf_specdec.training.options import TrainingOptions
 from hf_specdec.training.reading import TargetReader
 from hf_specdec.training.run import RunOptions
 from hf_specdec.training.text import load_documents, pack
-from hf_specdec.training.trainer import TrainingOptions, train
+from hf_specdec.training.trainer import train
 from tests.models import VOCAB_SIZE, letter_tokenizer, tiny_llama
 
 

@@ -16,8 +16,9 @@ from hf_specdec.drafting.entries import DraftEntries
 from hf_specdec.errors import SpecConfigError, UnsupportedModelError
 from hf_specdec.layers.llama import DecoderLayer, is_llama_layer
 from hf_specdec.training.autoregressive import walk_cycles
+from hf_specdec.training.options import TrainingOptions
 from hf_specdec.training.reading import Rows, TargetReader
-from hf_specdec.training.trainer import TrainingOptions, train
+from hf_specdec.training.trainer import train
 from tests.architectures import tiny_model
 from tests.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.training.recipes import RECIPES, built, named, read

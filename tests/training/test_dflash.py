@@ -12,9 +12,10 @@ from hf_specdec.candidate_generators.dflash.formats import BlockView
 from hf_specdec.candidate_generators.dflash.generator import DraftText
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
 from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe, mask_token_for, read_blocks
+from hf_specdec.training.options import TrainingOptions
 from hf_specdec.training.reading import IGNORED, TargetReader
 from hf_specdec.training.text import load_documents, pack
-from hf_specdec.training.trainer import TrainingOptions, train
+from hf_specdec.training.trainer import train
 from tests.models import VOCAB_SIZE, letter_tokenizer, tiny_llama
 from tests.training.recipes import BLOCKS, RECIPES, built, enlarged, named, read
 

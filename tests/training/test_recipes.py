@@ -18,10 +18,10 @@ from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorR
 from hf_specdec.decoding.states import captured_states
 from hf_specdec.errors import SpecConfigError, UnsupportedModelError
 from hf_specdec.training import recipe as frame
+from hf_specdec.training.options import TrainingOptions
 from hf_specdec.training.reading import Rows, TargetReader, check_plain_head
 from hf_specdec.training.recipe import draft_loss, walk
 from hf_specdec.training.run import TrainingRun, make_recipe
-from hf_specdec.training.trainer import TrainingOptions
 from tests.models import VOCAB_SIZE, letter_tokenizer, prompts, tiny_llama
 from tests.training.recipes import RECIPES, SIZES
 

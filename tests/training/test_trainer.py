@@ -9,9 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
 from hf_specdec.errors import MissingDependencyError, SpecDecError
+from hf_specdec.training.options import TrainingOptions
 from hf_specdec.training.reading import TargetReader
 from hf_specdec.training.recipe import sum_over_chunks
-from hf_specdec.training.trainer import TrainingOptions, _optimizers, train
+from hf_specdec.training.trainer import _optimizers, train
 
 
 def next_token_loss(model):

@@ -35,9 +35,10 @@ from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
 from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorRecipe
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
 from hf_specdec.training.continuations import continue_prompts
+from hf_specdec.training.options import TrainingOptions
 from hf_specdec.training.reading import Rows, TargetReader
 from hf_specdec.training.recipe import Acceptance, Recipe
-from hf_specdec.training.trainer import TrainingOptions, train
+from hf_specdec.training.trainer import train
 
 from . import attention as _attention  # noqa: F401 - registers blockwise_causal
 from .data import Corpus, EditDocuments, Encode, Mixture, TokenRows, collect_snippets, python_sources

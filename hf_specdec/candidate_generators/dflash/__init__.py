@@ -1,6 +1,39 @@
 """Drafts of DFlash and its kin: a whole block in one pass."""
 
+from dataclasses import dataclass
+
 from ...method import Method
+from ...training.options import Options, head_decay_option, intermediate_size_option, kl_weight_option, option
+
+
+@dataclass(frozen=True)
+class DFlashTraining(Options):
+    """Options of training a DFlash draft."""
+
+    block_size: int = option(16, "Tokens of a block, the last committed one included.", least=2)
+    num_layers: int = option(5, "Decoder layers.", least=1)
+    intermediate_size: int = intermediate_size_option()
+    target_layer_ids: tuple[int, ...] | None = option(
+        None,
+        "Target layers whose outputs the draft reads, separated by commas. Left out: as many as the draft has layers, "
+        "spread over the depth.",
+    )
+    mask_token_id: int | None = option(
+        None, "Token of the masks. Left out: the tokenizer's, an unused one, or end of text.", least=0
+    )
+    # Neighbouring blocks teach much the same.
+    num_anchors: int = option(128, "Blocks of a row that are drawn for a step; 0 for all.", least=0)
+    head_decay: float = head_decay_option(0.87)
+    kl_weight: float = kl_weight_option(0.0)
+    reveal_share: float = option(
+        0.0,
+        "Share of the blocks with a part of their tokens revealed, for several denoising steps.",
+        least=0,
+        most=1,
+    )
+    num_denoising_steps: int | None = option(
+        None, "Forwards for a block that the draft asks for. Left out: 1, or 3 with --reveal-share.", least=1
+    )
 
 
 METHODS = (
@@ -14,6 +47,7 @@ METHODS = (
         preference=2,
         preferred_because="a whole block in one pass, of several layers",
         recipe="recipe:DFlashRecipe",
+        training=DFlashTraining,
         vllm="dflash",
         sglang="DFLASH",
         healthy_first_rate=0.4,

@@ -13,7 +13,6 @@ Shapes as in `recipe.py`; A anchors of a row, S tokens of a block, K = S - 1 mas
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +20,14 @@ from transformers import PreTrainedModel
 
 from ...errors import SpecConfigError
 from ...target_facts import decoder_layers, hidden_size, vocabulary_size
-from ...training.initial_weights import begin_as, begin_near, intermediate_size_option, layer_sizes
-from ...training.options import option
+from ...training.initial_weights import begin_as, begin_near, layer_sizes
 from ...training.reading import IGNORED, Reading
 from ...training.recipe import (
     CHUNK_LOGITS,
     CycleRecipe,
-    head_decay_option,
-    kl_weight_option,
     no_loss,
 )
+from . import DFlashTraining
 from .denoising import Denoising, keep_counts
 from .formats import BlockView, DFlashConfig, default_layer_ids
 from .network import DFlashNetwork, GivenContext, mask_token_of, tokenizer_of
@@ -44,37 +41,11 @@ LayerContext = list[tuple[torch.Tensor, torch.Tensor]]
 _PIECE = 128
 
 
-@dataclass(frozen=True)
-class DFlashRecipe(CycleRecipe):
+class DFlashRecipe(DFlashTraining, CycleRecipe):
     """
     A DFlash draft: decoder layers that fill a block of masks, with the embedding and the lm_head of the target. They
     begin as the target's last ones, as far as their shapes agree.
     """
-
-    block_size: int = option(16, "Tokens of a block, the last committed one included.", least=2)
-    num_layers: int = option(5, "Decoder layers.", least=1)
-    intermediate_size: int = intermediate_size_option()
-    target_layer_ids: tuple[int, ...] | None = option(
-        None,
-        "Target layers whose outputs the draft reads, separated by commas. Left out: as many as the draft has layers, "
-        "spread over the depth.",
-    )
-    mask_token_id: int | None = option(
-        None, "Token of the masks. Left out: the tokenizer's, an unused one, or end of text.", least=0
-    )
-    # Neighbouring blocks teach much the same.
-    num_anchors: int = option(128, "Blocks of a row that are drawn for a step; 0 for all.", least=0)
-    head_decay: float = head_decay_option(0.87)
-    kl_weight: float = kl_weight_option(0.0)
-    reveal_share: float = option(
-        0.0,
-        "Share of the blocks with a part of their tokens revealed, for several denoising steps.",
-        least=0,
-        most=1,
-    )
-    num_denoising_steps: int | None = option(
-        None, "Forwards for a block that the draft asks for. Left out: 1, or 3 with --reveal-share.", least=1
-    )
 
     method = "dflash"
     muon = True

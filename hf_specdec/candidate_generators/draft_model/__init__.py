@@ -1,6 +1,22 @@
 """Drafts of a smaller language model (Leviathan et al. 2022, arXiv:2211.17192)."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 from ...method import Method
+from ...training.options import Options, kl_weight_option, option
+
+
+@dataclass(frozen=True)
+class DraftModelTraining(Options):
+    """Options of training a draft model."""
+
+    draft_model: str | None = option(None, "Checkpoint to train on: a repo id or a folder.")
+    from_scratch: Mapping[str, Any] | None = option(
+        None, "Sizes of a new Llama model instead: hidden_size=256,num_hidden_layers=4,... or JSON."
+    )
+    kl_weight: float = kl_weight_option(1.0)
 
 
 METHODS = (
@@ -17,6 +33,7 @@ METHODS = (
         preferred_because="a whole model, the most work for a token",
         tags=("draft-model",),
         recipe="recipe:DraftModelRecipe",
+        training=DraftModelTraining,
         vllm="draft_model",
         sglang="STANDALONE",
         sglang_counts_steps=True,

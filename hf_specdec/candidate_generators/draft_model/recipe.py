@@ -6,8 +6,6 @@ Distillation minimises KL(target || draft), best on the target's own text, which
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +15,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from ...errors import CheckpointFormatError, SpecConfigError
 from ...target_facts import vocabulary_size
-from ...training.options import option
 from ...training.reading import IGNORED, Reading, check_plain_head
-from ...training.recipe import Recipe, best_tokens, kl_weight_option, no_loss
+from ...training.recipe import Recipe, best_tokens, no_loss
+from . import DraftModelTraining
 
 
-@dataclass(frozen=True)
-class DraftModelRecipe(Recipe):
+class DraftModelRecipe(DraftModelTraining, Recipe):
     """
     A small causal language model.
 
     Raises:
         SpecConfigError: Neither or both of `draft_model` and `from_scratch` are given.
     """
-
-    draft_model: str | None = option(None, "Checkpoint to train on: a repo id or a folder.")
-    from_scratch: Mapping[str, Any] | None = option(
-        None, "Sizes of a new Llama model instead: hidden_size=256,num_hidden_layers=4,... or JSON."
-    )
-    kl_weight: float = kl_weight_option(1.0)
 
     method = "draft_model"
     weight_decay = 0.1

@@ -1,6 +1,52 @@
 """Drafts of EAGLE and EAGLE-3 heads (Li et al. 2024, 2025: arXiv:2401.15077, 2406.16858, 2503.01840)."""
 
+from dataclasses import dataclass
+
 from ...method import Method
+from ...training.options import (
+    Options,
+    head_decay_option,
+    intermediate_size_option,
+    kl_weight_option,
+    option,
+    ttt_steps_option,
+)
+
+
+@dataclass(frozen=True)
+class Eagle1Training(Options):
+    """Options of training an EAGLE-1 head."""
+
+    ttt_steps: int = ttt_steps_option(1)
+    num_layers: int = option(1, "Decoder layers.", least=1)
+    intermediate_size: int = intermediate_size_option()
+    token_weight: float = option(0.1, "Weight of the tokens' loss beside that of the states, a smooth L1.", least=0)
+    noise: float = option(0.2, "Width of the range of noise on the target's states.", least=0)
+    head_decay: float = head_decay_option(0.8)
+    kl_weight: float = kl_weight_option(1.0)
+
+
+@dataclass(frozen=True)
+class Eagle3Training(Options):
+    """Options of training an EAGLE-3 head."""
+
+    ttt_steps: int = ttt_steps_option(6)
+    num_layers: int = option(1, "Decoder layers.", least=1)
+    hidden_size: int = option(0, "Hidden size of the head; 0 for the target's.", least=0)
+    intermediate_size: int = intermediate_size_option()
+    draft_vocab_size: int = option(
+        0, "Tokens that the draft knows, the most frequent of the training rows; 0 for all.", least=0
+    )
+    own_head: bool = option(
+        True, "The head trains an lm_head, or uses the target's.", flags=("--own-lm-head/--target-lm-head",)
+    )
+    aux_layer_ids: tuple[int, ...] | None = option(
+        None,
+        "Target layers whose inputs the head reads, separated by commas; N for the output of the last of N layers. "
+        "Left out: 2, N // 2 and N - 3.",
+    )
+    head_decay: float = head_decay_option(0.8)
+    kl_weight: float = kl_weight_option(1.0)
 
 
 METHODS = (
@@ -15,6 +61,7 @@ METHODS = (
         preference=4,
         preferred_because="one layer that reads the target's last state alone",
         recipe="recipe:Eagle1Recipe",
+        training=Eagle1Training,
         vllm="eagle",
         sglang="EAGLE",
         sglang_counts_steps=True,
@@ -33,6 +80,7 @@ METHODS = (
         preferred_because="one layer that reads three depths of the target: long accepted drafts for little work",
         tags=("eagle-3",),
         recipe="recipe:Eagle3Recipe",
+        training=Eagle3Training,
         vllm="eagle3",
         sglang="EAGLE3",
         sglang_counts_steps=True,

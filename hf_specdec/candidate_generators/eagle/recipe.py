@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from ...errors import SpecConfigError
 from ...target_facts import decoder_layers, hidden_size, vocabulary_size
-from ...training.autoregressive import AutoregressiveRecipe, ttt_steps_option
-from ...training.initial_weights import begin_as, begin_near, copy_rows, intermediate_size_option, layer_sizes
-from ...training.options import option
-from ...training.recipe import head_decay_option, kl_weight_option
+from ...training.autoregressive import AutoregressiveRecipe
+from ...training.initial_weights import begin_as, begin_near, copy_rows, layer_sizes
+from . import Eagle1Training, Eagle3Training
 from .formats import EagleConfig
 from .network import Eagle1Network, Eagle3Network, EagleNetwork
 
 
-@dataclass(frozen=True)
-class Eagle1Recipe(AutoregressiveRecipe):
+class Eagle1Recipe(Eagle1Training, AutoregressiveRecipe):
     """
     An EAGLE-1 head, which EAGLE-2 drafts with too: regression of the target's next state, and through the target's
     lm_head the next token (Li et al. 2024, arXiv:2401.15077, section 4.2). With more than one step it is HASS. Its
     layer begins as the target's last one.
     """
-
-    ttt_steps: int = ttt_steps_option(1)
-    num_layers: int = option(1, "Decoder layers.", least=1)
-    intermediate_size: int = intermediate_size_option()
-    token_weight: float = option(0.1, "Weight of the tokens' loss beside that of the states, a smooth L1.", least=0)
-    noise: float = option(0.2, "Width of the range of noise on the target's states.", least=0)
-    head_decay: float = head_decay_option(0.8)
-    kl_weight: float = kl_weight_option(1.0)
 
     method = "eagle"
 
@@ -56,32 +44,13 @@ class Eagle1Recipe(AutoregressiveRecipe):
         return F.smooth_l1_loss(fed.float(), states.to(fed.device).float()) + self.token_weight * token_loss
 
 
-@dataclass(frozen=True)
-class Eagle3Recipe(AutoregressiveRecipe):
+class Eagle3Recipe(Eagle3Training, AutoregressiveRecipe):
     """
     An EAGLE-3 head, on states from between the target's layers and with an lm_head of its own.
 
     It shares the target's embedding, which is frozen, and its lm_head begins as a copy of the target's rows, or is the
     target's; a head of another hidden size begins with the main directions of both, and trains its own embedding.
     """
-
-    ttt_steps: int = ttt_steps_option(6)
-    num_layers: int = option(1, "Decoder layers.", least=1)
-    hidden_size: int = option(0, "Hidden size of the head; 0 for the target's.", least=0)
-    intermediate_size: int = intermediate_size_option()
-    draft_vocab_size: int = option(
-        0, "Tokens that the draft knows, the most frequent of the training rows; 0 for all.", least=0
-    )
-    own_head: bool = option(
-        True, "The head trains an lm_head, or uses the target's.", flags=("--own-lm-head/--target-lm-head",)
-    )
-    aux_layer_ids: tuple[int, ...] | None = option(
-        None,
-        "Target layers whose inputs the head reads, separated by commas; N for the output of the last of N layers. "
-        "Left out: 2, N // 2 and N - 3.",
-    )
-    head_decay: float = head_decay_option(0.8)
-    kl_weight: float = kl_weight_option(1.0)
 
     method = "eagle3"
 

@@ -1,6 +1,25 @@
 """Drafts of Medusa heads (Cai et al. 2024, arXiv:2401.10774)."""
 
+from dataclasses import dataclass
+
 from ...method import Method
+from ...training.options import Options, head_decay_option, kl_weight_option, max_positions_option, option
+
+
+@dataclass(frozen=True)
+class MedusaTraining(Options):
+    """Options of training Medusa heads."""
+
+    num_heads: int = option(4, "Number of heads.", least=1)
+    num_layers: int = option(1, "Residual blocks of a head.", least=1)
+    share_lm_head: bool = option(
+        True,
+        "The heads use the target's lm_head, or each trains its own, which begins as a copy of it.",
+        flags=("--share-lm-head/--own-lm-heads",),
+    )
+    head_decay: float = head_decay_option(0.8)
+    kl_weight: float = kl_weight_option(0.0)
+    max_positions: int | None = max_positions_option()
 
 
 METHODS = (
@@ -16,6 +35,7 @@ METHODS = (
         preference=6,
         preferred_because="no attention, and heads that do not know each other's tokens",
         recipe="recipe:MedusaRecipe",
+        training=MedusaTraining,
         healthy_first_rate=0.1,
         demo="medusa",
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +10,15 @@ from transformers import PreTrainedModel
 
 from ...errors import SpecConfigError
 from ...target_facts import hidden_size, vocabulary_size
-from ...training.heads import HeadsRecipe, max_positions_option
-from ...training.options import option
+from ...training.heads import HeadsRecipe
 from ...training.reading import Reading
-from ...training.recipe import Acceptance, head_decay_option, kl_weight_option
+from ...training.recipe import Acceptance
+from . import MedusaTraining
 from .network import NUM_RANKS, MedusaHeads
 
 
-@dataclass(frozen=True)
-class MedusaRecipe(HeadsRecipe):
+class MedusaRecipe(MedusaTraining, HeadsRecipe):
     """Residual heads, which are saved with the accuracy of their best ranks."""
-
-    num_heads: int = option(4, "Number of heads.", least=1)
-    num_layers: int = option(1, "Residual blocks of a head.", least=1)
-    share_lm_head: bool = option(
-        True,
-        "The heads use the target's lm_head, or each trains its own, which begins as a copy of it.",
-        flags=("--share-lm-head/--own-lm-heads",),
-    )
-    head_decay: float = head_decay_option(0.8)
-    kl_weight: float = kl_weight_option(0.0)
-    max_positions: int | None = max_positions_option()
 
     method = "medusa"
     num_ranks = NUM_RANKS

@@ -1,6 +1,26 @@
 """Drafts of the MLP speculator (Wertheimer et al. 2024, arXiv:2404.19124)."""
 
+from dataclasses import dataclass
+
 from ...method import Method
+from ...training.options import Options, head_decay_option, kl_weight_option, max_positions_option, option
+
+
+@dataclass(frozen=True)
+class MLPSpeculatorTraining(Options):
+    """Options of training an MLP speculator."""
+
+    n_predict: int = option(3, "Number of stages.", least=1)
+    inner_dim: int = option(0, "Width; 0 for the target's hidden size.", least=0)
+    tie_weights: bool = option(True, "The stages share their weights.", flags=("--tie-weights/--no-tie-weights",))
+    scale_input: bool = option(
+        True, "The target's state is normalised first.", flags=("--scale-input/--no-scale-input",)
+    )
+    top_k_tokens_per_head: tuple[int, ...] | None = None
+    n_candidates: int = 4
+    head_decay: float = head_decay_option(0.9)
+    kl_weight: float = kl_weight_option(0.0)
+    max_positions: int | None = max_positions_option()
 
 
 METHODS = (
@@ -17,6 +37,7 @@ METHODS = (
         preferred_because="no attention: each token is a guess from the state and the token before",
         tags=("mlp-speculator",),
         recipe="recipe:MLPSpeculatorRecipe",
+        training=MLPSpeculatorTraining,
         healthy_first_rate=0.15,
         demo="mlp_speculator",
     ),

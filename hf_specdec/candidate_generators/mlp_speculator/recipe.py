@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from transformers import PreTrainedModel
 
 from ...errors import SpecConfigError
 from ...target_facts import hidden_size, vocabulary_size
-from ...training.heads import HeadsRecipe, max_positions_option
+from ...training.heads import HeadsRecipe
 from ...training.initial_weights import main_directions
-from ...training.options import option
 from ...training.reading import Reading
-from ...training.recipe import head_decay_option, kl_weight_option
+from . import MLPSpeculatorTraining
 from .network import MLPSpeculator, MLPSpeculatorConfig
 
 
-@dataclass(frozen=True)
-class MLPSpeculatorRecipe(HeadsRecipe):
+class MLPSpeculatorRecipe(MLPSpeculatorTraining, HeadsRecipe):
     """
     An MLP speculator.
 
@@ -27,18 +23,6 @@ class MLPSpeculatorRecipe(HeadsRecipe):
             its users, by default 4, 3, 2, 2, ...
         n_candidates (`int`): Candidate sequences that it suggests.
     """
-
-    n_predict: int = option(3, "Number of stages.", least=1)
-    inner_dim: int = option(0, "Width; 0 for the target's hidden size.", least=0)
-    tie_weights: bool = option(True, "The stages share their weights.", flags=("--tie-weights/--no-tie-weights",))
-    scale_input: bool = option(
-        True, "The target's state is normalised first.", flags=("--scale-input/--no-scale-input",)
-    )
-    top_k_tokens_per_head: tuple[int, ...] | None = None
-    n_candidates: int = 4
-    head_decay: float = head_decay_option(0.9)
-    kl_weight: float = kl_weight_option(0.0)
-    max_positions: int | None = max_positions_option()
 
     method = "mlp_speculator"
 

@@ -7,26 +7,18 @@ FastMTP trains published layers (Cai et al. 2025, arXiv:2509.18362), with the cy
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from transformers import PreTrainedModel
 
 from ...errors import SpecConfigError
 from ...target_facts import decoder_layers
-from ...training.autoregressive import AutoregressiveRecipe, ttt_steps_option
-from ...training.initial_weights import begin_near, intermediate_size_option
-from ...training.recipe import head_decay_option, kl_weight_option
+from ...training.autoregressive import AutoregressiveRecipe
+from ...training.initial_weights import begin_near
+from . import MtpTraining
 from .network import MtpNetwork, check_family, new_mtp
 
 
-@dataclass(frozen=True)
-class MtpRecipe(AutoregressiveRecipe):
+class MtpRecipe(MtpTraining, AutoregressiveRecipe):
     """One layer of the target's own class, saved in the `mtp.*` layout. It begins as the target's last one."""
-
-    ttt_steps: int = ttt_steps_option(4)
-    intermediate_size: int = intermediate_size_option()
-    head_decay: float = head_decay_option(0.8)
-    kl_weight: float = kl_weight_option(1.0)
 
     method = "mtp"
 

@@ -14,6 +14,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from ..errors import SpecConfigError
 from .common import reporting, with_parameters
@@ -139,7 +140,8 @@ class Place:
         logging.set_verbosity_error()
         try:
             with num_threads(self.num_threads):
-                model, tokenizer = self.load()
+                with Console(stderr=True).status(f"Loading {self.target}"):
+                    model, tokenizer = self.load()
                 tokenizer.padding_side = "left"
                 if tokenizer.pad_token is None:
                     tokenizer.pad_token = tokenizer.eos_token

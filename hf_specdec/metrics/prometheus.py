@@ -37,6 +37,18 @@ _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.
 _FIRST_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
 
+_HISTOGRAMS = {
+    "depth": ("spec_decode_speculation_length", "How many tokens deep each draft was.", _DEPTHS),
+    "cycle": ("spec_decode_cycle_seconds", "Time of a cycle, drafting included.", _SECONDS),
+    "draft": ("spec_decode_draft_seconds", "Time of the drafter in a cycle.", _SECONDS),
+    "verify": ("spec_decode_verify_seconds", "Time of the verification in a cycle.", _SECONDS),
+    "first_token": (
+        "time_to_first_token_seconds",
+        "From the call of generate() until all rows had one.",
+        _FIRST_TOKEN_SECONDS,
+    ),
+}
+
 # Every value of a label is a time series more in every scraper's memory.
 _MOST_MODELS, _MOST_REASONS, _MOST_POSITIONS = 32, 16, 64
 _MOST_CHARACTERS = 200
@@ -81,9 +93,6 @@ class PrometheusMetrics(Listener):
         def counter(name: str, help: str, *labels: str) -> Counter:
             return add(Counter, name, help, *_LABELS, *labels)
 
-        def histogram(name: str, help: str, buckets: tuple) -> Histogram:
-            return add(Histogram, name, help, *_LABELS, buckets=buckets)
-
         self.calls = counter("spec_decode_num_calls", "Speculative generate() calls that began.")
         self.counters = {field: counter(*named) for field, named in _COUNTERS.items()}
         self.accepted_per_position = counter(
@@ -95,13 +104,10 @@ class PrometheusMetrics(Listener):
         self.spec_tokens = add(
             Gauge, "spec_decode_num_spec_tokens", "Speculation length k of the last call.", *_LABELS
         )
-        self.depth = histogram("spec_decode_speculation_length", "How many tokens deep each draft was.", _DEPTHS)
-        self.cycle = histogram("spec_decode_cycle_seconds", "Time of a cycle, drafting included.", _SECONDS)
-        self.draft = histogram("spec_decode_draft_seconds", "Time of the drafter in a cycle.", _SECONDS)
-        self.verify = histogram("spec_decode_verify_seconds", "Time of the verification in a cycle.", _SECONDS)
-        self.first_token = histogram(
-            "time_to_first_token_seconds", "From the call of generate() until all rows had one.", _FIRST_TOKEN_SECONDS
-        )
+        self.histograms = {
+            key: add(Histogram, name, help, *_LABELS, buckets=buckets)
+            for key, (name, help, buckets) in _HISTOGRAMS.items()
+        }
         add(Gauge, "loaded_drafters", "Drafters that stay loaded in this process.").set_function(loaded_drafters)
         bytes_help = "Bytes of their weights and of the texts that they remember."
         add(Gauge, "loaded_bytes", bytes_help).set_function(loaded_bytes)
@@ -132,19 +138,17 @@ class _Series(CallObserver):
         self.metrics, self.labels = metrics, labels
         self.calls = metrics.calls.labels(*labels)
         self.counters = {field: counter.labels(*labels) for field, counter in metrics.counters.items()}
-        self.depth, self.cycle = metrics.depth.labels(*labels), metrics.cycle.labels(*labels)
-        self.draft, self.verify = metrics.draft.labels(*labels), metrics.verify.labels(*labels)
-        self.first_token = metrics.first_token.labels(*labels)
+        self.observe = {key: histogram.labels(*labels).observe for key, histogram in metrics.histograms.items()}
 
     def end_prefill(self, new: SpecDecodingStats) -> None:
         self._count(new)
-        self.first_token.observe(new.time_to_first_token)
+        self.observe["first_token"](new.time_to_first_token)
 
     def end_cycle(self, new: SpecDecodingStats, seconds: float) -> None:
         self._count(new)
-        self.cycle.observe(seconds)
-        self.draft.observe(new.draft_seconds)
-        self.verify.observe(new.verify_seconds)
+        self.observe["cycle"](seconds)
+        self.observe["draft"](new.draft_seconds)
+        self.observe["verify"](new.verify_seconds)
 
     def end_call(self, new: SpecDecodingStats) -> None:
         self._count(new)
@@ -156,7 +160,7 @@ class _Series(CallObserver):
                 counter.inc(value)
         for depth, count in enumerate(new.num_drafts_per_depth, start=1):
             for _ in range(count):
-                self.depth.observe(depth)
+                self.observe["depth"](depth)
         for position, count in enumerate(new.num_accepted_tokens_per_pos[:_MOST_POSITIONS]):
             if count:
                 self.metrics.accepted_per_position.labels(*self.labels, position).inc(count)

@@ -5,10 +5,9 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save
-from transformers import AutoModelForCausalLM, pipeline
+from transformers import pipeline
 
 from hf_specdec import (
     CandidateGenerator,
@@ -21,26 +20,17 @@ from hf_specdec import (
     register_candidate_generator,
 )
 from hf_specdec.hub.card import add_to_target_card
+from tests.hub.drafters import EAGLE, FIXTURES, card_of, load, speculated
 from tests.hub.server import TOKEN
-from tests.hub.test_discover import EAGLE, FIXTURES, card_of
 from tests.models import prompts, tiny_llama
 
 
 FALLBACK = "suffix"
 
 
-def load(name="user/target"):
-    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
-
-
 def generate(model, **arguments):
-    """The output of a call with "auto", which must have the tokens of plain generation."""
-    inputs = {**prompts(1), "do_sample": False, "max_new_tokens": 16, "return_dict_in_generate": True}
-    arguments = arguments or {"spec_method": "auto"}
-    plain = model.generate(**inputs, spec_method="off")
-    output = model.generate(**inputs, **arguments)
-    assert torch.equal(output.sequences, plain.sequences)
-    return output.speculative
+    """The statistics of a call, by default with "auto"."""
+    return speculated(model, prompts(1), **(arguments or {"spec_method": "auto"}))
 
 
 @pytest.fixture

@@ -229,13 +229,6 @@ def large_head(tmp_path):
 
 
 class TestNothingLargeIsDownloaded:
-    def test_of_one_file(self, hub, large_head):
-        hub.add("user/head", large_head)
-        found = detect_checkpoint("user/head")
-        assert (found.format, found.num_bytes) == ("eagle3-safeailab", 800_000 * found.num_tensors)
-        assert found.num_bytes > 5_000_000
-        assert hub.sent() < 110_000
-
     def test_of_shards(self, hub, large_head):
         tensors = {name: torch.zeros(1000, 200) for name in EXAMPLES["eagle3-safeailab"][1]}
         (large_head / "model.safetensors").unlink()
@@ -249,17 +242,6 @@ class TestNothingLargeIsDownloaded:
         assert found.num_bytes > 5_000_000
         # The headers of two shards: inputs, and embedding.
         assert hub.sent() < 210_000
-
-    def test_of_a_pickled_file(self, hub, large_head):
-        tensors = {name: torch.zeros(1000, 200) for name in EXAMPLES["eagle-safeailab"][1]}
-        (large_head / "model.safetensors").unlink()
-        torch.save(tensors, large_head / "pytorch_model.bin")
-        (large_head / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "bias": true}')
-        hub.add("user/head", large_head)
-        found = detect_checkpoint("user/head")
-        assert found.is_pickled
-        assert (found.format, found.num_bytes) == ("eagle-safeailab", 800_000 * len(tensors))
-        assert hub.sent() < 700_000
 
 
 def test_the_method_of_a_repository_is_asked_for_once(hub, large_head):

@@ -17,20 +17,11 @@ from hf_specdec.hub.discover import Search
 from hf_specdec.hub.target import Access, Target
 from hf_specdec.method import preferred_methods
 from hf_specdec.settings import AUTO
+from tests.hub.drafters import DFLASH, EAGLE, FIXTURES, MEDUSA, MTP, card_of
 from tests.models import letter_tokenizer, tiny_llama
 
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
-EAGLE = FIXTURES / "eagle" / "eagle3_llama"
-DFLASH = FIXTURES / "dflash" / "qwen3_random_b8"
-MTP = FIXTURES / "mtp"
 WITHOUT_WEIGHTS = ["suffix", "ngram"]
-
-
-def card_of(base_model, *tags, **metadata):
-    """A drafter's model card."""
-    data = {"base_model": base_model, "tags": list(tags), **metadata}
-    return f"---\n{json.dumps(data)}\n---\n# A drafter\n"
 
 
 def search_for(name="user/target", limit=discover.DEFAULT_LIMIT, **access):
@@ -374,10 +365,9 @@ class TestHub:
         assert found_by(search_for()) == []
 
     def test_pickled_weights_are_not_chosen(self, hub):
-        fixtures = FIXTURES / "medusa"
-        hub.add("user/target", fixtures / "target")
-        hub.add("user/pickled", fixtures / "v01_heads_pt", card=card_of("user/target", "medusa"), downloads=9)
-        hub.add("user/safe", fixtures / "vllm_converted", card=card_of("user/target", "medusa"))
+        hub.add("user/target", MEDUSA / "target")
+        hub.add("user/pickled", MEDUSA / "v01_heads_pt", card=card_of("user/target", "medusa"), downloads=9)
+        hub.add("user/safe", MEDUSA / "vllm_converted", card=card_of("user/target", "medusa"))
         assert found_by(search_for()) == [("medusa", "user/safe", "hub")]
         assert "pickled" in search_for().all()[-1].problems[0]
 

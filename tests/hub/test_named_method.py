@@ -9,11 +9,10 @@ import pytest
 import torch
 from huggingface_hub import constants, snapshot_download
 from safetensors.torch import load_file, save
-from transformers import AutoModelForCausalLM
 
 from hf_specdec import SpecConfigError, demo, forget_speculators, load_speculator, record
 from hf_specdec.errors import CheckpointFormatError, UnsupportedModelError
-from tests.hub.test_discover import DFLASH, EAGLE, FIXTURES, card_of
+from tests.hub.drafters import DFLASH, EAGLE, FIXTURES, card_of, load, speculated
 from tests.models import prompts, tiny_gpt2, tiny_llama
 
 
@@ -28,18 +27,9 @@ def target(hub):
     return "user/target"
 
 
-def load(name="user/target"):
-    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
-
-
 def generate(model, **arguments):
-    """The statistics of a call, which must have the tokens of plain generation."""
-    inputs = demo.load_tokenizer()(PROMPT, return_tensors="pt")
-    inputs = {**inputs, "do_sample": False, "max_new_tokens": 16, "return_dict_in_generate": True}
-    plain = model.generate(**inputs, spec_method="off")
-    output = model.generate(**inputs, **arguments)
-    assert torch.equal(output.sequences, plain.sequences)
-    return output.speculative
+    """The statistics of a call."""
+    return speculated(model, demo.load_tokenizer()(PROMPT, return_tensors="pt"), **arguments)
 
 
 @pytest.mark.parametrize("method", sorted(DRAFTERS))
@@ -145,11 +135,8 @@ class TestTheTargetItself:
         name = {"folder": folder + "/../target/", "repository": "user/target"}.get(where) or snapshot_download(
             "user/target"
         )
-        inputs = {**prompts(1), "do_sample": False, "max_new_tokens": 8, "return_dict_in_generate": True}
-        plain = model.generate(**inputs, spec_method="off")
-        output = model.generate(**inputs, speculative={"model": name, "num_speculative_tokens": 1})
-        assert torch.equal(output.sequences, plain.sequences)
-        assert output.speculative.method == "mtp"
+        stats = speculated(model, prompts(1), speculative={"model": name, "num_speculative_tokens": 1})
+        assert stats.method == "mtp"
         own = load_speculator(model, "mtp").resources.state_dict()
         assert all(
             torch.equal(tensor, own[key])

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import snapshot_download
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from hf_specdec import SpecConfigError, SpecDecError, SpeculativeConfig, UnsupportedModelError, load_speculator, record
 from hf_specdec.hub import trust
@@ -24,16 +24,11 @@ from hf_specdec.hub.trust import may_be_published, one_line, sifted, why_not_una
 from hf_specdec.method import built_in_methods
 from hf_specdec.settings import describe_settings
 from hf_specdec.settings.names import option_fields
-from tests.hub.test_discover import EAGLE, FIXTURES, card_of
+from tests.hub.drafters import EAGLE, MEDUSA, card_of, load
 from tests.models import prompts, tiny_llama
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
-MEDUSA = FIXTURES / "medusa"
-
-
-def load(name="user/target"):
-    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
 
 
 def calls(model, **arguments):

@@ -81,22 +81,19 @@ class Candidate:
 
         A call that names the method, which may be a combination with that of the drafter, has its way.
         """
-        own = {"model": self.model, **self.settings}
         method = self.method if asked.method == AUTO else asked.method
+        own = {"model": self.model, **self.settings}
         # It has been found.
         asked = asked.replace(trusted_owners=None)
-        has_shape = takes_model(method)
         options = asked.to_dict().keys() - {setting.key for setting in describe_settings()}
-        says_shape = has_shape and (asked.speculative_token_tree or options)
-        if asked.num_speculative_tokens or says_shape:
+        if asked.num_speculative_tokens or (takes_model(method) and (asked.speculative_token_tree or options)):
             # The call says itself what shape its drafts have.
             own = without(own, "num_speculative_tokens", "speculative_token_tree")
         config = asked.for_method(method, **own)
-        most, k = self.num_draft_tokens, config.fixed_length
-        is_chain = k is not None and not config.speculative_token_tree
-        has_heads = method in methods() and methods()[method].drafts_one_token_per_head
-        if asked.method == AUTO and has_heads and most and k is not None and is_chain and k > most:
-            config = config.replace(num_speculative_tokens=most)
+        if asked.method == AUTO and method in methods() and methods()[method].drafts_one_token_per_head:
+            most, length = self.num_draft_tokens, config.fixed_length
+            if most and length is not None and not config.speculative_token_tree and length > most:
+                config = config.replace(num_speculative_tokens=most)
         return config
 
     def to_dict(self) -> dict[str, Any]:

@@ -175,35 +175,27 @@ class TrainingOptions(Options):
         return self.learning_rate * warmup * (self.final_learning_rate + (1 - self.final_learning_rate) * cosine)
 
 
-def kl_weight_option(default: float) -> Any:
-    """Declares the option `kl_weight`, which several methods have."""
-    help = "Share of KL(target || draft) in the loss; the rest is the cross-entropy of the text."
-    return option(default, help, least=0, most=1)
-
-
-def head_decay_option(default: float) -> Any:
-    """Declares the option `head_decay`, which several methods have."""
-    return option(default, "Weight of a draft's loss relative to the one before it.", least=0, most=1)
-
-
-def ttt_steps_option(default: int) -> Any:
-    """Declares the option `ttt_steps`, which several methods have."""
-    return option(default, "Steps in the draft's own states that it is trained on.", least=1)
-
-
-def intermediate_size_option() -> Any:
-    """Declares the option `intermediate_size`, which several methods have."""
-    return option(0, "Width of the MLPs; 0 for the target's.", least=0)
-
-
-def max_positions_option() -> Any:
-    """Declares the option `max_positions`, which several methods have."""
+# Options that several methods have, each with a default of its own.
+_SHARED: dict[str, dict[str, Any]] = {
+    "kl_weight": {
+        "help": "Share of KL(target || draft) in the loss; the rest is the cross-entropy of the text.",
+        "least": 0,
+        "most": 1,
+    },
+    "head_decay": {"help": "Weight of a draft's loss relative to the one before it.", "least": 0, "most": 1},
+    "ttt_steps": {"help": "Steps in the draft's own states that it is trained on.", "least": 1},
+    "intermediate_size": {"help": "Width of the MLPs; 0 for the target's.", "least": 0},
     # Neighbouring positions teach much the same.
-    return option(
-        None,
-        "Positions of a batch that are drawn for the loss: with many rows and --keep-states. Left out: all.",
-        least=1,
-    )
+    "max_positions": {
+        "help": "Positions of a batch that are drawn for the loss: with many rows and --keep-states. Left out: all.",
+        "least": 1,
+    },
+}
+
+
+def shared_option(name: str, default: Any) -> Any:
+    """Declares an option that several methods have, with its help and limits."""
+    return option(default, **_SHARED[name])
 
 
 # ------------------------------------------------------------------------------------------------- reading options

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ...method import Method
-from ...training.options import Options, head_decay_option, intermediate_size_option, kl_weight_option, option
+from ...training.options import Options, option, shared_option
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class DFlashTraining(Options):
 
     block_size: int = option(16, "Tokens of a block, the last committed one included.", least=2)
     num_layers: int = option(5, "Decoder layers.", least=1)
-    intermediate_size: int = intermediate_size_option()
+    intermediate_size: int = shared_option("intermediate_size", 0)
     target_layer_ids: tuple[int, ...] | None = option(
         None,
         "Target layers whose outputs the draft reads, separated by commas. Left out: as many as the draft has layers, "
@@ -23,8 +23,8 @@ class DFlashTraining(Options):
     )
     # Neighbouring blocks teach much the same.
     num_anchors: int = option(128, "Blocks of a row that are drawn for a step; 0 for all.", least=0)
-    head_decay: float = head_decay_option(0.87)
-    kl_weight: float = kl_weight_option(0.0)
+    head_decay: float = shared_option("head_decay", 0.87)
+    kl_weight: float = shared_option("kl_weight", 0.0)
     reveal_share: float = option(
         0.0,
         "Share of the blocks with a part of their tokens revealed, for several denoising steps.",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...method import Method
-from ...training.options import Options, kl_weight_option, option
+from ...training.options import Options, option, shared_option
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class DraftModelTraining(Options):
     from_scratch: Mapping[str, Any] | None = option(
         None, "Sizes of a new Llama model instead: hidden_size=256,num_hidden_layers=4,... or JSON."
     )
-    kl_weight: float = kl_weight_option(1.0)
+    kl_weight: float = shared_option("kl_weight", 1.0)
 
 
 METHODS = (

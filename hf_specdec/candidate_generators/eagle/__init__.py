@@ -3,37 +3,30 @@
 from dataclasses import dataclass
 
 from ...method import Method
-from ...training.options import (
-    Options,
-    head_decay_option,
-    intermediate_size_option,
-    kl_weight_option,
-    option,
-    ttt_steps_option,
-)
+from ...training.options import Options, option, shared_option
 
 
 @dataclass(frozen=True)
 class Eagle1Training(Options):
     """Options of training an EAGLE-1 head."""
 
-    ttt_steps: int = ttt_steps_option(1)
+    ttt_steps: int = shared_option("ttt_steps", 1)
     num_layers: int = option(1, "Decoder layers.", least=1)
-    intermediate_size: int = intermediate_size_option()
+    intermediate_size: int = shared_option("intermediate_size", 0)
     token_weight: float = option(0.1, "Weight of the tokens' loss beside that of the states, a smooth L1.", least=0)
     noise: float = option(0.2, "Width of the range of noise on the target's states.", least=0)
-    head_decay: float = head_decay_option(0.8)
-    kl_weight: float = kl_weight_option(1.0)
+    head_decay: float = shared_option("head_decay", 0.8)
+    kl_weight: float = shared_option("kl_weight", 1.0)
 
 
 @dataclass(frozen=True)
 class Eagle3Training(Options):
     """Options of training an EAGLE-3 head."""
 
-    ttt_steps: int = ttt_steps_option(6)
+    ttt_steps: int = shared_option("ttt_steps", 6)
     num_layers: int = option(1, "Decoder layers.", least=1)
     hidden_size: int = option(0, "Hidden size of the head; 0 for the target's.", least=0)
-    intermediate_size: int = intermediate_size_option()
+    intermediate_size: int = shared_option("intermediate_size", 0)
     draft_vocab_size: int = option(
         0, "Tokens that the draft knows, the most frequent of the training rows; 0 for all.", least=0
     )
@@ -45,8 +38,8 @@ class Eagle3Training(Options):
         "Target layers whose inputs the head reads, separated by commas; N for the output of the last of N layers. "
         "Left out: 2, N // 2 and N - 3.",
     )
-    head_decay: float = head_decay_option(0.8)
-    kl_weight: float = kl_weight_option(1.0)
+    head_decay: float = shared_option("head_decay", 0.8)
+    kl_weight: float = shared_option("kl_weight", 1.0)
 
 
 METHODS = (

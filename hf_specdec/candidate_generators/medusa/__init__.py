@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ...method import Method
-from ...training.options import Options, head_decay_option, kl_weight_option, max_positions_option, option
+from ...training.options import Options, option, shared_option
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class MedusaTraining(Options):
         "The heads use the target's lm_head, or each trains its own, which begins as a copy of it.",
         flags=("--share-lm-head/--own-lm-heads",),
     )
-    head_decay: float = head_decay_option(0.8)
-    kl_weight: float = kl_weight_option(0.0)
-    max_positions: int | None = max_positions_option()
+    head_decay: float = shared_option("head_decay", 0.8)
+    kl_weight: float = shared_option("kl_weight", 0.0)
+    max_positions: int | None = shared_option("max_positions", None)
 
 
 METHODS = (

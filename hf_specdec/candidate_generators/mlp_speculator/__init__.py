@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ...method import Method
-from ...training.options import Options, head_decay_option, kl_weight_option, max_positions_option, option
+from ...training.options import Options, option, shared_option
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class MLPSpeculatorTraining(Options):
     )
     top_k_tokens_per_head: tuple[int, ...] | None = None
     n_candidates: int = 4
-    head_decay: float = head_decay_option(0.9)
-    kl_weight: float = kl_weight_option(0.0)
-    max_positions: int | None = max_positions_option()
+    head_decay: float = shared_option("head_decay", 0.9)
+    kl_weight: float = shared_option("kl_weight", 0.0)
+    max_positions: int | None = shared_option("max_positions", None)
 
 
 METHODS = (

@@ -3,23 +3,17 @@
 from dataclasses import dataclass
 
 from ...method import Method
-from ...training.options import (
-    Options,
-    head_decay_option,
-    intermediate_size_option,
-    kl_weight_option,
-    ttt_steps_option,
-)
+from ...training.options import Options, shared_option
 
 
 @dataclass(frozen=True)
 class MtpTraining(Options):
     """Options of training an MTP layer."""
 
-    ttt_steps: int = ttt_steps_option(4)
-    intermediate_size: int = intermediate_size_option()
-    head_decay: float = head_decay_option(0.8)
-    kl_weight: float = kl_weight_option(1.0)
+    ttt_steps: int = shared_option("ttt_steps", 4)
+    intermediate_size: int = shared_option("intermediate_size", 0)
+    head_decay: float = shared_option("head_decay", 0.8)
+    kl_weight: float = shared_option("kl_weight", 1.0)
 
 
 METHODS = (

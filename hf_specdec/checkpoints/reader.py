@@ -254,7 +254,7 @@ class CheckpointReader:
         return checkpoint.read_weight(self.stored[name], dtype, device)
 
     def fitted(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """What the network uses of a tensor: `name` and `shape` are those there."""
+        """The part of a tensor that the network uses, where it has this `name` and this `shape`."""
         return tensor
 
     def judge_left_over(self, names: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,24 +191,20 @@ def is_same_checkpoint(name: str, other: str) -> bool:
 
 def target_problems(found: Detection, config: Mapping[str, Any]) -> list[str]:
     """Reasons why a checkpoint cannot draft for the target with this `config.json`, in sentences."""
-    return list(_misfits(found, config))
+    text, problems = text_config(config), []
+    if config.get("is_encoder_decoder"):
+        problems.append("The target is an encoder-decoder model. Only decoder-only models can be drafted for.")
+    sizes = TargetSizes("the target", *(_first(text, keys) for keys in (_HIDDEN_SIZE, _VOCAB_SIZE, _NUM_LAYERS)))
+    problems += [f"It {reason}." for reason in misfits(found.target, sizes)]
+    rows = [row for row in known_formats() if row.method == found.method]
+    row = next((row for row in rows if row.name == found.format), rows[0])
+    return [*problems, *row.reader.family_misfits(found.target, text)]
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config that describes the language model."""
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
-
-
-def _misfits(found: Detection, config: Mapping[str, Any]) -> Iterator[str]:
-    text = text_config(config)
-    if config.get("is_encoder_decoder"):
-        yield "The target is an encoder-decoder model. Only decoder-only models can be drafted for."
-    sizes = TargetSizes("the target", _first(text, _HIDDEN_SIZE), _first(text, _VOCAB_SIZE), _first(text, _NUM_LAYERS))
-    yield from (f"It {reason}." for reason in misfits(found.target, sizes))
-    rows = [row for row in known_formats() if row.method == found.method]
-    row = next((row for row in rows if row.name == found.format), rows[0])
-    yield from row.reader.family_misfits(found.target, text)
 
 
 def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:

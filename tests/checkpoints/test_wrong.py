@@ -1,9 +1,12 @@
 """What is wrong with a checkpoint, or not supported, is said by loaders of all methods; one table for all formats."""
 
+import re
+
 import pytest
 import torch
 
 from hf_specdec import CheckpointFormatError, SpecConfigError
+from hf_specdec.hub.detect import detect_checkpoint
 from tests.checkpoints.heads import HEADS, both, copy_of, folder_of, load, loaded_target, method_of, put, without
 from tests.models import tiny_llama
 
@@ -368,3 +371,9 @@ def test_states_that_the_user_names(name, ids, error, message):
 def test_mask_tokens_outside_of_the_embedding(token):
     with pytest.raises(SpecConfigError, match=f"is {token}, and the embedding has the tokens 0 to 319"):
         load("dflash", HEADS[DFLASH], loaded_target(HEADS[DFLASH]), dflash_mask_token_id=token)
+
+
+@pytest.mark.parametrize(("name", "change", "config", "message"), COUNTS)
+def test_detection_makes_nothing_of_far_numbers_either(tmp_path, name, change, config, message):
+    (problem,) = detect_checkpoint(copy_of(name, tmp_path / "head", config, change)).problems
+    assert re.search(message, problem)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,35 +34,11 @@ MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", *WEIGHT_FILES
 _INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
-@dataclass(frozen=True)
-class _Names:
-    """Names of the tensors in a format. The lm_head of the original format counts as the layer after the last one."""
-
-    prefix: str
-    block: str
-    lm_head: str
-
-    def weight(self, head: int, layer: int) -> str:
-        return self.prefix + self.block.format(head=head, layer=layer) + ".weight"
-
-    def bias(self, head: int, layer: int) -> str:
-        return self.prefix + self.block.format(head=head, layer=layer) + ".bias"
-
-    def lm_head_weight(self, head: int, num_layers: int) -> str:
-        return self.prefix + self.lm_head.format(head=head, layer=num_layers)
-
-    def heads_and_layers(self, template: str, names: Iterable[str]) -> list[tuple[int, int]]:
-        """Head and layer of every name that a template of this format gives."""
-        parts = map(re.escape, re.split(r"\{\w+\}", self.prefix + template))
-        pattern = re.compile("([0-9]{1,9})".join(parts))
-        found = [match.groups() for match in map(pattern.fullmatch, names) if match]
-        return [(int(indices[0]), int(indices[-1])) for indices in found]
-
-
+# Names of a block, by head and layer, and of a head's lm_head: in the original format the layer after the last one.
 _NAMES = (
-    _Names("", "blocks.{head}.layers.{layer}", "lm_heads.{head}.weight"),
-    _Names("medusa_head.", "{head}.{layer}.linear", "{head}.{layer}.weight"),
-    _Names("", "{head}.{layer}.linear", "{head}.{layer}.weight"),
+    ("blocks.{}.layers.{}", "lm_heads.{}.weight"),
+    ("medusa_head.{}.{}.linear", "medusa_head.{}.{}.weight"),
+    ("{}.{}.linear", "{}.{}.weight"),
 )
 
 
@@ -91,26 +66,27 @@ class MedusaReader(CheckpointReader):
     def __init__(self, header: Header):
         super().__init__(header)
         self.num_heads = self.num_layers = self.num_lm_heads = 0
-        for names in _NAMES:
-            if blocks := names.heads_and_layers(names.block + ".weight", self.stored):
-                own = names.heads_and_layers(names.lm_head, self.stored)
-                self._names, self.num_heads = names, 1 + max(head for head, _ in [*blocks, *own])
+        for self._block, self._lm_head in _NAMES:
+            if blocks := _numbers(f"{self._block}.weight", self.stored):
+                own = _numbers(self._lm_head, self.stored)
+                self.num_heads = 1 + max(head for head, *_ in [*blocks, *own])
                 self.num_layers = 1 + max(layer for _, layer in blocks)
-                self.has_bias = bool(names.heads_and_layers(names.block + ".bias", self.stored))
+                self.has_bias = bool(_numbers(f"{self._block}.bias", self.stored))
                 self.num_lm_heads = 0 if not own else 1 if self.setting("original_lm_head") else self.num_heads
-                self._require_all()
-                return
+                self.check_count(self.num_heads * self.num_layers, self._what)
+                break
 
-    def _require_all(self) -> None:
-        what = f"{self.num_heads} Medusa heads with {self.num_layers} layers"
-        self.check_count(self.num_heads * self.num_layers, what)
-        layers = range(self.num_layers)
-        wanted = [name for layer in layers for name in (*self.weight_names(layer), *self.bias_names(layer))]
-        self.require([*wanted, *self.lm_head_names], what)
+    @property
+    def _what(self) -> str:
+        return f"{self.num_heads} Medusa heads with {self.num_layers} layers"
 
     def check(self):
         super().check()
-        if not self.num_heads and self.header.shapes is not None:
+        if self.num_heads:
+            parts = ("weight", "bias") if self.has_bias else ("weight",)
+            blocks = [self._names_of(part, layer) for layer in range(self.num_layers) for part in parts]
+            self.require([name for names in (*blocks, self._lm_head_names) for name in names], self._what)
+        elif self.header.shapes is not None:
             names = list(self.header.shapes)
             such = f" such as {names[0]}" if names else ""
             raise self.wrong(
@@ -136,17 +112,17 @@ class MedusaReader(CheckpointReader):
     @property
     def hidden_size(self) -> int:
         """H."""
-        return self.matrix(self._names.weight(0, 0))[1]
+        return self.matrix(self._names_of("weight", 0)[0])[1]
 
     @property
     def num_rows(self) -> int:
         """U, as stored."""
-        return self.matrix(self.lm_head_names[0])[0]
+        return self.matrix(self._lm_head_names[0])[0]
 
     @property
     def cut_size(self) -> int | None:
         """Tokens of a cut vocabulary, `None` where it is whole."""
-        size, whole = (self.setting(key, COUNT) for key in ("truncated_vocab_size", "vocab_size"))
+        size, whole = map(self.setting, ("truncated_vocab_size", "vocab_size"))
         return size if size and whole and size < whole else None
 
     @property
@@ -164,25 +140,20 @@ class MedusaReader(CheckpointReader):
 
     # Tensors
 
-    def weight_names(self, layer: int) -> list[str]:
-        """Weights of a block, one for each head."""
-        return [self._names.weight(head, layer) for head in range(self.num_heads)]
-
-    def bias_names(self, layer: int) -> list[str]:
-        """Biases of a block, one for each head, or none."""
-        return [self._names.bias(head, layer) for head in range(self.num_heads if self.has_bias else 0)]
+    def _names_of(self, part: str, layer: int) -> list[str]:
+        """Names of the weights or biases of a layer, one for each head."""
+        return [f"{self._block.format(head, layer)}.{part}" for head in range(self.num_heads)]
 
     @property
-    def lm_head_names(self) -> list[str]:
-        return [self._names.lm_head_weight(head, self.num_layers) for head in range(self.num_lm_heads)]
+    def _lm_head_names(self) -> list[str]:
+        return [self._lm_head.format(head, self.num_layers) for head in range(self.num_lm_heads)]
 
     def read_token_map(self, checkpoint: Checkpoint) -> torch.LongTensor | None:
         """Tokens of a cut vocabulary, of shape `(U,)`."""
         if self.cut_size is None:
             return None
-        name = self._names.prefix + "token_map"
-        self.require([name], "a cut vocabulary")
-        tokens = checkpoint.read(self.stored[name])
+        self.require(["token_map"], "a cut vocabulary")
+        tokens = checkpoint.read(self.stored["token_map"])
         if tokens.shape != (self.cut_size,) or tokens.dtype not in _INTEGERS:
             found = f"{tokens.dtype} of the shape {list(tokens.shape)}"
         elif tokens.min() < 0 or len(tokens.unique()) < len(tokens):
@@ -191,15 +162,17 @@ class MedusaReader(CheckpointReader):
             self.tables["token_map"] = tokens.long()
             return self.tables["token_map"]
         raise self.wrong(
-            f"has {name}, which must hold the ids of {self.cut_size} different tokens, got {found}", self.fitting
+            f"has {self.stored['token_map']}, which must hold the ids of {self.cut_size} different tokens, got "
+            f"{found}",
+            self.fitting,
         )
 
     def sources(self, name, shape):
         kind, _, layer = name.partition(".")
-        if kind == "lm_heads":
-            return [[name] for name in self.lm_head_names]
-        names = self.weight_names if kind == "weights" else self.bias_names
-        return [[name] for name in names(int(layer))]
+        names = self._lm_head_names
+        if kind != "lm_heads":
+            names = self._names_of("weight" if kind == "weights" else "bias", int(layer))
+        return [[name] for name in names]
 
     def fitted(self, name, tensor, shape):
         if name != "lm_heads" or tensor.dim() != 2:
@@ -210,6 +183,12 @@ class MedusaReader(CheckpointReader):
             return tensor[: shape[0]] if len(tensor) == self.num_rows else tensor
         # Not every lm_head is stored cut.
         return tensor[tokens.to(tensor.device)] if len(tensor) > max(shape[0], int(tokens.max())) else tensor
+
+
+def _numbers(template: str, names: Iterable[str]) -> list[tuple[int, ...]]:
+    """Numbers in every name that a template gives."""
+    pattern = re.compile("([0-9]{1,9})".join(map(re.escape, template.split("{}"))))
+    return [tuple(map(int, match.groups())) for match in map(pattern.fullmatch, names) if match]
 
 
 def _is_table(value: Any, num_rows: int) -> bool:

@@ -29,7 +29,7 @@ class CheckpointReader:
     - `noun` (`str`): What messages call the drafter.
     - `blocks` (`tuple[str, ...]`): Parts of a config that may state a setting, the first to be asked first; the empty
       name is the config itself.
-    - `settings` (`Mapping[str, Kind]`): Settings that are read, each with its kind.
+    - `settings` (`dict[str, Kind]`): Settings that are read, each with its kind.
     - `notes` (`str`): Other keys of its configs that change nothing here, as shell patterns with spaces between.
     - `renamed` (`Mapping[str, str]`): Beginnings of names of tensors in files, and what they are called here.
     - `unsupported` (`tuple[Unsupported, ...]`): Kinds that are refused; `instead` says what to pass then.
@@ -52,7 +52,7 @@ class CheckpointReader:
 
     noun: ClassVar[str] = "drafter"
     blocks: ClassVar[tuple[str, ...]] = ("",)
-    settings: ClassVar[Mapping[str, Kind]] = {"hidden_size": COUNT, "vocab_size": COUNT}
+    settings: ClassVar[dict[str, Kind]] = {"hidden_size": COUNT, "vocab_size": COUNT}
     notes: ClassVar[str] = ""
     renamed: ClassVar[Mapping[str, str]] = {}
     unsupported: ClassVar[tuple[Unsupported, ...]] = ()

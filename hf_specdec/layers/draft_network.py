@@ -135,7 +135,21 @@ def rotary_embedding(config: DraftConfig) -> LlamaRotaryEmbedding:
         return LlamaRotaryEmbedding(sizes)
 
 
-class DraftNetwork(DirectModule):
+class DraftModule(DirectModule):
+    """Network whose dtype and device are those of one of its weights."""
+
+    _weight: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._weight.device
+
+
+class DraftNetwork(DraftModule):
     """A draft with layers, and maybe a vocabulary, of its own.
 
     Args:
@@ -181,14 +195,6 @@ class DraftNetwork(DirectModule):
     def needs(self) -> TargetNeeds:
         """The target that it was made for."""
         return self.config.needs
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._weight.device
 
     @property
     def _weight(self) -> torch.Tensor:

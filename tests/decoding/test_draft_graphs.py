@@ -110,7 +110,7 @@ KINDS = {
     "mtp": Kind(
         lambda name: mtp_cases.random_mtp(3).eval(),
         mtp_cases.speculator_for,
-        lambda network: (network.target.hidden_size, network.target.vocab_size),
+        lambda network: (network.needs.hidden_size, network.needs.vocab_size),
     ),
 }
 

@@ -110,7 +110,7 @@ class MtpCandidateGenerator(AutoregressiveCandidateGenerator):
             self.plan = self._layer_chain(num_layers)
             make_entries = partial(LayerEntries, depth=self.plan.max_depth)
         else:
-            length, vocab_size = self.default_num_speculative_tokens, resources.target.vocab_size
+            length, vocab_size = self.default_num_speculative_tokens, resources.needs.vocab_size
             self.plan = draft_shape(config, vocab_size, session, self.chain_only_reason, length)
             make_entries = partial(DraftEntries, num_layers=1)
         self.num_speculative_tokens = self.plan.max_depth

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,10 +30,9 @@ from ...checkpoints.loading import check_given, filled, loads_checkpoint
 from ...decoding.attention import NAME, folding_masks
 from ...decoding.masks import FULL, Span
 from ...errors import SpecConfigError, UnsupportedModelError
-from ...layers.draft_network import TargetParts
+from ...layers.draft_network import DraftModule, TargetParts
 from ...layers.llama import (
     DecoderLayer,
-    DirectModule,
     KeyValueCache,
     RMSNorm,
     is_llama_layer,
@@ -60,7 +58,7 @@ _LAYER_LISTS = {
 }
 
 
-class MtpNetwork(DirectModule):
+class MtpNetwork(DraftModule):
     """The MTP layers of a target.
 
     Embedding, lm_head and rotary embedding are the target's: they are read where it has them, and are no part of the
@@ -71,6 +69,7 @@ class MtpNetwork(DirectModule):
         target_model (`PreTrainedModel`): The target.
 
     Attributes:
+        needs (`TargetNeeds`): What a target must share with the one that they were made for.
         target_hidden_states (`tuple`): The key of the target's state that `fuse` takes, see [`captured_states`].
         span (`Span`): How far back the layers look.
         token_ids (`None`): Draft and target have one vocabulary.
@@ -86,7 +85,8 @@ class MtpNetwork(DirectModule):
         check_family(target_model)
         super().__init__()
         self.config = config
-        self.target = MtpTarget.of(target_model)
+        sizes = hidden_size(target_model), vocabulary_size(target_model)
+        self.needs = TargetNeeds(None, *sizes, model_type=_model_type(target_model))
         num_target_layers = len(decoder_layers(target_model))
         self.target_hidden_states: tuple = (num_target_layers if config.layout.before_norm else "last",)
         parts = _layer_config(target_model, config)
@@ -110,21 +110,8 @@ class MtpNetwork(DirectModule):
         self.attach(target_model)
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self._weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._weight.device
-
-    @property
     def _weight(self) -> torch.Tensor:
         return self._part("enorm", 0).weight
-
-    @property
-    def needs(self) -> TargetNeeds:
-        """The target that they were made for."""
-        return TargetNeeds(None, self.target.hidden_size, self.target.vocab_size)
 
     def attach(self, target_model: nn.Module) -> MtpNetwork:
         """Reads embedding, lm_head, rotary embedding and final norm from `target_model`."""
@@ -269,9 +256,9 @@ class MtpNetwork(DirectModule):
         config = {
             "model_type": "mtp",
             "num_nextn_predict_layers": self.config.num_layers,
-            "target_model_type": self.target.model_type,
-            "hidden_size": self.target.hidden_size,
-            "vocab_size": self.target.vocab_size,
+            "target_model_type": self.needs.model_type,
+            "hidden_size": self.needs.hidden_size,
+            "vocab_size": self.needs.vocab_size,
         }
         if self.config.intermediate_size:
             config[WIDTH_KEY] = self.config.intermediate_size
@@ -307,19 +294,6 @@ class HalfLayer(nn.Module):
         """The stream `(R, T, h)` after the layer; `attention` is what decoder layers of transformers take."""
         stream = stream + self.self_attn(hidden_states=self.input_layernorm(stream), **attention)[0]
         return stream + self.mlp(self.post_attention_layernorm(stream))
-
-
-@dataclass(frozen=True)
-class MtpTarget:
-    """Sizes that a target must share with the one that MTP layers were made for."""
-
-    model_type: str
-    hidden_size: int
-    vocab_size: int
-
-    @classmethod
-    def of(cls, target_model: nn.Module) -> MtpTarget:
-        return cls(_model_type(target_model), hidden_size(target_model), vocabulary_size(target_model))
 
 
 class _SharedParts(TargetParts):
@@ -461,9 +435,12 @@ def fitting_network(network: nn.Module, config: SpeculativeConfig, target_model:
         SpecConfigError: These are no MTP layers, or those of another target.
     """
     check_given(network, MtpNetwork, config, target_model, most_gap=0)
-    found, target = network.target, MtpTarget.of(target_model)
-    if found != target:
-        raise SpecConfigError(f"The MTP layers were made for {found}, and the target is {target}. Pass fitting ones.")
+    made_for, found = network.needs.model_type, _model_type(target_model)
+    if made_for != found:
+        raise SpecConfigError(
+            f"The MTP layers were made for a target of the model_type '{made_for}', and this one is of '{found}'. "
+            "Pass fitting ones."
+        )
     return network.attach(target_model)
 
 

@@ -11,14 +11,18 @@ from tests.kernels.conftest import watched
 from tests.models import prompts, scripted_for, tiny_llama, tiny_mistral
 
 
+def two_layers(name, kind):
+    return tiny_model(name, vocab_size=64, num_hidden_layers=2, layer_types=[kind, "full_attention"])
+
+
 MODELS = {
     # Through the lean forward, with a sliding window and without.
     "llama": tiny_llama,
     "mistral": tiny_mistral,
-    # Through their own forward: soft caps and windows, sinks and windows, chunks.
-    "gemma2": lambda: tiny_model("gemma2", vocab_size=64),
-    "gpt_oss": lambda: tiny_model("gpt_oss", vocab_size=64),
-    "llama4": lambda: tiny_model("llama4_text", vocab_size=64),
+    # Through their own forward: soft caps and windows, sinks and windows, chunks; a layer of each kind.
+    "gemma2": lambda: two_layers("gemma2", "sliding_attention"),
+    "gpt_oss": lambda: two_layers("gpt_oss", "sliding_attention"),
+    "llama4": lambda: two_layers("llama4_text", "chunked_attention"),
 }
 
 
@@ -36,7 +40,7 @@ def launches(monkeypatch):
 @pytest.mark.parametrize(("name", "padding"), [*((name, True) for name in MODELS), ("llama", False)])
 def test_text_is_that_of_plain_generation(name, padding, device, launches, monkeypatch):
     model, inputs = MODELS[name]().to(device), prompts(2, length=11, padding=padding)
-    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     moved = {key: values.to(device) for key, values in inputs.items()}
     text = model.generate(**moved, **settings).cpu()
     assert not launches

@@ -28,7 +28,7 @@ def generate(device, monkeypatch):
     def run(choice, drafter, do_sample):
         monkeypatch.setattr(_triton, "CHOICE", choice)
         torch.manual_seed(0)
-        return model.generate(**inputs, assistant=drafter, do_sample=do_sample, max_new_tokens=8).cpu()
+        return model.generate(**inputs, assistant=drafter, do_sample=do_sample, max_new_tokens=5).cpu()
 
     return run
 
@@ -39,7 +39,7 @@ def scripted_tree(text):
 
 @pytest.mark.smoke
 def test_greedy_trees(generate, launches):
-    text = tiny_llama().generate(**prompts(2), do_sample=False, max_new_tokens=8)
+    text = tiny_llama().generate(**prompts(2), do_sample=False, max_new_tokens=5)
     assert torch.equal(generate("triton", scripted_tree(text), do_sample=False), text)
     assert set(launches) == {"_follow_triton"}
 
@@ -55,7 +55,7 @@ def test_drawn_drafts(widths, generate, launches):
 
 @pytest.mark.smoke
 def test_draws_at_every_node(generate, launches):
-    unlikely = tiny_llama().generate(**prompts(2), do_sample=False, max_new_tokens=8)
+    unlikely = tiny_llama().generate(**prompts(2), do_sample=False, max_new_tokens=5)
     text = generate("torch", scripted_tree(unlikely), do_sample=True)
     assert not launches
     assert torch.equal(generate("triton", scripted_tree(text), do_sample=True), text)

@@ -91,7 +91,16 @@ def test_shapes_and_strides(device, generator):
     assert check(probs[:0], numbers.T[:0], device).shape == (0, 3)
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(151_936, torch.float32), (32_001, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("compile_for", "vocab_size", "dtype"),
+    [
+        (80, 151_936, torch.float32),
+        (90, 32_001, torch.bfloat16),
+        (100, 151_936, torch.float32),
+        (120, 32_001, torch.bfloat16),
+    ],
+    indirect=["compile_for"],
+)
 def test_compiles(vocab_size, dtype, compile_for):
     with compile_for() as kernels:
         _sample_triton(torch.empty(2, 9, vocab_size, dtype=dtype), torch.empty(2, 9, dtype=torch.float64))

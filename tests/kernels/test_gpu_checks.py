@@ -1,0 +1,28 @@
+"""The GPU benchmark's checks of the kernels: right ones pass, and wrong ones are seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hf_specdec.kernels import acceptance, cache, tree_attention
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_wrong_kernels_are_seen(device, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    import gpu_checks
+
+    def failed(*operations):
+        checks = gpu_checks.kernel_checks(device)
+        found = [check for operation in operations or checks for check in checks[operation]()]
+        return sorted({check.what.split(",")[0] for check in found if not check.is_right})
+
+    assert failed() == []
+    follow, attend = acceptance._follow_torch, tree_attention._tree_attention_triton
+    monkeypatch.setattr(cache, "_move_triton", lambda *arguments: None)
+    monkeypatch.setattr(acceptance, "_follow_triton", lambda draft, tokens: follow(draft, tokens.flip(1)))
+    monkeypatch.setattr(tree_attention, "_tree_attention_triton", lambda *arguments: attend(*arguments) * 1.1)
+    wrong = failed("tree_attention, float32", "slots", "acceptance")
+    assert wrong == ["follow", "tree_attention", "write_slots"]

@@ -10,37 +10,14 @@ import pytest
 import torch
 
 from hf_specdec import SpecConfigError, demo, load_speculator
-from tests.methods import CHECKPOINTS
+from tests.methods import CHECKPOINTS, demo_target
 from tests.models import prompts, tiny_llama
 
 
 FOLDER = Path(__file__).parent
-
-
-def torchrun(script: str, *arguments: str) -> dict:
-    """Runs a script of this folder on two ranks and returns the result that rank 0 prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(FOLDER / script), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    return json.loads(line.removeprefix("RESULT "))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tiny_llama().save_pretrained(folder)
-    return folder
-
-
 DEMO = {**CHECKPOINTS, "suffix+eagle3": CHECKPOINTS["eagle3"], "ngram": None, "suffix": None}
-PATIENCE = {"max_new_tokens": 24, "eos_token_id": None, "return_dict_in_generate": True}
+NEW = 24
+SYNCED_LENGTHS = 4, 20
 
 
 def speculation(method, **settings):
@@ -69,21 +46,29 @@ SAMPLED = {
 
 
 @pytest.fixture(scope="module")
-def tensor_parallel():
-    """The texts of a target in two halves, by method, and its prompts."""
-    inputs = prompts(2, length=20, padding=False)["input_ids"]
-    calls = {**GREEDY, **BY_THE_CLOCK, **SAMPLED}
-    arguments = [demo.target_path(), json.dumps(inputs.tolist()), demo.drafter_path("draft_model"), json.dumps(calls)]
-    return inputs, torchrun("tensor_parallel.py", *arguments)
+def inputs():
+    return prompts(2, length=20, padding=False)
 
 
-def test_tensor_parallel_target_writes_the_text_of_one_process(tensor_parallel):
-    inputs, results = tensor_parallel
-    target = demo.load_target()
-    call = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs), "do_sample": False, **PATIENCE}
-    plain = target.generate(**call).sequences.tolist()
+@pytest.fixture(scope="module")
+def results(inputs):
+    """What the two ranks of `two_ranks.py` wrote, by method."""
+    arguments = {"prompts": inputs["input_ids"].tolist(), "calls": {**GREEDY, **BY_THE_CLOCK, **SAMPLED}}
+    arguments |= {"max_new_tokens": NEW, "synced_lengths": SYNCED_LENGTHS}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [FOLDER / "two_ranks.py", demo.target_path(), demo.drafter_path("draft_model"), json.dumps(arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+    return json.loads(line.removeprefix("RESULT "))
+
+
+def test_tensor_parallel_target_writes_the_text_of_one_process(inputs, results):
+    call = {**inputs, "do_sample": False, "max_new_tokens": NEW, "eos_token_id": None}
+    plain = demo_target().generate(**call).tolist()
     for method, settings in GREEDY.items():
-        alone = target.generate(**call, **settings)
+        alone = demo_target().generate(**call, **settings, return_dict_in_generate=True)
         assert results[method]["text"] == plain, method
         assert results[method]["accepted"] == alone.speculative.num_accepted_tokens, method
     for name in (*BY_THE_CLOCK, "assistant", "parallel_assistant"):
@@ -91,27 +76,25 @@ def test_tensor_parallel_target_writes_the_text_of_one_process(tensor_parallel):
     assert results["assistant"]["accepted"] == results["parallel_assistant"]["accepted"] > 0
 
 
-def test_ranks_draft_and_draw_alike(tensor_parallel):
-    inputs, results = tensor_parallel
+def test_ranks_draft_and_draw_alike(results):
+    results = {name: result for name, result in results.items() if name != "synced"}
     assert [name for name, result in results.items() if not result["ranks_agree"]] == []
     for name in SAMPLED:
-        assert torch.tensor(results[name]["text"]).shape == (2, 20 + 24)
+        assert torch.tensor(results[name]["text"]).shape == (2, 20 + NEW)
     assert max(results[name]["drafted"] for name in BY_THE_CLOCK) > 0
 
 
-def test_size_of_a_tensor_parallel_draft(model, checkpoint):
+def test_synced_ranks_do_the_same_number_of_forwards(inputs, results):
+    (forwards, first), (others, second) = results["synced"]
+    call = {"do_sample": False, "eos_token_id": None}
+    for rank, (count, text) in enumerate(zip(SYNCED_LENGTHS, (first, second))):
+        assert demo_target().generate(inputs["input_ids"][[rank]], **call, max_new_tokens=count).tolist() == text
+    assert forwards == others
+
+
+def test_size_of_a_tensor_parallel_draft(model, tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
     with pytest.raises(SpecConfigError, match="loaded by name is held by 1 process. .* pass it as `assistant`"):
-        load_speculator(model, model=str(checkpoint), method="draft_model", draft_tensor_parallel_size=2)
+        load_speculator(model, model=str(tmp_path), method="draft_model", draft_tensor_parallel_size=2)
     with pytest.raises(SpecConfigError, match="this LlamaForCausalLM is held by 1 process"):
         load_speculator(model, draft_model=tiny_llama(seed=1), draft_tensor_parallel_size=2)
-
-
-def test_synced_ranks_do_the_same_number_of_forwards(model, checkpoint):
-    inputs = prompts(2, padding=False)
-    result = torchrun("synced.py", str(checkpoint), json.dumps(inputs["input_ids"].tolist()))
-    plain = [
-        model.generate(inputs["input_ids"][[rank]], do_sample=False, max_new_tokens=count).tolist()
-        for rank, count in enumerate((6, 30))
-    ]
-    assert result["texts"] == plain
-    assert result["forwards"][0] == result["forwards"][1]

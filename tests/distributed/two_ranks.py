@@ -1,0 +1,90 @@
+"""Run by torchrun on two ranks, which decode speculatively; rank 0 prints what they wrote.
+
+Once with one model in two halves, and once with a model and a text of its own for each rank.
+"""
+
+import json
+import os
+import random
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import hf_specdec  # noqa: F401 - teaches generate() the speculative arguments
+from hf_specdec.control import clock
+
+
+target_path, draft_path, arguments = sys.argv[1:]
+arguments = json.loads(arguments)
+model = AutoModelForCausalLM.from_pretrained(target_path, tp_plan="auto", dtype=torch.float32).eval()
+model.generation_config.eos_token_id = None
+rank = torch.distributed.get_rank()
+inputs = {"input_ids": torch.tensor(arguments["prompts"]), "return_dict_in_generate": True}
+inputs |= {"attention_mask": torch.ones_like(inputs["input_ids"]), "max_new_tokens": arguments["max_new_tokens"]}
+draft = AutoModelForCausalLM.from_pretrained(draft_path, dtype=torch.float32).eval()
+parallel_draft = AutoModelForCausalLM.from_pretrained(draft_path, tp_plan="auto", dtype=torch.float32).eval()
+
+noise, seconds = random.Random(0), [0.0]
+
+
+def odd_clock():
+    """Of another pace at every look, as the clock of another machine is."""
+    seconds[0] += noise.random() ** 4
+    return seconds[0]
+
+
+if rank == 1:
+    clock.clock_of = lambda device: odd_clock
+
+results = {}
+
+
+def of_both_ranks(value) -> list:
+    gathered = [None, None]
+    torch.distributed.all_gather_object(gathered, value)
+    return gathered
+
+
+def decode(name, **settings):
+    # The ranks' own generators differ; what is drawn must not.
+    torch.manual_seed(rank)
+    output = model.generate(**{"do_sample": False, **inputs, **settings})
+    stats = output.speculative
+    first, second = of_both_ranks((output.sequences.tolist(), stats.num_target_forwards, stats.num_draft_tokens))
+    results[name] = {
+        "text": first[0],
+        "accepted": stats.num_accepted_tokens,
+        "drafted": stats.num_draft_tokens,
+        "ranks_agree": first == second,
+    }
+
+
+def decode_in_sync():
+    """Texts of different lengths, in as many forwards."""
+    forwards = []
+    alone = AutoModelForCausalLM.from_pretrained(target_path, dtype=torch.float32).eval()
+    alone.register_forward_pre_hook(lambda module, args: forwards.append(1))
+    alone.generation_config.eos_token_id = None
+    text = alone.generate(
+        inputs["input_ids"][[rank]],
+        do_sample=False,
+        max_new_tokens=arguments["synced_lengths"][rank],
+        spec_method="ngram",
+        synced_gpus=True,
+    )
+    results["synced"] = of_both_ranks((len(forwards), text.tolist()))
+
+
+for name, settings in arguments["calls"].items():
+    decode(name, **settings)
+decode("assistant", assistant=draft, num_speculative_tokens=3)
+parallel = {"method": "draft_model", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 2}
+decode("parallel_assistant", assistant=parallel_draft, speculative=parallel)
+decode_in_sync()
+if rank == 0:
+    sys.stdout.write("RESULT " + json.dumps(results) + "\n")
+sys.stdout.flush()
+torch.distributed.barrier()
+# Without torch's teardown of the group, which now and then aborts a process whose work is done.
+os._exit(0)

@@ -59,6 +59,8 @@ COMMON = {
     "index_head_dim": 16,
     "index_topk": 12,
     # Recurrent states, in chunks shorter than the text
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,

@@ -32,6 +32,7 @@ from hf_specdec.speculator import Speculator
 from tests.candidate_generators import test_dflash as dflash_cases
 from tests.candidate_generators import test_eagle as eagle_cases
 from tests.candidate_generators import test_mtp as mtp_cases
+from tests.candidate_generators.by_hand import padded
 from tests.models import prompts, tiny_llama
 from tests.tape import TapeBackend, spoil, spoil_inputs, tape_everything
 
@@ -169,17 +170,17 @@ class Call:
         keys = self.generator.target_hidden_states
         self.generator.prefill(
             Prompt(
-                eagle_cases.padded(texts, left=True),
+                padded(texts, left=True),
                 starts,
-                {key: eagle_cases.padded([state[key] for state in states], left=True) for key in keys},
+                {key: padded([state[key] for state in states], left=True) for key in keys},
             )
         )
 
     def observe(self, texts: list[torch.Tensor], states: list[dict]) -> None:
         keys = self.generator.target_hidden_states
-        columns = {key: eagle_cases.padded([state[key] for state in states], left=False) for key in keys}
+        columns = {key: padded([state[key] for state in states], left=False) for key in keys}
         lists = [text.tolist() for text in texts]
-        tokens = eagle_cases.padded(texts, left=False)
+        tokens = padded(texts, left=False)
         self.generator.observe(Commit(list(range(len(texts))), tokens, lists, [0] * len(texts), columns))
 
     def propose(self, anchors: list[int], lengths: list[int], limits: list[int]) -> list[tuple]:

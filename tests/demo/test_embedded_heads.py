@@ -61,7 +61,7 @@ def test_the_stages_of_the_speculator_share_their_weights(target):
 def test_drafts_are_accepted(method, target):
     prompt = next(prompt for prompt in demo.prompts() if prompt.name == "function")
     inputs = demo.load_tokenizer()(prompt.text, return_tensors="pt")
-    arguments = {"do_sample": False, "max_new_tokens": 96}
+    arguments = {"do_sample": False, "max_new_tokens": 64}
     plain = target.generate(**inputs, **arguments)
     with record() as recorded:
         drafted = target.generate(**inputs, **arguments, spec_method=method, spec_model=PATHS[method])
@@ -74,16 +74,6 @@ def padded(prompts):
     return tokenizer([prompt.text for prompt in prompts], return_tensors="pt", padding=True, padding_side="left")
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
-@pytest.mark.parametrize("method", PATHS)
-def test_left_padded_batches_equal_plain_greedy(method, batch_size, target):
-    inputs = padded(demo.prompts()[-batch_size:])
-    inputs.pop("token_type_ids", None)
-    arguments = {"do_sample": False, "max_new_tokens": 24}
-    plain = target.generate(**inputs, **arguments)
-    assert torch.equal(target.generate(**inputs, **arguments, spec_method=method, spec_model=PATHS[method]), plain)
-
-
 def test_a_tree_of_medusas_candidates_beats_their_chain(target):
     """Tokens a cycle: the tree has all nodes of the chain, and more."""
     inputs = padded(demo.prompts())
@@ -94,7 +84,7 @@ def test_a_tree_of_medusas_candidates_beats_their_chain(target):
     for shape in (chain, {}, tree):
         settings = {"method": "medusa", "model": demo.drafter_path("medusa"), **shape}
         output = target.generate(
-            **inputs, do_sample=False, max_new_tokens=64, speculative=settings, return_dict_in_generate=True
+            **inputs, do_sample=False, max_new_tokens=32, speculative=settings, return_dict_in_generate=True
         )
         lengths.append(output.speculative.mean_acceptance_length)
     of_chain, of_default, of_tree = lengths
@@ -112,7 +102,7 @@ def test_a_tree_of_eagle3_beats_its_chain_clearly(target):
     ):
         settings = {"method": "eagle3", "model": demo.drafter_path("eagle3"), **shape}
         output = target.generate(
-            **inputs, do_sample=False, max_new_tokens=64, speculative=settings, return_dict_in_generate=True
+            **inputs, do_sample=False, max_new_tokens=32, speculative=settings, return_dict_in_generate=True
         )
         lengths.append(output.speculative.mean_acceptance_length)
     # Both are four tokens deep.

@@ -18,6 +18,7 @@ from hf_specdec.logits.rules import BlockRule, StandardRule, SyntheticRule, Typi
 from hf_specdec.metrics import SpecDecodingStats
 from tests.logits.test_rules import typical_by_definition
 from tests.models import VOCAB_SIZE, prompts, scripted_for
+from tests.pairs import every_pair
 from tests.sampled import sampled_speculator
 from tests.statistics import chi_square_pvalue
 from tests.test_sampling import P_VALUE, draft_model, exact_distribution, sampled_counts, scripted_rows
@@ -192,8 +193,15 @@ class PlainRow:
 
 
 class TestTypical:
-    @pytest.mark.parametrize("tree", SHAPES)
-    @pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}])
+    @pytest.mark.parametrize(
+        ("tree", "processors"),
+        [
+            (None, {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}),
+            (TREE, {}),
+            ("random", {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}),
+        ],
+        ids=["chain", "tree", "ragged_tree"],
+    )
     def test_every_cycle_is_right_by_definition(self, model, inputs, greedy_text, tree, processors):
         settings = {**SAMPLING, "temperature": 1.3, **processors}
         limits = {"posterior_threshold": 0.12, "posterior_alpha": 0.4}
@@ -257,9 +265,7 @@ def full_drafts(call, depth):
 class TestSynthetic:
     settings = {"max_new_tokens": 200, "temperature": 1.0, "top_k": 0}
 
-    @pytest.mark.parametrize("do_sample", [False, True])
-    @pytest.mark.parametrize("batch_size", [1, 4])
-    @pytest.mark.parametrize("tree", SHAPES[:2])
+    @every_pair(tree={"chain": None, "tree": TREE}, batch_size=[1, 4], do_sample=[False, True])
     def test_reaches_its_mean_length(self, model, do_sample, batch_size, tree):
         """With drafts that the target would never accept."""
         length, inputs = 3.4, prompts(batch_size)
@@ -417,7 +423,7 @@ class TestWholeDrafts:
 
         whole = run(StopAt())
         assert len(whole) == 7 + 24
-        for position in range(10, 20):
+        for position in range(10, 20, 3):
             criterion = StopAt(whole[position])
             output = run(criterion)
             assert output == whole[: whole.index(whole[position], 7) + 1]

@@ -64,7 +64,7 @@ def text(model, inputs):
 class TestOneSeedOneText:
     """The same tokens whatever is drafted, and whoever shares the batch."""
 
-    @pytest.mark.parametrize("k", range(1, 9))
+    @pytest.mark.parametrize("k", [1, 2, 5, 8])
     def test_every_draft_length(self, model, inputs, text, k):
         with record() as made:
             ours = sample(model, inputs, assistant=scripted_for(text, inputs, k=k, accuracy=0.9))
@@ -186,7 +186,7 @@ def small_model():
 
 
 def exact_distribution(settings: dict, count: int = 3) -> torch.Tensor:
-    """Probability of every sequence of `count` tokens behind the prompt, shape `(V,) * count`."""
+    """Probability of every sequence of `count` tokens after the prompt, shape `(V,) * count`."""
     model = small_model()
     prefixes = torch.tensor([PROMPT])
     probs = torch.ones(1, dtype=torch.float64)
@@ -296,14 +296,19 @@ DRAFTERS = {
 }
 
 
+# Settings that are judged at once, and settings that read tokens, for which paths are walked.
+AT_ONCE, WALKED = list(SETTINGS)[:4], list(SETTINGS)[4:]
+
+
 class TestExactDistribution:
-    @pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS.keys())
-    @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-    def test_joint_distribution(self, drafter, settings):
-        counts, stats = sampled_counts(settings, drafter())
-        assert chi_square_pvalue(counts, exact_distribution(settings)) > P_VALUE
-        if drafter is not no_drafts:
-            assert stats.num_accepted_tokens > 0.1 * NUM_ROWS
+    @pytest.mark.parametrize(
+        ("drafter", "law"),
+        [(drafter, laws[number % len(laws)]) for number, drafter in enumerate(DRAFTERS) for laws in (AT_ONCE, WALKED)],
+    )
+    def test_joint_distribution(self, drafter, law):
+        counts, stats = sampled_counts(SETTINGS[law], DRAFTERS[drafter]())
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS[law])) > P_VALUE
+        assert drafter == "no_drafts" or stats.num_accepted_tokens > 0.1 * NUM_ROWS
 
     @pytest.mark.parametrize("name", ["one_hot_tree", "static_medusa_tree", "sampled_chain", "sampled_tree"])
     def test_unknown_processor(self, name):
@@ -311,9 +316,7 @@ class TestExactDistribution:
         counts, _ = sampled_counts(settings, DRAFTERS[name]())
         assert chi_square_pvalue(counts, exact_distribution(settings)) > P_VALUE
 
-    @pytest.mark.parametrize(
-        "name", ["one_hot_chain", "static_star", "sampled_chain", "sampled_tree", "sampled_tree_processed"]
-    )
+    @pytest.mark.parametrize("name", ["static_star", "sampled_chain", "sampled_tree_processed"])
     def test_walk_without_effect(self, name):
         """The path that walks, under settings which the other path handles: the very same texts."""
         walk = {**SETTINGS["top_k"], "no_repeat_ngram_size": 30}

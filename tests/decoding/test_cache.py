@@ -56,7 +56,7 @@ class Tokens:
         return tokens
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.data(), st.integers(1, 4), st.integers(1, 5), st.integers(1, 8), st.booleans())
 def test_any_course_of_a_generation(data, batch_size, prompt_length, capacity, indexed):
     """Prefill in parts, then cycles of writing, committing and dropping rows; the buffers grow when they must."""

@@ -296,7 +296,7 @@ def no_gradients():
 
 @pytest.mark.usefixtures("no_gradients")
 class TestInEveryOrder:
-    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(first_ends=st.booleans(), orders=st.lists(steps, max_size=8))
     def test_it_drafts(self, row, first_ends, orders):
         speculator, watches = watched_speculator(row)

@@ -26,14 +26,14 @@ def test_rows_that_end_apart(row):
     assert len({len(cycle.rows) for cycle in call.cycles}) > 1
 
 
-@pytest.mark.parametrize("place", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("place", [1, 3, 6])
 def test_an_end_token_at_every_place(row, place):
     text = new_tokens(1)[0]
     ours, _ = drafted(row, 1, eos_token_id=text[place])
     assert ours[0, PROMPT:].tolist() == text[: text.index(text[place]) + 1]
 
 
-@pytest.mark.parametrize("max_new_tokens", range(1, 6))
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 4])
 def test_max_new_tokens(row, max_new_tokens):
     ours, call = drafted(row, 2, max_new_tokens=max_new_tokens)
     assert torch.equal(ours, plain(2)[:, : PROMPT + max_new_tokens])

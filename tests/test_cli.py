@@ -18,7 +18,7 @@ from hf_specdec.errors import SpecConfigError, SpecDecError
 
 
 PROMPT = "def read_json(path):\n    with open(path) as file:\n"
-SHORT_DEMO = ("demo", "--json", "--max-new-tokens", "12", "--rounds", "1", "--max-seconds", "1")
+SHORT_DEMO = ("demo", "--json", "--max-new-tokens", "6", "--rounds", "1", "--max-seconds", "1")
 
 
 def invoke(*arguments, **options):

@@ -196,12 +196,15 @@ class TestInstall:
 
     def test_environment_variable(self):
         code = (
-            "from transformers import GenerationMixin; before = GenerationMixin.generate; import hf_specdec;"
-            "print(GenerationMixin.generate is before); hf_specdec.install();"
-            "print(GenerationMixin.generate is before)"
+            "import os, sys; from transformers import GenerationMixin; before = GenerationMixin.generate;"
+            "import hf_specdec; print(GenerationMixin.generate is before);"
+            "hf_specdec.install(); print(GenerationMixin.generate is before);"
+            "hf_specdec.uninstall(); print(GenerationMixin.generate is before);"
+            "os.environ['HF_SPECDEC_DISABLE'] = '';"
+            "[sys.modules.pop(name) for name in list(sys.modules) if name.startswith('hf_specdec')];"
+            "import hf_specdec; print(GenerationMixin.generate is before)"
         )
-        assert run_python(code, HF_SPECDEC_DISABLE="1").split() == ["True", "False"]
-        assert run_python(code, HF_SPECDEC_DISABLE="").split() == ["False", "False"]
+        assert run_python(code, HF_SPECDEC_DISABLE="1").split() == ["True", "False", "True", "False"]
 
     def test_import_is_light(self):
         code = "import sys, hf_specdec; print(*sorted(m for m in sys.modules if m.startswith('hf_specdec') or m in "

@@ -26,7 +26,7 @@ from gpu_clocks import noted_waits
 
 
 TREE = (-1, -1, 0, 0, 1, 2)
-GREEDY = {"max_new_tokens": 12, "do_sample": False}
+GREEDY = {"max_new_tokens": 9, "do_sample": False}
 
 
 class Columns(BaseStreamer):
@@ -239,7 +239,7 @@ class TestOneWaitACycle:
         output = watched.generate(model, inputs, make, streamer=streamer, return_dict_in_generate=True, **asked)
         assert output.sequences.inner.tolist() == plain.tolist()
         assert streamer.tokens == plain[0].tolist()
-        assert len(output.scores) == len(output.logits) == len(output.hidden_states) == 12
+        assert len(output.scores) == len(output.logits) == len(output.hidden_states) == GREEDY["max_new_tokens"]
         watched.check()
 
     @pytest.mark.parametrize("script", [{"k": 4}, {"tree": TREE}, {"tree": "random"}])

@@ -145,20 +145,21 @@ def test_kernel_with_a_tree_for_every_row(device):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "num_splits"),
     [
-        {"window": 1},
-        {"window": 5},
-        {"window": 70},
-        {"chunk": 4},
-        {"chunk": 64},
-        {"softcap": 0.7},
-        {"sinks": torch.tensor([-3.0, 0.0, 90.0, 4.0])},
-        {"window": 9, "softcap": 30.0, "sinks": torch.ones(4)},
+        ({"window": 1}, 1),
+        ({"window": 5}, 2),
+        ({"window": 70}, 1),
+        ({"window": 70}, 2),
+        ({"chunk": 4}, 1),
+        ({"chunk": 64}, 2),
+        ({"softcap": 0.7}, 1),
+        ({"sinks": torch.tensor([-3.0, 0.0, 90.0, 4.0])}, 1),
+        ({"sinks": torch.tensor([-3.0, 0.0, 90.0, 4.0])}, 2),
+        ({"window": 9, "softcap": 30.0, "sinks": torch.ones(4)}, 2),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("num_splits", [1, 2])
 @pytest.mark.filterwarnings("ignore:overflow")  # a sink that leaves nothing to the others
 def test_kernel_with_spans_caps_and_sinks(options, num_splits, device):
     tree = tree_of(BUSHY, lengths=[100, 7], starts=[11, 2])

@@ -7,10 +7,10 @@ Four places are searched, in this order:
     cache    the repositories in the local cache of the Hub
     hub      the repositories of the Hub whose card says that they are based on the target
 
-followed by the methods that need no weights. A search may be for the drafters of one method only. Only
-configs, cards and the headers of weights are read. A place that cannot be reached, or that takes too long, just has
-less to offer: a search never fails. Nobody has named what is found here, so that it is taken only where nothing of it
-would have to be trusted: no pickled weights, no code, no more bytes than the target has, and of allowed owners.
+followed by the methods that need no weights. A search may be for the drafters of one method only. Only configs, cards
+and the headers of weights are read. A place that cannot be reached, or that is too slow, offers less: a search never
+fails. Nobody has named what is found here, so it is taken only where nothing of it has to be trusted: no pickled
+weights, no code, no more bytes than the target has, and of allowed owners.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _TAGS = frozenset(
     [_TAG, "speculator", "speculators", *(tag for method in built_in_methods() for tag in (method.name, *method.tags))]
 )
 
-# Of what is based on a target the most are fine-tunes, most downloaded first.
+# Most repositories based on a target are fine-tunes; the most downloaded come first.
 _MOST_LISTED = 100
 _LISTED_PROPERTIES = ["config", "downloads", "sha", "tags"]
 
@@ -120,7 +120,7 @@ class Search:
         self.method, self.trusted_owners = method, trusted_owners
         self.notes: list[str] = []
         self.rejected: list[str] = []
-        # Names that the target goes by, and what a drafter for them is to it; more are found on the way.
+        # Names of the target, each with the relation of the drafters made for it; more are found during the search.
         self.names = {target.repo_id: "exact"} if target.repo_id else {}
         self._seen: set[tuple] = set()
 
@@ -172,7 +172,7 @@ class Search:
                     self.notes.append(f"{FOUND[place]}: not searched to the end, it is slow")
                     break
         except Exception as error:
-            # What strangers write and servers answer may trip anything.
+            # Texts of strangers and answers of servers may raise anything.
             self.notes.append(f"{FOUND[place]}: {one_line(error)}")
             logger.debug(f"Discovery {self.notes[-1]}", exc_info=True)
         return found
@@ -207,7 +207,7 @@ class Search:
             if reason is not None:
                 raise SpecConfigError(reason)
             return self._judged(candidate, access.files(name, **location), is_sure=relation is not None)
-        except Exception as error:  # noqa: BLE001 - configs and weights of strangers may trip anything
+        except Exception as error:  # noqa: BLE001 - configs and weights of strangers may raise anything
             return None if relation is None else replace(candidate, problems=(one_line(error, 500),))
 
     def _judged(self, candidate: Candidate, files: RepoFiles, is_sure: bool) -> Candidate | None:
@@ -291,7 +291,7 @@ class Search:
         if "auto_map" in files.config and files.config.get("model_type") not in CONFIG_MAPPING:
             yield "It needs code from its repository: name it as `model` with `trust_remote_code` if you trust it."
         share = work(files.config) / (work(self.target.config) or 1)
-        # Whoever publishes a target may know what pays for it.
+        # The publisher of a target may know what pays for it.
         if share > _MOST_DRAFT_WORK and candidate.place != "entry":
             yield (
                 f"It does {share:.2f} of the target's work for each token, and drafting pays with at most "
@@ -360,7 +360,7 @@ class Search:
             files = self.target_files
             stored = files.read_json("generation_config.json") if "generation_config.json" in files else {}
             entries = [target_entry(files.card), stored.get("speculative"), stored.get("spec_model")]
-        except Exception:  # noqa: BLE001 - what strangers write may trip anything
+        except Exception:  # noqa: BLE001 - what strangers write may raise anything
             return True
         return name in [entry.get("model") if isinstance(entry, Mapping) else entry for entry in entries]
 
@@ -419,22 +419,14 @@ def _in_target(search: Search) -> Iterator[Candidate]:
     if search.method == own:
         # Who asks for them hears from their loader what is wrong with them.
         yield Candidate(own, None, "target", "exact")
-        return
-    if not target.name:
-        return
-    files = search.target_files
-    found = detect(files)
-    if not has_mtp_layers(files, found):
-        return
-    yield Candidate(
-        own,
-        None,
-        "target",
-        "exact",
-        format=found.format,
-        num_draft_tokens=found.mtp_layers if found.mtp_layers > 1 else None,
-        problems=tuple(own_layer_problems(found, target.config)),
-    )
+    elif target.name:
+        files = search.target_files
+        found = detect(files)
+        if has_mtp_layers(files, found):
+            length = found.mtp_layers if found.mtp_layers > 1 else None
+            problems = tuple(own_layer_problems(found, target.config))
+            about = {"format": found.format, "num_draft_tokens": length, "problems": problems}
+            yield Candidate(own, None, "target", "exact", **about)
 
 
 def _named_by_target(search: Search) -> Iterator[Candidate]:
@@ -443,15 +435,12 @@ def _named_by_target(search: Search) -> Iterator[Candidate]:
     yield from search.from_entry(target.entry)
     if target.name:
         card = search.target_files.card
-        search.names |= {name: "derived" for name in _base_models(card) if name not in search.names}
+        bases = card.get("base_model")
+        bases = bases if isinstance(bases, list) else [bases]
+        # A model with several bases is merged from them, and like none of them.
+        if len(bases) == 1 and isinstance(bases[0], str) and is_repo_id(bases[0]):
+            search.names.setdefault(bases[0], "derived")
         yield from search.from_entry(target_entry(card))
-
-
-def _base_models(card: Mapping[str, Any]) -> list[str]:
-    """Repositories that a model is based on. One of many is merged from them, and like none of them."""
-    bases = card.get("base_model")
-    bases = bases if isinstance(bases, list) else [bases]
-    return [name for name in bases if isinstance(name, str) and is_repo_id(name)] if len(bases) == 1 else []
 
 
 def _in_cache(search: Search) -> Iterator[Candidate]:

@@ -88,7 +88,7 @@ def config_of(flat: dict[str, Any], source: str, **place) -> SpeculativeConfig:
         with reading_file():
             return SpeculativeConfig.from_dict(flat)
     except Exception as error:
-        # Values of strangers may trip anything.
+        # Values of strangers may raise anything.
         raise SpecConfigError(f"{source}: {one_line(error, 500)}") from error
 
 

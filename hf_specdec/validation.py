@@ -165,13 +165,15 @@ def check_number(name: str, value: Any, least: float, most: float) -> None:
         raise SpecConfigError(f"`{name}` must be {limits}, got {shown(value)}.")
 
 
-def check_integers(name: str, values: Any, least: int, most: int = MOST_DRAFT_TOKENS) -> None:
+def check_integers(name: str, values: Any, least: int) -> None:
     """Raises a [`SpecConfigError`] unless it is a list of at least one such integer, or left out."""
     if values is None:
         return
     is_list = isinstance(values, (list, tuple)) and 0 < len(values) <= MOST_DRAFT_TOKENS
-    if not is_list or not all(_is_between(value, least, most) for value in values):
-        raise SpecConfigError(f"`{name}` must be a list of integers from {least} to {most}, got {shown(values)}.")
+    if not is_list or not all(_is_between(value, least, MOST_DRAFT_TOKENS) for value in values):
+        raise SpecConfigError(
+            f"`{name}` must be a list of integers from {least} to {MOST_DRAFT_TOKENS}, got {shown(values)}."
+        )
 
 
 def check_flag(name: str, value: Any) -> None:

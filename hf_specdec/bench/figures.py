@@ -38,9 +38,9 @@ class Figure:
         return {"low": self.low, "high": self.high, "n": self.n, "over": self.over, "spread": self.spread}
 
 
-def median_and_range(values: Sequence[float], over: str = "rounds") -> Figure:
-    """The median of a few values with the smallest and the largest."""
-    return Figure(float(np.median(values)), float(min(values)), float(max(values)), len(values), over, "range")
+def median_and_range(values: Sequence[float]) -> Figure:
+    """The median of one value a round, with the smallest and the largest."""
+    return Figure(float(np.median(values)), float(min(values)), float(max(values)), len(values), "rounds", "range")
 
 
 def median_and_quartiles(values: Sequence[float], over: str) -> Figure:

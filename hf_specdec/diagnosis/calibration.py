@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -37,7 +37,6 @@ def calibrate(
     inputs: Sequence[dict[str, torch.Tensor]],
     max_new_tokens: int = 128,
     rounds: int = 3,
-    on_call: Callable[[], None] = lambda: None,
 ) -> ControlProfile:
     """Measures what drafts and verifications of each length cost, and how often drafts are accepted.
 
@@ -48,7 +47,6 @@ def calibrate(
             kind that will be generated, in batches of the sizes that will be used.
         max_new_tokens (`int`): Of each call.
         rounds (`int`): Calls with each of the inputs.
-        on_call (`Callable`): Called after each.
 
     Returns:
         `ControlProfile`: A new one.
@@ -67,5 +65,4 @@ def calibrate(
     for _ in range(rounds):
         for batch in inputs:
             target_model.generate(**batch, max_new_tokens=max_new_tokens, do_sample=False, assistant=sweeping)
-            on_call()
     return profile

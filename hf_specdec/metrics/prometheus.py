@@ -62,11 +62,14 @@ class PrometheusMetrics(Listener):
 
     Args:
         registry (`CollectorRegistry`): Where they are registered.
+
+    Attributes:
         model_name (`str`, *optional*): Label of all calls, in the place of their target's name.
     """
 
-    def __init__(self, registry: CollectorRegistry, model_name: str | None = None):
-        self.registry, self.model_name = registry, model_name
+    def __init__(self, registry: CollectorRegistry):
+        self.registry = registry
+        self.model_name: str | None = None
         self._metrics: list[Counter | Gauge | Histogram] = []
         self._models: set[str] = set()
         self._reasons: set[str] = set()

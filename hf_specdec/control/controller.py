@@ -270,6 +270,6 @@ class SpeculationController:
     def close(self) -> None:
         """Ends the call: its profile learns what was found."""
         if self.num_cycles:
-            self.profile.learn(self.latency, self.acceptance, self._budget)
+            self.profile.learn(self.latency, self._budget, self.acceptance.accepted, self.acceptance.drafted)
             if self.tree_size is not None:
                 self.profile.rating_factor = self.tree_size.rating.value

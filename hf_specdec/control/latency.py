@@ -167,6 +167,7 @@ class LatencyModel:
         self.pace, self.draft_pace = Pace(), Pace()
         self.reading = TimeTable()
         self.nodes: dict[int, float] = {}
+        self._draft_levels: dict[tuple[int, int], list[float]] = {}  # of rows and largest depths, until the next draft
 
     def for_another_call(self) -> LatencyModel:
         """A copy whose measurements count little: the call may have another context, and the machine other work."""
@@ -203,6 +204,7 @@ class LatencyModel:
         if table.knows(depth):
             self.draft_pace.observe(seconds / table.levels[depth])
         table.observe(depth, seconds / self.draft_pace.factor)
+        self._draft_levels.clear()
 
     def observe_verification(self, num_rows: int, num_nodes: int, seconds: float) -> None:
         """Adds the time of a verification.
@@ -265,8 +267,10 @@ class LatencyModel:
         """Seconds of drafts of all depths from 0 to `most`."""
         if not self.draft:
             return [0.0] * (most + 1)
-        pace = self.pace.factor * self.draft_pace.factor
-        return [pace * level for level in _draft_levels(self.draft[_nearest(self.draft, num_rows)], most)]
+        rows, pace = _nearest(self.draft, num_rows), self.pace.factor * self.draft_pace.factor
+        if (rows, most) not in self._draft_levels:
+            self._draft_levels[rows, most] = _draft_levels(self.draft[rows], most)
+        return [pace * level for level in self._draft_levels[rows, most]]
 
     def cycle_seconds_up_to(self, most: int, num_rows: int, most_nodes: int | None = None) -> list[float]:
         """Seconds of cycles whose deepest draft has each of the depths from 0 to `most`.

@@ -8,7 +8,7 @@ from sys import float_info
 from typing import Any
 
 from ..errors import SpecConfigError, shown
-from .acceptance import AcceptanceModel, PastRates
+from .acceptance import PastRates, PositionRates
 from .budget import TrialBudget
 from .constants import WINDOW
 from .latency import LatencyModel
@@ -31,11 +31,14 @@ class ControlProfile:
     budget: float = 0.0
     rating_factor: float = 1.0
 
-    def learn(self, latency: LatencyModel, acceptance: AcceptanceModel, budget: TrialBudget) -> None:
+    def learn(
+        self, latency: LatencyModel, budget: TrialBudget, accepted: PositionRates, drafted: PositionRates | None = None
+    ) -> None:
         """Takes in the findings of a call."""
         self.latency, self.budget = latency, budget.seconds
-        self.accepted = self.accepted.with_call(acceptance.accepted.rates)
-        self.drafted = self.drafted.with_call(acceptance.drafted.rates)
+        self.accepted = self.accepted.with_call(accepted.rates)
+        if drafted is not None:
+            self.drafted = self.drafted.with_call(drafted.rates)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""

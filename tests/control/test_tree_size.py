@@ -8,11 +8,12 @@ from itertools import accumulate
 import pytest
 import torch
 
-from hf_specdec import SpecConfigError, demo, forget_speculators, load_speculator, record
+from hf_specdec import SpecConfigError, forget_speculators, load_speculator, record
 from hf_specdec.control import ControlProfile, LatencyModel
 from hf_specdec.control.tree_size import TreeSize
 from hf_specdec.diagnosis.calibration import SweepingController
 from hf_specdec.drafts import DraftTree, TokenTree
+from tests.methods import demo_inputs, demo_target, settings_of
 from tests.pairs import every_pair
 
 
@@ -116,41 +117,33 @@ def test_the_next_call_begins_with_the_factor():
         ControlProfile.from_dict({**profile.to_dict(), "rating_factor": -1})
 
 
-DRAFTERS = {
-    "eagle3": (demo.drafter_path("eagle3"), {"draft_tree_depth": 4, "draft_tree_top_k": 4, "num_draft_nodes": 23}),
-    "eagle": (demo.drafter_path("eagle"), {"draft_tree_depth": 4, "draft_tree_top_k": 4, "num_draft_nodes": 23}),
-    "medusa": (demo.drafter_path("medusa"), {"num_nodes": 24}),
-    "mlp_speculator": (demo.drafter_path("mlp_speculator"), {"num_nodes": 24}),
-    "static": (demo.drafter_path("eagle3"), {"speculative_token_tree": TokenTree.of_size(20, 3)}),
+_DYNAMIC = {"draft_tree_depth": 4, "draft_tree_top_k": 4, "num_draft_nodes": 23}
+TREES = {
+    "eagle3": _DYNAMIC,
+    "eagle": _DYNAMIC,
+    "medusa": {"num_nodes": 24},
+    "mlp_speculator": {"num_nodes": 24},
+    "eagle3 static tree": {"speculative_token_tree": TokenTree.of_size(20, 3)},
 }
 
 
-@pytest.fixture(scope="module")
-def target():
-    return demo.load_target()
-
-
-@every_pair(name=list(DRAFTERS), batch_size=[1, 3], do_sample=[False, True])
-def test_the_text_does_not_depend_on_the_size(target, name, batch_size, do_sample, monkeypatch):
-    tokenizer = demo.load_tokenizer()
-    tokenizer.padding_side = "left"
-    encoded = tokenizer(
-        [prompt.text[-200:] for prompt in demo.prompts()[:batch_size]], return_tensors="pt", padding=True
-    )
-    inputs = {key: encoded[key] for key in ("input_ids", "attention_mask")}
-    path, options = DRAFTERS[name]
-    method = "eagle3" if name == "static" else name
-    speculator = load_speculator(target, method=method, model=path, num_speculative_tokens="auto", **options)
+@every_pair(name=list(TREES), batch_size=[1, 3], do_sample=[False, True])
+def test_the_text_does_not_depend_on_the_size(name, batch_size, do_sample, monkeypatch):
+    target = demo_target()
+    settings = settings_of(name, num_speculative_tokens="auto", **TREES[name])
+    speculator = load_speculator(target, settings)
     monkeypatch.setattr(
         "hf_specdec.control.controller.SpeculationController.limits",
-        lambda controller, rows, *more: setattr(controller, "num_cycles", 1) or [controller.most] * len(rows),
+        lambda controller, rows, *more: [controller.most] * len(rows),
     )
 
     def run(size):
         monkeypatch.setattr(TreeSize, "_plan", lambda trees, *given: setattr(trees, "size", size))
         torch.manual_seed(3)
         with record() as r:
-            text = target.generate(**inputs, max_new_tokens=16, do_sample=do_sample, assistant=speculator)
+            text = target.generate(
+                **demo_inputs(batch_size), max_new_tokens=16, do_sample=do_sample, assistant=speculator
+            )
         return text, r.calls[0].stats
 
     text, whole = run(None)

@@ -175,12 +175,9 @@ class _Cycle:
 
     def num_agreeing(self, index: int, committed: list[int]) -> int:
         """Number of committed tokens that the retrieved draft of a row has on one path."""
-        drafted = self.retrieved.token_lists()[index]
-        if self.retrieved.is_chain:
-            most = min(len(drafted), len(committed))
-            return next((count for count in range(most) if drafted[count] != committed[count]), most)
         node, count = -1, 0
-        for place, (token, parent) in enumerate(zip(drafted, self.retrieved.parent_lists()[index])):
+        nodes = zip(self.retrieved.token_lists()[index], self.retrieved.parent_lists()[index])
+        for place, (token, parent) in enumerate(nodes):
             if parent == node and count < len(committed) and token == committed[count]:
                 node, count = place, count + 1
         return count

@@ -14,9 +14,18 @@ from itertools import accumulate
 from operator import mul
 
 from ...control import ControlProfile
-from ...control.acceptance import AcceptanceModel, RatingFactor, RowOutcome
+from ...control.acceptance import PositionRates, RatingFactor, RowOutcome
 from ...control.budget import TrialBudget
-from ...control.constants import FIRST_DRAFTS, LARGEST_RATING, LITTLE, RATE_MEMORY, ROW_RATING_WEIGHT
+from ...control.constants import (
+    CALLS_WEIGHT,
+    FIRST_DRAFTS,
+    FIRST_RATE,
+    LARGEST_RATING,
+    LITTLE,
+    RATE_MEMORY,
+    ROW_RATING_WEIGHT,
+    WINDOW,
+)
 
 
 @dataclass
@@ -57,7 +66,7 @@ class DrafterChoice:
         self.profile = profile
         self.latency = profile.latency.for_another_call()
         # One rate for all rows: what differs between them is what is retrieved.
-        self.acceptance = AcceptanceModel(length, 1, profile.accepted, profile.drafted)
+        self.accepted = PositionRates(length, WINDOW, FIRST_RATE, profile.accepted, CALLS_WEIGHT)
         self._num_first = 0 if self.latency.draft else FIRST_DRAFTS
         self._budget = TrialBudget(profile.budget)
         self._trial: _Trial | None = None
@@ -86,7 +95,7 @@ class DrafterChoice:
             min(min(self._ratings[row].value, LARGEST_RATING) * sum(probs), len(probs))
             for row, probs in zip(rows, acceptance_probs)
         ]
-        tokens = list(accumulate(accumulate(self.acceptance.expected()[0], mul), initial=0.0))
+        tokens = list(accumulate(accumulate(self.accepted.expected(), mul), initial=0.0))
         more = [tokens[length] - ours for ours, length in zip(retrieved, lengths)]
         reading = self.latency.reading_seconds(num_unread)
         if self.latency.verify:
@@ -159,7 +168,7 @@ class DrafterChoice:
             self._seconds += self.latency.reading_seconds(reading[0])
         self._num_first -= 1
         for outcome in outcomes:
-            self.acceptance.observe(outcome)
+            self.accepted.observe(outcome.num_accepted, outcome.num_known)
         if self._trial is not None:
             trial, self._trial = self._trial, None
             more = sum(outcome.num_accepted - trial.retrieved[outcome.row] for outcome in outcomes)
@@ -173,4 +182,4 @@ class DrafterChoice:
 
     def close(self) -> None:
         """Ends the call: the profile learns what was found."""
-        self.profile.learn(self.latency, self.acceptance, self._budget)
+        self.profile.learn(self.latency, self._budget, self.accepted)

@@ -17,11 +17,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from math import inf, isfinite, log
-from typing import Any
 
-from ..errors import SpecConfigError, shown
 from .constants import (
     FAR,
     FIRST_FIXED_PART,
@@ -111,19 +109,6 @@ class TimeTable:
                 table.observe(size, self.levels[size])
         return table
 
-    def to_dict(self, factor: float = 1.0) -> dict[str, float]:
-        """Seconds by size, for JSON."""
-        return {str(size): self.levels[size] * factor for size in self.sizes}
-
-    @classmethod
-    def from_dict(cls, seconds: Mapping[str, float]) -> TimeTable:
-        """The table of `to_dict`, all of whose sizes are known."""
-        table = cls()
-        for size, value in seconds.items():
-            for _ in range(KNOWN):
-                table.observe(_size(size), _seconds(value))
-        return table
-
 
 class Pace:
     """By how much everything takes longer than its level: the median of the last measurements.
@@ -197,7 +182,7 @@ class LatencyModel:
                 self.observe_reading(num_tokens, reading_seconds + late)
                 return
             self.observe_reading(num_tokens, reading_seconds)
-        if not _is_time(seconds):
+        if not is_time(seconds):
             return
         table = self.draft.setdefault(num_rows, TimeTable())
         seconds /= self.pace.factor
@@ -214,7 +199,7 @@ class LatencyModel:
             num_nodes (`int`): Nodes of a row, the anchor and padding included.
             seconds (`float`): Of the cycle without drafting.
         """
-        if not _is_time(seconds):
+        if not is_time(seconds):
             return
         table = self.verify.setdefault(num_rows, TimeTable())
         if table.knows(num_nodes):
@@ -241,7 +226,7 @@ class LatencyModel:
             num_tokens (`int`): Tokens of all rows together.
             seconds (`float`): What that took.
         """
-        if _is_time(seconds):
+        if is_time(seconds):
             self.reading.observe(_power_of_two(num_tokens), seconds / self.pace.factor)
 
     def reading_seconds(self, num_tokens: int) -> float:
@@ -324,40 +309,6 @@ class LatencyModel:
         """True once drafts and verifications with and without drafts have been timed."""
         return bool(self.draft) and any(1 in table.levels for table in self.verify.values())
 
-    def to_dict(self) -> dict[str, Any]:
-        """Seconds by rows and size, at the present pace, for JSON."""
-        pace = self.pace.factor
-        parts = (
-            ("draft_seconds", self.draft, pace * self.draft_pace.factor),
-            ("verify_seconds", self.verify, pace),
-        )
-        tables = {
-            name: {str(rows): table.to_dict(factor) for rows, table in sorted(tables.items())}
-            for name, tables, factor in parts
-        }
-        return {**tables, "reading_seconds": self.reading.to_dict(pace)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> LatencyModel:
-        """The model of `to_dict`.
-
-        Raises:
-            SpecConfigError: It is not what `to_dict` writes.
-        """
-        model = cls()
-        try:
-            for name, tables in (("draft_seconds", model.draft), ("verify_seconds", model.verify)):
-                for rows, seconds in values[name].items():
-                    if seconds:
-                        tables[_size(rows, least=1)] = TimeTable.from_dict(seconds)
-            model.reading = TimeTable.from_dict(values["reading_seconds"])
-        except (KeyError, AttributeError, TypeError) as error:
-            raise SpecConfigError(
-                "A latency profile holds `draft_seconds` and `verify_seconds`, each {rows: {size: seconds}}, and "
-                f"`reading_seconds`, {{tokens: seconds}}, got {shown(values)}. Measure it again."
-            ) from error
-        return model
-
 
 def _draft_levels(table: TimeTable, most: int) -> list[float]:
     """Seconds of drafts of depths 0 to `most`; single measurements may be old, or of a cold or busy machine."""
@@ -387,17 +338,6 @@ def _power_of_two(num_tokens: int) -> int:
     return 1 << max(num_tokens - 1, 0).bit_length()
 
 
-def _is_time(seconds: float) -> bool:
+def is_time(seconds: float) -> bool:
+    """Tells a positive, finite number of seconds."""
     return isfinite(seconds) and seconds > 0
-
-
-def _size(text: Any, least: int = 0) -> int:
-    if not (str(text).isdecimal() and int(text) >= least):
-        raise SpecConfigError(f"Sizes of a latency profile are integers of at least {least}, got {shown(text)}.")
-    return int(text)
-
-
-def _seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_time(value):
-        raise SpecConfigError(f"Times of a latency profile are positive numbers of seconds, got {shown(value)}.")
-    return float(value)

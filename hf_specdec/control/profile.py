@@ -10,8 +10,8 @@ from typing import Any
 from ..errors import SpecConfigError, shown
 from .acceptance import PastRates, PositionRates
 from .budget import TrialBudget
-from .constants import WINDOW
-from .latency import LatencyModel
+from .constants import KNOWN, WINDOW
+from .latency import LatencyModel, TimeTable, is_time
 
 
 @dataclass
@@ -41,9 +41,12 @@ class ControlProfile:
             self.drafted = self.drafted.with_call(drafted.rates)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Everything as plain values, for JSON: seconds at the present pace."""
+        latency, pace = self.latency, self.latency.pace.factor
         return {
-            **self.latency.to_dict(),
+            "draft_seconds": _seconds_by_rows(latency.draft, pace * latency.draft_pace.factor),
+            "verify_seconds": _seconds_by_rows(latency.verify, pace),
+            "reading_seconds": _seconds_by_size(latency.reading, pace),
             "accepted": list(self.accepted.means),
             "accepted_weights": list(self.accepted.weights),
             "drafted": list(self.drafted.means),
@@ -61,12 +64,45 @@ class ControlProfile:
         factor = values.get("rating_factor", 1.0)
         if not _are_numbers([factor]):
             raise SpecConfigError(f"`rating_factor` of a profile must be a number of at least 0, got {shown(factor)}.")
-        latency, accepted, drafted = (
-            LatencyModel.from_dict(values),
-            _rates("accepted", values),
-            _rates("drafted", values),
-        )
+        latency = LatencyModel()
+        try:
+            for name, tables in (("draft_seconds", latency.draft), ("verify_seconds", latency.verify)):
+                for rows, seconds in values[name].items():
+                    if seconds:
+                        tables[_size(rows, least=1)] = _table(seconds)
+            latency.reading = _table(values["reading_seconds"])
+        except (KeyError, AttributeError, TypeError) as error:
+            raise SpecConfigError(
+                "A latency profile holds `draft_seconds` and `verify_seconds`, each {rows: {size: seconds}}, and "
+                f"`reading_seconds`, {{tokens: seconds}}, got {shown(values)}. Measure it again."
+            ) from error
+        accepted, drafted = _rates("accepted", values), _rates("drafted", values)
         return cls(latency, accepted, drafted, rating_factor=float(factor))
+
+
+def _seconds_by_size(table: TimeTable, pace: float) -> dict[str, float]:
+    return {str(size): table.levels[size] * pace for size in table.sizes}
+
+
+def _seconds_by_rows(tables: Mapping[int, TimeTable], pace: float) -> dict[str, dict[str, float]]:
+    return {str(rows): _seconds_by_size(table, pace) for rows, table in sorted(tables.items())}
+
+
+def _table(seconds: Mapping[str, Any]) -> TimeTable:
+    """A table of seconds by size, all of which are known."""
+    table = TimeTable()
+    for size, value in seconds.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_time(value):
+            raise SpecConfigError(f"Times of a latency profile are positive numbers of seconds, got {shown(value)}.")
+        for _ in range(KNOWN):
+            table.observe(_size(size), float(value))
+    return table
+
+
+def _size(text: Any, least: int = 0) -> int:
+    if not (str(text).isdecimal() and int(text) >= least):
+        raise SpecConfigError(f"Sizes of a latency profile are integers of at least {least}, got {shown(text)}.")
+    return int(text)
 
 
 def _rates(name: str, values: Mapping[str, Any]) -> PastRates:

@@ -136,7 +136,9 @@ def test_what_is_no_time_is_not_taken(seconds):
     model.observe_verification(1, 1, seconds)
     model.observe_draft(1, 1, seconds)
     model.observe_reading(1, seconds)
-    assert model.to_dict() == {"draft_seconds": {}, "verify_seconds": {}, "reading_seconds": {}}
+    assert not model.draft
+    assert not model.verify
+    assert not model.reading.sizes
 
 
 def test_what_reading_takes_is_known_by_tokens():
@@ -271,7 +273,8 @@ def test_another_call_remembers_what_was_measured_seldom():
         model.observe_verification(1, 6, 3.5)
     # It counts as twice a plain one at most, so that it is measured again; that is not what was measured.
     assert model.verify_seconds(6, 1) == pytest.approx(2.0)
-    for later in (model.for_another_call(), LatencyModel.from_dict(model.to_dict())):
+    stored = ControlProfile(latency=model).to_dict()
+    for later in (model.for_another_call(), ControlProfile.from_dict(stored).latency):
         later.observe_verification(1, 6, 3.5)
         assert later.verify_seconds(6, 1) == pytest.approx(3.5)
 
@@ -283,6 +286,6 @@ def test_a_few_stalls_do_not_set_the_pace():
 
 def test_depths_that_nobody_drafts_cost_nothing_to_know():
     """Profiles are files, which may hold anything."""
-    seconds = {"draft_seconds": {"1": {"2": 1.0, "1000000000": 5.0}}, "verify_seconds": {}, "reading_seconds": {}}
-    model = LatencyModel.from_dict(seconds)
+    stored = {**ControlProfile().to_dict(), "draft_seconds": {"1": {"2": 1.0, "1000000000": 5.0}}}
+    model = ControlProfile.from_dict(stored).latency
     assert model.draft_seconds_up_to(4, 1) == pytest.approx([0.0, 0.5, 1.0, 1.0, 1.0], abs=1e-6)

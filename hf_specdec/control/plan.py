@@ -135,7 +135,7 @@ def batch_tokens(
 
     A row that gets r tokens a cycle leaves the batch after n = left / r cycles. Of a cycle's time a part f is the same
     for any number of rows, and is paid until the slowest row has ended; the rest falls with the rows. So the call
-    takes as long as f E[max(n)] + (1 - f) mean(n) cycles of all rows, and each of them is worth
+    takes as long as f E[max(n)] + (1 - f) mean(n) cycles of all rows, and each of them has the value
 
         sum(left) / (f E[max(n)] + (1 - f) mean(n))
 

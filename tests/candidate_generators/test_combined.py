@@ -99,7 +99,7 @@ def decide(monkeypatch, pattern):
     cycles, asked = counting(), []
     rule = pattern if callable(pattern) else lambda row, cycle: pattern[cycle % len(pattern)]
 
-    def asks(choice, rows, chances, num_retrieved, lengths, num_unread):
+    def asks(choice, rows, probs, num_retrieved, lengths, num_unread):
         cycle = next(cycles)
         asked.append([bool(rule(row, cycle)) and length > 0 for row, length in zip(rows, lengths)])
         return asked[-1]
@@ -146,19 +146,19 @@ class TestGreedy:
 
 class TestSampling:
     @pytest.mark.parametrize(
-        ("law", "rule"), [("plain", "standard"), ("repetition_penalty_and_top_p", "standard"), ("plain", "block")]
+        ("case", "rule"), [("plain", "standard"), ("repetition_penalty_and_top_p", "standard"), ("plain", "block")]
     )
-    def test_drawn_and_retrieved_drafts_in_one_batch(self, drawing, law, rule, monkeypatch):
+    def test_drawn_and_retrieved_drafts_in_one_batch(self, drawing, case, rule, monkeypatch):
         """Half of the rows verify drafts that were drawn, the others retrieved ones."""
         asked = decide(monkeypatch, by_parity)
         speculator = load_speculator(small_model(), drawing, num_speculative_tokens=3, rejection_sample_method=rule)
-        counts, stats = sampled_counts(SETTINGS[law], speculator)
-        assert chi_square_pvalue(counts, exact_distribution(SETTINGS[law])) > P_VALUE
+        counts, stats = sampled_counts(SETTINGS[case], speculator)
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS[case])) > P_VALUE
         assert any(0 < sum(rows) < len(rows) for rows in asked)
         by_part = [int(note.split(": ")[1].split()[0]) for note in stats.notes if "tokens accepted from" in note]
         assert min(by_part) > 100
 
-    def test_fails_for_retrieved_drafts_that_are_judged_by_the_wrong_law(self, drawing, monkeypatch):
+    def test_fails_for_retrieved_drafts_that_are_judged_by_the_wrong_distribution(self, drawing, monkeypatch):
         def wrongly_merged(retrieved, drafted, from_model):
             draft = merged(retrieved, drafted, from_model)
             if draft.probs is not None:
@@ -185,7 +185,7 @@ class TestSampling:
 
 @pytest.fixture
 def drawing():
-    """A combination whose second drafter draws, from a law that is unlike the target's."""
+    """A combination whose second drafter draws, from a distribution that is unlike the target's."""
     register_candidate_generator("drawn", type("Drawn", (SampledCandidateGenerator,), {"samples_drafts": True}))
     yield "ngram+drawn"
     unregister_candidate_generator("drawn")
@@ -299,14 +299,14 @@ class TestMerging:
 
     def test_retrieved_trees_beside_drawn_chains_are_chains(self):
         retrieved = DraftTree.from_lists([[1, 2, 3, 4], [5]], parents=[[-1, -1, 0, 2], [-1]])
-        laws = torch.full((2, 2, V), 1 / V)
-        drafted = DraftTree.chain(torch.tensor([[0, 1], [2, 3]]), [2, 2], laws)
+        probs = torch.full((2, 2, V), 1 / V)
+        drafted = DraftTree.chain(torch.tensor([[0, 1], [2, 3]]), [2, 2], probs)
         draft = merged(retrieved, drafted, [False, True])
         assert draft.is_chain
         assert draft.token_lists() == [[1, 3, 4], [2, 3]]
         assert draft.probs[0].argmax(-1).tolist() == [1, 3, 4]
         assert draft.probs[0].sum(-1).tolist() == [1.0, 1.0, 1.0] == draft.probs[0].amax(-1).tolist()
-        assert torch.equal(draft.probs[1, :2], laws[1])
+        assert torch.equal(draft.probs[1, :2], probs[1])
 
 
 class TestRatings:
@@ -323,19 +323,19 @@ class TestRatings:
         return generator.propose(step), generator.acceptance_probs
 
     def test_ngram(self):
-        draft, chances = self.rated("ngram", [10, 2, 0])
+        draft, probs = self.rated("ngram", [10, 2, 0])
         assert draft.token_lists() == [[4, 5, 6, 1, 2, 3], [4, 5], []]
-        assert chances[0] == pytest.approx([0.75**depth for depth in range(1, 7)])
-        assert chances[1:] == [pytest.approx([0.75, 0.75**2]), []]
+        assert probs[0] == pytest.approx([0.75**depth for depth in range(1, 7)])
+        assert probs[1:] == [pytest.approx([0.75, 0.75**2]), []]
 
     @needs_library
     @pytest.mark.parametrize("use_tree_spec", [False, True])
     def test_suffix(self, use_tree_spec):
-        draft, chances = self.rated("suffix", [10, 2, 0], suffix_decoding_use_tree_spec=use_tree_spec)
-        assert list(map(len, chances)) == draft.max_depths() == [3, 2, 0]
+        draft, probs = self.rated("suffix", [10, 2, 0], suffix_decoding_use_tree_spec=use_tree_spec)
+        assert list(map(len, probs)) == draft.max_depths() == [3, 2, 0]
         # Seen once before: the end of the text counts as another occurrence.
-        assert chances[0] == pytest.approx([0.5, 0.5, 0.5])
-        assert chances[1] == chances[0][:2]
+        assert probs[0] == pytest.approx([0.5, 0.5, 0.5])
+        assert probs[1] == probs[0][:2]
 
 
 class World:
@@ -356,8 +356,8 @@ class World:
     def run(self, num_cycles):
         for cycle in range(num_cycles):
             score, truth = self.retrieved[cycle % len(self.retrieved)]
-            chances = [[score / 8] * 8 for _ in self.rows]
-            asked = self.choice.asks(self.rows, chances, 8, [4] * len(self.rows), 0)
+            probs = [[score / 8] * 8 for _ in self.rows]
+            asked = self.choice.asks(self.rows, probs, 8, [4] * len(self.rows), 0)
             self.num_asked += any(asked)
             accepted = 4 * (self.random.random() < self.accepted / 4)
             counts = [1 + (accepted if is_asked else truth) for is_asked in asked]
@@ -366,7 +366,7 @@ class World:
                 outcomes = [RowOutcome(row, 4, 4, accepted, accepted + 1) for row in self.rows if asked[row]]
                 self.choice.observe_draft(outcomes, len(self.rows), 4, self.draft_seconds, None)
             for row in self.rows:
-                self.choice.observe_retrieved(row, chances[row], truth)
+                self.choice.observe_retrieved(row, probs[row], truth)
             self.tokens += sum(1 + (self.accepted if is_asked else truth) for is_asked in asked)
             self.seconds += 1.0 + self.draft_seconds * any(asked)
         self.choice.close()

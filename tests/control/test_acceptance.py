@@ -45,7 +45,7 @@ def test_a_token_that_was_not_drafted_was_not_accepted():
     assert drafted[3] > 0.9
 
 
-def test_nothing_is_learnt_behind_the_end_of_a_row():
+def test_nothing_is_learnt_after_the_end_of_a_row():
     model = AcceptanceModel(4, 1)
     feed(model, [1.0] * 4, 60)
     before = model.expected()[0]
@@ -62,7 +62,7 @@ def test_a_change_is_followed_within_a_few_cycles():
     assert model.expected()[0][0] < 0.4
 
 
-def test_a_change_makes_what_is_known_of_deeper_positions_doubtful():
+def test_a_change_makes_what_is_known_of_deeper_positions_uncertain():
     model = AcceptanceModel(4, 1)
     feed(model, [1.0, 0.0, 0.0, 0.0], 100)
     feed(model, [0.0] * 4, 40)

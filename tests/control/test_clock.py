@@ -1,4 +1,4 @@
-"""What a cycle took: the thread's time where that tells more, and nothing where a graph was captured."""
+"""Times of cycles: the thread's time where that tells more, and nothing where a graph was captured."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ def test_it_finds_the_best_length_within_a_few_dozen_cycles(target, cost, rate):
 
 def test_it_loses_little_against_the_best_fixed_length():
     """In worlds of any kind; a few expensive drafters are given up too soon, where times are noisy."""
-    chance, losses = random.Random(0), []
+    numbers, losses = random.Random(0), []
     for seed in range(60):
-        world = any_world(chance, seed)
+        world = any_world(numbers, seed)
         profile = ControlProfile()
         first = world.controller(MOST, profile=profile)
         world.run(first, 400)
@@ -134,10 +134,10 @@ def test_a_batch_has_the_length_that_its_rows_want_together():
 
 
 def test_calls_of_batches_whose_rows_end_at_different_times_lose_little():
-    """What fast rows gain is lost in waiting for the slow ones, as far as a cycle costs the same with fewer rows."""
-    chance, losses, beside_plain = random.Random(3), [], []
+    """The gain of fast rows is lost in waiting for the slow ones, as far as a cycle costs the same with fewer rows."""
+    numbers, losses, beside_plain = random.Random(3), [], []
     for seed in range(60):
-        world = any_batch(chance, seed)
+        world = any_batch(numbers, seed)
         profile = ControlProfile()
         for _ in range(3):
             world.call_under(profile, MOST)
@@ -162,12 +162,12 @@ def test_the_slowest_row_counts_as_far_as_cycles_cost_the_same_for_any_number_of
 @pytest.mark.parametrize("rates", [[0.7] * 8, [0.5] * 2, [0.9] * 7 + [0.2]])
 @pytest.mark.parametrize("length", [1, 4])
 def test_of_equal_rows_one_is_the_slowest(rates, length):
-    num_tokens, chance = 200, random.Random(0)
+    num_tokens, numbers = 200, random.Random(0)
 
     def row_cycles(rate):
         got = count = 0
         while got < num_tokens:
-            accepted = next((i for i in range(length) if chance.random() >= rate), length)
+            accepted = next((i for i in range(length) if numbers.random() >= rate), length)
             got, count = got + accepted + 1, count + 1
         return count
 
@@ -253,7 +253,7 @@ def test_a_first_call_of_a_few_tokens_does_not_keep_later_ones_from_drafting():
         controller.close()
         return limits
 
-    # Everything is done for the first time, and nothing is accepted behind a text of eight tokens.
+    # Everything is done for the first time, and nothing is accepted after a text of eight tokens.
     call(world_of("flat", 0.0, 0.1), 7, 8, reading=1e-3, slowness=4.0)
     used_lengths = call(world_of("flat", 0.9, 0.1), 120, 200, reading=3e-3)
     assert statistics.mean(used_lengths[-30:]) > 3
@@ -329,11 +329,11 @@ def test_a_trial_is_compared_with_the_chosen_length_on_the_same_draft():
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_trials_of_drafts_that_end_early_gain_nothing(noise):
     """Text is found in one of ten cycles only: the other nine are short ones, whatever was allowed."""
-    controller, follow_ups, chance = SpeculationController(12, 1, usual=6), 0, random.Random(0)
+    controller, follow_ups, numbers = SpeculationController(12, 1, usual=6), 0, random.Random(0)
     for cycle in range(600):
         (limit,) = controller.limits([0])
         depth = limit if cycle % 10 == 0 else 0
-        seconds = 1e-3 * (1 + 0.05 * depth) * chance.lognormvariate(0.0, noise)
+        seconds = 1e-3 * (1 + 0.05 * depth) * numbers.lognormvariate(0.0, noise)
         controller.observe([RowOutcome(0, limit, depth, depth, depth + 1)], depth, 1e-5, seconds)
         follow_ups += controller._follow_up is not None
     assert controller.length == 12

@@ -35,7 +35,7 @@ def test_times_that_are_not_monotonic_are_kept():
     assert {size: table.predict(size) for size in PLATEAUS} == pytest.approx(PLATEAUS)
 
 
-def test_between_sizes_lies_a_line_and_behind_them_the_mean_slope():
+def test_between_sizes_lies_a_line_and_beyond_them_the_mean_slope():
     table = TimeTable()
     fill(table, {2: 1.0, 6: 3.0})
     assert table.predict(3) == pytest.approx(1.5)
@@ -236,7 +236,7 @@ def test_a_fall_is_believed_after_two_measurements():
 
 
 def after_plain_cycles(*seconds):
-    """What is known when one row has had plain cycles of these times."""
+    """The knowledge of a model when one row has had plain cycles of these times."""
     model = LatencyModel()
     for measured in seconds:
         model.observe_verification(1, 1, measured)

@@ -1,4 +1,4 @@
-"""How many nodes of draft trees are verified: the number that pays, found from ratings, outcomes and times."""
+"""Size of draft trees: the number of nodes that pays, found from ratings, outcomes and times."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def latency_of(verify, rows=1, draft=0.0):
     return model
 
 
-def rated(chances):
+def rated(probs):
     """A draft of children of the anchor, rated so, in an order of its own."""
-    order = random.Random(0).sample(range(len(chances)), len(chances))
-    ratings = torch.tensor([[chances[rank] for rank in order]], dtype=torch.float64).log()
+    order = random.Random(0).sample(range(len(probs)), len(probs))
+    ratings = torch.tensor([[probs[rank] for rank in order]], dtype=torch.float64).log()
     tokens = torch.tensor([order])
-    return DraftTree(tokens, torch.full_like(tokens[0], -1), [len(chances)], chances=ratings)
+    return DraftTree(tokens, torch.full_like(tokens[0], -1), [len(probs)], chances=ratings)
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.01, 0.03, 0.1, 1.0])
@@ -40,30 +40,30 @@ def rated(chances):
 def test_the_size_is_the_best_one(slope, rate):
     """Ratings that are right by a factor: what is kept is the analytic optimum over all sizes, or nearly so."""
     random_numbers = random.Random(1)
-    chances = [0.5 / rank for rank in range(1, 33)]
+    probs = [0.5 / rank for rank in range(1, 33)]
 
     def verify(nodes):
         return (1 + slope * (nodes - 1)) * 1e-3
 
     trees = TreeSize(latency_of(verify, draft=0.2e-3))
     for _ in range(400):
-        draft = trees.cut(rated(chances), 4)
-        accepted = sum(random_numbers.random() < rate * chances[token] for token in draft.token_lists()[0])
+        draft = trees.cut(rated(probs), 4)
+        accepted = sum(random_numbers.random() < rate * probs[token] for token in draft.token_lists()[0])
         trees.observe(draft, [accepted])
     assert trees.rating.value == pytest.approx(rate, rel=0.25)
-    tokens = [1 + rate * total for total in accumulate(chances, initial=0.0)]
+    tokens = [1 + rate * total for total in accumulate(probs, initial=0.0)]
     values = [value / (0.2e-3 + verify(size + 1)) for size, value in enumerate(tokens)]
-    kept = trees.size or len(chances)
+    kept = trees.size or len(probs)
     assert values[kept] > 0.97 * max(values[1:])
 
 
 def test_a_batch_has_smaller_trees():
-    chances = [0.4 / rank for rank in range(1, 33)]
+    probs = [0.4 / rank for rank in range(1, 33)]
     sizes = []
     for rows in (1, 16):
         trees = TreeSize(latency_of(lambda nodes, rows=rows: 1e-3 * max(1, rows * nodes / 32), rows=rows))
         for _ in range(2):
-            draft = rated(chances)
+            draft = rated(probs)
             draft.tokens, draft.chances = draft.tokens.expand(rows, -1), draft.chances.expand(rows, -1)
             draft.node_counts = draft.node_counts * rows
             trees.cut(draft, 4)

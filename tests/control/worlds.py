@@ -36,10 +36,10 @@ class World:
     """A drafter, a target and a text.
 
     Attributes:
-        acceptance (`list[float]`): Of each row: how often a token is accepted behind accepted ones.
+        acceptance (`list[float]`): Of each row: how often a token is accepted after accepted ones.
         draft (`Callable`): Depth -> seconds of a draft.
         verify (`Callable`): Nodes, the anchor included -> seconds.
-        depths (`Sequence[float]`): Of each row: the chance that a draft goes on by one more token.
+        depths (`Sequence[float]`): Of each row: the probability that a draft goes on by one more token.
         noise (`float`): Standard deviation of the logarithm of measured times.
         stalls (`float`): How many of the measured times are ten times too long.
     """
@@ -75,9 +75,9 @@ class World:
         seconds *= self.random.lognormvariate(0.0, self.noise)
         return seconds * (10.0 if self.random.random() < self.stalls else 1.0)
 
-    def _run(self, chance: float, most: int) -> int:
+    def _run(self, probability: float, most: int) -> int:
         count = 0
-        while count < most and self.random.random() < chance:
+        while count < most and self.random.random() < probability:
             count += 1
         return count
 
@@ -87,8 +87,8 @@ class World:
         limits = controller.limits(rows)
         outcomes = []
         for row, limit, rate in zip(rows, limits, self.acceptance):
-            chance = self.depths[row % len(self.depths)]
-            depth = limit if chance == 1 else self._run(chance, limit)
+            goes_on = self.depths[row % len(self.depths)]
+            depth = limit if goes_on == 1 else self._run(goes_on, limit)
             accepted = self._run(rate, depth)
             outcomes.append(RowOutcome(row, limit, depth, accepted, accepted + 1))
         deepest, is_asked = max(outcome.depth for outcome in outcomes), max(limits) > 0
@@ -105,7 +105,7 @@ class World:
         return SpeculationController(most, len(self.acceptance), profile, usual)
 
     def loss(self, cycles: list[Cycle], most: int) -> float:
-        """Part of the best fixed length's throughput that the lengths of these cycles lose, without chance."""
+        """Part of the best fixed length's throughput that the lengths of these cycles lose, in expectation."""
         limits = [max(cycle.limits) for cycle in cycles]
         ours = sum(map(self.tokens, limits)) / sum(map(self.seconds, limits))
         return 1 - ours / self.rate(self.best(most))
@@ -173,29 +173,29 @@ def batch_of(target, rates, cost, seed, **settings) -> BatchWorld:
     return world_of(target, rates, cost, seed, kind=BatchWorld, noise=0.08, stalls=0.01, num_tokens=128, **settings)
 
 
-def any_world(chance: random.Random, seed: int) -> World:
+def any_world(numbers: random.Random, seed: int) -> World:
     """One row, any acceptance, cheap and expensive drafters, quiet and noisy machines."""
     return world_of(
-        chance.choice(sorted(TARGETS)),
-        chance.uniform(0, 0.95),
-        chance.uniform(0.005, 1.5),
+        numbers.choice(sorted(TARGETS)),
+        numbers.uniform(0, 0.95),
+        numbers.uniform(0.005, 1.5),
         seed,
-        noise=chance.choice([0.0, 0.05, 0.2]),
-        stalls=chance.choice([0.0, 0.02]),
+        noise=numbers.choice([0.0, 0.05, 0.2]),
+        stalls=numbers.choice([0.0, 0.02]),
     )
 
 
-def any_batch(chance: random.Random, seed: int) -> BatchWorld:
+def any_batch(numbers: random.Random, seed: int) -> BatchWorld:
     """Rows of equal or different acceptance."""
-    num_rows, base = chance.choice([2, 4, 8, 16]), chance.uniform(0.05, 0.9)
+    num_rows, base = numbers.choice([2, 4, 8, 16]), numbers.uniform(0.05, 0.9)
     few = max(num_rows // 4, 1)
-    rates = chance.choice(
+    rates = numbers.choice(
         [
             [base] * num_rows,
-            [min(max(chance.gauss(base, 0.2), 0.0), 0.97) for _ in range(num_rows)],
+            [min(max(numbers.gauss(base, 0.2), 0.0), 0.97) for _ in range(num_rows)],
             [0.9] * few + [0.05] * (num_rows - few),
             [0.05] * few + [0.8] * (num_rows - few),
         ]
     )
-    target, cost = chance.choice(sorted(TARGETS)), chance.choice([0.02, 0.05, 0.1, 0.3])
-    return batch_of(target, rates, cost, seed, fixed=chance.choice([0.2, 0.5, 0.8, 1.0]))
+    target, cost = numbers.choice(sorted(TARGETS)), numbers.choice([0.02, 0.05, 0.1, 0.3])
+    return batch_of(target, rates, cost, seed, fixed=numbers.choice([0.2, 0.5, 0.8, 1.0]))

@@ -27,12 +27,12 @@ def latency_of(verify, rows=1, draft=0.0):
     return model
 
 
-def rated(probs):
-    """A draft of children of the anchor, rated so, in an order of its own."""
+def rated(probs, rows=1):
+    """A draft of children of the anchor for each row, rated so, in an order of its own."""
     order = random.Random(0).sample(range(len(probs)), len(probs))
-    ratings = torch.tensor([[probs[rank] for rank in order]], dtype=torch.float64).log()
-    tokens = torch.tensor([order])
-    return DraftTree(tokens, torch.full_like(tokens[0], -1), [len(probs)], chances=ratings)
+    ratings = torch.tensor([[probs[rank] for rank in order]] * rows, dtype=torch.float64).log()
+    tokens = torch.tensor([order] * rows)
+    return DraftTree(tokens, torch.full_like(tokens[0], -1), [len(probs)] * rows, chances=ratings)
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.01, 0.03, 0.1, 1.0])
@@ -63,10 +63,7 @@ def test_a_batch_has_smaller_trees():
     for rows in (1, 16):
         trees = TreeSize(latency_of(lambda nodes, rows=rows: 1e-3 * max(1, rows * nodes / 32), rows=rows))
         for _ in range(2):
-            draft = rated(probs)
-            draft.tokens, draft.chances = draft.tokens.expand(rows, -1), draft.chances.expand(rows, -1)
-            draft.node_counts = draft.node_counts * rows
-            trees.cut(draft, 4)
+            trees.cut(rated(probs, rows), 4)
         sizes.append(trees.size or 32)
     assert sizes[0] > 4 * sizes[1]
 
@@ -87,8 +84,7 @@ def test_what_is_not_rated_is_left_alone():
 def test_rows_are_expected_to_accept_what_they_have_nodes_for():
     trees = TreeSize(latency_of(lambda nodes: 1e-3, rows=2))
     for _ in range(300):
-        draft = rated([0.5, 0.25, 0.25])
-        draft.tokens, draft.chances = draft.tokens.expand(2, -1), draft.chances.expand(2, -1)
+        draft = rated([0.5, 0.25, 0.25], rows=2)
         draft.node_counts = [3, 0]
         trees.cut(draft, 4)
         trees.observe(draft, [1, 0])

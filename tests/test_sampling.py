@@ -18,7 +18,7 @@ from hf_specdec.candidate_generators.base import NoDrafts
 from hf_specdec.drafts import DraftTree, TokenTree
 from hf_specdec.kernels.acceptance import Acceptance
 from hf_specdec.kernels.sampling import sample_from_probs
-from hf_specdec.logits import rules
+from hf_specdec.logits import rules, verifier
 from hf_specdec.logits.verifier import take_nodes
 from tests.models import VOCAB_SIZE, prompts, scripted_for, tiny_llama
 from tests.sampled import sampled_speculator
@@ -439,3 +439,31 @@ def test_the_small_model_is_a_fair_test():
     law = joint.sum(1)
     assert 0.3 < law.max() < 0.8
     assert law.min() > 0.005
+
+
+class TestJudgingAlongThePath:
+    """What is judged off the path has no say: a text is the same without it."""
+
+    SETTINGS = {
+        "greedy": {"do_sample": False},
+        "greedy, suppressed tokens": {"do_sample": False, "suppress_tokens": [3, 5]},
+        "sampled": {"top_k": 0},
+        "warped": {"top_k": 40, "top_p": 0.8},
+    }
+
+    @pytest.mark.parametrize("name", SETTINGS)
+    def test_same_text(self, model, inputs, name, monkeypatch):
+        plain = sample(model, inputs, assistant=no_drafts(), **self.SETTINGS[name])
+        walks, run, accepted = [], verifier._Walk.run, []
+        monkeypatch.setattr(verifier._Walk, "run", lambda walk: walks.append(walk) or run(walk))
+        for scores_of_a_step in (0, 10**12):
+            monkeypatch.setattr(verifier, "_SCORES_OF_A_STEP", scores_of_a_step)
+            monkeypatch.setattr(verifier, "_PROCESSED_OF_A_STEP", scores_of_a_step)
+            speculator = scripted_for(plain, inputs, accuracy=0.7, tree=(-1, -1, 0, 0, 1, 3, 3), seed=3)
+            with record() as made:
+                assert torch.equal(sample(model, inputs, assistant=speculator, **self.SETTINGS[name]), plain)
+            accepted.append(made.calls[0].stats.num_accepted_tokens)
+            # No step is cheap enough for the second one.
+            assert bool(walks) == (scores_of_a_step == 0)
+            walks.clear()
+        assert accepted[0] == accepted[1] > 10

@@ -16,6 +16,8 @@ import torch
 from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessorList
 
+from .warpers import without_sort
+
 
 # Read the scores alone.
 _POSITION_INDEPENDENT = {
@@ -57,6 +59,7 @@ class ProcessorStack:
 
     def __init__(self, processors: LogitsProcessorList):
         self.processors = processors
+        self._run = LogitsProcessorList(map(without_sort, processors))
         kinds = [type(processor) for processor in processors]
         self.reads_tokens = any(kind not in _POSITION_INDEPENDENT for kind in kinds)
         self.knows_all = all(kind in _POSITION_INDEPENDENT or kind in _ROW_WISE for kind in kinds)
@@ -82,7 +85,7 @@ class ProcessorStack:
             return scores
         flat = scores.reshape(-1, scores.shape[-1])
         no_tokens = torch.empty((flat.shape[0], 0), dtype=torch.long, device=flat.device)
-        return self.processors(no_tokens, flat.clone()).view(scores.shape)
+        return self._run(no_tokens, flat.clone()).view(scores.shape)
 
     def rows(self, sequences: list[torch.LongTensor], logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """Scores of one position of each row.
@@ -118,11 +121,11 @@ class ProcessorStack:
         """
         batch = logits.new_zeros((tokens.shape[0], logits.shape[-1]), dtype=torch.float32)
         batch[rows] = logits.float()
-        return self.processors(tokens, batch)[rows]
+        return self._run(tokens, batch)[rows]
 
     def _for(self, rows: list[int]) -> LogitsProcessorList:
         """The processors with their per-row settings cut to these rows."""
-        selected = [_select_rows(processor, rows) for processor in self.processors]
+        selected = [_select_rows(processor, rows) for processor in self._run]
         return LogitsProcessorList(selected)
 
 

@@ -1,9 +1,9 @@
 """From target logits to committed tokens: processors, choice of a token at each node, acceptance, stop rules.
 
-Two ways lead to the same tokens. Where no processor needs to see a position by itself, all nodes are judged at once.
-Otherwise the path is walked node by node, and every processor sees what it would have seen in plain generation, once
-per position. Rules that judge a draft as a whole cannot be walked; for them processors see every node of the draft
-with the tokens on its own path.
+Two ways lead to the same tokens. All nodes are judged at once; or the path is walked node by node, and every processor
+sees what it would have seen in plain generation, once per position. It is walked where a processor needs that, and on
+a CPU where the other nodes would cost more than the steps. Rules that judge a draft as a whole cannot be walked; for
+them processors see every node of the draft with the tokens on its own path.
 
 Shapes: R active rows, N draft nodes, T = N + 1 verified nodes, V vocabulary.
 """
@@ -48,6 +48,10 @@ class Verdict:
     def counts(self) -> list[int]:
         """Committed tokens of each row."""
         return list(map(len, self.token_lists))
+
+
+# Scores that cost as much as a step along the path, on a CPU: as they are, and where processors change them.
+_SCORES_OF_A_STEP, _PROCESSED_OF_A_STEP = 200_000, 30_000
 
 
 @dataclass
@@ -113,7 +117,7 @@ class Verifier:
             meanwhile (`Callable`, *optional*): What the host does before it waits, and before anything of this
                 verification is shown to processors and criteria.
         """
-        if self._walks:
+        if self._walks or self._saves_by_walking(draft, logits):
             if meanwhile is not None:
                 meanwhile()
             return _Walk(self, draft, logits, rows, positions).run()
@@ -133,6 +137,15 @@ class Verifier:
             path,
             acceptance.tokens[:, :width],
         )
+
+    def _saves_by_walking(self, draft: DraftTree, logits: torch.Tensor) -> bool:
+        """Tells whether the path of a draft that was not drawn is found in less time than all nodes are judged."""
+        if logits.device.type != "cpu" or draft.probs is not None or self.rule.judges_whole_drafts:
+            return False
+        of_a_step = _PROCESSED_OF_A_STEP if self.stack else _SCORES_OF_A_STEP
+        # As if half of the longest path were accepted.
+        num_steps = draft.topology.max_depth // 2 + 1
+        return (logits.shape[1] - num_steps) * len(logits) * logits.shape[-1] > num_steps * of_a_step
 
     def _node_scores(self, draft, logits, rows) -> torch.Tensor:
         """Scores of all nodes; processors that read tokens see each node after the tokens on its own path."""

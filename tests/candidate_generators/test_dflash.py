@@ -609,12 +609,12 @@ class TestGreedyEqualsPlain:
         texts = [expected[f"prompt{row}.generate.output_ids"][0, len(rows[row]) :] for row in range(4)]
         inputs = {"input_ids": padded(rows, True), "attention_mask": padded([torch.ones_like(r) for r in rows], True)}
         speculator = load_speculator(target, model=folder, **shape)
-        plain, ours, call = plain_and_ours(target, speculator, inputs, max_new_tokens=64)
+        plain, ours, call = plain_and_ours(target, speculator, inputs, max_new_tokens=32)
         assert torch.equal(ours, plain)
         for row in range(4):
-            assert torch.equal(ours[row, inputs["input_ids"].shape[1] :], texts[row][:64])
+            assert torch.equal(ours[row, inputs["input_ids"].shape[1] :], texts[row][:32])
             alone = {"input_ids": rows[row][None], "attention_mask": torch.ones_like(rows[row])[None]}
-            _, _, single = plain_and_ours(target, speculator, alone, max_new_tokens=64)
+            _, _, single = plain_and_ours(target, speculator, alone, max_new_tokens=32)
             ours_of_row, theirs = rows_of(call, row), rows_of(single)
             assert [(trace.draft_tokens, trace.parents) for trace in ours_of_row] == [
                 (trace.draft_tokens, trace.parents) for trace in theirs

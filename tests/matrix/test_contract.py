@@ -20,10 +20,12 @@ from hf_specdec import Commit, DraftStep, DraftTree, Prompt, Session, Speculator
 from hf_specdec.candidate_generators.combined.combination import Combination
 from hf_specdec.control import SpeculationController
 from hf_specdec.decoding.states import captured_states
-from tests.methods import demo_inputs, demo_target, fresh_speculator, plain_text, settings_of
+from tests.matrix.calls import PROMPT, inputs, plain
+from tests.methods import demo_target, fresh_speculator, settings_of
 
 
 NEW = 20
+CALL = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 PAUSED_UNTIL_A_ROW_ENDS = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 99, 0]]}
 
 # ------------------------------------------------------------------------------------------------------ being watched
@@ -138,26 +140,22 @@ def watched_speculator(name: str, **options) -> tuple[Speculator, list[Watch]]:
 
 
 def generated(speculator, batch_size=3, **arguments):
-    call = {"max_new_tokens": NEW, "do_sample": False, **demo_inputs(batch_size), **arguments}
     with record() as made:
-        text = demo_target().generate(**call, assistant=speculator)
+        text = demo_target().generate(**{**CALL, **inputs(batch_size), **arguments}, assistant=speculator)
     return text, made.calls[0].stats
 
 
-def plain_until(token: int) -> torch.LongTensor:
-    return demo_target().generate(
-        **demo_inputs(3), max_new_tokens=NEW, do_sample=False, eos_token_id=token, pad_token_id=0
-    )
+def plain_text(**settings) -> torch.LongTensor:
+    return plain(3, max_new_tokens=NEW, **settings)
 
 
 class TestInCalls:
     def test_rows_end_while_it_is_paused_from_the_start(self, row):
         """Before it has been told anything."""
-        prompt = demo_inputs(3)["input_ids"].shape[1]
-        ends = int(plain_text(3, NEW)[1, prompt + 1])
+        ends = int(plain_text()[1, PROMPT + 1])
         speculator, watches = watched_speculator(row, **PAUSED_UNTIL_A_ROW_ENDS)
-        text, stats = generated(speculator, eos_token_id=ends, pad_token_id=0)
-        assert torch.equal(text, plain_until(ends))
+        text, stats = generated(speculator, eos_token_id=ends)
+        assert torch.equal(text, plain_text(eos_token_id=ends))
         assert stats.num_accepted_tokens > 0
         assert watches
         assert all(watch.is_closed for watch in watches)
@@ -171,11 +169,10 @@ class TestInCalls:
             return [min(chosen[-1], controller.most)] * len(rows)
 
         monkeypatch.setattr(SpeculationController, "limits", limits)
-        prompt = demo_inputs(3)["input_ids"].shape[1]
-        ends = int(plain_text(3, NEW)[0, prompt + 3])
+        ends = int(plain_text()[0, PROMPT + 3])
         speculator, watches = watched_speculator(row, num_speculative_tokens="auto")
-        text, stats = generated(speculator, eos_token_id=ends, pad_token_id=0)
-        assert torch.equal(text, plain_until(ends))
+        text, stats = generated(speculator, eos_token_id=ends)
+        assert torch.equal(text, plain_text(eos_token_id=ends))
         assert stats.num_draft_tokens > 0
         assert all(watch.is_closed for watch in watches)
 
@@ -197,15 +194,15 @@ class TestInCalls:
         assert all(watch.is_closed for watch in watches)
         assert hooks == sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in target.modules())
         text, _ = generated(speculator)
-        assert torch.equal(text, plain_text(3, NEW))
+        assert torch.equal(text, plain_text())
 
     def test_transformers_own_loop(self, row, monkeypatch):
         target = demo_target()
         speculator, watches = watched_speculator(row)
         with closing(speculator.candidate_generator()) as generator:
             monkeypatch.setattr(target, "_get_candidate_generator", lambda *args, **kwargs: generator)
-            call = {"max_new_tokens": NEW, "do_sample": False, "prompt_lookup_num_tokens": 2}
-            assert torch.equal(target.generate(**demo_inputs(1), **call), plain_text(1, NEW))
+            text = target.generate(**inputs(1), **CALL, prompt_lookup_num_tokens=2)
+            assert torch.equal(text, plain(1, max_new_tokens=NEW))
         assert sum(watch.num_accepted for watch in watches) > 0
         assert all(watch.is_closed for watch in watches)
 
@@ -216,8 +213,8 @@ class TestInCalls:
 @cache
 def target_states() -> dict:
     """The states of the text, for every key that a drafter may ask for: `(3, L, H)`."""
-    target, text = demo_target(), plain_text(3, NEW)
-    mask = demo_inputs(3)["attention_mask"]
+    target, text = demo_target(), plain_text()
+    mask = inputs(3)["attention_mask"]
     mask = torch.cat([mask, mask.new_ones((3, NEW))], dim=1)
     keys = (*range(target.config.num_hidden_layers + 1), "last")
     with torch.no_grad(), captured_states(target, keys) as states:
@@ -229,10 +226,8 @@ class Text:
     """Plays the loop for one generator: its text is what the target writes, whatever is drafted."""
 
     def __init__(self, speculator: Speculator):
-        self.text, inputs = plain_text(3, NEW), demo_inputs(3)
-        self.prompt_length = inputs["input_ids"].shape[1]
-        self.starts = inputs["attention_mask"].argmax(1).tolist()
-        self.rows, self.ends = [0, 1, 2], [self.prompt_length] * 3
+        self.text, self.starts = plain_text(), inputs(3)["attention_mask"].argmax(1).tolist()
+        self.rows, self.ends = [0, 1, 2], [PROMPT] * 3
         self.generator = speculator.candidate_generator(Session(3, self.text.shape[1], demo_target().device))
 
     def states(self, rows: list[int], places: torch.LongTensor) -> dict:
@@ -240,8 +235,8 @@ class Text:
         return {key: states[key][torch.tensor(rows)[:, None], places] for key in keys}
 
     def prefill(self) -> None:
-        prompt = self.text[:, : self.prompt_length]
-        places = torch.arange(self.prompt_length).expand(3, -1)
+        prompt = self.text[:, :PROMPT]
+        places = torch.arange(PROMPT).expand(3, -1)
         self.generator.prefill(Prompt(prompt, self.starts, self.states([0, 1, 2], places)))
 
     @property

@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_specdec import CheckpointFormatError, UnsupportedModelError
 from hf_specdec.candidate_generators.eagle import formats as eagle_formats
+from hf_specdec.checkpoints import draft_reader
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks
 from hf_specdec.decoding.states import captured_states
@@ -181,7 +182,7 @@ class TestSharedParts:
 
 def test_unknown_tensors_are_named(tmp_path, monkeypatch):
     warned, name = [], "eagle/eagle3_llama"
-    monkeypatch.setattr(eagle_formats.logger, "warning", warned.append)
+    monkeypatch.setattr(draft_reader.logger, "warning", warned.append)
     change = put("parallel_draft_heads.0.weight", torch.ones(2, 2))
     load(copy_of(name, tmp_path, change=change), loaded_target(HEADS[name]))
     assert "1 tensors are not used: parallel_draft_heads.0.weight" in warned[0]

@@ -1,4 +1,4 @@
-"""A drafter for tests that draws its drafts from a law of its own, unlike the target's, and hands that law over.
+"""A drafter for tests that draws its drafts from a distribution unlike the target's, and hands it over.
 
 With it rejection sampling runs inside the loop: over chains, and over trees whose siblings are drawn without
 replacement.
@@ -30,7 +30,7 @@ class SampledOptions:
 
 
 class SampledCandidateGenerator(CandidateGenerator):
-    """The law of the next draft token follows from the one before it, by a random table."""
+    """The distribution of the next draft token follows from the one before it, by a random table."""
 
     options_class = SampledOptions
 
@@ -62,7 +62,7 @@ class SampledCandidateGenerator(CandidateGenerator):
         return DraftTree(tokens, upload(parents, device), counts, laws)
 
     def _children(self, step, width, first_node, token, path):
-        """Draws `width` different tokens behind `token` in every row: tokens `(B,)` and their law `(B, V)` each."""
+        """Draws `width` different tokens after `token` in every row: for each `(B,)` and its distribution `(B, V)`."""
         sampler = self.session.sampler
         scores = self.table[token]
         if self.options.processed:

@@ -70,7 +70,7 @@ def qwen2_5_vl():
 
 
 def qwen3_vl():
-    # The states of the image come once more behind the text model's first layer.
+    # The states of the image come once more after the text model's first layer.
     vision = {**_PATCHES, "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
     vision |= {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
     return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=_MULTIMODAL, vision_config=vision, **_TOKENS))

@@ -1,4 +1,4 @@
-"""Acceptance rules in whole `generate()` calls: their law, their definition, what they cannot be combined with."""
+"""Acceptance rules in whole `generate()` calls: distribution, definition, what they cannot be combined with."""
 
 import json
 import math
@@ -115,7 +115,7 @@ class TestBlock:
         assert block.mean_acceptance_length > standard.mean_acceptance_length + 0.03
 
     def test_numbers_belong_to_the_cycle(self):
-        """Those of tests behind the new token must not be seen again when their positions are judged again."""
+        """Those of tests after the new token must not be seen again when their positions are judged again."""
         asked = []
 
         class Spy(RowUniforms):
@@ -173,7 +173,7 @@ class TestBlock:
 
 
 class PlainRow:
-    """One row as plain generation sees it: its processors, and the scores behind any tokens."""
+    """One row as plain generation sees it: its processors, and the scores after any tokens."""
 
     def __init__(self, model, inputs, row, settings):
         def catch(model, input_ids, logits_processor, **kwargs):
@@ -186,7 +186,7 @@ class PlainRow:
         self.text = alone["input_ids"][0].tolist()
 
     def scores(self, path=()):
-        """The target's processed scores behind the text and a path of draft tokens, `(V,)`."""
+        """The target's processed scores after the text and a path of draft tokens, `(V,)`."""
         tokens = torch.tensor([[*self.text, *path]])
         with torch.no_grad():
             return self.processors(tokens, self.model(tokens[:, self.start :]).logits[:, -1])[0]
@@ -361,7 +361,7 @@ class Unknown(LogitsProcessor):
 
 
 class StopAt(StoppingCriteria):
-    """Ends a row behind a token, and remembers what it was shown."""
+    """Ends a row after a token, and remembers what it was shown."""
 
     def __init__(self, token=-1):
         self.token, self.shown = token, []

@@ -347,7 +347,7 @@ class TestExactDistribution:
         assert chi_square_pvalue(wrong, exact) < 1e-6
 
     def test_fails_for_siblings_judged_by_one_law(self, monkeypatch):
-        """Siblings drawn without replacement, but verified as if all were drawn from the first one's law."""
+        """Siblings drawn without replacement, but verified as if all were drawn from the first one's distribution."""
 
         def count():
             return sampled_counts(SETTINGS["plain"], sampled_speculator(3, widths=(4,)), count=2)[0]
@@ -362,7 +362,7 @@ class TestExactDistribution:
 
     @pytest.mark.parametrize("name", ["one_hot_chain", "one_hot_tree", "static_binary_tree", "static_star"])
     def test_fails_for_a_new_draw_where_the_path_ends(self, name, monkeypatch):
-        """The token behind the path must be the draw that led out of the tree, not another one."""
+        """The token after the path must be the draw that led out of the tree, not another one."""
 
         def judge(rule, draft, scores, rows, positions):
             accepted = right_judge(rule, draft, scores, rows, positions)
@@ -434,7 +434,7 @@ def plain_reject_tree(draft, target_probs, accept_uniforms, target_uniforms, rep
 
 
 def test_the_small_model_is_a_fair_test():
-    """Laws that are neither flat nor nearly one-hot, and that differ from the drafts'."""
+    """Distributions that are neither flat nor nearly one-hot, and that differ from the drafts'."""
     joint = exact_distribution(SETTINGS["plain"], 2)
     law = joint.sum(1)
     assert 0.3 < law.max() < 0.8

@@ -1,4 +1,4 @@
-"""The chi-square helper: right p-values, power against a wrong law, and no test that cannot fail."""
+"""The chi-square helper: right p-values, power against a wrong distribution, and no test that cannot fail."""
 
 import numpy as np
 import pytest

@@ -26,7 +26,7 @@ SHAPES = [pytest.param(tree, id=name) for name, tree in TREES.items()]
 
 @pytest.fixture(scope="module")
 def texts(model):
-    """Batch size -> prompts and 40 greedy tokens behind them, without any stop."""
+    """Batch size -> prompts and 40 greedy tokens after them, without any stop."""
     texts = {}
     for size in BATCH_SIZES:
         inputs = prompts(size)
@@ -244,7 +244,7 @@ class StopAt(StoppingCriteria):
 
 
 class StopAfter(StoppingCriteria):
-    """Ends row i behind string i, which it looks for in the last tokens of rows that are not done yet."""
+    """Ends row i after string i, which it looks for in the last tokens of rows that are not done yet."""
 
     def __init__(self, strings, tokenizer, per_row):
         self.strings, self.tokenizer, self.per_row = strings, tokenizer, per_row
@@ -344,7 +344,7 @@ class TestCustomCriteria:
         assert "tokens behind the ends of rows have been generated and cut off" in ours.speculative.notes[0]
         for mine, its in zip(ours.past_key_values.layers, plain.past_key_values.layers):
             assert mine.keys.shape == its.keys.shape
-            # Its last token has been read, the padding behind it has not.
+            # Its last token has been read, the padding after it has not.
             torch.testing.assert_close(mine.keys[0, :, 2 : PROMPT + 9], its.keys[0, :, 2 : PROMPT + 9])
             torch.testing.assert_close(mine.keys[1:, :, 2:], its.keys[1:, :, 2:])
             assert not mine.keys[0, :, PROMPT + 9 :].any()
@@ -489,7 +489,7 @@ def test_the_texts_that_stops_were_chosen_for(texts):
 
 
 def test_user_length_criterion_below_the_prompt(model):
-    """Plain generation looks at the length behind a token, so it writes one."""
+    """Plain generation looks at the length after a token, so it writes one."""
     inputs = prompts(1)
     settings = {"do_sample": False, "max_new_tokens": 10, "stopping_criteria": [MaxLengthCriteria(3)]}
     plain = model.generate(**inputs, **settings)

@@ -1,4 +1,4 @@
-"""`generate()` over draft trees: plain generation's text and cache, and the states behind every committed token."""
+"""`generate()` over draft trees: plain generation's text and cache, and the states after every committed token."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def padded(rows, left):
 
 
 def feed(generator, texts, states, prompt_lengths, parts=1):
-    """Shows the texts to a generator: left-padded prompts, the token behind each, and the rest in `parts` commits."""
+    """Shows the texts to a generator: left-padded prompts, the token after each, and the rest in `parts` commits."""
 
     def part_of_states(ranges, left):
         keys = generator.target_hidden_states

@@ -243,7 +243,7 @@ def configured_logits(index: int, batch_size: int, num_positions: int) -> torch.
 
 
 def tied_confidences() -> torch.Tensor:
-    """The same law at every position, over other ids at each."""
+    """The same distribution at every position, over other ids at each."""
     return torch.stack([random_logits((50,)).sort().values.roll(4 * position) for position in range(8)])[None]
 
 

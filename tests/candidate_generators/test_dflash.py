@@ -98,7 +98,7 @@ LENGTHS = {1: 7, 3: 7, 8: 12}
 
 
 def fitted(target, num_steps=100, seed=0, lengths=LENGTHS, **settings):
-    """A draft that has seen the target's greedy text behind the prompts of these batch sizes and lengths."""
+    """A draft that has seen the target's greedy text after the prompts of these batch sizes and lengths."""
     torch.manual_seed(seed)
     layers = target.config.num_hidden_layers
     settings = {"num_target_layers": layers, "target_layer_ids": (0, layers - 1), **settings}
@@ -122,7 +122,7 @@ def fitted(target, num_steps=100, seed=0, lengths=LENGTHS, **settings):
 
 
 def block_loss(network, text, states):
-    """Cross entropy of blocks behind every token of a text, all in one forward."""
+    """Cross entropy of blocks after every token of a text, all in one forward."""
     size, length = network.config.block_size, text.shape[1]
     anchors = torch.arange(1, length - size)
     positions = (anchors[:, None] + torch.arange(size)).flatten()
@@ -248,7 +248,7 @@ class Recomputed:
         self.fused = norm(network.hidden_norm, joined @ network.fc.weight.T)
 
     def logits(self, masked):
-        """Of every position of a block that has these tokens behind the anchor."""
+        """Of every position of a block that has these tokens after the anchor."""
         network, config = self.network, self.network.config
         stream, length = network.embed(torch.cat([self.anchor, masked])[None])[0], len(self.fused)
         positions = torch.arange(length + len(stream))

@@ -93,7 +93,7 @@ def plain_and_ours(target, draft, inputs, options=None, **settings):
 
 
 def assert_own_drafts(draft, inputs, text, call, readable=None):
-    """Every draft is what the draft model itself says behind the text so far: its cache is never wrong."""
+    """Every draft is what the draft model itself says after the text so far: its cache is never wrong."""
     starts = (inputs["attention_mask"] == 0).sum(1).tolist()
     lengths = [inputs["input_ids"].shape[1] + 1] * len(text)
     for cycle in call.cycles:
@@ -148,7 +148,7 @@ class TestGreedyEqualsPlain:
         ids=["none", "bos", "eos"],
     )
     def test_embeddings_alone(self, model, drafts, batch_size, begin, first):
-        """The draft model reads what has been generated, behind what a text of its own begins with."""
+        """The draft model reads what has been generated, after what a text of its own begins with."""
         inputs = prompts(batch_size)
         embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
         call = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}
@@ -175,7 +175,7 @@ class TestGreedyEqualsPlain:
 
 class TestCache:
     def fed_tokens(self, monkeypatch, target, draft, k, max_new_tokens):
-        """Shapes of the draft's forwards behind its prompt."""
+        """Shapes of the draft's forwards after its prompt."""
         shapes = []
         for kind in {SlotModel, *SlotModel.__subclasses__()}:
             if "forward" in vars(kind):
@@ -203,7 +203,7 @@ class TestCache:
             draft.load_state_dict({**model.state_dict(), "lm_head.weight": -model.lm_head.weight})
         shapes, stats = self.fed_tokens(monkeypatch, model, draft, k=3, max_new_tokens=8)
         assert stats.num_accepted_tokens == 0
-        # Room for 3, 3, 3, 3, 3, 2, 1 and 0 draft tokens behind the tokens 1, 2, ...
+        # Room for 3, 3, 3, 3, 3, 2, 1 and 0 draft tokens after the tokens 1, 2, ...
         assert shapes == [(1, 1)] * (3 * 4 + 2 + 1)
 
     @pytest.mark.parametrize(("k", "noise"), [(1, 0.05), (2, 0.2), (5, 0.05), (5, 0.2)])

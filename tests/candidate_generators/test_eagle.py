@@ -93,7 +93,7 @@ LENGTHS = {1: 7, 3: 7, 8: 12}
 
 
 def fitted(target, method, num_steps=120, seed=0, lengths=LENGTHS, **settings):
-    """A head that has seen the target's greedy text behind the prompts of these batch sizes and lengths."""
+    """A head that has seen the target's greedy text after the prompts of these batch sizes and lengths."""
     torch.manual_seed(seed)
     layers = target.config.num_hidden_layers
     settings.setdefault("aux_layer_ids", (0, layers - 1) if method == "eagle3" else ())

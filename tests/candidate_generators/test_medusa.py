@@ -136,7 +136,7 @@ class TestRecordedTrees:
                 self.check(typical, root, tensors, f"{label}.typical_t{temperature}")
 
     def draft(self, target, name, tree, tensors):
-        """The anchor after the recorded prompt, and what the generator drafts behind it."""
+        """The anchor after the recorded prompt, and what the generator drafts after it."""
         settings = {"method": "medusa", "model": str(FIXTURES / name), "speculative_token_tree": tree.paths}
         speculator = load_speculator(target, settings)
         generator = speculator.candidate_generator(Session(1, 100, target.device))

@@ -44,7 +44,7 @@ LENGTHS = {1: 7, 3: 7, 8: 12}
 
 
 def fitted(folder, target, num_steps=100, seed=0, **changes):
-    """The folder of a speculator that has seen the target's greedy text behind the prompts of `LENGTHS`."""
+    """The folder of a speculator that has seen the target's greedy text after the prompts of `LENGTHS`."""
     torch.manual_seed(seed)
     sizes = {"n_predict": 3, "top_k_tokens_per_head": (4, 3, 2), "inner_dim": 24, "tie_weights": True, **changes}
     hidden_size, vocab_size = target.config.hidden_size, target.config.vocab_size
@@ -90,7 +90,7 @@ def generator_for(target, folder, batch_size, supports_trees=True, **shape) -> M
 
 
 def drafted(generator, hidden, tokens, limits=None):
-    """The draft behind the states `(B, H)` and the tokens `(B,)` chosen from them."""
+    """The draft after the states `(B, H)` and the tokens `(B,)` chosen from them."""
     rows = list(range(len(tokens)))
     generator.observe(Commit(rows, tokens[:, None], [[t] for t in tokens.tolist()], [0] * len(rows), {"last": hidden}))
     limits = limits or [generator.num_speculative_tokens] * len(rows)

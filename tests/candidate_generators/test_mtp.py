@@ -229,7 +229,7 @@ class Row:
         return torch.stack(logits).argmax(-1).tolist(), torch.stack(logits)
 
     def extend(self, drafted, num_accepted, num_kept):
-        """Commits so many of the accepted drafts and the token behind them: its tokens, and the states they follow."""
+        """Commits so many of the accepted drafts and the token after them: its tokens, and the states they follow."""
         bonus = torch.randint(1, 64, (1,), generator=self.generator)
         new = torch.cat((torch.tensor(drafted[:num_accepted], dtype=torch.long), bonus))[:num_kept]
         states = torch.randn((len(new), 32), generator=self.generator)
@@ -306,7 +306,7 @@ class TestLayersAgainstRecomputation:
                 news = [row.extend([], 0, 1) for row in rows]
 
     def test_layers_that_no_draft_needed_catch_up(self, monkeypatch):
-        """An unlikely draft ends early; the layers behind it have read the text all the same when it goes on."""
+        """An unlikely draft ends early; the layers after it have read the text all the same when it goes on."""
         network, random = self.NETWORKS[3], torch.Generator().manual_seed(0)
         row = Row(network, 6, random)
         generator = generator_for(network, 1, mtp_mode="chain")

@@ -601,7 +601,7 @@ def test_drafts_never_exceed_the_caps(rows, responses, k, max_model_len, depth, 
         assert all(parent < node for node, parent in enumerate(parents))
         assert len(set(paths)) == len(paths)
         assert use_tree_spec or parents == list(range(-1, len(tokens) - 1))
-        # What is drafted behind the last token has stood behind it, here or in the past response.
+        # What is drafted after the last token has stood after it, here or in the past response.
         anchor = rows[row][0][-1]
         for path in paths:
             assert any(occurs((anchor, *path), text) for text in (rows[row][0], responses))

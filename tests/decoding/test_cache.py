@@ -95,7 +95,7 @@ def test_any_course_of_a_generation(data, batch_size, prompt_length, capacity, i
 
 
 def paths_of(nodes: int, count: int):
-    """Nodes on a way down a tree: the anchor and `count - 1` rising nodes behind it."""
+    """Nodes on a way down a tree: the anchor and `count - 1` rising nodes after it."""
     later = st.lists(st.integers(1, max(nodes - 1, 1)), min_size=count - 1, max_size=count - 1, unique=True)
     return later.map(lambda chosen: [0, *sorted(chosen)])
 

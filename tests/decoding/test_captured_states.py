@@ -1,4 +1,4 @@
-"""Hidden states between the layers of every architecture, and in front of and behind its final norm."""
+"""Hidden states between the layers of every architecture, and before and after its final norm."""
 
 from __future__ import annotations
 

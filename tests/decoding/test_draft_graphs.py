@@ -325,7 +325,7 @@ def traced(target, inputs, speculative, **arguments):
 
 
 def _noted(draft: DraftTree, laws: list[torch.Tensor]) -> DraftTree:
-    """The draft; the laws of its tokens are kept for later."""
+    """The draft; the distributions of its tokens are kept for later."""
     laws += [row[:count].clone() for row, count in zip(draft.probs, draft.num_nodes.tolist())]
     return draft
 
@@ -347,7 +347,7 @@ class TestCalls:
 
     @pytest.mark.parametrize("name", ["eagle3", "mtp", "dflash", "mlp_speculator"])
     def test_drawn_drafts(self, name, target, backends):
-        """The same random numbers and laws, with and without graphs."""
+        """The same random numbers and distributions, with and without graphs."""
         found = []
         for enforce_eager in (False, True):
             torch.manual_seed(5)

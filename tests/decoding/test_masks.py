@@ -64,7 +64,7 @@ def ancestors_of(node: int, parents: list[int]) -> list[int]:
 
 
 def is_seen(span: Span, query: int, key: int) -> bool:
-    """Whether a text's token at position `query` looks at the one at position `key`, which is not behind it."""
+    """Whether a text's token at position `query` looks at the one at position `key`, which is not after it."""
     if span.kind == "sliding":
         return query - key < span.size
     if span.kind == "chunked":
@@ -77,7 +77,7 @@ def expected_mask(row: int, rows: RowState, parents: list[int], columns: int, sp
     lines = []
     for node in range(len(parents) + 1):
         path = ancestors_of(node, parents)
-        # Written as a text, the node stands behind the row's real tokens and its ancestors.
+        # Written as a text, the node stands after the row's real tokens and its ancestors.
         text = list(range(start, length)) + [length + ancestor for ancestor in reversed(path)]
         query = len(text) - 1
         seen = {slot for position, slot in enumerate(text) if is_seen(span, query, position)}

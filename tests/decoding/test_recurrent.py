@@ -62,7 +62,7 @@ class Plain:
         self.read(prompt)
 
     def read(self, tokens: list[int]) -> torch.Tensor:
-        """Logits behind each of the tokens."""
+        """Logits after each of the tokens."""
         positions = torch.arange(self.length, self.length + len(tokens))[None]
         self.length += len(tokens)
         output = self.model(torch.tensor([tokens]), past_key_values=self.cache, position_ids=positions, use_cache=True)

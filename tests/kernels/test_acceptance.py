@@ -131,7 +131,7 @@ def test_the_best_token_of_equal_scores_and_of_nan(device):
 
 
 def random_chain(generator, batch_size, size, vocab_size, dtype=torch.float32, overlap=0.8):
-    """Drawn chains, the target's laws behind them, and the numbers of the tests and draws."""
+    """Drawn chains, the target's distributions after them, and the numbers of the tests and draws."""
     target_probs = random_probs(generator, batch_size, size + 1, vocab_size)
     noise = random_probs(generator, batch_size, size, vocab_size)
     probs = overlap * target_probs[:, :-1] + (1 - overlap) * noise
@@ -281,7 +281,7 @@ def test_equal_laws_accept_everything(is_chain, device, generator):
 @both_rules
 @pytest.mark.parametrize("number", [0.0, 0.49, 0.51, ALMOST_ONE])
 def test_an_empty_residual_falls_back_to_the_target(is_chain, number, device):
-    # The target's law is the draft's, rounded down everywhere: a rejection leaves nothing of p - q.
+    # The target's distribution is the draft's, rounded down everywhere: a rejection leaves nothing of p - q.
     probs = torch.tensor([[[0.5, 0.0, 0.5]]])
     target_probs = torch.cat([probs, probs], dim=1) * (1 - 2**-22)
     draft = chain_or_tree(is_chain, torch.tensor([[0]]), probs)
@@ -313,7 +313,7 @@ def test_nan_in_the_drafts_law_leaves_the_targets(is_chain, device, generator):
 
 
 def test_laws_that_all_nodes_share(device, generator):
-    """A star as it stands behind one node: its target law is repeated without being copied."""
+    """A star as it stands after one node: its target distribution is repeated without being copied."""
     draft, target_probs, *numbers = random_tree(generator, (-1, -1, -1), 4, 300)
     check_reject(draft, target_probs[:, :1].expand(-1, 4, -1), *numbers, device)
 

@@ -40,7 +40,7 @@ def random_states(rows, heads, kv_heads, nodes, slots, size, value_size=None, dt
 
     # The layout that models hand over.
     query = states(rows, nodes, heads, size).transpose(1, 2)
-    # A view of a larger buffer, as of a cache; what lies behind the slots must not be read.
+    # A view of a larger buffer, as of a cache; what lies after the slots must not be read.
     key, value = states(rows + 1, kv_heads, slots + 7, size), states(rows + 1, kv_heads, slots + 7, value_size or size)
     key[:, :, slots:], value[:, :, slots:] = float("nan"), float("nan")
     return query, key[:rows, :, :slots], value[:rows, :, :slots]

@@ -1,4 +1,4 @@
-"""Acceptance rules: the reference integers, the exact output law, a plain walk of the tree, and each numeric trap."""
+"""Acceptance rules: reference integers, the exact distribution of texts, a plain walk of the tree, numeric traps."""
 
 import json
 from pathlib import Path
@@ -319,7 +319,7 @@ def test_chain_fixture_residual(chain_fixture):
 
 
 def test_chain_fixture_onehot_law(chain_fixture, generator):
-    """One draw per node has the law of the ratio test with the draft token removed: `onehot` of the reference."""
+    """One draw a node has the distribution of the ratio test without the draft token: `onehot` of the reference."""
     samples, num_compared = 20_000, 0
     for row in range(0, 40, 8):
         case = {key: x[row] for key, x in chain_fixture.items()}
@@ -390,11 +390,11 @@ def test_tree_fixtures_onehot(tree_fixtures, generator):
     assert len(lengths) > 1
 
 
-# The law of the output: vocabulary of 3, texts of 3 tokens, every token's law depends on all tokens before it
+# The distribution of the output: texts of 3 tokens of a vocabulary of 3, where each depends on all tokens before it
 
 
 class Language:
-    """A random law of texts: `law(prefix)` is that of the next token after each row's prefix `(B, d)`."""
+    """A random distribution of texts: `law(prefix)` is that of the next token after each row's prefix `(B, d)`."""
 
     def __init__(self, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -412,7 +412,7 @@ TARGET, DRAFTER = Language(1), Language(2)
 
 
 def target_probs_of(draft):
-    """The target's law after each node of trees that share their parents and are at most 2 deep."""
+    """The target's distribution after each node of trees that share their parents and are at most 2 deep."""
     parents, laws = draft.parents.tolist(), [TARGET.law(draft.tokens[:, :0])]
     for node, parent in enumerate(parents):
         path = [node] if parent < 0 else [parent, node]
@@ -421,7 +421,7 @@ def target_probs_of(draft):
 
 
 def text_pvalue(acceptance, generator):
-    """Completes the committed tokens to texts of 3 with draws from the target, and tests their joint law."""
+    """Completes the committed tokens to texts of 3 with draws from the target, and tests their joint distribution."""
     text = acceptance.tokens[:, :3].clone()
     for position in (1, 2):
         drawn = sample_from_probs(TARGET.law(text[:, :position]), uniform(generator, len(text)))
@@ -468,7 +468,7 @@ def target_choices(draft, generator):
 
 
 def with_new_tokens_from_the_target(acceptance, draft, generator):
-    """The wrong rule that forgets the residual: after a rejection it draws from the target's whole law."""
+    """The wrong rule that forgets the residual: after a rejection it draws from the target's whole distribution."""
     node = acceptance.path.gather(1, acceptance.num_accepted[:, None])
     new_tokens = target_choices(draft, generator).gather(1, node)
     tokens = acceptance.tokens.scatter(1, acceptance.num_accepted[:, None], new_tokens)
@@ -544,7 +544,7 @@ def test_law_of_ragged_sampled_siblings(generator):
 
 
 def test_law_of_siblings_in_another_order_is_wrong(generator):
-    """Siblings sorted by probability are no longer a draw from the law: the check must notice."""
+    """Siblings sorted by probability are no longer a draw from the distribution: the check must notice."""
     draft = sampled_tree(generator, wide=False)
     top = draft.tokens[:, :2]
     order = draft.probs[:, 0].gather(1, top).argsort(1, descending=True)
@@ -660,7 +660,7 @@ def test_equal_laws_accept_everything(rule, generator):
 
 @pytest.mark.parametrize("rule", [reject_chain, reject_tree])
 def test_empty_residual_falls_back_to_the_target(rule):
-    # The target's law is the draft's, rounded down everywhere: a rejection leaves nothing of p - q.
+    # The target's distribution is the draft's, rounded down everywhere: a rejection leaves nothing of p - q.
     probs = torch.tensor([[[0.5, 0.0, 0.5]]])
     target_probs = torch.cat([probs, probs], dim=1) * (1 - 2**-22)
     draft = chain_or_tree(rule, torch.tensor([[0]]), probs)

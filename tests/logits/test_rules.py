@@ -1,4 +1,4 @@
-"""Rules that judge whole drafts: reference integers, the exact law of `block` by enumeration, definitions, traps."""
+"""Rules that judge whole drafts: reference integers, the exact distribution of `block`, definitions, traps."""
 
 from itertools import product
 from pathlib import Path
@@ -113,14 +113,14 @@ class TestBlockFixture:
             assert (drawn.cumsum(0) - (residual / residual.sum()).cumsum(0)).abs().max() < 1.5 / 4096
 
 
-# The law of `block`, all drafts and all outcomes of its tests enumerated
+# The distribution of `block`, all drafts and all outcomes of its tests enumerated
 
 
 V = 3
 
 
 class Language:
-    """A random law of texts: `law(prefix)` is that of the next token."""
+    """A random distribution of texts: `law(prefix)` is that of the next token."""
 
     def __init__(self, seed: int, depth: int = 4):
         generator = torch.Generator().manual_seed(seed)
@@ -134,7 +134,7 @@ class Language:
 
 
 def all_drafts(drafter: Language, depth: int, stops):
-    """Every draft with its probability; `stops(tokens)` says that the drafter ends behind these tokens."""
+    """Every draft with its probability; `stops(tokens)` says that the drafter ends after these tokens."""
     drafts = [((), 1.0)]
     for _ in range(depth):
         longer = []
@@ -149,7 +149,7 @@ def all_drafts(drafter: Language, depth: int, stops):
 
 
 def as_chains(drafts, target: Language, drafter: Language, depth: int):
-    """One row for each draft, and the target's laws; padding is made of what must never be read."""
+    """One row for each draft, and the target's distributions; padding is made of what must never be read."""
     tokens = torch.full((len(drafts), depth), -1)
     probs = torch.full((len(drafts), depth, V), torch.nan)
     target_probs = torch.full((len(drafts), depth + 1, V), torch.nan)
@@ -163,7 +163,7 @@ def as_chains(drafts, target: Language, drafter: Language, depth: int):
 
 
 def enumerated(rule, target, drafter, depth, stops=lambda tokens: False, draws=2048):
-    """Law of texts of `depth + 1` tokens that the rule writes, and the expected number of accepted tokens.
+    """Distribution of texts of `depth + 1` tokens that the rule writes, and the expected number of accepted tokens.
 
     Every test passes with the probability of its threshold, so each combination of outcomes is one case; the new token
     is drawn with evenly spread numbers, and the target writes the rest.
@@ -201,7 +201,7 @@ def chain_parts(draft):
 
 
 def distance(law, target):
-    """Total variation distance from the target's law."""
+    """Total variation distance from the target's distribution."""
     return sum(abs(chance - target.text(text)) for text, chance in law.items()) / 2
 
 
@@ -212,7 +212,7 @@ def stop_at_first_failure(draft, target_probs, accept_uniforms, target_uniforms)
 
 
 def forget_the_residual(draft, target_probs, accept_uniforms, target_uniforms):
-    """A wrong rule: after a rejection too the new token comes from the target's whole law."""
+    """A wrong rule: after a rejection too the new token comes from the target's whole distribution."""
     acceptance = reject_block(draft, target_probs, accept_uniforms, target_uniforms)
     count = acceptance.num_accepted[:, None]
     new_tokens = sample_from_probs(target_probs, target_uniforms).gather(1, count)
@@ -230,7 +230,7 @@ def expected_by_standard(drafts, target, drafter):
 
 
 def doubtful(drafter):
-    """A drafter that ends behind a token that it gave less than 0.3."""
+    """A drafter that ends after a token that it gave less than 0.3."""
     return lambda tokens: drafter.law(tokens[:-1])[tokens[-1]] < 0.3
 
 
@@ -284,7 +284,7 @@ class TestLawOfBlock:
 
 
 def test_numbers_that_are_seen_again_change_the_law(generator):
-    """Two cycles over three positions: the tests behind the first new token are made again in the second cycle."""
+    """Two cycles over three positions: the tests after the first new token are made again in the second cycle."""
     target, drafter = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.1, 0.2, 0.7])
 
     def text_counts(reuse: bool):
@@ -380,7 +380,7 @@ class TestBlockTraps:
         assert ((thresholds >= 0) & (thresholds < 1e-20)).all()
 
     def test_empty_residual_falls_back_to_the_target(self):
-        # The target's law is the draft's, rounded down everywhere: a rejection leaves nothing of p - q.
+        # The target's distribution is the draft's, rounded down everywhere: a rejection leaves nothing of p - q.
         probs = torch.tensor([[[0.5, 0.0, 0.5]]])
         target_probs = torch.cat([probs, probs], dim=1) * (1 - 2**-22)
         draft = DraftTree.chain(torch.tensor([[0]]), probs=probs)
@@ -443,7 +443,7 @@ class TestTypical:
     @pytest.mark.parametrize("case", range(8))
     @pytest.mark.parametrize("name", TYPICAL_CASES)
     def test_official_choice(self, posterior, case, name):
-        """The fixture's paths have laws of their own, so they become branches below a law that accepts all roots."""
+        """Paths have distributions of their own, so they become branches below one that accepts all roots."""
         temperature, threshold, alpha = TYPICAL_CASES[name]
         candidates, logits = posterior[f"{case}.candidates"], posterior[f"{case}.logits"]
         num_paths, length = candidates.shape

@@ -82,7 +82,7 @@ def law(name: str) -> dict:
 
 @cache
 def exact(name: str) -> dict[tuple[int, ...], float]:
-    """Probabilities of the first three tokens behind the prompt, by transformers' own processors."""
+    """Probabilities of the first three tokens after the prompt, by transformers' own processors."""
 
     def catch(model, input_ids, logits_processor, **kwargs):
         return logits_processor

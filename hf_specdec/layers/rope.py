@@ -57,6 +57,7 @@ class RotaryAngles:
             positions = positions.to(like.device)
             if bound is None or not self._is_static:
                 return signed_angles(*self.embedding(like, positions))
+        assert bound is not None, "a slice of unknown size"
         # A network may be moved or cast between calls.
         place = (like.dtype, like.device)
         # Another thread may put a shorter table in this one's place.

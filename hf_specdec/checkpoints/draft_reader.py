@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from transformers.utils import logging
 
 from ..errors import shown
 from ..threads import cached_property
 from .format import Unsupported
-from .header import TargetNeeds, TargetSizes, listed
+from .header import TargetNeeds, TargetSizes
 from .reader import CheckpointReader
 from .settings import ACTIVATION, COUNT, MAPPING, NAMES, POSITIVE
 
@@ -27,8 +26,6 @@ from .settings import ACTIVATION, COUNT, MAPPING, NAMES, POSITIVE
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
-
-logger = logging.get_logger(__name__)
 
 # The rotary embeddings that drafts have, and what each needs; some configs have other names for them.
 _ROPE_NEEDS = {
@@ -117,7 +114,6 @@ class DraftReader(CheckpointReader):
 
     - `kinds` (`tuple[str, ...]`): What configs call drafts of this method.
     - `unused` (`re.Pattern`): Tensors that files may hold and drafting has no use for.
-    - `refuses_unknown` (`bool`): Other tensors that the network lacks are an error, no warning.
     - `token_tables` (`tuple[str, ...]`): Tensors with a row for every token.
     - `usual` (`Mapping`): Settings where a config leaves them out: `rope_theta`, `rms_norm_eps`,
       `max_position_embeddings`.
@@ -138,7 +134,6 @@ class DraftReader(CheckpointReader):
         "target_hidden_size": COUNT,
     }
     unused: ClassVar[re.Pattern]
-    refuses_unknown: ClassVar[bool] = False
     token_tables: ClassVar[tuple[str, ...]] = ("embed_tokens.weight", "lm_head.weight")
     usual: Mapping[str, float]
 
@@ -299,7 +294,7 @@ class DraftReader(CheckpointReader):
         rows, vocab_size = self._num_head_rows(), target.vocab_size
         assert vocab_size is not None, "sizes of a target that is not loaded"
         if "d2t" in self.stored:
-            ids = self._absolute_ids(checkpoint.read(self.stored["d2t"]).long(), vocab_size)
+            ids = self.absolute_ids(checkpoint.read(self.stored["d2t"]).long(), vocab_size)
         elif rows is None or rows == self.setting("vocab_size") or rows >= vocab_size:
             return None
         elif "t2d" in self.stored:
@@ -323,14 +318,9 @@ class DraftReader(CheckpointReader):
             )
         return None if torch.equal(ids, torch.arange(vocab_size)) else ids
 
-    def _absolute_ids(self, table: torch.LongTensor, vocab_size: int) -> torch.LongTensor:
-        """Ids from `d2t`, which holds what is to be added to each draft id, whatever its shape."""
-        table = table.flatten()
-        ids = table + torch.arange(len(table))
-        if is_selection(ids, vocab_size) or not is_selection(table, vocab_size):
-            return ids
-        logger.warning(f"'{self.name}': `d2t` holds ids, where the format has distances; it is read as ids.")
-        return table
+    def absolute_ids(self, table: torch.LongTensor, vocab_size: int) -> torch.LongTensor:
+        """Ids from `d2t`, which holds what is to be added to each draft id."""
+        return table + torch.arange(table.numel()) if table.dim() == 1 else table
 
     def _num_head_rows(self) -> int | None:
         return self.linear("lm_head")[0] if "lm_head.weight" in self.stored else None
@@ -352,13 +342,12 @@ class DraftReader(CheckpointReader):
         return tensor
 
     def judge_left_over(self, names):
-        unknown = [name for name in names if not self.unused.fullmatch(name)]
-        if unknown and self.refuses_unknown:
-            raise self.wrong(
-                f"has {len(unknown)} tensors that no {self.noun} with this config has: {listed(unknown)}", self.instead
-            )
-        if unknown:
-            logger.warning(f"'{self.name}': {len(unknown)} tensors are not used: {listed(unknown)}.")
+        if unknown := [name for name in names if not self.unused.fullmatch(name)]:
+            self.judge_unknown(unknown)
+
+    def judge_unknown(self, names: Sequence[str]) -> None:
+        """Warns of tensors that the network does not have and that are not among the unused, or refuses them."""
+        raise NotImplementedError(f"{type(self).__name__} must implement judge_unknown().")
 
 
 def share_of(columns: int, states: int) -> int | None:

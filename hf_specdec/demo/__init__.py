@@ -6,7 +6,10 @@ are made by `python -m tools.build_demo` in the repository.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +58,15 @@ def drafter_path(method: str) -> str:
         has_one = ", ".join(method.name for method in built_in_methods() if method.demo)
         raise SpecConfigError(f"The demo has no drafter for '{method}'. It has one for: {has_one}.")
     return _checkpoint_folder(known.demo)
+
+
+def __getattr__(name: str) -> Callable[[], str]:
+    """Returns what `drafter_path` has replaced, such as `eagle3_path`, for one more release."""
+    method = {"draft_path": "draft_model"}.get(name, name.removesuffix("_path"))
+    if not name.endswith("_path") or method not in methods():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"demo.{name}() is now demo.drafter_path('{method}').", DeprecationWarning, stacklevel=2)
+    return partial(drafter_path, method)
 
 
 def settings() -> dict[str, dict[str, Any]]:

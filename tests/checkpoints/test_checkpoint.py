@@ -12,6 +12,7 @@ from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig
 from hf_specdec.candidate_generators.draft_model.network import load_draft_model
 from hf_specdec.checkpoints.checkpoint import Checkpoint, head_placement
 from hf_specdec.checkpoints.reader import CheckpointReader
+from hf_specdec.checkpoints.settings import NAME
 from hf_specdec.target_facts import hidden_size
 from tests.models import tiny_llama
 
@@ -20,7 +21,7 @@ TENSORS = {"a.weight": torch.randn(3, 4), "b.weight": torch.randn(5).half(), "id
 
 
 class Code:
-    """Code that a malicious pickle runs when it is loaded."""
+    """What a malicious pickle does when it is loaded."""
 
     def __reduce__(self):
         return (open, ("should_not_exist", "w"))
@@ -135,9 +136,9 @@ def test_no_file_of_torch_save(folder, content):
 def test_damaged_bytes_in_a_pickle(folder, seed, new_format):
     """Wherever they are, there is an error of this package or tensors that can be read."""
     torch.save(TENSORS, folder / "pytorch_model.bin", _use_new_zipfile_serialization=new_format)
-    content, draw = bytearray((folder / "pytorch_model.bin").read_bytes()), random.Random(seed)
-    for _ in range(draw.randrange(1, 8)):
-        content[draw.randrange(len(content))] = draw.randrange(256)
+    content, chance = bytearray((folder / "pytorch_model.bin").read_bytes()), random.Random(seed)
+    for _ in range(chance.randrange(1, 8)):
+        content[chance.randrange(len(content))] = chance.randrange(256)
     (folder / "pytorch_model.bin").write_bytes(content)
     try:
         checkpoint = Checkpoint(settings(folder))
@@ -178,6 +179,36 @@ def test_a_config_that_is_no_object(folder, content):
     (folder / "config.json").write_text(content)
     with pytest.raises(CheckpointFormatError, match="no readable config.json: config.json must hold an object"):
         Checkpoint(settings(folder))
+
+
+def test_settings_are_checked(folder):
+    WRITERS["safetensors"](folder)
+    reader = CheckpointReader(Checkpoint(settings(folder)).header)
+    assert reader.setting("hidden_size") == 4
+    assert reader.setting("vocab_size") is None
+    with pytest.raises(CheckpointFormatError, match="`hidden_size`=4 in its config.json, which must be a name"):
+        reader.setting("hidden_size", NAME)
+
+
+def test_only_real_numbers_are_weights(folder):
+    others = {"int8": torch.zeros(2, 2).to(torch.int8), "bool": torch.zeros(2) > 0, "complex": torch.zeros(2) + 0j}
+    save_file({**TENSORS, **others}, folder / "model.safetensors")
+    checkpoint = Checkpoint(settings(folder))
+    assert {checkpoint.read_weight(name, torch.float64).dtype for name in ("a.weight", "b.weight")} == {torch.float64}
+    for name in ("int8", "bool", "complex", "ids"):
+        with pytest.raises(CheckpointFormatError, match=f"{name} is stored as .*float16, bfloat16"):
+            checkpoint.read_weight(name, torch.float32)
+
+
+def test_matrices_and_counts(folder):
+    WRITERS["safetensors"](folder)
+    reader = CheckpointReader(Checkpoint(settings(folder)).header)
+    assert reader.matrix("a.weight") == (3, 4)
+    with pytest.raises(CheckpointFormatError, match=r"b\.weight must be a matrix, and has the shape \[5\]"):
+        reader.matrix("b.weight")
+    reader.check_count(3, "three heads")
+    with pytest.raises(CheckpointFormatError, match="has 3 tensors in model.safetensors, and 9 heads need at least 9"):
+        reader.check_count(9, "9 heads")
 
 
 def test_missing_tensors_are_named(folder):

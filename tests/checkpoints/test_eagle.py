@@ -11,7 +11,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_specdec import CheckpointFormatError, UnsupportedModelError
 from hf_specdec.candidate_generators.eagle import formats as eagle_formats
-from hf_specdec.checkpoints import draft_reader
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks
 from hf_specdec.decoding.states import captured_states
@@ -182,7 +181,7 @@ class TestSharedParts:
 
 def test_unknown_tensors_are_named(tmp_path, monkeypatch):
     warned, name = [], "eagle/eagle3_llama"
-    monkeypatch.setattr(draft_reader.logger, "warning", warned.append)
+    monkeypatch.setattr(eagle_formats.logger, "warning", warned.append)
     change = put("parallel_draft_heads.0.weight", torch.ones(2, 2))
     load(copy_of(name, tmp_path, change=change), loaded_target(HEADS[name]))
     assert "1 tensors are not used: parallel_draft_heads.0.weight" in warned[0]
@@ -290,13 +289,13 @@ class Head:
 
         query, key = turn(query), turn(key)
         key, value = (heads.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for heads in (key, value))
-        distance = torch.arange(length)[:, None] - torch.arange(length)
-        seen = (distance >= 0) & (distance < window)
+        behind = torch.arange(length)[:, None] - torch.arange(length)
+        seen = (behind >= 0) & (behind < window)
         weights = (query @ key.mT * self.head_size**-0.5).masked_fill(~seen, -torch.inf).softmax(-1)
         return self.linear(f"{name}.self_attn.o_proj", (weights @ value).transpose(1, 2).flatten(2))
 
     def forward(self, embedded, hidden, cosine, sine, window=10**6):
-        """Both outputs of a whole text: what is fed back, and what the lm_head reads."""
+        """What is fed back, and what the head reads, of a whole text."""
         for index in range(self.layers):
             name = f"layers.{index}"
             if index == 0 and self.kind == "eagle3":

@@ -1,4 +1,4 @@
-"""Checkpoints of all formats: other ways to store them, their dtype and device, and saving them again."""
+"""What holds of the checkpoints of all formats: how they may be stored, where they are put, and what is saved."""
 
 import json
 
@@ -108,7 +108,6 @@ WRITINGS = {
     "no_t2d": (EAGLE3, renamed(t2d=None), {}),
     "no_d2t": (EAGLE3, renamed(d2t=None), {}),
     "table_of_int32": (EAGLE3, put("d2t", lambda ids: ids.int()), {}),
-    "table_of_two_dimensions": (EAGLE3, put("d2t", lambda ids: ids.view(4, 40)), {}),
     "table_of_ids": (EAGLE3, put("d2t", lambda ids: ids + torch.arange(160)), {}),
     "table_of_all_tokens": (QWEN3, put("d2t", torch.zeros(256, dtype=torch.long)), {}),
     "wrong_counts": (EAGLE3, None, {"num_hidden_layers": 36, "head_dim": 128, "draft_vocab_size": 32000}),

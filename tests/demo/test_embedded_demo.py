@@ -105,6 +105,15 @@ def test_missing_weights_are_a_clear_error(tmp_path, monkeypatch):
         demo.target_path()
 
 
+def test_former_names_of_the_folders():
+    with pytest.warns(DeprecationWarning, match=r"demo.draft_path\(\) is now demo.drafter_path\('draft_model'\)"):
+        assert demo.draft_path() == demo.drafter_path("draft_model")
+    with pytest.warns(DeprecationWarning, match="drafter_path"):
+        assert demo.eagle3_path() == demo.drafter_path("eagle3")
+    with pytest.raises(AttributeError, match="no attribute 'other_path'"):
+        demo.other_path  # noqa: B018
+
+
 def test_methods_without_a_drafter_are_an_error():
     with pytest.raises(SpecConfigError, match="no drafter for 'ngram'. It has one for: .*eagle3"):
         demo.drafter_path("ngram")

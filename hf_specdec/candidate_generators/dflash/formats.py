@@ -24,8 +24,8 @@ import torch
 
 from ...checkpoints.draft_reader import FIRST_LAYER, DraftConfig, DraftReader, projections, share_of
 from ...checkpoints.format import Format, Unsupported, architecture
-from ...checkpoints.header import Header, TargetNeeds, TargetSizes
-from ...checkpoints.settings import COUNT, FLAG, INDEX, INDICES, NAME, count_up_to
+from ...checkpoints.header import Header, TargetNeeds, TargetSizes, listed
+from ...checkpoints.settings import COUNT, FLAG, INDEX, INDICES, NAME, Kind
 
 
 if TYPE_CHECKING:
@@ -41,7 +41,10 @@ _BLOCK_SIZE = 16
 
 # Tokens of a block, and forwards for one: published drafts have 16. Each token of a block has logits over the whole
 # vocabulary, so that a config must not be able to ask for any number.
-BLOCK = count_up_to(256)
+MOST_TOKENS = 256
+BLOCK = Kind(
+    lambda value: COUNT.is_valid(value) and value <= MOST_TOKENS, f"a positive integer of at most {MOST_TOKENS}"
+)
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,6 @@ class DFlashReader(DraftReader):
     renamed = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
     unsupported = _UNSUPPORTED
     instead = "Pass a DFlash draft."
-    refuses_unknown = True
     # Buffers, what only training needs, and a head that foresees how many drafts are kept.
     unused = re.compile(r"d2t|t2d|.*inv_freq|verifier_.*|confidence_head\..*")
     token_tables = (*DraftReader.token_tables, f"{_MARKOV}.weight", "markov_head.markov_w2.weight")
@@ -392,6 +394,18 @@ class DFlashReader(DraftReader):
         layers = target.num_hidden_layers
         assert layers is not None, "sizes of a target without its layers"
         return (1, layers // 2 - 1, layers - 4) if self.is_speculators else default_layer_ids(self.num_layers, layers)
+
+    # Tensors
+
+    def absolute_ids(self, table, vocab_size):
+        # Whatever its shape.
+        return super().absolute_ids(table.flatten(), vocab_size)
+
+    def judge_unknown(self, names):
+        raise self.wrong(
+            f"has {len(names)} tensors that no DFlash draft with this config has: {listed(names)}",
+            "Pass a checkpoint of a published DFlash format.",
+        )
 
 
 _EVERY_DRAFT = ("fc.weight", "hidden_norm.weight", "norm.weight")

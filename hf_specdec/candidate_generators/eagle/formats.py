@@ -28,6 +28,7 @@ from ...checkpoints.draft_reader import (
     FIRST_LAYER,
     DraftConfig,
     DraftReader,
+    is_selection,
     projections,
     share_of,
     stored_vocabulary,
@@ -370,6 +371,16 @@ class EagleReader(DraftReader):
     def read_token_ids(self, checkpoint, target):
         # EAGLE-1 has no vocabulary of its own.
         return None if self.method == "eagle" else super().read_token_ids(checkpoint, target)
+
+    def absolute_ids(self, table, vocab_size):
+        ids = super().absolute_ids(table, vocab_size)
+        if is_selection(ids, vocab_size) or not is_selection(table, vocab_size):
+            return ids
+        logger.warning(f"'{self.name}': `d2t` holds ids, where the format has distances; it is read as ids.")
+        return table
+
+    def judge_unknown(self, names):
+        logger.warning(f"'{self.name}': {len(names)} tensors are not used: {listed(names)}.")
 
     def fitted(self, name, tensor, shape):
         if name.startswith("fc.") and 0 < len(tensor) - shape[0] <= _MAX_EXTRA_ROWS:

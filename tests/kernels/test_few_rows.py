@@ -1,0 +1,130 @@
+"""Products over few rows: those of torch, up to the order of the sums, in every shape, dtype and number of threads."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_specdec.kernels import few_rows
+from hf_specdec.kernels.few_rows import DTYPES, MOST_ROWS, linear, linears, takes
+
+
+pytestmark = pytest.mark.skipif(not few_rows.HAS_LLVM, reason="needs llvmlite")
+
+SIZES = st.integers(1, 70) | st.sampled_from([128, 300])
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def random(*shape, dtype, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_rounded(found, x, weight, bias):
+    """Every number is the exact one, rounded to the dtype, but for what sums in float32 lose."""
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    terms = F.linear(x.double().abs(), weight.double().abs(), None if bias is None else bias.double().abs())
+    lost = terms * torch.finfo(torch.float32).eps * (8 + x.shape[-1] / 4)
+    rounding = exact.abs() * torch.finfo(found.dtype).eps / 2 if found.dtype != torch.float32 else 0
+    # The smallest numbers of float16 are further apart than its precision says.
+    least = torch.finfo(found.dtype).tiny * torch.finfo(found.dtype).eps
+    assert found.dtype == weight.dtype
+    assert bool(((found.double() - exact).abs() <= lost + rounding + least).all())
+
+
+@every_dtype
+@settings(max_examples=60)
+@given(rows=st.integers(1, MOST_ROWS), inputs=SIZES, outputs=SIZES, has_bias=st.booleans(), seed=st.integers(0, 99))
+def test_any_product(dtype, rows, inputs, outputs, has_bias, seed):
+    x, weight = random(rows, inputs, dtype=dtype, seed=seed), random(outputs, inputs, dtype=dtype, seed=seed + 1)
+    bias = random(outputs, dtype=dtype, seed=seed + 2) if has_bias else None
+    assert takes(x, weight, bias)
+    assert_rounded(linear(x, weight, bias), x, weight, bias)
+
+
+@every_dtype
+def test_large_matrices(dtype, threads):
+    x, weight = random(5, 1000, dtype=dtype, seed=0), random(3001, 1000, dtype=dtype, seed=1)
+    assert_rounded(linear(x, weight), x, weight, None)
+
+
+@every_dtype
+def test_several_matrices_side_by_side(dtype, threads):
+    x = random(2, 3, 640, dtype=dtype, seed=0)
+    matrices = [(random(n, 640, dtype=dtype, seed=n), random(n, dtype=dtype, seed=n) if n % 2 else None) for n in
+                (64, 1, 555, 800)]  # fmt: skip
+    found = linears(x, matrices)
+    assert found.shape == (2, 3, 64 + 1 + 555 + 800)
+    for part, matrix in zip(found.split([len(weight) for weight, _ in matrices], dim=-1), matrices, strict=True):
+        assert torch.equal(part, linear(x, *matrix))
+
+
+@every_dtype
+def test_strides(dtype):
+    x, weight = random(40, 6, dtype=dtype, seed=0).t(), random(9, 100, dtype=dtype, seed=1)[2:, 5:45]
+    assert not x.is_contiguous()
+    assert takes(x, weight)
+    assert torch.equal(linear(x, weight), linear(x.contiguous(), weight.contiguous()))
+
+
+def test_shapes_of_x():
+    weight = random(7, 20, dtype=torch.float32, seed=0)
+    for shape in ((20,), (1, 20), (2, 3, 20), (1, 1, 4, 20)):
+        assert linear(random(*shape, dtype=torch.float32, seed=1), weight).shape == (*shape[:-1], 7)
+
+
+@every_dtype
+def test_what_is_no_number(dtype):
+    x, weight = torch.zeros(3, 33, dtype=dtype), torch.ones(4, 33, dtype=dtype)
+    x[0, 0], x[1, 32], x[2, 5] = torch.nan, torch.inf, -torch.inf
+    found = linear(x, weight)
+    assert found[0].isnan().all()
+    assert found[1].isposinf().all()
+    assert found[2].isneginf().all()
+
+
+def test_halves_are_rounded_to_even():
+    # 1 + 2^-8 lies between two numbers of bfloat16, and so does 1 + 3 * 2^-8.
+    x = torch.tensor([[1.0, 2**-8], [1.0, 3 * 2**-8]]).bfloat16()
+    assert linear(x, torch.ones(1, 2).bfloat16()).flatten().tolist() == [1.0, 1.015625]
+
+
+def test_calls_of_several_threads():
+    x, weight = random(4, 500, dtype=torch.float32, seed=0), random(900, 500, dtype=torch.float32, seed=1)
+    expected = linear(x, weight)
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: linear(x, weight), range(40)):
+            assert torch.equal(found, expected)
+
+
+def test_what_is_left_to_torch(monkeypatch):
+    x, weight = torch.ones(2, 8), torch.ones(3, 8)
+    assert takes(x, weight)
+    assert not takes(torch.ones(MOST_ROWS + 1, 8), weight)
+    assert not takes(torch.ones(0, 8), weight)
+    assert not takes(x.double(), weight.double())
+    assert not takes(x.bfloat16(), weight)
+    assert not takes(x, torch.ones(8, 3).t())
+    assert not takes(x, weight.to("meta"))
+    assert not takes(x, weight, torch.ones(3).bfloat16())
+    assert not takes(x, torch.ones(3, 4))
+    parameter = torch.nn.Parameter(weight)
+    assert not takes(x, parameter)
+    with torch.no_grad():
+        assert takes(x, parameter)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not takes(x, weight)
+    monkeypatch.setattr(few_rows, "HAS_LLVM", False)
+    assert not takes(x, weight)

@@ -28,6 +28,7 @@ from .hub.discover import Search
 from .hub.published import IN_GENERATION_CONFIG, published_config, settings_of_generation_config
 from .hub.target import Access, Target
 from .hub.trust import one_line, restrictions, warn_of
+from .kernels.products import prepare_products
 from .loaded import forget_records, record_of
 from .method import (
     drafting_method,
@@ -92,10 +93,13 @@ def _load(
         _check_takes(generator_class, resolved.method, draft_model)
     _check_processes(resolved.draft_tensor_parallel_size, draft_model)
     resources = _resources(generator_class, resolved, target_model, draft_model)
+    network = generator_class.network(resources)
+    for model in filter(None, (target_model, network)):
+        prepare_products(model)
     source = target_model.config
     name, revision = (getattr(source, attribute, None) or None for attribute in ("_name_or_path", "_commit_hash"))
     is_adaptive = resolved.num_speculative_tokens == AUTO
-    profile = _profile(target_model, resolved, generator_class.network(resources)) if is_adaptive else None
+    profile = _profile(target_model, resolved, network) if is_adaptive else None
     speculator = Speculator(resolved, generator_class, resources, None, name, revision, profile, target_model)
     checked, key = record_of(target_model).checked, resolved.compute_hash()
     if checked.get(key) != id(resources):

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.constants import HF_HOME
 from transformers.utils import logging
 
 from ..errors import SpecConfigError, shown
+from ..folders import profile_folder
 from ..reading import parse_json, read_text
 from ..settings import SpeculativeConfig
 from .profile import ControlProfile
@@ -29,12 +29,6 @@ _FORMAT = 1
 
 # Settings that change neither what a cycle costs nor how often drafts are accepted.
 _OF_NO_MATTER = ("control_profile", "cache_dir", "local_files_only", "trust_remote_code")
-
-
-def profile_folder() -> Path:
-    """Folder of the profiles: `HF_SPECDEC_PROFILES`, or `hf_specdec/profiles` in the home of the Hub's files."""
-    folder = os.environ.get("HF_SPECDEC_PROFILES")
-    return Path(folder) if folder else Path(HF_HOME) / "hf_specdec" / "profiles"
 
 
 def profile_identity(

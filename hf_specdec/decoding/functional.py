@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafts import TreeTopology
+from ..kernels.products import product
 from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE
 from ..layers.llama import DecoderLayer, RMSNorm, is_published, is_untouched, modules_of
 from ..layers.rope import RotaryAngles, has_static_frequencies
@@ -95,8 +96,8 @@ class FunctionalSlotModel(SlotModel):
             states[len(self._layers)] = stream
         if "last" in self.states:
             states["last"] = last = self._norm(stream)
-            return SlotOutput(F.linear(last[:, logits_from:], self._head), states)
-        return SlotOutput(F.linear(self._norm(stream[:, logits_from:]), self._head), states)
+            return SlotOutput(product(last[:, logits_from:], self._head), states)
+        return SlotOutput(product(self._norm(stream[:, logits_from:]), self._head), states)
 
     def _masks_of_spans(self, topology: TreeTopology, tokens: torch.LongTensor, rows: RowState) -> list:
         """The masks of layers, by span."""

@@ -35,11 +35,11 @@ measures = HAS_LLVM and CHOICE != "torch"
 
 # Bytes of a matrix below which calls cost more than arithmetic, and of the matrices that are read in turn: more than
 # caches hold, where the model has so many.
-_LEAST_BYTES, _MOST_BYTES = 400_000, 64 << 20
+_LEAST_BYTES, _MOST_BYTES = 400_000, 32 << 20
 
 # Rows of x for which both are timed; numbers between them count as the next larger one.
 _MEASURED_ROWS = (1, 2, 3, 4, 8, MOST_ROWS)
-_ROUNDS = 3
+_ROUNDS = 2
 
 # The kernel must gain so much.
 _LEAST_RATIO = 0.97
@@ -131,7 +131,8 @@ def _measure_all(missing: dict[Shape, list[torch.Tensor]]) -> None:
 
 def _measure(weights: Sequence[torch.Tensor]) -> list[bool]:
     """For 0 to 16 rows whether the kernel is faster over these matrices of one shape."""
-    weights = weights[: max(_MOST_BYTES // weights[0].nbytes, 1)]
+    most_outputs = max(_MOST_BYTES // (weights[0].shape[1] * weights[0].element_size()), 1)
+    weights = [weight[:most_outputs] for weight in weights[: max(_MOST_BYTES // weights[0].nbytes, 1)]]
     ways = (linear, F.linear)
     wins = [False]
     with torch.inference_mode():

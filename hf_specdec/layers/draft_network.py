@@ -22,7 +22,7 @@ from ..checkpoints.draft_reader import DraftConfig, DraftReader
 from ..checkpoints.header import TargetNeeds
 from ..checkpoints.loading import filled
 from ..errors import CheckpointFormatError, shown
-from .llama import DirectModule, is_hooked
+from .llama import DirectModule, is_hooked, project
 from .rope import RotaryAngles
 
 
@@ -87,7 +87,7 @@ class TargetParts:
             # Packed for torch's own integer kernels.
             return head(output.to("cpu", torch.float32))
         # Other packed weights are of integers, and take states as they are.
-        return head(output.to(weight.device, weight.dtype if weight.is_floating_point() else None))
+        return project(head, output.to(weight.device, weight.dtype if weight.is_floating_point() else None))
 
 
 def _gone() -> None:

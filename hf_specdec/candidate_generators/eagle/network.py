@@ -140,7 +140,7 @@ class EagleNetwork(DraftNetwork):
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """Logits `(..., U)` over the draft's vocabulary, from the second tensor of `forward`, `(..., h)`."""
         if self.lm_head is not None:
-            logits = self.lm_head(output)
+            logits = project(self.lm_head, output)
         else:
             logits = self._target.logits(output).to(output)
         return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale

@@ -106,6 +106,8 @@ def warm_up(
     # These calls leave no texts in caches, and no costs or acceptance in the profile.
     speculator = speculator.without_texts(model)
     speculator.profile = ControlProfile()
+    if speculator.generator_class.parts:
+        speculator.resources = replace(speculator.resources, profile=ControlProfile())
     done = WarmUp()
     # The largest batches first: the smaller ones find room in their slots.
     for rows in _row_counts(max(batch_sizes)):

@@ -151,11 +151,14 @@ def test_nothing_is_remembered(target, caplog):
     """Neither texts nor costs nor how little of such drafts is accepted."""
     speculator = load_speculator(target, **settings_of("medusa"), num_speculative_tokens="auto")
     retrieval = load_speculator(target, "suffix")
-    before = speculator.profile.to_dict()
+    pair = load_speculator(target, **{**settings_of("medusa"), "method": "ngram+medusa"})
+    before, of_pair = speculator.profile.to_dict(), pair.resources.profile.to_dict()
     with caplog.at_level("WARNING", logger="hf_specdec"):
         warm_up(target, speculator, batch_sizes=[16], prompt_length=24, max_new_tokens=16, sampling=False)
         warm_up(target, retrieval, prompt_length=24, max_new_tokens=16, sampling=False)
+        warm_up(target, pair, prompt_length=24, max_new_tokens=16, sampling=False)
         warm_up(target, settings_of("eagle3"), batch_sizes=[64], prompt_length=8, max_new_tokens=8, sampling=False)
     assert speculator.profile.to_dict() == before
+    assert pair.resources.profile.to_dict() == of_pair
     assert retrieval.resources.num_cached_tokens == 0
     assert "hardly pays" not in caplog.text

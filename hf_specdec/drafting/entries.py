@@ -165,7 +165,7 @@ class DraftEntries(DraftSlots):
             # A node sees what its parent sees, and itself. At first, that is what the last entry of each row sees, and
             # a chain after it.
             self._mask = self._causal_mask(1, self._columns, back=1 - first)[:, 0]
-            self._keys = torch.arange(self._columns, device=self.device).expand(len(self._positions), -1)
+            self._keys = torch.arange(self._columns, device=self.device).expand(len(self.rows.ends), -1)
         self._mask = pick_nodes(self._mask, parents)
         ends = self.rows.ends
         slots = ends + torch.arange(first, self.num_read, device=self.device)

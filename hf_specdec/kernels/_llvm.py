@@ -90,10 +90,20 @@ def vector_size() -> int:
 
 
 @cache
+def converts_halves() -> bool:
+    """Tells whether the CPU itself converts between float16 and float32."""
+    features = llvm.get_host_cpu_features()
+    return not _is_x86() or bool(features.get("f16c") or features.get("avx512f"))
+
+
+def _is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64", "i686")
+
+
+@cache
 def num_vectors() -> int:
     """Vector registers of this CPU."""
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return 16 if is_x86 and vector_size() < 64 else 32
+    return 16 if _is_x86() and vector_size() < 64 else 32
 
 
 def compile_entry(module: ir.Module, name: str) -> Any:

@@ -16,9 +16,19 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..threads import Lock
-from ._llvm import HAS_LLVM, Emitter, compile_entry, num_vectors, run_in_parallel, threads_of_torch, vector_size
+from ._llvm import (
+    HAS_LLVM,
+    Emitter,
+    compile_entry,
+    converts_halves,
+    num_vectors,
+    run_in_parallel,
+    threads_of_torch,
+    vector_size,
+)
 
 
 if TYPE_CHECKING or HAS_LLVM:
@@ -36,8 +46,18 @@ _CHUNK_BYTES, _TILE_ROWS = 1 << 16, (4, 3, 2, 1)
 _FIELDS = ("x", "rows", "inputs", "x_stride", "y_stride", "chunk", "next", "end")
 _MATRIX_FIELDS = ("w", "b", "y", "w_stride", "b_stride", "outputs", "last_chunk")
 
-_NO_BIAS = torch.zeros(1)
+# Whatever the default device is.
+_NO_BIAS = torch.zeros(1, device="cpu")
 _compiling = Lock()
+
+
+def takes_weight(weight: torch.Tensor) -> bool:
+    """Tells whether the kernel can read a matrix: plain numbers in the memory of this process, row by row."""
+    if not HAS_LLVM or weight.device.type != "cpu" or weight.dtype not in DTYPES or weight.dim() != 2:
+        return False
+    if weight.layout is not torch.strided or is_traceable_wrapper_subclass(weight):
+        return False
+    return weight.stride(-1) == 1 and (weight.dtype != torch.float16 or converts_halves())
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
@@ -45,10 +65,10 @@ def takes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = Non
 
     Args:
         x (`torch.Tensor` of shape `(..., I)`): At most 16 rows.
-        weight (`torch.Tensor` of shape `(O, I)`): On the CPU, each row in one piece.
+        weight (`torch.Tensor` of shape `(O, I)`): One for which `takes_weight` holds.
         bias (`torch.Tensor` of shape `(O,)`, *optional*): In the dtype of the weights.
     """
-    if not HAS_LLVM or weight.device.type != "cpu" or weight.dtype not in DTYPES or weight.stride(-1) != 1:
+    if not takes_weight(weight):
         return False
     if type(x) is not torch.Tensor or x.dtype != weight.dtype or x.device != weight.device:
         return False
@@ -56,8 +76,10 @@ def takes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = Non
         return False
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return False
-    if bias is not None and (bias.dtype != weight.dtype or bias.stride(0) != 1):
-        return False
+    if bias is not None:
+        alike = (bias.shape, bias.dtype, bias.device) == (weight.shape[:1], weight.dtype, weight.device)
+        if not alike or bias.stride(0) != 1 or is_traceable_wrapper_subclass(bias):
+            return False
     return not torch.is_autocast_enabled("cpu")
 
 
@@ -82,7 +104,7 @@ def linears(x: torch.Tensor, matrices: Sequence[tuple[torch.Tensor, torch.Tensor
     read = x.reshape(-1, inputs).float()
     if read.stride(1) != 1:
         read = read.contiguous()
-    result = torch.empty((*x.shape[:-1], total), dtype=first.dtype)
+    result = torch.empty((*x.shape[:-1], total), dtype=first.dtype, device="cpu")
     chunk = max(_CHUNK_BYTES // (inputs * size), 1)
     chunks, written, parts = 0, result.data_ptr(), []
     for weight, bias in matrices:

@@ -25,7 +25,7 @@ from ..folders import profile_folder
 from ..threads import Lock
 from ._llvm import HAS_LLVM, machine_name
 from ._triton import CHOICE
-from .few_rows import DTYPES, MOST_ROWS, linear, takes
+from .few_rows import DTYPES, MOST_ROWS, linear, takes, takes_weight
 
 
 logger = logging.get_logger(__name__)
@@ -97,9 +97,14 @@ def prepare_products(model: nn.Module) -> None:
     if _prepared.get(model) == state:
         return
     with _lock:
-        missing = {shape: weights for shape, weights in _weights_by_shape(model).items() if str(shape) not in _known}
+        weights = _weights_by_shape(model)
+        missing = {shape: found for shape, found in weights.items() if str(shape) not in _known}
         if missing:
             _measure_all(missing)
+        for shape in weights:
+            wins = tuple(digit == "1" for digit in _known[str(shape)])
+            if any(wins):
+                _wins[shape] = wins
         _prepared[model] = state
 
 
@@ -107,9 +112,7 @@ def _weights_by_shape(model: nn.Module) -> dict[Shape, list[torch.Tensor]]:
     found: dict[Shape, list[torch.Tensor]] = {}
     for module in model.modules():
         weight = module._parameters.get("weight") if type(module) is nn.Linear else None
-        if weight is None or weight.device.type != "cpu" or weight.dtype not in DTYPES or weight.stride(-1) != 1:
-            continue
-        if weight.nbytes >= _LEAST_BYTES:
+        if weight is not None and takes_weight(weight) and weight.nbytes >= _LEAST_BYTES:
             found.setdefault(Shape(*weight.shape, weight.dtype, torch.get_num_threads()), []).append(weight.detach())
     return found
 
@@ -121,10 +124,6 @@ def _measure_all(missing: dict[Shape, list[torch.Tensor]]) -> None:
     measured = [shape for shape in missing if str(shape) not in _known]
     for shape in measured:
         _known[str(shape)] = "".join(map(str, map(int, _measure(missing[shape]))))
-    for shape in missing:
-        wins = tuple(digit == "1" for digit in _known[str(shape)])
-        if any(wins):
-            _wins[shape] = wins
     if measured:
         _write(file)
 
@@ -137,7 +136,7 @@ def _measure(weights: Sequence[torch.Tensor]) -> list[bool]:
     wins = [False]
     with torch.inference_mode():
         for rows in _MEASURED_ROWS:
-            x = torch.ones((rows, weights[0].shape[1]), dtype=weights[0].dtype)
+            x = torch.ones((rows, weights[0].shape[1]), dtype=weights[0].dtype, device="cpu")
             seconds = [float("inf"), float("inf")]
             # The first round compiles and fills caches.
             for turn in range(_ROUNDS + 1):

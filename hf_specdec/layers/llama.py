@@ -23,6 +23,8 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.activations import ACT2FN
 
+from ..kernels.products import product
+
 
 # transformers' layers that compute this.
 _FAMILY = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -141,8 +143,10 @@ def project(linear: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """Applies a linear layer, a quantised, wrapped or hooked one by its own call."""
     if type(linear) is not nn.Linear or any(_additions(linear)) or "forward" in linear.__dict__:
         return linear(hidden)
-    weights = linear._parameters
-    return F.linear(hidden, weights["weight"], weights["bias"])
+    parameters = linear._parameters
+    if "weight" not in parameters:
+        return linear(hidden)  # packed
+    return product(hidden, parameters["weight"], parameters["bias"])
 
 
 class DecoderLayer(DirectModule):

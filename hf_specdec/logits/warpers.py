@@ -32,16 +32,15 @@ class _FirstTokens:
         # On a GPU asking which rows need more would be a wait.
         if scores.device.type != "cpu" or scores.shape[-1] <= _FIRST:
             return self.warper(input_ids, scores)
-        tokens, is_kept = self._first(scores)
+        tokens, is_kept, needs_more = self._first(scores)
         kept = scores.gather(-1, tokens).masked_fill_(~is_kept, self.warper.filter_value)
         warped = torch.full_like(scores, self.warper.filter_value).scatter_(-1, tokens, kept)
-        needs_more = is_kept[:, -1]
         if needs_more.any():
             warped[needs_more] = self.warper(input_ids[needs_more], scores[needs_more])
         return warped
 
-    def _first(self, scores: torch.FloatTensor) -> tuple[torch.LongTensor, torch.BoolTensor]:
-        """The first tokens `(R, C)`, and which of them are kept; the last one is if more may be."""
+    def _first(self, scores: torch.FloatTensor) -> tuple[torch.LongTensor, torch.BoolTensor, torch.BoolTensor]:
+        """The first tokens `(R, C)`, which of them are kept, and rows `(R,)` where that does not say all."""
         raise NotImplementedError
 
 
@@ -53,7 +52,11 @@ class _TopP(_FirstTokens):
         probs = (first.values - scores.logsumexp(-1, keepdim=True)).exp_()
         is_kept = probs.cumsum(-1) - probs < self.warper.top_p
         is_kept[:, : self.warper.min_tokens_to_keep] = True
-        return first.indices, is_kept
+        # Of equally probable tokens at the border the sort decides which are kept.
+        count = is_kept.sum(-1, keepdim=True)
+        last, next_one = (first.values.gather(-1, place) for place in (count - 1, count.clamp(max=_FIRST - 1)))
+        is_tied = (last == next_one) & (last > -torch.inf)
+        return first.indices, is_kept, is_tied[:, 0]
 
 
 class _Typical(_FirstTokens):
@@ -69,7 +72,7 @@ class _Typical(_FirstTokens):
         farthest = first.values.gather(-1, before.clamp_(max=_FIRST - 1))
         is_kept = first.values <= farthest
         is_kept[:, : self.warper.min_tokens_to_keep] = True
-        return first.indices, is_kept
+        return first.indices, is_kept, is_kept[:, -1]
 
 
 _WITHOUT_SORT = {hf.TopPLogitsWarper: _TopP, hf.TypicalLogitsWarper: _Typical}
@@ -78,4 +81,7 @@ _WITHOUT_SORT = {hf.TopPLogitsWarper: _TopP, hf.TypicalLogitsWarper: _Typical}
 def without_sort(processor: LogitsProcessor) -> LogitsProcessor | _FirstTokens:
     """The processor itself, or what does the same in less time."""
     make = _WITHOUT_SORT.get(type(processor))
-    return processor if make is None else make(processor)
+    # Of a whole distribution all tokens are kept, however small.
+    if make is None or (make is _TopP and processor.top_p >= 1):
+        return processor
+    return make(processor)

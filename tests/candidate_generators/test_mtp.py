@@ -29,13 +29,14 @@ from hf_specdec.method import methods
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from tests.candidate_generators.by_hand import GREEDY, drafts_of, feed, padded, plain_and_ours, rows_of
 from tests.candidate_generators.test_eagle import STATIC
-from tests.models import prompts, tiny_llama
+from tests.models import prompts, tiny_llama, tiny_mistral
 from tests.statistics import chi_square_pvalue
 from tests.test_sampling import (
     P_VALUE,
     SETTINGS,
     V,
     exact_distribution,
+    no_drafts,
     sampled_counts,
     small_model,
 )
@@ -235,6 +236,29 @@ class Row:
         states = torch.randn((len(new), 32), generator=self.generator)
         self.text, self.states = torch.cat((self.text, new)), torch.cat((self.states, states))
         return new, states
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sliding_window_in_padded_rows(seed):
+    """Rows that end apart, in positions that become equal, since one of them began later."""
+    target = tiny_mistral(sliding_window=16, vocab_size=8)
+    inputs = {"input_ids": torch.tensor([[1, 2, 3, 4, 5], [0, 0, 3, 4, 5]])}
+    inputs["attention_mask"] = (inputs["input_ids"] > 0).long()
+    speculator = load_speculator(target, draft_model=new_mtp(target, 1), method="mtp", num_speculative_tokens=4)
+    settings = {
+        **inputs,
+        "do_sample": True,
+        "max_new_tokens": 60,
+        "eos_token_id": None,
+        "return_dict_in_generate": True,
+    }
+    texts = []
+    for drafter in (speculator, no_drafts()):
+        torch.manual_seed(seed)
+        output = target.generate(**settings, assistant=drafter)
+        texts.append(output.sequences.tolist())
+        assert (output.speculative.num_draft_tokens > 40) == (drafter is speculator)
+    assert texts[0] == texts[1]
 
 
 class TestLayersAgainstRecomputation:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.two_tensor import TwoTensor
 
 from hf_specdec.kernels import few_rows
 from hf_specdec.kernels.few_rows import DTYPES, MOST_ROWS, linear, linears, takes
@@ -101,6 +102,13 @@ def test_halves_are_rounded_to_even():
     assert linear(x, torch.ones(1, 2).bfloat16()).flatten().tolist() == [1.0, 1.015625]
 
 
+def test_whatever_the_default_device_is():
+    x, weight = random(4, 50, dtype=torch.float32, seed=0), random(90, 50, dtype=torch.float32, seed=1)
+    expected = linear(x, weight)
+    with torch.device("meta"):
+        assert torch.equal(linear(x, weight), expected)
+
+
 def test_calls_of_several_threads():
     x, weight = random(4, 500, dtype=torch.float32, seed=0), random(900, 500, dtype=torch.float32, seed=1)
     expected = linear(x, weight)
@@ -114,6 +122,9 @@ def test_what_is_left_to_torch(monkeypatch):
     assert takes(x, weight)
     assert not takes(torch.ones(MOST_ROWS + 1, 8), weight)
     assert not takes(torch.ones(0, 8), weight)
+    assert not takes(x, weight.to_sparse_csr())
+    assert not takes(x, TwoTensor(weight, weight))
+    assert not takes(x, weight, torch.ones(1))
     assert not takes(x.double(), weight.double())
     assert not takes(x.bfloat16(), weight)
     assert not takes(x, torch.ones(8, 3).t())

@@ -8,10 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from hf_specdec.kernels import few_rows, products
 from hf_specdec.kernels.few_rows import MOST_ROWS
 from hf_specdec.kernels.products import prepare_products, product
+from hf_specdec.layers.llama import project
+from tests.models import prompts, scripted_for, tiny_llama
 
 
 pytestmark = pytest.mark.skipif(not few_rows.HAS_LLVM, reason="needs llvmlite")
@@ -84,6 +87,52 @@ def test_damaged_files(measured, content):
     prepare_products(small_model())
     assert len(measured) == 2
     assert set(json.loads(file.read_text())["wins"]) == {"float32 32x64 1", "float32 64x32 1"}
+
+
+@torch.inference_mode()
+def test_another_model_of_known_shapes(measured, monkeypatch):
+    """What the file says of the shapes of one model counts for the next one, too."""
+    prepare_products(small_model())
+    wins = dict(products._wins)
+    monkeypatch.setattr(products, "_known", {})
+    monkeypatch.setattr(products, "_wins", {})
+    prepare_products(nn.Linear(64, 32))
+    prepare_products(nn.Linear(32, 64))
+    assert products._wins == wins
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("change", [lambda weight: TwoTensor(weight, weight), torch.Tensor.to_sparse_csr])
+def test_weights_that_are_no_plain_numbers(measured, change):
+    layer = nn.Linear(64, 32)
+    layer.weight = nn.Parameter(change(layer.weight.detach()), requires_grad=False)
+    prepare_products(layer)
+    assert measured == []
+
+
+@torch.inference_mode()
+def test_layers_of_draft_networks_and_targets(measured, kernel_rows):
+    linear = nn.Linear(64, 32)
+    prepare_products(linear)
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(project(linear, x), linear(x))
+    assert kernel_rows == [3]
+    linear.register_forward_hook(lambda *call: None)
+    assert torch.equal(project(linear, x), linear(x))
+    assert kernel_rows == [3]
+
+
+@torch.inference_mode()
+def test_a_call_through_the_kernel(measured, kernel_rows):
+    """All of a small target's layers, and the same greedy text."""
+    target = tiny_llama()
+    settings = {**prompts(1), "max_new_tokens": 12, "do_sample": False}
+    plain = target.generate(**settings)
+    assert torch.equal(target.generate(**settings, assistant=scripted_for(plain, prompts(1), k=3)), plain)
+    assert not kernel_rows
+    prepare_products(target)
+    assert torch.equal(target.generate(**settings, assistant=scripted_for(plain, prompts(1), k=3)), plain)
+    assert len(kernel_rows) > 3
 
 
 @torch.inference_mode()

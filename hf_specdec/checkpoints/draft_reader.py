@@ -102,7 +102,7 @@ _STORED_AS_THEY_ARE = (
 _QUANTISED = Unsupported(
     "holds quantised weights",
     ("quantization_config",),
-    ("*weight_scale", "*weight_packed", "*qweight"),
+    ("*weight_scale*", "*weight_packed", "*qweight"),
     "Pass one in a floating-point type.",
 )
 
@@ -112,7 +112,7 @@ class DraftReader(CheckpointReader):
 
     Beside those of [`CheckpointReader`] formats set these class attributes:
 
-    - `kinds` (`tuple[str, ...]`): What configs call drafts of this method.
+    - `kinds` (`tuple[str, ...]`): What configs call drafts of this method, under the keys of `kind_keys`.
     - `unused` (`re.Pattern`): Tensors that files may hold and drafting has no use for.
     - `token_tables` (`tuple[str, ...]`): Tensors with a row for every token.
     - `usual` (`Mapping`): Settings where a config leaves them out: `rope_theta`, `rms_norm_eps`,
@@ -121,6 +121,7 @@ class DraftReader(CheckpointReader):
 
     noun = "draft"
     kinds: ClassVar[tuple[str, ...]]
+    kind_keys: ClassVar[tuple[str, ...]] = ("speculators_model_type",)
     settings = CheckpointReader.settings | {
         "hidden_act": ACTIVATION,
         "layer_types": NAMES,
@@ -140,9 +141,10 @@ class DraftReader(CheckpointReader):
     def check(self):
         super().check()
         # In the config of the layers it is a copy of what is said of the target.
-        if _QUANTISED.is_there((self.header.config,), self.stored):
+        own = [block for block in self.places if block is not self.header.config.get("transformer_layer_config")]
+        if _QUANTISED.is_there(own, self.stored):
             raise self.not_supported(_QUANTISED)
-        for key in ("speculators_model_type", "projector_type"):
+        for key in self.kind_keys:
             if (kind := self.stated(key)) not in (None, *self.kinds):
                 raise self.wrong(f"is of the kind {shown(kind)} (`{key}`), which is not known", self.instead)
 

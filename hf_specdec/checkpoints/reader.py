@@ -5,6 +5,7 @@ Detection, inspection and loading ask the same reader, so that they say the same
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -229,6 +230,7 @@ class CheckpointReader:
         used = dict.fromkeys(source for rows in plan.values() for row in rows for source in row)
         self.require(used, f"the {self.noun}")
         self.judge_left_over([name for name in self.stored if name not in used])
+        self._check_room(plan, shapes)
         found = {name: table.to(device) for name, table in self.tables.items() if name in shapes}
         for name, rows in plan.items():
             if rows == [[name]]:
@@ -242,6 +244,15 @@ class CheckpointReader:
                 whole[index] = tensor
             found[name] = whole
         return found
+
+    def _check_room(self, plan: Mapping[str, Sequence[Sequence[str]]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuses to stack tensors into more numbers than the files hold, before any is read."""
+        for name, rows in plan.items():
+            shape = shapes[name][1:]
+            # The first is looked at when it is read.
+            for row in rows[1:]:
+                if sum(math.prod(self.shape(source) or ()) for source in row) < math.prod(shape):
+                    raise self.wrong_shape(row[0], shape)
 
     def sources(self, name: str, shape: tuple[int, ...]) -> Sequence[Sequence[str]]:
         """Tensors that one of the network is stacked from, each of one or several with their rows side by side."""

@@ -144,7 +144,8 @@ class SpeculationController:
         """A length to try instead of the chosen one, if there is one that the budget pays for."""
         again, self._follow_up = self._follow_up, None
         self._budget.earn(plan.seconds[self.length], plan.seconds[0], self._reading_price)
-        if again is not None and again != self.length and self._is_affordable(plan, again):
+        # Rows that have ended since may allow less.
+        if again is not None and again <= self._cap and again != self.length and self._is_affordable(plan, again):
             return again
         if not is_new_plan or not self._budget.is_due:
             return None

@@ -7,7 +7,6 @@ are made by `python -m tools.build_demo` in the repository.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
@@ -60,13 +59,16 @@ def drafter_path(method: str) -> str:
     return _checkpoint_folder(known.demo)
 
 
-def __getattr__(name: str) -> Callable[[], str]:
-    """Returns what `drafter_path` has replaced, such as `eagle3_path`, for one more release."""
-    method = {"draft_path": "draft_model"}.get(name, name.removesuffix("_path"))
-    if not name.endswith("_path") or method not in methods():
+def __getattr__(name: str) -> Any:
+    """Returns what has another name now, such as `eagle3_path`, for one more release."""
+    if name == "DemoPrompt":
+        warnings.warn("demo.DemoPrompt is now demo.Prompt.", DeprecationWarning, stacklevel=2)
+        return Prompt
+    method = methods().get({"draft_path": "draft_model"}.get(name, name.removesuffix("_path")))
+    if not name.endswith("_path") or method is None or method.demo is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"demo.{name}() is now demo.drafter_path('{method}').", DeprecationWarning, stacklevel=2)
-    return partial(drafter_path, method)
+    warnings.warn(f"demo.{name}() is now demo.drafter_path('{method.name}').", DeprecationWarning, stacklevel=2)
+    return partial(drafter_path, method.name)
 
 
 def settings() -> dict[str, dict[str, Any]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain, count
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -240,8 +241,8 @@ class _Adviser:
             self._reject(name, origin, f"It drafts for {decoder.max_batch_size} row, and batches have {self.size}.")
             return False
         self.room -= max(before - free_bytes(self.model.device), 0)
-        alike = sum(other == name or other.startswith(f"{name} (") for other in self.decoders)
-        decoder.name = f"{name} ({alike + 1})" if alike else name
+        names = chain([name], (f"{name} ({number})" for number in count(2)))
+        decoder.name = next(name for name in names if name not in self.decoders)
         self.decoders[decoder.name], self.origins[decoder.name] = decoder, origin
         return True
 

@@ -97,8 +97,8 @@ def _detected(files: RepoFiles) -> Detection:
         needs = TargetNeeds(_target_name(reader, files, is_whole_model))
         with _gathered(faults, files.name):
             reader.check()
-        num_draft_tokens = reader.num_draft_tokens
         needs = replace(reader.needs, name=needs.name)
+        num_draft_tokens = reader.num_draft_tokens
     return Detection(
         row.method,
         row.name,

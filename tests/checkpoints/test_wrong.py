@@ -4,8 +4,9 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from hf_specdec import CheckpointFormatError, SpecConfigError
+from hf_specdec import CheckpointFormatError, SpecConfigError, load_speculator
 from hf_specdec.hub.detect import detect_checkpoint
 from tests.checkpoints.heads import HEADS, both, copy_of, folder_of, load, loaded_target, method_of, put, without
 from tests.models import tiny_llama
@@ -73,6 +74,8 @@ UNSUPPORTED = [
     (DFLASH, None, {"is_neox_style": False}, "`is_neox_style`=False"),
     (DFLASH, None, {"markov_head_type": "gated"}, "Markov head with a gate"),
     (DFLASH, None, {"quantization_config": {"bits": 4}}, "quantised"),
+    (DFLASH, None, {"dflash_config.quantization_config": {"quant_method": "fp8"}}, "quantised"),
+    (EAGLE3, ones("midlayer.mlp.up_proj.weight_scale_inv", 2, 2), {}, "quantised weights"),
 ]
 
 MISSING = [
@@ -301,7 +304,12 @@ TARGETS = [
     (DFLASH, None, {"num_target_layers": 8}, "made for a target with 8 decoder layers, and Qwen3ForCausalLM has 6"),
     (MLP, None, {"emb_dim": 48}, "hidden size 48, and LlamaForCausalLM has 64"),
     (GLM, put("model.layers.3.eh_proj.weight", torch.ones(64, 96)), {}, r"\[64, 96\], where the target asks for"),
-    (DEEPSEEK, ones("model.layers.3.mlp.experts.0.up_proj.weight", 3, 3), {}, "do not fit together, or are damaged"),
+    (
+        DEEPSEEK,
+        ones("model.layers.3.mlp.experts.0.up_proj.weight", 3, 3),
+        {},
+        r"up_proj\.weight of the shape \[3, 3\]",
+    ),
 ]
 
 TABLE = UNSUPPORTED + MISSING + COUNTS + SHAPES + DTYPES + VOCABULARIES + SETTINGS + TARGETS
@@ -322,6 +330,20 @@ def test_target_of_another_width(name):
     with pytest.raises(CheckpointFormatError, match="hidden size [0-9]+, and .* has 32|have [23] [*] 32") as caught:
         load(method_of(name), HEADS[name], tiny_llama(num_hidden_layers=6))
     assert name != MEDUSA or "not for 'target'" in str(caught.value)
+
+
+def test_heads_that_would_fill_the_memory(tmp_path):
+    """A large first head and many tiny ones: 160 GB, if all were as large."""
+    heads = {f"{head}.0.linear.weight": torch.ones(1, 1) for head in range(1, 20_000)}
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"0.0.linear.weight": torch.zeros(1024, 1024), **heads}, tmp_path / "medusa_lm_head.safetensors")
+    with pytest.raises(CheckpointFormatError, match=r"1\.0\.linear\.weight of the shape \[1, 1\]"):
+        load_speculator(tiny_llama(hidden_size=1024), method="medusa", model=str(tmp_path))
+
+
+def test_what_a_config_copied_from_another_kind_of_model_says(tmp_path):
+    folder = copy_of(EAGLE3, tmp_path, {"projector_type": "mlp"})
+    assert not detect_checkpoint(folder).problems
 
 
 @pytest.mark.parametrize("size", [100, 241, 272, 1000])

@@ -223,6 +223,22 @@ def test_rows_may_leave_the_batch():
             controller.observe(outcomes, max(limits), 1e-4 if max(limits) else None, 1e-3)
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_rows_that_leave_may_allow_less(seed):
+    """Whatever is tried next: fewer rows have another limit."""
+    generator = random.Random(seed)
+    controller = SpeculationController(6, 5, None, None, lambda rows: 6 if rows > 4 else 2)
+    rows = list(range(5))
+    for cycle in range(60):
+        if cycle == seed % 30 + 5:
+            rows = rows[:-1]
+        limits = controller.limits(rows)
+        assert max(limits) <= (6 if len(rows) > 4 else 2)
+        accepted = [generator.randint(0, limit) for limit in limits]
+        outcomes = [RowOutcome(row, k, k, a, a + 1) for row, k, a in zip(rows, limits, accepted)]
+        controller.observe(outcomes, max(limits), 1e-4 if max(limits) else None, 1e-3 * generator.uniform(0.5, 1.5))
+
+
 def test_a_profile_spares_the_next_call_the_search():
     world = world_of("flat", 0.9, 0.05, noise=0.05)
     profile = ControlProfile()

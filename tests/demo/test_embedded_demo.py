@@ -110,8 +110,10 @@ def test_former_names_of_the_folders():
         assert demo.draft_path() == demo.drafter_path("draft_model")
     with pytest.warns(DeprecationWarning, match="drafter_path"):
         assert demo.eagle3_path() == demo.drafter_path("eagle3")
-    with pytest.raises(AttributeError, match="no attribute 'other_path'"):
-        demo.other_path  # noqa: B018
+    with pytest.warns(DeprecationWarning, match="now demo.Prompt"):
+        assert demo.DemoPrompt is demo.Prompt
+    assert not hasattr(demo, "other_path")
+    assert not hasattr(demo, "ngram_path")
 
 
 def test_methods_without_a_drafter_are_an_error():

@@ -326,6 +326,17 @@ class TestErrors:
             ("medusa", {"num_heads": 0}, "`num_heads` must be at least 1, got 0"),
             ("medusa", {"kl_weight": 1.5}, "`kl_weight` must be from 0 to 1, got 1.5"),
             ("mlp_speculator", {"top_k_tokens_per_head": (1, 2)}, "each of the 3 stages"),
+            ("mlp_speculator", {"top_k_tokens_per_head": (1, 0, 2)}, "one positive integer for each of the 3 stages"),
+            (
+                "mlp_speculator",
+                {"n_predict": 2000},
+                "`n_predict` must be .* of at most 1024, got 2000",
+            ),
+            (
+                "mlp_speculator",
+                {"n_candidates": 0},
+                "`n_candidates` must be .* of at most 1024, got 0",
+            ),
             ("draft_model", {}, "either `draft_model`.*got neither"),
             ("draft_model", {"draft_model": "a", "from_scratch": {}}, "got both"),
             ("eagle", {"noise": -1.0}, "`noise` must be at least 0"),

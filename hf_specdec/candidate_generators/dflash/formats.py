@@ -194,7 +194,7 @@ class DFlashReader(DraftReader):
         header (`Header`): Of any of the formats.
     """
 
-    kinds = ("dflash", "dspark")
+    kinds, kind_keys = ("dflash", "dspark"), ("speculators_model_type", "projector_type")
     blocks = ("dflash_config", "", "transformer_layer_config")
     settings = DraftReader.settings | {
         **dict.fromkeys(("aux_hidden_state_layer_ids", "target_layer_ids"), INDICES),
@@ -256,7 +256,7 @@ class DFlashReader(DraftReader):
 
     @property
     def num_draft_tokens(self):
-        return self.block_size if self.predicts_next else self.block_size - 1
+        return (self.block_size if self.predicts_next else self.block_size - 1) or None
 
     @property
     def needs(self):

@@ -23,7 +23,7 @@ from ...threads import cached_property
 
 # Stages, and candidates that are kept: published ones have at most 5.
 _MOST_DRAFTED = 1024
-_DRAFTED = Kind(
+MOST_DRAFTED = Kind(
     lambda value: COUNT.is_valid(value) and value <= _MOST_DRAFTED, f"a positive integer of at most {_MOST_DRAFTED}"
 )
 
@@ -82,7 +82,7 @@ class MLPSpeculatorReader(CheckpointReader):
     noun = "MLP speculator"
     settings = CheckpointReader.settings | {
         **dict.fromkeys(("emb_dim", "vocab_size"), COUNT),
-        **dict.fromkeys(("n_predict", "n_candidates"), _DRAFTED),
+        **dict.fromkeys(("n_predict", "n_candidates"), MOST_DRAFTED),
         **dict.fromkeys(("tie_weights", "scale_input"), FLAG),
         "inner_dim": INDEX,
     }

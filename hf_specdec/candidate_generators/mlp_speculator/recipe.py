@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from ...errors import SpecConfigError
+from ...checkpoints.settings import COUNT
+from ...errors import SpecConfigError, shown
 from ...target_facts import hidden_size, vocabulary_size
 from ...training.heads import HeadsRecipe
 from ...training.initial_weights import main_directions
 from ...training.reading import Reading
 from . import MLPSpeculatorTraining
+from .formats import MOST_DRAFTED
 from .network import MLPSpeculator, MLPSpeculatorConfig
 
 
@@ -28,11 +30,14 @@ class MLPSpeculatorRecipe(MLPSpeculatorTraining, HeadsRecipe):
 
     def __post_init__(self):
         super().__post_init__()
+        for name in ("n_predict", "n_candidates"):
+            if not MOST_DRAFTED.is_valid(getattr(self, name)):
+                raise SpecConfigError(f"`{name}` must be {MOST_DRAFTED.what}, got {shown(getattr(self, name))}.")
         widths = self.top_k_tokens_per_head
-        if widths is not None and len(widths) != self.n_predict:
+        if widths is not None and (len(widths) != self.n_predict or not all(map(COUNT.is_valid, widths))):
             raise SpecConfigError(
-                f"`top_k_tokens_per_head` must have one number for each of the {self.n_predict} stages (`n_predict`), "
-                f"got {widths}."
+                f"`top_k_tokens_per_head` must have one positive integer for each of the {self.n_predict} stages "
+                f"(`n_predict`), got {shown(widths)}."
             )
 
     @property

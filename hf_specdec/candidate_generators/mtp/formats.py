@@ -19,7 +19,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from transformers.utils import logging
@@ -31,10 +30,6 @@ from ...checkpoints.settings import COUNT, INDICES, MAPPING
 from ...errors import CheckpointFormatError, shown
 from ...target_facts import CACHE_READERS
 from ...threads import cached_property
-
-
-if TYPE_CHECKING:
-    pass
 
 
 logger = logging.get_logger(__name__)

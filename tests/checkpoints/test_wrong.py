@@ -308,7 +308,7 @@ TARGETS = [
         DEEPSEEK,
         ones("model.layers.3.mlp.experts.0.up_proj.weight", 3, 3),
         {},
-        r"up_proj\.weight of the shape \[3, 3\]",
+        "do not fit together, or are damaged",
     ),
 ]
 

@@ -60,7 +60,7 @@ class Shape(NamedTuple):
 
 
 # For each shape at which the kernel is ever faster: for each number of rows, whether it is.
-_wins: dict[tuple, tuple[bool, ...]] = {}
+wins_of_shapes: dict[tuple, tuple[bool, ...]] = {}
 # For each shape that has been measured, the same as text.
 _known: dict[str, str] = {}
 _prepared: WeakKeyDictionary[nn.Module, tuple] = WeakKeyDictionary()
@@ -75,8 +75,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
         weight (`torch.Tensor` of shape `(O, I)`): The weights.
         bias (`torch.Tensor` of shape `(O,)`, *optional*): The bias.
     """
-    if _wins:
-        wins = _wins.get((*weight.shape, weight.dtype, torch.get_num_threads()))
+    if wins_of_shapes:
+        wins = wins_of_shapes.get((*weight.shape, weight.dtype, torch.get_num_threads()))
         if wins is not None and takes(x, weight, bias) and wins[x.numel() // x.shape[-1]]:
             return linear(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -104,7 +104,7 @@ def prepare_products(model: nn.Module) -> None:
         for shape in weights:
             wins = tuple(digit == "1" for digit in _known[str(shape)])
             if any(wins):
-                _wins[shape] = wins
+                wins_of_shapes[shape] = wins
         _prepared[model] = state
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.activations import ACT2FN
 
-from ..kernels.products import product
+from ..kernels import products
 
 
 # transformers' layers that compute this.
@@ -146,7 +146,9 @@ def project(linear: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     parameters = linear._parameters
     if "weight" not in parameters:
         return linear(hidden)  # packed
-    return product(hidden, parameters["weight"], parameters["bias"])
+    if not products.wins_of_shapes:
+        return F.linear(hidden, parameters["weight"], parameters["bias"])
+    return products.product(hidden, parameters["weight"], parameters["bias"])
 
 
 class DecoderLayer(DirectModule):

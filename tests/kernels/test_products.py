@@ -25,7 +25,7 @@ def nothing_known(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_SPECDEC_PROFILES", str(tmp_path))
     monkeypatch.setattr(products, "measures", True)
     monkeypatch.setattr(products, "_LEAST_BYTES", 1000)
-    for name in ("_wins", "_known"):
+    for name in ("wins_of_shapes", "_known"):
         monkeypatch.setattr(products, name, {})
     monkeypatch.setattr(products, "_prepared", type(products._prepared)())
 
@@ -69,12 +69,12 @@ def test_each_shape_is_measured_once(measured):
 @torch.inference_mode()
 def test_another_process_reads_the_file(measured, monkeypatch):
     prepare_products(small_model())
-    wins = dict(products._wins)
+    wins = dict(products.wins_of_shapes)
     monkeypatch.setattr(products, "_known", {})
-    monkeypatch.setattr(products, "_wins", {})
+    monkeypatch.setattr(products, "wins_of_shapes", {})
     prepare_products(small_model())
     assert len(measured) == 2
-    assert products._wins == wins != {}
+    assert products.wins_of_shapes == wins != {}
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"format": 1}', '{"format": 0, "wins": {}}', "[" * 100_000, None])
@@ -93,12 +93,12 @@ def test_damaged_files(measured, content):
 def test_another_model_of_known_shapes(measured, monkeypatch):
     """What the file says of the shapes of one model counts for the next one, too."""
     prepare_products(small_model())
-    wins = dict(products._wins)
+    wins = dict(products.wins_of_shapes)
     monkeypatch.setattr(products, "_known", {})
-    monkeypatch.setattr(products, "_wins", {})
+    monkeypatch.setattr(products, "wins_of_shapes", {})
     prepare_products(nn.Linear(64, 32))
     prepare_products(nn.Linear(32, 64))
-    assert products._wins == wins
+    assert products.wins_of_shapes == wins
 
 
 @torch.inference_mode()
@@ -140,7 +140,7 @@ def test_a_folder_that_cannot_be_written(measured, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HF_SPECDEC_PROFILES", str(tmp_path / "file"))
     prepare_products(small_model())
-    assert len(products._wins) == 2
+    assert len(products.wins_of_shapes) == 2
 
 
 @torch.inference_mode()

@@ -180,7 +180,10 @@ class _Call:
         Raises:
             SpecConfigError: The call asks for it.
         """
-        _use_cache_unless_forbidden(self.model, self.arguments)
+        given = self.arguments.get("use_cache", getattr(self.arguments.get("generation_config"), "use_cache", None))
+        if given is None and self.model.generation_config.use_cache is False:
+            # A checkpoint that was saved so is still decoded with a cache; the user's own word counts.
+            self.arguments["use_cache"] = True
         problems = _problems(self.model, self.arguments)
         if problems and self.entry is None:
             raise SpecConfigError(f"This request cannot be decoded speculatively. {problems}")
@@ -436,13 +439,6 @@ def _naming_the_source(source: str) -> Iterator[None]:
     except SpecConfigError as error:
         text = str(error).removeprefix(f"{source}: ")
         raise SpecConfigError(f"{source}: {text} Correct it, or pass spec_method='off'.") from error
-
-
-def _use_cache_unless_forbidden(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
-    """A checkpoint that was saved with `use_cache=False` is still decoded with a cache; the user's own word counts."""
-    given = arguments.get("use_cache", getattr(arguments.get("generation_config"), "use_cache", None))
-    if given is None and model.generation_config.use_cache is False:
-        arguments["use_cache"] = True
 
 
 def _effective(model: PreTrainedModel, arguments: dict[str, Any], name: str):

@@ -159,7 +159,7 @@ class TargetRecord:
         """
         most_bytes = cache_bytes()
         with self.lock:
-            place = self._places.setdefault(key, _Place())
+            place = self._places.get(key) or self._places.setdefault(key, _Place())
         with place.lock:
             try:
                 if place.loaded is None or not place.loaded.is_of(draft_model, files and files.identity()):

@@ -329,23 +329,19 @@ class RepoFiles:
                 "checkpoint, such as 'ngram'."
             ) from error
 
-    def header(self, name: str) -> dict[str, StoredTensor]:
-        """The tensors of a safetensors file by name; of one on the Hub only its beginning is downloaded."""
-        _check_is_inside(self.name, name)
-        path = self._local(name)
-        return self._remote_header(name) if path is None else self._local_header(name, path)
+    def header(self, name: str) -> dict[str, StoredTensor] | None:
+        """The tensors of a weight file by name; `None` of a pickled one where only reading it whole would tell.
 
-    def pickled_header(self, name: str) -> dict[str, StoredTensor] | None:
-        """Tensors of a file of `torch.save` by name; `None` where only reading it whole would tell.
-
-        It is not unpickled, and of a file on the Hub only the parts that name its tensors are downloaded.
+        Of a file on the Hub only the parts that name its tensors are downloaded, and nothing is unpickled.
         """
         _check_is_inside(self.name, name)
-        path, size = self._local(name), self.sizes.get(name)
+        path = self._local(name)
+        if name.endswith(".safetensors"):
+            return self._remote_header(name) if path is None else self._local_header(name, path)
         if path is not None:
             with path.open("rb") as file:
                 return self._pickled_header(name, file)
-        if size is None:
+        if (size := self.sizes.get(name)) is None:
             return None
         with self._explained(name), io.BufferedReader(RemoteFile(self._get_range(name), size), BLOCK_BYTES) as file:
             return self._pickled_header(name, file)
@@ -377,7 +373,7 @@ class RepoFiles:
         """The tensors of a weight file or of the shards of an index; `None` where only reading it whole would tell."""
         if name.endswith(".json"):
             return TensorTable(self, name, self._weight_map(name))
-        header = self.header(name) if name.endswith(".safetensors") else self.pickled_header(name)
+        header = self.header(name)
         return None if header is None else TensorTable(self, name, dict.fromkeys(header, name), {name: header})
 
     def parts(self, name: str) -> list[str]:

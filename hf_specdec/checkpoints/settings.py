@@ -25,8 +25,14 @@ class Kind(NamedTuple):
 # Beyond this no count is one of something in a checkpoint.
 MOST = 2**31 - 1
 
-COUNT = Kind(lambda value: is_int(value) and 0 < value <= MOST, f"a positive integer (at most {MOST})")
-INDEX = Kind(lambda value: is_int(value) and 0 <= value <= MOST, f"an integer of at least 0 (at most {MOST})")
+
+def count_up_to(most: int) -> Kind:
+    """Counts of something of which there cannot be more."""
+    return Kind(lambda value: is_int(value) and 0 < value <= most, f"a positive integer of at most {most}")
+
+
+COUNT = count_up_to(MOST)
+INDEX = Kind(lambda value: is_int(value) and 0 <= value <= MOST, f"an integer of at least 0 and at most {MOST}")
 INDICES = Kind(
     lambda value: isinstance(value, list) and all(is_int(v) and abs(v) <= MOST for v in value), "a list of integers"
 )

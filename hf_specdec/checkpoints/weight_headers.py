@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -62,8 +63,7 @@ class TensorTable(Mapping[str, tuple[int, ...]]):
         """Header entry of a tensor."""
         file = self.file_of[name]
         if file not in self._headers:
-            read = self.files.header if file.endswith(".safetensors") else self.files.pickled_header
-            self._headers[file] = read(file)
+            self._headers[file] = self.files.header(file)
         header = self._headers[file]
         if header is None or name not in header:
             raise CheckpointFormatError(
@@ -87,10 +87,7 @@ _BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 def num_bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor by the name of its dtype, which ends with its bits: `F32`, `BF16`, `I64`, `F8_E4M3`."""
     bits = _BITS.get(dtype) or int(re.findall(r"^[A-Z]+(\d+)", dtype)[0])
-    count = 1
-    for size in shape:
-        count *= size
-    return count * bits // 8
+    return math.prod(shape) * bits // 8
 
 
 # What is fetched at a time of a pickled file on the Hub.

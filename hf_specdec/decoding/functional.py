@@ -72,7 +72,8 @@ class FunctionalSlotModel(SlotModel):
         self._norm = RMSNorm.sharing(decoder.norm)
         self._layers = [DecoderLayer.of(layer, index) for index, layer in enumerate(decoder.layers)]
         attention = self._layers[0].self_attn
-        self._head_dim, self._groups = attention.head_dim, attention.groups
+        self._groups = attention.groups
+        self._fits_kernel = self._head.dtype in DTYPES and attention.head_dim <= MAX_HEAD_SIZE
         self._has_full_span = all(span == FULL for span in self.profile.spans)
         types = self.profile.layer_types
         kinds = getattr(model.config, "layer_types", None) or [""] * len(self._layers)
@@ -101,11 +102,10 @@ class FunctionalSlotModel(SlotModel):
 
     def _masks_of_spans(self, topology: TreeTopology, tokens: torch.LongTensor, rows: RowState) -> list:
         """The masks of layers, by span."""
-        tree, spans, nodes = self._tree(topology, tokens, rows), self.profile.spans, tokens.shape[1]
-        fits = self._head.dtype in DTYPES and self._head_dim <= MAX_HEAD_SIZE
-        has_kernel = tree is not None and fits
-        self.attention_layers = Counter({TREE_KERNEL: len(self._layers)} if has_kernel else {})
-        if has_kernel:
+        spans, nodes = self.profile.spans, tokens.shape[1]
+        tree = self._tree(topology, tokens, rows) if self._fits_kernel else None
+        self.attention_layers = Counter({} if tree is None else {TREE_KERNEL: len(self._layers)})
+        if tree is not None:
             return [TreeMask(tree, span) for span in spans]
         # One new token in rows of equal length sees every slot.
         if nodes == 1 and self._has_full_span and rows.is_uniform:

@@ -77,7 +77,7 @@ class DraftEntries(DraftSlots):
         plan = self.rows.plan_write(count)
         mask = self._causal_mask(count, plan.columns)
         positions = self.rows.positions + torch.arange(count, device=self.device)
-        bound = self.rows.position_bound
+        bound = self.rows.position_bound(plan.columns)
         outputs = self.network(tokens.to(self.device), hidden, positions, mask, self.cache, bound=bound)
         self.rows.commit(counts)
         return outputs
@@ -87,6 +87,7 @@ class DraftEntries(DraftSlots):
     def begin_draft(self, num_nodes: int) -> None:
         """Prepares for a draft of which at most `num_nodes` nodes are read."""
         self._columns, self._positions = self.rows.columns(num_nodes), self.rows.positions
+        self._bound = self.rows.position_bound(self._columns)
         self._sees_all = self.span == FULL and self.rows.is_uniform  # as long as it is a chain
         self._mask: torch.Tensor | None = None
         self._depth = self.num_read = 0
@@ -110,8 +111,7 @@ class DraftEntries(DraftSlots):
         self._sees_all = self._sees_all and tokens.shape[1] == 1
         mask = None if self._sees_all else self._node_mask(first, parents)[:, None, :, : plan.columns]
         positions, self._depth = self._positions + self._depth, self._depth + 1
-        bound = self.rows.position_bound
-        return self.network(tokens.to(self.device), hidden, positions, mask, self.cache, bound=bound)
+        return self.network(tokens.to(self.device), hidden, positions, mask, self.cache, bound=self._bound)
 
     def read_next(self, tokens: torch.LongTensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads the next node of each row's chain, as a [`ReadNext`]; `begin_draft` comes before the first."""

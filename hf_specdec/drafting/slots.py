@@ -197,11 +197,10 @@ class HostRows:
         """Plans the slots of the next forward, as [`SlotCache.plan_write`]."""
         return self.cache.plan_write(count, ahead)
 
-    @property
-    def position_bound(self) -> int | None:
-        """Above the size of all positions that the planned forward reads or sees; `None` where it is not known."""
+    def position_bound(self, columns: int) -> int | None:
+        """Above the size of all positions of so many slots; `None` where it is not known."""
         # Those of padding count downwards from 0.
-        return max(self.cache.plan.columns, *self.starts) + max(self.offsets)
+        return max(columns, *self.starts) + max(self.offsets)
 
     def columns(self, ahead: int) -> int:
         """Number of slots up to `ahead` after the longest row."""
@@ -227,7 +226,6 @@ class CapturedRows:
 
     is_captured = True
     is_uniform = False
-    position_bound = None
 
     def __init__(self, cache: SlotCache, inputs: DraftInputs, columns: int):
         self.cache, self._columns = cache, columns
@@ -236,6 +234,9 @@ class CapturedRows:
     def plan_write(self, count: int, ahead: int = 0) -> WritePlan:
         self.cache.plan = WritePlan.on_device(self._columns, self.ends[:, 0] + ahead, count)
         return self.cache.plan
+
+    def position_bound(self, columns: int) -> int | None:
+        return None
 
     def columns(self, ahead: int) -> int:
         return self._columns

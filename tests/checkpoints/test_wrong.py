@@ -283,7 +283,7 @@ SETTINGS = [
     ),
     wrong_setting(MLP, "n_predict", 0, f"{COUNT} of at most 1024"),
     wrong_setting(MLP, "n_predict", 1025, f"{COUNT} of at most 1024"),
-    wrong_setting(MLP, "inner_dim", "16", "an integer of at least 0"),
+    wrong_setting(MLP, "inner_dim", "16", "an integer of at least 0 and at most"),
     wrong_setting(MLP, "n_candidates", 1.5, COUNT),
     wrong_setting(MLP, "tie_weights", "yes", FLAG),
     wrong_setting("demo/mtp", "mtp_intermediate_size", "wide", COUNT),

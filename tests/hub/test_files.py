@@ -133,7 +133,7 @@ class TestHub:
         }
         torch.save(large, tmp_path / name)
         hub.add("user/head", tmp_path)
-        header = RepoFiles("user/head").pickled_header(name)
+        header = RepoFiles("user/head").header(name)
         assert {key: (tensor.shape, tensor.num_bytes) for key, tensor in header.items()} == {
             "a.weight": ((2_000_000,), 8_000_000),
             "b": ((3, 4), 24),
@@ -158,8 +158,8 @@ class TestHub:
 
         torch.save({"a": Code()}, tmp_path / "pytorch_model.bin")
         hub.add("user/head", tmp_path)
-        assert RepoFiles("user/head").pickled_header("pytorch_model.bin") is None
-        assert RepoFiles(tmp_path).pickled_header("pytorch_model.bin") is None
+        assert RepoFiles("user/head").header("pytorch_model.bin") is None
+        assert RepoFiles(tmp_path).header("pytorch_model.bin") is None
         assert not (tmp_path / "should_not_exist").exists()
 
     def test_headers_of_shards_are_read_when_they_are_asked_for(self, hub, sharded):
@@ -403,7 +403,7 @@ class TestPaths:
     def test_names(self, folder, name):
         save_file(TENSORS, folder.parent / "secret.safetensors")
         files = RepoFiles(folder)
-        for read in (files.path, files.header, files.pickled_header):
+        for read in (files.path, files.header):
             with pytest.raises(CheckpointFormatError, match="no plain name inside of it"):
                 read(name)
 

@@ -99,7 +99,7 @@ class TestDetectionDoesNotUnpickle:
         module = torch.nn.Linear(3, 2)
         for tensors in (made, module.state_dict(), dict(module.named_parameters())):
             torch.save(tensors, tmp_path / "pytorch_model.bin")
-            header = RepoFiles(tmp_path).pickled_header("pytorch_model.bin")
+            header = RepoFiles(tmp_path).header("pytorch_model.bin")
             assert {name: (part.dtype, part.shape, part.num_bytes) for name, part in header.items()} == {
                 name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
                 for name, tensor in tensors.items()

@@ -25,7 +25,7 @@ import torch
 from ...checkpoints.draft_reader import FIRST_LAYER, DraftConfig, DraftReader, projections, share_of
 from ...checkpoints.format import Format, Unsupported, architecture
 from ...checkpoints.header import Header, TargetNeeds, TargetSizes, listed
-from ...checkpoints.settings import COUNT, FLAG, INDEX, INDICES, NAME, Kind
+from ...checkpoints.settings import COUNT, FLAG, INDEX, INDICES, NAME, count_up_to
 
 
 if TYPE_CHECKING:
@@ -41,10 +41,7 @@ _BLOCK_SIZE = 16
 
 # Tokens of a block, and forwards for one: published drafts have 16. Each token of a block has logits over the whole
 # vocabulary, so that a config must not be able to ask for any number.
-MOST_TOKENS = 256
-BLOCK = Kind(
-    lambda value: COUNT.is_valid(value) and value <= MOST_TOKENS, f"a positive integer of at most {MOST_TOKENS}"
-)
+BLOCK = count_up_to(256)
 
 
 @dataclass(frozen=True)

@@ -370,8 +370,7 @@ class DraftText(DraftSlots):
         """Takes in the target's states `(R, C, th)` of the next tokens, the first `counts[r]` of each row."""
         fused = self.network.fuse(states)
         positions = self.rows.positions + torch.arange(fused.shape[1], device=self.device)
-        self.rows.plan_write(fused.shape[1])
-        bound = self.rows.position_bound
+        bound = self.rows.position_bound(self.rows.plan_write(fused.shape[1]).columns)
         for layer, (keys, values) in enumerate(self.network.context(fused, positions, bound)):
             self.cache.update(keys, values, layer)
         self.rows.commit(counts)
@@ -380,13 +379,14 @@ class DraftText(DraftSlots):
         """Prepares for blocks of this size; they may be read more than once."""
         steps = torch.arange(size, device=self.device)
         columns = self.rows.plan_write(size).columns
+        self._bound = self.rows.position_bound(columns)
         queries = self.rows.ends + steps
         self._positions = self.rows.positions + steps
         self._masks = {view: self._mask(view, queries, columns) for view in self.network.views}
 
     def read_block(self, tokens: torch.LongTensor) -> torch.Tensor:
         """The network's output `(R, T, h)` for blocks `(R, T)`; nothing of them is kept."""
-        return self.network(tokens, self._positions, self._masks, self.cache, self.rows.position_bound)
+        return self.network(tokens, self._positions, self._masks, self.cache, self._bound)
 
     def _mask(self, view: BlockView, queries: torch.LongTensor, columns: int) -> torch.Tensor | None:
         """Additive mask `(R | 1, 1, T, S)` of a layer, for a block in the slots `queries` `(R | 1, T)`.

@@ -77,12 +77,8 @@ def _checked_weights(files: RepoFiles) -> str:
             )
         _check_sizes(files, weights, files.tensors(weights))
         for part in files.parts(weights):
-            if is_pickled(part):
-                files.pickled_path(part)
-                files.pickled_header(part)
-            else:
-                files.path(part)
-                files.header(part)
+            files.pickled_path(part) if is_pickled(part) else files.path(part)
+            files.header(part)
         if files.folder is None and "adapter_config.json" in files:
             raise CheckpointFormatError(
                 f"'{files.name}' holds an adapter (adapter_config.json), and transformers would load the model "

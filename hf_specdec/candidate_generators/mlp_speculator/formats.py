@@ -17,15 +17,12 @@ from typing import Any
 from ...checkpoints.format import Format, Unsupported
 from ...checkpoints.header import TargetNeeds
 from ...checkpoints.reader import CheckpointReader
-from ...checkpoints.settings import COUNT, FLAG, INDEX, Kind
+from ...checkpoints.settings import COUNT, FLAG, INDEX, Kind, count_up_to
 from ...threads import cached_property
 
 
 # Stages, and candidates that are kept: published ones have at most 5.
-_MOST_DRAFTED = 1024
-MOST_DRAFTED = Kind(
-    lambda value: COUNT.is_valid(value) and value <= _MOST_DRAFTED, f"a positive integer of at most {_MOST_DRAFTED}"
-)
+MOST_DRAFTED = count_up_to(1024)
 
 
 @dataclass(frozen=True)

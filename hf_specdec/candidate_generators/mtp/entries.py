@@ -175,7 +175,7 @@ class LayerEntries(DraftEntries):
     def _read_layer(
         self, layer: int, tokens: torch.LongTensor, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        bound = self.rows.position_bound
+        bound = self.rows.position_bound(self.cache.plan.columns)
         outputs = self.network(tokens, hidden, self._positions, self._mask, self.cache, layer, bound)
         self.layer, self._handed_on = layer, outputs[0]
         return outputs

@@ -39,7 +39,7 @@ def folder_of(name):
 
 
 def target_of(folder):
-    """Where the target of a fixture lies."""
+    """Folder of the target of a fixture."""
     if folder.name == "target":
         return folder
     own = folder / "target"
@@ -165,7 +165,7 @@ def renamed(**prefixes):
 
 
 def same_network(ours, theirs):
-    """The same tensors and settings; norms and biases may be named in another order."""
+    """Checks that two networks have equal tensors and settings; norms and biases may be named in another order."""
     tensors, expected = ours.state_dict(), theirs.state_dict()
     assert tensors.keys() == expected.keys()
     for name, tensor in tensors.items():

@@ -373,7 +373,7 @@ class TestSharedParts:
         network.attach(target)
         assert torch.equal(network.embed(tokens), torch.nn.functional.embedding(tokens, weight))
 
-    def test_norm_behind_the_embedding(self):
+    def test_norm_after_the_embedding(self):
         class Normed(torch.nn.Embedding):
             def __init__(self, *sizes):
                 super().__init__(*sizes)

@@ -289,13 +289,13 @@ class Head:
 
         query, key = turn(query), turn(key)
         key, value = (heads.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for heads in (key, value))
-        behind = torch.arange(length)[:, None] - torch.arange(length)
-        seen = (behind >= 0) & (behind < window)
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        seen = (distance >= 0) & (distance < window)
         weights = (query @ key.mT * self.head_size**-0.5).masked_fill(~seen, -torch.inf).softmax(-1)
         return self.linear(f"{name}.self_attn.o_proj", (weights @ value).transpose(1, 2).flatten(2))
 
     def forward(self, embedded, hidden, cosine, sine, window=10**6):
-        """What is fed back, and what the head reads, of a whole text."""
+        """Both outputs of a whole text: what is fed back, and what the lm_head reads."""
         for index in range(self.layers):
             name = f"layers.{index}"
             if index == 0 and self.kind == "eagle3":

@@ -1,4 +1,4 @@
-"""What holds of the checkpoints of all formats: how they may be stored, where they are put, and what is saved."""
+"""Checkpoints of all formats: other ways to store them, their dtype and device, and saving them again."""
 
 import json
 

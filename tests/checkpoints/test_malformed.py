@@ -75,30 +75,30 @@ def nested(depth):
     return json.loads("[" * depth + "]" * depth)
 
 
-def changed_config(chance, config):
+def changed_config(draw, config):
     """One or two values replaced, removed or added, at the top or inside."""
-    for _ in range(chance.randrange(1, 3)):
+    for _ in range(draw.randrange(1, 3)):
         places = [config, *(value for value in config.values() if isinstance(value, dict))]
-        place = chance.choice(places)
-        key = chance.choice(sorted(place) or ["x"]) if chance.random() < 0.85 else chance.choice(MORE_KEYS)
-        action = chance.randrange(8)
+        place = draw.choice(places)
+        key = draw.choice(sorted(place) or ["x"]) if draw.random() < 0.85 else draw.choice(MORE_KEYS)
+        action = draw.randrange(8)
         if action == 0:
             place.pop(key, None)
         elif action == 1:
-            place[key] = nested(chance.choice([5, 300]))
+            place[key] = nested(draw.choice([5, 300]))
         elif action == 2 and isinstance(place.get(key), list):
-            place[key] = place[key] * chance.randrange(3) + chance.choice([[], [10**9], ["x"], [-5]])
+            place[key] = place[key] * draw.randrange(3) + draw.choice([[], [10**9], ["x"], [-5]])
         else:
-            place[key] = chance.choice(NUMBERS if chance.random() < 0.6 else OTHERS)
+            place[key] = draw.choice(NUMBERS if draw.random() < 0.6 else OTHERS)
     return config
 
 
-def changed_tensors(chance, tensors):
+def changed_tensors(draw, tensors):
     tensors = dict(tensors)
-    for _ in range(chance.randrange(1, 3)):
-        name = chance.choice(sorted(tensors))
+    for _ in range(draw.randrange(1, 3)):
+        name = draw.choice(sorted(tensors))
         tensor = tensors[name]
-        match chance.randrange(9):
+        match draw.randrange(9):
             case 0:
                 del tensors[name]
             case 1:
@@ -107,79 +107,79 @@ def changed_tensors(chance, tensors):
                 tensors[name] = tensor.flatten()[: max(1, tensor.numel() // 2)]
             case 3:
                 kinds = [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.float64]
-                tensors[name] = tensor.to(chance.choice(kinds))
+                tensors[name] = tensor.to(draw.choice(kinds))
             case 4:
                 tensors[name] = tensor[:0]
             case 5:
-                tensors[name] = torch.full_like(tensor.float(), chance.choice([float("nan"), float("inf"), 0.0]))
+                tensors[name] = torch.full_like(tensor.float(), draw.choice([float("nan"), float("inf"), 0.0]))
             case 6:
                 tensors[name] = tensor.new_zeros(())
             case 7:
                 tensors[name] = tensor[None]
             case 8:
-                tensors[f"{name.rpartition('.')[0]}.{chance.randrange(10**9)}.weight"] = tensors.pop(name)
+                tensors[f"{name.rpartition('.')[0]}.{draw.randrange(10**9)}.weight"] = tensors.pop(name)
         if not tensors:
             break
     return {key: tensor.contiguous() for key, tensor in tensors.items()}
 
 
-def changed_bytes(chance, path):
+def changed_bytes(draw, path):
     content = bytearray(path.read_bytes())
-    match chance.randrange(5):
+    match draw.randrange(5):
         case 0:
-            content = content[: chance.randrange(len(content))]
+            content = content[: draw.randrange(len(content))]
         case 1:
             for _ in range(5):
-                content[chance.randrange(len(content))] = chance.randrange(256)
+                content[draw.randrange(len(content))] = draw.randrange(256)
         case 2:
-            content[:8] = struct.pack("<Q", chance.choice([0, 2**62, len(content) * 10, 3]))
+            content[:8] = struct.pack("<Q", draw.choice([0, 2**62, len(content) * 10, 3]))
         case 3:
             size = struct.unpack("<Q", content[:8])[0] if path.suffix == ".safetensors" else 100
             for _ in range(3):
-                content[8 + chance.randrange(max(1, min(size, len(content) - 8)))] = chance.randrange(256)
+                content[8 + draw.randrange(max(1, min(size, len(content) - 8)))] = draw.randrange(256)
         case 4:
             content = bytearray(b"")
     path.write_bytes(bytes(content))
 
 
-def changed_files(chance, folder, weights):
+def changed_files(draw, folder, weights):
     """Index files that lie, and configs that are none."""
-    match chance.randrange(4):
+    match draw.randrange(4):
         case 0:
             names = list(load_file(weights)) if weights.suffix == ".safetensors" else ["a"]
-            other = chance.choice([weights.name, "none.safetensors", "../x.safetensors", 5, None])
+            other = draw.choice([weights.name, "none.safetensors", "../x.safetensors", 5, None])
             index = {
-                "weight_map": dict.fromkeys(names, weights.name) | {chance.choice(names): other, "more": weights.name}
+                "weight_map": dict.fromkeys(names, weights.name) | {draw.choice(names): other, "more": weights.name}
             }
-            weights.rename(folder / "part.safetensors") if chance.random() < 0.3 else None
-            (folder / "model.safetensors.index.json").write_text(json.dumps(chance.choice([index, {}, [], index])))
-            (folder / "model.safetensors").unlink(missing_ok=True) if chance.random() < 0.5 else None
+            weights.rename(folder / "part.safetensors") if draw.random() < 0.3 else None
+            (folder / "model.safetensors.index.json").write_text(json.dumps(draw.choice([index, {}, [], index])))
+            (folder / "model.safetensors").unlink(missing_ok=True) if draw.random() < 0.5 else None
         case 1:
             (folder / "config.json").write_text(
-                chance.choice(["", "[", "null", "[1]", "{", '{"a": ' + "9" * 5000 + "}"])
+                draw.choice(["", "[", "null", "[1]", "{", '{"a": ' + "9" * 5000 + "}"])
             )
         case 2:
             (folder / "config.json").write_text('{"a": ' * 50_000 + "1" + "}" * 50_000)
         case 3:
-            (folder / "tokenizer.json").write_text(chance.choice(["", "[]", '{"model": 3}', "{}"]))
-            (folder / "tokenizer_config.json").write_text(chance.choice(["", "[]", '{"tokenizer_class": 3}', "{}"]))
+            (folder / "tokenizer.json").write_text(draw.choice(["", "[]", '{"model": 3}', "{}"]))
+            (folder / "tokenizer_config.json").write_text(draw.choice(["", "[]", '{"tokenizer_class": 3}', "{}"]))
 
 
 def malform(seed, name, folder):
-    chance = random.Random(f"{seed} {name}")
+    draw = random.Random(f"{seed} {name}")
     weights = weights_of(copy_of(CASES[name][1], folder))
-    kind = chance.choice(["config", "config", "config", "tensors", "tensors", "bytes", "files"])
+    kind = draw.choice(["config", "config", "config", "tensors", "tensors", "bytes", "files"])
     if kind == "config":
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(changed_config(chance, config)))
+        (folder / "config.json").write_text(json.dumps(changed_config(draw, config)))
     elif kind == "tensors" and weights.suffix == ".safetensors":
-        save_file(changed_tensors(chance, load_file(weights)), weights, metadata={"format": "pt"})
+        save_file(changed_tensors(draw, load_file(weights)), weights, metadata={"format": "pt"})
     elif kind == "tensors":
-        torch.save(changed_tensors(chance, torch.load(weights, weights_only=True)), weights)
+        torch.save(changed_tensors(draw, torch.load(weights, weights_only=True)), weights)
     elif kind == "bytes":
-        changed_bytes(chance, weights)
+        changed_bytes(draw, weights)
     else:
-        changed_files(chance, folder, weights)
+        changed_files(draw, folder, weights)
     return kind
 
 
@@ -244,7 +244,7 @@ class TestTheBoundary:
 
 
 class TestPublishedSizes:
-    """What a config states is bounded by the file before anything is built."""
+    """Sizes in a config are bounded by the file before anything is built."""
 
     @pytest.mark.parametrize(
         ("key", "value"),
@@ -274,7 +274,7 @@ class TestPublishedSizes:
 
 
 class TestDeadWeights:
-    """What can draft nothing loads, and is said once."""
+    """Weights that can draft nothing are loaded, with one warning."""
 
     @pytest.fixture
     def warnings(self, monkeypatch):
@@ -283,7 +283,7 @@ class TestDeadWeights:
         return seen
 
     def test_weights_of_eight_bits_and_untrained_parts(self, warnings):
-        """What cannot be examined is no reason to fail, and what may be zero none to warn."""
+        """Weights that cannot be examined are no reason to fail, and those that may be zero none to warn."""
         network = torch.nn.ParameterDict(
             {
                 "weight": torch.nn.Parameter(torch.ones(2, 2).to(torch.float8_e4m3fn), requires_grad=False),

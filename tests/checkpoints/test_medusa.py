@@ -181,7 +181,7 @@ class TestPaddedVocabulary:
     @pytest.mark.parametrize("size", [250, 256, 260])
     @pytest.mark.parametrize("name", ["v01_heads_pt", "vllm_original_lm_head", "vllm_truncated_vocab"])
     def test_heads_that_are_passed_fit_as_loaded_ones(self, target, name, size):
-        """What was loaded for one vocabulary is used with another, and keeps its own."""
+        """Heads that were loaded for one vocabulary are used with another, and keep their own."""
         model = tiny_llama(hidden_size=64, vocab_size=size)
         stored, recorded = load(name, target), expected(name)["hidden_states"]
         before = {key: value.shape for key, value in stored.state_dict().items()}

@@ -133,7 +133,7 @@ class TestNetwork:
 
 
 class TestPaddedVocabularies:
-    """The same tokenizer, another number of rows: the weights stay as they are, and drafts fit the target."""
+    """One tokenizer, another number of rows: the weights stay as they are, and drafts fit the target."""
 
     SHAPES = (
         {},

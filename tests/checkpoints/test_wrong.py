@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint, or not supported, is said by loaders of all methods; one table for all formats."""
+"""Messages about checkpoints that are wrong or not supported: one table for the formats of all methods."""
 
 import re
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,6 +186,19 @@ class Sample:
     def outside_seconds(self) -> float:
         """Seconds outside of all model forwards."""
         return self.seconds - self.target_seconds - self.draft_seconds
+
+
+def least_seconds(
+    rounds: int, sides: Sequence[Callable[[], object]], clock: Callable[[], float] = perf_counter
+) -> list[float]:
+    """Seconds of each side, the least of several rounds in which they take turns."""
+    seconds = [float("inf")] * len(sides)
+    for _ in range(rounds):
+        for index, side in enumerate(sides):
+            began = clock()
+            side()
+            seconds[index] = min(seconds[index], clock() - began)
+    return seconds
 
 
 def time_call(

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
 
 import torch
 import torch.nn.functional as F
+from common import least_seconds
 from rich.console import Console
 from rich.table import Table
 
@@ -60,40 +59,24 @@ class Row:
     to_bandwidth: float
 
 
-def least(rounds: int, *sides: Callable[[], object]) -> list[float]:
-    """Seconds of each side, the least of several rounds in which they take turns."""
-    seconds = [float("inf")] * len(sides)
-    for _ in range(rounds):
-        for index, side in enumerate(sides):
-            began = perf_counter()
-            side()
-            seconds[index] = min(seconds[index], perf_counter() - began)
-    return seconds
-
-
-def bytes_per_second(rounds: int) -> float:
-    """Speed of reading memory that no cache holds."""
-    numbers = torch.ones(_LARGE // 4)
-    return _LARGE / least(rounds, lambda: torch.dot(numbers, numbers))[0]
-
-
 def measure(model: str, shape: tuple[int, int], dtype: torch.dtype, counts: list[int], rounds: int) -> list[Row]:
     """The kernel beside torch on matrices of one shape and dtype."""
     outputs, inputs = shape
     num_matrices = max(_WORKING_SET // (outputs * inputs * dtype.itemsize), 1)
     matrices = [torch.randn(shape).div_(inputs**0.5).to(dtype) for _ in range(num_matrices)]
-    single = None
-    found = []
+    numbers = torch.ones(_LARGE // 4)
+    single, found = None, []
     for count in sorted({1, *counts}):
         x = torch.randn(count, inputs).to(dtype)
         with torch.inference_mode():
-            ours, torchs, bandwidth = least(
-                rounds,
+            sides = [
                 lambda x=x: [few_rows.linear(x, weight) for weight in matrices],
                 lambda x=x: [F.linear(x, weight) for weight in matrices],
-            ) + [bytes_per_second(2)]
+                lambda: torch.dot(numbers, numbers),
+            ]
+            ours, torchs, summing = least_seconds(rounds, sides)
         single = single or torchs
-        reading = num_matrices * outputs * inputs * dtype.itemsize / bandwidth
+        reading = summing * num_matrices * outputs * inputs * dtype.itemsize / _LARGE
         if count in counts:
             ratios = (round(value, 3) for value in (ours / torchs, ours / single, reading / ours))
             found.append(Row(model, shape, str(dtype).removeprefix("torch."), torch.get_num_threads(), count, *ratios))
@@ -133,7 +116,7 @@ def main() -> None:
             rows += measure(model, shape, getattr(torch, name), options.rows, options.rounds)
     print_rows(console, rows)
     if options.json is not None:
-        content = {"environment": describe_environment(), "rows": list(map(asdict, rows))}
+        content = {"environment": describe_environment("cpu", torch.float32), "rows": list(map(asdict, rows))}
         options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from time import thread_time
 
 import torch
+from common import least_seconds
 from rich.console import Console
 from rich.table import Table
 from transformers import MaxLengthCriteria, StoppingCriteriaList
@@ -97,16 +98,6 @@ def _draft(parents: list[int], tokens: torch.LongTensor) -> DraftTree:
     return DraftTree(tokens, torch.tensor(parents), [len(parents)])
 
 
-def least_of(rounds: int, sides: list[Callable[[], object]]) -> list[float]:
-    seconds = [float("inf")] * len(sides)
-    for _ in range(rounds):
-        for index, side in enumerate(sides):
-            began = thread_time()
-            side()
-            seconds[index] = min(seconds[index], thread_time() - began)
-    return seconds
-
-
 def measure(vocabulary: int, rounds: int) -> list[dict]:
     rows = []
     for draft, parents in DRAFTS.items():
@@ -126,7 +117,7 @@ def measure_one(make: Callable[[], list], drafted: tuple, rounds: int) -> dict:
     texts = [judge(*drafted) for judge in judges]
     assert texts[1] == texts[2]
     assert len(texts[2]) == NUM_ACCEPTED + 1
-    first, every, path = least_of(rounds, [partial(judge, *drafted) for judge in judges])
+    first, every, path = least_seconds(rounds, [partial(judge, *drafted) for judge in judges], thread_time)
     return {
         "milliseconds_with_transformers": round(first * 1e3, 2),
         "all_nodes": round(every / first, 3),

@@ -141,7 +141,7 @@ class _Product:
     def __init__(self, module: ir.Module, dtype: torch.dtype):
         self.module, self.lanes = module, vector_size() // 4
         self.long, self.word, self.single = ir.IntType(64), ir.IntType(32), ir.FloatType()
-        # Numba's LLVM has no bfloat16: its bits are the upper half of a float32.
+        # llvmlite has no bfloat16: its bits are the upper half of a float32.
         self.stored = {torch.float32: self.single, torch.float16: ir.HalfType()}.get(dtype, ir.IntType(16))
         self.vector = ir.VectorType(self.single, self.lanes)
         # Of 16 registers 12 hold sums and 3 weights; x comes from memory.

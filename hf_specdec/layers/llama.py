@@ -146,6 +146,7 @@ def project(linear: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     parameters = linear._parameters
     if "weight" not in parameters:
         return linear(hidden)  # packed
+    # Spares small models a call for each of their layers.
     if not products.wins_of_shapes:
         return F.linear(hidden, parameters["weight"], parameters["bias"])
     return products.product(hidden, parameters["weight"], parameters["bias"])

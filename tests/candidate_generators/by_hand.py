@@ -70,6 +70,11 @@ def drafts_of(generator, texts, limits=None):
     anchors = torch.stack([text[-1] for text in texts])
     draft = generator.propose(DraftStep(list(range(len(texts))), anchors, [len(text) for text in texts], limits))
     assert draft.size <= generator.num_draft_nodes
+    return paths_of(draft)
+
+
+def paths_of(draft):
+    """Each row's nodes as paths of tokens."""
     found = []
     for tokens, parents in zip(draft.token_lists(), draft.parent_lists()):
         paths = []

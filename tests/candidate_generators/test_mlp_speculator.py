@@ -16,6 +16,7 @@ from hf_specdec.candidate_generators.mlp_speculator.generator import GrowthPlan,
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
 from hf_specdec.drafts import TokenTree
 from hf_specdec.protocol import Commit, DraftStep, Session
+from tests.candidate_generators.by_hand import paths_of
 from tests.models import VOCAB_SIZE, prompts, tiny_llama
 from tests.test_sampling import (
     sample,
@@ -95,17 +96,6 @@ def drafted(generator, hidden, tokens, limits=None):
     generator.observe(Commit(rows, tokens[:, None], [[t] for t in tokens.tolist()], [0] * len(rows), {"last": hidden}))
     limits = limits or [generator.num_speculative_tokens] * len(rows)
     return generator.propose(DraftStep(rows, tokens, [20] * len(rows), limits))
-
-
-def paths_of(draft):
-    """Each row's nodes as paths of tokens."""
-    found = []
-    for tokens, parents in zip(draft.token_lists(), draft.parent_lists()):
-        paths = []
-        for token, parent in zip(tokens, parents):
-            paths.append((*(paths[parent] if parent >= 0 else ()), token))
-        found.append(paths)
-    return found
 
 
 class TestPublishedDrafts:

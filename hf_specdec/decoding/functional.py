@@ -18,9 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafts import TreeTopology
-from ..kernels.products import product
 from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE
-from ..layers.llama import DecoderLayer, RMSNorm, is_published, is_untouched, modules_of
+from ..layers.llama import DecoderLayer, RMSNorm, is_published, is_untouched, modules_of, project
 from ..layers.rope import RotaryAngles, has_static_frequencies
 from .attention import TREE_KERNEL, TreeMask, attention_switch
 from .cache import SlotCache
@@ -68,12 +67,12 @@ class FunctionalSlotModel(SlotModel):
         super().__init__(model, cache, states)
         decoder = model.get_decoder()
         self._embedding = decoder.embed_tokens.weight
-        self._head = model.get_output_embeddings().weight
+        self._head = model.get_output_embeddings()
         self._norm = RMSNorm.sharing(decoder.norm)
         self._layers = [DecoderLayer.of(layer, index) for index, layer in enumerate(decoder.layers)]
         attention = self._layers[0].self_attn
         self._groups = attention.groups
-        self._fits_kernel = self._head.dtype in DTYPES and attention.head_dim <= MAX_HEAD_SIZE
+        self._fits_kernel = self._head.weight.dtype in DTYPES and attention.head_dim <= MAX_HEAD_SIZE
         self._has_full_span = all(span == FULL for span in self.profile.spans)
         types = self.profile.layer_types
         kinds = getattr(model.config, "layer_types", None) or [""] * len(self._layers)
@@ -97,8 +96,8 @@ class FunctionalSlotModel(SlotModel):
             states[len(self._layers)] = stream
         if "last" in self.states:
             states["last"] = last = self._norm(stream)
-            return SlotOutput(product(last[:, logits_from:], self._head), states)
-        return SlotOutput(product(self._norm(stream[:, logits_from:]), self._head), states)
+            return SlotOutput(project(self._head, last[:, logits_from:]), states)
+        return SlotOutput(project(self._head, self._norm(stream[:, logits_from:])), states)
 
     def _masks_of_spans(self, topology: TreeTopology, tokens: torch.LongTensor, rows: RowState) -> list:
         """The masks of layers, by span."""
@@ -112,7 +111,7 @@ class FunctionalSlotModel(SlotModel):
             return [None] * len(spans)
         # The query heads of a group become further positions of their key/value head.
         repeats = self._groups if nodes > 1 else 1
-        return node_masks(topology, rows, self.cache.plan.columns, spans, self._head.dtype, repeats)
+        return node_masks(topology, rows, self.cache.plan.columns, spans, self._head.weight.dtype, repeats)
 
     def _positions_at(self, topology: TreeTopology, rows: RowState) -> torch.LongTensor | slice:
         """Position ids of the nodes `(R, T)`, or those of all rows as a slice."""

@@ -128,7 +128,7 @@ def test_without_probs():
     assert light.topology is topology
 
 
-def chances_of(parents: list[int], draw) -> list[float]:
+def log_probs_of(parents: list[int], draw) -> list[float]:
     """Log-probabilities of the paths: no child is likelier than its parent."""
     found: list[float] = []
     for parent in parents:
@@ -140,18 +140,20 @@ def chances_of(parents: list[int], draw) -> list[float]:
 @given(st.integers(1, 12), st.integers(1, 3), st.integers(1, 12), st.data())
 def test_a_smaller_tree_has_the_likeliest_nodes(size, batch_size, count, data):
     rows = [[data.draw(st.integers(-1, node - 1)) for node in range(size)] for _ in range(batch_size)]
-    chances = [chances_of(row, data.draw) for row in rows]
+    log_probs = [log_probs_of(row, data.draw) for row in rows]
     tokens = torch.arange(batch_size * size).view(batch_size, size)
     counts = [data.draw(st.integers(0, size)) for _ in rows]
-    for row, valid in zip(chances, counts):
+    for row, valid in zip(log_probs, counts):
         row[valid:] = [-torch.inf] * (size - valid)
-    whole = DraftTree(tokens, torch.tensor(rows), counts, chances=torch.tensor(chances))
+    whole = DraftTree(tokens, torch.tensor(rows), counts, path_log_probs=torch.tensor(log_probs))
+    with pytest.warns(DeprecationWarning, match="path_log_probs"):
+        assert whole.chances is whole.path_log_probs
     cut = whole.likeliest(count)
     assert cut.size == min(count, size)
     for row in range(batch_size):
         valid, own = cut.counts()[row], whole.token_lists()[row]
         assert valid == min(counts[row], count)
-        order = sorted(range(counts[row]), key=lambda node: (-chances[row][node], node))
+        order = sorted(range(counts[row]), key=lambda node: (-log_probs[row][node], node))
         kept = sorted(order[:valid])
         assert cut.token_lists()[row] == [own[node] for node in kept]
         # The same parents, by their tokens.
@@ -175,7 +177,7 @@ def test_a_smaller_static_tree_is_static(max_depths, count):
         assert all(len(path) <= depth for path in paths)
         parents = [paths[parent] if parent >= 0 else () for parent in cut.parent_lists()[row]]
         assert parents == [path[:-1] for path in paths]
-    ranked = DraftTree.of_shape(tree, tokens).chances_by_rank()
+    ranked = DraftTree.of_shape(tree, tokens).probs_by_rank()
     assert ranked.tolist() == sorted(ranked.tolist(), reverse=True)
     assert ranked[0] == pytest.approx(0.6)
 
@@ -183,7 +185,7 @@ def test_a_smaller_static_tree_is_static(max_depths, count):
 def test_what_says_nothing_of_its_nodes_stays_whole():
     chain = DraftTree.chain(torch.arange(6).view(1, 6))
     assert chain.likeliest(2) is chain
-    assert chain.chances_by_rank() is None
+    assert chain.probs_by_rank() is None
     tree = DraftTree.from_lists([[5, 6, 7]], parents=[[-1, -1, 0]])
     assert tree.likeliest(2) is tree
-    assert tree.chances_by_rank() is None
+    assert tree.probs_by_rank() is None

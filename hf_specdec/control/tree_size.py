@@ -56,7 +56,7 @@ class TreeSize:
         phase = self._num_drafts % SIZE_EVERY
         self._num_drafts += 1
         if phase == 0:
-            self._arriving, self._depth = PendingRead(draft.chances_by_rank()), depth
+            self._arriving, self._depth = PendingRead(draft.probs_by_rank()), depth
         elif phase == 1:
             # They have long arrived.
             self._learn_ranks(self._arriving.get().tolist())

@@ -102,7 +102,7 @@ class DraftNodes(NamedTuple):
         tokens, parents, log_probs = (
             values[:, : max(counts)].to(device) for values in (self.tokens, self.parents, self.log_probs)
         )
-        return DraftTree(tokens, parents, counts, chances=log_probs)
+        return DraftTree(tokens, parents, counts, path_log_probs=log_probs)
 
 
 class RowLimits:

@@ -256,7 +256,7 @@ class TokenTree:
         return self if depth >= self.max_depth else _prefix(self, max(depth, 0))
 
     @cached_property
-    def prior_chances(self) -> tuple[float, ...]:
+    def prior_probs(self) -> tuple[float, ...]:
         """Probability of each node where no accuracies were measured."""
         accuracies = prior_accuracies(self.max_depth, max(self.widths, default=1))
         return tuple(math.prod(ranks[rank] for ranks, rank in zip(accuracies, path)) for path in self.paths)
@@ -286,7 +286,7 @@ def _prefix(tree: TokenTree, depth: int) -> TokenTree:
 @lru_cache(maxsize=256)
 def _likeliest(tree: TokenTree, count: int) -> tuple[TokenTree, tuple[int, ...]]:
     # Of equal ones the first: parents come before their children.
-    order = sorted(range(len(tree)), key=lambda node: -tree.prior_chances[node])
+    order = sorted(range(len(tree)), key=lambda node: -tree.prior_probs[node])
     nodes = tuple(sorted(order[:count]))
     return TokenTree(tuple(tree.paths[node] for node in nodes)), nodes
 

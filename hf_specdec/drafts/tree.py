@@ -7,6 +7,7 @@ Shapes: B rows of the batch, N draft nodes of a row, T = N + 1 verified nodes (n
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
 from copy import copy
@@ -40,8 +41,8 @@ class DraftTree:
         is_chain (`bool`): Node i is the child of node i - 1.
         shape (`TokenTree`, *optional*): The static tree that all rows share; what follows from it is computed once.
         node_parents (`list[list[int]]`, *optional*): The parents of the valid nodes on the host, like `node_lists`.
-        chances (`torch.FloatTensor` of shape `(B, N)`, *optional*): Log-probability of the path to each node, -inf for
-            padding, by which a smaller tree can be cut out of this one.
+        path_log_probs (`torch.FloatTensor` of shape `(B, N)`, *optional*): Log-probability of the path to each node,
+            -inf for padding, by which a smaller tree can be cut out of this one.
 
     Attributes:
         batch_size (`int`): B.
@@ -58,7 +59,7 @@ class DraftTree:
     is_chain: bool = False
     shape: TokenTree | None = field(default=None, repr=False)
     node_parents: list[list[int]] | None = field(default=None, repr=False)
-    chances: torch.FloatTensor | None = field(default=None, repr=False)
+    path_log_probs: torch.FloatTensor | None = field(default=None, repr=False)
     batch_size: int = field(init=False, repr=False)
     size: int = field(init=False, repr=False)
     node_counts: list[int] | None = field(default=None, init=False, repr=False)
@@ -167,11 +168,17 @@ class DraftTree:
         return draft
 
     @property
+    def chances(self) -> torch.FloatTensor | None:
+        """Former name of `path_log_probs`."""
+        warnings.warn("DraftTree.chances is now DraftTree.path_log_probs.", DeprecationWarning, stacklevel=2)
+        return self.path_log_probs
+
+    @property
     def is_rated(self) -> bool:
         """Tells whether the draft is a tree that rates its nodes, by itself or by its shape."""
-        return not self.is_chain and self.probs is None and (self.shape is not None or self.chances is not None)
+        return not self.is_chain and self.probs is None and (self.shape is not None or self.path_log_probs is not None)
 
-    def chances_by_rank(self) -> torch.FloatTensor | None:
+    def probs_by_rank(self) -> torch.FloatTensor | None:
         """Estimated probabilities that the best node of a row is accepted, the next best one, and so on.
 
         Returns:
@@ -181,8 +188,8 @@ class DraftTree:
         if not self.is_rated:
             return None
         if self.shape is not None:
-            return _prior_chances_by_rank(self.shape)
-        return self.chances.exp().sort(dim=1, descending=True).values.mean(0)
+            return _prior_probs_by_rank(self.shape)
+        return self.path_log_probs.exp().sort(dim=1, descending=True).values.mean(0)
 
     def likeliest(self, count: int) -> DraftTree:
         """At most `count` nodes of each row, the likeliest to be accepted; the whole draft if it rates none."""
@@ -190,11 +197,13 @@ class DraftTree:
             return self
         if self.shape is not None:
             return self._likeliest_of_shape(count)
-        best = self.chances.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
+        best = self.path_log_probs.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
         parents = renumbered(self.parents.expand_as(self.tokens).gather(1, best), best, self.size)
         known = self.node_counts
         counts = self.num_nodes.clamp(max=count) if known is None else [min(own, count) for own in known]
-        return DraftTree(self.tokens.gather(1, best), parents, counts, chances=self.chances.gather(1, best))
+        return DraftTree(
+            self.tokens.gather(1, best), parents, counts, path_log_probs=self.path_log_probs.gather(1, best)
+        )
 
     def _likeliest_of_shape(self, count: int) -> DraftTree:
         tree, nodes = self.shape.likeliest(count)
@@ -277,5 +286,5 @@ def _flat(rows: list[list[int]]) -> list[int]:
 
 
 @lru_cache(maxsize=256)
-def _prior_chances_by_rank(shape: TokenTree) -> torch.FloatTensor:
-    return torch.tensor(sorted(shape.prior_chances, reverse=True))
+def _prior_probs_by_rank(shape: TokenTree) -> torch.FloatTensor:
+    return torch.tensor(sorted(shape.prior_probs, reverse=True))

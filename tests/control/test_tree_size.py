@@ -32,7 +32,7 @@ def rated(probs, rows=1):
     order = random.Random(0).sample(range(len(probs)), len(probs))
     ratings = torch.tensor([[probs[rank] for rank in order]] * rows, dtype=torch.float64).log()
     tokens = torch.tensor([order] * rows)
-    return DraftTree(tokens, torch.full_like(tokens[0], -1), [len(probs)] * rows, chances=ratings)
+    return DraftTree(tokens, torch.full_like(tokens[0], -1), [len(probs)] * rows, path_log_probs=ratings)
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.01, 0.03, 0.1, 1.0])

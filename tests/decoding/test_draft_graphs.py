@@ -188,7 +188,11 @@ class Call:
         assert draft.size <= self.generator.num_draft_nodes
         shapes = draft.token_lists(), draft.parent_lists(), draft.max_depths()
         # Sums of logarithms may be rounded otherwise in other sizes.
-        ratings = [None] * len(limits) if draft.chances is None else draft.chances.exp().round(decimals=3).tolist()
+        ratings = (
+            [None] * len(limits)
+            if draft.path_log_probs is None
+            else draft.path_log_probs.exp().round(decimals=3).tolist()
+        )
         return list(zip(*shapes, [rating and rating[:count] for rating, count in zip(ratings, draft.counts())]))
 
     @property

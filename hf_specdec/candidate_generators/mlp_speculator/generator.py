@@ -397,7 +397,7 @@ class ChosenNodes(NamedTuple):
         if not isinstance(counts, list):
             is_padding = torch.arange(log_probs.shape[1], device=device) >= counts[:, None]
             log_probs = log_probs.masked_fill(is_padding, -torch.inf)
-        return DraftTree(tokens.to(device), parents.to(device), counts, chances=log_probs)
+        return DraftTree(tokens.to(device), parents.to(device), counts, path_log_probs=log_probs)
 
     def _num_within(self, limits: list[int]) -> torch.LongTensor:
         """Number of each row's valid nodes that are not deeper than its limit; they come first."""

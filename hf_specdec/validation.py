@@ -1,17 +1,18 @@
-"""Checks of values that users give: their type, their bounds, and what an error says about them.
+"""Settings that users give: how one is declared, and how its value is checked.
 
-A value is checked against a type annotation ([`as_annotated`]) or against bounds (`check_*`). Messages have the name
-of the setting, what it must be, and what was found.
+A setting is a dataclass field made by [`setting`]; its annotation says the type and the choices, its metadata all the
+rest. [`checked`] checks a value. Messages have the name of the setting, what it must be, and what was found.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import field
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, field, fields
+from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from .errors import SpecConfigError, did_you_mean, shown
 from .reading import parse_json
@@ -62,7 +63,100 @@ def thawed(value: Any) -> Any:
     return list(map(thawed, value)) if isinstance(value, tuple) else value
 
 
-# --------------------------------------------------------------------------------------------------------- annotations
+# -------------------------------------------------------------------------------------------------------- declarations
+
+
+class Bounds(NamedTuple):
+    """Limits of a number, or of the numbers of a list.
+
+    Args:
+        least, most (`float`, *optional*): The limits; integers have `MOST_INTEGER` where no other is set.
+        inclusive (`bool`): The limits themselves are allowed.
+    """
+
+    least: float | None = None
+    most: float | None = None
+    inclusive: bool = True
+
+    def allows(self, value: float) -> bool:
+        least = -math.inf if self.least is None else self.least
+        unlimited = MOST_INTEGER if is_int(value) else math.inf
+        most = unlimited if self.most is None else self.most
+        return least <= value <= most if self.inclusive else least < value < most
+
+    def phrase(self, noun: str) -> str:
+        """The noun with the limits: "an integer from 1 to 8", "a number above 0"."""
+        least, most, inclusive = self
+        if least is None and most is None:
+            return noun
+        if most is None:
+            return f"{noun} of at least {least}" if inclusive else f"{noun} above {least}"
+        if least is None:
+            return f"{noun} of at most {most}" if inclusive else f"{noun} below {most}"
+        return f"{noun} from {least} to {most}" if inclusive else f"{noun} between {least} and {most}"
+
+
+_UNBOUNDED = Bounds()
+
+
+def setting(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    inclusive: bool = True,
+    **about: Any,
+) -> Any:
+    """Declares a dataclass field that is a setting; its annotation says the type and the choices.
+
+    Args:
+        default (`Any`, *optional*): Without one it has to be given.
+        help (`str`): One or two sentences, which say what `None` stands for.
+        least, most, inclusive: Its [`Bounds`].
+        about: Further metadata: `key`, `published`, `former_names` and `engine_names` of a method's option, `flags` of
+            the command line, `normalize`, `aliases`, `describes_model`, `rule` and `is_secret` of a field of
+            `SpeculativeConfig`.
+    """
+    metadata = {"help": help, "bounds": Bounds(least, most, inclusive), **about}
+    return field(default=default, metadata=metadata, compare=not about.get("is_secret"))
+
+
+class Options:
+    """Base of dataclasses of settings, whose values are checked and kept in the form of their annotations.
+
+    Raises:
+        SpecConfigError: A value has another type, is none of the choices or is out of bounds.
+    """
+
+    def __post_init__(self):
+        hints = hints_of(type(self))
+        for item in fields(self):
+            bounds = item.metadata.get("bounds", _UNBOUNDED)
+            value = checked(item.name, getattr(self, item.name), hints[item.name], bounds)
+            object.__setattr__(self, item.name, value)
+
+
+@cache
+def hints_of(options: type) -> dict[str, Any]:
+    """The annotations of a dataclass, by field."""
+    return get_type_hints(options)
+
+
+def draft_sample_method_field(default: str) -> Any:
+    """The option `draft_sample_method` of a method that can draw its drafts.
+
+    Args:
+        default (`str`): "greedy" or "probabilistic": what holds where it is left out.
+    """
+    return setting(
+        None,
+        "How draft tokens are chosen when the target samples: `greedy` takes the best ones, `probabilistic` draws a "
+        f"chain from the draft's distribution. Left out, `{default}`. A greedy target gets the best tokens always.",
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
 
 
 class _Kind(NamedTuple):
@@ -90,17 +184,18 @@ def types_of(hint: Any) -> tuple:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
-def as_annotated(name: str, value: Any, hint: Any, aliases: Iterable[str] = ()) -> Any:
+def checked(name: str, value: Any, hint: Any, bounds: Bounds = _UNBOUNDED, aliases: Collection[str] = ()) -> Any:
     """The value in the form of its annotation: unions of plain types, `Literal` and tuples; all else passes.
 
     Args:
         name (`str`): Name of the setting.
         value (`Any`): What was given.
         hint (`Any`): The annotation.
-        aliases (`Iterable[str]`): Short spellings, for the message.
+        bounds (`Bounds`): Those of numbers. A list that has bounds is one of at least one integer.
+        aliases (`Collection[str]`): Short spellings, for the message.
 
     Raises:
-        SpecConfigError: It has another type, or is none of the choices.
+        SpecConfigError: It has another type, is none of the choices or is out of bounds.
     """
     if isinstance(value, str) and len(value) > _MOST_CHARACTERS:
         raise SpecConfigError(f"`{name}` must have at most {_MOST_CHARACTERS} characters, got {len(value)}.")
@@ -110,15 +205,39 @@ def as_annotated(name: str, value: Any, hint: Any, aliases: Iterable[str] = ()) 
             if any(type(value) is type(choice) and value == choice for choice in get_args(kind)):
                 return value
             continue
-        known = _KINDS.get(get_origin(kind) or kind, _ANYTHING)
+        known = _kind_of(kind)
         if known.is_valid(value):
-            return known.convert(value)
-    raise SpecConfigError(_wrong_type(types, name, value, aliases))
+            value = known.convert(value)
+            if not _is_within(value, bounds):
+                if is_int(value) and value > MOST_INTEGER and bounds.most is None:
+                    bounds = bounds._replace(most=MOST_INTEGER)
+                raise SpecConfigError(f"`{name}` must be {_noun(kind, bounds)}, got {shown(value)}.")
+            return value
+    raise SpecConfigError(_wrong_type(types, name, value, bounds, aliases))
 
 
-def _wrong_type(types: tuple, name: str, value: Any, aliases: Iterable[str]) -> str:
+def _is_within(value: Any, bounds: Bounds) -> bool:
+    if is_number(value):
+        return bounds.allows(value)
+    if isinstance(value, tuple) and bounds != _UNBOUNDED:
+        return 0 < len(value) <= MOST_DRAFT_TOKENS and all(is_int(item) and bounds.allows(item) for item in value)
+    return True
+
+
+def _kind_of(hint: Any) -> _Kind:
+    return _KINDS.get(get_origin(hint) or hint, _ANYTHING)
+
+
+def _noun(hint: Any, bounds: Bounds) -> str:
+    kind = _kind_of(hint)
+    if kind is _KINDS[tuple] and bounds != _UNBOUNDED:
+        return bounds.phrase("a list of integers")
+    return bounds.phrase(kind.name) if hint in (int, float) else kind.name
+
+
+def _wrong_type(types: tuple, name: str, value: Any, bounds: Bounds, aliases: Collection[str]) -> str:
     choices = [choice for kind in types if get_origin(kind) is Literal for choice in get_args(kind)]
-    plain = [_KINDS.get(kind, _ANYTHING).name for kind in types if get_origin(kind) is not Literal]
+    plain = [_noun(kind, bounds) for kind in types if get_origin(kind) is not Literal]
     *others, last = [*map(repr, choices), *plain]
     expected = f"{', '.join(others)} or {last}" if others else last
     expected += f" (short: {', '.join(map(repr, aliases))})" if aliases else ""
@@ -137,75 +256,3 @@ def _is_json_number(text: str) -> bool:
         return isinstance(parse_json(text.lower()), (int, float))
     except ValueError:
         return False
-
-
-# -------------------------------------------------------------------------------------------------------------- bounds
-
-
-def check_bounds(options: Any, **bounds: tuple[float, float]) -> None:
-    """Checks numbers of an options object, by name: the least and the largest value of each.
-
-    Bounds that are integers mean that only integers are taken. What is `None` by default may be `None`.
-
-    Raises:
-        SpecConfigError: One of them is no number between its bounds.
-    """
-    for name, (least, most) in bounds.items():
-        value = getattr(options, name)
-        if value is not None or options.__dataclass_fields__[name].default is not None:
-            check_number(name, value, least, most)
-
-
-def check_number(name: str, value: Any, least: float, most: float) -> None:
-    """Raises a [`SpecConfigError`] unless it is a number between two bounds, and an integer where these are."""
-    if not _is_between(value, least, most):
-        limits = (
-            f"an integer from {least} to {most}" if isinstance(most, int) else f"a number from {least:g} to {most:g}"
-        )
-        raise SpecConfigError(f"`{name}` must be {limits}, got {shown(value)}.")
-
-
-def check_integers(name: str, values: Any, least: int) -> None:
-    """Raises a [`SpecConfigError`] unless it is a list of at least one such integer, or left out."""
-    if values is None:
-        return
-    is_list = isinstance(values, (list, tuple)) and 0 < len(values) <= MOST_DRAFT_TOKENS
-    if not is_list or not all(_is_between(value, least, MOST_DRAFT_TOKENS) for value in values):
-        raise SpecConfigError(
-            f"`{name}` must be a list of integers from {least} to {MOST_DRAFT_TOKENS}, got {shown(values)}."
-        )
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Raises a [`SpecConfigError`] unless it is `True` or `False`."""
-    if not isinstance(value, bool):
-        raise SpecConfigError(f"`{name}` must be True or False, got {shown(value)}.")
-
-
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raises a [`SpecConfigError`] unless it is one of several words, or left out."""
-    if value is not None and not (isinstance(value, str) and value in choices):
-        raise SpecConfigError(f"`{name}` must be {' or '.join(map(repr, choices))}, got {shown(value)}.")
-
-
-def check_draft_sample_method(value: Any) -> None:
-    """Raises a [`SpecConfigError`] unless it is a way to choose draft tokens, or left out."""
-    check_choice("draft_sample_method", value, ("greedy", "probabilistic"))
-
-
-def draft_sample_method_field(default: str) -> Any:
-    """The option `draft_sample_method` of a method that can draw its drafts.
-
-    Args:
-        default (`str`): "greedy" or "probabilistic": what holds where it is left out.
-    """
-    text = (
-        "How draft tokens are chosen when the target samples: `greedy` takes the best ones, `probabilistic` draws a "
-        f"chain from the draft's distribution. Left out, `{default}`. A greedy target gets the best tokens always."
-    )
-    return field(default=None, metadata={"help": text})
-
-
-def _is_between(value: Any, least: float, most: float) -> bool:
-    is_kind = is_int(value) if isinstance(most, int) else is_number(value)
-    return is_kind and least <= value <= most

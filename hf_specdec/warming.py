@@ -25,13 +25,13 @@ from .decoding.profile import model_profile
 from .decoding.request import Request
 from .decoding.target import SlotModel
 from .drafts import chain_topology
-from .errors import SpecConfigError
 from .loader import load_speculator
 from .metrics import SpecDecodingStats
 from .patching import original_generate
 from .protocol import DraftStep
 from .speculator import Speculator
 from .target_facts import vocabulary_size
+from .validation import Bounds, checked
 
 
 @dataclass
@@ -100,7 +100,9 @@ def warm_up(
         UnsupportedModelError: The loop cannot drive the model.
     """
     began = perf_counter()
-    _check(batch_sizes=min(batch_sizes, default=0), prompt_length=prompt_length, max_new_tokens=max_new_tokens - 1)
+    checked("batch_sizes", tuple(batch_sizes), tuple[int, ...], Bounds(least=1))
+    checked("prompt_length", prompt_length, int, Bounds(least=1))
+    checked("max_new_tokens", max_new_tokens, int, Bounds(least=2))
     model_profile(model)
     speculator = speculative if isinstance(speculative, Speculator) else load_speculator(model, speculative)
     # These calls leave no texts in caches, and no costs or acceptance in the profile.
@@ -116,13 +118,6 @@ def warm_up(
             on_call()
     done.seconds = perf_counter() - began
     return done
-
-
-def _check(**numbers: int) -> None:
-    for name, number in numbers.items():
-        if number < 1:
-            least = 2 if name == "max_new_tokens" else 1
-            raise SpecConfigError(f"`{name}` of a warm-up must be at least {least}.")
 
 
 def _row_counts(most: int) -> list[int]:

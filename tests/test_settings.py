@@ -267,7 +267,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("settings", "words"),
         [
-            ({"num_speculative_tokens": 0}, ["`num_speculative_tokens`", "at least 1", "got 0"]),
+            ({"num_speculative_tokens": 0}, ["`num_speculative_tokens` must be an integer from 1 to 1024", "got 0"]),
             ({"num_speculative_tokens": True}, ["an integer", "True (bool)"]),
             ({"num_speculative_tokens": "5"}, ["an integer", "'5' (str)", "without quotes"]),
             ({"num_speculative_tokens": 2.0}, ["an integer", "2.0 (float)"]),
@@ -283,8 +283,11 @@ class TestErrors:
             ({"rejection_sample_method": True}, ["'synthetic'", "True (bool)"]),
             ({"posterior_threshold": 0.2}, ["`posterior_threshold`=0.2", "='typical'", "got 'standard'"]),
             ({"posterior_alpha": 1, "rejection_sample_method": "block"}, ["`posterior_alpha`=1.0", "got 'block'"]),
-            ({"posterior_threshold": 1.5, "rejection_sample_method": "typical"}, ["at most 1", "got 1.5"]),
-            ({"posterior_threshold": -0.1, "rejection_sample_method": "typical"}, ["at least 0", "got -0.1"]),
+            ({"posterior_threshold": 1.5, "rejection_sample_method": "typical"}, ["a number from 0 to 1", "got 1.5"]),
+            (
+                {"posterior_threshold": -0.1, "rejection_sample_method": "typical"},
+                ["a number from 0 to 1", "got -0.1"],
+            ),
             ({"posterior_alpha": -1, "rejection_sample_method": "typical"}, ["`posterior_alpha`", "at least 0"]),
             ({"synthetic_acceptance_length": 2}, ["`synthetic_acceptance_length`=2.0", "='synthetic'"]),
             ({"synthetic_acceptance_rates": [0.5], "rejection_sample_method": "typical"}, ["(0.5,)", "'synthetic'"]),
@@ -305,7 +308,7 @@ class TestErrors:
             ({"synthetic_acceptance_rates": [float("nan")]}, ["list of numbers", "nan"]),
             (
                 {"synthetic_acceptance_length": 0.5, "rejection_sample_method": "synthetic"},
-                ["`synthetic_acceptance_length`", "at least 1", "0.5"],
+                ["`synthetic_acceptance_length`", "from 1 to 1025", "0.5"],
             ),
             ({"rate": "0.5"}, ["a number", "without quotes"]),
             ({"rate": float("nan")}, ["a number", "nan"]),
@@ -421,7 +424,7 @@ class TestReplace:
         assert config == SpeculativeConfig("ngram", num_speculative_tokens=3)
 
     def test_changes_are_checked(self):
-        assert "at least 1" in error_of(SpeculativeConfig("toy").replace, num_speculative_tokens=0)
+        assert "from 1 to 1024" in error_of(SpeculativeConfig("toy").replace, num_speculative_tokens=0)
 
 
 class TestToken:
@@ -707,7 +710,10 @@ class TestOtherNames:
         message = error_of(SpeculativeConfig, "eagle3", "org/head", total_tokens=1)
         assert message == "`num_draft_nodes` must be an integer from 1 to 1024, got 0."
         message = error_of(SpeculativeConfig, "eagle3", "org/head", total_tokens="60")
-        assert "`num_draft_nodes` must be an integer or None, got '60' (str). Write it without quotes." in message
+        assert (
+            "`num_draft_nodes` must be an integer from 1 to 1024 or None, got '60' (str). Write it without quotes."
+            in message
+        )
 
 
 class TestHash:

@@ -121,10 +121,10 @@ def test_any_model(name, backends):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_sizes": []}, "`batch_sizes` of a warm-up must be at least 1"),
-        ({"batch_sizes": [4, 0]}, "`batch_sizes` of a warm-up must be at least 1"),
-        ({"prompt_length": 0}, "`prompt_length` of a warm-up must be at least 1"),
-        ({"max_new_tokens": 1}, "`max_new_tokens` of a warm-up must be at least 2"),
+        ({"batch_sizes": []}, "`batch_sizes` must be a list of integers of at least 1"),
+        ({"batch_sizes": [4, 0]}, "`batch_sizes` must be a list of integers of at least 1"),
+        ({"prompt_length": 0}, "`prompt_length` must be an integer of at least 1"),
+        ({"max_new_tokens": 1}, "`max_new_tokens` must be an integer of at least 2"),
     ],
 )
 def test_numbers_that_are_too_small(arguments, message):

@@ -58,9 +58,9 @@ def _recipe_parameters(known: Mapping[str, type]) -> Iterator[inspect.Parameter]
 
 
 def _parameter(item: Field, kind: Any, default: Any, help: str, panel: str | None) -> inspect.Parameter:
-    limits = item.metadata["limits"]
-    bounds = {"min": limits["least"], "max": limits["most"]} if limits["inclusive"] else {}
-    settings = {"help": help, "rich_help_panel": panel, "show_default": default is not None} | bounds
+    bounds = item.metadata["bounds"]
+    limits = {"min": bounds.least, "max": bounds.most} if bounds.inclusive and bounds.least is not None else {}
+    settings = {"help": help, "rich_help_panel": panel, "show_default": default is not None} | limits
     info = typer.Option(*flags_of(item, kind), **settings)
     kind = list[str] if get_origin(kind) is Sequence else kind if kind in (bool, int, float) else str
     annotation = Annotated[kind if default is not None else kind | None, info]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -11,7 +11,7 @@ from ..drafts import TokenTree
 from ..drafts.static import MAX_NODES
 from ..errors import SpecConfigError
 from ..protocol import Session
-from ..validation import check_bounds, check_draft_sample_method, draft_sample_method_field
+from ..validation import Options, draft_sample_method_field, setting
 from .growth import DynamicTree
 
 
@@ -30,65 +30,64 @@ _TREE_BATCH_SIZES = {"cpu": 0}
 # Where the settings name no shape, by device type: stop drafting below this path probability.
 _THRESHOLDS = {"cpu": 0.2}
 
-# Options of a dynamic tree, with the smallest and the largest value of each.
-_GROWTH_OPTIONS = {"draft_tree_depth": (1, 129), "draft_tree_top_k": (1, 64), "num_draft_nodes": (1, MAX_NODES)}
+# Options of a dynamic tree.
+_GROWTH_OPTIONS = ("draft_tree_depth", "draft_tree_top_k", "num_draft_nodes")
 
 
 @dataclass(frozen=True)
-class ExtrapolationOptions:
+class ExtrapolationOptions(Options):
     """Options of drafts that a network grows from states of its own.
 
     Raises:
         SpecConfigError: A value is out of range.
     """
 
-    draft_tree_depth: int | None = field(
-        default=None,
-        metadata={
-            "published": True,
-            "help": "For the dynamic tree: levels that are grown, so tokens of the longest path. Left out, "
-            f"{_TREE.depth + 1}, on a CPU {_TREES['cpu'].depth + 1}.",
-            "former_names": {"depth": 1},
-            "engine_names": {"speculative_num_steps": 0},
-        },
+    draft_tree_depth: int | None = setting(
+        None,
+        "For the dynamic tree: levels that are grown, so tokens of the longest path. Left out, "
+        f"{_TREE.depth + 1}, on a CPU {_TREES['cpu'].depth + 1}.",
+        least=1,
+        most=129,
+        published=True,
+        former_names={"depth": 1},
+        engine_names={"speculative_num_steps": 0},
     )
-    draft_tree_top_k: int | None = field(
-        default=None,
-        metadata={
-            "published": True,
-            "help": "For the dynamic tree: continuations of each node, and nodes of a level that are continued. Left "
-            f"out, {_TREE.top_k}, on a CPU {_TREES['cpu'].top_k}.",
-            "former_names": {"top_k": 0},
-            "engine_names": {"speculative_eagle_topk": 0},
-        },
+    draft_tree_top_k: int | None = setting(
+        None,
+        "For the dynamic tree: continuations of each node, and nodes of a level that are continued. Left "
+        f"out, {_TREE.top_k}, on a CPU {_TREES['cpu'].top_k}.",
+        least=1,
+        most=64,
+        published=True,
+        former_names={"top_k": 0},
+        engine_names={"speculative_eagle_topk": 0},
     )
-    num_draft_nodes: int | None = field(
-        default=None,
-        metadata={
-            "published": True,
-            "help": "For the dynamic tree: nodes that are drafted, the most probable ones of those grown. Left out, "
-            f"{_TREE.total_tokens - 1}, on a CPU {_TREES['cpu'].total_tokens - 1}.",
-            "former_names": {"total_tokens": -1},
-            "engine_names": {"speculative_num_draft_tokens": -1},
-        },
+    num_draft_nodes: int | None = setting(
+        None,
+        "For the dynamic tree: nodes that are drafted, the most probable ones of those grown. Left out, "
+        f"{_TREE.total_tokens - 1}, on a CPU {_TREES['cpu'].total_tokens - 1}.",
+        least=1,
+        most=MAX_NODES,
+        published=True,
+        former_names={"total_tokens": -1},
+        engine_names={"speculative_num_draft_tokens": -1},
     )
-    draft_min_path_prob: float | None = field(
-        default=None,
-        metadata={
-            "published": True,
-            "help": "A row's draft is not continued after nodes whose probability, along the whole path, is at most "
-            "this. 0 always drafts the full depth. Left out, 0; on a CPU, where no shape is asked for, "
-            f"{_THRESHOLDS['cpu']}.",
-            "former_names": {"adaptive_threshold": 0},
-        },
+    draft_min_path_prob: float | None = setting(
+        None,
+        "A row's draft is not continued after nodes whose probability, along the whole path, is at most "
+        "this. 0 always drafts the full depth. Left out, 0; on a CPU, where no shape is asked for, "
+        f"{_THRESHOLDS['cpu']}.",
+        least=0,
+        most=1,
+        published=True,
+        former_names={"adaptive_threshold": 0},
     )
     draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("greedy")
 
     def __post_init__(self):
-        check_bounds(self, **_GROWTH_OPTIONS, draft_min_path_prob=(0.0, 1.0))
+        super().__post_init__()
         if self.draft_min_path_prob == 1:
             raise SpecConfigError("`draft_min_path_prob` must be below 1, got 1: nothing would be continued.")
-        check_draft_sample_method(self.draft_sample_method)
 
 
 def draft_shape(

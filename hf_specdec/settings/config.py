@@ -15,7 +15,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, NamedTuple, get_type_hints
+from typing import Any, Literal, NamedTuple
 
 from ..errors import SpecConfigError, is_access_token, shown
 from ..method import drafting_method, methods, takes_model
@@ -23,11 +23,12 @@ from ..reading import reading_settings
 from ..threads import cached_property
 from ..validation import (
     MOST_DRAFT_TOKENS,
-    MOST_INTEGER,
-    as_annotated,
+    Bounds,
+    checked,
     frozen,
+    hints_of,
     is_json_value,
-    is_number,
+    setting,
     thawed,
     types_of,
 )
@@ -71,23 +72,6 @@ class Setting(NamedTuple):
     help: str
 
 
-def _setting(
-    default: Any,
-    help: str,
-    *,
-    minimum=None,
-    maximum=None,
-    normalize=None,
-    aliases: Mapping[str, str] | None = None,
-    describes_model: bool = False,
-    is_secret: bool = False,
-    rule: str | None = None,
-) -> Any:
-    metadata = {"help": help, "normalize": normalize, "aliases": aliases or {}, "minimum": minimum, "maximum": maximum}
-    metadata |= {"describes_model": describes_model, "is_secret": is_secret, "rule": rule}
-    return field(default=default, metadata=metadata, compare=not is_secret)
-
-
 @dataclass(frozen=True, init=False, repr=False)
 class SpeculativeConfig:
     """The method, its draft model, and their settings. Immutable, comparable and hashable.
@@ -112,145 +96,145 @@ class SpeculativeConfig:
         SpecConfigError: A setting is unknown, has the wrong type, is out of range or contradicts another.
     """
 
-    method: str | None = _setting(
+    method: str | None = setting(
         None,
         "Name of the method. Left out, it is read from the checkpoint of `model`. `auto` finds a drafter for the "
         "target. `suffix+eagle3` combines one that retrieves (`suffix`, `ngram`) with one that drafts with weights.",
     )
-    model: str | None = _setting(
+    model: str | None = setting(
         None, "Repo id or local folder of the draft model or draft head.", normalize=plain_path, describes_model=True
     )
-    num_speculative_tokens: int | Literal["auto"] | None = _setting(
+    num_speculative_tokens: int | Literal["auto"] | None = setting(
         None,
         "Speculation length k: draft tokens of a chain per cycle, from 1 to 1024. `auto`: in each cycle the length "
         "that pays, down to plain decoding. Left out, the method's default.",
-        minimum=1,
-        maximum=MOST_DRAFT_TOKENS,
+        least=1,
+        most=MOST_DRAFT_TOKENS,
     )
-    num_speculative_tokens_per_batch_size: tuple | None = _setting(
+    num_speculative_tokens_per_batch_size: tuple | None = setting(
         None,
         "Most draft tokens by the number of active rows: `[[1, 8, 5], [9, 32, 2], [33, 128, 0]]` (first, last, k; 0: "
         "none) or `{1: 5, 9: 2, 33: 0}` (from so many rows on). The last k holds for all larger batches. Of trees, "
         "the depth.",
         normalize=lengths_by_batch_size,
     )
-    speculative_token_tree: tuple | None = _setting(
+    speculative_token_tree: tuple | None = setting(
         None,
         "Static draft tree: paths of child ranks `[(0,), (1,), (0, 0)]`, parents `[0, 0, 1]` (0: the anchor), "
         "SGLang's `{'num_steps': 3, 'topk': 4, 'num_draft_tokens': 16}`, text of one of these, or the name of a "
         "published tree. For the methods that draft static trees.",
         normalize=token_tree,
     )
-    draft_tensor_parallel_size: int = _setting(
+    draft_tensor_parallel_size: int = setting(
         1,
         "Processes that hold parts of the draft model: 1, every process has all of it, or those of a loaded draft "
         "model that is passed as `assistant`.",
-        minimum=1,
+        least=1,
     )
-    quantization: Literal["bitsandbytes_4bit", "bitsandbytes_fp4", "bitsandbytes_8bit"] | None = _setting(
+    quantization: Literal["bitsandbytes_4bit", "bitsandbytes_fp4", "bitsandbytes_8bit"] | None = setting(
         None,
         "Quantise the draft model on loading: `bitsandbytes_4bit` (NF4; also `bitsandbytes`, `4bit`, `nf4`), "
         "`bitsandbytes_fp4` (`fp4`) or `bitsandbytes_8bit` (`8bit`, `int8`).",
         aliases=QUANTIZATION_ALIASES,
         describes_model=True,
     )
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] | None = _setting(
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] | None = setting(
         None,
         "Data type of the draft model; `auto` takes the checkpoint's. Left out, the target's.",
         normalize=torch_name,
         describes_model=True,
     )
-    device: str | None = _setting(
+    device: str | None = setting(
         None,
         "Device of the draft model, e.g. `cuda:1`. Left out, the target's.",
         normalize=torch_name,
         describes_model=True,
     )
-    max_model_len: int | None = _setting(
+    max_model_len: int | None = setting(
         None,
         "Longest sequence in tokens that is drafted for; a longer row goes on without drafts. "
         "Left out, the limits of the models.",
-        minimum=1,
+        least=1,
     )
-    revision: str | None = _setting(
+    revision: str | None = setting(
         None, "Branch, tag or commit of the draft model's repository.", describes_model=True
     )
-    code_revision: str | None = _setting(
+    code_revision: str | None = setting(
         None,
         "Branch, tag or commit of the draft model's remote code, if that is kept in another repository.",
         describes_model=True,
     )
-    subfolder: str | None = _setting(
+    subfolder: str | None = setting(
         None, "Folder inside the repository that holds the draft model.", describes_model=True
     )
-    cache_dir: str | None = _setting(
+    cache_dir: str | None = setting(
         None, "Folder where downloads are kept. Left out, the Hub's cache.", normalize=plain_path, describes_model=True
     )
-    local_files_only: bool = _setting(
+    local_files_only: bool = setting(
         False, "Take the draft model from the cache, and ask nothing of the Hub.", describes_model=True
     )
-    token: str | bool | None = _setting(
+    token: str | bool | None = setting(
         None,
         "Access token for private and gated repositories. Left out, that of the login. It is never saved.",
         describes_model=True,
         is_secret=True,
     )
-    trust_remote_code: bool = _setting(False, "Let code from the draft model's repository run.", describes_model=True)
-    trusted_owners: tuple | None = _setting(
+    trust_remote_code: bool = setting(False, "Let code from the draft model's repository run.", describes_model=True)
+    trusted_owners: tuple | None = setting(
         None,
         "Owners on the Hub whose drafters may be taken where no `model` is named, e.g. `['google', 'Qwen']`. Left "
         "out, all, as far as the environment variable HF_SPECDEC_TRUSTED_OWNERS allows them.",
         normalize=owners,
         describes_model=True,
     )
-    enforce_eager: bool = _setting(
+    enforce_eager: bool = setting(
         False, "Launch every forward from Python, and capture nothing in CUDA graphs. Nothing is captured on a CPU."
     )
-    control_profile: str | None = _setting(
+    control_profile: str | None = setting(
         None,
         "For `num_speculative_tokens='auto'`: file of `hf-specdec calibrate` to begin with. Left out, that of the "
         "cache folder, if there is one.",
         normalize=plain_path,
     )
-    disable_by_batch_size: int | None = _setting(
-        None, "Generate without drafts where the batch has more rows than this.", minimum=1
+    disable_by_batch_size: int | None = setting(
+        None, "Generate without drafts where the batch has more rows than this.", least=1
     )
-    disable_padded_drafter_batch: bool = _setting(
+    disable_padded_drafter_batch: bool = setting(
         False,
         "Accepted for configurations of serving engines. Rows are never padded to each other here, so it changes "
         "nothing.",
     )
-    rejection_sample_method: Literal["standard", "block", "typical", "synthetic"] = _setting(
+    rejection_sample_method: Literal["standard", "block", "typical", "synthetic"] = setting(
         "standard",
         "Acceptance rule. `standard` and `block` keep the target's distribution exactly; `block` judges a sampled "
         "chain as a whole and accepts at least as much. `typical` (Medusa's) changes the distribution; `synthetic` "
         "accepts at given rates whatever the tokens are, for timing: its text is meaningless.",
     )
-    posterior_threshold: float = _setting(
+    posterior_threshold: float = setting(
         0.09,
         "Epsilon of `typical`: a draft token of more probability is always kept. From 0 to 1.",
-        minimum=0,
-        maximum=1,
+        least=0,
+        most=1,
         rule="typical",
     )
-    posterior_alpha: float = _setting(
+    posterior_alpha: float = setting(
         0.3,
         "Delta of `typical`: so is a draft token of more probability than this times exp(-entropy).",
-        minimum=0,
+        least=0,
         rule="typical",
     )
-    synthetic_acceptance_rates: tuple | None = _setting(
+    synthetic_acceptance_rates: tuple | None = setting(
         None,
         "For `synthetic`: the probability that the first 1, 2, ... draft tokens are accepted, e.g. `[0.8, 0.6, 0.5]`. "
         "Never increasing; 0 after the last one.",
         normalize=acceptance_rates,
         rule="synthetic",
     )
-    synthetic_acceptance_length: float | None = _setting(
+    synthetic_acceptance_length: float | None = setting(
         None,
         "For `synthetic`, instead of the rates: tokens committed per verification, at least 1.",
-        minimum=1,
-        maximum=MOST_DRAFT_TOKENS + 1,
+        least=1,
+        most=MOST_DRAFT_TOKENS + 1,
         rule="synthetic",
     )
     options: Any = field(default=PendingOptions(), metadata={"help": "The options of the method, as an object."})
@@ -260,10 +244,10 @@ class SpeculativeConfig:
             flat = flattened({"method": method, "model": model, **settings})
             flat.update(_without_placeholder(flat["method"], flat["model"]))
             check_is_named(flat)
-            hints = _type_hints(SpeculativeConfig)
-            for setting in _common_fields():
-                value = _checked(setting, flat.pop(setting.name, None), hints[setting.name])
-                object.__setattr__(self, setting.name, value)
+            hints = hints_of(SpeculativeConfig)
+            for item in _common_fields():
+                value = _checked(item, flat.pop(item.name, None), hints[item.name])
+                object.__setattr__(self, item.name, value)
             check_combinations(self)
             object.__setattr__(self, "options", _build_options(self.method, flat))
 
@@ -320,10 +304,10 @@ class SpeculativeConfig:
         base, changes = self.to_dict(secrets=True), flattened(changes)
         new_method = canonical_method(changes.get("method", self.method))
         if self.method not in (None, AUTO) and new_method != self.method:
-            common = {setting.name for setting in _common_fields()}
+            common = {item.name for item in _common_fields()}
             base = {key: value for key, value in base.items() if key in common}
         new_rule = changes.get("rejection_sample_method", self.rejection_sample_method)
-        of_other_rules = {item.name for item in _common_fields() if item.metadata["rule"] not in (None, new_rule)}
+        of_other_rules = {item.name for item in _common_fields() if item.metadata.get("rule") not in (None, new_rule)}
         base = {key: value for key, value in base.items() if key not in of_other_rules}
         return type(self)(**merged(base, changes))
 
@@ -335,7 +319,7 @@ class SpeculativeConfig:
             defaults: Flat settings that hold where this configuration says nothing, as far as the method has them.
         """
         known = {name for item in options_in(options_class(method)) for name in names_of(item)}
-        known |= {setting.name for setting in _common_fields() if _concerns(setting, method)}
+        known |= {item.name for item in _common_fields() if _concerns(item, method)}
         settings = {key: value for key, value in self.to_dict(secrets=True).items() if key in known}
         defaults = {key: value for key, value in defaults.items() if key in known}
         return type(self)(**merged(defaults, {**settings, "method": method}))
@@ -454,10 +438,10 @@ class SpeculativeConfig:
 
     def _flat_items(self, secrets: bool = False) -> Iterator[tuple[str, Any, Any]]:
         """Flat name, value and default of every setting; pending options have no default."""
-        for setting in _common_fields():
-            if setting.metadata["is_secret"] and not secrets:
+        for item in _common_fields():
+            if item.metadata.get("is_secret") and not secrets:
                 continue
-            yield setting.name, getattr(self, setting.name), setting.default
+            yield item.name, getattr(self, item.name), item.default
         if isinstance(self.options, PendingOptions):
             yield from ((key, value, MISSING) for key, value in self.options.values)
         else:
@@ -515,12 +499,12 @@ def _common_fields() -> list[Field]:
     return [item for item in fields(SpeculativeConfig) if item.name != "options"]
 
 
-def _concerns(setting: Field, method: str) -> bool:
+def _concerns(item: Field, method: str) -> bool:
     """`True` for settings of all methods that can be given together with this one."""
-    if setting.metadata["describes_model"] and not takes_model(method):
+    if item.metadata.get("describes_model") and not takes_model(method):
         return False
     drafting = drafting_method(method)
-    return setting.name != "speculative_token_tree" or drafting is None or drafting.drafts_static_trees
+    return item.name != "speculative_token_tree" or drafting is None or drafting.drafts_static_trees
 
 
 def _type_name(item: Field) -> str:
@@ -535,7 +519,7 @@ def _build_options(method: str | None, flat: Mapping[str, Any]) -> Any:
         return _pending_options(flat)
     own_class = options_class(method)
     own = {key_of(item): item for item in options_in(own_class)}
-    hints = getattr(own_class, "type_hints", None) or _type_hints(own_class)
+    hints = getattr(own_class, "type_hints", None) or hints_of(own_class)
     values = {}
     for key, value in by_key(method, flat).items():
         if key not in own:
@@ -577,17 +561,5 @@ def _checked(item: Field, value: Any, hint: Any) -> Any:
     if is_access_token(value) and not about.get("is_secret"):
         raise SpecConfigError(f"`{name}` has the form of an access token. Give that as `token`.")
     aliases = about.get("aliases", {})
-    value = as_annotated(name, aliases.get(value, value) if isinstance(value, str) else value, hint, aliases)
-    if is_number(value):
-        minimum, maximum = about.get("minimum"), about.get("maximum")
-        maximum = MOST_INTEGER if maximum is None and isinstance(value, int) else maximum
-        if minimum is not None and value < minimum:
-            raise SpecConfigError(f"`{name}` must be at least {minimum}, got {shown(value)}.")
-        if maximum is not None and value > maximum:
-            raise SpecConfigError(f"`{name}` must be at most {maximum}, got {shown(value)}.")
-    return value
-
-
-@cache
-def _type_hints(dataclass_type: type) -> dict[str, Any]:
-    return get_type_hints(dataclass_type)
+    value = aliases.get(value, value) if isinstance(value, str) else value
+    return checked(name, value, hint, about.get("bounds", Bounds()), aliases)

@@ -51,7 +51,7 @@ def _check_model_settings(config: SpeculativeConfig) -> None:
     for setting in fields(config):
         value = getattr(config, setting.name, None)
         if setting.metadata.get("describes_model") and value != setting.default:
-            given = "" if setting.metadata["is_secret"] else f"={shown(value)}"
+            given = "" if setting.metadata.get("is_secret") else f"={shown(value)}"
             raise SpecConfigError(
                 f"`{setting.name}`{given} is about a draft model, and method='{config.method}' drafts without "
                 f"one. Leave out `{setting.name}`, or choose a method that has a draft model."

@@ -1,7 +1,6 @@
-"""Options of training, each written once: a dataclass field with its help, limits and flags.
+"""Options of training, from which the command line is built without torch.
 
-The limits are checked when the dataclass is made. The command line is built from the fields, without torch: the
-options of a method stand beside its `Method`, those of every run and those that several methods have stand here.
+Those of a method stand beside its `Method`, those of every run and those that several methods have stand here.
 """
 
 from __future__ import annotations
@@ -9,61 +8,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import Field, dataclass, fields
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 from ..errors import MissingDependencyError, SpecConfigError
-
-
-def option(
-    default: Any = MISSING,
-    help: str = "",
-    *,
-    flags: tuple[str, ...] = (),
-    least: float | None = None,
-    most: float | None = None,
-    inclusive: bool = True,
-) -> Any:
-    """
-    Declares a dataclass field that is an option of the command line too.
-
-    Args:
-        default (`Any`, *optional*): Its default; without one it has to be given. The help says what `None` stands for.
-        help (`str`): One or two sentences.
-        flags (`tuple[str, ...]`): Its flags, if they are not those that the name gives.
-        least, most (`float`, *optional*): Limits of the value.
-        inclusive (`bool`): The limits themselves are allowed.
-    """
-    limits = {"least": least, "most": most, "inclusive": inclusive}
-    return field(default=default, metadata={"help": help, "flags": flags, "limits": limits})
-
-
-class Options:
-    """Base of dataclasses whose options are checked against their limits.
-
-    Raises:
-        SpecConfigError: A value is out of range.
-    """
-
-    def __post_init__(self):
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if value is not None and "limits" in item.metadata:
-                _check_limits(item.name, value, **item.metadata["limits"])
-
-
-def _check_limits(name: str, value: Any, least: float | None, most: float | None, inclusive: bool) -> None:
-    if least is None:
-        return
-    top = float("inf") if most is None else most
-    if (least <= value <= top) if inclusive else (least < value < top):
-        return
-    if most is None:
-        wanted = f"at least {least}" if inclusive else f"above {least}"
-    else:
-        wanted = f"from {least} to {most}" if inclusive else f"between {least} and {most}"
-    raise SpecConfigError(f"`{name}` must be {wanted}, got {value}.")
+from ..validation import Options, hints_of, setting
 
 
 # ---------------------------------------------------------------------------------------------- options of several
@@ -78,20 +28,20 @@ class TextOptions(Options):
         SpecConfigError: A value is out of range, or two contradict each other.
     """
 
-    data: Sequence[str] = option(
+    data: Sequence[str] = setting(
         help="Text: a file or folder (.txt, .md, .py, .jsonl, .parquet) or the id of a data set. May be repeated.",
         flags=("--data", "-d"),
     )
-    column: str | None = option(None, "Column of the records that holds text or messages.")
-    max_tokens: int | None = option(None, "Read no more tokens of the data.", least=1)
-    self_generate: int = option(
+    column: str | None = setting(None, "Column of the records that holds text or messages.")
+    max_tokens: int | None = setting(None, "Read no more tokens of the data.", least=1)
+    self_generate: int = setting(
         0, "Prompts from the data that the target continues; training is then on what the target wrote.", least=0
     )
-    max_new_tokens: int | None = option(None, "Most tokens of a continuation. Left out: it fills its row.", least=1)
-    keep_text: bool = option(False, "With --self-generate: train on the data too.")
-    temperature: float = option(0.8, "Of the sampled half of --self-generate.", least=0, inclusive=False)
-    seq_length: int = option(1024, "Tokens of a row.", least=8)
-    held_out: float = option(
+    max_new_tokens: int | None = setting(None, "Most tokens of a continuation. Left out: it fills its row.", least=1)
+    keep_text: bool = setting(False, "With --self-generate: train on the data too.")
+    temperature: float = setting(0.8, "Of the sampled half of --self-generate.", least=0, inclusive=False)
+    seq_length: int = setting(1024, "Tokens of a row.", least=8)
+    held_out: float = setting(
         0.05, "Share of the rows that acceptance is measured on.", least=0, most=1, inclusive=False
     )
 
@@ -121,31 +71,31 @@ class TrainingOptions(Options):
         MissingDependencyError: This torch has no Muon.
     """
 
-    batch_size: int = option(8, "Rows of a step, those of all processes together.", least=1)
-    steps: int | None = option(None, "Training steps. Left out: as many as --epochs take.", least=1)
-    epochs: float = option(1.0, "Passes over the rows.", least=0, inclusive=False)
-    max_minutes: float | None = option(
+    batch_size: int = setting(8, "Rows of a step, those of all processes together.", least=1)
+    steps: int | None = setting(None, "Training steps. Left out: as many as --epochs take.", least=1)
+    epochs: float = setting(1.0, "Passes over the rows.", least=0, inclusive=False)
+    max_minutes: float | None = setting(
         None, "Time limit; the schedule ends with it. Left out: none.", least=0, inclusive=False
     )
-    learning_rate: float = option(
+    learning_rate: float = setting(
         1e-3, "Peak of the cosine schedule.", flags=("--learning-rate", "--lr"), least=0, inclusive=False
     )
-    warmup_steps: int | None = option(
+    warmup_steps: int | None = setting(
         None, "Steps of linear warm-up. Left out: a twentieth of all, at most 100.", least=0
     )
-    weight_decay: float | None = option(
+    weight_decay: float | None = setting(
         None, "Decoupled weight decay of matrices. Left out: 0.1 for draft models, else 0.", least=0
     )
-    muon: bool | None = option(
+    muon: bool | None = setting(
         None,
         "Muon for hidden matrices, AdamW for the rest: fewer steps for whole networks. Left out: for draft models, "
         "eagle, eagle3, dflash and mtp.",
     )
-    keep_states: bool = option(False, "Read the rows with the target once and keep its states in memory.")
-    seed: int = option(0, "Seed of weights, data order and sampling.")
-    resume: bool = option(False, "Take up the run in the output folder.")
-    save_every: int = option(500, "Steps between two states to resume from.", least=1)
-    bf16: bool = option(True, "Train in bfloat16 autocast and save bfloat16, or float32.")
+    keep_states: bool = setting(False, "Read the rows with the target once and keep its states in memory.")
+    seed: int = setting(0, "Seed of weights, data order and sampling.", most=2**64 - 1)
+    resume: bool = setting(False, "Take up the run in the output folder.")
+    save_every: int = setting(500, "Steps between two states to resume from.", least=1)
+    bf16: bool = setting(True, "Train in bfloat16 autocast and save bfloat16, or float32.")
     final_learning_rate: float = 0.02
     max_grad_norm: float = 1.0
 
@@ -195,7 +145,7 @@ _SHARED: dict[str, dict[str, Any]] = {
 
 def shared_option(name: str, default: Any) -> Any:
     """Declares an option that several methods have, with its help and limits."""
-    return option(default, **_SHARED[name])
+    return setting(default, **_SHARED[name])
 
 
 # ------------------------------------------------------------------------------------------------- reading options
@@ -203,7 +153,7 @@ def shared_option(name: str, default: Any) -> Any:
 
 def options_of(options: type) -> Iterator[tuple[Field, Any]]:
     """Yields the options of a dataclass and their types, without `None`."""
-    hints = get_type_hints(options)
+    hints = hints_of(options)
     for item in fields(options):
         if "help" in item.metadata:
             kinds = get_args(hints[item.name])
@@ -214,7 +164,7 @@ def flags_of(item: Field, kind: Any) -> tuple[str, ...]:
     """Returns the flags of an option, switches with both of theirs: "--muon/--no-muon"."""
     name = item.name.replace("_", "-")
     can_be_off = kind is bool and item.default is not False
-    return item.metadata["flags"] or (f"--{name}/--no-{name}" if can_be_off else f"--{name}",)
+    return item.metadata.get("flags") or (f"--{name}/--no-{name}" if can_be_off else f"--{name}",)
 
 
 def parsed(name: str, value: Any, kind: Any) -> Any:

@@ -817,7 +817,7 @@ class TestSettings:
                 {"dflash_num_denoising_steps": 0},
                 "`dflash_num_denoising_steps` must be an integer from 1 to 1024, got 0",
             ),
-            ({"dflash_mask_token_id": -1}, "`dflash_mask_token_id` must be an integer from 0 to 2147483647, got -1"),
+            ({"dflash_mask_token_id": -1}, "`dflash_mask_token_id` must be an integer of at least 0, got -1"),
             ({"num_draft_nodes": -1}, "`num_draft_nodes` must be an integer from 0 to 1024, got -1"),
             ({"draft_sample_method": "best"}, "`draft_sample_method` must be 'greedy'"),
             ({"num_draft_nodes": 4, "dflash_num_denoising_steps": 2}, "asks for several. Leave one out"),

@@ -110,7 +110,7 @@ def test_resumes(common, tmp_path):
         ("eagle3", ["--aux-layer-ids", "low"], "--aux-layer-ids must be numbers"),
         ("mtp", ["--num-layers", 2], "`num_layers` is no option of the recipe for mtp"),
         ("dflash", ["--num-denoising-steps", 2], "`num_denoising_steps`=2 needs a draft that has seen revealed"),
-        ("medusa", ["--held-out", 2], "`held_out` must be between 0 and 1"),
+        ("medusa", ["--held-out", 2], "`held_out` must be a number between 0 and 1"),
         ("medusa", ["--data", "missing.txt"], "There is no file or folder 'missing.txt'"),
     ],
 )

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, fields
 from functools import cached_property
-from typing import Any, get_type_hints
+from typing import Any
 
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
-from ...validation import check_bounds
+from ...validation import Options, hints_of, setting
 
 
 @dataclass(frozen=True)
-class CombinedOptions:
+class CombinedOptions(Options):
     """Options of a combination. Those of its parts are read from it as if they were its own.
 
     Args:
@@ -27,17 +27,14 @@ class CombinedOptions:
     methods: tuple[str, str]
     retrieval: Any
     model: Any
-    retrieval_num_speculative_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Most tokens of a retrieved draft; `num_speculative_tokens` is that of the other method. Left "
-            "out, the default of the retrieving method.",
-            "published": True,
-        },
+    retrieval_num_speculative_tokens: int | None = setting(
+        None,
+        "Most tokens of a retrieved draft; `num_speculative_tokens` is that of the other method. Left "
+        "out, the default of the retrieving method.",
+        least=1,
+        most=MAX_NODES,
+        published=True,
     )
-
-    def __post_init__(self):
-        check_bounds(self, retrieval_num_speculative_tokens=(1, MAX_NODES))
 
     def __getattr__(self, name: str) -> Any:
         # Also asked for while an instance is being unpickled, when it has no parts yet.
@@ -91,7 +88,7 @@ class CombinedOptionsClass:
     @cached_property
     def type_hints(self) -> Mapping[str, Any]:
         """The type of each option, by its field's name."""
-        return {**get_type_hints(CombinedOptions), **get_type_hints(self.retrieval), **get_type_hints(self.model)}
+        return {**hints_of(CombinedOptions), **hints_of(self.retrieval), **hints_of(self.model)}
 
     def __call__(self, **values: Any) -> CombinedOptions:
         retrieval, model = (

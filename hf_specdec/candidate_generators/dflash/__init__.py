@@ -3,35 +3,36 @@
 from dataclasses import dataclass
 
 from ...method import Method
-from ...training.options import Options, option, shared_option
+from ...training.options import shared_option
+from ...validation import Options, setting
 
 
 @dataclass(frozen=True)
 class DFlashTraining(Options):
     """Options of training a DFlash draft."""
 
-    block_size: int = option(16, "Tokens of a block, the last committed one included.", least=2)
-    num_layers: int = option(5, "Decoder layers.", least=1)
+    block_size: int = setting(16, "Tokens of a block, the last committed one included.", least=2)
+    num_layers: int = setting(5, "Decoder layers.", least=1)
     intermediate_size: int = shared_option("intermediate_size", 0)
-    target_layer_ids: tuple[int, ...] | None = option(
+    target_layer_ids: tuple[int, ...] | None = setting(
         None,
         "Target layers whose outputs the draft reads, separated by commas. Left out: as many as the draft has layers, "
         "spread over the depth.",
     )
-    mask_token_id: int | None = option(
+    mask_token_id: int | None = setting(
         None, "Token of the masks. Left out: the tokenizer's, an unused one, or end of text.", least=0
     )
     # Neighbouring blocks teach much the same.
-    num_anchors: int = option(128, "Blocks of a row that are drawn for a step; 0 for all.", least=0)
+    num_anchors: int = setting(128, "Blocks of a row that are drawn for a step; 0 for all.", least=0)
     head_decay: float = shared_option("head_decay", 0.87)
     kl_weight: float = shared_option("kl_weight", 0.0)
-    reveal_share: float = option(
+    reveal_share: float = setting(
         0.0,
         "Share of the blocks with a part of their tokens revealed, for several denoising steps.",
         least=0,
         most=1,
     )
-    num_denoising_steps: int | None = option(
+    num_denoising_steps: int | None = setting(
         None, "Forwards for a block that the draft asks for. Left out: 1, or 3 with --reveal-share.", least=1
     )
 

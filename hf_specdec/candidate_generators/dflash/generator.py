@@ -13,7 +13,7 @@ V that of the target.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from ...errors import SpecConfigError
 from ...logits.acceptance import best_tokens
 from ...protocol import Commit, DraftStep, Prompt, Session
 from ...transfers import last_of_each
-from ...validation import MOST_INTEGER, check_bounds, check_draft_sample_method, draft_sample_method_field
+from ...validation import Options, draft_sample_method_field, setting
 from ..base import CandidateGenerator
 from .denoising import Denoising, keep_counts
 from .formats import BlockView
@@ -43,60 +43,50 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-# Options that are integers, with the smallest and the largest value of each.
-_BOUNDS = {
-    "dflash_block_size": (1, MAX_NODES + 1),
-    "dflash_num_denoising_steps": (1, MAX_NODES),
-    "dflash_mask_token_id": (0, MOST_INTEGER),
-    "num_draft_nodes": (0, MAX_NODES),
-}
-
 
 @dataclass(frozen=True)
-class DFlashOptions:
+class DFlashOptions(Options):
     """Options of `spec_method="dflash"`.
 
     Raises:
         SpecConfigError: A value is out of range, or two of them exclude each other.
     """
 
-    dflash_block_size: int | None = field(
-        default=None,
-        metadata={
-            "published": True,
-            "help": "Tokens of a block, the last committed one included; at most what the draft was trained with. "
-            "Left out, one more than `num_speculative_tokens`, or the trained size.",
-        },
+    dflash_block_size: int | None = setting(
+        None,
+        "Tokens of a block, the last committed one included; at most what the draft was trained with. "
+        "Left out, one more than `num_speculative_tokens`, or the trained size.",
+        least=1,
+        most=MAX_NODES + 1,
+        published=True,
     )
-    dflash_num_denoising_steps: int | None = field(
-        default=None,
-        metadata={
-            "published": True,
-            "help": "Forwards of the draft for a block; between them the surest tokens are kept and the others are "
-            "masked again. Left out, what the checkpoint declares, otherwise 1.",
-        },
+    dflash_num_denoising_steps: int | None = setting(
+        None,
+        "Forwards of the draft for a block; between them the surest tokens are kept and the others are "
+        "masked again. Left out, what the checkpoint declares, otherwise 1.",
+        least=1,
+        most=MAX_NODES,
+        published=True,
     )
-    dflash_mask_token_id: int | None = field(
-        default=None,
-        metadata={
-            "published": True,
-            "help": "The token at positions that are to be filled. Left out, what the checkpoint says, or the "
-            "tokenizer's mask token.",
-        },
+    dflash_mask_token_id: int | None = setting(
+        None,
+        "The token at positions that are to be filled. Left out, what the checkpoint says, or the "
+        "tokenizer's mask token.",
+        least=0,
+        published=True,
     )
-    num_draft_nodes: int = field(
-        default=0,
-        metadata={
-            "published": True,
-            "help": "Nodes of the tree of the most probable prefixes of a block. 0 drafts the block as a chain.",
-            "former_names": {"dflash_tree_budget": 0},
-        },
+    num_draft_nodes: int = setting(
+        0,
+        "Nodes of the tree of the most probable prefixes of a block. 0 drafts the block as a chain.",
+        least=0,
+        most=MAX_NODES,
+        published=True,
+        former_names={"dflash_tree_budget": 0},
     )
     draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("greedy")
 
     def __post_init__(self):
-        check_bounds(self, **_BOUNDS)
-        check_draft_sample_method(self.draft_sample_method)
+        super().__post_init__()
         if self.num_draft_nodes and (self.dflash_num_denoising_steps or 1) > 1:
             raise SpecConfigError(
                 f"`num_draft_nodes`={self.num_draft_nodes} makes a tree out of the probabilities of one "

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...method import Method
-from ...training.options import Options, option, shared_option
+from ...training.options import shared_option
+from ...validation import Options, setting
 
 
 @dataclass(frozen=True)
 class DraftModelTraining(Options):
     """Options of training a draft model."""
 
-    draft_model: str | None = option(None, "Checkpoint to train on: a repo id or a folder.")
-    from_scratch: Mapping[str, Any] | None = option(
+    draft_model: str | None = setting(None, "Checkpoint to train on: a repo id or a folder.")
+    from_scratch: Mapping[str, Any] | None = setting(
         None, "Sizes of a new Llama model instead: hidden_size=256,num_hidden_layers=4,... or JSON."
     )
     kl_weight: float = shared_option("kl_weight", 1.0)

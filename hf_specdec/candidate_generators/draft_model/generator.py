@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -31,7 +31,7 @@ from ...logits.processors import ProcessorStack
 from ...logits.sampling import DraftSampler
 from ...protocol import Commit, DraftStep, Prompt, Session
 from ...transfers import PendingRead, last_of_each, upload
-from ...validation import check_bounds, check_draft_sample_method, check_flag, draft_sample_method_field
+from ...validation import Options, draft_sample_method_field, setting
 from ..base import CandidateGenerator
 from .network import Vocabularies, checkpoint_location, load_draft_model, match_vocabularies
 
@@ -46,7 +46,7 @@ logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class DraftModelOptions:
+class DraftModelOptions(Options):
     """Options of `spec_method="draft_model"`.
 
     Raises:
@@ -54,24 +54,19 @@ class DraftModelOptions:
     """
 
     draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("probabilistic")
-    confidence_threshold: float = field(
-        default=0.0,
-        metadata={
-            "published": True,
-            "help": "A row stops drafting behind a token that the draft gives less probability than this, in [0, 1]. "
-            "0 drafts always `num_speculative_tokens`.",
-            "key": "draft_confidence_threshold",
-        },
+    confidence_threshold: float = setting(
+        0.0,
+        "A row stops drafting behind a token that the draft gives less probability than this, in [0, 1]. "
+        "0 drafts always `num_speculative_tokens`.",
+        least=0,
+        most=1,
+        key="draft_confidence_threshold",
+        published=True,
     )
-    same_tokenizer: bool = field(
-        default=False,
-        metadata={"help": "Do not compare the tokenizers: you know that they are the same."},
+    same_tokenizer: bool = setting(
+        False,
+        "Do not compare the tokenizers: you know that they are the same.",
     )
-
-    def __post_init__(self):
-        check_draft_sample_method(self.draft_sample_method)
-        check_bounds(self, confidence_threshold=(0.0, 1.0))
-        check_flag("same_tokenizer", self.same_tokenizer)
 
 
 # Settings of transformers' assisted decoding about drafts, and those that stand for them here.

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from ...method import Method
-from ...training.options import Options, option, shared_option
+from ...training.options import shared_option
+from ...validation import Options, setting
 
 
 @dataclass(frozen=True)
@@ -11,10 +12,10 @@ class Eagle1Training(Options):
     """Options of training an EAGLE-1 head."""
 
     ttt_steps: int = shared_option("ttt_steps", 1)
-    num_layers: int = option(1, "Decoder layers.", least=1)
+    num_layers: int = setting(1, "Decoder layers.", least=1)
     intermediate_size: int = shared_option("intermediate_size", 0)
-    token_weight: float = option(0.1, "Weight of the tokens' loss beside that of the states, a smooth L1.", least=0)
-    noise: float = option(0.2, "Width of the range of noise on the target's states.", least=0)
+    token_weight: float = setting(0.1, "Weight of the tokens' loss beside that of the states, a smooth L1.", least=0)
+    noise: float = setting(0.2, "Width of the range of noise on the target's states.", least=0)
     head_decay: float = shared_option("head_decay", 0.8)
     kl_weight: float = shared_option("kl_weight", 1.0)
 
@@ -24,16 +25,16 @@ class Eagle3Training(Options):
     """Options of training an EAGLE-3 head."""
 
     ttt_steps: int = shared_option("ttt_steps", 6)
-    num_layers: int = option(1, "Decoder layers.", least=1)
-    hidden_size: int = option(0, "Hidden size of the head; 0 for the target's.", least=0)
+    num_layers: int = setting(1, "Decoder layers.", least=1)
+    hidden_size: int = setting(0, "Hidden size of the head; 0 for the target's.", least=0)
     intermediate_size: int = shared_option("intermediate_size", 0)
-    draft_vocab_size: int = option(
+    draft_vocab_size: int = setting(
         0, "Tokens that the draft knows, the most frequent of the training rows; 0 for all.", least=0
     )
-    own_head: bool = option(
+    own_head: bool = setting(
         True, "The head trains an lm_head, or uses the target's.", flags=("--own-lm-head/--target-lm-head",)
     )
-    aux_layer_ids: tuple[int, ...] | None = option(
+    aux_layer_ids: tuple[int, ...] | None = setting(
         None,
         "Target layers whose inputs the head reads, separated by commas; N for the output of the last of N layers. "
         "Left out: 2, N // 2 and N - 3.",

@@ -7,7 +7,7 @@ the draft's own confidence, EAGLE-3 (arXiv:2503.01840) has another network. The 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from ...drafting.autoregressive import AutoregressiveDrafter
 from ...drafting.shape import ExtrapolationOptions, confidence_threshold, draft_shape
 from ...protocol import Session
-from ...validation import check_integers
+from ...validation import MOST_DRAFT_TOKENS, setting
 from ..autoregressive import AutoregressiveCandidateGenerator
 from .network import EagleNetwork, fitting_network, load_eagle
 
@@ -32,18 +32,14 @@ class EagleOptions(ExtrapolationOptions):
         SpecConfigError: A value is out of range.
     """
 
-    aux_layer_ids: tuple[int, ...] | None = field(
-        default=None,
-        metadata={
-            "published": True,
-            "help": "Which states of the target an EAGLE-3 head reads: k is what enters its decoder layer k, the "
-            "number of its layers what leaves the last one. Left out, what the checkpoint says.",
-        },
+    aux_layer_ids: tuple[int, ...] | None = setting(
+        None,
+        "Which states of the target an EAGLE-3 head reads: k is what enters its decoder layer k, the "
+        "number of its layers what leaves the last one. Left out, what the checkpoint says.",
+        least=0,
+        most=MOST_DRAFT_TOKENS,
+        published=True,
     )
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_integers("aux_layer_ids", self.aux_layer_ids, 0)
 
 
 class EagleCandidateGenerator(AutoregressiveCandidateGenerator):

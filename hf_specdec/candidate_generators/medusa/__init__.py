@@ -3,16 +3,17 @@
 from dataclasses import dataclass
 
 from ...method import Method
-from ...training.options import Options, option, shared_option
+from ...training.options import shared_option
+from ...validation import Options, setting
 
 
 @dataclass(frozen=True)
 class MedusaTraining(Options):
     """Options of training Medusa heads."""
 
-    num_heads: int = option(4, "Number of heads.", least=1)
-    num_layers: int = option(1, "Residual blocks of a head.", least=1)
-    share_lm_head: bool = option(
+    num_heads: int = setting(4, "Number of heads.", least=1)
+    num_layers: int = setting(1, "Residual blocks of a head.", least=1)
+    share_lm_head: bool = setting(
         True,
         "The heads use the target's lm_head, or each trains its own, which begins as a copy of it.",
         flags=("--share-lm-head/--own-lm-heads",),

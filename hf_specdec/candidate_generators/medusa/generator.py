@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -29,7 +29,7 @@ from ...metrics import LOSSLESS_RULES
 from ...protocol import Commit, DraftStep, Prompt, Session
 from ...threads import Lock
 from ...transfers import kept_on_device, select_rows, upload
-from ...validation import check_bounds, check_choice
+from ...validation import Options, setting
 from ..base import CandidateGenerator
 from .network import NUM_RANKS, MedusaHeads, fitting_heads, load_medusa
 
@@ -57,34 +57,28 @@ _PRIOR_WEIGHT = 32.0
 
 
 @dataclass(frozen=True)
-class MedusaOptions:
+class MedusaOptions(Options):
     """Options of `spec_method="medusa"`.
 
     Raises:
         SpecConfigError: A value is out of range.
     """
 
-    num_draft_nodes: int | None = field(
-        default=None,
-        metadata={
-            "published": True,
-            "help": "Nodes of the default tree. Left out, 63, on a CPU as many as pay.",
-            "former_names": {"medusa_num_nodes": 0, "num_nodes": 0},
-        },
+    num_draft_nodes: int | None = setting(
+        None,
+        "Nodes of the default tree. Left out, 63, on a CPU as many as pay.",
+        least=1,
+        most=MAX_NODES,
+        published=True,
+        former_names={"medusa_num_nodes": 0, "num_nodes": 0},
     )
-    tree: Literal["static", "measured"] = field(
-        default="static",
-        metadata={
-            "published": True,
-            "help": "`static` keeps one tree; `measured` counts which candidates turn out right while generating, and "
-            "makes the tree anew from that. The output does not depend on it.",
-            "key": "medusa_tree",
-        },
+    tree: Literal["static", "measured"] = setting(
+        "static",
+        "`static` keeps one tree; `measured` counts which candidates turn out right while generating, and "
+        "makes the tree anew from that. The output does not depend on it.",
+        key="medusa_tree",
+        published=True,
     )
-
-    def __post_init__(self):
-        check_bounds(self, num_draft_nodes=(1, MAX_NODES))
-        check_choice("tree", self.tree, ("static", "measured"))
 
 
 class RankCounts:

@@ -3,17 +3,18 @@
 from dataclasses import dataclass
 
 from ...method import Method
-from ...training.options import Options, option, shared_option
+from ...training.options import shared_option
+from ...validation import Options, setting
 
 
 @dataclass(frozen=True)
 class MLPSpeculatorTraining(Options):
     """Options of training an MLP speculator."""
 
-    n_predict: int = option(3, "Number of stages.", least=1)
-    inner_dim: int = option(0, "Width; 0 for the target's hidden size.", least=0)
-    tie_weights: bool = option(True, "The stages share their weights.", flags=("--tie-weights/--no-tie-weights",))
-    scale_input: bool = option(
+    n_predict: int = setting(3, "Number of stages.", least=1)
+    inner_dim: int = setting(0, "Width; 0 for the target's hidden size.", least=0)
+    tie_weights: bool = setting(True, "The stages share their weights.", flags=("--tie-weights/--no-tie-weights",))
+    scale_input: bool = setting(
         True, "The target's state is normalised first.", flags=("--scale-input/--no-scale-input",)
     )
     top_k_tokens_per_head: tuple[int, ...] | None = None

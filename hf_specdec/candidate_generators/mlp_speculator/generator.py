@@ -15,7 +15,7 @@ node, H hidden size of the target.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -33,7 +33,7 @@ from ...protocol import Commit, DraftStep, Prompt, Session
 from ...target_facts import vocabulary_size
 from ...threads import cached_property
 from ...transfers import kept_on_device, select_rows, upload
-from ...validation import check_bounds, check_integers, draft_sample_method_field
+from ...validation import MOST_DRAFT_TOKENS, Options, draft_sample_method_field, setting
 from ..base import CandidateGenerator
 from .network import MLPSpeculator, MLPStage, load_mlp_speculator
 
@@ -62,45 +62,44 @@ _GROWTH_OPTIONS = {
 
 
 @dataclass(frozen=True)
-class MLPSpeculatorOptions:
+class MLPSpeculatorOptions(Options):
     """Options of `spec_method="mlp_speculator"`.
 
     Raises:
         SpecConfigError: A value is out of range.
     """
 
-    top_k_tokens_per_head: tuple[int, ...] | None = field(
-        default=None,
-        metadata={
-            "published": True,
-            "help": "Continuations that each depth of a tree gives every node. Left out, the checkpoint's.",
-        },
+    top_k_tokens_per_head: tuple[int, ...] | None = setting(
+        None,
+        "Continuations that each depth of a tree gives every node. Left out, the checkpoint's.",
+        least=1,
+        most=MOST_DRAFT_TOKENS,
+        published=True,
     )
-    num_candidates: int | None = field(
-        default=None,
-        metadata={
-            "published": True,
-            "help": "Draft the tree of this many best sequences, as the published code does (there: `n_candidates`), "
-            "instead of the tree of the best nodes.",
-            "key": _GROWTH_OPTIONS["num_candidates"],
-            "former_names": {"num_candidates": 0},
-        },
+    num_candidates: int | None = setting(
+        None,
+        "Draft the tree of this many best sequences, as the published code does (there: `n_candidates`), "
+        "instead of the tree of the best nodes.",
+        least=1,
+        most=MAX_NODES,
+        key=_GROWTH_OPTIONS["num_candidates"],
+        published=True,
+        former_names={"num_candidates": 0},
     )
-    num_draft_nodes: int | None = field(
-        default=None,
-        metadata={
-            "published": True,
-            "help": "Draft the tree of about this many most probable nodes. Without any setting of the draft's shape "
-            f"that is the default, with {_NUM_NODES_ELSEWHERE} nodes, except on a CPU: there it is a chain of at most "
-            f"{_CHAIN_LENGTH} tokens.",
-            "former_names": {"mlp_speculator_num_nodes": 0, "num_nodes": 0},
-        },
+    num_draft_nodes: int | None = setting(
+        None,
+        "Draft the tree of about this many most probable nodes. Without any setting of the draft's shape "
+        f"that is the default, with {_NUM_NODES_ELSEWHERE} nodes, except on a CPU: there it is a chain of at most "
+        f"{_CHAIN_LENGTH} tokens.",
+        least=1,
+        most=MAX_NODES,
+        published=True,
+        former_names={"mlp_speculator_num_nodes": 0, "num_nodes": 0},
     )
     draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("greedy")
 
     def __post_init__(self):
-        check_integers("top_k_tokens_per_head", self.top_k_tokens_per_head, 1)
-        check_bounds(self, num_candidates=(1, MAX_NODES), num_draft_nodes=(1, MAX_NODES))
+        super().__post_init__()
         if self.num_candidates is not None and self.num_draft_nodes is not None:
             raise SpecConfigError(
                 f"`num_candidates`={self.num_candidates} and `num_draft_nodes`={self.num_draft_nodes} are two ways to "

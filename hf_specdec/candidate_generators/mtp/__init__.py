@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from ...method import Method
-from ...training.options import Options, shared_option
+from ...training.options import shared_option
+from ...validation import Options
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ DeepSeek-V3 (arXiv:2412.19437, section 2.2) and its successors have them; what a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -24,7 +24,7 @@ from ...drafts import TokenTree
 from ...errors import SpecConfigError, UnsupportedModelError
 from ...protocol import Session
 from ...target_facts import CACHE_READERS, reads_target_cache
-from ...validation import check_choice
+from ...validation import setting
 from ..autoregressive import AutoregressiveCandidateGenerator
 from ..draft_model.network import load_draft_model
 from .entries import LayerEntries
@@ -43,29 +43,23 @@ class MtpOptions(ExtrapolationOptions):
         SpecConfigError: A value is out of range.
     """
 
-    draft_min_path_prob: float = field(
-        default=0.0,
-        metadata={
-            "published": True,
-            "help": "A row's draft is not continued after nodes whose probability, along the whole path, is at most "
-            "this. 0 always drafts the full depth.",
-            "former_names": {"adaptive_threshold": 0},
-        },
+    draft_min_path_prob: float = setting(
+        0.0,
+        "A row's draft is not continued after nodes whose probability, along the whole path, is at most "
+        "this. 0 always drafts the full depth.",
+        least=0,
+        most=1,
+        published=True,
+        former_names={"adaptive_threshold": 0},
     )
-    mode: Literal["chain", "reuse"] | None = field(
-        default=None,
-        metadata={
-            "published": True,
-            "help": "`chain` drafts one token with each MTP layer, `reuse` all of them with the first layer, trees "
-            "among them. Left out, `chain` where the checkpoint has several layers.",
-            "key": "mtp_mode",
-            "former_names": {"mode": 0},
-        },
+    mode: Literal["chain", "reuse"] | None = setting(
+        None,
+        "`chain` drafts one token with each MTP layer, `reuse` all of them with the first layer, trees "
+        "among them. Left out, `chain` where the checkpoint has several layers.",
+        key="mtp_mode",
+        published=True,
+        former_names={"mode": 0},
     )
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_choice("mode", self.mode, ("chain", "reuse"))
 
 
 class MtpCandidateGenerator(AutoregressiveCandidateGenerator):

@@ -5,13 +5,13 @@ Saxena, "Prompt Lookup Decoding" (2023); the rule with `prompt_lookup_max` is th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...drafts import DraftTree
 from ...errors import SpecConfigError
 from ...protocol import Commit, DraftStep, Lookups, Prompt, Session
-from ...validation import check_bounds, check_choice
+from ...validation import Options, setting
 from ..base import CandidateGenerator
 from .index import NgramIndex
 
@@ -33,7 +33,7 @@ _BYTES_PER_TOKEN = 20
 
 
 @dataclass(frozen=True)
-class NgramOptions:
+class NgramOptions(Options):
     """Options of `spec_method="ngram"`.
 
     With neither `prompt_lookup_min` nor `prompt_lookup_max`, matches have any length, a match of l tokens is followed
@@ -44,55 +44,46 @@ class NgramOptions:
         SpecConfigError: A value is out of range, or `prompt_lookup_min` is above `prompt_lookup_max`.
     """
 
-    prompt_lookup_min: int | None = field(
-        default=None,
-        metadata={
-            "published": True,
-            "help": "Shortest match that is drafted from, in tokens. Left out, `prompt_lookup_max`, or else 1.",
-        },
+    prompt_lookup_min: int | None = setting(
+        None,
+        "Shortest match that is drafted from, in tokens. Left out, `prompt_lookup_max`, or else 1.",
+        least=1,
+        most=_MAX_INDEXED_TOKENS,
+        published=True,
     )
-    prompt_lookup_max: int | None = field(
-        default=None,
-        metadata={
-            "published": True,
-            "help": "Longest match looked for, in tokens. Left out, `prompt_lookup_min`, or else no limit.",
-        },
+    prompt_lookup_max: int | None = setting(
+        None,
+        "Longest match looked for, in tokens. Left out, `prompt_lookup_min`, or else no limit.",
+        least=1,
+        most=_MAX_INDEXED_TOKENS,
+        published=True,
     )
-    match: Literal["last", "first"] | None = field(
-        default=None,
-        metadata={
-            "published": True,
-            "help": "Which occurrence of the longest match counts. Left out, 'first' if `prompt_lookup_min` or "
-            "`prompt_lookup_max` is given, as in vLLM, or else 'last'.",
-            "key": "prompt_lookup_match",
-        },
+    match: Literal["last", "first"] | None = setting(
+        None,
+        "Which occurrence of the longest match counts. Left out, 'first' if `prompt_lookup_min` or "
+        "`prompt_lookup_max` is given, as in vLLM, or else 'last'.",
+        key="prompt_lookup_match",
+        published=True,
     )
-    num_matches: int | None = field(
-        default=None,
-        metadata={
-            "published": True,
-            "help": "Occurrences that are drafted from, the longest matches first; 1 drafts a chain, more a tree. "
-            "Left out, 1 if `prompt_lookup_min` or `prompt_lookup_max` is given, as in vLLM, or else 4.",
-            "key": "prompt_lookup_num_matches",
-        },
+    num_matches: int | None = setting(
+        None,
+        "Occurrences that are drafted from, the longest matches first; 1 drafts a chain, more a tree. "
+        "Left out, 1 if `prompt_lookup_min` or `prompt_lookup_max` is given, as in vLLM, or else 4.",
+        least=1,
+        most=_MAX_MATCHES,
+        key="prompt_lookup_num_matches",
+        published=True,
     )
-    max_indexed_tokens: int = field(
-        default=2**20,
-        metadata={
-            "help": "Tokens of a row that are searched, about 20 bytes each. A longer row forgets its oldest quarter.",
-            "key": "prompt_lookup_max_indexed_tokens",
-        },
+    max_indexed_tokens: int = setting(
+        2**20,
+        "Tokens of a row that are searched, about 20 bytes each. A longer row forgets its oldest quarter.",
+        least=_MIN_INDEXED_TOKENS,
+        most=_MAX_INDEXED_TOKENS,
+        key="prompt_lookup_max_indexed_tokens",
     )
 
     def __post_init__(self):
-        check_bounds(
-            self,
-            prompt_lookup_min=(1, _MAX_INDEXED_TOKENS),
-            prompt_lookup_max=(1, _MAX_INDEXED_TOKENS),
-            num_matches=(1, _MAX_MATCHES),
-            max_indexed_tokens=(_MIN_INDEXED_TOKENS, _MAX_INDEXED_TOKENS),
-        )
-        check_choice("match", self.match, ("last", "first"))
+        super().__post_init__()
         if self.max_match is not None and self.min_match > self.max_match:
             raise SpecConfigError(
                 f"`prompt_lookup_min` must not be above `prompt_lookup_max`, got prompt_lookup_min={self.min_match} "

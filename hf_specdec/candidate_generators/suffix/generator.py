@@ -14,7 +14,7 @@ import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from ...drafts.static import MAX_NODES
 from ...errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
 from ...protocol import Commit, DraftStep, Lookups, Prompt, Session
 from ...threads import Lock
-from ...validation import check_bounds, check_flag, check_number
+from ...validation import Bounds, Options, checked, setting
 from ..base import CandidateGenerator
 
 
@@ -60,72 +60,58 @@ _ADAPTIVE_SPEC_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
-class SuffixOptions:
+class SuffixOptions(Options):
     """Options of `spec_method="suffix"`.
 
     Raises:
         SpecConfigError: A value is out of range.
     """
 
-    max_tree_depth: int = field(
-        default=24,
-        metadata={
-            "published": True,
-            "help": "Depth of the suffix trees in tokens, shared by match and draft, from 2 to 1024. 64 drafts longer "
-            "copies.",
-            "key": "suffix_decoding_max_tree_depth",
-        },
-    )
-    max_cached_requests: int = field(
-        default=10_000,
-        metadata={
-            "help": "Past responses in the global tree; the oldest leave first. 0: no global tree.",
-            "key": "suffix_decoding_max_cached_requests",
-        },
-    )
-    max_spec_factor: float = field(
-        default=1.0,
-        metadata={
-            "published": True,
-            "help": "Draft tokens per token of the match.",
-            "key": "suffix_decoding_max_spec_factor",
-        },
-    )
-    min_token_prob: float = field(
-        default=0.1,
-        metadata={
-            "published": True,
-            "help": "A draft ends before the token whose estimated probability (from counts) is below this.",
-            "key": "suffix_decoding_min_token_prob",
-        },
-    )
-    use_tree_spec: bool = field(
-        default=False,
-        metadata={
-            "published": True,
-            "help": "Draft a tree of the likeliest continuations, of as many tokens as the chain may have.",
-            "key": "suffix_decoding_use_tree_spec",
-        },
-    )
-    max_cached_tokens: int = field(
-        default=2_000_000,
-        metadata={
-            "help": "Tokens of past responses in the global tree, about 320 bytes each. 0: no global tree.",
-            "key": "suffix_decoding_max_cached_tokens",
-        },
-    )
-
-    def __post_init__(self):
+    max_tree_depth: int = setting(
+        24,
+        "Depth of the suffix trees in tokens, shared by match and draft, from 2 to 1024. 64 drafts longer copies.",
         # A tree of depth 1 has no room for a match and a draft token after it.
-        check_bounds(
-            self,
-            max_tree_depth=(2, MAX_NODES),
-            max_cached_requests=(0, _MOST_CACHED),
-            max_spec_factor=(0.0, float(MAX_NODES)),
-            min_token_prob=(0.0, 1.0),
-            max_cached_tokens=(0, _MOST_CACHED),
-        )
-        check_flag("use_tree_spec", self.use_tree_spec)
+        least=2,
+        most=MAX_NODES,
+        key="suffix_decoding_max_tree_depth",
+        published=True,
+    )
+    max_cached_requests: int = setting(
+        10_000,
+        "Past responses in the global tree; the oldest leave first. 0: no global tree.",
+        least=0,
+        most=_MOST_CACHED,
+        key="suffix_decoding_max_cached_requests",
+    )
+    max_spec_factor: float = setting(
+        1.0,
+        "Draft tokens per token of the match.",
+        least=0,
+        most=MAX_NODES,
+        key="suffix_decoding_max_spec_factor",
+        published=True,
+    )
+    min_token_prob: float = setting(
+        0.1,
+        "A draft ends before the token whose estimated probability (from counts) is below this.",
+        least=0,
+        most=1,
+        key="suffix_decoding_min_token_prob",
+        published=True,
+    )
+    use_tree_spec: bool = setting(
+        False,
+        "Draft a tree of the likeliest continuations, of as many tokens as the chain may have.",
+        key="suffix_decoding_use_tree_spec",
+        published=True,
+    )
+    max_cached_tokens: int = setting(
+        2_000_000,
+        "Tokens of past responses in the global tree, about 320 bytes each. 0: no global tree.",
+        least=0,
+        most=_MOST_CACHED,
+        key="suffix_decoding_max_cached_tokens",
+    )
 
 
 class SuffixCache:
@@ -151,9 +137,9 @@ class SuffixCache:
         max_cached_tokens: int = 2_000_000,
         vocab_size: int | None = None,
     ):
-        check_number("max_tree_depth", max_tree_depth, 2, MAX_NODES)
-        check_number("max_cached_requests", max_cached_requests, -1, _MOST_CACHED)
-        check_number("max_cached_tokens", max_cached_tokens, 0, _MOST_CACHED)
+        checked("max_tree_depth", max_tree_depth, int, Bounds(2, MAX_NODES))
+        checked("max_cached_requests", max_cached_requests, int, Bounds(-1, _MOST_CACHED))
+        checked("max_cached_tokens", max_cached_tokens, int, Bounds(0, _MOST_CACHED))
         self.max_tree_depth = max_tree_depth
         self.max_cached_requests = max_cached_requests
         self.max_cached_tokens = max_cached_tokens

@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, set_seed
+from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from ..errors import SpecConfigError, SpecDecError
@@ -238,7 +238,7 @@ def time_call(model: PreTrainedModel, batch: Batch, arguments: Mapping[str, Any]
         seed (`int`): Of the sampling.
     """
     clock = DeliveryClock()
-    set_seed(seed)
+    torch.manual_seed(seed)
     before = _reset_memory(model)
     with record(timings=True) as recorded:
         began = _now(model)

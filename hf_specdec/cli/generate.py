@@ -112,7 +112,7 @@ def generate_command(
     text = _read_prompt(prompt, file)
     place = Place(model, dtype, device, threads, trust_remote_code)
     sampling = sampling_arguments(temperature, top_p, top_k)
-    from transformers import set_seed
+    import torch
 
     from ..bench.machine import num_threads
     from ..demo import Prompt
@@ -127,7 +127,7 @@ def generate_command(
         (batch,) = tokenised([Prompt("prompt", text)], target, tokenizer, 1, raw=not chat)
         speculator = _load_speculator(target, place.is_embedded, method, spec_model, num_speculative_tokens, config)
         if seed is not None:
-            set_seed(seed)
+            torch.manual_seed(seed)
         tokens, statistics = _generate(
             target, tokenizer, batch.inputs, speculator, stream=not as_json, max_new_tokens=max_new_tokens, **sampling
         )

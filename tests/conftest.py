@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 
+
+# What is imported and collected stays, and garbage collection would look through it again and again.
+gc.disable()
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -36,6 +40,11 @@ def pytest_collection_modifyitems(config, items):
     """On a GPU the smoke tests come first."""
     if "gpu" in (config.option.markexpr or "").replace("not gpu", ""):
         items.sort(key=lambda item: item.get_closest_marker("smoke") is None)
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -82,7 +82,7 @@ def kernel_checks(device: torch.device, is_quick: bool = False) -> dict[str, Cal
     }
     return {
         **attention,
-        "slots": prepared(_check_slots),
+        "slots": prepared(_check_slots, is_small),
         "acceptance": prepared(_check_acceptance, is_small),
     }
 
@@ -138,8 +138,9 @@ def _check_attention(
         yield Check(name, error <= _TOLERANCES[dtype], f"{shape.strip()}: greatest error {error:.1e}")
 
 
-def _check_slots(generator: torch.Generator) -> Iterator[Check]:
-    device, rows, heads, size, nodes = generator.device, 4, 8, 64, 33
+def _check_slots(generator: torch.Generator, is_small: bool) -> Iterator[Check]:
+    device = generator.device
+    rows, heads, size, nodes = (2, 2, 16, 9) if is_small else (4, 8, 64, 33)
     for dtype in (torch.bfloat16, torch.float32):
         new = [torch.randn((rows, nodes, heads, size), generator=generator, device=device).to(dtype) for _ in range(2)]
         new = [states.transpose(1, 2) for states in new]
@@ -171,11 +172,12 @@ def _check_acceptance(generator: torch.Generator, is_small: bool) -> Iterator[Ch
     probs = random_probs(rows * (nodes + 1), vocab)
     yield _same_ids("sample_from_probs", *_both(sample_from_probs, probs, uniforms(len(probs))))
     few = {"generator": generator, "device": device}
+    followed = 16 if is_small else 64
     for name, draft in (
-        ("chain", DraftTree.chain(torch.randint(2, (64, nodes), **few))),
-        ("tree", _random_trees(64, nodes, 2, generator)),
+        ("chain", DraftTree.chain(torch.randint(2, (followed, nodes), **few))),
+        ("tree", _random_trees(followed, nodes, 2, generator)),
     ):
-        choices = torch.randint(2, (64, nodes + 1), **few)
+        choices = torch.randint(2, (followed, nodes + 1), **few)
         yield _same_acceptance(f"follow, {name}", *_both(follow, draft, choices))
     target = random_probs(rows, nodes + 1, vocab)
     # Near the target's distribution, so that some are accepted.

@@ -39,6 +39,22 @@ def device(request) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture(scope="session", autouse=IS_INTERPRETED)
+def patched_once():
+    """Leaves Triton's language patched, which the interpreter does anew for every function that a kernel calls."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_once(function):
+        languages = frozenset({"tl", "core"} & function.__globals__.keys())
+        if languages not in patched:
+            patched.add(languages)
+            patch(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_once
+
+
 @pytest.fixture(params=sorted(SHARED_MEMORY), ids="sm_{}".format)
 def compile_for(request):
     """A context in which launchers are given CPU tensors, and compile what they would launch without running it.

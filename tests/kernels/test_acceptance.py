@@ -149,7 +149,7 @@ def test_reject_chains(vocab_size, device, generator):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_reject_chains_of_other_dtypes(dtype, device, generator):
-    check_reject(*random_chain(generator, 8, 4, 1000, dtype), device)
+    check_reject(*random_chain(generator, 3, 4, 1000, dtype), device)
 
 
 @pytest.mark.smoke
@@ -159,11 +159,11 @@ def test_reject_chains_of_a_large_vocabulary(device, generator):
 
 
 def test_reject_a_chain_of_one(device, generator):
-    check_reject(*random_chain(generator, 6, 1, 300), device)
+    check_reject(*random_chain(generator, 4, 1, 300), device)
 
 
 def test_padding_is_never_read(device, generator):
-    draft, target_probs, *numbers = random_chain(generator, 8, 4, 300)
+    draft, target_probs, *numbers = random_chain(generator, 4, 4, 300)
     padding = torch.arange(4) >= draft.num_nodes[:, None]
     draft.tokens = draft.tokens.masked_fill(padding, -1)
     draft.probs = draft.probs.masked_fill(padding[..., None], torch.nan)
@@ -172,7 +172,7 @@ def test_padding_is_never_read(device, generator):
 
 
 def test_laws_of_different_dtypes(device, generator):
-    draft, target_probs, *numbers = random_chain(generator, 8, 4, 300)
+    draft, target_probs, *numbers = random_chain(generator, 4, 4, 300)
     draft.probs = draft.probs.to(torch.bfloat16)
     check_reject(draft, target_probs, *numbers, device)
 
@@ -203,7 +203,7 @@ def random_tree(generator, parents, batch_size, vocab_size, overlap=0.6):
     ("parents", "vocab_size"), [(STAR, 5), (STAR, 5000), (BINARY, 300), (BINARY, 5), (MIXED, 300), (MIXED, 5000)]
 )
 def test_reject_trees(parents, vocab_size, device, generator):
-    accepted = check_reject(*random_tree(generator, parents, 8, vocab_size, overlap=0.4), device)
+    accepted = check_reject(*random_tree(generator, parents, 4, vocab_size, overlap=0.4), device)
     assert accepted.path.unique().numel() > 2
 
 
@@ -271,9 +271,9 @@ def test_zero_never_accepts_an_impossible_token(is_chain, draft_prob, device):
 
 @both_rules
 def test_equal_laws_accept_everything(is_chain, device, generator):
-    draft, target_probs, _, numbers = random_chain(generator, 6, 5, 300)
+    draft, target_probs, _, numbers = random_chain(generator, 3, 5, 300)
     draft.probs, draft.is_chain = target_probs[:, :-1].clone(), is_chain
-    almost_one = torch.full((6, 5), ALMOST_ONE, dtype=torch.float64)
+    almost_one = torch.full((3, 5), ALMOST_ONE, dtype=torch.float64)
     accepted = check_reject(draft, target_probs, almost_one, numbers, device)
     assert torch.equal(accepted.num_accepted, draft.num_nodes)
 

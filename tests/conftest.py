@@ -7,9 +7,6 @@ import logging
 import os
 
 
-# What is imported and collected stays, and garbage collection would look through it again and again.
-gc.disable()
-
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,6 +21,9 @@ import hf_specdec  # noqa: F401 - teaches generate() the speculative arguments
 from hf_specdec.kernels import products
 from tests.models import letter_tokenizer, tiny_llama, tiny_mistral
 
+
+# What is collected stays, and garbage collection would look through it again and again.
+gc.disable()
 
 # What a measurement finds, and so the last bit of logits, would differ from run to run.
 products.measures = False

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from time import perf_counter
@@ -30,7 +29,7 @@ from .decoding.loop import DecodingLoop
 from .decoding.profile import REPEATED_INPUTS, is_text_only, model_profile
 from .decoding.request import Request
 from .errors import SpecConfigError, SpecDecError, shown
-from .hub.published import IN_GENERATION_CONFIG, entry_of, entry_of_model, settings_of_generation_config
+from .hub.published import entry_of, entry_of_model, settings_of_generation_config
 from .loader import is_refused, load_configured, load_speculator, refuse
 from .method import resolve_candidate_generator
 from .patching import original_generate
@@ -106,7 +105,7 @@ def generate_speculatively(
             drafter.
     """
     arguments = _bind(original, model, args, kwargs)
-    if _repository_speculates(model, arguments):
+    if isinstance(arguments.get("custom_generate"), str) and _repository_speculates(model, arguments):
         return original(model, **arguments, **asked.given)
     call = _Call.of(model, arguments, asked, configured)
     if call.asked.is_off or not call.can_speculate():
@@ -114,7 +113,10 @@ def generate_speculatively(
     try:
         model_profile(model)
         # Last, because it may load weights.
-        call.load()
+        if call.entry is None:
+            call.speculator = _speculator(model, call.asked)
+        else:
+            call.speculator = load_configured(model, call.entry, call.asked.num_speculative_tokens)
         if call.speculator.stock_assistant is not None:
             return _generate_assisted(model, original, arguments, call.speculator)
         return call.run(original)
@@ -198,17 +200,12 @@ class _Call:
         _prepare_stop_strings(self.model, self.arguments)
         return True
 
-    def load(self) -> None:
-        """Finds or loads what drafts."""
-        if self.entry is None:
-            self.speculator = _speculator(self.model, self.asked)
-            return
-        with _naming_the_source(IN_GENERATION_CONFIG):
-            self.speculator = load_configured(self.model, self.entry, self.asked.num_speculative_tokens)
-
     def run(self, original: Callable):
         """The output of transformers' `generate()` with the loop of this package inside."""
         streamer, synced_gpus = self.arguments.pop("streamer", None), self.arguments.pop("synced_gpus", None)
+        if synced_gpus is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+            is_sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(self.model)
+            synced_gpus = is_sharded and torch.distributed.get_world_size() > 1
         user_cache = self.arguments.get("past_key_values")
 
         # The signature matters: transformers hands over only what it names, and the rest as the model's arguments.
@@ -222,7 +219,7 @@ class _Call:
                 generation_config=generation_config,
                 model_kwargs=model_kwargs,
                 streamer=streamer,
-                synced_gpus=_must_sync(model) if synced_gpus is None else synced_gpus,
+                synced_gpus=bool(synced_gpus),
                 past_key_values=user_cache,
                 began=self.began,
             )
@@ -415,11 +412,11 @@ def _repository_speculates(model: PreTrainedModel, arguments: dict[str, Any]) ->
 
     It is loaded for that, which needs `trust_remote_code` as ever.
     """
-    repository = arguments.get("custom_generate")
-    if not isinstance(repository, str) or not arguments.get("trust_remote_code"):
+    if not arguments.get("trust_remote_code"):
         return False
     others = {name: value for name, value in arguments.items() if name not in ("custom_generate", "model")}
-    return getattr(model.load_custom_generate(repository, **others), "takes_speculative_arguments", False)
+    function = model.load_custom_generate(arguments["custom_generate"], **others)
+    return getattr(function, "takes_speculative_arguments", False)
 
 
 def _is_the_models_own(model: PreTrainedModel, entry: Any) -> bool:
@@ -429,16 +426,6 @@ def _is_the_models_own(model: PreTrainedModel, entry: Any) -> bool:
         return own is entry or bool(own == entry)
     except Exception:  # noqa: BLE001 - anything can stand in a generation config
         return False
-
-
-@contextmanager
-def _naming_the_source(source: str) -> Iterator[None]:
-    """Errors about settings that were not in the call say where they are."""
-    try:
-        yield
-    except SpecConfigError as error:
-        text = str(error).removeprefix(f"{source}: ")
-        raise SpecConfigError(f"{source}: {text} Correct it, or pass spec_method='off'.") from error
 
 
 def _effective(model: PreTrainedModel, arguments: dict[str, Any], name: str):
@@ -498,10 +485,3 @@ def _check_model_kwargs(model: PreTrainedModel, model_kwargs: dict[str, Any]) ->
             f"{type(model).__name__} reads {names} for every token, and drafts have masks and positions only. Leave "
             "it out, or use plain generate()."
         )
-
-
-def _must_sync(model: PreTrainedModel) -> bool:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not distributed or torch.distributed.get_world_size() == 1:
-        return False
-    return is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)

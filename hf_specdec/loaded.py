@@ -64,10 +64,6 @@ class Loaded:
     def __post_init__(self):
         object.__setattr__(self, "weights", {} if self.network is None else _weights(self.network))
 
-    def is_of(self, draft_model: torch.nn.Module | None, identity: Hashable) -> bool:
-        """`True` if it would be loaded alike now. Files that are gone have left nothing else to load."""
-        return self.draft_model is draft_model and identity in (None, self.identity)
-
     @property
     def network(self) -> torch.nn.Module | None:
         return self.generator_class.network(self.resources)
@@ -162,7 +158,10 @@ class TargetRecord:
             place = self._places.get(key) or self._places.setdefault(key, _Place())
         with place.lock:
             try:
-                if place.loaded is None or not place.loaded.is_of(draft_model, files and files.identity()):
+                loaded = place.loaded
+                is_known = loaded is not None and loaded.draft_model is draft_model
+                # Files that are gone have left nothing else to load.
+                if not is_known or (files and files.identity()) not in (None, loaded.identity):
                     place.loaded = None
                     if draft_model is not None and _keeps_alive(draft_model, self._target()):
                         return load()

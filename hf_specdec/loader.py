@@ -38,6 +38,7 @@ from .method import (
     parts_of,
     resolve_candidate_generator,
 )
+from .resolve import resolve
 from .settings import AUTO, SpeculativeConfig
 from .speculator import Speculator
 from .target_facts import reads_target_cache
@@ -79,7 +80,7 @@ def load_speculator(
     """
     if draft_model is not None and settings.get("method") in (None, AUTO) and not _names_method(config):
         settings["method"] = _method_of(draft_model)
-    resolved = SpeculativeConfig.resolve(config, target_config=target_model.config, **settings)
+    resolved = resolve(config, settings, target_model.config)
     if resolved.is_to_be_found and draft_model is None:
         return _load_found(target_model, resolved)
     return _load(target_model, resolved, draft_model)
@@ -91,7 +92,8 @@ def _load(
     generator_class = resolve_candidate_generator(resolved.method)
     if draft_model is not None:
         _check_takes(generator_class, resolved.method, draft_model)
-    _check_processes(resolved.draft_tensor_parallel_size, draft_model)
+    if resolved.draft_tensor_parallel_size != 1:
+        _check_processes(resolved.draft_tensor_parallel_size, draft_model)
     resources = _resources(generator_class, resolved, target_model, draft_model)
     network = generator_class.network(resources)
     for model in filter(None, (target_model, network)):
@@ -128,11 +130,13 @@ def load_configured(
         if config.model is None:
             return load_speculator(target_model, config, **given)
         return _load_found(target_model, SpeculativeConfig(AUTO, **given), settings)
-    except SpecDecError:
-        raise
     except Exception as error:
+        if isinstance(error, SpecDecError) and not isinstance(error, SpecConfigError):
+            raise
         # Settings of strangers may raise anything.
-        raise SpecConfigError(f"{IN_GENERATION_CONFIG}: {one_line(error, 500)}") from error
+        text = str(error) if isinstance(error, SpecConfigError) else one_line(error, 500)
+        text = text.removeprefix(f"{IN_GENERATION_CONFIG}: ")
+        raise SpecConfigError(f"{IN_GENERATION_CONFIG}: {text} Correct it, or pass spec_method='off'.") from error
 
 
 def is_refused(target_model: torch.nn.Module, entry: Any) -> bool:
@@ -207,7 +211,7 @@ def _load_candidate(
     # The user has named the target itself.
     is_named = candidate.place == "target" and config.method != AUTO
     with nullcontext() if is_named else only_safetensors():
-        resolved = SpeculativeConfig.resolve(candidate.configured(config), target_config=target_model.config)
+        resolved = resolve(candidate.configured(config), {}, target_model.config)
         speculator = _load(target_model, resolved)
     speculator.note = f"{_asked(config, entry)} chose {candidate.title}: {reason}"
     speculator.origin = candidate.origin
@@ -309,7 +313,7 @@ def _check_takes(generator_class: type[CandidateGenerator], method: str, draft_m
 
 def _check_processes(asked: int, draft_model: torch.nn.Module | None) -> None:
     found = getattr(draft_model, "tp_size", None) or 1
-    if asked not in (1, found):
+    if asked != found:
         what = "a draft model that is loaded by name" if draft_model is None else f"this {type(draft_model).__name__}"
         raise SpecConfigError(
             f"`draft_tensor_parallel_size`={asked}, and {what} is held by {found} process{'es' * (found > 1)}. Leave "

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .errors import SpecConfigError, did_you_mean, shown
+from .threads import cached_property
 
 
 # Between the two methods of a combination.
@@ -87,7 +88,7 @@ class Method:
     def is_built_in(self) -> bool:
         return bool(self.folder)
 
-    @property
+    @cached_property
     def generator_class(self) -> type:
         """The subclass of `CandidateGenerator` that drafts."""
         return self.load(self.generator) if isinstance(self.generator, str) else self.generator

@@ -7,8 +7,10 @@ Hub.
 from __future__ import annotations
 
 import difflib
+import json
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +52,12 @@ def _validated(value: Any, overrides: dict[str, Any]) -> SpeculativeConfig:
     """The configuration as it is written, the one of an earlier call with the same words if there was one."""
     if isinstance(value, SpeculativeConfig) and not overrides:
         return value
-    try:
-        words = _words(value), _words(overrides)
-    except TypeError:
-        words = None
-    known = None if words is None else _known.get(words)
+    words = None
+    # A file may say something else the next time.
+    if not (isinstance(value, str) and value.rstrip().endswith(".json")):
+        with suppress(TypeError, ValueError, RecursionError):
+            words = json.dumps([value, overrides], default=_name_of_config)
+    known = _known.get(words)
     if known is not None and type(known.options) is options_class(known.method):
         return known
     config = SpeculativeConfig(**merged(_read_settings(value), overrides))
@@ -63,24 +66,10 @@ def _validated(value: Any, overrides: dict[str, Any]) -> SpeculativeConfig:
     return config
 
 
-def _words(value: Any) -> Hashable:
-    """The words of settings as a key, to know them again.
-
-    Raises:
-        TypeError: It may mean something else the next time, or is no plain value.
-    """
-    kind = type(value)
-    if value is None or kind in (bool, int, float):
-        return kind, value
-    if kind is str and not value.rstrip().endswith(".json"):
-        return value
-    if kind in (list, tuple):
-        return tuple(map(_words, value))
-    if kind is dict:
-        return tuple((_words(name), _words(item)) for name, item in value.items())
-    if kind is SpeculativeConfig:
+def _name_of_config(value: Any) -> Any:
+    if isinstance(value, SpeculativeConfig):
         return value.compute_hash(), value.token
-    raise TypeError(f"{kind.__name__} is no plain value")
+    raise TypeError("no plain value")
 
 
 def read_pretrained(path_or_repo: str | os.PathLike, revision: str | None) -> SpeculativeConfig:

@@ -65,7 +65,7 @@ class Speculator:
         profile: ControlProfile | None = None,
         target: torch.nn.Module | None = None,
     ):
-        self.config = config
+        self.config, self.method = config, config.method
         self.generator_class = generator_class
         self.resources = resources
         self.note = note
@@ -75,10 +75,6 @@ class Speculator:
         self.profile = ControlProfile() if learns else profile
         self._target = None if target is None else ref(target)
         self.origin: dict[str, str | None] = {}
-
-    @property
-    def method(self) -> str:
-        return self.config.method
 
     @property
     def target(self) -> torch.nn.Module | None:

@@ -13,33 +13,24 @@ from weakref import WeakSet
 Value = TypeVar("Value")
 
 
-class Lock:
+class Lock(type(threading.RLock())):
     """A reentrant lock for `with`. A forked child finds it open, unless the thread that forked holds it itself."""
 
     def __init__(self):
-        self._lock = threading.RLock()
+        super().__init__()
         _locks.add(self)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *exception) -> None:
-        self._lock.release()
-
-    def _open_in_child(self) -> None:
-        # Only the thread that forked has gone along: what another one holds would never be released.
-        if self._lock.acquire(blocking=False):
-            self._lock.release()
-        else:
-            self._lock = threading.RLock()
 
 
 _locks: WeakSet[Lock] = WeakSet()
 
 
 def _open_locks_in_child() -> None:
+    # Only the thread that forked has gone along: what another one holds would never be released.
     for lock in list(_locks):
-        lock._open_in_child()
+        if lock.acquire(blocking=False):
+            lock.release()
+        else:
+            lock._at_fork_reinit()
 
 
 if hasattr(os, "register_at_fork"):

@@ -38,7 +38,8 @@ def watch_acceptance(target: Any, settings: Hashable, stats: SpecDecodingStats) 
     if stats.num_drafts == 0 or stats.rejection_sample_method == "synthetic":
         return
     with _lock:
-        known = _sums.setdefault(target, Recent(_MOST_SETTINGS))
+        if (known := _sums.get(target)) is None:
+            known = _sums[target] = Recent(_MOST_SETTINGS)
         sums = known.get(settings) or SpecDecodingStats()
         if sums is _WARNED:
             return

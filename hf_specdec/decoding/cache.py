@@ -447,6 +447,28 @@ class SlotCache(Cache):
         return [tuple(buffer[row, :, :length].clone() for buffer in layer.buffers) for layer in self.layers]
 
 
+class CapturedCache(SlotCache):
+    """[`SlotCache`] inside of a graph: tensors say where its rows end, and nothing of it is known on the host.
+
+    Args:
+        cache (`SlotCache`): Has the layers.
+        columns (`int`): Slots to read, those in use among them.
+        ends (`torch.LongTensor` of shape `(R,)`): The slot after each row.
+    """
+
+    def __init__(self, cache: SlotCache, columns: int, ends: torch.LongTensor):
+        vars(self).update(vars(cache))
+        self.columns, self.ends = columns, ends
+
+    def plan_write(self, nodes: int, ahead: int = 0) -> WritePlan:
+        self.plan = WritePlan.on_device(self.columns, self.ends + ahead, nodes)
+        return self.plan
+
+    def commit(self, counts: torch.LongTensor, path: None = None) -> None:
+        """Keeps the first `counts` nodes `(R,)` of the last forward."""
+        self.ends = self.ends + counts
+
+
 def check_room(cache: Cache | None, batch_size: int, columns: int) -> None:
     """Refuses a `StaticCache` of other rows than the call's, or that the call may outgrow.
 

@@ -137,12 +137,11 @@ def causal_mask(
     return additive_mask(hidden if distant is None else hidden | distant, dtype)[:, None]
 
 
-def uniform_causal_mask(
-    first: int, count: int, columns: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Additive mask `(1, 1, count, columns)` of tokens from slot `first` on that see all slots up to their own."""
+def uniform_causal_mask(count: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Additive mask `(1, 1, count, columns)` of tokens in the last slots that see all slots up to their own."""
     mask = torch.zeros((1, 1, count, columns), dtype=dtype, device=device)
-    mask[..., first:] = torch.full_like(mask[..., first:], torch.finfo(dtype).min).triu_(1)
+    own = mask[..., columns - count :]
+    own.copy_(torch.full_like(own, torch.finfo(dtype).min).triu_(1))
     return mask
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from ..decoding.cache import padded_size
 from ..decoding.masks import FULL, causal_mask, uniform_causal_mask
 from ..transfers import last_of_each
-from .slots import DraftInputs, DraftSlots, Entries
+from .slots import DraftInputs, DraftSlots, Entries, Reading
 
 
 # Key of a state that the network itself has handed on, in place of the target's states.
@@ -73,22 +73,18 @@ class DraftEntries(DraftSlots):
         Returns:
             Both outputs of the network, of shape `(R, T, h)`: states to hand on, and what `logits` reads.
         """
-        count = tokens.shape[1]
-        plan = self.rows.plan_write(count)
-        mask = self._causal_mask(count, plan.columns)
-        positions = self.rows.positions + torch.arange(count, device=self.device)
-        bound = self.rows.position_bound(plan.columns)
-        outputs = self.network(tokens.to(self.device), hidden, positions, mask, self.cache, bound=bound)
-        self.rows.commit(counts)
+        here = self.plan_read(tokens.shape[1])
+        mask = self.causal_mask(here)
+        outputs = self.network(tokens.to(self.device), hidden, here.positions, mask, self.cache, bound=here.bound)
+        self.cache.commit(counts)
         return outputs
 
     # Nodes of a draft
 
     def begin_draft(self, num_nodes: int) -> None:
         """Prepares for a draft of which at most `num_nodes` nodes are read."""
-        self._columns, self._positions = self.rows.columns(num_nodes), self.rows.positions
-        self._bound = self.rows.position_bound(self._columns)
-        self._sees_all = self.span == FULL and self.rows.is_uniform  # as long as it is a chain
+        self._draft = self.plan_read(num_nodes)
+        self._sees_all = self.span == FULL and self._draft.is_uniform  # as long as it is a chain
         self._mask: torch.Tensor | None = None
         self._depth = self.num_read = 0
 
@@ -107,11 +103,12 @@ class DraftEntries(DraftSlots):
             Both outputs of the network, of shape `(R, F, h)`.
         """
         first, self.num_read = self.num_read, self.num_read + tokens.shape[1]
-        plan = self.rows.plan_write(tokens.shape[1], ahead=first)
+        plan = self.cache.plan_write(tokens.shape[1], ahead=first)
         self._sees_all = self._sees_all and tokens.shape[1] == 1
         mask = None if self._sees_all else self._node_mask(first, parents)[:, None, :, : plan.columns]
-        positions, self._depth = self._positions + self._depth, self._depth + 1
-        return self.network(tokens.to(self.device), hidden, positions, mask, self.cache, bound=self._bound)
+        self._depth += 1
+        positions = self._draft.positions[:, self._depth - 1 : self._depth]  # of the first node there
+        return self.network(tokens.to(self.device), hidden, positions, mask, self.cache, bound=self._draft.bound)
 
     def read_next(self, tokens: torch.LongTensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads the next node of each row's chain, as a [`ReadNext`]; `begin_draft` comes before the first."""
@@ -159,31 +156,29 @@ class DraftEntries(DraftSlots):
 
     # Masks
 
+    def causal_mask(self, here: Reading) -> torch.Tensor:
+        """Additive mask `(R | 1, 1, T, columns)` of entries."""
+        if self.span == FULL and here.is_uniform:
+            return uniform_causal_mask(here.slots.shape[1], here.columns, self.dtype, self.device)
+        return causal_mask(here.slots, self.first_slots, here.columns, self.span, self.dtype)
+
     def _node_mask(self, first: int, parents: torch.LongTensor | slice) -> torch.Tensor:
-        """Additive mask `(R | 1, F, columns)` of a level, nodes `first` to `num_read` of the draft."""
+        """Additive mask `(R, F, columns)` of a level, nodes `first` to `num_read` of the draft."""
+        slots, columns = self._draft.slots[:, first : self.num_read], self._draft.columns
         if self._mask is None:
             # A node sees what its parent sees, and itself. At first, that is what the last entry of each row sees, and
             # a chain after it.
-            self._mask = self._causal_mask(1, self._columns, back=1 - first)[:, 0]
-            self._keys = torch.arange(self._columns, device=self.device).expand(len(self.rows.ends), -1)
+            self._mask = causal_mask(slots[:, :1] - 1, self.first_slots, columns, self.span, self.dtype)[:, 0]
+            self._keys = torch.arange(columns, device=self.device).expand(len(slots), -1)
         self._mask = pick_nodes(self._mask, parents)
-        ends = self.rows.ends
-        slots = ends + torch.arange(first, self.num_read, device=self.device)
-        self._mask.scatter_(2, slots[..., None].expand(len(self._mask), -1, 1), 0.0)
+        self._mask.scatter_(2, slots[..., None], 0.0)
         if self.span != FULL:
             # Nodes of a level have equal positions.
-            query = ends + self._depth
+            query = self._draft.slots[:, self._depth : self._depth + 1]
             self._keys = self._keys.scatter(1, slots, query.expand_as(slots))
             distant = self.span.hidden(query, self._keys)
             self._mask.masked_fill_(distant[:, None], torch.finfo(self._mask.dtype).min)
         return self._mask
-
-    def _causal_mask(self, count: int, columns: int, back: int = 0) -> torch.Tensor:
-        """Additive mask `(R | 1, 1, count, columns)` of entries in `count` slots from `back` before each row's end."""
-        if self.span == FULL and self.rows.is_uniform:
-            return uniform_causal_mask(self.cache.lengths[0] - back, count, columns, self.dtype, self.device)
-        queries = self.rows.ends - back + torch.arange(count, device=self.device)
-        return causal_mask(queries, self.rows.first_slots, columns, self.span, self.dtype)
 
 
 def pick_nodes(values: torch.Tensor, nodes: torch.LongTensor | slice) -> torch.Tensor:

@@ -242,7 +242,7 @@ def _grow_dynamic(
             limits.stop_low_confidence(log_probs, len(levels))
         if len(levels) == limits.deepest:
             break
-        count = width if entries.rows.is_captured else num_expandable(plan, levels, log_probs[:, :width])
+        count = width if entries.is_captured else num_expandable(plan, levels, log_probs[:, :width])
         if not count:
             break
         best, log_probs = order[:, :count], log_probs[:, :count]

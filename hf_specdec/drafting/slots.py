@@ -1,7 +1,6 @@
 """Slots of drafts that read the target's states: their keys and values, from the prompt on.
 
-The ends of the rows are known on the host, or inside of a graph by tensors alone; masks and positions are made of them
-in the same way.
+Slots and positions follow each other alike, so a row's positions are its slots plus a number, its lead.
 
 Shapes: R active rows (of a graph: with those of padding), T tokens of a forward, C tokens of a chunk, th hidden size
 of the target.
@@ -9,16 +8,15 @@ of the target.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..decoding.cache import SlotCache, SlotLayer, padded_rows
+from ..decoding.cache import CapturedCache, SlotCache, SlotLayer, padded_rows
 from ..decoding.graphs import CallGraphs
-from ..kernels.cache import WritePlan
 from ..protocol import Prompt, Session
 from ..transfers import upload
 from .graphs import begin_graphs, fill_front
@@ -46,6 +44,24 @@ class Entries(NamedTuple):
     counts: list[int]
 
 
+class Reading(NamedTuple):
+    """Places of the entries that are read next.
+
+    Attributes:
+        slots (`torch.LongTensor` of shape `(R, T)`): Where their keys and values go.
+        positions (`torch.LongTensor` of shape `(R, T)`): Their position ids.
+        columns (`int`): Slots that attention reads.
+        bound (`int`, *optional*): Above the size of all positions; `None` in a graph.
+        is_uniform (`bool`): All rows are known to see the same slots.
+    """
+
+    slots: torch.LongTensor
+    positions: torch.LongTensor
+    columns: int
+    bound: int | None
+    is_uniform: bool
+
+
 class DraftSlots:
     """A draft's keys and values of each row.
 
@@ -58,8 +74,12 @@ class DraftSlots:
         num_layers (`int`, *optional*): Layers of the draft that are used; all by default.
 
     Attributes:
-        rows (`HostRows` or `CapturedRows`): First slots and ends of the rows.
+        cache (`SlotCache`): The slots, and where the rows end.
+        first_slots, leads (`torch.LongTensor` of shape `(R, 1)`): Each row's first slot, and its lead.
+        is_captured (`bool`): A graph reads all that changes from cycle to cycle from tensors.
     """
+
+    is_captured = False
 
     def __init__(
         self,
@@ -77,7 +97,24 @@ class DraftSlots:
         takes = [None if store is None else partial(store.take, layer) for layer in layers]
         self.cache.layers = [SlotLayer(capacity, take=take) for take in takes]
         self.cache.start_slots(len(starts))
-        self.rows: HostRows | CapturedRows = HostRows(self.cache, starts, offsets, self.device)
+        self._place_rows(starts, offsets)
+
+    def _place_rows(self, starts: list[int], offsets: list[int]) -> None:
+        self.starts, self.offsets = starts, offsets
+        self.first_slots, self.leads = upload(self.host_places(), self.device)[..., None]
+
+    def host_places(self) -> list[list[int]]:
+        """First slot of each row, and its lead."""
+        return [self.starts, [offset - start for start, offset in zip(self.starts, self.offsets)]]
+
+    def plan_read(self, count: int) -> Reading:
+        """Plans a forward of `count` entries after those of each row; it stays in force until the next plan."""
+        plan = self.cache.plan_write(count)
+        slots = plan.starts(self.device)[:, None] + torch.arange(count, device=self.device)
+        # Positions of padding count downwards from 0.
+        bound = None if self.is_captured else plan.columns + max(self.starts) + max(self.offsets)
+        is_uniform = plan.offset is not None and not any(self.starts)
+        return Reading(slots, slots + self.leads, plan.columns, bound, is_uniform)
 
     def replay(
         self,
@@ -111,7 +148,7 @@ class DraftSlots:
         captured = self.graphs.run_on_slots(
             (type(self), rows, width, *new.states, *key),
             lambda: DraftInputs(rows, width, new.states, self.device, constants),
-            lambda inputs: inputs.fill(new, limits, self.rows),
+            lambda inputs: inputs.fill(new, limits, self),
             read,
             self.cache,
             ahead=width + ahead,
@@ -123,126 +160,29 @@ class DraftSlots:
 
     def skip(self, counts: list[int]) -> None:
         """Keeps entries that a graph has read."""
-        self.rows.commit(counts)
+        self.cache.commit(counts)
 
     def static(self, inputs: DraftInputs, columns: int) -> DraftSlots:
-        """A copy for a capture, which reads all that changes from cycle to cycle from tensors.
+        """A copy for a capture.
 
         Args:
-            inputs (`DraftInputs`): These tensors.
+            inputs (`DraftInputs`): What changes from cycle to cycle.
             columns (`int`): Slots to read, those in use among them.
         """
         static = copy(self)
-        static.rows = CapturedRows(self.cache, inputs, columns)
+        static.is_captured = True
+        static.cache = CapturedCache(self.cache, columns, inputs.ends)
+        static.first_slots, static.leads = inputs.first_slots, inputs.leads
         return static
 
     def keep_rows(self, keep: list[int]) -> None:
         self.cache.keep_rows(keep)
-        self.rows.keep(keep)
+        self._place_rows([self.starts[row] for row in keep], [self.offsets[row] for row in keep])
 
     def close(self) -> None:
         """Ends the call; its graphs are free for the next one."""
         if self.graphs is not None:
             self.graphs.close()
-
-
-class HostRows:
-    """First slots and ends of the rows of a draft, known on the host.
-
-    Columns are of the shape `(R, 1)`, or `(1, 1)` where the rows are equal.
-
-    Args:
-        cache (`SlotCache`): Has each row's length.
-        starts, offsets (`list[int]`): As for [`DraftSlots`].
-        device (`torch.device`): Of the columns.
-    """
-
-    is_captured = False
-
-    def __init__(self, cache: SlotCache, starts: list[int], offsets: list[int], device: torch.device):
-        self.cache, self.device = cache, device
-        self.starts, self.offsets = list(starts), list(offsets)
-
-    @property
-    def is_uniform(self) -> bool:
-        """All rows see the same slots."""
-        lengths = self.cache.lengths
-        return not any(self.starts) and lengths.count(lengths[0]) == len(lengths)
-
-    @property
-    def ends(self) -> torch.LongTensor:
-        """The slot after each row, as a column."""
-        return self._column(self.cache.lengths)
-
-    @property
-    def first_slots(self) -> torch.LongTensor:
-        """The slot of each row's first entry, as a column."""
-        return self._column(self.starts)
-
-    @property
-    def next_positions(self) -> list[int]:
-        rows = zip(self.cache.lengths, self.starts, self.offsets)
-        return [length - start + offset for length, start, offset in rows]
-
-    @property
-    def positions(self) -> torch.LongTensor:
-        """The position after each row, as a column."""
-        return self._column(self.next_positions)
-
-    def _column(self, values: Sequence[int]) -> torch.LongTensor:
-        values = values[:1] if len(set(values)) == 1 else values
-        return upload(values, self.device)[:, None]
-
-    def plan_write(self, count: int, ahead: int = 0) -> WritePlan:
-        """Plans the slots of the next forward, as [`SlotCache.plan_write`]."""
-        return self.cache.plan_write(count, ahead)
-
-    def position_bound(self, columns: int) -> int | None:
-        """Above the size of all positions of so many slots; `None` where it is not known."""
-        # Those of padding count downwards from 0.
-        return max(columns, *self.starts) + max(self.offsets)
-
-    def columns(self, ahead: int) -> int:
-        """Number of slots up to `ahead` after the longest row."""
-        return max(self.cache.lengths) + ahead
-
-    def commit(self, counts: list[int]) -> None:
-        """Keeps the first `counts[r]` entries of the last forward."""
-        self.cache.commit(counts)
-
-    def keep(self, keep: list[int]) -> None:
-        self.starts = [self.starts[row] for row in keep]
-        self.offsets = [self.offsets[row] for row in keep]
-
-
-class CapturedRows:
-    """[`HostRows`] from tensors: columns are `(R, 1)`, and nothing is known on the host.
-
-    Args:
-        cache (`SlotCache`): Is told where to write.
-        inputs (`DraftInputs`): First slots, ends and positions of the rows.
-        columns (`int`): Slots to read.
-    """
-
-    is_captured = True
-    is_uniform = False
-
-    def __init__(self, cache: SlotCache, inputs: DraftInputs, columns: int):
-        self.cache, self._columns = cache, columns
-        self.ends, self.first_slots, self.positions = inputs.ends, inputs.first_slots, inputs.positions
-
-    def plan_write(self, count: int, ahead: int = 0) -> WritePlan:
-        self.cache.plan = WritePlan.on_device(self._columns, self.ends[:, 0] + ahead, count)
-        return self.cache.plan
-
-    def position_bound(self, columns: int) -> int | None:
-        return None
-
-    def columns(self, ahead: int) -> int:
-        return self._columns
-
-    def commit(self, counts: torch.LongTensor) -> None:
-        self.ends, self.positions = self.ends + counts[:, None], self.positions + counts[:, None]
 
 
 class DraftInputs:
@@ -258,7 +198,8 @@ class DraftInputs:
     Attributes:
         tokens (`torch.LongTensor` of shape `(R, T)`): The entries' tokens.
         states (`dict[Any, torch.Tensor]`): Their states, each `(R, T, X)`.
-        ends, first_slots, positions (`torch.LongTensor` of shape `(R, 1)`): As in [`HostRows`].
+        ends (`torch.LongTensor` of shape `(R,)`): The slot after each row.
+        first_slots, leads (`torch.LongTensor` of shape `(R, 1)`): As in [`DraftSlots`].
         counts (`torch.LongTensor` of shape `(R,)`): Entries of each row that count; from 1 to T.
         limits (`torch.LongTensor` of shape `(R,)`): Largest depth of each row's draft.
     """
@@ -272,21 +213,21 @@ class DraftInputs:
                 for key, state in states.items()
             }
             self._rows = torch.zeros((5, rows), dtype=torch.long, device=device)
-        self.ends, self.first_slots, self.positions = (values[:, None] for values in self._rows[:3])
-        self.counts, self.limits = self._rows[3:]
+        self.ends, self.counts, self.limits = self._rows[:3]
+        self.first_slots, self.leads = self._rows[3:, :, None]
         self._constants = constants
 
     @property
     def buffers(self) -> list[torch.Tensor]:
         return [self.tokens, self._rows, *self.states.values()]
 
-    def fill(self, new: Entries, limits: list[int], rows: HostRows) -> None:
+    def fill(self, new: Entries, limits: list[int], slots: DraftSlots) -> None:
         """Copies in what the rows read. Rows of padding are like the first one, in slots of their own."""
         fill_front(self.tokens, new.tokens)
         for key, buffer in self.states.items():
             fill_front(buffer, new.states[key])
-        table = (rows.cache.lengths, rows.starts, rows.next_positions, new.counts, limits)
         missing = self._rows.shape[1] - len(limits)
+        table = (slots.cache.lengths, new.counts, limits, *slots.host_places())
         self._rows.copy_(upload([[*values, *values[:1] * missing] for values in table], self._rows.device))
 
 

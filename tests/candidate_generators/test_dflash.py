@@ -505,7 +505,7 @@ class TestAgainstRecomputation:
         last = {key: value[:, -1:] for key, value in known.items()}
         generator.observe(Commit([0], text[None, -1:], [text[-1:].tolist()], [0], last))
         count = min(num_states, num_tokens + 1)
-        assert generator.text.rows.offsets == [max(num_tokens - count, 0)]
+        assert generator.text.offsets == [max(num_tokens - count, 0)]
         known = {key: value[8 - count :] for key, value in states.items()}
         # Only distances of positions count.
         assert drafts_of(generator, [text])[0] == Recomputed(network, text[8 - count :], known).chain(7, 6)

@@ -432,7 +432,7 @@ class TestAgainstRecomputation:
         last = {key: value[:, -1:] for key, value in known.items()}
         generator.observe(Commit([0], text[None, -1:], [text[-1:].tolist()], [0], last))
         count = min(num_states, num_tokens + 1)
-        assert generator.drafter.entries.rows.offsets == [max(num_tokens - count, 0)]
+        assert generator.drafter.entries.offsets == [max(num_tokens - count, 0)]
         known = {key: value[8 - count :] for key, value in states.items()}
         recomputed = Recomputed(network, text[8 - count :], known)
         assert drafts_of(generator, [text])[0] == recomputed.dynamic(tree_of(OFFICIAL), 5)

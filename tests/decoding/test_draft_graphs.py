@@ -644,15 +644,15 @@ class TestDraftInputs:
     def test_padding(self):
         """Entries of padding are zeros; rows of padding stand where the first one does."""
         call = a_call("eagle/eagle3", {})
-        rows = call.generator.drafter.entries.rows
+        slots = call.generator.drafter.entries
         inputs = DraftInputs(4, 3, {1: torch.zeros((2, 1, 5))}, CPU)
         for buffer in inputs.buffers:
             spoil(buffer)
-        inputs.fill(Entries(torch.ones((2, 2)), {1: torch.ones((2, 2, 5))}, [1, 2]), [3, 4], rows)
+        inputs.fill(Entries(torch.ones((2, 2)), {1: torch.ones((2, 2, 5))}, [1, 2]), [3, 4], slots)
         assert inputs.tokens.tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 0]]
         assert inputs.states[1].sum() == 20
         assert inputs.counts.tolist() == [1, 2, 1, 1]
         assert inputs.limits.tolist() == [3, 4, 3, 3]
-        assert inputs.ends[:, 0].tolist() == [4] * 4
-        assert inputs.positions[:, 0].tolist() == [4] * 4
+        assert inputs.ends.tolist() == [4] * 4
+        assert inputs.leads[:, 0].tolist() == [0] * 4
         assert inputs.first_slots[:, 0].tolist() == [0] * 4

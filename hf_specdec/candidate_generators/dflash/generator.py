@@ -359,34 +359,26 @@ class DraftText(DraftSlots):
     def extend(self, states: dict[Any, torch.Tensor], counts: list[int] | torch.LongTensor) -> None:
         """Takes in the target's states `(R, C, th)` of the next tokens, the first `counts[r]` of each row."""
         fused = self.network.fuse(states)
-        positions = self.rows.positions + torch.arange(fused.shape[1], device=self.device)
-        bound = self.rows.position_bound(self.rows.plan_write(fused.shape[1]).columns)
-        for layer, (keys, values) in enumerate(self.network.context(fused, positions, bound)):
+        here = self.plan_read(fused.shape[1])
+        for layer, (keys, values) in enumerate(self.network.context(fused, here.positions, here.bound)):
             self.cache.update(keys, values, layer)
-        self.rows.commit(counts)
+        self.cache.commit(counts)
 
     def begin_block(self, size: int) -> None:
         """Prepares for blocks of this size; they may be read more than once."""
-        steps = torch.arange(size, device=self.device)
-        columns = self.rows.plan_write(size).columns
-        self._bound = self.rows.position_bound(columns)
-        queries = self.rows.ends + steps
-        self._positions = self.rows.positions + steps
-        self._masks = {view: self._mask(view, queries, columns) for view in self.network.views}
+        self._block = self.plan_read(size)
+        self._masks = {view: self._mask(view) for view in self.network.views}
 
     def read_block(self, tokens: torch.LongTensor) -> torch.Tensor:
         """The network's output `(R, T, h)` for blocks `(R, T)`; nothing of them is kept."""
-        return self.network(tokens, self._positions, self._masks, self.cache, self._bound)
+        return self.network(tokens, self._block.positions, self._masks, self.cache, self._block.bound)
 
-    def _mask(self, view: BlockView, queries: torch.LongTensor, columns: int) -> torch.Tensor | None:
-        """Additive mask `(R | 1, 1, T, S)` of a layer, for a block in the slots `queries` `(R | 1, T)`.
-
-        Slots and positions follow each other alike, so their distances are the same.
-        """
-        if view.sees_all and self.rows.is_uniform:
+    def _mask(self, view: BlockView) -> torch.Tensor | None:
+        """Additive mask `(R, 1, T, S)` of a layer; distances of slots are those of positions."""
+        if view.sees_all and self._block.is_uniform:
             return None
-        slots = torch.arange(columns, device=self.device)
-        outside = (slots < self.rows.first_slots) | (slots > queries[:, -1:])
+        slots, queries = torch.arange(self._block.columns, device=self.device), self._block.slots
+        outside = (slots < self.first_slots) | (slots > queries[:, -1:])
         hidden = outside[:, None] | view.hidden(queries[..., None] - slots)
         return additive_mask(hidden, self.network.dtype)[:, None]
 

@@ -71,7 +71,7 @@ class LayerEntries(DraftEntries):
         """Reads the window with a layer, after each row's length, and keeps it; the arguments are those of `read`."""
         self._begin_window(tokens, counts)
         outputs = self._read_layer(layer, tokens, hidden)
-        self.rows.commit(counts)
+        self.cache.commit(counts)
         return outputs
 
     def shifted_window(self, tokens: torch.LongTensor) -> Entries:
@@ -166,17 +166,15 @@ class LayerEntries(DraftEntries):
 
     def _begin_window(self, tokens: torch.LongTensor, counts: list[int] | torch.LongTensor) -> None:
         """Prepares for reading the window after each row's length."""
-        count = tokens.shape[1]
-        plan = self.rows.plan_write(count)
-        self._mask = self._causal_mask(count, plan.columns)
-        self._positions = self.rows.positions + torch.arange(count, device=self.device)
+        self._here = self.plan_read(tokens.shape[1])
+        self._mask = self.causal_mask(self._here)
         self._tokens, self._counts = tokens, counts
 
     def _read_layer(
         self, layer: int, tokens: torch.LongTensor, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        bound = self.rows.position_bound(self.cache.plan.columns)
-        outputs = self.network(tokens, hidden, self._positions, self._mask, self.cache, layer, bound)
+        here = self._here
+        outputs = self.network(tokens, hidden, here.positions, self._mask, self.cache, layer, here.bound)
         self.layer, self._handed_on = layer, outputs[0]
         return outputs
 

@@ -1,40 +1,195 @@
-"""Candidate generators whose network drafts one token after the other, from a state that it hands on."""
+"""Drafting with a network that goes on from a state of its own, one token after the other.
+
+The network reads entries, each a token and the state that the token before it has left: first those of the text, whose
+states are the target's, then those of its own draft. Drafts are chains, static trees and dynamic trees.
+
+On a GPU a cycle is one graph, which reads what was committed and grows the whole draft. Of sampled chains each token
+is one, since logits processors of the user's come in between.
+
+Shapes: R active rows, h hidden size of the network, U its vocabulary.
+"""
 
 from __future__ import annotations
 
-from ..drafting.autoregressive import AutoregressiveDrafter
-from ..drafting.growth import DynamicTree
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..drafting.chain import SteeredChain
+from ..drafting.entries import DraftEntries
+from ..drafting.growth import CapturedLimits, DraftNodes, DynamicTree, RowLimits, grow
+from ..drafting.shape import confidence_threshold
+from ..drafting.slots import DraftInputs, Entries, KnownPrompt
 from ..drafts import DraftTree, TokenTree
-from ..protocol import Commit, DraftStep, Prompt
+from ..protocol import Commit, DraftStep, Prompt, Session
+from ..transfers import select_rows
 from .base import CandidateGenerator
 
 
+if TYPE_CHECKING:
+    from ..settings import SpeculativeConfig
+
+
 class AutoregressiveCandidateGenerator(CandidateGenerator):
-    """Drafts with `drafter`, in the shape of `plan`.
+    """Drafts in the shape of `plan`.
+
+    Args:
+        config (`SpeculativeConfig`): The settings; its options are [`ExtrapolationOptions`].
+        resources (`nn.Module`): The network. It has what [`DraftEntries`] needs, `target_hidden_states`,
+            `shared_modules`, `target_ids` and `target_logits`.
+        session (`Session`): The call.
 
     Attributes:
         plan (`TokenTree` or `DynamicTree`): Shape of the drafts.
-        drafter (`AutoregressiveDrafter`): Holds the state of the network in the call.
+        threshold (`float`): Probability that a node's path must exceed for the draft to go on there; 0 for any.
+        entries (`DraftEntries`): Keys and values of the text.
     """
 
-    plan: TokenTree | DynamicTree
-    drafter: AutoregressiveDrafter
+    def __init__(self, config: SpeculativeConfig, resources: nn.Module, session: Session):
+        super().__init__(config, resources, session)
+        self.network, self.device = resources, resources.device
+        self.target_hidden_states = resources.target_hidden_states
+        self.samples_drafts = self.asks_to_sample
+        self.plan = self.plan_drafts()
+        self.threshold = confidence_threshold(config, session)
+        self.num_speculative_tokens = self.plan.max_depth
+        self.check_sampled_length()
+        self.most_committed = self.plan.max_depth + 1  # entries of a row that a cycle leaves to be read
+        self.entries: DraftEntries | None = None
+        self.pending: Commit | None = None  # read by the next draft
+        self.hidden: torch.Tensor | None = None  # (R, h): states that the last entries hand on
+        self.logits: torch.Tensor | None = None  # (R, U): after them
+
+    def plan_drafts(self) -> TokenTree | DynamicTree:
+        """Shape of the drafts of the call; a chain if tokens are sampled."""
+        raise NotImplementedError(f"{type(self).__name__} must implement plan_drafts().")
+
+    def make_entries(self, **slots) -> DraftEntries:
+        """Slots of the text; takes what [`DraftEntries`] takes beside the network."""
+        return DraftEntries(self.network, **slots)
 
     @property
     def num_draft_nodes(self) -> int:
         return len(self.plan)
 
+    # The text
+
     def prefill(self, prompt: Prompt) -> None:
-        self.drafter.prefill(prompt)
+        """Reads the entries of the prompt but the last one, whose token is still to come.
+
+        There is an entry where the state of a token and the next token are known.
+        """
+        known = KnownPrompt(prompt)
+        slots = known.slots(self.network, self.config, self.session, self.plan.num_reads + self.most_committed)
+        self.entries = self.make_entries(**slots)
+        for states, tokens, counts in known.chunks():
+            new = self.entries.gather(Entries(tokens, states, counts))
+            self.entries.read(new.tokens, self.network.fuse(new.states), new.counts)
 
     def observe(self, commit: Commit) -> None:
-        self.drafter.observe(commit)
+        """Keeps what was committed; the next draft reads it, so that a call that ends here pays nothing."""
+        self._read(self._take_pending())
+        self.pending = commit
 
-    def propose(self, step: DraftStep) -> DraftTree:
-        return self.drafter.propose(step, self.draft_depths(step))
+    def _take_pending(self) -> Entries | None:
+        commit, self.pending = self.pending, None
+        if commit is None:
+            return None
+        return self.entries.gather(Entries(commit.tokens, commit.hidden_states, commit.counts))
+
+    def _read(self, new: Entries | None) -> None:
+        if new is not None:
+            self.hidden, self.logits = self.entries.read_last(new)
 
     def keep_rows(self, keep: list[int]) -> None:
-        self.drafter.keep_rows(keep)
+        self.entries.keep_rows(keep)
+        if self.pending is not None:
+            self.pending = self.pending.of_rows(keep)
+        if self.hidden is not None:
+            self.hidden, self.logits = select_rows(self.hidden, keep), select_rows(self.logits, keep)
 
     def close(self) -> None:
-        self.drafter.close()
+        if self.entries is not None:
+            self.entries.close()
+        self.pending = self.entries = self.hidden = self.logits = None
+
+    # Drafts
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        limits = RowLimits(self.draft_depths(step), self.threshold)
+        if limits.deepest <= 0:
+            # There will never be room again.
+            self.pending = None
+            return DraftTree.empty(len(step.rows), self.session.device)
+        new = self._take_pending()
+        if self.samples_drafts:
+            return self._sample_chain(new, step, limits)
+        replayed = None if self.entries.graphs is None or new is None else self._replay(new, limits)
+        if replayed is not None:
+            return replayed
+        self._read(new)
+        self.entries.begin_draft(self.plan.num_reads)
+        nodes = grow(self.plan, self.entries, self.hidden, self.logits, limits)
+        return nodes.draft(self.plan, limits.depths, self.session.device)
+
+    def _sample_chain(self, new: Entries | None, step: DraftStep, limits: RowLimits) -> DraftTree:
+        """Samples the tokens one by one from the network's distributions, processed as the target's are."""
+        entries = self.entries
+        if entries.graphs is not None and new is not None:
+            self.hidden, self.logits, read_next = entries.begin_captured_chain(
+                new, self.most_committed, self.plan.num_reads
+            )
+        else:
+            self._read(new)
+            entries.begin_draft(self.plan.num_reads)
+            read_next = entries.read_next
+        hidden, logits, lengths = self.hidden, self.logits, entries.cache.lengths
+        chain = SteeredChain(self.session.sampler, step.rows, step.lengths)
+        log_probs = hidden.new_zeros((len(step.rows), 1), dtype=torch.float32)
+        while True:
+            scores = chain.scores(self.network.target_logits(logits).to(self.session.device))
+            tokens = chain.choose(scores)
+            log_probs = log_probs + chain.probs[-1].gather(1, tokens[:, None]).log().to(self.device)
+            limits.stop_low_confidence(log_probs, len(chain.tokens))
+            if len(chain.tokens) == limits.deepest:
+                break
+            hidden, logits = read_next(tokens, hidden)
+        entries.cache.lengths = lengths
+        return chain.draft(limits.depths)
+
+    # Graphs
+
+    def _replay(self, new: Entries, limits: RowLimits) -> DraftTree | None:
+        """Runs the cycle as one graph; `None` where there is none to run.
+
+        The graph drafts as deep as its size is, and what is deeper than a row's limit is cut off. Only a threshold
+        makes the host wait for it, to learn how much has to be verified.
+        """
+        depth = min(self.entries.captured_depth(limits.deepest), self.plan.max_depth)
+        output = self.entries.replay(
+            (self.plan, depth, self.threshold),
+            new,
+            self.most_committed,
+            self.plan.num_reads,
+            limits.depths,
+            partial(self._captured_draft, depth),
+            None if isinstance(self.plan, DynamicTree) else self.plan.levels(self.device),
+        )
+        if output is None:
+            return None
+        hidden, logits, nodes, depths = output
+        num_rows = len(limits.depths)
+        self.hidden, self.logits = hidden[:num_rows], logits[:num_rows]
+        depths = depths[:num_rows].tolist() if self.threshold else limits.depths
+        return nodes.of_rows(num_rows).draft(self.plan, depths, self.session.device)
+
+    def _captured_draft(
+        self, depth: int, inputs: DraftInputs, columns: int
+    ) -> tuple[torch.Tensor, torch.Tensor, DraftNodes, torch.LongTensor]:
+        entries, limits = self.entries.static(inputs, columns), CapturedLimits(inputs.limits, depth, self.threshold)
+        hidden, logits = entries.read_last(inputs)
+        entries.begin_draft(self.plan.num_reads)
+        nodes = grow(self.plan, entries, hidden, logits, limits)
+        return hidden, logits, nodes, limits.depths

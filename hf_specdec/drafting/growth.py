@@ -56,11 +56,6 @@ class DynamicTree:
         return (self.max_depth - 1) * self.top_k
 
 
-def num_reads(plan: TokenTree | DynamicTree) -> int:
-    """Most nodes of a draft that the network reads."""
-    return plan.num_reads if isinstance(plan, DynamicTree) else len(plan)
-
-
 class DraftNodes(NamedTuple):
     """A draft as deep as it was grown; rows may have room for less.
 
@@ -93,8 +88,7 @@ class DraftNodes(NamedTuple):
             device (`torch.device`): Where the draft is expected.
         """
         if self.sizes is None:
-            shape = plan.up_to(max(depths))
-            return DraftTree.of_shape(shape, self.tokens[:, : len(shape)].to(device), depths)
+            return DraftTree.of_shape(plan, self.tokens.to(device), depths)
         assert self.parents is not None, "nodes of a dynamic tree without parents"
         assert self.log_probs is not None, "nodes of a dynamic tree without log-probabilities"
         deepest = len(self.sizes) - 1
@@ -204,7 +198,7 @@ def _grow_static(
     network = entries.network
     log_probs = hidden.new_zeros(hidden.shape[:2], dtype=torch.float32) if limits.threshold else None
     drafted = []
-    for depth, level in enumerate(plan.up_to(limits.deepest).levels(entries.device), start=1):
+    for depth, level in enumerate(plan.levels(entries.device), start=1):
         tokens, log_probs = _candidates(network, logits, level.width, log_probs)
         drafted.append(tokens[:, level.picks])
         if depth < limits.deepest and log_probs is not None:

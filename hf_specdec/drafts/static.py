@@ -214,6 +214,11 @@ class TokenTree:
     def __len__(self) -> int:
         return len(self.paths)
 
+    @property
+    def num_reads(self) -> int:
+        """Most nodes that a network reads which has to read a node to find its children."""
+        return len(self.paths)
+
     def __hash__(self) -> int:
         return self._hash
 

@@ -127,7 +127,7 @@ class DraftTree:
             max_depths (`Sequence[int]` of length B, *optional*): Deepest node that each row may draft. The tree is cut
                 to the deepest row.
         """
-        counts = [len(shape)] * tokens.shape[0]
+        counts = [len(shape.paths)] * tokens.shape[0]
         if max_depths is not None and min(max_depths) < shape.max_depth:
             shape = shape.up_to(max(max_depths))
             counts = [shape.num_nodes_to(depth) for depth in max_depths]

@@ -432,7 +432,7 @@ class TestAgainstRecomputation:
         last = {key: value[:, -1:] for key, value in known.items()}
         generator.observe(Commit([0], text[None, -1:], [text[-1:].tolist()], [0], last))
         count = min(num_states, num_tokens + 1)
-        assert generator.drafter.entries.offsets == [max(num_tokens - count, 0)]
+        assert generator.entries.offsets == [max(num_tokens - count, 0)]
         known = {key: value[8 - count :] for key, value in states.items()}
         recomputed = Recomputed(network, text[8 - count :], known)
         assert drafts_of(generator, [text])[0] == recomputed.dynamic(tree_of(OFFICIAL), 5)
@@ -492,7 +492,7 @@ class TestDraftCache:
         rebuilt = speculator.candidate_generator(Session(1, 1000, torch.device("cpu")))
         rebuilt.prefill(Prompt(text, [0], states))
         for length, layers in cycles:
-            for ours, whole in zip(layers, rebuilt.drafter.entries.cache.row_states(0)):
+            for ours, whole in zip(layers, rebuilt.entries.cache.row_states(0)):
                 for mine, all_of_them in zip(ours, whole):
                     torch.testing.assert_close(mine, all_of_them[:, :length], atol=1e-4, rtol=1e-4)
 
@@ -663,7 +663,7 @@ class TestSettings:
         session = Session(1, 100, torch.device(device))
         config = SpeculativeConfig("eagle", "loaded", **settings)
         generator = EagleCandidateGenerator(config, random_network(**NETWORKS["eagle1"]), session)
-        assert generator.drafter.threshold == threshold
+        assert generator.threshold == threshold
 
     @pytest.mark.parametrize(
         ("tree", "max_depth", "size", "reads"),

@@ -291,7 +291,7 @@ class TestLayersAgainstRecomputation:
         starts = [max(lengths) - length for length in lengths]
         states = {"last": padded([row.states for row in rows], left=True)}
         generator.prefill(Prompt(padded([row.text[:-1] for row in rows], left=True), starts, states))
-        assert isinstance(generator.drafter.entries, LayerEntries)
+        assert isinstance(generator.entries, LayerEntries)
         news = [(row.text[-1:], row.states[-1:]) for row in rows]
 
         def below(most):
@@ -337,7 +337,7 @@ class TestLayersAgainstRecomputation:
         generator.prefill(Prompt(row.text[None, :-1], [0], {"last": row.states[None]}))
         new = row.text[-1:], row.states[-1:]
         for threshold in (0.999, 0.999, 0.0, 0.999, 0.0):
-            generator.drafter.threshold = threshold
+            generator.threshold = threshold
             generator.observe(Commit([0], new[0][None], [new[0].tolist()], [0], {"last": new[1][None]}))
             draft = generator.propose(DraftStep([0], row.text[-1:], [len(row.text)], [3])).token_lists()[0]
             assert draft == row.recomputed(3)[0][: 1 if threshold else 3]

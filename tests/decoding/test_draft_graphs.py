@@ -629,7 +629,7 @@ class TestEager:
         """As after plain cycles, whose tokens come all at once: they are read without a graph."""
         call = a_call("eagle/eagle3", {"num_speculative_tokens": 2})
         new = Entries(torch.zeros((2, 4), dtype=torch.long), {}, [4, 4])
-        slots: DraftSlots = call.generator.drafter.entries
+        slots: DraftSlots = call.generator.entries
         assert slots.replay((), new, 3, 0, [1, 1], lambda inputs, columns: None) is None
 
 
@@ -644,7 +644,7 @@ class TestDraftInputs:
     def test_padding(self):
         """Entries of padding are zeros; rows of padding stand where the first one does."""
         call = a_call("eagle/eagle3", {})
-        slots = call.generator.drafter.entries
+        slots = call.generator.entries
         inputs = DraftInputs(4, 3, {1: torch.zeros((2, 1, 5))}, CPU)
         for buffer in inputs.buffers:
             spoil(buffer)

@@ -2,7 +2,8 @@
 
 EAGLE-1 (Li et al. 2024, arXiv:2401.15077) has static trees, EAGLE-2 (arXiv:2406.16858, section 4) grows a tree from
 the draft's own confidence, EAGLE-3 (arXiv:2503.01840) has another network. The checkpoint decides the network
-([`~candidate_generators.eagle.network`]); every network drafts every shape, see [`~drafting.autoregressive`].
+([`~candidate_generators.eagle.network`]); every network drafts every shape, see
+[`~candidate_generators.autoregressive`].
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...drafting.autoregressive import AutoregressiveDrafter
-from ...drafting.shape import ExtrapolationOptions, confidence_threshold, draft_shape
-from ...protocol import Session
+from ...drafting.growth import DynamicTree
+from ...drafting.shape import ExtrapolationOptions, draft_shape
+from ...drafts import TokenTree
 from ...validation import MOST_DRAFT_TOKENS, setting
 from ..autoregressive import AutoregressiveCandidateGenerator
 from .network import EagleNetwork, fitting_network, load_eagle
@@ -57,19 +58,12 @@ class EagleCandidateGenerator(AutoregressiveCandidateGenerator):
             return load_eagle(config, target_model)
         return fitting_network(draft_model, config, target_model)
 
-    def __init__(self, config: SpeculativeConfig, resources: EagleNetwork, session: Session):
-        super().__init__(config, resources, session)
-        self.target_hidden_states = resources.target_hidden_states
-        self.samples_drafts = self.asks_to_sample
-        self.plan = draft_shape(
-            config,
-            resources.config.draft_vocab_size,
-            session,
+    def plan_drafts(self) -> TokenTree | DynamicTree:
+        return draft_shape(
+            self.config,
+            self.network.config.draft_vocab_size,
+            self.session,
             self.chain_only_reason,
             self.default_num_speculative_tokens,
             prefers_trees=True,
         )
-        self.num_speculative_tokens = self.plan.max_depth
-        self.check_sampled_length()
-        threshold = confidence_threshold(config, session)
-        self.drafter = AutoregressiveDrafter(resources, self.plan, config, session, threshold, self.samples_drafts)

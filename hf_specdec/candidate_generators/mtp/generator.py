@@ -4,22 +4,21 @@ DeepSeek-V3 (arXiv:2412.19437, section 2.2) and its successors have them; what a
 [`~candidate_generators.mtp.network`]. Two ways lead to more than one draft token:
 
     reuse   one layer again and again, each time with the token it has drafted and the state it has left. Checkpoints
-            with one layer are run like this; trees can be drafted, see [`~drafting.autoregressive`]
+            with one layer are run like this; trees can be drafted, see [`~candidate_generators.autoregressive`]
     chain   layer j drafts token j + 1, as the layers were trained, see [`~candidate_generators.mtp.entries`]
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from ...checkpoints.files import RepoFiles
-from ...drafting.autoregressive import AutoregressiveDrafter
 from ...drafting.entries import DraftEntries
-from ...drafting.shape import ExtrapolationOptions, confidence_threshold, draft_shape, growth_option
+from ...drafting.growth import DynamicTree
+from ...drafting.shape import ExtrapolationOptions, draft_shape, growth_option
 from ...drafts import TokenTree
 from ...errors import SpecConfigError, UnsupportedModelError
 from ...protocol import Session
@@ -96,23 +95,19 @@ class MtpCandidateGenerator(AutoregressiveCandidateGenerator):
                 "assisted decoding hands over. Pass it to generate(), as `assistant` or `spec_model`."
             )
         super().__init__(config, resources, session)
-        self.target_hidden_states = resources.target_hidden_states
-        self.samples_drafts = self.asks_to_sample
-        num_layers = resources.config.num_layers
-        self.mode = config.options.mode or ("chain" if num_layers > 1 else "reuse")
+
+    def plan_drafts(self) -> TokenTree | DynamicTree:
+        num_layers = self.network.config.num_layers
+        self.mode = self.options.mode or ("chain" if num_layers > 1 else "reuse")
         if self.mode == "chain":
-            self.plan = self._layer_chain(num_layers)
-            make_entries = partial(LayerEntries, depth=self.plan.max_depth)
-        else:
-            length, vocab_size = self.default_num_speculative_tokens, resources.needs.vocab_size
-            self.plan = draft_shape(config, vocab_size, session, self.chain_only_reason, length)
-            make_entries = partial(DraftEntries, num_layers=1)
-        self.num_speculative_tokens = self.plan.max_depth
-        self.check_sampled_length()
-        threshold = confidence_threshold(config, session)
-        self.drafter = AutoregressiveDrafter(
-            resources, self.plan, config, session, threshold, self.samples_drafts, make_entries
-        )
+            return self._layer_chain(num_layers)
+        length, vocab_size = self.default_num_speculative_tokens, self.network.needs.vocab_size
+        return draft_shape(self.config, vocab_size, self.session, self.chain_only_reason, length)
+
+    def make_entries(self, **slots) -> DraftEntries:
+        if self.mode == "chain":
+            return LayerEntries(self.network, self.plan.max_depth, **slots)
+        return DraftEntries(self.network, **slots, num_layers=1)
 
     def _layer_chain(self, num_layers: int) -> TokenTree:
         """A chain with a token of each layer.

@@ -53,6 +53,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         self.target_hidden_states = resources.target_hidden_states
         self.samples_drafts = self.asks_to_sample
         self.plan = self.plan_drafts()
+        self.shape = self.plan if isinstance(self.plan, DynamicTree) else self.plan.levels(self.device)
         self.threshold = confidence_threshold(config, session)
         self.num_speculative_tokens = self.plan.max_depth
         self.check_sampled_length()
@@ -131,7 +132,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
             return replayed
         self._read(new)
         self.entries.begin_draft(self.plan.num_reads)
-        nodes = grow(self.plan, self.entries, self.hidden, self.logits, limits)
+        nodes = grow(self.shape, self.entries, self.hidden, self.logits, limits)
         return nodes.draft(self.plan, limits.depths, self.session.device)
 
     def _sample_chain(self, new: Entries | None, step: DraftStep, limits: RowLimits) -> DraftTree:
@@ -175,7 +176,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
             self.plan.num_reads,
             limits.depths,
             partial(self._captured_draft, depth),
-            None if isinstance(self.plan, DynamicTree) else self.plan.levels(self.device),
+            self.shape,
         )
         if output is None:
             return None
@@ -191,5 +192,5 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         entries, limits = self.entries.static(inputs, columns), CapturedLimits(inputs.limits, depth, self.threshold)
         hidden, logits = entries.read_last(inputs)
         entries.begin_draft(self.plan.num_reads)
-        nodes = grow(self.plan, entries, hidden, logits, limits)
+        nodes = grow(self.shape, entries, hidden, logits, limits)
         return hidden, logits, nodes, limits.depths

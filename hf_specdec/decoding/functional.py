@@ -23,7 +23,7 @@ from ..layers.llama import DecoderLayer, RMSNorm, is_published, is_untouched, mo
 from ..layers.rope import RotaryAngles, has_static_frequencies
 from .attention import TREE_KERNEL, TreeMask, attention_switch
 from .cache import SlotCache
-from .masks import FULL, RowState, node_masks
+from .masks import FULL, node_masks
 from .target import SlotModel, SlotOutput
 
 
@@ -83,10 +83,27 @@ class FunctionalSlotModel(SlotModel):
         replayed = None if self.graphs is None else self._replay(tokens, topology, logits_from)
         if replayed is not None:
             return replayed
-        _, rows = self._plan_write(tokens)
-        masks = self._masks_of_spans(topology, tokens, rows)
+        rows, tree = self._place(tokens, topology)
+        is_uniform, nodes, columns = rows.is_uniform, tokens.shape[1], self.cache.plan.columns
+        spans = self.profile.spans
+        self.attention_layers = Counter({} if tree is None else {TREE_KERNEL: len(self._layers)})
+        if tree is not None:
+            masks = [TreeMask(tree, span) for span in spans]
+        elif nodes == 1 and is_uniform and self._has_full_span:
+            # One new token in rows of equal length sees every slot.
+            masks = [None] * len(spans)
+        else:
+            # The query heads of a group become further positions of their key/value head.
+            repeats = self._groups if nodes > 1 else 1
+            masks = node_masks(topology, rows, columns, spans, self._head.weight.dtype, repeats)
+        first = self.cache.lengths[0] + self.offsets[0]
+        is_inside = self.max_position is None or first + nodes <= self.max_position + 1
+        if topology.is_chain and is_inside and is_uniform and len(set(self.offsets)) == 1:
+            positions = slice(first, first + nodes)
+        else:
+            positions = self.positions(topology, rows)
         stream = F.embedding(tokens, self._embedding)
-        angles = self._angles(self._positions_at(topology, rows), stream, self.cache.plan.columns + max(self.offsets))
+        angles = self._angles(positions, stream, columns + max(self.offsets))
         states = {}
         for index, layer in enumerate(self._layers):
             if index in self.states:
@@ -98,25 +115,3 @@ class FunctionalSlotModel(SlotModel):
             states["last"] = last = self._norm(stream)
             return SlotOutput(project(self._head, last[:, logits_from:]), states)
         return SlotOutput(project(self._head, self._norm(stream[:, logits_from:])), states)
-
-    def _masks_of_spans(self, topology: TreeTopology, tokens: torch.LongTensor, rows: RowState) -> list:
-        """The masks of layers, by span."""
-        spans, nodes = self.profile.spans, tokens.shape[1]
-        tree = self._tree(topology, tokens, rows) if self._fits_kernel else None
-        self.attention_layers = Counter({} if tree is None else {TREE_KERNEL: len(self._layers)})
-        if tree is not None:
-            return [TreeMask(tree, span) for span in spans]
-        # One new token in rows of equal length sees every slot.
-        if nodes == 1 and self._has_full_span and rows.is_uniform:
-            return [None] * len(spans)
-        # The query heads of a group become further positions of their key/value head.
-        repeats = self._groups if nodes > 1 else 1
-        return node_masks(topology, rows, self.cache.plan.columns, spans, self._head.weight.dtype, repeats)
-
-    def _positions_at(self, topology: TreeTopology, rows: RowState) -> torch.LongTensor | slice:
-        """Position ids of the nodes `(R, T)`, or those of all rows as a slice."""
-        first, nodes = self.cache.lengths[0] + self.offsets[0], topology.depths.shape[-1]
-        inside = self.max_position is None or first + nodes <= self.max_position + 1
-        if topology.is_chain and inside and rows.is_uniform and len(set(self.offsets)) == 1:
-            return slice(first, first + nodes)
-        return self.positions(topology, rows)

@@ -195,18 +195,15 @@ class DecodingLoop:
         counts = verdict.counts
         self.target.commit(counts, None if draft.is_chain else verdict.path)
         self.recorder.add(self.rows, verdict.path, counts, output.logits, output.all_hidden_states)
-        self.deferred.add(partial(self._report, draft.without_probs(), verdict, self.rows))
+        report = partial(count_cycle, self.stats, self.progress.traces, draft.without_probs(), verdict, self.rows)
+        self.deferred.add(report)
+        self.deferred.add(self.streamer.put_columns)
         self.anchors = last_of_each(verdict.tokens, counts)
         began = perf_counter()
         self._observe(verdict, {key: take_nodes(value, verdict.path) for key, value in output.hidden_states.items()})
         self.stats.draft_seconds += perf_counter() - began
         if not self.stop.all_finished:
             self._drop_finished_rows()
-
-    def _report(self, draft: DraftTree, verdict: Verdict, rows: list[int]) -> None:
-        """Counts a cycle, and shows its tokens to those who trace or stream them."""
-        count_cycle(self.stats, self.progress.traces, draft, verdict, rows)
-        self.streamer.put_columns()
 
     def _observe(self, verdict: Verdict, states: dict) -> None:
         self.generator.observe(Commit(self.rows, verdict.tokens, verdict.token_lists, verdict.num_accepted, states))

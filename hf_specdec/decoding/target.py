@@ -132,6 +132,9 @@ class SlotModel:
         graphs (`CallGraphs`, *optional*): Run in the place of forwards whose shapes repeat.
     """
 
+    # Attention that the tree kernel cannot compute falls back to masks by itself.
+    _fits_kernel = True
+
     def __init__(self, model, cache: SlotCache, states: tuple = (), forward_kwargs: dict | None = None):
         self.model = model
         self.cache = cache
@@ -158,10 +161,6 @@ class SlotModel:
     @cached_property
     def _attention(self) -> AttentionSwitch:
         return attention_switch(self.model)
-
-    @property
-    def rows(self) -> RowState:
-        return RowState(self.cache.lengths, self.starts, self.offsets, self.hidden)
 
     def use_graphs(self, graphs: CallGraphs | None) -> None:
         """From now on forwards whose shapes repeat run as graphs. To be called in front of the prefill."""
@@ -258,20 +257,21 @@ class SlotModel:
         replayed = None if self.graphs is None else self._replay(tokens, topology, logits_from)
         if replayed is not None:
             return replayed
-        plan, rows = self._plan_write(tokens)
-        forward = VerificationForward(self._tree(topology, tokens, rows), plan.columns)
+        rows, tree = self._place(tokens, topology)
+        forward = VerificationForward(tree, self.cache.plan.columns)
         positions = self._positions_of(tokens, topology, rows) if self.profile.takes_position_ids else None
         masks = self._masks(topology, forward, rows)
         output = self._read(tokens, positions, masks, forward, tokens.shape[1] - logits_from)
         self.attention_layers = forward.layers
         return output
 
-    def _plan_write(self, tokens: torch.LongTensor) -> tuple[WritePlan, RowState]:
-        """Plan of what the next forward writes, and the rows as they stand before it."""
-        plan, rows = self.cache.plan_write(tokens.shape[1]), self.rows
+    def _place(self, tokens: torch.LongTensor, topology: TreeTopology) -> tuple[RowState, SlotTree | None]:
+        """Plans what a forward writes: the rows as they stand before it, and its nodes where the tree kernel runs."""
+        plan = self.cache.plan_write(tokens.shape[1])
         # Nodes go after the committed slots: one copy to the device serves both.
-        rows.device_lengths = plan.device_starts
-        return plan, rows
+        rows = RowState(self.cache.lengths, self.starts, self.offsets, self.hidden, plan.device_starts)
+        fits = self._fits_kernel and tokens.shape[1] <= MAX_NODES and rows.hidden is None
+        return rows, slot_tree(topology, rows) if fits and use_triton(tokens) else None
 
     def _replay(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int) -> SlotOutput | None:
         """The output of [`SlotModel.forward`] from a graph; `None` where the forward has to run without one."""
@@ -281,7 +281,8 @@ class SlotModel:
         size = padded_rows(rows), self.graphs.padded_nodes(nodes)
 
         def fill(inputs: NodeInputs) -> None:
-            inputs.fill(tokens, topology, self.rows, self.max_position)
+            rows = RowState(self.cache.lengths, self.starts, self.offsets)
+            inputs.fill(tokens, topology, rows, self.max_position)
             self.cache.plan_write(nodes)
 
         def read(inputs: NodeInputs, columns: int) -> tuple:
@@ -335,12 +336,6 @@ class SlotModel:
         with self.captured() as states, self._attention(forward), self._states_kept(tokens.shape[1]):
             output = self.model(**inputs, **self.forward_kwargs)
         return SlotOutput(output.logits[:, -num_logits:], states, output.get("hidden_states"))
-
-    def _tree(self, topology: TreeTopology, tokens: torch.LongTensor, rows: RowState) -> SlotTree | None:
-        """The nodes for the tree attention kernel, where it runs."""
-        if tokens.shape[1] > MAX_NODES or rows.hidden is not None or not use_triton(tokens):
-            return None
-        return slot_tree(topology, rows)
 
     @property
     def attention(self) -> str:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..drafts import DraftTree, TokenTree, renumbered
+from ..drafts.static import Level
 from ..logits.acceptance import best_tokens
 from ..transfers import upload
 from .entries import DraftEntries, pick_nodes
@@ -168,7 +169,7 @@ def _cut(log_probs: torch.FloatTensor, ends: torch.LongTensor) -> torch.FloatTen
 
 
 def grow(
-    plan: TokenTree | DynamicTree,
+    shape: DynamicTree | tuple[Level, ...],
     entries: DraftEntries,
     hidden: torch.Tensor,
     logits: torch.Tensor,
@@ -177,18 +178,18 @@ def grow(
     """Grows a draft after the last entry of each row.
 
     Args:
-        plan (`TokenTree` or `DynamicTree`): Its shape.
+        shape (`DynamicTree` or `tuple[Level, ...]`): Its shape, or the levels of a static one.
         entries (`DraftEntries`): What has been read so far, prepared for a draft.
         hidden (`torch.Tensor` of shape `(R, h)`): States that the last entries hand on.
         logits (`torch.Tensor` of shape `(R, U)`): Logits after them.
-        limits (`RowLimits` or `CapturedLimits`): Largest depth of each row.
+        limits (`RowLimits` or `CapturedLimits`): Largest depth of each row, at most that of the shape.
     """
-    grow_shape = _grow_dynamic if isinstance(plan, DynamicTree) else _grow_static
-    return grow_shape(plan, entries, hidden[:, None], logits[:, None], limits)
+    grow_shape = _grow_dynamic if isinstance(shape, DynamicTree) else _grow_static
+    return grow_shape(shape, entries, hidden[:, None], logits[:, None], limits)
 
 
 def _grow_static(
-    plan: TokenTree,
+    levels: tuple[Level, ...],
     entries: DraftEntries,
     hidden: torch.Tensor,
     logits: torch.Tensor,
@@ -198,7 +199,7 @@ def _grow_static(
     network = entries.network
     log_probs = hidden.new_zeros(hidden.shape[:2], dtype=torch.float32) if limits.threshold else None
     drafted = []
-    for depth, level in enumerate(plan.levels(entries.device), start=1):
+    for depth, level in enumerate(levels, start=1):
         tokens, log_probs = _candidates(network, logits, level.width, log_probs)
         drafted.append(tokens[:, level.picks])
         if depth < limits.deepest and log_probs is not None:
@@ -308,7 +309,7 @@ def _candidates(
     """The best continuations of each node.
 
     Args:
-        network (`nn.Module`): Knows the target's id of each of its tokens.
+        network (`nn.Module`): Has the target's id of each of its tokens, where they differ.
         logits (`torch.Tensor` of shape `(R, F, U)`): Logits after the nodes.
         width (`int`): W.
         log_probs (`torch.FloatTensor` of shape `(R, F)`, *optional*): Log-probability of the path to each node.
@@ -318,9 +319,12 @@ def _candidates(
         given.
     """
     if width == 1 and log_probs is None:
-        return network.target_ids(best_tokens(logits)), None
-    if log_probs is not None:
-        logits = F.log_softmax(logits, -1, dtype=torch.float32)
-    best = logits.topk(width)
-    tokens = network.target_ids(best.indices).flatten(1)
-    return tokens, None if log_probs is None else (log_probs[..., None] + best.values).flatten(1)
+        tokens = best_tokens(logits)
+    else:
+        if log_probs is not None:
+            logits = F.log_softmax(logits, -1, dtype=torch.float32)
+        values, tokens = logits.topk(width)
+        tokens = tokens.flatten(1)
+        log_probs = None if log_probs is None else (log_probs[..., None] + values).flatten(1)
+    token_ids = network.token_ids
+    return tokens if token_ids is None else token_ids[tokens], log_probs

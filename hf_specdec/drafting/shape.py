@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _TREE = DynamicTree(depth=7, top_k=10, total_tokens=60)
 _TREES = {"cpu": DynamicTree(depth=4, top_k=4, total_tokens=12)}
 
-# Most rows whose default is a tree, in general and by device type: nodes must ride along with the weights.
+# Most rows whose default is a tree, in general and by device type.
 _TREE_BATCH_SIZE = 4
 _TREE_BATCH_SIZES = {"cpu": 0}
 
@@ -111,13 +111,15 @@ def draft_shape(
     Raises:
         SpecConfigError: Settings contradict each other, or ask for more candidates than there are tokens.
     """
+    # A small batch: nodes must ride along with the weights.
+    most_rows = _TREE_BATCH_SIZES.get(session.device.type, _TREE_BATCH_SIZE)
     paths, length, growth = config.speculative_token_tree, config.num_speculative_tokens, growth_option(config)
     if growth and (paths or length):
         name, shape = ("speculative_token_tree", "a static tree") if paths else ("num_speculative_tokens", "a chain")
         raise SpecConfigError(f"`{name}` asks for {shape}, and `{growth}` is about a dynamic one. Leave one out.")
     if paths:
         plan = _static_tree(paths, vocab_size)
-    elif length or not (growth or (prefers_trees and _is_small(session))):
+    elif length or not (growth or (prefers_trees and session.batch_size <= most_rows)):
         return TokenTree.chain(length or chain_length)
     else:
         plan = _dynamic_tree(config.options, vocab_size, session.device)
@@ -139,11 +141,6 @@ def confidence_threshold(config: SpeculativeConfig, session: Session) -> float:
         return threshold
     names_shape = growth_option(config) or config.speculative_token_tree or config.num_speculative_tokens
     return 0.0 if names_shape else _THRESHOLDS.get(session.device.type, 0.0)
-
-
-def _is_small(session: Session) -> bool:
-    """There are so few rows that trees are the default."""
-    return session.batch_size <= _TREE_BATCH_SIZES.get(session.device.type, _TREE_BATCH_SIZE)
 
 
 def _static_tree(paths: tuple[tuple[int, ...], ...], vocab_size: int) -> TokenTree:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import heapq
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -254,7 +255,7 @@ class TokenTree:
 
     def num_nodes_to(self, depth: int) -> int:
         """Nodes of at most this depth; they come first."""
-        return sum(node_depth <= depth for node_depth in self.depths)
+        return bisect_right(self.depths, depth)
 
     def up_to(self, depth: int) -> TokenTree:
         """The tree without what lies deeper."""

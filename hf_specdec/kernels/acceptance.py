@@ -155,10 +155,11 @@ def reject_tree(
 
 
 def _follow_torch(draft, node_tokens) -> Acceptance:
-    valid = arange(draft.size, node_tokens.device) < draft.num_nodes[:, None]
+    steps = arange(draft.size + 1, node_tokens.device)
+    valid = steps[:-1] < draft.num_nodes[:, None]
     if draft.is_chain:
         followed = (draft.tokens == node_tokens[:, :-1]) & valid
-        num_accepted, path = _chain_path(followed)
+        num_accepted, path = _chain_path(followed, steps)
     else:
         parents = draft.topology.parents[..., 1:].expand_as(draft.tokens)
         followed = (draft.tokens == node_tokens.gather(1, parents)) & valid
@@ -167,7 +168,7 @@ def _follow_torch(draft, node_tokens) -> Acceptance:
         followed &= ~earlier_twin
         ancestors = draft.topology.ancestors[..., 1:, 1:]
         num_accepted, path = tree_path(draft, ~(ancestors & ~followed[:, None, :]).any(-1))
-    is_committed = arange(draft.size + 1, node_tokens.device) <= num_accepted[:, None]
+    is_committed = steps <= num_accepted[:, None]
     return Acceptance(num_accepted, path, node_tokens.gather(1, path) * is_committed)
 
 
@@ -175,9 +176,10 @@ def _reject_chain_torch(draft, target_probs, accept_uniforms, target_uniforms) -
     tokens = draft.tokens.clamp(min=0)
     target_prob = target_probs[:, :-1].gather(-1, tokens[..., None]).squeeze(-1)
     draft_prob = draft.probs.gather(-1, tokens[..., None]).squeeze(-1)
-    valid = arange(draft.size, tokens.device) < draft.num_nodes[:, None]
+    steps = arange(draft.size + 1, tokens.device)
+    valid = steps[:-1] < draft.num_nodes[:, None]
     # Strict and multiplied out: a token of target probability 0 is rejected, also by the number 0.
-    num_accepted, path = _chain_path((accept_uniforms * draft_prob < target_prob) & valid)
+    num_accepted, path = _chain_path((accept_uniforms * draft_prob < target_prob) & valid, steps)
 
     new_tokens = sample_torch(recovered_probs(draft, target_probs, num_accepted), pick(target_uniforms, num_accepted))
     return Acceptance.of_path(tokens, num_accepted, path, new_tokens)
@@ -247,10 +249,10 @@ def _reject_tree_torch(draft, target_probs, accept_uniforms, target_uniforms) ->
     return Acceptance.of_path(tokens, num_accepted, path, sample_torch(target, pick(target_uniforms, node)))
 
 
-def _chain_path(accepted: torch.BoolTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
-    """`num_accepted` and `path` of a chain whose nodes passed or failed `(B, N)` each on its own."""
+def _chain_path(accepted: torch.BoolTensor, steps: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
+    """`num_accepted` and `path` of a chain whose nodes passed or failed `(B, N)` each on its own; `steps`: 0 to N."""
     num_accepted = accepted.cumprod(1, dtype=torch.long).sum(1)
-    return num_accepted, torch.minimum(arange(accepted.shape[1] + 1, accepted.device), num_accepted[:, None])
+    return num_accepted, torch.minimum(steps, num_accepted[:, None])
 
 
 def tree_path(draft: DraftTree, on_path: torch.BoolTensor) -> tuple[torch.LongTensor, torch.LongTensor]:

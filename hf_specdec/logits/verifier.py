@@ -86,6 +86,7 @@ class Verifier:
             self.why_equal = f"logits processors that this package does not know ({names}) see the whole batch at once"
         needs_walk = self.why_equal is not None or self.stack.reads_tokens
         self._walks = needs_walk and not self.rule.judges_whole_drafts
+        self._scores_of_a_step = _PROCESSED_OF_A_STEP if self.stack else _SCORES_OF_A_STEP
         self._needs_scores = self.rule.uniforms is not None or bool(self.stack) or self.recorder is not None
 
     def _check_whole_drafts(self) -> None:
@@ -142,10 +143,9 @@ class Verifier:
         """Tells whether the path of a draft that was not drawn is found in less time than all nodes are judged."""
         if logits.device.type != "cpu" or draft.probs is not None or self.rule.judges_whole_drafts:
             return False
-        of_a_step = _PROCESSED_OF_A_STEP if self.stack else _SCORES_OF_A_STEP
         # As if half of the longest path were accepted.
         num_steps = draft.topology.max_depth // 2 + 1
-        return (logits.shape[1] - num_steps) * len(logits) * logits.shape[-1] > num_steps * of_a_step
+        return (logits.shape[1] - num_steps) * len(logits) * logits.shape[-1] > num_steps * self._scores_of_a_step
 
     def _node_scores(self, draft, logits, rows) -> torch.Tensor:
         """Scores of all nodes; processors that read tokens see each node after the tokens on its own path."""

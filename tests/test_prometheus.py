@@ -299,7 +299,7 @@ class TestWrongArguments:
 
     @pytest.mark.parametrize("port", [-1, 70000, "8000", True, 80.0])
     def test_port(self, port):
-        with pytest.raises(SpecConfigError, match="`port` must be a whole number from 0 to 65535, got"):
+        with pytest.raises(SpecConfigError, match="`port` must be an integer from 0 to 65535, got"):
             metrics.start_http_server(port)
 
     @pytest.mark.parametrize("addr", ["", " ", 3, b"127.0.0.1", ["::1"], "no such host", "x" * 300, "\ud800", "a\0b"])

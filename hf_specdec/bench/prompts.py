@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .. import demo
 from ..demo import Prompt
 from ..errors import SpecConfigError
+from ..validation import is_int
 
 
 if TYPE_CHECKING:
@@ -252,7 +253,7 @@ def _prompt(record: Any, place: str, name: str, max_new_tokens: int) -> Prompt:
             f"{place}: a prompt is a text, or an object with one of {', '.join(_TEXT_KEYS)}; got {record!r:.80}."
         )
     longest = record.get("max_new_tokens", max_new_tokens)
-    if not isinstance(longest, int) or isinstance(longest, bool) or longest < 2:
+    if not is_int(longest) or longest < 2:
         raise SpecConfigError(f"{place}: `max_new_tokens` must be a number of at least 2, got {longest!r}.")
     return Prompt(str(_first(record, _NAME_KEYS, name)), text, str(_first(record, _KIND_KEYS, "prompt")), longest)
 

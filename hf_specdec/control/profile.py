@@ -8,6 +8,7 @@ from sys import float_info
 from typing import Any
 
 from ..errors import SpecConfigError, shown
+from ..validation import is_number
 from .acceptance import PastRates, PositionRates
 from .budget import TrialBudget
 from .constants import KNOWN, WINDOW
@@ -92,7 +93,7 @@ def _table(seconds: Mapping[str, Any]) -> TimeTable:
     """A table of seconds by size, all of which are known."""
     table = TimeTable()
     for size, value in seconds.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_time(value):
+        if not is_number(value) or not is_time(value):
             raise SpecConfigError(f"Times of a latency profile are positive numbers of seconds, got {shown(value)}.")
         for _ in range(KNOWN):
             table.observe(_size(size), float(value))
@@ -120,6 +121,4 @@ def _rates(name: str, values: Mapping[str, Any]) -> PastRates:
 
 def _are_numbers(values: Any, most: float = float_info.max) -> bool:
     """Tells a list of finite numbers from 0 to `most`."""
-    return isinstance(values, list) and all(
-        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= most for value in values
-    )
+    return isinstance(values, list) and all(is_number(value) and 0 <= value <= most for value in values)

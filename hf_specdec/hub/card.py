@@ -24,6 +24,7 @@ from ..checkpoints.files import RepoFiles
 from ..errors import SpecConfigError
 from ..method import is_language_model, methods, parts_of, takes_model
 from ..settings import AUTO, SpeculativeConfig
+from ..validation import is_number
 from .engines import sglang_command, vllm_command
 from .inspect import is_repo_id
 from .published import CARD_KEY, published_config, settings_to_publish, target_entry
@@ -291,7 +292,7 @@ def _measurements(report: Mapping[str, Any], method: str) -> str:
     lines = [_MEASURED, "", f"| decoding | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
     for row in shown:
         figures = [(row.get(key), form) for key, form in columns.values()]
-        cells = [form.format(figure) if _is_number(figure) else "" for figure, form in figures]
+        cells = [form.format(figure) if is_number(figure) else "" for figure, form in figures]
         lines.append(f"| {_cell(row['method'])} | {' | '.join(cells)} |")
     environment, settings = (
         found if isinstance(found := report.get(key), Mapping) else {} for key in ("environment", "settings")
@@ -315,10 +316,6 @@ def _with_measurements(text: str, section: str) -> str:
     if older.search(text):
         return older.sub(lambda _: section + "\n", text, count=1)
     return text.rstrip("\n") + "\n\n" + section + "\n"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _cell(value: Any) -> str:

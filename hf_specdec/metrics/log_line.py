@@ -6,10 +6,10 @@ import logging
 import math
 import os
 from time import perf_counter
-from typing import Any
 
 from ..errors import SpecConfigError, shown
 from ..threads import Lock
+from ..validation import Bounds, checked
 from .listeners import CallObserver, Listener, add_listener, logger, remove_listener
 from .stats import SpecDecodingStats
 
@@ -130,11 +130,10 @@ def log_every(seconds: float | None = 10.0) -> None:
         seconds (`float`, *optional*): The least time between two lines. `None` logs what is left and stops.
 
     Raises:
-        SpecConfigError: Not a positive number.
+        SpecConfigError: It is no number above 0.
     """
     global _active
-    if seconds is not None and not _is_positive(seconds):
-        raise SpecConfigError(f"`seconds` must be a positive number, or None for no log lines, got {shown(seconds)}.")
+    seconds = checked("seconds", seconds, float | None, Bounds(least=0, inclusive=False))
     with _lock:
         if seconds is None and _active is not None:
             remove_listener(_active)
@@ -156,18 +155,9 @@ def log_as_environment_says() -> None:
     """`log_every` with the seconds of the environment variable HF_SPECDEC_LOG_INTERVAL, if it is set; 0 is off."""
     value = os.environ.get(_VARIABLE) or "0"
     try:
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
-    if seconds == 0:
-        return
-    if not _is_positive(seconds):
+        if seconds := float(value):
+            log_every(seconds)
+    except ValueError as error:
         raise SpecConfigError(
             f"{_VARIABLE}={shown(value)} is no number of seconds. Set it to one such as 10, or to 0."
-        )
-    log_every(seconds)
-
-
-def _is_positive(seconds: Any) -> bool:
-    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    return is_number and math.isfinite(seconds) and seconds > 0
+        ) from error

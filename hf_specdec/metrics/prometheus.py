@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MissingDependencyError, SpecConfigError, shown
 from ..threads import Lock
+from ..validation import Bounds, checked
 from .listeners import CallObserver, Listener, add_listener, remove_listener
 from .stats import SpecDecodingStats
 
@@ -261,8 +262,7 @@ def start_http_server(
     Raises:
         SpecConfigError: The port or address cannot be used.
     """
-    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
-        raise SpecConfigError(f"`port` must be a whole number from 0 to 65535, got {shown(port)}.")
+    checked("port", port, int, Bounds(0, 65535))
     addr = _LOOPBACK if addr is None else addr
     if not (isinstance(addr, str) and addr.strip()):
         raise SpecConfigError(f"`addr` must be an address such as {_LOOPBACK!r}, got {shown(addr)}.")

@@ -197,7 +197,9 @@ class _Call:
             return False
         if not self.is_asked and is_refused(self.model, self.entry):
             return False
-        _prepare_stop_strings(self.model, self.arguments)
+        tokenizer = self.arguments.pop("tokenizer", None)
+        if (strings := _effective(self.model, self.arguments, "stop_strings")) is not None:
+            _prepare_stop_strings(self.model, self.arguments, strings, tokenizer)
         return True
 
     def run(self, original: Callable):
@@ -436,12 +438,8 @@ def _effective(model: PreTrainedModel, arguments: dict[str, Any], name: str):
     return getattr(model.generation_config, name, None) if value is None else value
 
 
-def _prepare_stop_strings(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+def _prepare_stop_strings(model: PreTrainedModel, arguments: dict[str, Any], strings: Any, tokenizer: Any) -> None:
     """Makes the stopping criterion of stop strings here: the way through `custom_generate` loses the tokenizer."""
-    tokenizer = arguments.pop("tokenizer", None)
-    strings = _effective(model, arguments, "stop_strings")
-    if strings is None:
-        return
     if tokenizer is None:
         raise SpecConfigError(
             f"stop_strings={shown(strings)} needs the model's tokenizer. Pass `tokenizer=` to generate() as well."

@@ -163,13 +163,13 @@ def resolve_candidate_generator(name: str) -> type:
     Raises:
         SpecConfigError: The name is unknown, or its parts cannot be combined.
     """
-    parts = parts_of(name)
+    known = _all_methods()
+    parts = (name,) if name in known else parts_of(name)
     if len(parts) != 1:
         return _imported(_COMBINED_GENERATOR)(parts)
-    method = _all_methods().get(parts[0])
-    if method is None:
+    if parts[0] not in known:
         raise _unknown_method(parts[0])
-    return method.generator_class
+    return known[parts[0]].generator_class
 
 
 def add_method(method: Method) -> None:

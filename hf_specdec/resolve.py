@@ -21,10 +21,10 @@ from .errors import SpecConfigError, shown
 from .hub.detect import detect_method
 from .hub.inspect import method_for_target
 from .hub.published import published_config, with_saved_settings
-from .method import is_method_name, names_of_methods
+from .method import is_method_name, names_of_methods, resolve_candidate_generator
 from .reading import parse_json, read_text, reading_settings
 from .settings import CONFIG_NAME, SpeculativeConfig
-from .settings.names import AUTO, merged, options_class, reading_file
+from .settings.names import AUTO, merged, reading_file
 from .threads import Recent
 
 
@@ -58,7 +58,7 @@ def _validated(value: Any, overrides: dict[str, Any]) -> SpeculativeConfig:
         with suppress(TypeError, ValueError, RecursionError):
             words = json.dumps([value, overrides], default=_name_of_config)
     known = _known.get(words)
-    if known is not None and type(known.options) is options_class(known.method):
+    if known is not None and type(known.options) is resolve_candidate_generator(known.method).options_class:
         return known
     config = SpeculativeConfig(**merged(_read_settings(value), overrides))
     if words is not None and config.method not in (None, AUTO):

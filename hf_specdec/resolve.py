@@ -28,8 +28,8 @@ from .settings.names import AUTO, merged, reading_file
 from .threads import Recent
 
 
-# Configurations of late calls that named their method, by their words.
-_known: Recent[SpeculativeConfig] = Recent(64)
+# Configurations of late calls that named their method, by their words, with the generators of their methods then.
+_known: Recent[tuple[SpeculativeConfig, Any]] = Recent(64)
 
 
 def resolve(value: Any, overrides: Mapping[str, Any], target_config: PretrainedConfig | None) -> SpeculativeConfig:
@@ -57,12 +57,12 @@ def _validated(value: Any, overrides: dict[str, Any]) -> SpeculativeConfig:
     if not (isinstance(value, str) and value.rstrip().endswith(".json")):
         with suppress(TypeError, ValueError, RecursionError):
             words = json.dumps([value, overrides], default=_name_of_config)
-    known = _known.get(words)
-    if known is not None and type(known.options) is resolve_candidate_generator(known.method).options_class:
+    known, generator = _known.get(words, (None, None))
+    if known is not None and generator == resolve_candidate_generator(known.method):
         return known
     config = SpeculativeConfig(**merged(_read_settings(value), overrides))
     if words is not None and config.method not in (None, AUTO):
-        _known.put(words, config)
+        _known.put(words, (config, resolve_candidate_generator(config.method)))
     return config
 
 

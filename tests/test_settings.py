@@ -609,6 +609,7 @@ class TestTheSameWords:
             ('{"method": "toy", "toy_width": 3}', {"num_speculative_tokens": 4}),
             ({"method": "toy", "speculative_token_tree": [[0], [1], [0, 0]]}, {}),
             (None, {"method": "toy", "num_speculative_tokens": "auto"}),
+            ({"method": "suffix+eagle3", "model": "org/head"}, {}),
         ],
     )
     def test_one_configuration(self, value, overrides):

@@ -113,8 +113,10 @@ def exemption(name: str, test: str) -> str | None:
     return EXEMPT.get(test, {}).get(name)
 
 
+needs_library = pytest.mark.skipif(find_spec("arctic_inference") is None, reason="needs arctic-inference")
+
+
 def _params(names):
-    needs_library = pytest.mark.skipif(find_spec("arctic_inference") is None, reason="needs arctic-inference")
     return [pytest.param(name, marks=needs_library if "suffix" in name else ()) for name in names]
 
 

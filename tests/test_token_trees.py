@@ -238,17 +238,6 @@ class TestGeometry:
         assert topology.is_chain == tree.is_chain
         assert tree.topology(CPU) is topology
 
-    @settings(max_examples=50)
-    @given(rows=st.lists(st.lists(st.integers(0, 9), min_size=7, max_size=7), min_size=1, max_size=3))
-    def test_topology_of_rows(self, rows):
-        """Trees that differ from row to row have each row's own topology."""
-        parents = [[parent % (index + 1) for index, parent in enumerate(row)] for row in rows]
-        together = TreeTopology.from_parents(torch.tensor(parents) - 1)
-        for row, row_parents in enumerate(parents):
-            alone = TreeTopology.from_parents(torch.tensor(row_parents) - 1)
-            for name in ("parents", "depths", "ancestors"):
-                assert torch.equal(getattr(together, name)[row], getattr(alone, name))
-
     def test_topology_under_another_default_dtype(self):
         parents = torch.tensor([[-1, 0, 0], [-1, -1, 1]])
         before = torch.get_default_dtype()

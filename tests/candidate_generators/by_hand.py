@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hf_specdec import record
 from hf_specdec.protocol import Commit, DraftStep, Prompt
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": None}
-
-
-def plain_and_ours(target, speculator, inputs, **arguments):
-    """The same call without and with drafts, and the record of the latter."""
-    arguments = {**GREEDY, **arguments}
-    plain = target.generate(**inputs, **arguments)
-    with record(trace=True) as made:
-        ours = target.generate(**inputs, **arguments, assistant=speculator)
-    return plain, ours, made.calls[0]
 
 
 def rows_of(call, row=0):

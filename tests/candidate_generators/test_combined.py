@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, pipeline
+from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from hf_specdec import (
@@ -36,22 +36,14 @@ from hf_specdec.candidate_generators.combined.merge import merged
 from hf_specdec.candidate_generators.combined.policy import DrafterChoice
 from hf_specdec.control import ControlProfile
 from hf_specdec.control.acceptance import PastRates, RowOutcome
-from hf_specdec.drafting.defer import UnreadText
 from hf_specdec.drafts import DraftTree
 from hf_specdec.errors import MissingDependencyError
 from hf_specdec.method import parts_of, resolve_candidate_generator
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
-from tests.candidate_generators.test_suffix import needs_library
-from tests.sampled import SampledCandidateGenerator
-from tests.statistics import chi_square_pvalue
+from tests.methods import needs_library
 from tests.test_sampling import (
-    P_VALUE,
-    SETTINGS,
     V,
-    exact_distribution,
     sample,
-    sampled_counts,
-    small_model,
 )
 
 
@@ -113,11 +105,6 @@ def in_turns(row, cycle):
     return (cycle % 4 == 1) or (cycle % 4 > 1 and (row + cycle) % 2)
 
 
-def by_parity(row, cycle):
-    """Half of the rows each."""
-    return (row + cycle) % 2
-
-
 def generated(target, inputs, **arguments):
     with record(trace=True) as made:
         text = target.generate(**inputs, **{"do_sample": False, "max_new_tokens": 24, **arguments})
@@ -145,33 +132,6 @@ class TestGreedy:
 
 
 class TestSampling:
-    @pytest.mark.parametrize(
-        ("case", "rule"), [("plain", "standard"), ("repetition_penalty_and_top_p", "standard"), ("plain", "block")]
-    )
-    def test_drawn_and_retrieved_drafts_in_one_batch(self, drawing, case, rule, monkeypatch):
-        """Half of the rows verify drafts that were drawn, the others retrieved ones."""
-        asked = decide(monkeypatch, by_parity)
-        speculator = load_speculator(small_model(), drawing, num_speculative_tokens=3, rejection_sample_method=rule)
-        counts, stats = sampled_counts(SETTINGS[case], speculator)
-        assert chi_square_pvalue(counts, exact_distribution(SETTINGS[case])) > P_VALUE
-        assert any(0 < sum(rows) < len(rows) for rows in asked)
-        by_part = [int(note.split(": ")[1].split()[0]) for note in stats.notes if "tokens accepted from" in note]
-        assert min(by_part) > 100
-
-    def test_fails_for_retrieved_drafts_that_are_judged_by_the_wrong_distribution(self, drawing, monkeypatch):
-        def wrongly_merged(retrieved, drafted, from_model):
-            draft = merged(retrieved, drafted, from_model)
-            if draft.probs is not None:
-                draft.probs[~torch.tensor(from_model)] = 1 / V
-            return draft
-
-        decide(monkeypatch, by_parity)
-        monkeypatch.setattr(combined, "merged", wrongly_merged)
-        counts, _ = sampled_counts(
-            SETTINGS["plain"], load_speculator(small_model(), drawing, num_speculative_tokens=3)
-        )
-        assert chi_square_pvalue(counts, exact_distribution(SETTINGS["plain"])) < 1e-6
-
     @pytest.mark.parametrize(("method", "draws"), [(None, False), ("greedy", False), ("probabilistic", True)])
     def test_drafts_are_drawn_only_on_request(self, target, inputs, method, draws, monkeypatch):
         made, make = [], Speculator.candidate_generator
@@ -183,40 +143,7 @@ class TestSampling:
         assert made[0].samples_drafts is draws
 
 
-@pytest.fixture
-def drawing():
-    """A combination whose second drafter draws, from a distribution that is unlike the target's."""
-    register_candidate_generator("drawn", type("Drawn", (SampledCandidateGenerator,), {"samples_drafts": True}))
-    yield "ngram+drawn"
-    unregister_candidate_generator("drawn")
-
-
 class TestToldLate:
-    def test_drafts_are_as_good_after_a_pause(self, target, inputs, monkeypatch):
-        """A drafter that is told late drafts what one that is always asked drafts at the same place."""
-
-        def drafts(pattern):
-            with monkeypatch.context() as patch:
-                asked = decide(patch, pattern)
-                text, call = generated(target, inputs(1), max_new_tokens=48, speculative=pair("eagle3"))
-            length, found = 0, {}
-            for cycle, (is_asked,) in zip(call.cycles, asked):
-                (row,) = cycle.rows
-                if is_asked:
-                    found[length] = row.draft_tokens
-                length += len(row.committed_tokens)
-            return found, text
-
-        always, text = drafts([1])
-        places = []
-        # The first drafts come after the whole prompt, and after several commits of different lengths.
-        for pattern in ([0, 1], [0, 0, 1, 1], [0, 0, 0, 1]):
-            sometimes, again = drafts(pattern)
-            assert torch.equal(again, text)
-            places += [place for place in sometimes if place in always]
-            assert all(sometimes[place] == always[place] for place in sometimes if place in always)
-        assert len(places) >= 2
-
     def test_much_is_handed_over_before_it_is_asked_for(self, target, inputs, plain, monkeypatch):
         monkeypatch.setattr(combined, "_MOST_UNREAD_TOKENS", 20)
         for pattern in ([0, 0, 0, 1], in_turns):
@@ -251,26 +178,6 @@ class TestToldLate:
             assert joined.hidden_states["last"][row, : len(text), 1].tolist() == text
             assert joined.hidden_states[2][row, : len(text), 0].tolist() == [10 * token for token in text]
         assert joined.tokens.shape == joined.hidden_states[2].shape[:2]
-
-    def test_rows_leave_before_the_prompt_is_handed_over(self):
-        told = []
-        drafter = SimpleNamespace(
-            target_hidden_states=(),
-            prefill=lambda prompt: told.append(len(prompt.starts)),
-            keep_rows=lambda keep: told.append(("keep", keep)),
-            observe=lambda commit: told.append(commit.token_lists),
-        )
-        unread = UnreadText(drafter)
-        unread.begin(Prompt(torch.ones(2, 5, dtype=torch.long), [0, 0]))
-        unread.add(Commit([0, 1], torch.tensor([[1], [2]]), [[1], [2]], [0, 0]))
-        unread.keep_rows([1])
-        assert (unread.num_tokens, unread.num_commits, told) == (12, 1, [])
-        unread.hand_over()
-        assert (unread.num_tokens, told) == (0, [2, ("keep", [1]), [[2]]])
-        unread.add(Commit([1], torch.tensor([[3]]), [[3]], [0]))
-        unread.keep_rows([0])
-        unread.hand_over()
-        assert told[3:] == [("keep", [0]), [[3]]]
 
 
 class TestMerging:
@@ -591,17 +498,6 @@ class TestSettings:
 
 
 class TestUse:
-    @pytest.mark.parametrize("batch_size", [1, 3])
-    def test_adaptive_length(self, target, inputs, batch_size):
-        plain, _ = generated(target, inputs(batch_size), max_new_tokens=40)
-        for _ in range(2):
-            ours, call = generated(
-                target, inputs(batch_size), max_new_tokens=40,
-                speculative=pair("eagle3", num_speculative_tokens="auto"),
-            )  # fmt: skip
-            assert torch.equal(ours, plain)
-            assert any(note.startswith("adaptive length: ") for note in call.stats.notes)
-
     def test_statistics_by_part(self, target, inputs, monkeypatch):
         decide(monkeypatch, [0, 1])
         _, call = generated(target, inputs(1), speculative=pair("eagle3"))
@@ -631,22 +527,6 @@ class TestUse:
         assert "n-gram speculation and EAGLE-3 head" in (folder / "README.md").read_text().lower().replace(
             "eagle-3", "EAGLE-3"
         )
-
-    def test_pipeline_and_generation_config(self, target, inputs):
-        arguments = {"do_sample": False, "max_new_tokens": 16}
-        text = demo.prompts()[0].text
-        generator = pipeline("text-generation", model=target, tokenizer=demo.load_tokenizer(), device="cpu")
-        plain = generator(text, **arguments)
-        with record() as made:
-            assert generator(text, **arguments, speculative=pair("eagle3")) == plain
-        assert made.calls[0].stats.method == "ngram+eagle3"
-        target.generation_config.speculative = pair("eagle3")
-        try:
-            with record() as made:
-                assert generator(text, **arguments) == plain
-            assert made.calls[0].stats.method == "ngram+eagle3"
-        finally:
-            del target.generation_config.speculative
 
     def test_command_line(self):
         results = [

@@ -3,7 +3,6 @@
 import copy
 import logging
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -40,7 +39,6 @@ from hf_specdec import (
 )
 from hf_specdec.candidate_generators.draft_model import network as loading
 from hf_specdec.decoding.target import SlotModel
-from hf_specdec.protocol import Session
 from tests.models import TINY, VOCAB_SIZE, prompts, tiny_llama, tiny_mistral
 from tests.pairs import every_pair
 from tests.statistics import chi_square_pvalue
@@ -223,38 +221,6 @@ class TestCache:
         plain, ours, call = plain_and_ours(model, draft, inputs, eos_token_id=eos, pad_token_id=0)
         assert torch.equal(ours, plain)
         assert_own_drafts(draft, inputs, ours, call)
-
-    def test_several_calls(self, model):
-        """Nothing of a call is left in the next."""
-        speculator = load_speculator(model, "draft_model", draft_model=perturbed(model))
-        for seed in (1, 2, 1):
-            inputs = prompts(2, seed=seed)
-            assert torch.equal(
-                model.generate(**inputs, **GREEDY, assistant=speculator), model.generate(**inputs, **GREEDY)
-            )
-
-    def test_threads(self, model):
-        speculator = load_speculator(model, "draft_model", draft_model=tiny_gpt2())
-        batches = [prompts(2, seed=seed) for seed in range(6)]
-        with ThreadPoolExecutor(2) as pool:
-            ours = list(pool.map(lambda inputs: model.generate(**inputs, **GREEDY, assistant=speculator), batches))
-        for inputs, output in zip(batches, ours):
-            assert torch.equal(output, model.generate(**inputs, **GREEDY))
-
-    def test_stock_protocol(self, model):
-        """What the draft offers to transformers' own assisted generation."""
-        draft = perturbed(model)
-        speculator = load_speculator(model, {"method": "draft_model", "num_speculative_tokens": 3}, draft_model=draft)
-        generator = speculator.candidate_generator(Session(1, 40, model.device))
-        text = prompts(1)["input_ids"]
-        with torch.no_grad():
-            for num_matches in (3, 0, 2, 1, 3, 3):
-                candidates, logits = generator.get_candidates(text)
-                assert logits is None
-                assert torch.equal(candidates, draft.generate(text, do_sample=False, max_new_tokens=3))
-                kept = candidates[:, : text.shape[1] + num_matches]
-                text = torch.cat([kept, torch.tensor([[9]])], dim=1)
-                generator.update_candidate_strategy(text, None, num_matches)
 
 
 ARCHITECTURES = {
@@ -682,13 +648,6 @@ class TestLoading:
             again = target.generate(**prompts(1), **GREEDY, spec_method="draft_model", spec_model=folders["same"])
             assert torch.equal(again, first)
         assert not loaded
-
-    def test_method_is_read_from_the_checkpoint(self, folders, load):
-        target = load("target")
-        with record() as made:
-            ours = target.generate(**prompts(1), **GREEDY, spec_model=folders["same"])
-        assert made.calls[0].stats.method == "draft_model"
-        assert torch.equal(ours, target.generate(**prompts(1), **GREEDY))
 
     @pytest.mark.parametrize(
         ("target_dtype", "setting", "expected"),

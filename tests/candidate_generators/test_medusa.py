@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 
 from hf_specdec import CheckpointFormatError, SpecConfigError, SpeculativeConfig, load_speculator
 from hf_specdec.candidate_generators.medusa import generator as medusa
-from hf_specdec.candidate_generators.medusa.generator import MedusaOptions, RankCounts, default_tree
+from hf_specdec.candidate_generators.medusa.generator import RankCounts, default_tree
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.decoding.functional import slot_model
@@ -277,11 +277,6 @@ class TestTrees:
         with pytest.raises(SpecConfigError, match=message):
             generator_for(plain_heads(), **settings)
 
-    def test_wrong_options(self):
-        for options in ({"num_draft_nodes": True}, {"num_draft_nodes": 2.5}, {"tree": 3}):
-            with pytest.raises(SpecConfigError):
-                MedusaOptions(**options)
-
 
 class TestPropose:
     """What the generator makes of the heads' candidates."""
@@ -305,17 +300,6 @@ class TestPropose:
                 assert draft.token_lists()[row] == expected
         topology = draft.topology
         assert topology.depths.tolist()[1:] == list(map(len, generator.tree.up_to(max(rooms)).paths))
-
-    def test_rows_leave(self):
-        generator = generator_for(plain_heads())
-        states = torch.randn(4, 1, 4)
-        tokens = torch.zeros(4, 1, dtype=torch.long)
-        with torch.no_grad():
-            generator.observe(Commit([0, 1, 2, 3], tokens, [[0]] * 4, [0] * 4, {"last": states}))
-            before = generator.propose(DraftStep([0, 1, 2, 3], tokens[:, 0], [9] * 4, [4] * 4)).tokens
-            generator.keep_rows([0, 3])
-            after = generator.propose(DraftStep([0, 3], tokens[:2, 0], [9] * 2, [4] * 2)).tokens
-        assert torch.equal(after, before[[0, 3]])
 
     def test_no_room(self):
         generator = generator_for(plain_heads())
@@ -416,18 +400,6 @@ class TestMeasuredTreeIsOff:
 
 
 class TestLoading:
-    def test_once(self, model, tmp_path, monkeypatch):
-        MedusaHeads(32, VOCAB_SIZE, 3, own_lm_heads=False).save(tmp_path)
-        loaded = []
-        original = medusa.load_medusa
-        monkeypatch.setattr(medusa, "load_medusa", lambda *args: loaded.append(args) or original(*args))
-        settings = {"method": "medusa", "model": str(tmp_path)}
-        first = load_speculator(model, settings)
-        for more in ({}, {"num_speculative_tokens": 2}, {"num_draft_nodes": 5}, {"medusa_tree": "measured"}):
-            assert load_speculator(model, {**settings, **more}).resources is first.resources
-        assert len(loaded) == 1
-        assert load_speculator(model, {**settings, "dtype": "bfloat16"}).resources is not first.resources
-
     def test_nothing_of_the_target_is_copied(self, model, tmp_path):
         MedusaHeads(32, VOCAB_SIZE, 3, own_lm_heads=False).save(tmp_path)
         resources = load_speculator(model, {"method": "medusa", "model": str(tmp_path)}).resources
@@ -441,15 +413,6 @@ class TestLoading:
         model.model.register_forward_pre_hook(lambda *args: pytest.fail("the target has run"))
         with pytest.raises(CheckpointFormatError, match="Pass the heads trained for this target"):
             model.generate(**prompts(1), **GREEDY, spec_model=str(FIXTURES / "v01_heads_pt"))
-
-    def test_heads_as_an_object(self, model):
-        inputs, heads = prompts(3), MedusaHeads(32, VOCAB_SIZE, 3, own_lm_heads=False)
-        ours = model.generate(**inputs, **GREEDY, spec_method="medusa", assistant=heads)
-        assert torch.equal(ours, model.generate(**inputs, **GREEDY))
-        with pytest.raises(SpecConfigError, match="hidden size 16, and .* has 32"):
-            load_speculator(model, "medusa", draft_model=MedusaHeads(16, VOCAB_SIZE, 3))
-        with pytest.raises(SpecConfigError, match="MedusaHeads, got a LlamaForCausalLM"):
-            load_speculator(model, "medusa", draft_model=tiny_llama(1))
 
     def test_subfolder(self, model, tmp_path):
         shutil.copytree(FIXTURES / "target", tmp_path / "heads", dirs_exist_ok=True)

@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from hf_specdec.candidate_generators.ngram import index as ngram_index
 from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator, NgramOptions, merge
 from hf_specdec.candidate_generators.ngram.index import MAX_TOKEN_ID, NgramIndex, sort_prefixes
+from hf_specdec.drafts import DraftTree
 from hf_specdec.errors import SpecConfigError
-from hf_specdec.method import resolve_candidate_generator
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from hf_specdec.settings import SpeculativeConfig
+from tests.candidate_generators.by_hand import paths_of
 
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "ngram" / "vllm_cpu" / "expected.safetensors"
@@ -354,20 +355,12 @@ def test_cycles_agree_with_a_fresh_start(seed):
 # ---------------------------------------------------------------------------------------------------------- the trees
 
 
-def paths_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
-    """The tokens from the anchor to each node."""
-    paths: list[tuple[int, ...]] = []
-    for token, parent in zip(tokens, parents):
-        paths.append((*paths[parent], token) if parent >= 0 else (token,))
-    return paths
-
-
 def trees_after(texts: list[list[int]], room: int | list[int] = 1000, **options) -> list[list[tuple[int, ...]]]:
     generator = make_generator(len(texts), **options)
     generator.prefill(pad_left(texts))
     draft = generator.propose(make_step(texts, room=room))
     assert max(draft.num_nodes.tolist()) <= generator.num_draft_nodes
-    return [paths_of(*row) for row in zip(draft.token_lists(), draft.parent_lists())]
+    return paths_of(draft)
 
 
 @settings(max_examples=150)
@@ -375,8 +368,8 @@ def trees_after(texts: list[list[int]], room: int | list[int] = 1000, **options)
 def test_merged_chains_are_a_trie(chains, most):
     tokens, parents = merge(chains, 1000)
     assert merge(chains, most) == (tokens[:most], parents[:most])
-    paths = paths_of(tokens, parents)
     assert all(parent < node for node, parent in enumerate(parents))
+    (paths,) = paths_of(DraftTree.from_lists([tokens], parents=[parents]))
     assert len(set(paths)) == len(paths)
     assert set(paths) == {tuple(chain[:size]) for chain in chains for size in range(1, len(chain) + 1)}
     if chains:
@@ -499,7 +492,3 @@ def test_what_is_left_out(given_options, shortest, longest, takes_first, matches
 def test_options_out_of_range(wrong, message):
     with pytest.raises(SpecConfigError, match=message):
         NgramOptions(**wrong)
-
-
-def test_method_is_found_by_name():
-    assert resolve_candidate_generator("prompt_lookup") is NgramCandidateGenerator

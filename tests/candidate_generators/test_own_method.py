@@ -12,7 +12,6 @@ import torch
 from hf_specdec import CandidateGenerator, DraftTree, Session, load_speculator, record, register_candidate_generator
 from hf_specdec.candidate_generators import unregister_candidate_generator
 from tests.methods import demo_inputs, demo_target, plain_text
-from tests.test_sampling import no_drafts
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "write_your_own_method.md"
@@ -56,30 +55,10 @@ def test_greedy_batches(method):
     assert min(accepted.values()) > 10
 
 
-def test_sampled_batches(method):
-    """The text depends on the seed alone, whatever is drafted."""
-    settings = {"do_sample": True, "temperature": 0.4}
-    torch.manual_seed(2)
-    expected, _ = generated({"assistant": no_drafts()}, **settings)
-    for name, way in ways(method).items():
-        torch.manual_seed(2)
-        text, accepted = generated(way(), **settings)
-        assert torch.equal(text, expected)
-        # How much is drafted under "auto" depends on measured times.
-        assert accepted > 0 or name == "adaptive"
-
-
 def test_a_length_of_its_own(method):
     text, accepted = generated({"spec_method": "followers", "num_speculative_tokens": 2}, do_sample=False)
     assert torch.equal(text, plain_text(4, NEW))
     assert accepted > 0
-
-
-def test_in_transformers_own_loop(method, monkeypatch):
-    generator = method()
-    monkeypatch.setattr(demo_target(), "_get_candidate_generator", lambda *args, **kwargs: generator)
-    call = {"max_new_tokens": NEW, "do_sample": False, "prompt_lookup_num_tokens": 2}
-    assert torch.equal(demo_target().generate(**demo_inputs(1), **call), plain_text(1, NEW))
 
 
 def test_options_that_have_no_hash():

@@ -1,6 +1,4 @@
 import gc
-import importlib
-import importlib.metadata
 import json
 import sys
 import threading
@@ -15,27 +13,18 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from transformers import LlamaConfig
 
-import hf_specdec.candidate_generators.suffix as suffix_package
 from hf_specdec.candidate_generators.suffix import generator as suffix
 from hf_specdec.candidate_generators.suffix.generator import SuffixCache, SuffixCandidateGenerator, SuffixOptions
-from hf_specdec.errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
+from hf_specdec.errors import CheckpointFormatError, SpecConfigError
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from hf_specdec.settings import SpeculativeConfig
+from tests.candidate_generators.by_hand import paths_of
 
+
+pytest.importorskip("arctic_inference")
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "suffix"
 VOCAB_SIZE = 1000
-
-
-def has_library():
-    try:
-        import arctic_inference.suffix_decoding  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-needs_library = pytest.mark.skipif(not has_library(), reason="needs arctic-inference")
 
 
 def make_config(num_speculative_tokens=None, max_model_len=None, **options):
@@ -77,14 +66,6 @@ def propose_trees(generator, *lengths, room=100):
     return generator.propose(DraftStep(list(range(len(lengths))), anchors, list(lengths), rooms))
 
 
-def paths_of(tokens, parents):
-    """The tokens from the anchor to each node."""
-    paths = []
-    for token, parent in zip(tokens, parents):
-        paths.append((*paths[parent], token) if parent >= 0 else (token,))
-    return paths
-
-
 def occurs(piece, text):
     return any(tuple(text[start : start + len(piece)]) == piece for start in range(len(text) - len(piece) + 1))
 
@@ -113,7 +94,6 @@ def play(cache, op):
     return call(req_id, *tokens.values(), **op)
 
 
-@needs_library
 @pytest.mark.parametrize("piece", [suffix._PIECE, 5])
 @pytest.mark.parametrize("name", ["mixed_unbounded", "mixed_cap3", "no_global", "vllm_pattern"])
 def test_scripted_calls(name, piece, monkeypatch):
@@ -140,7 +120,6 @@ def test_scripted_calls(name, piece, monkeypatch):
     assert num_drafted > 100
 
 
-@needs_library
 @pytest.mark.parametrize("use_tree_spec", [False, True])
 def test_generator_gives_the_scripted_drafts(use_tree_spec):
     script, expected = read_fixture("vllm_pattern")
@@ -168,7 +147,6 @@ def test_generator_gives_the_scripted_drafts(use_tree_spec):
 # The cache
 
 
-@needs_library
 def test_global_tree_survives_the_call():
     cache = make_cache(make_config())
     first = make_generator(cache)
@@ -184,7 +162,6 @@ def test_global_tree_survives_the_call():
     second.close()
 
 
-@needs_library
 def test_prompts_stay_out_of_the_global_tree():
     cache = make_cache(make_config())
     first = make_generator(cache)
@@ -196,7 +173,6 @@ def test_prompts_stay_out_of_the_global_tree():
     assert cache.num_cached_tokens == 1
 
 
-@needs_library
 def test_without_global_tree_nothing_is_shared():
     for limits in ({"max_cached_requests": 0}, {"max_cached_tokens": 0}):
         cache = make_cache(make_config(**limits))
@@ -227,7 +203,6 @@ def recalls(cache, tokens):
     return draft.token_ids == tokens[-1:]
 
 
-@needs_library
 def test_oldest_responses_leave_when_requests_exceed_the_bound():
     cache = SuffixCache(max_cached_requests=3)
     responses = {name: list(range(100 * name, 100 * name + 4)) for name in range(5)}
@@ -239,7 +214,6 @@ def test_oldest_responses_leave_when_requests_exceed_the_bound():
     assert [recalls(cache, responses[name]) for name in (4, 3, 0, 1, 2)] == [True, True, False, False, False]
 
 
-@needs_library
 def test_oldest_responses_leave_when_tokens_exceed_the_bound():
     cache = SuffixCache(max_cached_tokens=10)
     responses = {name: list(range(100 * name, 100 * name + 4)) for name in range(3)}
@@ -250,7 +224,6 @@ def test_oldest_responses_leave_when_tokens_exceed_the_bound():
     assert [recalls(cache, responses[name]) for name in range(3)] == [False, True, True]
 
 
-@needs_library
 def test_response_beyond_the_bound_keeps_its_own_tree():
     cache = SuffixCache(max_cached_tokens=10)
     respond(cache, "old", [1, 2, 3, 4])
@@ -263,7 +236,6 @@ def test_response_beyond_the_bound_keeps_its_own_tree():
     assert cache.num_cached_tokens == 0
 
 
-@needs_library
 def test_restarted_request_replaces_its_response():
     cache = SuffixCache()
     respond(cache, "a", [1, 2, 3, 4])
@@ -274,7 +246,6 @@ def test_restarted_request_replaces_its_response():
     assert not recalls(cache, [1, 2, 3, 4])
 
 
-@needs_library
 def test_failed_start_can_be_retried(monkeypatch):
     cache = SuffixCache()
     start = cache._library.start_request
@@ -289,7 +260,6 @@ def test_failed_start_can_be_retried(monkeypatch):
     assert cache.speculate("a", [1, 2], 4).token_ids == [3]
 
 
-@needs_library
 def test_second_start_leaves_the_active_request_alone():
     cache = SuffixCache()
     cache.start_request("a", [1, 2, 3, 1, 2])
@@ -298,7 +268,6 @@ def test_second_start_leaves_the_active_request_alone():
     assert cache.speculate("a", [1, 2], 4).token_ids == [3]
 
 
-@needs_library
 @pytest.mark.parametrize(
     "tokens",
     [
@@ -327,7 +296,6 @@ def test_what_is_no_token_is_refused_before_anything_changes(tokens):
     assert cache.num_cached_tokens == 0
 
 
-@needs_library
 @pytest.mark.parametrize("dtype", [np.int64, np.int16, np.uint8])
 def test_arrays_of_any_integer_type_and_stride(dtype):
     cache = SuffixCache()
@@ -335,14 +303,12 @@ def test_arrays_of_any_integer_type_and_stride(dtype):
     assert cache.speculate("a", np.array([1, 2], dtype=dtype), 4).token_ids == [3]
 
 
-@needs_library
 @pytest.mark.parametrize("arguments", [{"max_tree_depth": 1}, {"max_tree_depth": -1}, {"max_cached_requests": -2}])
 def test_cache_refuses_bounds_out_of_range(arguments):
     with pytest.raises(SpecConfigError, match="must be an integer from"):
         SuffixCache(**arguments)
 
 
-@needs_library
 def test_threads_share_one_cache():
     config = make_config(max_cached_requests=20, max_cached_tokens=3000)
     cache, errors = make_cache(config), []
@@ -382,7 +348,6 @@ def test_threads_share_one_cache():
 # Files
 
 
-@needs_library
 def test_saved_responses_can_be_loaded(tmp_path):
     cache = SuffixCache()
     respond(cache, "a", [1, 2, 3, 4])
@@ -406,7 +371,6 @@ def test_saved_responses_can_be_loaded(tmp_path):
     assert recalls(small, [7, 8, 9])
 
 
-@needs_library
 def test_empty_cache_can_be_saved(tmp_path):
     SuffixCache().save(tmp_path / "responses.safetensors")
     cache = SuffixCache()
@@ -414,7 +378,6 @@ def test_empty_cache_can_be_saved(tmp_path):
     assert cache.cached_requests == []
 
 
-@needs_library
 def test_files_that_do_not_fit_are_refused(tmp_path):
     path = tmp_path / "responses.safetensors"
     cache = SuffixCache(vocab_size=10)
@@ -441,7 +404,6 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
 # The generator
 
 
-@needs_library
 def test_rows_with_the_same_prompt_are_separate_requests():
     cache = make_cache(make_config(max_cached_requests=0))
     generator = make_generator(cache, batch_size=2)
@@ -454,7 +416,6 @@ def test_rows_with_the_same_prompt_are_separate_requests():
     generator.close()
 
 
-@needs_library
 def test_padding_is_no_context():
     cache = make_cache(make_config())
     generator = make_generator(cache, batch_size=2)
@@ -462,7 +423,6 @@ def test_padding_is_no_context():
     assert propose(generator, 6, 1) == [[3, 4], []]
 
 
-@needs_library
 def test_finished_rows_are_stopped():
     cache = make_cache(make_config(max_cached_requests=0))
     generator = make_generator(cache, batch_size=3)
@@ -479,7 +439,6 @@ def test_finished_rows_are_stopped():
     generator.close()
 
 
-@needs_library
 def test_frequent_continuation_wins_and_unlikely_ones_are_not_drafted():
     prompt = [1, 2, 3, 4, 1, 2, 5, 6, 1, 2, 5, 7, 1, 2]
     cache = make_cache(make_config(max_cached_requests=0))
@@ -495,14 +454,12 @@ def test_frequent_continuation_wins_and_unlikely_ones_are_not_drafted():
     assert propose(stricter, len(prompt)) == [[]]
 
 
-@needs_library
 def test_default_k_is_the_tree_depth():
     cache = make_cache(make_config(max_tree_depth=64))
     assert make_generator(cache).num_speculative_tokens == 64
     assert make_generator(cache, make_config(7, max_tree_depth=64)).num_speculative_tokens == 7
 
 
-@needs_library
 def test_drafts_are_tensors_of_the_session():
     generator = make_generator(make_cache(make_config()), batch_size=2)
     prefill(generator, [1, 2, 3, 4, 5, 1, 2, 3], [6])
@@ -513,7 +470,6 @@ def test_drafts_are_tensors_of_the_session():
     assert draft.num_nodes.tolist() == [3, 0]
 
 
-@needs_library
 def test_trees_have_branches_where_continuations_differ():
     prompt = [1, 2, 3, 4, 7, 1, 2, 5, 6, 8, 1, 2, 3, 9, 1, 2]
     config = make_config(max_cached_requests=0, use_tree_spec=True)
@@ -521,27 +477,24 @@ def test_trees_have_branches_where_continuations_differ():
     prefill(generator, prompt)
     draft = propose_trees(generator, len(prompt))
     assert not draft.is_chain
-    assert paths_of(draft.token_lists()[0], draft.parent_lists()[0]) == [(3,), (5,)]
+    assert paths_of(draft) == [[(3,), (5,)]]
     generator.close()
 
 
 WIDE = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 7, 8, 1, 2, 3, 4]
 
 
-@needs_library
 @pytest.mark.parametrize("room", [1, 2, 3, 4])
 def test_what_is_deeper_than_the_room_is_cut(room):
     config = make_config(max_cached_requests=0, max_spec_factor=2.0, use_tree_spec=True)
     generator = make_generator(make_cache(config), config)
     prefill(generator, WIDE)
-    whole, cut = (propose_trees(generator, len(WIDE), room=depth) for depth in (100, room))
-    whole, cut = (paths_of(draft.token_lists()[0], draft.parent_lists()[0]) for draft in (whole, cut))
+    whole, cut = (paths_of(propose_trees(generator, len(WIDE), room=depth))[0] for depth in (100, room))
     assert len(whole) == 8
     assert cut == [path for path in whole if len(path) <= room]
     assert len({path[0] for path in cut}) == 2
 
 
-@needs_library
 def test_targets_that_take_no_trees_get_chains():
     config = make_config(use_tree_spec=True)
     session = Session(1, 100, torch.device("cpu"), supports_trees=False)
@@ -551,7 +504,6 @@ def test_targets_that_take_no_trees_get_chains():
     assert session.notes == ["suffix drafts chains: the target cannot verify trees."]
 
 
-@needs_library
 def test_stock_protocol_takes_the_first_path():
     config = make_config(max_spec_factor=2.0, use_tree_spec=True)
     generator = make_generator(make_cache(config), config)
@@ -559,14 +511,12 @@ def test_stock_protocol_takes_the_first_path():
     assert tuple(drafted[len(WIDE) :]) in [(5, 6, 1, 2), (7, 8, 1, 2)]
 
 
-@needs_library
 def test_the_largest_factor_does_not_overflow():
     generator = make_generator(make_cache(make_config()), make_config(max_spec_factor=1024.0))
     prefill(generator, [1, 2, 3, 4, 5, 6, 7, 8, 1])
     assert propose(generator, 9, room=6) == [[2, 3, 4, 5, 6, 7]]
 
 
-@needs_library
 @settings(max_examples=60)
 @given(
     rows=st.lists(
@@ -590,8 +540,7 @@ def test_drafts_never_exceed_the_caps(rows, responses, k, max_model_len, depth, 
     prefill(generator, *[prompt for prompt, _ in rows])
     lengths = [len(prompt) for prompt, _ in rows]
     draft = propose_trees(generator, *lengths, room=[room for _, room in rows])
-    for row, (tokens, parents) in enumerate(zip(draft.token_lists(), draft.parent_lists())):
-        paths = paths_of(tokens, parents)
+    for row, (tokens, parents, paths) in enumerate(zip(draft.token_lists(), draft.parent_lists(), paths_of(draft))):
         room = rows[row][1]
         if max_model_len is not None:
             room = min(room, max(max_model_len - lengths[row] - 1, 0))
@@ -609,7 +558,6 @@ def test_drafts_never_exceed_the_caps(rows, responses, k, max_model_len, depth, 
     assert cache.active_requests == {"past"}
 
 
-@needs_library
 def test_close_after_an_error_in_the_call():
     cache = make_cache(make_config())
     generator = make_generator(cache, batch_size=2)
@@ -621,7 +569,6 @@ def test_close_after_an_error_in_the_call():
     assert cache.active_requests == set()
 
 
-@needs_library
 def test_close_after_an_interrupted_start(monkeypatch):
     cache = make_cache(make_config())
     monkeypatch.setattr(suffix, "_PIECE", 4)
@@ -646,7 +593,6 @@ def test_close_after_an_interrupted_start(monkeypatch):
     assert cache.active_requests == set()
 
 
-@needs_library
 def test_forgotten_generator_leaves_no_trees():
     cache = make_cache(make_config())
     generator = make_generator(cache)
@@ -657,7 +603,6 @@ def test_forgotten_generator_leaves_no_trees():
     assert cache.active_requests == set()
 
 
-@needs_library
 def test_stock_protocol():
     cache = make_cache(make_config())
     generator = make_generator(cache, max_length=13)
@@ -671,96 +616,3 @@ def test_stock_protocol():
     # One token fits after this text, and that is the target's own.
     text = torch.cat([text, torch.tensor([[6]])], dim=1)
     assert generator.get_candidates(text)[0].tolist() == text.tolist()
-
-
-# Options and the missing package
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "limits"),
-    [
-        ("max_tree_depth", 1, "an integer from 2 to 1024"),
-        ("max_tree_depth", -1, "an integer from 2 to 1024"),
-        ("max_tree_depth", True, "an integer from 2 to 1024"),
-        ("max_tree_depth", 24.0, "an integer from 2 to 1024"),
-        ("max_cached_requests", -1, "an integer from 0 to 1000000000"),
-        ("max_cached_requests", "10", "an integer from 0 to 1000000000"),
-        ("max_spec_factor", -0.1, "a number from 0 to 1024"),
-        ("max_spec_factor", float("nan"), "a number from 0 to 1024"),
-        ("max_spec_factor", float("inf"), "a number from 0 to 1024"),
-        ("max_spec_factor", True, "a number from 0 to 1024"),
-        ("min_token_prob", 1.5, "a number from 0 to 1"),
-        ("min_token_prob", float("nan"), "a number from 0 to 1"),
-        ("min_token_prob", None, "a number from 0 to 1"),
-        ("use_tree_spec", 1, "True or False"),
-        ("use_tree_spec", "yes", "True or False"),
-        ("max_cached_tokens", -1, "an integer from 0 to 1000000000"),
-        ("max_cached_tokens", 0.5, "an integer from 0 to 1000000000"),
-    ],
-)
-def test_options_out_of_range(name, value, limits):
-    with pytest.raises(SpecConfigError) as caught:
-        SuffixOptions(**{name: value})
-    assert str(caught.value).startswith(f"`{name}` must be {limits}, got {value!r}")
-
-
-def test_options_at_the_edges():
-    SuffixOptions(max_tree_depth=2, max_cached_requests=0, max_spec_factor=0, min_token_prob=0, max_cached_tokens=0)
-    SuffixOptions(max_spec_factor=np.float32(2), min_token_prob=1, max_cached_tokens=np.int64(10**9))
-
-
-def test_flat_keys():
-    keys = {field.metadata["key"]: field.default for field in SuffixOptions.__dataclass_fields__.values()}
-    assert keys == {
-        "suffix_decoding_max_tree_depth": 24,
-        "suffix_decoding_max_cached_requests": 10_000,
-        "suffix_decoding_max_spec_factor": 1.0,
-        "suffix_decoding_min_token_prob": 0.1,
-        "suffix_decoding_use_tree_spec": False,
-        "suffix_decoding_max_cached_tokens": 2_000_000,
-    }
-    assert all(field.metadata["help"] for field in SuffixOptions.__dataclass_fields__.values())
-
-
-def pretend_version(monkeypatch, version):
-    def find(name):
-        if version is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return version
-
-    monkeypatch.setattr(importlib.metadata, "version", find)
-
-
-@pytest.mark.parametrize(
-    ("version", "found"),
-    [
-        (None, "it is not installed"),
-        ("0.0.4", "arctic-inference 0.0.4 is installed, which is too old"),
-        ("0.3.0", "arctic-inference 0.3.0 cannot be imported"),
-    ],
-)
-def test_missing_package(version, found, monkeypatch):
-    pretend_version(monkeypatch, version)
-    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
-    with pytest.raises(MissingDependencyError) as caught:
-        make_cache(make_config())
-    assert found in str(caught.value)
-    assert 'pip install "hf-specdec[suffix]"' in str(caught.value)
-    assert "C++20 compiler and CMake" in str(caught.value)
-    assert "spec_method='ngram'" in str(caught.value)
-
-
-def test_import_does_not_need_the_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "arctic_inference", None)
-    monkeypatch.delitem(sys.modules, suffix.__name__)
-    # The import binds the new module in its package; this restores the old one.
-    monkeypatch.setattr(suffix_package, "generator", suffix)
-    again = importlib.import_module(suffix.__name__)
-    assert again is not suffix
-    assert again.SuffixOptions().max_tree_depth == 24
-
-
-def test_documented_defaults():
-    page = (Path(__file__).parents[2] / "docs" / "suffix.md").read_text(encoding="utf-8")
-    for field in SuffixOptions.__dataclass_fields__.values():
-        assert f"| `{field.metadata['key']}` | `{field.default!r}` |" in page

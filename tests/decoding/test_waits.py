@@ -145,10 +145,11 @@ def mtp(**settings):
     return lambda plain, inputs: make
 
 
-def dflash(**settings):
+def dflash(predicts_next=False, markov_rank=0, **settings):
     def make(model):
         torch.manual_seed(0)
         sizes = {"mask_token_id": 3, "block_size": 4, "num_target_layers": 2, "target_layer_ids": (0, 1)}
+        sizes |= {"predicts_next": predicts_next, "markov_rank": markov_rank}
         network = test_dflash.draft(model.config.hidden_size, VOCAB_SIZE, **sizes)
         return test_dflash.speculator_for(beside(model, network).attach(model), **settings)
 
@@ -177,6 +178,8 @@ DRAFTERS = {
     "mtp, layers": mtp(),
     "dflash": dflash(),
     "dflash, tree": dflash(num_draft_nodes=6),
+    "dflash, denoising": dflash(dflash_num_denoising_steps=2),
+    "dflash, corrections": dflash(predicts_next=True, markov_rank=3),
     "adaptive": draft_model(num_speculative_tokens="auto"),
 }
 

@@ -13,25 +13,12 @@ from safetensors.torch import load_file
 from hf_specdec.drafts import DraftTree
 from hf_specdec.kernels.acceptance import Acceptance, follow, reject_chain, reject_tree
 from hf_specdec.kernels.sampling import _first_above, sample_from_probs
+from hf_specdec.logits.acceptance import reject_block
+from tests.logits.cases import ALMOST_ONE, SAMPLES, random_probs, rows_of, uniform
 from tests.statistics import chi_square_pvalue
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "verification"
-ALMOST_ONE = float(np.nextafter(1.0, 0.0))
-SAMPLES = 200_000
-
-
-@pytest.fixture
-def generator():
-    return torch.Generator().manual_seed(0)
-
-
-def uniform(generator, *shape):
-    return torch.rand(shape, dtype=torch.float64, generator=generator)
-
-
-def random_probs(generator, *shape):
-    return torch.randn(shape, generator=generator).mul(1.5).softmax(-1)
 
 
 def make_tree(tokens, parents, probs=None, num_nodes=None):
@@ -40,18 +27,6 @@ def make_tree(tokens, parents, probs=None, num_nodes=None):
     if num_nodes is None:
         num_nodes = [tokens.shape[1]] * tokens.shape[0]
     return DraftTree(tokens, parents, torch.as_tensor(num_nodes), probs)
-
-
-def rows_of(acceptance):
-    """The committed tokens of each row; checks the padding of all fields on the way."""
-    rows = []
-    fields = acceptance.num_accepted, acceptance.path, acceptance.tokens
-    for count, path, tokens in zip(*(field.tolist() for field in fields)):
-        assert path[0] == 0
-        assert path[count:] == [path[count]] * (len(path) - count)
-        assert tokens[count + 1 :] == [0] * (len(tokens) - count - 1)
-        rows.append(tokens[: count + 1])
-    return rows
 
 
 def assert_same(first: Acceptance, second: Acceptance):
@@ -286,41 +261,37 @@ def test_chain_fixture_greedy(chain_fixture):
     assert rows_of(acceptance) == expected
 
 
-def test_chain_fixture_with_draft_probs(chain_fixture):
+every_chain_rule = pytest.mark.parametrize(("rule", "name"), [(reject_chain, "with_q"), (reject_block, "block")])
+
+
+@every_chain_rule
+def test_chain_fixture_with_draft_probs(chain_fixture, rule, name):
     case = chain_fixture
     draft = DraftTree.chain(case["draft_tokens"], case["num_draft"], case["draft_probs"])
-    acceptance = reject_chain(draft, case["target_probs"], case["uniform"], case["recover_uniform"])
-    assert torch.equal(acceptance.num_accepted, case["with_q.accepted"])
-    assert rows_of(acceptance) == [row[row >= 0].tolist() for row in case["with_q.tokens_invcdf"]]
+    acceptance = rule(draft, case["target_probs"], case["uniform"], case["recover_uniform"])
+    assert torch.equal(acceptance.num_accepted, case[f"{name}.accepted"])
+    assert rows_of(acceptance) == [row[row >= 0].tolist() for row in case[f"{name}.tokens_invcdf"]]
     assert acceptance.num_accepted.unique().numel() > 3
 
 
-def test_chain_fixture_residual(chain_fixture):
+@every_chain_rule
+def test_chain_fixture_residual(chain_fixture, rule, name):
     """With the ratio tests as given, 4096 evenly spread draws reproduce the cumulated residual."""
-    case, numbers = chain_fixture, (torch.arange(4096, dtype=torch.float64) + 0.5) / 4096
+    numbers = (torch.arange(4096, dtype=torch.float64) + 0.5) / 4096
     for row in range(0, 40, 3):
-        num_draft = int(case["num_draft"][row])
-        draft = DraftTree.chain(
-            case["draft_tokens"][row].expand(4096, -1),
-            torch.full((4096,), num_draft),
-            case["draft_probs"][row].expand(4096, -1, -1),
-        )
-        acceptance = reject_chain(
-            draft,
-            case["target_probs"][row].expand(4096, -1, -1),
-            case["uniform"][row].expand(4096, -1),
-            numbers[:, None].expand(-1, 6),
-        )
-        count = case["with_q.accepted"][row]
+        case = {key: values[row].expand(4096, *values[row].shape) for key, values in chain_fixture.items()}
+        draft = DraftTree.chain(case["draft_tokens"], case["num_draft"], case["draft_probs"])
+        acceptance = rule(draft, case["target_probs"], case["uniform"], numbers[:, None].expand(-1, 6))
+        count = chain_fixture[f"{name}.accepted"][row]
         assert (acceptance.num_accepted == count).all()
         drawn = acceptance.tokens[:, count].bincount(minlength=203).double() / 4096
-        residual = case["with_q.residual"][row]
+        residual = chain_fixture[f"{name}.residual"][row]
         assert (drawn.cumsum(0) - (residual / residual.sum()).cumsum(0)).abs().max() < 1.5 / 4096
 
 
 def test_chain_fixture_onehot_law(chain_fixture, generator):
     """One draw a node has the distribution of the ratio test without the draft token: `onehot` of the reference."""
-    samples, num_compared = 20_000, 0
+    samples, num_compared = 5_000, 0
     for row in range(0, 40, 8):
         case = {key: x[row] for key, x in chain_fixture.items()}
         target, count = case["target_probs"], int(case["onehot.accepted"])
@@ -332,7 +303,7 @@ def test_chain_fixture_onehot_law(chain_fixture, generator):
         counts = acceptance.num_accepted.bincount(minlength=len(reach)).numpy()
         assert chi_square_pvalue(counts, reach * (1 - np.array([*accept_probs, 0.0]))) > 1e-3
         stopped_there = acceptance.tokens[acceptance.num_accepted == count, count]
-        if len(stopped_there) > 1000:
+        if len(stopped_there) > 500:
             assert chi_square_pvalue(stopped_there.bincount(minlength=203), case["onehot.residual"]) > 1e-3
             num_compared += 1
     assert num_compared > 2
@@ -480,8 +451,8 @@ def test_law_of_a_sampled_chain(generator):
     acceptance = reject_chain(draft, target_probs_of(draft), *numbers_for(draft, generator))
     assert text_pvalue(acceptance, generator) > 1e-3
     overlap = torch.minimum(TARGET.tables[0], DRAFTER.tables[0]).sum().item()
-    # Five standard deviations of a rate from 200k tests are at most 5.6e-3.
-    assert (acceptance.num_accepted > 0).double().mean().item() == pytest.approx(overlap, abs=5.6e-3)
+    # Five standard deviations of a rate from 60k tests are at most 1.1e-2.
+    assert (acceptance.num_accepted > 0).double().mean().item() == pytest.approx(overlap, abs=1.1e-2)
     assert text_pvalue(with_new_tokens_from_the_target(acceptance, draft, generator), generator) < 1e-6
 
 
@@ -514,7 +485,7 @@ def test_law_of_a_fixed_tree(generator):
     acceptance = follow(draft, target_choices(draft, generator))
     assert text_pvalue(acceptance, generator) > 1e-3
     covered = TARGET.tables[0][:2].sum().item()
-    assert (acceptance.num_accepted > 0).double().mean().item() == pytest.approx(covered, abs=5.6e-3)
+    assert (acceptance.num_accepted > 0).double().mean().item() == pytest.approx(covered, abs=1.1e-2)
     assert text_pvalue(with_new_tokens_from_the_target(acceptance, draft, generator), generator) < 1e-6
 
 
@@ -565,6 +536,9 @@ def test_law_where_the_draft_has_fewer_tokens_than_siblings(generator):
 # Rules against each other, and numeric traps
 
 
+every_rule = pytest.mark.parametrize("rule", [reject_chain, reject_block, reject_tree])
+
+
 def random_case(generator, batch_size=16, size=5, vocab_size=300, overlap=0.8):
     target_probs = random_probs(generator, batch_size, size + 1, vocab_size)
     noise = random_probs(generator, batch_size, size, vocab_size)
@@ -586,13 +560,13 @@ def test_a_chain_is_a_tree_for_every_rule(generator):
     assert_same(follow(chain, node_tokens), follow(tree, node_tokens))
 
 
-@pytest.mark.parametrize("rule", [reject_chain, reject_tree])
+@every_rule
 def test_rejection_of_a_row_does_not_depend_on_the_batch(rule, generator):
     tokens, num_nodes, probs, target_probs, numbers = random_case(generator)
-    parents = torch.arange(-1, 4) if rule is reject_chain else torch.tensor([-1, -1, 0, 1, 1])
+    parents = torch.arange(-1, 4) if rule is not reject_tree else torch.tensor([-1, -1, 0, 1, 1])
 
     def judge(rows):
-        if rule is reject_chain:
+        if rule is not reject_tree:
             draft = DraftTree.chain(tokens[rows], num_nodes[rows], probs[rows])
         else:
             siblings = probs[:, [0, 0, 2, 3, 3]]
@@ -619,7 +593,7 @@ def test_trees_of_different_shapes_in_one_batch(generator):
         assert torch.equal(alone.tokens[0], together.tokens[row])
 
 
-@pytest.mark.parametrize("rule", [reject_chain, reject_tree])
+@every_rule
 def test_rejection_without_drafts_samples_the_target(rule, generator):
     target_probs, numbers = random_probs(generator, 4, 1, 50), uniform(generator, 4, 1)
     acceptance = rule(DraftTree.empty(4), target_probs, numbers[:, :0], numbers)
@@ -629,12 +603,12 @@ def test_rejection_without_drafts_samples_the_target(rule, generator):
 
 
 def chain_or_tree(rule, tokens, probs):
-    if rule is reject_chain:
+    if rule is not reject_tree:
         return DraftTree.chain(tokens, probs=probs)
     return make_tree(tokens, torch.arange(-1, tokens.shape[1] - 1), probs)
 
 
-@pytest.mark.parametrize("rule", [reject_chain, reject_tree])
+@every_rule
 @pytest.mark.parametrize("draft_prob", [0.0, 0.5])
 def test_zero_never_accepts_an_impossible_token(rule, draft_prob):
     target_probs = torch.tensor([[[0.0, 0.25, 0.75]] * 2])
@@ -646,7 +620,7 @@ def test_zero_never_accepts_an_impossible_token(rule, draft_prob):
     assert acceptance.tokens[0, 0].item() in (1, 2)
 
 
-@pytest.mark.parametrize("rule", [reject_chain, reject_tree])
+@every_rule
 def test_equal_laws_accept_everything(rule, generator):
     tokens, num_nodes, _, target_probs, (_, numbers) = random_case(generator)
     draft = chain_or_tree(rule, tokens, target_probs[:, :-1].clone())
@@ -658,7 +632,7 @@ def test_equal_laws_accept_everything(rule, generator):
     assert torch.equal(acceptance.tokens.gather(1, num_nodes[:, None]), bonus)
 
 
-@pytest.mark.parametrize("rule", [reject_chain, reject_tree])
+@every_rule
 def test_empty_residual_falls_back_to_the_target(rule):
     # The target's distribution is the draft's, rounded down everywhere: a rejection leaves nothing of p - q.
     probs = torch.tensor([[[0.5, 0.0, 0.5]]])
@@ -670,8 +644,15 @@ def test_empty_residual_falls_back_to_the_target(rule):
         assert rows_of(acceptance) == [[token]]
 
 
-@pytest.mark.parametrize("rule", [reject_chain, reject_tree])
+@every_rule
 def test_rejection_needs_draft_probs(rule):
     draft = DraftTree.from_lists([[1, 2]])
-    with pytest.raises(ValueError, match="`probs=None`. Use `follow`"):
+    with pytest.raises(ValueError, match="`probs=None`"):
         rule(draft, torch.ones(1, 3, 4) / 4, torch.zeros(1, 2), torch.zeros(1, 3))
+
+
+@every_rule
+def test_rows_without_a_distribution_are_marked(rule):
+    draft = chain_or_tree(rule, torch.tensor([[0]]), torch.full((1, 1, 3), 1 / 3))
+    numbers = torch.full((1, 2), 0.5, dtype=torch.float64)
+    assert rule(draft, torch.full((1, 2, 3), torch.nan), numbers[:, :1], numbers).tokens[0, 0] == -1

@@ -34,7 +34,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 24}
 @pytest.fixture(scope="module", params=RECIPES)
 def trained(request, target, run_options, tmp_path_factory):
     recipe = RECIPES[request.param]
-    rate = 5e-3 if recipe.method in ("eagle", "eagle3", "mtp") else 1e-2
+    rate = 7.5e-3 if recipe.method in ("eagle", "eagle3", "mtp") else 1.5e-2
     folder = tmp_path_factory.mktemp("out") / "draft"
     run = TrainingRun(recipe, run_options(learning_rate=rate, weight_decay=0.0), folder)
     return folder, run.run(target, letter_tokenizer(), "tiny"), recipe
@@ -43,7 +43,7 @@ def trained(request, target, run_options, tmp_path_factory):
 class TestTraining:
     def test_lowers_the_loss_and_raises_the_acceptance(self, trained):
         _, result, _ = trained
-        assert sum(result.losses[-10:]) < 0.8 * sum(result.losses[:10])
+        assert sum(result.losses[-10:]) < 0.85 * sum(result.losses[:10])
         assert result.after.tokens_per_cycle > result.before.tokens_per_cycle + 0.2
         assert result.after.accuracies[0] > result.before.accuracies[0]
 
@@ -90,14 +90,14 @@ def test_medusa_keeps_the_accuracies_of_all_ranks(target, tmp_path, run_options)
 class TestResuming:
     @pytest.mark.parametrize("name", RESUMED)
     def test_gives_the_weights_of_an_uninterrupted_run(self, name, target, tmp_path, monkeypatch, run_options):
-        recipe, settings = RECIPES[name], run_options(steps=8, save_every=3)
+        recipe, settings = RECIPES[name], run_options(steps=6, save_every=2)
         whole = TrainingRun(recipe, settings, tmp_path / "whole").run(target, letter_tokenizer())
 
         class InterruptedError(Exception):
             pass
 
         def interrupt(step_options, step, progress, original=TrainingOptions.learning_rate_at):
-            if step == 5:
+            if step == 3:
                 raise InterruptedError
             return original(step_options, step, progress)
 
@@ -106,7 +106,7 @@ class TestResuming:
             with pytest.raises(InterruptedError):
                 TrainingRun(recipe, settings, tmp_path / "parts").run(target, letter_tokenizer())
         torch.rand(7)
-        resumed = TrainingRun(recipe, run_options(steps=8, save_every=3, resume=True), tmp_path / "parts").run(
+        resumed = TrainingRun(recipe, run_options(steps=6, save_every=2, resume=True), tmp_path / "parts").run(
             target, letter_tokenizer()
         )
         assert resumed.losses == whole.losses
@@ -388,8 +388,8 @@ def test_two_processes_train_one_head(target, data, tmp_path):
     target.save_pretrained(tmp_path / "target")
     letter_tokenizer().save_pretrained(tmp_path / "target")
     arguments = ["train", "medusa", "--target", tmp_path / "target", "--data", data, "--output", tmp_path / "out"]
-    arguments += ["--seq-length", LENGTH, "--batch-size", 8, "--steps", 50, "--self-generate", 40, "--num-heads", 2]
-    arguments += ["--held-out", 0.2, "--lr", 0.01, "--no-bf16", "--cpu", "--json"]
+    arguments += ["--seq-length", LENGTH, "--batch-size", 8, "--steps", 30, "--self-generate", 24, "--num-heads", 2]
+    arguments += ["--held-out", 0.2, "--lr", 0.015, "--no-bf16", "--cpu", "--json"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launcher, "-m", "hf_specdec", *map(str, arguments)],
@@ -400,7 +400,7 @@ def test_two_processes_train_one_head(target, data, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout)
-    assert report["steps"] == 50
+    assert report["steps"] == 30
     assert report["tokens_per_cycle"] > report["untrained_tokens_per_cycle"]
     assert math.isfinite(report["loss"])
     inputs = prompts(1, padding=False)

@@ -36,6 +36,19 @@ def run_process(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_prompts():
+    """Two prompts of each kind for the demo."""
+    prompts = [
+        prompt
+        for prompt in demo.prompts()
+        if prompt.name in ("rename_argument", "remove_docstring", "class", "function")
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "prompts", lambda: prompts)
+        yield
+
+
 @pytest.fixture(scope="module")
 def plain_tokens():
     model, tokenizer = demo.load_target(), demo.load_tokenizer()
@@ -310,10 +323,15 @@ def test_usage_errors():
 @pytest.mark.skipif(os.name == "nt", reason="signals and pipes of POSIX")
 @pytest.mark.parametrize("event", ["interrupt", "closed pipe"])
 def test_ends_quietly(event):
-    command = [sys.executable, "-m", "hf_specdec", "generate", "-n", "2000", "--method", "off", "--no-stats", PROMPT]
+    code = "from hf_specdec import cli\nwrite = cli.common.reporting(lambda: [*map(print, range(10**9))])\n"
+    real = ["-m", "hf_specdec", "generate", "-n", "2000", "--method", "off", "--no-stats", PROMPT]
+    # A command that only writes, or the one that streams what a model writes.
+    arguments = ["-c", code + "cli.app.command('write')(write)\ncli.main()", "write"] if event == "interrupt" else real
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # A shell's background job ignores interrupts, and so would its children.
-    process = subprocess.Popen(command, **pipes, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    process = subprocess.Popen(
+        [sys.executable, *arguments], **pipes, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    )
     assert process.stdout.read(1)
     if event == "interrupt":
         process.send_signal(signal.SIGINT)

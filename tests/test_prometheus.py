@@ -1,5 +1,6 @@
 """Prometheus scrapes what the calls did: every counter and histogram, while they run and from many threads."""
 
+import os
 import re
 import subprocess
 import sys
@@ -346,36 +347,33 @@ class TestWrongArguments:
         assert not metrics.begin_call(SpecDecodingStats(), "model").observers
 
 
-WORKER = """
-import sys
+PROGRAM = """
+import os, urllib.request
+import hf_specdec.loaded  # before the forks
 from hf_specdec import SpecDecodingStats, metrics
-metrics.enable()
-stats = SpecDecodingStats(method="ngram")
-with metrics.begin_call(stats, "model") as progress:
-    progress.end_prefill()
-    for _ in range(int(sys.argv[1])):
-        stats.count(num_nodes=3, max_depth=3, num_accepted=2, num_committed=3)
-        progress.end_cycle()
-"""
 
-SERVER = """
-import urllib.request
-from hf_specdec import metrics
+for num_cycles in (5, 7):
+    if os.fork() == 0:
+        metrics.enable()
+        stats = SpecDecodingStats(method="ngram")
+        with metrics.begin_call(stats, "model") as progress:
+            progress.end_prefill()
+            for _ in range(num_cycles):
+                stats.count(num_nodes=3, max_depth=3, num_accepted=2, num_committed=3)
+                progress.end_cycle()
+        os._exit(0)
+    os.wait()
 server, thread = metrics.start_http_server(0)
-print(urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics").read().decode())
+print(urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics").read().decode(), flush=True)
+os._exit(0)
 """
 
 
+@pytest.mark.skipif(os.name == "nt", reason="processes of POSIX")
 def test_processes_are_summed_up(tmp_path, monkeypatch):
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-
-    def run(program, *arguments):
-        command = [sys.executable, "-c", program, *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-    for num_cycles in (5, 7):
-        run(WORKER, num_cycles)
-    value = Series(parse(run(SERVER)), model_name="model")
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    value = Series(parse(done.stdout), model_name="model")
     assert value("spec_decode_num_calls_total") == 2
     assert value("spec_decode_num_accepted_tokens_total") == 24
     assert value("spec_decode_num_accepted_tokens_per_pos_total", position="1") == 12

@@ -16,8 +16,8 @@ from tests.models import prompts, tiny_llama
 
 FOLDER = Path(__file__).parent
 DEMO = {**CHECKPOINTS, "suffix+eagle3": CHECKPOINTS["eagle3"], "ngram": None, "suffix": None}
-NEW = 24
-SYNCED_LENGTHS = 4, 20
+NEW = 14
+SYNCED_LENGTHS = 4, 12
 
 
 def speculation(method, **settings):

@@ -32,12 +32,12 @@ settings = {"do_sample": False, "max_new_tokens": 16}
 plain = model.generate(**inputs, **settings)
 assert "hf_specdec" not in sys.modules
 found = []
-for call in arguments["calls"]:
+for repo, call in arguments["calls"]:
     streamed = []
     methods = {"put": lambda _, tokens: streamed.extend(tokens.flatten().tolist()), "end": lambda _: None}
     streamer = type("Streamer", (), methods)()
     output = model.generate(
-        **inputs, **settings, custom_generate=arguments["repo"], trust_remote_code=True,
+        **inputs, **settings, custom_generate=repo, trust_remote_code=True,
         return_dict_in_generate=True, streamer=streamer, **call,
     )
     stats = output.speculative
@@ -52,8 +52,27 @@ print(json.dumps(found))
 """
 
 
-def run_afresh(hub, repo, *calls):
-    arguments = {"target": demo.target_path(), "prompt": "def read_json(path):\n", "repo": repo, "calls": calls}
+def test_in_a_fresh_process(hub, tmp_path):
+    """From a folder, and by name with the drafter beside it."""
+    repo = tmp_path / "speculation"
+    files = export_custom_generate(repo, SpeculativeConfig(method="ngram", num_speculative_tokens=4))
+    assert [str(file.relative_to(repo)) for file in files] == [
+        "custom_generate/generate.py",
+        "custom_generate/requirements.txt",
+        "README.md",
+    ]
+    settings = {"model": demo.drafter_path("eagle3"), "num_speculative_tokens": 3}
+    folder = load_speculator(demo.load_target(), settings).save_pretrained(tmp_path / "head")
+    export_custom_generate(folder, name="user/head")
+    hub.add("user/head", folder)
+    calls = [
+        (str(repo), {}),
+        (str(repo), {"spec_method": "ngram", "num_speculative_tokens": 2}),
+        (str(repo), {"spec_model": demo.drafter_path("medusa")}),
+        ("user/head", {}),
+        ("user/head", {"num_speculative_tokens": 1}),
+    ]
+    arguments = {"target": demo.target_path(), "prompt": "def read_json(path):\n", "calls": calls}
     command = [sys.executable, "-c", SCRIPT, json.dumps(arguments)]
     done = subprocess.run(command, env=hub.environment(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -62,38 +81,9 @@ def run_afresh(hub, repo, *calls):
         assert call["equal"]
         assert call["streamed"]
         assert call["drafted"] > 0
-    return found
-
-
-def test_from_a_folder(hub, tmp_path):
-    repo = tmp_path / "speculation"
-    files = export_custom_generate(repo, SpeculativeConfig(method="ngram", num_speculative_tokens=4))
-    assert [str(file.relative_to(repo)) for file in files] == [
-        "custom_generate/generate.py",
-        "custom_generate/requirements.txt",
-        "README.md",
-    ]
-    found = run_afresh(
-        hub,
-        str(repo),
-        {},
-        {"spec_method": "ngram", "num_speculative_tokens": 2},
-        {"spec_model": demo.drafter_path("medusa")},
-    )
-    assert [call["method"] for call in found] == ["ngram", "ngram", "medusa"]
-
-
-def test_by_name_with_the_drafter_beside_it(hub, tmp_path):
-    target = demo.load_target()
-    folder = load_speculator(
-        target, {"model": demo.drafter_path("eagle3"), "num_speculative_tokens": 3}
-    ).save_pretrained(tmp_path)
-    export_custom_generate(folder, name="user/head")
-    hub.add("user/head", folder)
-    (call, shorter) = run_afresh(hub, "user/head", {}, {"num_speculative_tokens": 1})
-    assert call["method"] == shorter["method"] == "eagle3"
-    assert call["forwards"] < 16
-    assert call["forwards"] < shorter["forwards"]
+    assert [call["method"] for call in found] == ["ngram", "ngram", "medusa", "eagle3", "eagle3"]
+    assert found[3]["forwards"] < 16
+    assert found[3]["forwards"] < found[4]["forwards"]
 
 
 @pytest.fixture

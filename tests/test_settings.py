@@ -12,7 +12,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -26,7 +26,8 @@ from hf_specdec.hub.published import published_config
 from hf_specdec.method import built_in_methods, resolve_candidate_generator
 from hf_specdec.settings import CONFIG_NAME, SpeculativeConfig, describe_settings
 from hf_specdec.settings import names as setting_names
-from hf_specdec.settings.names import PendingOptions
+from hf_specdec.settings.names import PendingOptions, key_of, option_fields, options_class
+from hf_specdec.validation import Bounds, hints_of, types_of
 
 
 ROOT = Path(__file__).parents[1]
@@ -357,15 +358,10 @@ class TestErrors:
             ({3: "toy"}, ["must be strings", "3"]),
             ({"method": "ngrm"}, ["'ngrm'", "Did you mean 'ngram'?"]),
             ({"method": "mtp", "mode": "loop"}, ["`mtp_mode`", "'loop'", "'chain'"]),
-            ({"method": "dflash", "dflash_block_size": 0}, ["`dflash_block_size`", "from 1 to 1025", "got 0"]),
             ({"method": "ngram", "model": "org/draft"}, ["'org/draft'", "'ngram'", "without"]),
             ({"method": "suffix", "quantization": "4bit"}, ["`quantization`", "'suffix'"]),
             ({"method": "ngram", "suffix_decoding_max_tree_depth": 3}, ["belongs to method 'suffix'", "'ngram'"]),
             ({"method": "ngram", "speculative_token_tree": "[(0,)]"}, ["medusa", "eagle3", "method='ngram'"]),
-            ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, ["5", "3"]),
-            ({"method": "ngram", "prompt_lookup_min": 0}, ["prompt_lookup_min", "1", "0"]),
-            ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, ["suffix_decoding_min_token_prob", "1.5"]),
-            ({"method": "suffix", "suffix_decoding_max_tree_depth": 0}, ["suffix_decoding_max_tree_depth", "0"]),
             ({"method": "draft_model", "draft_sample_method": "gready"}, ["Did you mean 'greedy'?"]),
         ],
     )
@@ -408,6 +404,87 @@ class TestErrors:
                 SpeculativeConfig.resolve, "toy", num_speculative_tokens=16, target_config=target_config
             )
             assert "context of 16" in message
+
+
+# Least and largest value of the methods' options.
+_GROWTH = {"draft_tree_depth": (1, 129), "draft_tree_top_k": (1, 64), "num_draft_nodes": (1, 1024)}
+_GROWTH["draft_min_path_prob"] = (0, 1)
+BOUNDS = {
+    "ngram": {
+        "prompt_lookup_min": (1, 2_000_000),
+        "prompt_lookup_max": (1, 2_000_000),
+        "prompt_lookup_num_matches": (1, 64),
+        "prompt_lookup_max_indexed_tokens": (64, 2_000_000),
+    },
+    "suffix": {
+        "suffix_decoding_max_tree_depth": (2, 1024),
+        "suffix_decoding_max_cached_requests": (0, 10**9),
+        "suffix_decoding_max_spec_factor": (0, 1024),
+        "suffix_decoding_min_token_prob": (0, 1),
+        "suffix_decoding_max_cached_tokens": (0, 10**9),
+    },
+    "draft_model": {"draft_confidence_threshold": (0, 1)},
+    "medusa": {"num_draft_nodes": (1, 1024)},
+    "mlp_speculator": {
+        "top_k_tokens_per_head": (1, 1024),
+        "mlp_speculator_num_candidates": (1, 1024),
+        "num_draft_nodes": (1, 1024),
+    },
+    "eagle": {**_GROWTH, "aux_layer_ids": (0, 1024)},
+    "eagle3": {**_GROWTH, "aux_layer_ids": (0, 1024)},
+    "dflash": {
+        "dflash_block_size": (1, 1025),
+        "dflash_num_denoising_steps": (1, 1024),
+        "dflash_mask_token_id": (0, None),
+        "num_draft_nodes": (0, 1024),
+    },
+    "mtp": _GROWTH,
+    "toy+eagle3": {"retrieval_num_speculative_tokens": (1, 1024)},
+}
+
+
+class TestOptionsOfMethods:
+    def test_all_bounds_are_tested(self):
+        declared = {
+            method: {key_of(item) for item in option_fields(method) if item.metadata["bounds"] != Bounds()}
+            for method in BUILT_IN
+        }
+        assert declared == {method: set(BOUNDS[method]) for method in BUILT_IN}
+
+    @pytest.mark.parametrize(
+        ("method", "key", "least", "most"),
+        [(method, key, *bounds) for method, keys in BOUNDS.items() for key, bounds in keys.items()],
+    )
+    def test_bounds(self, method, key, least, most, monkeypatch):
+        monkeypatch.setattr(ToyGenerator, "estimates_acceptance", "+" in method)
+        model = {} if method in ("ngram", "suffix") else {"model": "folder"}
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        wrong = (
+            [least - 1, True, "5", float("nan")] if most is None else [least - 1, most + 1, True, "5", float("nan")]
+        )
+        if key in ("top_k_tokens_per_head", "aux_layer_ids"):
+            wrong = [[], [least - 1], [least, most + 1], [True], 5]
+        for value in wrong:
+            message = error_of(SpeculativeConfig, method, **model, **{key: value})
+            assert message.startswith(f"`{key}` must be a")
+            assert limits in message or value == 5
+
+    @pytest.mark.parametrize("method", BUILT_IN)
+    def test_choices_and_switches(self, method):
+        options = options_class(method)
+        for name, hint in hints_of(options).items():
+            choices = [choice for kind in types_of(hint) for choice in get_args(kind) if get_origin(kind) is Literal]
+            for choice in choices:
+                assert getattr(options(**{name: choice}), name) == choice
+            if choices or hint is bool:
+                wanted = "True or False" if hint is bool else repr(choices[0])
+                assert error_of(options, **{name: "other"}).startswith(f"`{name}` must be {wanted}")
+
+    def test_objects_are_checked_by_themselves(self):
+        assert error_of(options_class("suffix"), max_tree_depth=1) == (
+            "`max_tree_depth` must be an integer from 2 to 1024, got 1."
+        )
+        assert options_class("eagle3")(aux_layer_ids=[1, 2]).aux_layer_ids == (1, 2)
 
 
 class TestReplace:

@@ -415,8 +415,6 @@ class TestSettings:
         [
             ({"suffix_decoding_max_tree_depth": 9}, "belongs to method 'suffix', got method='ngram\\+eagle3'"),
             ({"prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min=5"),
-            ({"draft_tree_top_k": 0}, "`draft_tree_top_k` must be an integer"),
-            ({"retrieval_num_speculative_tokens": 0}, "`retrieval_num_speculative_tokens` must be an integer"),
             ({"prompt_lookup_mx": 3}, "Did you mean 'prompt_lookup_max'"),
         ],
     )

@@ -14,35 +14,7 @@ import hf_specdec.candidate_generators.suffix as suffix_package
 from hf_specdec import SpeculativeConfig
 from hf_specdec.candidate_generators.suffix import generator as suffix
 from hf_specdec.candidate_generators.suffix.generator import SuffixCandidateGenerator, SuffixOptions
-from hf_specdec.errors import MissingDependencyError, SpecConfigError
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "limits"),
-    [
-        ("max_tree_depth", 1, "an integer from 2 to 1024"),
-        ("max_tree_depth", -1, "an integer from 2 to 1024"),
-        ("max_tree_depth", True, "an integer from 2 to 1024"),
-        ("max_tree_depth", 24.0, "an integer from 2 to 1024"),
-        ("max_cached_requests", -1, "an integer from 0 to 1000000000"),
-        ("max_cached_requests", "10", "an integer from 0 to 1000000000"),
-        ("max_spec_factor", -0.1, "a number from 0 to 1024"),
-        ("max_spec_factor", float("nan"), "a number from 0 to 1024"),
-        ("max_spec_factor", float("inf"), "a number from 0 to 1024"),
-        ("max_spec_factor", True, "a number from 0 to 1024"),
-        ("min_token_prob", 1.5, "a number from 0 to 1"),
-        ("min_token_prob", float("nan"), "a number from 0 to 1"),
-        ("min_token_prob", None, "a number from 0 to 1"),
-        ("use_tree_spec", 1, "True or False"),
-        ("use_tree_spec", "yes", "True or False"),
-        ("max_cached_tokens", -1, "an integer from 0 to 1000000000"),
-        ("max_cached_tokens", 0.5, "an integer from 0 to 1000000000"),
-    ],
-)
-def test_options_out_of_range(name, value, limits):
-    with pytest.raises(SpecConfigError) as caught:
-        SuffixOptions(**{name: value})
-    assert str(caught.value).startswith(f"`{name}` must be {limits}, got {value!r}")
+from hf_specdec.errors import MissingDependencyError
 
 
 def test_options_at_the_edges():

@@ -13,7 +13,7 @@ from weakref import WeakSet
 Value = TypeVar("Value")
 
 
-class Lock(type(threading.RLock())):
+class Lock(type(threading.RLock())):  # pyright: ignore[reportGeneralTypeIssues]
     """A reentrant lock for `with`. A forked child finds it open, unless the thread that forked holds it itself."""
 
     def __init__(self):
@@ -30,6 +30,7 @@ def _open_locks_in_child() -> None:
         if lock.acquire(blocking=False):
             lock.release()
         else:
+            # As logging does with its locks.
             lock._at_fork_reinit()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..errors import SpecConfigError, shown
+from ..validation import Bounds, checked
 
 
 def expected_tokens(acceptance_rate: float, num_draft_tokens: int) -> float:
@@ -26,8 +26,7 @@ def expected_tokens(acceptance_rate: float, num_draft_tokens: int) -> float:
     Raises:
         SpecConfigError: The rate is out of range.
     """
-    if not 0 <= acceptance_rate <= 1:
-        raise SpecConfigError(f"`acceptance_rate` must be from 0 to 1, got {shown(acceptance_rate)}.")
+    checked("acceptance_rate", acceptance_rate, float, Bounds(0, 1))
     if acceptance_rate == 1:
         return num_draft_tokens + 1.0
     return (1 - acceptance_rate ** (num_draft_tokens + 1)) / (1 - acceptance_rate)

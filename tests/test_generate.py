@@ -19,7 +19,6 @@ from transformers import (
 from transformers.generation import EncoderRepetitionPenaltyLogitsProcessor
 
 from hf_specdec import SpecConfigError, UnsupportedModelError, load_speculator
-from hf_specdec.decoding import functional
 from tests.architectures import tiny_model
 from tests.models import VOCAB_SIZE, prompts, scripted_for, tiny_gpt2, tiny_llama
 from tests.pairs import every_pair
@@ -41,19 +40,6 @@ def plain_and_ours(model, inputs, tree=None, k=5, accuracy=0.8, **settings):
 
 
 class TestGreedyEqualsPlain:
-    @every_pair(
-        lean={"lean_forward": True, "own_forward": False},
-        accuracy=[0.0, 0.7, 1.0],
-        k=[1, 5, 8],
-        tree={"chain": None, "tree": TREE, "ragged_tree": "random"},
-        batch_size=[1, 4],
-    )
-    def test_scripted(self, model, batch_size, tree, k, accuracy, lean, monkeypatch):
-        if not lean:
-            monkeypatch.setattr(functional, "is_plain_llama", lambda model: False)
-        plain, ours = plain_and_ours(model, prompts(batch_size), tree, k=k, accuracy=accuracy)
-        assert torch.equal(ours, plain)
-
     def test_positional_inputs_and_no_mask(self, model):
         input_ids = prompts(1)["input_ids"]
         plain = model.generate(input_ids, max_new_tokens=12, do_sample=False)

@@ -6,8 +6,8 @@ import copy
 import gc
 import os
 import shutil
-import threading
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,6 +34,7 @@ from hf_specdec.control.store import profile_identity, save_profile
 from hf_specdec.loaded import cache_bytes, loaded_bytes, loaded_drafters, record_of
 from tests.methods import CHECKPOINTS as HEADS
 from tests.models import prompts, tiny_llama
+from tests.threads import in_threads
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
@@ -427,12 +428,7 @@ def test_threads_that_push_each_other_out(target, tmp_path, monkeypatch):
         except Exception as error:  # noqa: BLE001 - for the test to show
             errors.append(error)
 
-    threads = [threading.Thread(target=generate, args=(number,), daemon=True) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
+    in_threads(*(partial(generate, number) for number in range(4)))
     # A folder that others touch all the time is refused, which is no damage.
     assert [error for error in errors if "change while they are read" not in str(error)] == []
     assert texts

@@ -4,7 +4,6 @@ import logging
 import re
 import subprocess
 import sys
-import threading
 from contextlib import contextmanager
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from hf_specdec import SpecConfigError, SpecDecodingStats, metrics, record
 from hf_specdec.metrics import log_line
 from tests.models import prompts
+from tests.threads import in_threads
 
 
 LINE = re.compile(
@@ -176,17 +176,8 @@ def test_seconds_can_be_changed(lines, clock):
 def test_real_calls(model, lines):
     metrics.log_every(1e-9)
     with record(all_threads=True) as made:
-        threads = [
-            threading.Thread(
-                target=model.generate,
-                kwargs={**prompts(2), "do_sample": False, "max_new_tokens": 20, "spec_method": "ngram"},
-            )
-            for _ in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        call = {**prompts(2), "do_sample": False, "max_new_tokens": 20, "spec_method": "ngram"}
+        in_threads(*[lambda: model.generate(**call)] * 2)
     metrics.log_every(None)
     total = SpecDecodingStats()
     for recorded in made.calls:

@@ -124,13 +124,6 @@ def test_sampled_scores_are_the_laws_that_were_drawn_from(model):
     torch.testing.assert_close(torch.stack(output.logits, dim=1), logits[:, PROMPT - 1 : -1], **CLOSE)
 
 
-@pytest.mark.parametrize("eos", [[63], [6, 15]], ids=["all_to_the_end", "rows_end_apart"])
-def test_transition_scores(model, both, eos):
-    plain, ours = both(3, output_scores=True, eos_token_id=eos, pad_token_id=5)
-    mine, its = (model.compute_transition_scores(o.sequences, o.scores, normalize_logits=True) for o in (ours, plain))
-    torch.testing.assert_close(mine, its, **CLOSE)
-
-
 @pytest.mark.parametrize("name", ["bloom", "gemma3_text", "qwen3_next"])
 def test_padding_behind_rows_that_have_ended(name):
     """In models with windows, recurrent states, and positions that count slots; more of it than one forward reads."""

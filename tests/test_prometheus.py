@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specdec import SpecConfigError, SpecDecodingStats, metrics, record
 from hf_specdec.metrics import prometheus
 from tests.models import prompts, scripted_for, tiny_llama
+from tests.threads import in_threads
 
 
 SETTINGS = {"do_sample": False, "max_new_tokens": 25}
@@ -225,22 +225,12 @@ def test_failed_call_counts_what_it_did(model, registry):
 
 
 def test_threads(model, registry):
-    errors = []
-
     def generate():
-        try:
-            for _ in range(4):
-                model.generate(**prompts(2), **SETTINGS, spec_method="ngram")
-        except Exception as error:  # noqa: BLE001 - handed to the test
-            errors.append(error)
+        for _ in range(4):
+            model.generate(**prompts(2), **SETTINGS, spec_method="ngram")
 
     with record(timings=True, all_threads=True) as made:
-        threads = [threading.Thread(target=generate) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not errors
+        in_threads(generate, generate)
     assert len(made.calls) == 8
     check(series(registry), made.calls)
 

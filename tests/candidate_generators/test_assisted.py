@@ -40,6 +40,7 @@ from tests.methods import (
     settings_of,
 )
 from tests.models import prompts, tiny_llama
+from tests.threads import in_threads
 
 
 NEW = 24
@@ -142,20 +143,14 @@ class TestAsAssistant:
 
     def test_of_two_threads_one_gets_it(self):
         generator = fresh_speculator(settings_of("ngram")).candidate_generator()
-        barrier, outcomes = threading.Barrier(2), []
 
         def call():
-            barrier.wait()
             try:
-                outcomes.append(run(generator)[0].tolist())
+                return run(generator)[0].tolist()
             except SpecConfigError as error:
-                outcomes.append(str(error))
+                return str(error)
 
-        threads = [threading.Thread(target=call) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        outcomes = in_threads(call, call)
         assert sorted("has been used" in outcome for outcome in outcomes if isinstance(outcome, str)) == [True]
         assert plain_text(1, NEW).tolist() in outcomes
 

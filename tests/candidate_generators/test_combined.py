@@ -41,6 +41,7 @@ from hf_specdec.errors import MissingDependencyError
 from hf_specdec.method import parts_of, resolve_candidate_generator
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from tests.methods import needs_library
+from tests.pairs import every_pair
 from tests.test_sampling import (
     V,
     sample,
@@ -291,9 +292,12 @@ class World:
 
 
 class TestChoice:
-    @pytest.mark.parametrize("draft_seconds", [0.05, 0.5, 1.0, 4.0])
-    @pytest.mark.parametrize("accepted", [0.1, 1.0, 3.0])
-    @pytest.mark.parametrize("retrieved", [[(0.0, 0.0)], [(6.0, 6.0)], [(0.0, 0.0), (5.0, 5.0)], [(4.0, 0.4)]])
+    # Costs and acceptance matter two by two.
+    @every_pair(
+        draft_seconds=[0.05, 0.5, 1.0, 4.0],
+        accepted=[0.1, 1.0, 3.0],
+        retrieved=[[(0.0, 0.0)], [(6.0, 6.0)], [(0.0, 0.0), (5.0, 5.0)], [(4.0, 0.4)]],
+    )
     def test_speed_is_that_of_the_best_choice(self, draft_seconds, accepted, retrieved):
         speeds = []
         for seed in range(5):

@@ -230,7 +230,6 @@ class TestRecordedSteps:
 
 # Batch, positions, share that is kept.
 CONFIGURATIONS = list(product((1, 2, 4, 8, 64), (1, 8, 16), RATIOS))
-NUM_REPEATS = 4
 MOST_LOGITS = 1 << 22
 
 
@@ -259,32 +258,22 @@ EDGE_CASES = {
 
 class TestDeterminism:
     def test_repetitions(self):
-        """Sixty configurations and the edge cases."""
         cases = [
-            (configured_logits(index, *shape), shape[1], ratio, NUM_REPEATS)
-            for index, (*shape, ratio) in enumerate(CONFIGURATIONS)
+            (configured_logits(index, *shape), shape[1], ratio) for index, (*shape, ratio) in enumerate(CONFIGURATIONS)
         ]
-        cases += [(logits, logits.shape[1], 0.5, 2) for logits in EDGE_CASES.values()]
-        for logits, num_positions, ratio, repeats in cases:
+        cases += [(logits, logits.shape[1], 0.5) for logits in EDGE_CASES.values()]
+        for logits, num_positions, ratio in cases:
             keep = math.ceil(num_positions * ratio)
-            states = [step(logits, keep) for _ in range(repeats)]
-            for state in states[1:]:
-                assert_same(state, states[0])
-            assert states[0].confidences.isfinite().all()
-            assert (states[0].known.sum(1) == keep).all()
-            assert (states[0].inputs == MASK).sum(1).ge(num_positions - keep).all()
+            state = step(logits, keep)
+            for _ in range(2):
+                assert_same(step(logits, keep), state)
+            assert state.confidences.isfinite().all()
+            assert (state.known.sum(1) == keep).all()
+            assert (state.inputs == MASK).sum(1).ge(num_positions - keep).all()
             if ratio == 1.0:
-                assert torch.equal(states[0].inputs, logits.float().argmax(-1))
+                assert torch.equal(state.inputs, logits.float().argmax(-1))
         assert {logits.shape[2] for logits, *_ in cases} >= set(VOCABS)
         assert {logits.dtype for logits, *_ in cases} == set(DTYPES)
-
-    @pytest.mark.parametrize(("num_positions", "vocab_size"), [(1, 128_000), (8, 32_000), (16, 1_000)])
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test_repetitions_of_large_batches(self, num_positions, vocab_size, dtype):
-        logits = random_logits((16, num_positions, vocab_size), dtype)
-        state = step(logits, keep=num_positions // 2)
-        assert_same(step(logits, keep=num_positions // 2), state)
-        assert torch.equal(state.tokens, logits.float().argmax(-1))
 
     @pytest.mark.parametrize("num_steps", STEPS)
     @pytest.mark.parametrize("num_positions", [1, 8, 16])
@@ -302,8 +291,7 @@ class TestDeterminism:
             return state
 
         first = run()
-        for _ in range(5):
-            assert_same(run(), first)
+        assert_same(run(), first)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("vocab_size", [97, 1_000, 32_000])

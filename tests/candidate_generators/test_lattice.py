@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from hf_specdec.candidate_generators.dflash import lattice
 from hf_specdec.candidate_generators.dflash.lattice import best_candidates, best_prefixes
 from hf_specdec.drafts import DraftTree, node_depths
+from tests.pairs import every_pair
 
 
 RECORDED = load_file(Path(__file__).parents[1] / "fixtures" / "dflash" / "trained_b8" / "expected.safetensors")
@@ -115,13 +116,13 @@ def lists(log_probs: torch.Tensor) -> list:
 
 
 class TestPrefixes:
-    @settings(max_examples=200)
+    @settings(max_examples=100)
     @given(lattices(), st.integers(1, 100))
     def test_best_of_all(self, log_probs, budget):
         expected = [all_prefixes(row, budget) for row in lists(log_probs)]
         assert drafted_paths(log_probs, budget) == expected
 
-    @settings(max_examples=100)
+    @settings(max_examples=60)
     @given(lattices(), st.integers(1, 40), st.data())
     def test_limits(self, log_probs, budget, data):
         rows, depth = log_probs.shape[:2]
@@ -132,9 +133,7 @@ class TestPrefixes:
         # Of the padding too.
         assert (tree.parents < torch.arange(tree.size)).all()
 
-    @pytest.mark.parametrize("rows", [1, 4])
-    @pytest.mark.parametrize("budget", [1, 8, 40, 90])
-    @pytest.mark.parametrize("depth", [1, 7, 15])
+    @every_pair(rows=[1, 4], budget=[1, 8, 40, 90], depth=[1, 7, 15])
     def test_large_budgets(self, rows, depth, budget):
         log_probs = random_lattice(rows, depth, budget, seed=depth)
         assert drafted_paths(log_probs, budget) == [heap_prefixes(row, budget) for row in lists(log_probs)]

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import threading
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +27,7 @@ from hf_specdec.logits.acceptance import accept_typical, best_tokens
 from hf_specdec.protocol import Commit, DraftStep, Session
 from hf_specdec.speculator import Speculator
 from tests.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama
+from tests.threads import in_threads
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "medusa"
@@ -360,14 +360,7 @@ class TestMeasuredTree:
         speculator = load_speculator(model, {"method": "medusa", "model": str(tmp_path), "medusa_tree": "measured"})
         session = Session(1, 100, model.device)
         first = speculator.candidate_generator(session).tree
-        threads = [
-            threading.Thread(target=lambda: model.generate(**prompts(3), **GREEDY, assistant=speculator))
-            for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*[lambda: model.generate(**prompts(3), **GREEDY, assistant=speculator)] * 4)
         assert speculator.resources.counts.accuracies is not None
         assert speculator.candidate_generator(session).tree != first
 

@@ -124,7 +124,7 @@ pieces = st.lists(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(pieces, st.sets(st.integers(0, 11)), st.sampled_from([None, 1, 2, 5]), st.booleans(), st.integers(4, 200))
 def test_index_follows_the_definition(pieces, sorted_pieces, limit, first, max_tokens):
     index, text = NgramIndex(max_tokens=max_tokens), []
@@ -152,7 +152,7 @@ def test_few_of_many_matches():
     assert index.matches(200) == all_matches([*text, 7, 1])[:200]
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 2), max_size=80))
 def test_prefixes_are_sorted_backwards(text):
     found = sort_prefixes(np.array(text, dtype=np.int64)).tolist()

@@ -1,7 +1,7 @@
 import gc
 import json
 import sys
-import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +19,7 @@ from hf_specdec.errors import CheckpointFormatError, SpecConfigError
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
 from hf_specdec.settings import SpeculativeConfig
 from tests.candidate_generators.by_hand import paths_of
+from tests.threads import in_threads
 
 
 pytest.importorskip("arctic_inference")
@@ -311,33 +312,25 @@ def test_cache_refuses_bounds_out_of_range(arguments):
 
 def test_threads_share_one_cache():
     config = make_config(max_cached_requests=20, max_cached_tokens=3000)
-    cache, errors = make_cache(config), []
+    cache = make_cache(config)
 
     def call(seed):
         rng = np.random.default_rng(seed)
-        try:
-            for _ in range(40):
-                generator = make_generator(cache, config, batch_size=3)
-                prefill(generator, *rng.integers(0, 5, (3, 50)).tolist())
-                for step in range(10):
-                    observe(generator, *rng.integers(0, 5, (3, 8)).tolist())
-                    drafts = propose(generator, *[58 + 8 * step] * 3)
-                    assert all(0 <= token < 5 for draft in drafts for token in draft)
-                generator.close()
-        except BaseException as error:  # noqa: BLE001 (an error in a thread would otherwise pass unseen)
-            errors.append(error)
+        for _ in range(40):
+            generator = make_generator(cache, config, batch_size=3)
+            prefill(generator, *rng.integers(0, 5, (3, 50)).tolist())
+            for step in range(10):
+                observe(generator, *rng.integers(0, 5, (3, 8)).tolist())
+                drafts = propose(generator, *[58 + 8 * step] * 3)
+                assert all(0 <= token < 5 for draft in drafts for token in draft)
+            generator.close()
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*(partial(call, seed) for seed in range(4)))
     finally:
         sys.setswitchinterval(interval)
-    assert errors == []
     assert cache.active_requests == set()
     assert len(cache.cached_requests) == 20
     assert cache.num_cached_tokens == sum(map(len, cache._responses.values())) == 20 * 80

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -16,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec import SpeculativeConfig, demo, forget_speculators, load_speculator, record
+from hf_specdec.candidate_generators.eagle.network import Eagle3Network
 from hf_specdec.candidate_generators.medusa import generator as medusa
 from hf_specdec.candidate_generators.medusa.generator import MedusaCandidateGenerator, MedusaResources, RankCounts
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
@@ -35,6 +35,7 @@ from tests.candidate_generators import test_mtp as mtp_cases
 from tests.candidate_generators.by_hand import padded
 from tests.models import prompts, tiny_llama
 from tests.tape import TapeBackend, spoil, spoil_inputs, tape_everything
+from tests.threads import in_threads
 
 
 CPU = torch.device("cpu")
@@ -264,7 +265,7 @@ class TestDraftsEqualThoseWithoutGraphs:
     @every_case
     def test_calls(self, kind, shape, backends):
         """Rows of different length that leave one after the other; later calls find the graphs of earlier ones."""
-        counts = [run(kind, shape, num_rows, seed) for seed in range(2) for num_rows in (1, 3)]
+        counts = [run(kind, shape, num_rows, seed) for num_rows, seed in ((1, 0), (3, 0), (3, 1))]
         assert sum(counts) > 0
         assert str(graphs_for(network_of(kind), {})) == "on"
 
@@ -432,18 +433,11 @@ class TestCalls:
         inputs = inputs_of(2)
         plain = generate(target, inputs).sequences.tolist()
         load_speculator(target, settings_of(name))
-        outputs, ready = [None] * 3, threading.Barrier(3)
 
-        def run_calls(index: int) -> None:
-            ready.wait()
-            outputs[index] = [generate(target, inputs, speculative=settings_of(name)) for _ in range(2)]
+        def run_calls() -> list:
+            return [generate(target, inputs, speculative=settings_of(name)) for _ in range(2)]
 
-        threads = [threading.Thread(target=run_calls, args=(index,)) for index in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for output in sum(outputs, []):
+        for output in sum(in_threads(*[run_calls] * 3), []):
             assert output.sequences.tolist() == plain
             assert output.speculative.draft_graphs in ("on", "off: another call is using the graphs of the model")
 
@@ -522,22 +516,6 @@ class TestNetworksWithoutACache:
         assert drafts == eager_drafts
         assert stats.num_draft_graph_replays > len(drafts)
 
-    @pytest.mark.parametrize(("kind", "part"), [(MedusaHeads, "top_tokens"), (MLPStage, "__call__")])
-    def test_what_cannot_be_captured(self, kind, part, target, backends, monkeypatch):
-        """It drafts all the same, and is not tried again."""
-        name, whole = "medusa" if kind is MedusaHeads else "mlp_speculator", getattr(kind, part)
-
-        def waiting(self, hidden, *args):
-            assert hidden.sum().item() < float("inf")
-            return whole(self, hidden, *args)
-
-        monkeypatch.setattr(kind, part, waiting)
-        plain = generate(target, inputs_of(1)).sequences.tolist()
-        text, _, stats = traced(target, inputs_of(1), settings_of(name))
-        assert text == plain
-        assert stats.draft_graphs.startswith("off: capturing failed: CannotCaptureError")
-        assert stats.num_draft_graph_replays == 0
-
     def test_padding(self):
         """Rows of padding are zeros."""
         values = {"states": torch.ones((2, 5), dtype=torch.bfloat16), "tokens": torch.tensor([3, 4])}
@@ -608,19 +586,26 @@ class TestEager:
         assert str(hooked) == "off: its modules have hooks, or forwards of their own"
         handle.remove()
 
-    def test_a_draft_that_cannot_be_captured(self, target, backends, monkeypatch):
+    @pytest.mark.parametrize(
+        ("name", "kind", "part"),
+        [
+            ("eagle3", Eagle3Network, "fuse"),
+            ("medusa", MedusaHeads, "top_tokens"),
+            ("mlp_speculator", MLPStage, "__call__"),
+        ],
+    )
+    def test_what_cannot_be_captured(self, name, kind, part, target, backends, monkeypatch):
         """It drafts all the same, and is not tried again."""
-        inputs = inputs_of(1)
-        plain = generate(target, inputs).sequences.tolist()
-        kind = type(load_speculator(target, settings_of("eagle3")).resources)
-        fuse = kind.fuse
+        whole = getattr(kind, part)
 
-        def waiting(self, states):
-            assert next(iter(states.values())).sum().item() < float("inf")
-            return fuse(self, states)
+        def waiting(self, given, *args):
+            states = next(iter(given.values())) if isinstance(given, dict) else given
+            assert states.sum().item() < float("inf")
+            return whole(self, given, *args)
 
-        monkeypatch.setattr(kind, "fuse", waiting)
-        text, _, stats = traced(target, inputs, settings_of("eagle3"))
+        plain = generate(target, inputs_of(1)).sequences.tolist()
+        monkeypatch.setattr(kind, part, waiting)
+        text, _, stats = traced(target, inputs_of(1), settings_of(name))
         assert text == plain
         assert stats.draft_graphs.startswith("off: capturing failed: CannotCaptureError")
         assert stats.num_draft_graph_replays == 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import operator
-import threading
 import weakref
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -33,6 +33,7 @@ from tests.models import prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mist
 from tests.sampled import sampled_speculator
 from tests.tape import NothingToHost, Tape, TapeBackend, spoil_inputs, tape_everything
 from tests.test_architectures import TREE, Case
+from tests.threads import in_threads
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -281,11 +282,6 @@ class TestReuse:
             stats = check_scripted(model, inputs, new_tokens=new_tokens)
         assert stats.num_graph_captures == 0
 
-    def test_longer_prompts(self, device, backends):
-        model = tiny_llama().to(device)
-        for length in (7, 40, 7, 90):
-            check_scripted(model, prompts(2, length=length))
-
     def test_moved_weights(self, device, backends):
         """Graphs read weights where they were."""
         model, inputs = tiny_llama().to(device), prompts(1)
@@ -408,10 +404,6 @@ class TestEager:
         handle.remove()
         assert check_scripted(model, inputs).graphs == "on"
 
-    def test_training_mode(self, device, backends):
-        model = tiny_llama().to(device).train()
-        assert check_scripted(model, prompts(1)).graphs == "off: it is in training mode"
-
     def test_long_drafts(self, device, backends):
         model, inputs = tiny_llama().to(device), prompts(1)
         stats = check_scripted(model, inputs, new_tokens=90, k=MAX_NODES + 1, accuracy=0.0)
@@ -500,19 +492,12 @@ class TestCallsAtOnce:
     def test_threads(self, device, backends):
         model, inputs = tiny_llama().to(device), [prompts(2, seed=seed) for seed in range(4)]
         plain = [greedy(model, each).sequences for each in inputs]
-        outputs = [None] * len(inputs)
-        ready = threading.Barrier(len(inputs))
 
         def run(index):
-            ready.wait()
             script = scripted_for(plain[index].cpu(), inputs[index], seed=index)
-            outputs[index] = [greedy(model, inputs[index], assistant=script) for _ in range(3)]
+            return [greedy(model, inputs[index], assistant=script) for _ in range(3)]
 
-        threads = [threading.Thread(target=run, args=(index,)) for index in range(len(inputs))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        outputs = in_threads(*(partial(run, index) for index in range(len(inputs))))
         for text, runs in zip(plain, outputs, strict=True):
             for output in runs:
                 assert output.sequences.tolist() == text.tolist()

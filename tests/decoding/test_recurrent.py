@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from threading import Thread
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from hf_specdec.decoding.target import SlotModel
 from hf_specdec.drafts import chain_topology
 from tests.architectures import tiny_model
 from tests.scripted import scripted_speculator
+from tests.threads import in_threads
 
 
 # Every way in which a state is kept: replayed (gated delta rule, Mamba-2 beside attention in one layer, a mixer that
@@ -315,18 +315,13 @@ def test_an_error_leaves_the_model_as_it_was(models, name):
 
 @pytest.mark.parametrize("name", ["qwen3_next", "jamba"])
 def test_two_threads_on_one_model(models, name):
-    model, results = models(name), {}
+    model = models(name)
     expected, speculator = plain(model, 3), scripted(model, 3)
-    calls = {"plain": {}, "speculative": {"assistant": speculator}}
-    threads = [
-        Thread(target=lambda key=key, call=call: results.update({key: [plain(model, 3, **call) for _ in range(3)]}))
-        for key, call in calls.items()
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [text.tolist() for key in calls for text in results[key]] == [expected.tolist()] * 6
+    texts = in_threads(
+        lambda: [plain(model, 3).tolist() for _ in range(3)],
+        lambda: [plain(model, 3, assistant=speculator).tolist() for _ in range(3)],
+    )
+    assert texts == [[expected.tolist()] * 3] * 2
 
 
 def test_trees_are_not_drafted_and_not_verified(models):

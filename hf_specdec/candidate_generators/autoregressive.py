@@ -53,6 +53,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         self.target_hidden_states = resources.target_hidden_states
         self.samples_drafts = self.asks_to_sample
         self.plan = self.plan_drafts()
+        self.num_reads = self.plan.num_reads
         self.shape = self.plan if isinstance(self.plan, DynamicTree) else self.plan.levels(self.device)
         self.threshold = confidence_threshold(config, session)
         self.num_speculative_tokens = self.plan.max_depth
@@ -83,7 +84,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         There is an entry where the state of a token and the next token are known.
         """
         known = KnownPrompt(prompt)
-        slots = known.slots(self.network, self.config, self.session, self.plan.num_reads + self.most_committed)
+        slots = known.slots(self.network, self.config, self.session, self.num_reads + self.most_committed)
         self.entries = self.make_entries(**slots)
         for states, tokens, counts in known.chunks():
             new = self.entries.gather(Entries(tokens, states, counts))
@@ -131,7 +132,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         if replayed is not None:
             return replayed
         self._read(new)
-        self.entries.begin_draft(self.plan.num_reads)
+        self.entries.begin_draft(self.num_reads)
         nodes = grow(self.shape, self.entries, self.hidden, self.logits, limits)
         return nodes.draft(self.plan, limits.depths, self.session.device)
 
@@ -140,11 +141,11 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         entries = self.entries
         if entries.graphs is not None and new is not None:
             self.hidden, self.logits, read_next = entries.begin_captured_chain(
-                new, self.most_committed, self.plan.num_reads
+                new, self.most_committed, self.num_reads
             )
         else:
             self._read(new)
-            entries.begin_draft(self.plan.num_reads)
+            entries.begin_draft(self.num_reads)
             read_next = entries.read_next
         hidden, logits, lengths = self.hidden, self.logits, entries.cache.lengths
         chain = SteeredChain(self.session.sampler, step.rows, step.lengths)
@@ -173,7 +174,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
             (self.plan, depth, self.threshold),
             new,
             self.most_committed,
-            self.plan.num_reads,
+            self.num_reads,
             limits.depths,
             partial(self._captured_draft, depth),
             self.shape,
@@ -191,6 +192,6 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
     ) -> tuple[torch.Tensor, torch.Tensor, DraftNodes, torch.LongTensor]:
         entries, limits = self.entries.static(inputs, columns), CapturedLimits(inputs.limits, depth, self.threshold)
         hidden, logits = entries.read_last(inputs)
-        entries.begin_draft(self.plan.num_reads)
+        entries.begin_draft(self.num_reads)
         nodes = grow(self.shape, entries, hidden, logits, limits)
         return hidden, logits, nodes, limits.depths

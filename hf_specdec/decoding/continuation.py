@@ -65,7 +65,7 @@ def read_prompts(request: Request, target: SlotModel, max_length: int) -> tuple[
     check_room(kwargs.get("past_key_values"), request.batch_size, given + room)
     kwargs["past_key_values"] = target.cache
     # The prompts may be read in chunks.
-    with target.captured(joined=True) as states, watched_prefill(model) as received:
+    with target.taps.captured(joined=True) as states, watched_prefill(model) as received:
         output = model._prefill(input_ids, request.generation_config, kwargs)
     if received.cache not in (None, target.cache):
         # The model has put a beginning of its own in front of the prompts.
@@ -113,16 +113,12 @@ def watched_prefill(model: torch.nn.Module) -> Iterator[Received]:
     """Inside, a model that prepares its inputs itself is watched while it reads the prompts."""
     received = Received()
     with ExitStack() as hooks:
-        if _prepares_itself(model):
+        name = "prepare_inputs_for_generation"
+        if name in vars(model) or getattr(type(model), name) is not getattr(GenerationMixin, name):
             taps = [(model, received.on_model), *((reader, received.on_reader) for reader in _position_readers(model))]
             for module, tap in taps:
                 hooks.callback(module.register_forward_pre_hook(tap, with_kwargs=True).remove)
         yield received
-
-
-def _prepares_itself(model: torch.nn.Module) -> bool:
-    name = "prepare_inputs_for_generation"
-    return name in vars(model) or getattr(type(model), name) is not getattr(GenerationMixin, name)
 
 
 def _position_readers(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -28,6 +28,7 @@ from ..protocol import Commit, Drafter, DrafterSource, DraftStep, Session
 from ..settings import AUTO
 from ..target_facts import vocabulary_size
 from ..transfers import last_of_each, select_rows
+from .attention import describe_layers
 from .cache import SlotCache, compact
 from .continuation import ContinuationCheck, read_prompts
 from .ended_rows import EndedRows
@@ -73,7 +74,16 @@ class DecodingLoop:
         profile = model_profile(self.model)
         self.stack = ProcessorStack(request.logits_processor)
         uniforms = self._uniforms() if config.do_sample else None
-        self.generator: Drafter = speculator.candidate_generator(self._session(uniforms, profile))
+        session = Session(
+            batch_size=request.batch_size,
+            max_length=self.stop.max_length,
+            device=self.device,
+            sampler=DraftSampler(self.stack, self.sequences, uniforms, vocabulary_size(self.model)),
+            supports_trees=profile.takes_trees,
+            notes=self.stats.notes,
+            group=request.processes,
+        )
+        self.generator: Drafter = speculator.candidate_generator(session)
         self.stats.num_spec_tokens = self.generator.num_speculative_tokens
         with ExitStack() as if_it_fails:
             if_it_fails.callback(self.generator.close)
@@ -261,17 +271,6 @@ class DecodingLoop:
 
     # The parts of a call
 
-    def _session(self, uniforms: RowUniforms | None, profile: ModelProfile) -> Session:
-        return Session(
-            batch_size=self.request.batch_size,
-            max_length=self.stop.max_length,
-            device=self.device,
-            sampler=DraftSampler(self.stack, self.sequences, uniforms, vocabulary_size(self.model)),
-            supports_trees=profile.takes_trees,
-            notes=self.stats.notes,
-            group=self.request.processes,
-        )
-
     def _uniforms(self) -> RowUniforms:
         return RowUniforms(self.request.draw_seed(), self.device)
 
@@ -280,22 +279,19 @@ class DecodingLoop:
         self.stats.rejection_sample_method = rule.name
         if rule.note:
             self.stats.notes.append(rule.note)
-        why_equal = self._why_equal(profile)
+        # What makes all rows advance by the same number of tokens, in words.
+        why_equal = None
+        if self.request.batch_size > 1 and profile.counts_slots:
+            why_equal = "the target model tells positions from the order of its cache"
+        elif self.request.keeps_cache and profile.is_recurrent and self.stop.may_cut_back:
+            why_equal = (
+                "stopping criteria may end a row before its last tokens, and the cache to be returned has a recurrent "
+                "state, which cannot be cut back"
+            )
         verifier = Verifier(self.stack, self.stop, rule, recorder=self.recorder.scores, why_equal=why_equal)
         if verifier.why_equal:
             self.stats.notes.append(f"The rows wait for the slowest one in every cycle: {verifier.why_equal}.")
         return verifier
-
-    def _why_equal(self, profile: ModelProfile) -> str | None:
-        """Property of the target that makes all rows advance by the same number of tokens, in words."""
-        if self.request.batch_size > 1 and profile.counts_slots:
-            return "the target model tells positions from the order of its cache"
-        if self.request.keeps_cache and profile.is_recurrent and self.stop.may_cut_back:
-            return (
-                "stopping criteria may end a row before its last tokens, and the cache to be returned has a recurrent "
-                "state, which cannot be cut back"
-            )
-        return None
 
     def _slot_target(self) -> SlotModel:
         prompt_length, nodes = self.request.prompt_length, self.generator.num_draft_nodes + 1
@@ -327,7 +323,7 @@ class DecodingLoop:
 
     def _close_account(self) -> None:
         """Completes the statistics."""
-        self.stats.attention = self.target.attention
+        self.stats.attention = describe_layers(self.target.attention_layers)
         if self.stop.num_cut_back:
             self.stats.notes.append(
                 f"{self.stop.num_cut_back} tokens behind the ends of rows have been generated and cut off: a stopping "

@@ -28,6 +28,9 @@ class OutputRecorder:
     Args:
         batch_size (`int`): B.
         config (`GenerationConfig`): Says which fields are asked for.
+
+    Attributes:
+        wants_steps (`bool`): Something is returned for each token.
     """
 
     def __init__(self, batch_size: int, config):
@@ -36,13 +39,9 @@ class OutputRecorder:
         self.logits = StepRecorder(batch_size) if wants_dict and config.output_logits else None
         self.wants_states = bool(wants_dict and config.output_hidden_states)
         self.prompt_states: tuple | None = None
+        self.wants_steps = self.wants_states or self.scores is not None or self.logits is not None
         self._batch_size = batch_size
         self._states: list[StepRecorder] = []
-
-    @property
-    def wants_steps(self) -> bool:
-        """Tells whether anything is returned for each token."""
-        return self.wants_states or self.scores is not None or self.logits is not None
 
     def add(self, rows, path, counts, logits, hidden_states) -> None:
         """Adds the first `counts[i]` nodes of each row's `path` `(R, M)`.

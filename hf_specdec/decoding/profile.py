@@ -179,7 +179,11 @@ def check_reach(model: torch.nn.Module, prompt_lengths: list[int], max_new_token
     config = model.config.get_text_config(decoder=True)
     # The last token is not read.
     longest = max(prompt_lengths) + max_new_tokens - 1
-    for parameters in _rope_parameters(config):
+    # Of all layers, or one dict for each layer type.
+    known = getattr(config, "rope_parameters", None) or {}
+    for parameters in [known] if "rope_type" in known else known.values():
+        if not isinstance(parameters, dict):
+            continue
         kind, limit = parameters.get("rope_type"), config.max_position_embeddings
         if kind == "longrope":
             limit = parameters["original_max_position_embeddings"]
@@ -191,9 +195,3 @@ def check_reach(model: torch.nn.Module, prompt_lengths: list[int], max_new_token
                 f"and {max_new_tokens} new ones. Set `max_new_tokens` so that it stays below, or leave the "
                 "speculative arguments out to use plain generate()."
             )
-
-
-def _rope_parameters(config) -> list[dict]:
-    """The rotary parameters, one for each layer type where they differ."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, dict)]

@@ -29,7 +29,6 @@ from .attention import (
     TreeMask,
     VerificationForward,
     attention_switch,
-    describe_layers,
 )
 from .cache import SlotCache, padded_rows
 from .graphs import CallGraphs, graphs_for
@@ -130,6 +129,7 @@ class SlotModel:
             every row, `(R, 1)`, that goes for all its nodes.
         attention_layers (`Counter`): What computed the attention of the last forward's layers, where kernels run.
         graphs (`CallGraphs`, *optional*): Run in the place of forwards whose shapes repeat.
+        taps (`StateTaps`): Collect the asked-for hidden states of the model's forwards.
     """
 
     # Attention that the tree kernel cannot compute falls back to masks by itself.
@@ -150,7 +150,7 @@ class SlotModel:
         if self.profile.is_recurrent:
             cache.last_recurrent_layer = max(module.layer_idx for module in mixers(model))
         self.states = states
-        self._taps = StateTaps(model, states)
+        self.taps = StateTaps(model, states)
         self.forward_kwargs = forward_kwargs or {}
         self.row_inputs: dict[str, torch.Tensor] = {}
         self._needs_no_masks = False
@@ -227,10 +227,6 @@ class SlotModel:
             inputs["logits_to_keep"] = 1
         self.model(**inputs)
         self.start_slots(starts)
-
-    def captured(self, joined: bool = False):
-        """Collects the asked-for hidden states of the model's forwards inside: see [`captured_states`]."""
-        return self._taps.captured(joined)
 
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
         """Reads nodes after each row's committed slots.
@@ -333,14 +329,9 @@ class SlotModel:
         if self.profile.takes_position_ids:
             inputs["position_ids"] = positions
         inputs |= {name: values.expand(-1, tokens.shape[1]) for name, values in self.row_inputs.items()}
-        with self.captured() as states, self._attention(forward), self._states_kept(tokens.shape[1]):
+        with self.taps.captured() as states, self._attention(forward), self._states_kept(tokens.shape[1]):
             output = self.model(**inputs, **self.forward_kwargs)
         return SlotOutput(output.logits[:, -num_logits:], states, output.get("hidden_states"))
-
-    @property
-    def attention(self) -> str:
-        """Name of what computed the attention of the last forward."""
-        return describe_layers(self.attention_layers)
 
     def _states_kept(self, nodes: int):
         return nullcontext() if self.recurrent is None else self.recurrent.reading(nodes)

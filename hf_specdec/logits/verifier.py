@@ -17,7 +17,7 @@ import torch
 
 from ..drafts import DraftTree
 from ..errors import SpecConfigError, SpecDecError
-from ..kernels.acceptance import Acceptance, reject_chain, reject_tree
+from ..kernels.acceptance import reject_chain, reject_tree
 from ..kernels.sampling import sample_from_probs
 from ..transfers import read_together, upload
 from .acceptance import best_tokens
@@ -33,6 +33,7 @@ class Verdict:
 
     Attributes:
         token_lists (`list[list[int]]` of length R): Committed tokens of each row, cut where the row ends.
+        counts (`list[int]`): How many they are.
         num_accepted (`list[int]`): Draft tokens among them.
         path (`torch.LongTensor` of shape `(R, M)`): Verified nodes that the tokens were predicted from, the anchor
             first; columns from a row's number of tokens on are padding.
@@ -40,14 +41,10 @@ class Verdict:
     """
 
     token_lists: list[list[int]]
+    counts: list[int]
     num_accepted: list[int]
     path: torch.LongTensor
     tokens: torch.LongTensor
-
-    @property
-    def counts(self) -> list[int]:
-        """Committed tokens of each row."""
-        return list(map(len, self.token_lists))
 
 
 # Scores that cost as much as a step along the path, on a CPU: as they are, and where processors change them.
@@ -124,20 +121,21 @@ class Verifier:
             return _Walk(self, draft, logits, rows, positions).run()
         scores = self._node_scores(draft, logits, rows) if self._needs_scores else logits
         acceptance = self.rule.judge(draft, scores, rows, positions)
-        counts, tokens = _to_host(acceptance, draft, self.reads_drafts, meanwhile)
-        token_lists = [row[: count + 1] for row, count in zip(tokens, counts)]
+        # The one synchronisation of a cycle. Whatever the host does not know of the draft comes with it.
+        unknown = draft.unknown_tables(self.reads_drafts)
+        tables = {"accepted": acceptance.num_accepted[:, None], "committed": acceptance.tokens, **unknown}
+        found = read_together(tables, meanwhile)
+        if unknown:
+            draft.learn(found)
+        accepted = [row[0] for row in found["accepted"]]
+        token_lists = [_checked(row)[: count + 1] for row, count in zip(found["committed"], accepted)]
         if self.recorder is not None:
-            path = acceptance.path[:, : max(counts) + 1]
+            path = acceptance.path[:, : max(accepted) + 1]
             self.recorder.add(rows, take_nodes(scores, path), list(map(len, token_lists)))
         kept = self.stop.append(rows, token_lists)
-        width = max(map(len, kept))
-        path = acceptance.path[:, :width]
-        return Verdict(
-            kept,
-            [min(count, len(row)) for count, row in zip(counts, kept)],
-            path,
-            acceptance.tokens[:, :width],
-        )
+        counts = list(map(len, kept))
+        num_accepted, width = list(map(min, accepted, counts)), max(counts)
+        return Verdict(kept, counts, num_accepted, acceptance.path[:, :width], acceptance.tokens[:, :width])
 
     def _saves_by_walking(self, draft: DraftTree, logits: torch.Tensor) -> bool:
         """Tells whether the path of a draft that was not drawn is found in less time than all nodes are judged."""
@@ -281,7 +279,7 @@ class _Walk:
             sum(self.children[i][node].get(token) is not None for node, token in zip(path_i, tokens_i))
             for i, (path_i, tokens_i) in enumerate(zip(self.paths, self.token_lists))
         ]
-        return Verdict(self.token_lists, accepted, path, tokens)
+        return Verdict(self.token_lists, list(map(len, self.token_lists)), accepted, path, tokens)
 
 
 def take_nodes(values: torch.Tensor, path: torch.LongTensor) -> torch.Tensor:
@@ -307,21 +305,6 @@ def _node_paths(draft: DraftTree) -> list[list[list[int]]]:
             paths.append([*paths[parent + 1], token])
         all_paths.append(paths + [[]] * (draft.size - len(tokens)))
     return all_paths
-
-
-def _to_host(
-    acceptance: Acceptance, draft: DraftTree, with_tokens: bool, meanwhile: Callable[[], None] | None
-) -> tuple[list[int], list[list[int]]]:
-    """Numbers of accepted drafts and committed tokens; the one synchronisation of a cycle.
-
-    Whatever the host does not know of the draft comes with them.
-    """
-    unknown = draft.unknown_tables(with_tokens)
-    tables = {"accepted": acceptance.num_accepted[:, None], "committed": acceptance.tokens, **unknown}
-    found = read_together(tables, meanwhile)
-    if unknown:
-        draft.learn(found)
-    return [row[0] for row in found["accepted"]], [_checked(row) for row in found["committed"]]
 
 
 def _checked(tokens: list[int]) -> list[int]:

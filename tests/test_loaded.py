@@ -347,12 +347,13 @@ class TestLimits:
 
 
 class TestTargetsThatAreDropped:
-    @pytest.mark.parametrize("method", HEADS)
+    @pytest.mark.parametrize("method", [*HEADS, "ngram", "suffix"])
     def test_with_a_drafter_of_every_method(self, method, shared_target):
         target = copy.deepcopy(shared_target)
         tokens = torch.arange(1, 30)[None]
+        place = {"model": HEADS[method]} if method in HEADS else {"method": method}
         for k in (2, "auto"):
-            target.generate(tokens, **GREEDY, speculative={"model": HEADS[method], "num_speculative_tokens": k})
+            target.generate(tokens, **GREEDY, speculative={**place, "num_speculative_tokens": k})
         reference = weakref.ref(target)
         del target
         gc.collect()

@@ -316,16 +316,6 @@ class TestLifetimes:
         gc.collect()
         assert [reference() for reference in references] == [None, None]
 
-    @pytest.mark.parametrize("method", ["ngram", "suffix"])
-    def test_a_target_that_is_dropped(self, method):
-        target = tiny_llama()
-        target.generate(**prompts(1), **GREEDY, spec_method=method, num_speculative_tokens=3)
-        target.generate(**prompts(1), **GREEDY, speculative={"method": method, "num_speculative_tokens": "auto"})
-        reference = weakref.ref(target)
-        del target
-        gc.collect()
-        assert reference() is None
-
 
 class TestRecent:
     def test_the_least_recently_used_leaves(self):

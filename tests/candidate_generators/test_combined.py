@@ -5,7 +5,6 @@ import json
 import pickle
 import random
 from dataclasses import field, make_dataclass
-from functools import cache
 from itertools import count as counting
 from statistics import median
 from types import SimpleNamespace
@@ -23,7 +22,6 @@ from hf_specdec import (
     SpeculativeConfig,
     Speculator,
     cli,
-    demo,
     forget_speculators,
     load_speculator,
     record,
@@ -40,7 +38,7 @@ from hf_specdec.drafts import DraftTree
 from hf_specdec.errors import MissingDependencyError
 from hf_specdec.method import parts_of, resolve_candidate_generator
 from hf_specdec.protocol import Commit, DraftStep, Prompt, Session
-from tests.methods import needs_library
+from tests.methods import demo_inputs, demo_target, needs_library, plain_text, settings_of
 from tests.pairs import every_pair
 from tests.test_sampling import (
     V,
@@ -48,43 +46,26 @@ from tests.test_sampling import (
 )
 
 
-MODELS = {
-    "eagle3": {"model": demo.drafter_path("eagle3")},
-    "eagle": {"model": demo.drafter_path("eagle"), "draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 8},
-    "draft_model": {"model": demo.drafter_path("draft_model"), "same_tokenizer": True},
-    "medusa": {"model": demo.drafter_path("medusa")},
-    "mlp_speculator": {"model": demo.drafter_path("mlp_speculator")},
-    "dflash": {"model": demo.drafter_path("dflash")},
-    "mtp": {"model": demo.drafter_path("mtp")},
-}
 RETRIEVAL = ["ngram", pytest.param("suffix", marks=needs_library)]
 
 
 def pair(method, retrieval="ngram", **options):
-    return {**MODELS[method], "method": f"{retrieval}+{method}", **options}
+    return settings_of(f"{retrieval}+{method}", **options)
 
 
 @pytest.fixture(scope="module")
 def target():
-    return demo.load_target()
+    return demo_target()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def inputs():
-    tokenizer = demo.load_tokenizer()
-    texts = [prompt.text[-300:] for prompt in (*demo.prompts()[:2], demo.prompts()[-1])]
-
-    def batch(size):
-        encoded = tokenizer(texts[:size], return_tensors="pt", padding=size > 1)
-        return {key: encoded[key] for key in ("input_ids", "attention_mask")}
-
-    return batch
+    return demo_inputs
 
 
-@pytest.fixture(scope="module")
-def plain(target, inputs):
-    """Plain greedy texts, made once."""
-    return cache(lambda batch_size: generated(target, inputs(batch_size))[0])
+@pytest.fixture
+def plain():
+    return lambda batch_size: plain_text(batch_size, 24)
 
 
 def decide(monkeypatch, pattern):
@@ -126,6 +107,7 @@ class TestGreedy:
     def test_trees_of_both(self, target, inputs, plain, monkeypatch):
         decide(monkeypatch, in_turns)
         options = {"suffix_decoding_use_tree_spec": True, "suffix_decoding_max_spec_factor": 4.0}
+        options |= {"draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 8}
         ours, call = generated(target, inputs(3), speculative=pair("eagle", "suffix", **options))
         assert torch.equal(ours, plain(3))
         branching = [row for cycle in call.cycles for row in cycle.rows if len(set(row.parents)) < len(row.parents)]
@@ -446,7 +428,7 @@ class TestSettings:
     def test_parts_share_what_is_loaded(self, target):
         forget_speculators(target)
         both = load_speculator(target, **pair("eagle3"))
-        alone = load_speculator(target, method="eagle3", **MODELS["eagle3"])
+        alone = load_speculator(target, settings_of("eagle3"))
         assert both.resources.model is alone.resources
         assert both.resources.retrieval is None
         assert load_speculator(target, **pair("eagle3")).resources is both.resources
@@ -454,7 +436,7 @@ class TestSettings:
         assert other.resources is both.resources
 
     def test_loaded_draft_model(self, target, inputs, plain):
-        network = load_speculator(target, method="eagle3", **MODELS["eagle3"]).resources
+        network = load_speculator(target, settings_of("eagle3")).resources
         speculator = load_speculator(target, "ngram+eagle3", draft_model=network)
         assert speculator.resources.model is network
         assert torch.equal(generated(target, inputs(1), spec_method="ngram+eagle3", assistant=network)[0], plain(1))

@@ -31,7 +31,6 @@ from tests.threads import in_threads
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "medusa"
-FORMATS = [path.parent.name for path in sorted(FIXTURES.glob("*/config.json")) if path.parent.name != "target"]
 CHOICES = json.loads((FIXTURES / "tree_buffers" / "choices.json").read_text())
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 
@@ -44,20 +43,6 @@ def target():
 
 
 class TestGreedyEqualsPlain:
-    @pytest.mark.parametrize("name", FORMATS)
-    def test_the_method_is_read_from_the_checkpoint(self, target, name):
-        model = target
-        if name == "merged_v1":
-            model = AutoModelForCausalLM.from_pretrained(FIXTURES / name).eval()
-        inputs = {"input_ids": recorded("v01_heads_pt")["input_ids"]}
-        plain = model.generate(**inputs, **GREEDY)
-        ours = model.generate(**inputs, **GREEDY, spec_model=str(FIXTURES / name), return_dict_in_generate=True)
-        assert torch.equal(ours.sequences, plain)
-        assert ours.speculative.method == "medusa"
-        if name == "v01_heads_pt":
-            # Heads that were fitted to the first tokens of this text.
-            assert ours.speculative.num_accepted_tokens >= 4
-
     def test_target_that_verifies_chains_only(self, tmp_path):
         model = tiny_bloom()
         inputs = prompts(1)

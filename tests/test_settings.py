@@ -27,7 +27,7 @@ from hf_specdec.method import built_in_methods, resolve_candidate_generator
 from hf_specdec.settings import CONFIG_NAME, SpeculativeConfig, describe_settings
 from hf_specdec.settings import names as setting_names
 from hf_specdec.settings.names import PendingOptions, key_of, option_fields, options_class
-from hf_specdec.validation import Bounds, hints_of, types_of
+from hf_specdec.validation import Bounds, hints_of, setting, types_of
 
 
 ROOT = Path(__file__).parents[1]
@@ -38,14 +38,10 @@ COMMON = [item.name for item in fields(SpeculativeConfig) if item.name != "optio
 
 @dataclass(frozen=True)
 class ToyOptions:
-    width: int = field(default=2, metadata={"key": "toy_width", "help": "Children of a node."})
+    width: int = setting(2, "Children of a node.", key="toy_width", least=1, most=64)
     rate: float | None = field(default=0.5, metadata={"help": "Share of cycles with drafts; `None` for all."})
     mode: Literal["wide", "deep"] = field(default="wide", metadata={"help": "What grows first."})
     layers: tuple[int, ...] = field(default=(), metadata={"help": "Layers that are read."})
-
-    def __post_init__(self):
-        if not 1 <= self.width <= 64:
-            raise SpecConfigError(f"`width` must be from 1 to 64, got {self.width}.")
 
 
 class ToyGenerator(CandidateGenerator):

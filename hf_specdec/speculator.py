@@ -107,8 +107,8 @@ class Speculator:
             return generator
         from .candidate_generators.adaptive import AdaptiveCandidateGenerator
 
-        choose = self.controller if is_adaptive else self._scheduled_length
-        return AdaptiveCandidateGenerator(generator, choose(generator))
+        controller = self.controller(generator) if is_adaptive else ScheduledLength(self.config.most_tokens)
+        return AdaptiveCandidateGenerator(generator, controller)
 
     def check(self, target_model: torch.nn.Module) -> None:
         """Refuses settings that what was loaded for a target cannot follow.
@@ -126,19 +126,21 @@ class Speculator:
         most, num_rows = generator.num_speculative_tokens, generator.session.batch_size
         return SpeculationController(most, num_rows, self.profile, usual, most_tokens)
 
-    def _scheduled_length(self, generator: CandidateGenerator) -> ScheduledLength:
-        return ScheduledLength(self.config.most_tokens)
-
     @cached_property
     def _longest_drafts(self) -> SpeculativeConfig:
         """The settings with the largest length that is drafted in a cycle, validated once for equal settings."""
-        config = self.config
-        if config.num_speculative_tokens != AUTO and config.num_speculative_tokens_per_batch_size is None:
+        config, schedule = self.config, self.config.num_speculative_tokens_per_batch_size
+        is_adaptive = config.num_speculative_tokens == AUTO
+        has_length = config.num_speculative_tokens is not None or config.speculative_token_tree is not None
+        if not is_adaptive and (schedule is None or has_length):
             return config
         key = config.compute_hash(), self.generator_class
         longest = _longest.get(key)
         if longest is None:
-            longest = self._adaptive() if config.num_speculative_tokens == AUTO else self._scheduled()
+            if is_adaptive:
+                longest = self._adaptive()
+            else:
+                longest = config.replace(num_speculative_tokens=max(k for _, k in schedule))
             _longest.put(key, longest)
         return longest
 
@@ -152,14 +154,6 @@ class Speculator:
             changes |= part.adaptive_settings(self.config.options)
         # The text of drawn drafts depends on where they end, and that on measured times.
         return self.config.with_greedy_drafts().replace(**changes)
-
-    def _scheduled(self) -> SpeculativeConfig:
-        """The settings with the largest length by batch size, where neither a length nor a tree is given."""
-        config = self.config
-        schedule = config.num_speculative_tokens_per_batch_size
-        if schedule is None or config.num_speculative_tokens is not None or config.speculative_token_tree:
-            return config
-        return config.replace(num_speculative_tokens=max(k for _, k in schedule))
 
     def without_texts(self, target_model: torch.nn.Module) -> Speculator:
         """A speculator like this one without what it remembers of texts. Weights and learnt costs are shared."""

@@ -112,17 +112,12 @@ def warm_up(
         speculator.resources = replace(speculator.resources, profile=ControlProfile())
     done = WarmUp()
     # The largest batches first: the smaller ones find room in their slots.
-    for rows in _row_counts(max(batch_sizes)):
+    for rows in sorted({padded_rows(count) for count in range(1, max(batch_sizes) + 1)}, reverse=True):
         for do_sample in (False, True)[: 1 + sampling]:
             done.add(_call(model, speculator, _prompts(model, rows, prompt_length), max_new_tokens, do_sample))
             on_call()
     done.seconds = perf_counter() - began
     return done
-
-
-def _row_counts(most: int) -> list[int]:
-    """The numbers of rows that graphs have, from that for `most` rows on downwards."""
-    return sorted({padded_rows(count) for count in range(1, most + 1)}, reverse=True)
 
 
 def _prompts(model: torch.nn.Module, rows: int, length: int) -> torch.LongTensor:

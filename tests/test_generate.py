@@ -162,7 +162,7 @@ class TestErrors:
             ({"speculative": {"method": "ngram", "num_speculative_token": 3}}, "mean 'num_speculative_tokens'"),
             ({"speculative": {"method": "ngram", "prompt_lookup_maxx": 3}}, "Did you mean 'prompt_lookup_max'"),
             ({"spec_method": "mtp"}, "was not loaded from a checkpoint"),
-            ({"spec_method": "ngram", "num_speculative_tokens": 0}, "at least 1"),
+            ({"spec_method": "ngram", "num_speculative_tokens": 0}, "an integer from 1 to 1024"),
         ],
     )
     def test_misspelt_settings(self, model, speculative, hint):

@@ -877,8 +877,8 @@ class TestDocumentation:
 
     @pytest.mark.parametrize("method", [None, *BUILT_IN])
     def test_every_setting_is_explained(self, method):
-        for setting in describe_settings(method):
-            assert setting.help.strip().endswith("."), f"{setting.key}: {setting.help!r}"
+        for item in describe_settings(method):
+            assert item.help.strip().endswith("."), f"{item.key}: {item.help!r}"
 
     @pytest.mark.parametrize("method", BUILT_IN)
     def test_names_of_options_are_not_names_of_common_settings(self, method):
@@ -909,8 +909,8 @@ def test_import_loads_no_method():
 
 def settings_table(method: str | None) -> str:
     rows = ["| setting | type | default | meaning |", "|---|---|---|---|"]
-    for setting in describe_settings(method):
-        cells = [f"`{setting.key}`", f"`{setting.type}`", f"`{setting.default}`", setting.help]
+    for item in describe_settings(method):
+        cells = [f"`{item.key}`", f"`{item.type}`", f"`{item.default}`", item.help]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 

@@ -449,15 +449,15 @@ class TestThreads:
         if not lean:
             monkeypatch.setattr(functional, "is_plain_llama", lambda model: False)
         calls = [prompts(1 + index % 2, length=6 + index, seed=index) for index in range(4)]
-        expected = [model.generate(**call, do_sample=False, max_new_tokens=60) for call in calls]
+        expected = [model.generate(**call, do_sample=False, max_new_tokens=24) for call in calls]
         settings = {} if method == "ngram" else {"draft_model": tiny_llama(seed=1, num_hidden_layers=1)}
         speculator = load_speculator(model, method, **settings)
         functions = [
-            lambda call=call: model.generate(**call, do_sample=False, max_new_tokens=60, assistant=speculator)
+            lambda call=call: model.generate(**call, do_sample=False, max_new_tokens=24, assistant=speculator)
             for call in calls
         ]
         # One thread generates plainly on the same model.
-        functions.append(lambda: model.generate(**calls[0], do_sample=False, max_new_tokens=60))
+        functions.append(lambda: model.generate(**calls[0], do_sample=False, max_new_tokens=24))
         for ours, plain in zip(in_threads(*functions), [*expected, expected[0]]):
             assert torch.equal(ours, plain)
         assert model.config._attn_implementation == "sdpa"
@@ -465,7 +465,7 @@ class TestThreads:
     def test_captured_states_belong_to_their_call(self, model, monkeypatch):
         """Two calls that both capture the target's hidden states see their own."""
         calls = [prompts(1, length=6 + 3 * index, seed=index) for index in range(3)]
-        expected = [model.generate(**call, do_sample=False, max_new_tokens=40) for call in calls]
+        expected = [model.generate(**call, do_sample=False, max_new_tokens=24) for call in calls]
 
         def generate(call, text):
             seen = []
@@ -481,7 +481,7 @@ class TestThreads:
 
             speculator.generator_class = Watching
             output = model.generate(
-                **call, do_sample=False, max_new_tokens=40, assistant=speculator, output_logits=True,
+                **call, do_sample=False, max_new_tokens=24, assistant=speculator, output_logits=True,
                 return_dict_in_generate=True,
             )  # fmt: skip
             return output, torch.cat(seen)

@@ -1,4 +1,6 @@
-"""Greedy speculation equals plain `generate()` for every architecture that keeps keys and values."""
+"""Every architecture that keeps keys and values: greedy speculation equals plain `generate()`, and its hidden states
+are those that transformers records.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,8 @@ from transformers import LlamaForCausalLM
 import hf_specdec
 from hf_specdec import UnsupportedModelError
 from hf_specdec.decoding.profile import check_reach, model_profile
+from hf_specdec.decoding.states import captured_states
+from hf_specdec.target_facts import decoder_layers
 
 from .architectures import (
     CHAINS_ONLY,
@@ -26,6 +30,25 @@ from .architectures import (
 from .architectures import unsupported as unsupported_types
 from .scripted import scripted_speculator
 
+
+# Architectures that have no single stream of one vector a token, and what the error says.
+WITHOUT = {
+    "gemma3n_text": r"states of the shape \[4, 2, 9, 64\]",
+    "hrm_text": "decoder layers of HrmTextForCausalLM cannot be found",
+    "hy_v4": r"states of the shape \[2, 9, 4, 64\]",
+}
+
+# Architectures whose head does more with the last state than multiply it.
+WITHOUT_LAST = set(
+    "bert bert-generation bert-two_way_prompt big_bird camembert data2vec-text electra ernie megatron-bert "
+    "modernbert-decoder rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod".split()
+)
+# They divide the state in front of the head, which leaves the order of the logits.
+SCALED = ("inkling_text", "minicpm3")
+# What enters its final norm is mixed from the outputs of several layers.
+MIXED = ("inkling2_text",)
+
+TOKENS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
 
 # A batch of equal lengths takes other ways than one with padding.
 PROMPT_LENGTHS = {1: [14], 2: [9, 9], 4: [14, 5, 9, 12]}
@@ -79,7 +102,7 @@ class Case:
 @pytest.fixture(scope="module", params=supported())
 def case(request) -> Case:
     # Rows that wait for each other accept little in a few tokens.
-    new_tokens = NEW_TOKENS if request.param in CHAINS_ONLY else 12
+    new_tokens = NEW_TOKENS if request.param in CHAINS_ONLY else 8
     return Case(request.param, tiny_model(request.param), new_tokens=new_tokens)
 
 
@@ -109,27 +132,74 @@ def test_trees_equal_plain_generate(case):
         assert_ragged_acceptance(output.speculative, case.new_tokens)
 
 
+@torch.no_grad()
+def outputs_and_states(model, keys, **inputs):
+    with captured_states(model, keys) as states:
+        output = model(**inputs, output_hidden_states=True, use_cache=False)
+    return output, states
+
+
+def assert_boundaries(model, ends_plainly=True, **inputs):
+    """Against transformers' own record of what enters the layers, and what leaves the last one."""
+    layers = decoder_layers(model)
+    last_layer = []
+    handle = layers[-1].register_forward_hook(
+        lambda module, args, output: last_layer.append(output if torch.is_tensor(output) else output[0])
+    )
+    keys = tuple(range(len(layers) + 1))
+    output, states = outputs_and_states(model, keys, **inputs)
+    handle.remove()
+    assert set(states) == set(keys)
+    for index in range(len(layers)):
+        assert torch.equal(states[index], output.hidden_states[index])
+    assert torch.equal(states[len(layers)], last_layer[-1]) == ends_plainly
+
+
+def test_hidden_states(case):
+    name, model = case.name, case.model
+    if name in WITHOUT:
+        with pytest.raises(UnsupportedModelError, match=WITHOUT[name]):
+            outputs_and_states(model, (1,), input_ids=TOKENS)
+        return
+    assert_boundaries(model, name not in MIXED, input_ids=TOKENS)
+    if name in WITHOUT_LAST:
+        with pytest.raises(UnsupportedModelError, match="transforms its last hidden state"):
+            outputs_and_states(model, ("last",), input_ids=TOKENS)
+        return
+    # The last state is what the head reads.
+    read = []
+    handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: read.append(args[0]))
+    _, states = outputs_and_states(model, ("last",), input_ids=TOKENS)
+    handle.remove()
+    scale = read[-1].norm() / states["last"].norm()
+    assert name in SCALED or scale == 1
+    torch.testing.assert_close(read[-1], scale * states["last"])
+
+
 @pytest.mark.parametrize("name", with_images())
 def test_models_with_images_read_text(name):
-    check_short_texts(name)
+    """Their text models are tried by themselves in more ways."""
+    check_short_texts(name, (4,))
 
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if name in supported()])
 def test_other_layers(name):
-    check_short_texts(name, layer_types=(3 * LAYERS[name])[:3])
+    check_short_texts(name, (2, 4), layer_types=(3 * LAYERS[name])[:3])
 
 
-def check_short_texts(name, **changes):
+def check_short_texts(name, batch_sizes, **changes):
     """Chains in a batch of equal lengths, and trees in one with padding, equal plain generation."""
-    case = Case(name, tiny_model(name, **changes), new_tokens=12)
+    case = Case(name, tiny_model(name, **changes), new_tokens=12 if name in CHAINS_ONLY else 9)
     scripts = {2: {"num_speculative_tokens": 5}, 4: {"num_speculative_tokens": 3, "tree": TREE}}
     if not model_profile(case.model).takes_trees:
         scripts[4] = scripts[2]
-    for batch_size, script in scripts.items():
-        output = case.speculate(batch_size, **script)
+    for batch_size in batch_sizes:
+        output = case.speculate(batch_size, **scripts[batch_size])
         assert output.sequences.tolist() == case.expected(batch_size).tolist()
         assert 0 < output.speculative.num_accepted_tokens < output.speculative.num_draft_tokens
-    assert len(set(case.expected(4)[0, -12:].tolist())) > 3, "the text is too dull to show a wrong position"
+    assert len(set(case.expected(4)[0, -case.new_tokens :].tolist())) > 3, (
+        "the text is too dull to show a wrong position"
+    )
 
 
 @pytest.mark.parametrize("name", EAGER)

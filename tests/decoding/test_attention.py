@@ -113,7 +113,7 @@ THROUGH_THE_KERNEL = {
 
 @pytest.mark.parametrize("name", THROUGH_THE_KERNEL)
 def test_what_computes_the_attention(name, with_kernel):
-    case = Case(name, tiny_model(name))
+    case = Case(name, tiny_model(name), new_tokens=8)
     before = implementations(case.model)
     tree = None if name in CHAINS_ONLY else "random"
     output = case.speculate(4, num_speculative_tokens=6, tree=tree)
@@ -124,7 +124,7 @@ def test_what_computes_the_attention(name, with_kernel):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "mistral", "gpt2"])
 def test_eager_models_go_through_the_kernel(name, with_kernel):
-    case = Case(name, tiny_model(name, attn_implementation="eager"))
+    case = Case(name, tiny_model(name, attn_implementation="eager"), new_tokens=8)
     output = case.speculate(4, num_speculative_tokens=6, tree="random")
     assert output.sequences.tolist() == case.expected(4).tolist()
     assert output.speculative.attention == "tree kernel"

@@ -1,4 +1,4 @@
-"""Hidden states between the layers of every architecture, and before and after its final norm."""
+"""Hidden states between the layers, and before and after the final norm; of every architecture in its own file."""
 
 from __future__ import annotations
 
@@ -11,75 +11,9 @@ from transformers import LlamaForCausalLM
 from hf_specdec import CandidateGenerator, DraftTree, UnsupportedModelError
 from hf_specdec.decoding.states import captured_states
 from hf_specdec.target_facts import decoder_layers
-from tests.architectures import supported, tiny_model
 from tests.models import VOCAB_SIZE, prompts, tiny_llama
+from tests.test_architectures import TOKENS, assert_boundaries, outputs_and_states
 from tests.test_multimodal import MODELS, build, image_inputs
-
-
-# Architectures that have no single stream of one vector a token, and what the error says.
-WITHOUT = {
-    "gemma3n_text": r"states of the shape \[4, 2, 9, 64\]",
-    "hrm_text": "decoder layers of HrmTextForCausalLM cannot be found",
-    "hy_v4": r"states of the shape \[2, 9, 4, 64\]",
-}
-
-TOKENS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
-
-
-@torch.no_grad()
-def outputs_and_states(model, keys, **inputs):
-    with captured_states(model, keys) as states:
-        output = model(**inputs, output_hidden_states=True, use_cache=False)
-    return output, states
-
-
-def assert_boundaries(model, ends_plainly=True, **inputs):
-    """Against transformers' own record of what enters the layers, and what leaves the last one."""
-    layers = decoder_layers(model)
-    last_layer = []
-    handle = layers[-1].register_forward_hook(
-        lambda module, args, output: last_layer.append(output if torch.is_tensor(output) else output[0])
-    )
-    keys = tuple(range(len(layers) + 1))
-    output, states = outputs_and_states(model, keys, **inputs)
-    handle.remove()
-    assert set(states) == set(keys)
-    for index in range(len(layers)):
-        assert torch.equal(states[index], output.hidden_states[index])
-    assert torch.equal(states[len(layers)], last_layer[-1]) == ends_plainly
-
-
-# Architectures whose head does more with the last state than multiply it.
-WITHOUT_LAST = set(
-    "bert bert-generation bert-two_way_prompt big_bird camembert data2vec-text electra ernie megatron-bert "
-    "modernbert-decoder rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod".split()
-)
-# They divide the state in front of the head, which leaves the order of the logits.
-SCALED = ("inkling_text", "minicpm3")
-# What enters its final norm is mixed from the outputs of several layers.
-MIXED = ("inkling2_text",)
-
-
-@pytest.mark.parametrize("name", supported())
-def test_every_architecture(name):
-    model = tiny_model(name)
-    if name in WITHOUT:
-        with pytest.raises(UnsupportedModelError, match=WITHOUT[name]):
-            outputs_and_states(model, (1,), input_ids=TOKENS)
-        return
-    assert_boundaries(model, name not in MIXED, input_ids=TOKENS)
-    if name in WITHOUT_LAST:
-        with pytest.raises(UnsupportedModelError, match="transforms its last hidden state"):
-            outputs_and_states(model, ("last",), input_ids=TOKENS)
-        return
-    # The last state is what the head reads.
-    read = []
-    handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: read.append(args[0]))
-    _, states = outputs_and_states(model, ("last",), input_ids=TOKENS)
-    handle.remove()
-    scale = read[-1].norm() / states["last"].norm()
-    assert name in SCALED or scale == 1
-    torch.testing.assert_close(read[-1], scale * states["last"])
 
 
 @pytest.mark.parametrize("make", MODELS)

@@ -191,7 +191,7 @@ def checked(name: str, value: Any, hint: Any, bounds: Bounds = _UNBOUNDED, alias
         name (`str`): Name of the setting.
         value (`Any`): What was given.
         hint (`Any`): The annotation.
-        bounds (`Bounds`): Those of numbers. A list that has bounds is one of at least one integer.
+        bounds (`Bounds`): Those of numbers. A list that has bounds has at least one.
         aliases (`Collection[str]`): Short spellings, for the message.
 
     Raises:
@@ -207,20 +207,22 @@ def checked(name: str, value: Any, hint: Any, bounds: Bounds = _UNBOUNDED, alias
             continue
         known = _kind_of(kind)
         if known.is_valid(value):
-            value = known.convert(value)
-            if not _is_within(value, bounds):
+            if not _is_within(value, kind, bounds):
                 if is_int(value) and value > MOST_INTEGER and bounds.most is None:
                     bounds = bounds._replace(most=MOST_INTEGER)
                 raise SpecConfigError(f"`{name}` must be {_noun(kind, bounds)}, got {shown(value)}.")
-            return value
+            if known is _KINDS[tuple] and bounds != _UNBOUNDED:
+                return tuple(map(_items_of(kind).convert, value))
+            return known.convert(value)
     raise SpecConfigError(_wrong_type(types, name, value, bounds, aliases))
 
 
-def _is_within(value: Any, bounds: Bounds) -> bool:
+def _is_within(value: Any, hint: Any, bounds: Bounds) -> bool:
     if is_number(value):
         return bounds.allows(value)
-    if isinstance(value, tuple) and bounds != _UNBOUNDED:
-        return 0 < len(value) <= MOST_DRAFT_TOKENS and all(is_int(item) and bounds.allows(item) for item in value)
+    if _kind_of(hint) is _KINDS[tuple] and bounds != _UNBOUNDED:
+        is_valid = _items_of(hint).is_valid
+        return 0 < len(value) <= MOST_DRAFT_TOKENS and all(is_valid(item) and bounds.allows(item) for item in value)
     return True
 
 
@@ -228,10 +230,15 @@ def _kind_of(hint: Any) -> _Kind:
     return _KINDS.get(get_origin(hint) or hint, _ANYTHING)
 
 
+def _items_of(hint: Any) -> _Kind:
+    """Kind of the numbers of a list that has bounds: `tuple[int, ...]` or `tuple[float, ...]`."""
+    return _KINDS[get_args(hint)[0]]
+
+
 def _noun(hint: Any, bounds: Bounds) -> str:
     kind = _kind_of(hint)
     if kind is _KINDS[tuple] and bounds != _UNBOUNDED:
-        return bounds.phrase("a list of integers")
+        return bounds.phrase("a list of integers" if _items_of(hint) is _KINDS[int] else "a list of numbers")
     return bounds.phrase(kind.name) if hint in (int, float) else kind.name
 
 

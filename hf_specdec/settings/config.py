@@ -51,7 +51,6 @@ from .names import (
 )
 from .values import (
     QUANTIZATION_ALIASES,
-    acceptance_rates,
     lengths_by_batch_size,
     owners,
     plain_path,
@@ -223,11 +222,12 @@ class SpeculativeConfig:
         least=0,
         rule="typical",
     )
-    synthetic_acceptance_rates: tuple | None = setting(
+    synthetic_acceptance_rates: tuple[float, ...] | None = setting(
         None,
         "For `synthetic`: the probability that the first 1, 2, ... draft tokens are accepted, e.g. `[0.8, 0.6, 0.5]`. "
         "Never increasing; 0 after the last one.",
-        normalize=acceptance_rates,
+        least=0,
+        most=1,
         rule="synthetic",
     )
     synthetic_acceptance_length: float | None = setting(

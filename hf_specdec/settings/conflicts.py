@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..errors import SpecConfigError, shown
@@ -27,7 +28,12 @@ def check_combinations(config: SpeculativeConfig) -> None:
 
 
 def _check_acceptance_rule(config: SpeculativeConfig) -> None:
-    rule = config.rejection_sample_method
+    rule, rates = config.rejection_sample_method, config.synthetic_acceptance_rates or ()
+    if any(later > earlier for earlier, later in pairwise(rates)):
+        raise SpecConfigError(
+            f"`synthetic_acceptance_rates` must not increase, got {shown(list(rates))}: more draft tokens cannot be "
+            "accepted more often than fewer."
+        )
     for setting in fields(config):
         owner, value = setting.metadata.get("rule"), getattr(config, setting.name)
         if owner not in (None, rule) and value != setting.default:

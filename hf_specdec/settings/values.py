@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import SpecConfigError, shown
-from ..validation import MOST_DRAFT_TOKENS, MOST_INTEGER, is_int, is_number
+from ..validation import MOST_DRAFT_TOKENS, MOST_INTEGER, is_int
 
 
 QUANTIZATION_ALIASES = {
@@ -105,22 +105,3 @@ def owners(value: Any) -> Any:
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise SpecConfigError(f"`trusted_owners` must be a list of users and organisations, got {shown(value)}.")
     return tuple(filter(None, map(str.strip, names)))
-
-
-def acceptance_rates(value: Any) -> Any:
-    """Rates of acceptance by position, which never increase."""
-    if value is None:
-        return None
-    is_list = isinstance(value, (list, tuple)) and len(value) > 0
-    is_list = is_list and len(value) <= MOST_DRAFT_TOKENS
-    if not is_list or not all(is_number(rate) and 0 <= rate <= 1 for rate in value):
-        raise SpecConfigError(
-            "`synthetic_acceptance_rates` must be a list of numbers from 0 to 1, at most "
-            f"{MOST_DRAFT_TOKENS} of them, got {shown(value)}."
-        )
-    if any(later > earlier for earlier, later in zip(value, value[1:])):
-        raise SpecConfigError(
-            f"`synthetic_acceptance_rates` must not increase, got {shown(list(value))}: more draft tokens cannot be "
-            "accepted more often than fewer."
-        )
-    return tuple(float(rate) for rate in value)

@@ -210,7 +210,9 @@ def checked(name: str, value: Any, hint: Any, bounds: Bounds = _UNBOUNDED, alias
             if not _is_within(value, kind, bounds):
                 if is_int(value) and value > MOST_INTEGER and bounds.most is None:
                     bounds = bounds._replace(most=MOST_INTEGER)
-                raise SpecConfigError(f"`{name}` must be {_noun(kind, bounds)}, got {shown(value)}.")
+                is_long = isinstance(value, (list, tuple)) and len(value) > MOST_DRAFT_TOKENS
+                number = f", at most {MOST_DRAFT_TOKENS} of them" if is_long else ""
+                raise SpecConfigError(f"`{name}` must be {_noun(kind, bounds)}{number}, got {shown(value)}.")
             if known is _KINDS[tuple] and bounds != _UNBOUNDED:
                 return tuple(map(_items_of(kind).convert, value))
             return known.convert(value)

@@ -300,6 +300,7 @@ class TestErrors:
             ({"synthetic_acceptance_rates": [0.5, 0.6]}, ["must not increase", "[0.5, 0.6]"]),
             ({"synthetic_acceptance_rates": [1.5]}, ["from 0 to 1", "got [1.5]"]),
             ({"synthetic_acceptance_rates": []}, ["list of numbers", "got []"]),
+            ({"synthetic_acceptance_rates": [0.5] * 1025}, ["list of numbers", "at most 1024 of them"]),
             ({"synthetic_acceptance_rates": 0.5}, ["list of numbers", "got 0.5"]),
             ({"synthetic_acceptance_rates": ["0.5"]}, ["list of numbers", "'0.5'"]),
             ({"synthetic_acceptance_rates": [float("nan")]}, ["list of numbers", "nan"]),

@@ -6,6 +6,7 @@ Shapes: B rows of a batch, P prompt length, L length of the whole text, V vocabu
 from __future__ import annotations
 
 import functools
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,9 @@ from hf_specdec.protocol import DraftStep
 
 # Scripts of this folder are started by their paths; `tools` lies beside it.
 sys.path.append(str(Path(__file__).parents[1]))
+
+# Sides that name no length have the method's own in every cycle, so that all rounds of a case do the same.
+os.environ.setdefault("HF_SPECDEC_ADAPTIVE", "0")
 
 # -------------------------------------------------------------------------------------------------------------- clocks
 

@@ -169,7 +169,7 @@ def make_sides(target: PreTrainedModel, case: Case) -> dict[str, Callable[[BaseS
     sides = {PLAIN: generate, AUTO: side("auto")}
     if case.kind == "friendly":
         return sides | {f"k={length}": side(length) for length in FIXED_LENGTHS[case.method]}
-    bare = Speculator(SpeculativeConfig(method="ngram"), NoDrafts, None)
+    bare = Speculator(SpeculativeConfig(method="ngram", num_speculative_tokens="fixed"), NoDrafts, None)
     return sides | {LOOP: partial(generate, speculator=bare)}
 
 

@@ -100,8 +100,7 @@ def _load(
         prepare_products(model)
     source = target_model.config
     name, revision = (getattr(source, attribute, None) or None for attribute in ("_name_or_path", "_commit_hash"))
-    is_adaptive = resolved.num_speculative_tokens == AUTO
-    profile = _profile(target_model, resolved, network) if is_adaptive else None
+    profile = _profile(target_model, resolved, network) if resolved.is_adaptive else None
     speculator = Speculator(resolved, generator_class, resources, None, name, revision, profile, target_model)
     checked, key = record_of(target_model).checked, resolved.compute_hash()
     if checked.get(key) != id(resources):

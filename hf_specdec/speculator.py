@@ -21,7 +21,7 @@ from .decoding.sequences import Sequences
 from .logits.processors import ProcessorStack
 from .logits.sampling import DraftSampler
 from .protocol import Session
-from .settings import AUTO, SpeculativeConfig
+from .settings import FIXED, SpeculativeConfig
 from .target_facts import vocabulary_size
 from .threads import Recent, cached_property
 
@@ -71,8 +71,7 @@ class Speculator:
         self.note = note
         self.target_name = target_name
         self.target_revision = target_revision
-        learns = profile is None and config.num_speculative_tokens == AUTO
-        self.profile = ControlProfile() if learns else profile
+        self.profile = ControlProfile() if profile is None and config.is_adaptive else profile
         self._target = None if target is None else ref(target)
         self.origin: dict[str, str | None] = {}
 
@@ -102,7 +101,7 @@ class Speculator:
             logger.info(f"Speculation is off for this call: {session.notes[-1]}.")
             return NoDrafts(self.config, None, session)
         generator = self.generator_class(self._longest_drafts, self.resources, session)
-        is_adaptive = self.config.num_speculative_tokens == AUTO
+        is_adaptive = self.config.is_adaptive
         if not is_adaptive and self.config.num_speculative_tokens_per_batch_size is None:
             return generator
         from .candidate_generators.adaptive import AdaptiveCandidateGenerator
@@ -120,7 +119,7 @@ class Speculator:
             self.generator_class.check(self._longest_drafts, self.resources, _session_of_any_call(target_model))
 
     def controller(self, generator: CandidateGenerator) -> SpeculationController:
-        """The controller that chooses the lengths of one call with num_speculative_tokens="auto"."""
+        """The controller that chooses the lengths of one call."""
         most_tokens = self.config.most_tokens if self.config.num_speculative_tokens_per_batch_size else None
         usual = self.generator_class.default_length(self.config.options)
         most, num_rows = generator.num_speculative_tokens, generator.session.batch_size
@@ -130,17 +129,17 @@ class Speculator:
     def _longest_drafts(self) -> SpeculativeConfig:
         """The settings with the largest length that is drafted in a cycle, validated once for equal settings."""
         config, schedule = self.config, self.config.num_speculative_tokens_per_batch_size
-        is_adaptive = config.num_speculative_tokens == AUTO
-        has_length = config.num_speculative_tokens is not None or config.speculative_token_tree is not None
-        if not is_adaptive and (schedule is None or has_length):
+        has_length = config.fixed_length is not None or config.speculative_token_tree is not None
+        if not config.is_adaptive and (schedule is None or has_length) and config.num_speculative_tokens != FIXED:
             return config
-        key = config.compute_hash(), self.generator_class
+        key = config.compute_hash(), config.is_adaptive, self.generator_class
         longest = _longest.get(key)
         if longest is None:
-            if is_adaptive:
+            if config.is_adaptive:
                 longest = self._adaptive()
             else:
-                longest = config.replace(num_speculative_tokens=max(k for _, k in schedule))
+                most = None if schedule is None or has_length else max(k for _, k in schedule)
+                longest = config.replace(num_speculative_tokens=most)
             _longest.put(key, longest)
         return longest
 
@@ -155,12 +154,22 @@ class Speculator:
         # The text of drawn drafts depends on where they end, and that on measured times.
         return self.config.with_greedy_drafts().replace(**changes)
 
+    def at_full_length(self) -> Speculator:
+        """A speculator like this one whose lengths are the largest that this one may choose, in every cycle."""
+        if not self.config.is_adaptive:
+            return self
+        longest = self._longest_drafts
+        config = longest.replace(num_speculative_tokens=longest.num_speculative_tokens or FIXED)
+        return self._with(config, self.resources, self.target)
+
     def without_texts(self, target_model: torch.nn.Module) -> Speculator:
         """A speculator like this one without what it remembers of texts. Weights and learnt costs are shared."""
         resources = _without_texts(self.generator_class, self.config, self.resources, target_model)
-        names = self.target_name, self.target_revision
-        known = self.note, *names, self.profile, target_model
-        speculator = Speculator(self.config, self.generator_class, resources, *known)
+        return self._with(self.config, resources, target_model)
+
+    def _with(self, config: SpeculativeConfig, resources: Any, target: torch.nn.Module | None) -> Speculator:
+        known = self.note, self.target_name, self.target_revision, self.profile, target
+        speculator = Speculator(config, self.generator_class, resources, *known)
         speculator.origin = self.origin
         return speculator
 

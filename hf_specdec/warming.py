@@ -106,7 +106,7 @@ def warm_up(
     model_profile(model)
     speculator = speculative if isinstance(speculative, Speculator) else load_speculator(model, speculative)
     # These calls leave no texts in caches, and no costs or acceptance in the profile.
-    speculator = speculator.without_texts(model)
+    speculator = speculator.without_texts(model).at_full_length()
     speculator.profile = ControlProfile()
     if speculator.generator_class.parts:
         speculator.resources = replace(speculator.resources, profile=ControlProfile())

@@ -928,3 +928,27 @@ def with_tables(page: str) -> str:
 
 if __name__ == "__main__":
     DOC.write_text(with_tables(DOC.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("settings", "adaptive"),
+    [
+        ({}, True),
+        ({"num_speculative_tokens": "auto"}, True),
+        ({"num_speculative_tokens": "fixed"}, False),
+        ({"num_speculative_tokens": 4}, False),
+        ({"draft_tree_depth": 4, "draft_tree_top_k": 2, "num_draft_nodes": 6}, True),
+        ({"speculative_token_tree": [[0], [1]]}, False),
+        ({"num_speculative_tokens_per_batch_size": {1: 3}}, False),
+        ({"num_speculative_tokens": "auto", "num_speculative_tokens_per_batch_size": {1: 3}}, True),
+        ({"rejection_sample_method": "block"}, True),
+        ({"rejection_sample_method": "typical"}, False),
+        ({"rejection_sample_method": "typical", "num_speculative_tokens": "auto"}, True),
+    ],
+)
+def test_lengths_are_adaptive_where_nothing_says_otherwise(settings, adaptive, monkeypatch):
+    monkeypatch.delenv("HF_SPECDEC_ADAPTIVE")
+    config = SpeculativeConfig("eagle3", "a/b", **settings)
+    assert config.is_adaptive == adaptive
+    monkeypatch.setenv("HF_SPECDEC_ADAPTIVE", "0")
+    assert config.is_adaptive == (settings.get("num_speculative_tokens") == "auto")

@@ -14,7 +14,7 @@ from ..errors import MissingDependencyError, SpecConfigError, shown
 from ..loader import load_speculator
 from ..method import COMBINING, methods
 from ..reading import parse_json
-from ..settings import AUTO, SpeculativeConfig
+from ..settings import SpeculativeConfig
 from ..speculator import Speculator
 
 
@@ -152,7 +152,7 @@ def _assisted(decoder: Decoder) -> Decoder:
     assistant = copy.copy(decoder.network)
     assistant.generation_config = copy.deepcopy(assistant.generation_config)
     settings: dict[str, Any] = {}
-    if config.num_speculative_tokens != AUTO:
+    if not config.is_adaptive:
         settings = {
             "num_assistant_tokens": config.fixed_length or generator_class.default_length(config.options),
             "num_assistant_tokens_schedule": "constant",

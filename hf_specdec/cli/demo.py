@@ -43,8 +43,8 @@ def demo_command(
     threads: Annotated[
         int, typer.Option(min=1, help="CPU threads. For a model as small as the embedded one, one is best.")
     ] = 1,
-    auto: Annotated[
-        bool, typer.Option("--auto", help="Also each method with num_speculative_tokens='auto', in a row of its own.")
+    fixed: Annotated[
+        bool, typer.Option("--fixed", help="Also each method with its own length in every cycle, in a further row.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -54,12 +54,12 @@ def demo_command(
     generation, in float32; then all are timed in turn. Exits with 1 if an output differs.
     """
     chosen = _chosen_methods(methods)
-    if auto:
-        adaptive = {"num_speculative_tokens": "auto"}
+    if fixed:
+        always = {"num_speculative_tokens": "fixed"}
         chosen = {
             name + suffix: {**settings, **length}
             for name, settings in chosen.items()
-            for suffix, length in (("", {}), (" auto", adaptive))
+            for suffix, length in (("", {}), (" fixed", always))
         }
     report = _run_demo(chosen, max_new_tokens, rounds, max_seconds, batch_size, dtype, device, threads)
     show(report, as_json, lambda: _print_demo(report))

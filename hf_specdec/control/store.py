@@ -19,7 +19,7 @@ from transformers.utils import logging
 from ..errors import SpecConfigError, shown
 from ..folders import profile_folder
 from ..reading import parse_json, read_text
-from ..settings import SpeculativeConfig
+from ..settings import AUTO, SpeculativeConfig
 from .profile import ControlProfile
 
 
@@ -42,6 +42,8 @@ def profile_identity(
         network (`nn.Module`, *optional*): The draft network.
     """
     settings = {key: value for key, value in config.to_dict().items() if key not in _OF_NO_MATTER}
+    # Left out, it is the same.
+    settings["num_speculative_tokens"] = AUTO
     return {
         "target": _described(target_model),
         "drafter": {**settings, "network": None if network is None else _described(network)},

@@ -25,7 +25,6 @@ from ..logits.verifier import Verdict, Verifier, take_nodes
 from ..metrics import SpecDecodingStats, begin_call, watch_acceptance
 from ..metrics.listeners import CallProgress
 from ..protocol import Commit, Drafter, DrafterSource, DraftStep, Session
-from ..settings import AUTO
 from ..target_facts import vocabulary_size
 from ..transfers import last_of_each, select_rows
 from .attention import describe_layers
@@ -331,5 +330,5 @@ class DecodingLoop:
             )
         count_graphs(self.stats, self.target, self.generator)
         # With an adaptive length, drafts that do not pay are not made for long.
-        if self.is_reported and self.settings is not None and self.settings.num_speculative_tokens != AUTO:
+        if self.is_reported and self.settings is not None and not self.settings.is_adaptive:
             watch_acceptance(self.model, self.settings.compute_hash(), self.stats)

@@ -304,7 +304,7 @@ class _Adviser:
     def measure_lengths(self) -> None:
         """Measures other lengths of the fastest way, beside it and those that come near it."""
         options = self.advice.options
-        if not options or options[0].settings.get("num_speculative_tokens") == AUTO:
+        if not options or SpeculativeConfig.from_dict(options[0].settings).is_adaptive:
             return
         best, before = options[0], list(self.decoders)
         settings = {key: value for key, value in best.settings.items() if key != "speculative_token_tree"}

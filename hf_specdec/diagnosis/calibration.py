@@ -9,7 +9,6 @@ import torch
 from ..control.controller import SpeculationController
 from ..control.profile import ControlProfile
 from ..errors import SpecConfigError
-from ..settings import AUTO
 from ..speculator import Speculator
 
 
@@ -55,10 +54,10 @@ def calibrate(
         SpecConfigError: The speculator has a fixed length.
     """
     config = speculator.config
-    if config.num_speculative_tokens != AUTO:
+    if not config.is_adaptive:
         raise SpecConfigError(
-            f"Calibration is for num_speculative_tokens='auto', got {config.num_speculative_tokens!r}. A fixed length "
-            "needs no profile."
+            "Calibration is for lengths that are chosen by what pays, num_speculative_tokens='auto', got "
+            f"{config.num_speculative_tokens!r}. A fixed length needs no profile."
         )
     profile = ControlProfile()
     sweeping = _SweepingSpeculator(config, speculator.generator_class, speculator.resources, profile=profile)

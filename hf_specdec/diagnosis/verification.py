@@ -140,7 +140,8 @@ def verify(
     """
     # All of them first: what is wrong shall show before anything is generated.
     speculators = {
-        name: spec if hasattr(spec, "candidate_generator") else load_speculator(target_model, spec)
+        # All that may ever be drafted is judged, not the part that pays.
+        name: spec if hasattr(spec, "candidate_generator") else load_speculator(target_model, spec).at_full_length()
         for name, spec in methods.items()
     }
     results = {name: Verification(name) for name in speculators}

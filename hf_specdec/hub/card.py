@@ -120,7 +120,7 @@ def make_card(
     settings = settings_to_publish(config, with_place=False)
     config = SpeculativeConfig.from_dict(settings)
     engines = config
-    if not config.speculative_token_tree and config.num_speculative_tokens in (None, AUTO):
+    if not config.speculative_token_tree and config.fixed_length is None:
         engines = config.replace(num_speculative_tokens=num_draft_tokens)
     commands = {"vllm": vllm_command(engines, name, target), "sglang": sglang_command(engines, name, target)}
     is_whole_model = is_language_model(config.method)

@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from ..errors import SpecConfigError, shown
 from ..method import built_in_methods, methods
-from ..settings import AUTO, SpeculativeConfig
+from ..settings import AUTO, FIXED, SpeculativeConfig
 
 
 logger = logging.get_logger(__name__)
@@ -62,8 +62,9 @@ def to_vllm(config: SpeculativeConfig) -> dict[str, Any]:
             "Save it to a folder of its own and name that as `model`."
         )
     settings = config.to_dict()
-    if config.num_speculative_tokens == AUTO:
-        logger.warning("vLLM does not adapt `num_speculative_tokens`; the method's default is given.")
+    if config.num_speculative_tokens in (AUTO, FIXED):
+        if config.num_speculative_tokens == AUTO:
+            logger.warning("vLLM does not adapt `num_speculative_tokens`; the method's default is given.")
         del settings["num_speculative_tokens"]
     settings["method"] = method.vllm
     settings.setdefault("num_speculative_tokens", method.generator_class.default_length(config.options))

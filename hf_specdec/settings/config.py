@@ -35,6 +35,7 @@ from ..validation import (
 from .conflicts import check_combinations
 from .names import (
     AUTO,
+    FIXED,
     PendingOptions,
     by_key,
     canonical_method,
@@ -103,10 +104,11 @@ class SpeculativeConfig:
     model: str | None = setting(
         None, "Repo id or local folder of the draft model or draft head.", normalize=plain_path, describes_model=True
     )
-    num_speculative_tokens: int | Literal["auto"] | None = setting(
+    num_speculative_tokens: int | Literal["auto", "fixed"] | None = setting(
         None,
         "Speculation length k: draft tokens of a chain per cycle, from 1 to 1024. `auto`: in each cycle the length "
-        "that pays, down to plain decoding. Left out, the method's default.",
+        "that pays, down to plain decoding; `fixed`: the method's own in every cycle. Left out, `auto`, unless "
+        "`speculative_token_tree`, `num_speculative_tokens_per_batch_size` or a rule that changes the text is set.",
         least=1,
         most=MOST_DRAFT_TOKENS,
     )
@@ -191,7 +193,7 @@ class SpeculativeConfig:
     )
     control_profile: str | None = setting(
         None,
-        "For `num_speculative_tokens='auto'`: file of `hf-specdec calibrate` to begin with. Left out, that of the "
+        "For lengths that are chosen by what pays: file of `hf-specdec calibrate` to begin with. Left out, that of the "
         "cache folder, if there is one.",
         normalize=plain_path,
     )
@@ -287,8 +289,21 @@ class SpeculativeConfig:
 
     @property
     def fixed_length(self) -> int | None:
-        """`num_speculative_tokens` where it is a number; `None` where it is left out or "auto"."""
-        return None if self.num_speculative_tokens == AUTO else self.num_speculative_tokens
+        """`num_speculative_tokens` where it is a number; `None` where it is left out, "auto" or "fixed"."""
+        return None if self.num_speculative_tokens in (AUTO, FIXED) else self.num_speculative_tokens
+
+    @property
+    def is_adaptive(self) -> bool:
+        """The length is chosen in each cycle, by what pays.
+
+        The environment variable HF_SPECDEC_ADAPTIVE=0 leaves that to `num_speculative_tokens="auto"`.
+        """
+        if self.num_speculative_tokens is not None:
+            return self.num_speculative_tokens == AUTO
+        is_shaped = self.speculative_token_tree or self.num_speculative_tokens_per_batch_size
+        # With other rules the text depends on what is drafted, and must not depend on the time of the day.
+        keeps_text = self.rejection_sample_method in ("standard", "block")
+        return not is_shaped and keeps_text and os.environ.get("HF_SPECDEC_ADAPTIVE") != "0"
 
     def most_tokens(self, num_rows: int) -> int | None:
         """Most draft tokens with so many active rows, by `num_speculative_tokens_per_batch_size` if it is set."""

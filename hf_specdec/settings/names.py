@@ -25,8 +25,11 @@ from ..validation import is_int
 logger = logging.get_logger(__name__)
 
 
-# In a method's place: the drafter that is found for the target, or the method of the `model` that is named.
+# In a method's place: the drafter that is found for the target, or the method of the `model` that is named. In that of
+# a length: the one that pays.
 AUTO = "auto"
+# In a length's place: the method's own, in every cycle.
+FIXED = "fixed"
 
 # Names that other engines, older versions of them, and transformers have for a setting.
 _NAMES_ELSEWHERE = {

@@ -34,9 +34,9 @@ def test_generate_still_takes_numbers_and_names_what_is_wrong():
         assert "num_speculative_tokens" in result.output
 
 
-def test_demo_has_a_row_with_adaptive_length_beside_each_method():
-    result = run("demo", "--auto", "--methods", "ngram", "--max-new-tokens", "8", "--rounds", "1", "--json")
+def test_demo_has_a_row_with_fixed_length_beside_each_method():
+    result = run("demo", "--fixed", "--methods", "ngram", "--max-new-tokens", "8", "--rounds", "1", "--json")
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
-    assert {row["method"] for row in rows} >= {"ngram", "ngram auto"}
+    assert {row["method"] for row in rows} >= {"ngram", "ngram fixed"}
     assert all(row["identical"] for row in rows)

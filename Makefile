@@ -1,11 +1,11 @@
-# make demo: set up and run the demo.   make test: set up and pass the tests.
+# make demo: set up and run the demo.   make real: the same on a real model.   make test: set up and pass the tests.
 VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
 # The same versions also where pip builds a package in an environment of its own.
 export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test style quality
+.PHONY: setup demo real test style quality
 
 setup: $(VENV)/.installed
 
@@ -17,6 +17,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/hf-specdec demo
+
+real: setup
+	$(BIN)/hf-specdec demo --model smollm2 --dtype float32 --stock --max-seconds 600
 
 test: setup
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu"

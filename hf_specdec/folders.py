@@ -1,4 +1,4 @@
-"""Folders in which the package keeps what it has measured."""
+"""Folders in which the package keeps what it has measured and fetched."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from pathlib import Path
 from huggingface_hub.constants import HF_HOME
 
 
+def home_folder() -> Path:
+    """Folder of all that the package keeps: `hf_specdec` in the home of the Hub's files."""
+    return Path(HF_HOME) / "hf_specdec"
+
+
 def profile_folder() -> Path:
-    """Folder of the profiles: `HF_SPECDEC_PROFILES`, or `hf_specdec/profiles` in the home of the Hub's files."""
+    """Folder of the profiles: `HF_SPECDEC_PROFILES`, or `profiles` in the home folder."""
     folder = os.environ.get("HF_SPECDEC_PROFILES")
-    return Path(folder) if folder else Path(HF_HOME) / "hf_specdec" / "profiles"
+    return Path(folder) if folder else home_folder() / "profiles"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .. import demo
 from ..demo import Prompt
 from ..errors import SpecConfigError
+from ..folders import home_folder
 from ..validation import is_int
 
 
@@ -164,7 +165,7 @@ def spec_bench_file() -> Path:
     """
     from huggingface_hub import constants
 
-    path = Path(constants.HF_HOME) / "hf_specdec" / "spec_bench" / "question.jsonl"
+    path = home_folder() / "spec_bench" / "question.jsonl"
     if path.is_file():
         return path
     if constants.HF_HUB_OFFLINE:

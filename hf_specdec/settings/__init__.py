@@ -6,8 +6,8 @@ from .names import AUTO, FIXED, PendingOptions, option_fields
 
 __all__ = [
     "AUTO",
-    "FIXED",
     "CONFIG_NAME",
+    "FIXED",
     "PendingOptions",
     "Setting",
     "SpeculativeConfig",

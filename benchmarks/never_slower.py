@@ -2,6 +2,8 @@
 
     python benchmarks/never_slower.py                  # --quick measures few rounds
     python benchmarks/never_slower.py --cases useless huge --json > never_slower.json
+    python benchmarks/never_slower.py --target random --sample
+    python benchmarks/never_slower.py --target smollm2 --dtype bfloat16
 
 Hostile cases, beside plain generation: a draft model of random weights, one as large as the target, drafters on random
 text, batches of 8 and 32, short outputs, a long prompt, large draft trees. They are also compared with this package's
@@ -10,7 +12,8 @@ cases, beside the best of the fixed lengths: the embedded drafters on the demo's
 the other, since the best length for one short text is the luckiest one. All sides of a case generate the same greedy
 text, in turns of some cycles each, so that a machine that is slow for a while is slow for all of them. Times are those
 of each side's own thread. A ratio is the median of those of the rounds. Each side has been warmed up by two calls or
-more, in which the controller learns.
+more, in which the controller learns. `--target` has the demo's model, one of 127 M random parameters, in whose
+forwards the loop has no advantage of its own, and a real one.
 """
 
 from __future__ import annotations
@@ -28,9 +31,11 @@ from typing import Any, TypeVar
 
 import torch
 from common import random_prompts, without_end
+from gpu_models import random_model, random_ring
+from overhead import RANDOM_SIZES
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import (
@@ -43,7 +48,9 @@ from hf_specdec import (
     record,
 )
 from hf_specdec.bench.machine import describe_environment
+from hf_specdec.bench.prompts import as_chat
 from hf_specdec.candidate_generators.base import NoDrafts
+from hf_specdec.demo import smollm2
 
 
 T = TypeVar("T")
@@ -107,38 +114,51 @@ def random_draft(target: PreTrainedModel, num_layers: int, hidden_size: int) -> 
     return LlamaForCausalLM(config).eval()
 
 
-def make_cases(target: PreTrainedModel) -> list[Case]:
-    tokenizer = demo.load_tokenizer()
+def noise(target: PreTrainedModel, batch_size: int, length: int = 64) -> list[dict]:
+    """A call with random prompts."""
+    tokens = random_prompts(batch_size, length, target.config.vocab_size)
+    return [{"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}]
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options) -> dict:
+    """A call with these prompts as its rows."""
     tokenizer.padding_side = "left"
-    vocab_size = target.config.vocab_size
+    found = tokenizer(texts, return_tensors="pt", padding=True, **options)
+    return {name: found[name] for name in ("input_ids", "attention_mask")}
+
+
+def useless_cases(target: PreTrainedModel) -> list[Case]:
+    """Drafts of random weights and on random text, for any target."""
+    useless = random_draft(target, 1, 64)
+    cases = [Case("useless draft model, long prompt", "hostile", "draft_model", noise(target, 1, 1024), 64, useless)]
+    for batch_size in (1, 8, 32):
+        text, calls = f"random text, batch {batch_size}", noise(target, batch_size)
+        cases.append(Case(f"useless draft model, {text}", "hostile", "draft_model", calls, 64, useless))
+        cases.append(Case(f"ngram, {text}", "hostile", "ngram", calls, 64))
+    return cases
+
+
+def demo_cases(target: PreTrainedModel) -> list[Case]:
+    """The demo's target: with the embedded drafters beside the others."""
+    tokenizer, prompts = demo.load_tokenizer(), demo.prompts()
     useless, huge = random_draft(target, 1, 64), random_draft(target, 5, target.config.hidden_size)
 
-    def noise(batch_size, length=64):
-        tokens = random_prompts(batch_size, length, vocab_size)
-        return [{"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}]
-
-    def encode(texts):
-        encoded = tokenizer(texts, return_tensors="pt", padding=True)
-        return {name: encoded[name] for name in ("input_ids", "attention_mask")}
-
     def texts(kind):
-        return [encode([p.text]) for p in demo.prompts() if p.kind == kind]
+        return [encoded(tokenizer, [p.text]) for p in prompts if p.kind == kind]
 
     def all_texts(batch_size):
-        return [encode([p.text for p in islice(cycle(demo.prompts()), batch_size)])]
+        return [encoded(tokenizer, [p.text for p in islice(cycle(prompts), batch_size)])]
 
     cases = [
         Case("useless draft model", "hostile", "draft_model", texts("complete")[:1], 128, useless),
         Case("huge draft model", "hostile", "draft_model", texts("complete")[:1], 128, huge),
         Case("useless draft model, short output", "hostile", "draft_model", texts("complete")[:1], 24, useless),
-        Case("useless draft model, long prompt", "hostile", "draft_model", noise(1, 1024), 64, useless),
+        *useless_cases(target),
     ]
     for batch_size in (1, 8, 32):
-        name = f"random text, batch {batch_size}"
-        cases.append(Case(f"useless draft model, {name}", "hostile", "draft_model", noise(batch_size), 64, useless))
         cases += [
-            Case(f"{method}, {name}", "hostile", method, noise(batch_size), 64)
-            for method in ("ngram", "draft_model", "eagle3")
+            Case(f"{method}, random text, batch {batch_size}", "hostile", method, noise(target, batch_size), 64)
+            for method in ("draft_model", "eagle3")
         ]
     tree = {"draft_tree_depth": 5, "draft_tree_top_k": 8, "num_draft_nodes": 31, "draft_min_path_prob": 0.0}
     cases += [
@@ -150,11 +170,39 @@ def make_cases(target: PreTrainedModel) -> list[Case]:
     return cases
 
 
-def make_sides(target: PreTrainedModel, case: Case) -> dict[str, Callable[[BaseStreamer], list[list[int]]]]:
+def smollm2_cases(target: PreTrainedModel) -> list[Case]:
+    """A real model: drafts without weights on text that repeats itself, and on text that does not."""
+    tokenizer = smollm2.load_tokenizer()
+    prompts = as_chat(smollm2.prompts(), tokenizer)
+
+    def texts(kind):
+        return [encoded(tokenizer, [p.text], add_special_tokens=False) for p in prompts if p.kind == kind]
+
+    cases = [Case(f"ngram, {kind}", "friendly", "ngram", texts(kind), 96) for kind in ("edit", "quote")]
+    for method in ("ngram", "suffix"):
+        cases += [Case(f"{method}, {kind}", "hostile", method, texts(kind), 64) for kind in ("chat", "story")]
+    return [*cases, *useless_cases(target)]
+
+
+def random_target(dtype: torch.dtype) -> PreTrainedModel:
+    """A model in whose forwards the loop has no advantage of its own."""
+    return random_model("llama", RANDOM_SIZES, random_ring(RANDOM_SIZES["vocab_size"]), dtype, torch.device("cpu"))
+
+
+TARGETS = {
+    "demo": (demo.load_target, demo_cases),
+    "random": (random_target, useless_cases),
+    "smollm2": (smollm2.load_target, smollm2_cases),
+}
+
+
+def make_sides(
+    target: PreTrainedModel, case: Case, sample: bool
+) -> dict[str, Callable[[BaseStreamer], list[list[int]]]]:
     """Functions that generate the case's texts, one a way."""
 
     def generate(streamer, speculator=None):
-        settings = {"max_new_tokens": case.max_new_tokens, "do_sample": False, "assistant": speculator}
+        settings = {"max_new_tokens": case.max_new_tokens, "do_sample": sample, "assistant": speculator}
         calls = [target.generate(**inputs, **settings, streamer=streamer) for inputs in case.calls]
         return [row for texts in calls for row in texts.tolist()]
 
@@ -260,11 +308,12 @@ def in_turns(sides: list[Callable[[BaseStreamer], T]], slice_seconds: float = 0.
     return list(values), list(seconds)
 
 
-def measure(target: PreTrainedModel, case: Case, rounds: int, seconds: float) -> list[Row]:
+def measure(target: PreTrainedModel, case: Case, rounds: int, seconds: float, sample: bool) -> list[Row]:
     """Runs a case, in at most so many rounds, and few more seconds on the wall."""
     # What the texts of other cases have taught is about those.
     forget_speculators(target)
-    sides, end = make_sides(target, case), monotonic() + seconds
+    sides, end = make_sides(target, case, sample), monotonic() + seconds
+    is_exact = not sample and target.dtype == torch.float32
     names = list(sides)
     for _ in range(1 if len(case.calls) > 1 else 2):
         in_turns(list(sides.values()))
@@ -277,7 +326,7 @@ def measure(target: PreTrainedModel, case: Case, rounds: int, seconds: float) ->
             texts, spent_by_each = in_turns([sides[name] for name in order])
         for name, text, spent in zip(order, texts, spent_by_each):
             times[name].append(spent)
-            if text != texts[order.index(PLAIN)]:
+            if is_exact and text != texts[order.index(PLAIN)]:
                 raise RuntimeError(f"{case.name}: the text of '{name}' is not that of plain generation.")
         adaptive = [call.stats for call in r.calls if any("adaptive" in note for note in call.stats.notes)]
         length = SpecDecodingStats.total(adaptive).mean_acceptance_length
@@ -315,6 +364,9 @@ def show(rows: list[Row], console: Console) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", choices=TARGETS, default="demo")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--sample", action="store_true", help="at temperature 1; texts are not compared then")
     parser.add_argument("--rounds", type=int, default=9, help="how often each side makes its calls")
     parser.add_argument("--quick", action="store_true", help="three rounds")
     parser.add_argument("--cases", nargs="*", help="only cases whose name has one of these words")
@@ -325,19 +377,25 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(stderr=arguments.json)
-    target = without_end(demo.load_target())
+    load, make_cases = TARGETS[arguments.target]
+    target = without_end(load(getattr(torch, arguments.dtype)))
     cases = make_cases(target)
     if arguments.cases:
         cases = [case for case in cases if any(word in case.name for word in arguments.cases)]
     rows = []
     rounds = _LEAST_ROUNDS if arguments.quick else arguments.rounds
     for case in cases:
-        found = measure(target, case, rounds, arguments.max_seconds / len(cases))
+        found = measure(target, case, rounds, arguments.max_seconds / len(cases), arguments.sample)
         rows += found
         console.print(f"{case.name}: {', '.join(f'{row.ratio:.2f} of {row.beside}' for row in found)}")
     show(rows, console)
     if arguments.json:
-        result = {"environment": describe_environment("cpu", target.dtype), "rows": [asdict(row) for row in rows]}
+        asked = {"target": arguments.target, "sample": arguments.sample}
+        result = {
+            "environment": describe_environment("cpu", target.dtype),
+            **asked,
+            "rows": [asdict(row) for row in rows],
+        }
         print(json.dumps(result, indent=2))
 
 

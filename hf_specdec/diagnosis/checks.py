@@ -15,6 +15,8 @@ from ..checkpoints.files import RepoFiles
 from ..errors import CheckpointFormatError
 from ..hub.detect import Detection, detect
 from ..hub.inspect import target_problems
+from ..kernels import products
+from ..kernels._llvm import HAS_LLVM
 from ..method import drafting_method, is_language_model
 from ..settings import SpeculativeConfig
 from ..speculator import Speculator
@@ -239,6 +241,20 @@ def _context_findings(speculator: Speculator, network: nn.Module, target_model: 
             f"The draft model reads at most {drafts} tokens, the target {targets}.",
             f"Beyond that nothing is drafted. `max_model_len={drafts}` says so explicitly.",
         )
+
+
+def product_findings(target_model: PreTrainedModel) -> Iterator[Finding]:
+    """About the matrix products of verifications on a CPU."""
+    if target_model.device.type != "cpu":
+        return
+    if not HAS_LLVM:
+        remedy = 'pip install "hf-specdec[fast]" brings a kernel, which is used where it is measured to be faster.'
+        yield Finding("products", "ok", "Products of few rows are torch's: llvmlite is not installed.", remedy)
+    elif products.measures:
+        products.prepare_products(target_model)
+        num_faster, num_shapes = products.count_wins(target_model)
+        found = f"The kernel for few rows is faster than torch for {num_faster} of {num_shapes} shapes of matrices."
+        yield Finding("products", "ok", found)
 
 
 def _few(names: Sequence[str]) -> str:

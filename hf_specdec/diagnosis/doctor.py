@@ -22,7 +22,15 @@ from ..method import methods, takes_model
 from ..settings import SpeculativeConfig
 from ..speculator import Speculator
 from ..target_facts import model_name
-from .checks import Finding, Status, checkpoint_findings, network_findings, token_ids, tokenizer_findings
+from .checks import (
+    Finding,
+    Status,
+    checkpoint_findings,
+    network_findings,
+    product_findings,
+    token_ids,
+    tokenizer_findings,
+)
 from .probe import Acceptance, consistent_meaning, measure_acceptance, variants
 from .prompts import chat_forms, general_prompts
 
@@ -130,6 +138,7 @@ def diagnose(
         return found
     add(Finding("loading", "ok", f"It loads as '{speculator.method}'."))
     found.findings += network_findings(speculator, target_model, files)
+    found.findings += product_findings(target_model)
     if speculator.stock_assistant is not None:
         add(Finding("acceptance", "ok", "Not probed: it drafts in transformers' own assisted generation."))
         return found

@@ -108,6 +108,12 @@ def prepare_products(model: nn.Module) -> None:
         _prepared[model] = state
 
 
+def count_wins(model: nn.Module) -> tuple[int, int]:
+    """Shapes of a model's linear layers at which the kernel is ever the faster one, and all that it could compute."""
+    shapes = _weights_by_shape(model)
+    return len(shapes.keys() & wins_of_shapes.keys()), len(shapes)
+
+
 def _weights_by_shape(model: nn.Module) -> dict[Shape, list[torch.Tensor]]:
     found: dict[Shape, list[torch.Tensor]] = {}
     for module in model.modules():

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
+from hf_specdec.diagnosis import checks
 from hf_specdec.kernels import few_rows, products
 from hf_specdec.kernels.few_rows import MOST_ROWS
 from hf_specdec.kernels.products import prepare_products, product
@@ -202,3 +203,15 @@ def test_the_model_stays_as_it_is(measured):
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     prepare_products(model)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_doctor_says_where_the_kernel_is_faster_or_missing(measured, monkeypatch):
+    target = tiny_llama()
+    (finding,) = checks.product_findings(target)
+    num_shapes = len({tuple(seen) for seen, _ in measured})
+    assert finding.status == "ok"
+    assert f"for {num_shapes} of {num_shapes} shapes" in finding.found
+    monkeypatch.setattr(checks, "HAS_LLVM", False)
+    (finding,) = checks.product_findings(target)
+    assert "llvmlite is not installed" in finding.found
+    assert "hf-specdec[fast]" in finding.remedy

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,7 @@ def load_tokenizer() -> PreTrainedTokenizerFast:
 
 def prompts() -> list[Prompt]:
     """Returns 16 messages of a user: "edit" and "quote" ask for text of the message, the other four kinds do not."""
-    return read_prompts("smollm2_prompts", _KINDS)
+    return [replace(prompt, text=prompt.text.strip()) for prompt in read_prompts("smollm2_prompts", _KINDS)]
 
 
 def _make(packages: Path, folder: Path) -> None:

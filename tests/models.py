@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from contextlib import contextmanager
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -88,3 +89,17 @@ def scripted_for(text: torch.LongTensor, inputs: dict[str, torch.Tensor], k: int
     """A scripted speculator that knows `text`, an output of `generate(**inputs)`."""
     starts = (inputs["attention_mask"] == 0).sum(1).tolist()
     return scripted_speculator(text, starts, VOCAB_SIZE, num_speculative_tokens=k, **options)
+
+
+@contextmanager
+def nothing_runs(model):
+    """No forward of the model inside."""
+
+    def refuse(*args):
+        raise AssertionError("The model ran.")
+
+    hook = model.register_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()

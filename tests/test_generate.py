@@ -20,7 +20,7 @@ from transformers.generation import EncoderRepetitionPenaltyLogitsProcessor
 
 from hf_specdec import SpecConfigError, UnsupportedModelError, load_speculator
 from tests.architectures import tiny_model
-from tests.models import VOCAB_SIZE, prompts, scripted_for, tiny_gpt2, tiny_llama
+from tests.models import VOCAB_SIZE, nothing_runs, prompts, scripted_for, tiny_gpt2, tiny_llama
 from tests.pairs import every_pair
 
 
@@ -109,15 +109,6 @@ class TestWhatStockAssistedDecodingCannot:
             assert torch.equal(ours, plain)
 
 
-@pytest.fixture
-def calls(model):
-    """Every forward of the model."""
-    calls = []
-    handle = model.register_forward_hook(lambda *args: calls.append(args))
-    yield calls
-    handle.remove()
-
-
 class TestErrors:
     @pytest.mark.parametrize(
         ("settings", "words"),
@@ -186,24 +177,20 @@ class TestErrors:
         with pytest.raises(SpecConfigError, match="past_key_values.*DynamicCache.*got EncoderDecoderCache"):
             model.generate(**prompts(1), max_new_tokens=4, past_key_values=cache, spec_method="ngram")
 
-    def test_static_cache_that_is_too_small(self, model, calls):
+    def test_static_cache_that_is_too_small(self, model):
         settings = {"do_sample": False, "spec_method": "ngram"}
         cache = StaticCache(config=model.config, max_cache_len=17)
-        with pytest.raises(SpecConfigError, match="room for 17 tokens.*may read 18.*max_cache_len=18"):
+        too_small = pytest.raises(SpecConfigError, match="room for 17 tokens.*may read 18.*max_cache_len=18")
+        with nothing_runs(model), too_small:
             model.generate(**prompts(2), **settings, max_new_tokens=12, past_key_values=cache)
-        assert not calls
         assert model.generate(**prompts(2), **settings, max_new_tokens=11, past_key_values=cache).shape == (2, 18)
-        calls.clear()
-        with pytest.raises(SpecConfigError, match="made for 2 rows.*this call has 1"):
+        with nothing_runs(model), pytest.raises(SpecConfigError, match="made for 2 rows.*this call has 1"):
             model.generate(**prompts(1, length=18), **settings, max_new_tokens=1, past_key_values=cache)
-        assert not calls
 
-    def test_nothing_runs_before_the_error(self, model, calls):
-        with pytest.raises(SpecConfigError):
-            model.generate(**prompts(1), num_beams=2, spec_method="ngram")
-        with pytest.raises(SpecConfigError):
-            model.generate(**prompts(1), spec_method="ngramm")
-        assert not calls
+    @pytest.mark.parametrize("settings", [{"num_beams": 2, "spec_method": "ngram"}, {"spec_method": "ngramm"}])
+    def test_nothing_runs_before_the_error(self, model, settings):
+        with nothing_runs(model), pytest.raises(SpecConfigError):
+            model.generate(**prompts(1), **settings)
 
 
 class Recorder(LogitsProcessor):

@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from time import perf_counter, sleep
 
 import pytest
@@ -22,6 +23,7 @@ from hf_specdec.metrics import begin_call, listeners
 from hf_specdec.metrics.listeners import CallObserver, Listener
 from hf_specdec.metrics.stats import StatsReader
 from tests.models import prompts, scripted_for, tiny_llama
+from tests.threads import in_threads
 
 
 PROMPT = 7
@@ -399,48 +401,38 @@ def test_switched_off_by_batch_size(model):
 SHORT = {"max_new_tokens": 4, "do_sample": False, "spec_method": "ngram"}
 
 
-def run_in_thread(target, *args, **kwargs):
-    thread = threading.Thread(target=target, args=args, kwargs=kwargs)
-    thread.start()
-    thread.join()
-
-
 def test_a_record_can_have_the_calls_of_other_threads(model):
     """A streaming application reads in one thread and generates in another."""
-    inputs = prompts(1)
+    inputs, seen = prompts(1), []
     with record(all_threads=True) as everywhere, record() as here:
-        run_in_thread(model.generate, **inputs, **SHORT)
-        in_threads = [len(here.calls)]
-        run_in_thread(contextvars.copy_context().run, model.generate, **inputs, **SHORT)
-        in_threads.append(len(here.calls))
+        in_threads(lambda: model.generate(**inputs, **SHORT))
+        seen.append(len(here.calls))
+        in_threads(partial(contextvars.copy_context().run, model.generate, **inputs, **SHORT))
+        seen.append(len(here.calls))
         with ThreadPoolExecutor(1) as pool:
             pool.submit(model.generate, **inputs, **SHORT).result()
         asyncio.run(asyncio.to_thread(model.generate, **inputs, **SHORT))
     assert not begin_call(SpecDecodingStats(), "model").observers
     assert [call.stats.num_committed_tokens for call in everywhere.calls] == [4] * 4
-    assert in_threads == [0, 1]
+    assert seen == [0, 1]
     assert len(here.calls) == 2
 
 
 def test_records_of_threads_do_not_see_each_other(model):
     """As in a server whose requests are recorded one by one."""
-    inputs, found, all_open = prompts(1), {}, threading.Barrier(3)
+    inputs, all_open = prompts(1), threading.Barrier(3)
 
-    def serve(name, num_calls):
+    def serve(num_calls):
         with record(timings=True) as own:
             all_open.wait()
             for _ in range(num_calls):
                 model.generate(**inputs, **SHORT)
             all_open.wait()
-        found[name] = own.calls
+        return own.calls
 
-    threads = [threading.Thread(target=serve, args=(name, name)) for name in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {name: len(calls) for name, calls in found.items()} == {1: 1, 2: 2, 3: 3}
-    for call in (call for calls in found.values() for call in calls):
+    found = in_threads(*(partial(serve, num_calls) for num_calls in (1, 2, 3)))
+    assert list(map(len, found)) == [1, 2, 3]
+    for call in (call for calls in found for call in calls):
         assert len(call.timings) == call.stats.num_target_forwards - 1
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from hf_specdec.logits.randomness import ACCEPT, TARGET, RowUniforms
 from hf_specdec.logits.rules import BlockRule, StandardRule, SyntheticRule, TypicalRule, acceptance_rule
 from hf_specdec.metrics import SpecDecodingStats
 from tests.logits.test_rules import typical_by_definition
-from tests.models import VOCAB_SIZE, prompts, scripted_for
+from tests.models import VOCAB_SIZE, nothing_runs, prompts, scripted_for
 from tests.pairs import every_pair
 from tests.sampled import sampled_speculator
 from tests.statistics import chi_square_pvalue
@@ -306,20 +305,6 @@ class TestSynthetic:
 
 
 # What cannot be combined, and what is shown to criteria
-
-
-@contextmanager
-def nothing_runs(model):
-    """No forward of the model inside."""
-
-    def refuse(*args):
-        raise AssertionError("The model ran.")
-
-    hook = model.register_forward_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 class Unknown(LogitsProcessor):

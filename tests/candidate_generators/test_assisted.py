@@ -416,9 +416,7 @@ class TestInTransformersOwnLoop:
 
         def forward_elsewhere(*forward):
             if threading.current_thread() is threading.main_thread():
-                thread = threading.Thread(target=lambda: target(torch.tensor([[3, 4]])))
-                thread.start()
-                thread.join()
+                in_threads(lambda: target(torch.tensor([[3, 4]])))
 
         handle = target.model.layers[0].register_forward_pre_hook(forward_elsewhere)
         try:

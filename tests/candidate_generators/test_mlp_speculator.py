@@ -16,7 +16,7 @@ from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator
 from hf_specdec.drafts import TokenTree
 from hf_specdec.protocol import Commit, DraftStep, Session
 from tests.candidate_generators.by_hand import paths_of
-from tests.models import VOCAB_SIZE, prompts
+from tests.models import VOCAB_SIZE, nothing_runs, prompts
 
 
 CPU = torch.device("cpu")
@@ -218,14 +218,8 @@ class TestSettings:
         ],
     )
     def test_settings_that_do_not_fit(self, model, folder, shape, match):
-        forwards = []
-        handle = model.register_forward_pre_hook(lambda *args: forwards.append(1))
-        try:
-            with pytest.raises(SpecConfigError, match=match):
-                model.generate(**prompts(1), **GREEDY, speculative={"model": folder, **shape})
-        finally:
-            handle.remove()
-        assert not forwards
+        with nothing_runs(model), pytest.raises(SpecConfigError, match=match):
+            model.generate(**prompts(1), **GREEDY, speculative={"model": folder, **shape})
 
     def test_two_ways_to_choose_nodes(self, model, folder):
         with pytest.raises(SpecConfigError, match="`mlp_speculator_num_candidates`=2 and .* two ways to choose"):

@@ -28,6 +28,7 @@ from hf_specdec.kernels.tree_attention import MAX_NODES
 from tests.architectures import CHAINS_ONLY, tiny_model
 from tests.tape import TapeBackend
 from tests.test_architectures import TREE, Case, implementations
+from tests.threads import in_threads
 
 
 def tiny_llama(**values) -> LlamaForCausalLM:
@@ -226,19 +227,15 @@ def test_plain_forward_in_another_thread_is_not_disturbed():
     tokens = torch.randint(0, 50, (2, 7))
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
-    found = []
 
+    @torch.no_grad()
     def forward():
-        with torch.no_grad():
-            found.append(model(tokens, attention_mask=mask).logits)
+        return model(tokens, attention_mask=mask).logits
 
-    with torch.no_grad():
-        expected = model(tokens, attention_mask=mask).logits
+    expected = forward()
     with attention_switch(model)():
-        thread = threading.Thread(target=forward)
-        thread.start()
-        thread.join(10)
-    assert torch.equal(found[0], expected)
+        (found,) = in_threads(forward)
+    assert torch.equal(found, expected)
 
 
 def test_other_implementations_are_left_alone():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -14,6 +12,7 @@ from hf_specdec.target_facts import decoder_layers
 from tests.models import VOCAB_SIZE, prompts, tiny_llama
 from tests.test_architectures import TOKENS, assert_boundaries, outputs_and_states
 from tests.test_multimodal import MODELS, build, image_inputs
+from tests.threads import in_threads
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -90,29 +89,16 @@ def test_layers_that_run_twice_count_once_in_each_chunk():
 def test_forwards_of_other_threads_are_not_seen(model):
     tokens = prompts(1, padding=False)["input_ids"]
     with captured_states(model, (1, "last"), joined=True) as states:
-        other = threading.Thread(target=model, args=(tokens,))
-        other.start()
-        other.join()
+        in_threads(lambda: model(tokens))
         assert states == {}
 
 
 def test_hooks_that_are_being_taken_back_do_not_disturb_other_threads(model):
     """Torch lists the hooks of a module, and asks later, one by one, whether they take keyword arguments."""
     first = decoder_layers(model)[0]
-    errors = []
-
-    def forward():
-        try:
-            model(**prompts(1))
-        except Exception as error:  # noqa: BLE001 - shown below
-            errors.append(error)
-
     with captured_states(model, (0,)) as states:
         first._forward_pre_hooks_with_kwargs.clear()
-        thread = threading.Thread(target=forward)
-        thread.start()
-        thread.join()
-    assert not errors
+        in_threads(lambda: model(**prompts(1)))
     assert not states
 
 

@@ -208,7 +208,9 @@ def checked(name: str, value: Any, hint: Any, bounds: Bounds = _UNBOUNDED, alias
         known = _kind_of(kind)
         if known.is_valid(value):
             if not _is_within(value, kind, bounds):
-                if is_int(value) and value > MOST_INTEGER and bounds.most is None:
+                # What may be anything can only be too large an integer.
+                kind = int if known is _ANYTHING else kind
+                if kind is int and bounds.most is None and int(value) > MOST_INTEGER:
                     bounds = bounds._replace(most=MOST_INTEGER)
                 is_long = isinstance(value, (list, tuple)) and len(value) > MOST_DRAFT_TOKENS
                 number = f", at most {MOST_DRAFT_TOKENS} of them" if is_long else ""

@@ -132,7 +132,8 @@ class DecodingLoop:
         self._commit(draft, output, verdict)
         self.stats.draft_seconds += drafted - began
         self.stats.verify_seconds += verified - drafted
-        self.deferred.add(self.progress.end_cycle)
+        if self.progress.observers:
+            self.deferred.add(self.progress.end_cycle)
 
     # Prefill
 

@@ -277,8 +277,7 @@ class SlotModel:
         size = padded_rows(rows), self.graphs.padded_nodes(nodes)
 
         def fill(inputs: NodeInputs) -> None:
-            rows = RowState(self.cache.lengths, self.starts, self.offsets)
-            inputs.fill(tokens, topology, rows, self.max_position)
+            inputs.fill(tokens, topology, RowState(self.cache.lengths, self.starts, self.offsets), self.max_position)
             self.cache.plan_write(nodes)
 
         def read(inputs: NodeInputs, columns: int) -> tuple:

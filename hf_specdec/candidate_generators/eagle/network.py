@@ -20,7 +20,6 @@ V vocabulary of the target, U that of the draft.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -193,18 +192,13 @@ class Eagle3Network(EagleNetwork):
             fused = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks)], dim=-1)
         return self.fc(fused)
 
-    def with_settings(self, **settings):
-        changed = super().with_settings(**settings)
-        if "norm_before_residual" in settings:
-            first = copy.copy(self.layers[0])
-            first.norm_before_residual = settings["norm_before_residual"]
-            changed._modules = {**changed._modules, "layers": nn.ModuleList([first, *self.layers[1:]])}
-        return changed
-
     def _read(self, embedded, hidden, attention):
         parts = self._modules
         first, *others = parts["layers"]
-        stream = first(embedded, hidden, *attention)
+        norms = first._modules
+        state = norms["hidden_norm"](hidden)
+        both = torch.cat((norms["input_layernorm"](embedded), state), dim=-1)
+        stream = first(state if self.config.norm_before_residual else hidden, *attention, attended=both)
         for layer in others:
             stream = layer(stream, *attention)
         output = parts["norm"](stream)
@@ -238,21 +232,13 @@ class EagleLayer(DecoderLayer):
 
 
 class FirstEagle3Layer(EagleLayer):
-    """EAGLE-3's first layer, which takes embedding and state."""
+    """EAGLE-3's first layer, which attends over embedding and state, normed each by itself."""
 
     widths = 2
 
     def __init__(self, config: EagleConfig, index: int):
         super().__init__(config, index)
         self.hidden_norm = _norm(config, f"layers.{index}.hidden_norm", config.hidden_size)
-        self.norm_before_residual = config.norm_before_residual
-
-    def forward(self, embedded: torch.Tensor, state: torch.Tensor, *attention) -> torch.Tensor:
-        """The stream `(R, T, h)` after the layer; `attention` are the last arguments of [`DecoderLayer`]."""
-        parts = self._modules
-        normed = parts["hidden_norm"](state)
-        both = torch.cat((parts["input_layernorm"](embedded), normed), dim=-1)
-        return super().forward(normed if self.norm_before_residual else state, *attention, attended=both)
 
 
 def _norm(config: EagleConfig, name: str, size: int) -> nn.Module:

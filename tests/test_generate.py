@@ -32,7 +32,7 @@ BATCH_SIZES = [1, 3]
 
 def plain_and_ours(model, inputs, tree=None, k=5, accuracy=0.8, **settings):
     """The same call without and with speculation, drafts being good enough for accepted blocks of all lengths."""
-    settings = {"max_new_tokens": 30, "do_sample": False, **settings}
+    settings = {"max_new_tokens": 20, "do_sample": False, **settings}
     plain = model.generate(**inputs, **settings)
     text = plain if torch.is_tensor(plain) else plain.sequences
     speculator = scripted_for(text, inputs, k=k, accuracy=accuracy, tree=tree)
@@ -257,7 +257,7 @@ class TestLogitsProcessors:
         settings, inputs = PROCESSORS[name], prompts(batch_size)
         plain, ours = plain_and_ours(model, inputs, **settings)
         assert torch.equal(ours, plain)
-        unprocessed = model.generate(**inputs, max_new_tokens=30, do_sample=False)
+        unprocessed = model.generate(**inputs, max_new_tokens=20, do_sample=False)
         has_no_effect = "remove_invalid_values" in settings
         assert torch.equal(plain, unprocessed) == has_no_effect
         plain, ours = plain_and_ours(model, inputs, "random", **settings)
@@ -278,7 +278,7 @@ class TestLogitsProcessors:
     def test_custom_processor_is_shown_every_position_once(self, model, batch_size, tree, settings):
         inputs = prompts(batch_size)
         plain_recorder, our_recorder = Recorder(), Recorder()
-        settings = {"max_new_tokens": 30, "do_sample": False, **settings}
+        settings = {"max_new_tokens": 20, "do_sample": False, **settings}
         plain = model.generate(**inputs, **settings, logits_processor=LogitsProcessorList([plain_recorder]))
         speculator = scripted_for(plain, inputs, accuracy=0.9, tree=tree)
         ours = model.generate(
@@ -291,7 +291,7 @@ class TestLogitsProcessors:
     @pytest.mark.parametrize("batch_size", BATCH_SIZES)
     def test_stateful_processor(self, model, batch_size):
         inputs = prompts(batch_size)
-        settings = {"max_new_tokens": 30, "do_sample": False}
+        settings = {"max_new_tokens": 20, "do_sample": False}
         plain = model.generate(**inputs, **settings, logits_processor=LogitsProcessorList([Stateful()]))
         for tree in (None, "random"):
             ours = model.generate(

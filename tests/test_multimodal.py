@@ -26,7 +26,7 @@ from tests.models import TINY, prompts, scripted_for
 
 
 IMAGE, VIDEO, VISION_START, VISION_END = 60, 61, 62, 63
-SETTINGS = {"do_sample": False, "max_new_tokens": 24}
+SETTINGS = {"do_sample": False, "max_new_tokens": 16}
 TREE = (-1, -1, 0, 0, 1, 2, 5)
 
 _TEXT = {**TINY, "head_dim": 8, "initializer_range": 0.3, "pad_token_id": 0}

@@ -20,7 +20,7 @@ from tests.scripted import Script, ScriptedCandidateGenerator
 
 
 BATCH_SIZES = [1, 3, 8]
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 STATIC_TREES = {
     "one_node": TokenTree.from_parents([0]),
     "7_nodes": TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 1)]),

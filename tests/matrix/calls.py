@@ -12,7 +12,7 @@ from hf_specdec.metrics.records import CallRecord
 from tests.methods import demo_inputs, demo_target, fresh_speculator, settings_of
 
 
-NEW = 14
+NEW = 11
 # Longer than the window of `windowed_target`.
 PROMPT = 32
 

@@ -24,7 +24,8 @@ from tests.matrix.calls import PROMPT, inputs, plain
 from tests.methods import demo_target, fresh_speculator, settings_of
 
 
-NEW = 20
+# Of calls, and of the text that is told in other orders.
+NEW, LENGTH = 13, 20
 CALL = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 PAUSED_UNTIL_A_ROW_ENDS = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 99, 0]]}
 
@@ -213,9 +214,9 @@ class TestInCalls:
 @cache
 def target_states() -> dict:
     """The states of the text, for every key that a drafter may ask for: `(3, L, H)`."""
-    target, text = demo_target(), plain_text()
+    target, text = demo_target(), plain(3, max_new_tokens=LENGTH)
     mask = inputs(3)["attention_mask"]
-    mask = torch.cat([mask, mask.new_ones((3, NEW))], dim=1)
+    mask = torch.cat([mask, mask.new_ones((3, LENGTH))], dim=1)
     keys = (*range(target.config.num_hidden_layers + 1), "last")
     with torch.no_grad(), captured_states(target, keys) as states:
         target(text, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
@@ -226,7 +227,7 @@ class Text:
     """Plays the loop for one generator: its text is what the target writes, whatever is drafted."""
 
     def __init__(self, speculator: Speculator):
-        self.text, self.starts = plain_text(), inputs(3)["attention_mask"].argmax(1).tolist()
+        self.text, self.starts = plain(3, max_new_tokens=LENGTH), inputs(3)["attention_mask"].argmax(1).tolist()
         self.rows, self.ends = [0, 1, 2], [PROMPT] * 3
         self.generator = speculator.candidate_generator(Session(3, self.text.shape[1], demo_target().device))
 

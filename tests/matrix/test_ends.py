@@ -67,5 +67,5 @@ def ends_early(input_ids, scores):
 
 
 def test_a_criterion_of_the_users(row):
-    call = assert_same(row, 2, stopping_criteria=(ends_early,), eos_token_id=1)
+    call = assert_same(row, 2, stopping_criteria=(ends_early,), eos_token_id=1, max_new_tokens=14)
     assert len({len(cycle.rows) for cycle in call.cycles}) > 1

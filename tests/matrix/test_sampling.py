@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 import torch
 
-from tests.matrix.calls import drafted, inputs, with_mask
+from tests.matrix.calls import NEW, drafted, inputs, with_mask
 from tests.methods import demo_target, draws, fresh_speculator, settings_of
 from tests.statistics import chi_square_pvalue
 from tests.test_sampling import P_VALUE, no_drafts
@@ -31,7 +31,7 @@ def sampled(row, batch_size, drawn=False, seed=0, **settings):
 @cache
 def undrafted(**settings):
     torch.manual_seed(0)
-    call = {**SAMPLING, "max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": None, **settings}
+    call = {**SAMPLING, "max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": None, **settings}
     return demo_target().generate(**inputs(3), **call, assistant=no_drafts())
 
 

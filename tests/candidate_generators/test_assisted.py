@@ -43,7 +43,7 @@ from tests.models import prompts, tiny_llama
 from tests.threads import in_threads
 
 
-NEW = 24
+NEW = 16
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 COUNTS = ("method", "batch_size", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_target_forwards")
 every_method = pytest.mark.parametrize("name", METHODS)

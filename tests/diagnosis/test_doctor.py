@@ -43,7 +43,7 @@ def few_prompts(tokens):
     return [Prompt(prompt.name, prompt.text, prompt.kind, tokens) for prompt in demo.prompts()[1::2]]
 
 
-def check(target, tokenizer, spec, tokens=32, **options):
+def check(target, tokenizer, spec, tokens=24, **options):
     return diagnose(target, spec, tokenizer, prompts=few_prompts(tokens), **options)
 
 
@@ -153,7 +153,7 @@ def test_another_tokenizer(target, tokenizer, tmp_path):
 
 def test_shifted_layers(target, tokenizer, tmp_path):
     spec = damaged(demo.drafter_path("eagle3"), tmp_path / "head", lambda c, t: c.update(aux_layer_ids=[0, 2, 4]))
-    found = check(target, tokenizer, spec)
+    found = check(target, tokenizer, spec, tokens=32)
     assert "was trained on 1, 3, 5" in cause(found)
     assert "Pass aux_layer_ids=[1, 3, 5]" in cause(found)
 

@@ -36,7 +36,7 @@ def drafts_of(model, inputs, **speculation):
     """The tokens of a call, and all that was drafted on the way, by a drafter that has seen no other call."""
     forget_speculators(model)
     with record(trace=True) as made:
-        tokens = model.generate(**inputs, max_new_tokens=24, do_sample=False, **speculation)
+        tokens = model.generate(**inputs, max_new_tokens=14, do_sample=False, **speculation)
     (call,) = made.calls
     return tokens.tolist(), [row.draft_tokens for cycle in call.cycles for row in cycle.rows]
 

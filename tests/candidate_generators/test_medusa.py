@@ -168,16 +168,6 @@ def generator_for(heads, session=None, **settings):
 
 
 class TestTrees:
-    def test_given(self):
-        generator = generator_for(plain_heads(), speculative_token_tree="[(0,), (1,), (1, 2)]")
-        assert generator.tree.paths == ((0,), (1,), (1, 2))
-        assert (generator.num_speculative_tokens, generator.num_draft_nodes) == (2, 3)
-
-    def test_chain_of_k(self):
-        generator = generator_for(plain_heads(), num_speculative_tokens=3)
-        assert generator.tree == TokenTree.chain(3)
-        assert (generator.num_speculative_tokens, generator.num_draft_nodes) == (3, 3)
-
     @pytest.mark.parametrize(
         ("base_model", "name"),
         [

@@ -214,10 +214,15 @@ SHAPES = {
     "d128_float32": (128, 128, 8, 4, torch.float32, 1, {"sinks": True}),
     "d256_float32": (256, 256, 8, 2, torch.float32, 1, {}),
 }
-# Each on one of two kinds of GPU, and the largest tiles on all of them.
-COMPILED = [
+# Each on one of two kinds of GPU, the largest tiles on all of them; the others take longer than they tell.
+QUICK = {
     *zip(itertools.cycle((80, 90)), SHAPES),
     *((90, "d128"), (90, "d256"), (80, "d256_float32"), (80, "d192"), (100, "d128"), (120, "d128")),
+}
+COMPILED = [
+    pytest.param(gpu, shape, marks=() if (gpu, shape) in QUICK else pytest.mark.slow)
+    for gpu in (80, 90, 100, 120)
+    for shape in SHAPES
 ]
 
 

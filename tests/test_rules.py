@@ -92,7 +92,9 @@ class TestBlock:
 
     def test_accepts_more_than_standard(self):
         """Thousands of cycles each; the difference is four standard deviations of a mean."""
-        block, standard = (sampled_counts(PROCESSORS["plain"], DRAWN["chain"](**rule))[1] for rule in (BLOCK, {}))
+        block, standard = (
+            sampled_counts(PROCESSORS["plain"], DRAWN["chain"](**rule), num_rows=2000)[1] for rule in (BLOCK, {})
+        )
         assert block.num_row_cycles > 5000
         assert block.mean_acceptance_length > standard.mean_acceptance_length + 0.03
 

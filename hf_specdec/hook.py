@@ -30,7 +30,8 @@ _DOCUMENTATION = """
         spec_model (`str`, `os.PathLike` or `PreTrainedModel`, *optional*):
             Draft checkpoint; without a `spec_method` the method is read from it.
         num_speculative_tokens (`int` or `str`, *optional*):
-            Most draft tokens of a cycle; "auto": as many as pay, down to plain decoding.
+            Draft tokens of each cycle, "fixed": the method's own number, or "auto": as many as pay, down to plain
+            decoding, which is the default.
         speculative (`SpeculativeConfig`, `dict` or `str`, *optional*):
             All settings in one, a method, or a draft checkpoint.
         assistant (`Speculator`, `PreTrainedModel` or `CandidateGenerator`, *optional*):

@@ -57,8 +57,8 @@ def generate(
         spec_method (`str`, *optional*): Name of the method; "auto" finds a drafter, "off" is plain generation.
         spec_model (`str`, `os.PathLike` or `PreTrainedModel`, *optional*):
             Draft checkpoint; without a `spec_method` the method is read from it.
-        num_speculative_tokens (`int` or `str`, *optional*): Speculation length k in tokens; "auto": each cycle the
-            length that pays, down to plain decoding.
+        num_speculative_tokens (`int` or `str`, *optional*): Speculation length k in tokens, "fixed": the method's own,
+            or "auto": each cycle the length that pays, down to plain decoding, which is the default.
         speculative (*optional*): All settings in one: what [`SpeculativeConfig.resolve`] takes.
         assistant ([`Speculator`], `PreTrainedModel` or `CandidateGenerator`, *optional*):
             A loaded speculator, draft model, or any candidate generator of transformers' own protocol.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from time import monotonic
 from typing import Any
 from weakref import ref
@@ -278,7 +278,7 @@ def _profile(
 ) -> ControlProfile:
     """The costs and acceptance that calls with these settings and this draft network have found."""
     record = record_of(target_model)
-    key = (config, target_model.device, target_model.dtype, file_identity(config.control_profile))
+    key = (_saying_auto(config), target_model.device, target_model.dtype, file_identity(config.control_profile))
     with record.lock:
         known = record.learnt.get(key)
         # Only the latest network with these settings is kept, as with loaded draft models.
@@ -286,6 +286,12 @@ def _profile(
             known = (lambda: None) if network is None else ref(network), find_profile(target_model, config, network)
             record.learnt.put(key, known)
         return known[1]
+
+
+@lru_cache(maxsize=64)
+def _saying_auto(config: SpeculativeConfig) -> SpeculativeConfig:
+    """The same settings, which leave the length out no more."""
+    return config.replace(num_speculative_tokens=AUTO)
 
 
 def _method_of(draft_model: torch.nn.Module) -> str:

@@ -21,7 +21,7 @@ from .decoding.sequences import Sequences
 from .logits.processors import ProcessorStack
 from .logits.sampling import DraftSampler
 from .protocol import Session
-from .settings import FIXED, SpeculativeConfig
+from .settings import AUTO, FIXED, SpeculativeConfig
 from .target_facts import vocabulary_size
 from .threads import Recent, cached_property
 
@@ -47,7 +47,7 @@ class Speculator:
         target_name (`str`, *optional*): Repo id or folder of the target, as far as it has one.
         target_revision (`str`, *optional*): Its commit.
         profile (`ControlProfile`, *optional*): Costs and acceptance that earlier calls with
-            num_speculative_tokens="auto" have found; each call learns from it and adds to it.
+            adaptive lengths have found; each call learns from it and adds to it.
         target (`PreTrainedModel`, *optional*): The target, which is not kept alive.
 
     Attributes:
@@ -71,7 +71,10 @@ class Speculator:
         self.note = note
         self.target_name = target_name
         self.target_revision = target_revision
-        self.profile = ControlProfile() if profile is None and config.is_adaptive else profile
+        # A method of the user's may draw its drafts always: then their lengths would decide the text.
+        asks = config.num_speculative_tokens == AUTO
+        self.is_adaptive = config.is_adaptive and (asks or generator_class.samples_drafts is not True)
+        self.profile = ControlProfile() if profile is None and self.is_adaptive else profile
         self._target = None if target is None else ref(target)
         self.origin: dict[str, str | None] = {}
 
@@ -101,12 +104,11 @@ class Speculator:
             logger.info(f"Speculation is off for this call: {session.notes[-1]}.")
             return NoDrafts(self.config, None, session)
         generator = self.generator_class(self._longest_drafts, self.resources, session)
-        is_adaptive = self.config.is_adaptive
-        if not is_adaptive and self.config.num_speculative_tokens_per_batch_size is None:
+        if not self.is_adaptive and self.config.num_speculative_tokens_per_batch_size is None:
             return generator
         from .candidate_generators.adaptive import AdaptiveCandidateGenerator
 
-        controller = self.controller(generator) if is_adaptive else ScheduledLength(self.config.most_tokens)
+        controller = self.controller(generator) if self.is_adaptive else ScheduledLength(self.config.most_tokens)
         return AdaptiveCandidateGenerator(generator, controller)
 
     def check(self, target_model: torch.nn.Module) -> None:
@@ -130,12 +132,12 @@ class Speculator:
         """The settings with the largest length that is drafted in a cycle, validated once for equal settings."""
         config, schedule = self.config, self.config.num_speculative_tokens_per_batch_size
         has_length = config.fixed_length is not None or config.speculative_token_tree is not None
-        if not config.is_adaptive and (schedule is None or has_length) and config.num_speculative_tokens != FIXED:
+        if not self.is_adaptive and (schedule is None or has_length) and config.num_speculative_tokens != FIXED:
             return config
-        key = config.compute_hash(), config.is_adaptive, self.generator_class
+        key = config.compute_hash(), self.is_adaptive, self.generator_class
         longest = _longest.get(key)
         if longest is None:
-            if config.is_adaptive:
+            if self.is_adaptive:
                 longest = self._adaptive()
             else:
                 most = None if schedule is None or has_length else max(k for _, k in schedule)
@@ -149,6 +151,10 @@ class Speculator:
         changes: dict[str, Any] = {"num_speculative_tokens": None, "control_profile": None}
         if not self.config.speculative_token_tree:
             changes["num_speculative_tokens"] = self.generator_class.most_speculative_tokens
+            # The most that is asked for any number of rows is no contradiction then.
+            schedule = self.config.num_speculative_tokens_per_batch_size
+            if schedule and changes["num_speculative_tokens"] is not None:
+                changes["num_speculative_tokens"] = max(changes["num_speculative_tokens"], *(k for _, k in schedule))
         for part in self.generator_class.parts or (self.generator_class,):
             changes |= part.adaptive_settings(self.config.options)
         # The text of drawn drafts depends on where they end, and that on measured times.
@@ -156,7 +162,7 @@ class Speculator:
 
     def at_full_length(self) -> Speculator:
         """A speculator like this one whose lengths are the largest that this one may choose, in every cycle."""
-        if not self.config.is_adaptive:
+        if not self.is_adaptive:
             return self
         longest = self._longest_drafts
         config = longest.replace(num_speculative_tokens=longest.num_speculative_tokens or FIXED)
@@ -225,6 +231,11 @@ class GivenCandidateGenerator:
     @property
     def config(self) -> SpeculativeConfig | None:
         return self.generator.config
+
+    @property
+    def is_adaptive(self) -> bool:
+        """`Speculator.is_adaptive` of the speculator that made the generator, if one did."""
+        return getattr(getattr(self.generator, "speculator", None), "is_adaptive", False)
 
     @property
     def method(self) -> str:

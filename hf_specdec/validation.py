@@ -78,9 +78,8 @@ class Bounds(NamedTuple):
     most: float | None = None
     inclusive: bool = True
 
-    def allows(self, value: float) -> bool:
+    def allows(self, value: float, unlimited: float = math.inf) -> bool:
         least = -math.inf if self.least is None else self.least
-        unlimited = MOST_INTEGER if is_int(value) else math.inf
         most = unlimited if self.most is None else self.most
         return least <= value <= most if self.inclusive else least < value < most
 
@@ -147,12 +146,15 @@ def draft_sample_method_field(default: str) -> Any:
     """The option `draft_sample_method` of a method that can draw its drafts.
 
     Args:
-        default (`str`): "greedy" or "probabilistic": what holds where it is left out.
+        default (`str`): "greedy" or "probabilistic": what holds for fixed lengths where it is left out.
     """
+    left_out = "`greedy`"
+    if default == "probabilistic":
+        left_out = "`probabilistic` where the length is fixed, and `greedy` where it adapts"
     return setting(
         None,
         "How draft tokens are chosen when the target samples: `greedy` takes the best ones, `probabilistic` draws a "
-        f"chain from the draft's distribution. Left out, `{default}`. A greedy target gets the best tokens always.",
+        f"chain from the draft's distribution. Left out, {left_out}. A greedy target gets the best tokens always.",
     )
 
 
@@ -223,10 +225,12 @@ def checked(name: str, value: Any, hint: Any, bounds: Bounds = _UNBOUNDED, alias
 
 def _is_within(value: Any, hint: Any, bounds: Bounds) -> bool:
     if is_number(value):
-        return bounds.allows(value)
+        return bounds.allows(value, MOST_INTEGER if hint is not float and is_int(value) else math.inf)
     if _kind_of(hint) is _KINDS[tuple] and bounds != _UNBOUNDED:
-        is_valid = _items_of(hint).is_valid
-        return 0 < len(value) <= MOST_DRAFT_TOKENS and all(is_valid(item) and bounds.allows(item) for item in value)
+        kind = _items_of(hint)
+        most = MOST_INTEGER if kind is _KINDS[int] else math.inf
+        is_valid = all(kind.is_valid(item) and bounds.allows(item, most) for item in value)
+        return 0 < len(value) <= MOST_DRAFT_TOKENS and is_valid
     return True
 
 
@@ -235,8 +239,8 @@ def _kind_of(hint: Any) -> _Kind:
 
 
 def _items_of(hint: Any) -> _Kind:
-    """Kind of the numbers of a list that has bounds: `tuple[int, ...]` or `tuple[float, ...]`."""
-    return _KINDS[get_args(hint)[0]]
+    """Kind of the numbers of a list that has bounds, `tuple[int, ...]` or any other `tuple`."""
+    return _KINDS[int] if get_args(hint)[:1] == (int,) else _KINDS[float]
 
 
 def _noun(hint: Any, bounds: Bounds) -> str:

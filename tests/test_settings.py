@@ -105,7 +105,7 @@ class TestWhatIsAccepted:
         assert (ngram.options.prompt_lookup_min, ngram.options.prompt_lookup_max) == (2, 4)
         suffix = SpeculativeConfig.resolve("suffix").options
         assert (suffix.max_tree_depth, suffix.max_cached_requests) == (24, 10000)
-        assert (suffix.max_spec_factor, suffix.min_token_prob) == (1.0, 0.1)
+        assert (suffix.max_spec_factor, suffix.min_token_prob) == (None, 0.1)
         changed = SpeculativeConfig.resolve(
             {
                 "method": "suffix",
@@ -941,7 +941,9 @@ if __name__ == "__main__":
         ({"speculative_token_tree": [[0], [1]]}, False),
         ({"num_speculative_tokens_per_batch_size": {1: 3}}, False),
         ({"num_speculative_tokens": "auto", "num_speculative_tokens_per_batch_size": {1: 3}}, True),
-        ({"rejection_sample_method": "block"}, True),
+        ({"rejection_sample_method": "block"}, False),
+        ({"draft_sample_method": "probabilistic"}, False),
+        ({"draft_sample_method": "greedy"}, True),
         ({"rejection_sample_method": "typical"}, False),
         ({"rejection_sample_method": "typical", "num_speculative_tokens": "auto"}, True),
     ],

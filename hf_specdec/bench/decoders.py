@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,13 @@ class Decoder:
         if self.speculator is not None:
             self.speculator = self.speculator.without_texts(model)
             self.arguments = {"assistant": self.speculator}
+
+    def at_full_length(self) -> Decoder:
+        """The same with the most draft tokens in every cycle: what of them would not pay is verified, too."""
+        if self.speculator is None:
+            return self
+        speculator = self.speculator.at_full_length()
+        return replace(self, speculator=speculator, arguments={"assistant": speculator})
 
     def draft_bytes(self, model: PreTrainedModel) -> int | None:
         """Bytes of the drafter's weights that are not the target's own; `None` where that is not known."""
@@ -152,7 +159,7 @@ def _assisted(decoder: Decoder) -> Decoder:
     assistant = copy.copy(decoder.network)
     assistant.generation_config = copy.deepcopy(assistant.generation_config)
     settings: dict[str, Any] = {}
-    if not config.is_adaptive:
+    if not decoder.speculator.is_adaptive:
         settings = {
             "num_assistant_tokens": config.fixed_length or generator_class.default_length(config.options),
             "num_assistant_tokens_schedule": "constant",

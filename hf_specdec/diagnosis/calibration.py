@@ -41,7 +41,7 @@ def calibrate(
 
     Args:
         target_model (`PreTrainedModel`): The target.
-        speculator ([`Speculator`]): With num_speculative_tokens="auto".
+        speculator ([`Speculator`]): With adaptive lengths.
         inputs (`Sequence[dict]`): Arguments of `generate()`, such as `input_ids` and `attention_mask`: text of the
             kind that will be generated, in batches of the sizes that will be used.
         max_new_tokens (`int`): Of each call.
@@ -54,7 +54,7 @@ def calibrate(
         SpecConfigError: The speculator has a fixed length.
     """
     config = speculator.config
-    if not config.is_adaptive:
+    if not speculator.is_adaptive:
         raise SpecConfigError(
             "Calibration is for lengths that are chosen by what pays, num_speculative_tokens='auto', got "
             f"{config.num_speculative_tokens!r}. A fixed length needs no profile."

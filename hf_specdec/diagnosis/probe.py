@@ -335,7 +335,9 @@ class _Watching(Speculator):
     def of(cls, speculator: Speculator, wiring: Wiring | None) -> _Watching:
         # A length that adapts would learn that nothing is ever accepted.
         config = speculator.config.replace(
-            num_speculative_tokens=speculator.config.fixed_length or FIXED, disable_by_batch_size=None
+            num_speculative_tokens=speculator.config.fixed_length or FIXED,
+            disable_by_batch_size=None,
+            control_profile=None,
         )
         if hasattr(config.options, "draft_sample_method"):
             # Sampled tokens are accepted by their probabilities, not by being the target's.

@@ -516,12 +516,12 @@ def _looks_like_drafter(info: ModelInfo, base_model: str) -> bool:
 
 
 def _without_weights(search: Search) -> Iterator[Candidate]:
-    """Methods that work with every target. Their gain differs from text to text, so lengths are adaptive."""
+    """Methods that work with every target. Their gain differs from text to text, and their lengths adapt to it."""
     for method in preferred_methods():
         if not method.takes_model:
             is_missing = method.package is not None and find_spec(method.package.replace("-", "_")) is None
             problems = (f"The package {method.package} is not installed.",) if is_missing else ()
-            yield Candidate(method.name, settings={"num_speculative_tokens": AUTO}, problems=problems)
+            yield Candidate(method.name, problems=problems)
 
 
 _SEARCHES: dict[str, Callable[[Search], Iterator[Candidate]]] = {

@@ -107,8 +107,8 @@ class SpeculativeConfig:
     num_speculative_tokens: int | Literal["auto", "fixed"] | None = setting(
         None,
         "Speculation length k: draft tokens of a chain per cycle, from 1 to 1024. `auto`: in each cycle the length "
-        "that pays, down to plain decoding; `fixed`: the method's own in every cycle. Left out, `auto`, unless "
-        "`speculative_token_tree`, `num_speculative_tokens_per_batch_size` or a rule that changes the text is set.",
+        "that pays, down to plain decoding; `fixed`: the method's own in every cycle. Left out, `auto`, unless a "
+        "tree, lengths by batch size, drawn drafts or another rule than `standard` are set.",
         least=1,
         most=MOST_DRAFT_TOKENS,
     )
@@ -300,10 +300,17 @@ class SpeculativeConfig:
         """
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens == AUTO
+        return self.may_adapt and os.environ.get("HF_SPECDEC_ADAPTIVE") != "0"
+
+    @property
+    def may_adapt(self) -> bool:
+        """Nothing fixes the length, and the text does not depend on it."""
+        if self.num_speculative_tokens is not None:
+            return self.num_speculative_tokens == AUTO
         is_shaped = self.speculative_token_tree or self.num_speculative_tokens_per_batch_size
-        # With other rules the text depends on what is drafted, and must not depend on the time of the day.
-        keeps_text = self.rejection_sample_method in ("standard", "block")
-        return not is_shaped and keeps_text and os.environ.get("HF_SPECDEC_ADAPTIVE") != "0"
+        # The text of drawn drafts, and under other rules, depends on what is drafted. It must not depend on a clock.
+        is_drawn = getattr(self.options, "draft_sample_method", None) == "probabilistic"
+        return not (is_shaped or is_drawn) and self.rejection_sample_method == "standard"
 
     def most_tokens(self, num_rows: int) -> int | None:
         """Most draft tokens with so many active rows, by `num_speculative_tokens_per_batch_size` if it is set."""

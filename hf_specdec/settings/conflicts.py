@@ -65,7 +65,7 @@ def _check_model_settings(config: SpeculativeConfig) -> None:
 
 
 def _check_lengths(config: SpeculativeConfig) -> None:
-    if config.control_profile is not None and config.num_speculative_tokens not in (None, AUTO):
+    if config.control_profile is not None and not config.may_adapt:
         raise SpecConfigError(
             f"`control_profile`={shown(config.control_profile)} is for num_speculative_tokens='auto', got "
             f"{shown(config.num_speculative_tokens)}. Leave it out, or set 'auto'."

@@ -33,7 +33,7 @@ class TextOptions(Options):
         flags=("--data", "-d"),
     )
     column: str | None = setting(None, "Column of the records that holds text or messages.")
-    max_tokens: int | None = setting(None, "Read no more tokens of the data.", least=1)
+    max_tokens: int | None = setting(None, "Read no more tokens of the data.", least=1, most=10**15)
     self_generate: int = setting(
         0, "Prompts from the data that the target continues; training is then on what the target wrote.", least=0
     )

@@ -243,10 +243,10 @@ class TestLoading:
     ("own", "options", "named"),
     [
         ({}, {}, None),
-        ({"num_assistant_tokens_schedule": "constant"}, {}, None),
         ({"num_assistant_tokens": 7}, {}, "num_assistant_tokens=7, which is not read: set num_speculative_tokens"),
         ({"num_assistant_tokens": 7}, {"num_speculative_tokens": 3}, None),
-        ({"num_assistant_tokens_schedule": "heuristic"}, {"num_speculative_tokens": 3}, "'heuristic', .*'auto'"),
+        ({"num_assistant_tokens": 7}, {"num_speculative_tokens": "auto"}, "num_assistant_tokens=7, which is not read"),
+        ({"num_assistant_tokens_schedule": "heuristic"}, {}, None),
         ({"assistant_confidence_threshold": 0.4}, {}, "threshold=0.4, .*: set draft_confidence_threshold"),
         ({"assistant_confidence_threshold": 0.4}, {"draft_confidence_threshold": 0.1}, None),
     ],
@@ -260,7 +260,8 @@ def test_settings_of_the_drafts_generation_config_that_are_not_read(model, own, 
     notes = [note for note in call.stats.notes if "generation config" in note]
     assert len(notes) == (0 if named is None else 1)
     assert not notes or re.search(named, notes[0])
-    assert call.stats.num_spec_tokens == options.get("num_speculative_tokens", 5)
+    length = options.get("num_speculative_tokens", 5)
+    assert call.stats.num_spec_tokens == (12 if length == "auto" else length)
 
 
 def wide_model():

@@ -209,3 +209,57 @@ def test_the_setting_is_a_number_or_auto():
         SpeculativeConfig(method="ngram", num_speculative_tokens="atuo")
     with pytest.raises(SpecConfigError, match="from 1 to 1024, got 0"):
         SpeculativeConfig(method="ngram", num_speculative_tokens=0)
+
+
+class TestTheDefault:
+    """Lengths adapt where nothing else is said, and nowhere where that would change a text."""
+
+    @pytest.fixture(autouse=True)
+    def by_default(self, monkeypatch):
+        monkeypatch.delenv("HF_SPECDEC_ADAPTIVE")
+
+    def test_drawn_drafts_have_one_text_for_a_seed(self, model):
+        settings = {"method": "draft_model", "draft_sample_method": "probabilistic"}
+        speculator = load_speculator(model, settings, draft_model=tiny_llama(1))
+        assert not speculator.is_adaptive
+        assert load_speculator(model, {"method": "draft_model"}, draft_model=tiny_llama(1)).is_adaptive
+
+    def test_block_verification_stays(self, model):
+        settings = {"method": "draft_model", "rejection_sample_method": "block"}
+        with record() as made:
+            model.generate(
+                **prompts(1),
+                max_new_tokens=8,
+                do_sample=True,
+                assistant=load_speculator(model, settings, draft_model=tiny_llama(1)),
+            )
+        assert made.calls[0].stats.rejection_sample_method == "block"
+
+    def test_an_environment_without_it(self, model, monkeypatch):
+        speculator = load_speculator(model, "ngram")
+        monkeypatch.setenv("HF_SPECDEC_ADAPTIVE", "0")
+        # Decided when it was made.
+        assert speculator.is_adaptive
+        assert not load_speculator(model, "ngram").is_adaptive
+        assert not load_speculator(model, "auto").is_adaptive
+
+    def test_a_profile_that_nothing_would_read_is_refused(self):
+        with pytest.raises(SpecConfigError, match="`control_profile`='x' is for"):
+            SpeculativeConfig("eagle3", "a/b", control_profile="x", speculative_token_tree=[[0], [1]])
+        SpeculativeConfig("eagle3", "a/b", control_profile="x")
+
+    def test_the_factor_of_a_suffix_tree_that_is_given_stays(self, model):
+        pytest.importorskip("arctic_inference")
+        for given, used in ((None, 2.0), (1.0, 1.0)):
+            speculator = load_speculator(model, {"method": "suffix", "suffix_decoding_max_spec_factor": given})
+            assert speculator.at_full_length().config.options.max_spec_factor == used
+
+    def test_a_length_by_batch_size_may_be_longer_than_usual(self, model):
+        settings = {"num_speculative_tokens": "auto", "num_speculative_tokens_per_batch_size": {1: 16}}
+        load_speculator(model, "draft_model", **settings, draft_model=tiny_llama(1))
+
+    def test_one_profile_for_auto_and_nothing(self, model):
+        assert (
+            load_speculator(model, "ngram").profile
+            is load_speculator(model, "ngram", num_speculative_tokens="auto").profile
+        )

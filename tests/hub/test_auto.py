@@ -71,7 +71,8 @@ class TestPlaces:
         assert stats.method == method
         assert "named by the target" in stats.notes[0]
 
-    def test_nothing_found(self, target, log):
+    def test_nothing_found(self, target, log, monkeypatch):
+        monkeypatch.delenv("HF_SPECDEC_ADAPTIVE")
         model = load()
         for _ in range(2):
             stats = generate(model)
@@ -98,10 +99,10 @@ class TestPlaces:
     @pytest.mark.parametrize(
         ("given", "length"),
         [
-            ({}, "auto"),
+            ({}, None),
             ({"num_speculative_tokens": 5}, 5),
-            ({"prompt_lookup_max": 3}, "auto"),
-            ({"draft_tree_depth": 4}, "auto"),
+            ({"prompt_lookup_max": 3}, None),
+            ({"draft_tree_depth": 4}, None),
         ],
     )
     def test_length_without_weights(self, target, given, length):

@@ -72,7 +72,6 @@ class DraftModelOptions(Options):
 # Settings of transformers' assisted decoding about drafts, and those that stand for them here.
 _SETTINGS_HERE = {
     "num_assistant_tokens": "num_speculative_tokens",
-    "num_assistant_tokens_schedule": "num_speculative_tokens='auto'",
     "assistant_confidence_threshold": "draft_confidence_threshold",
 }
 
@@ -102,12 +101,11 @@ def _ignored_settings(model: torch.nn.Module, config: SpeculativeConfig) -> str 
     """Settings of drafting in the draft model's generation config, which only transformers' own loop goes by."""
     own = getattr(model, "generation_config", None)
     given = {name: getattr(own, name, None) for name in _SETTINGS_HERE}
-    if config.num_speculative_tokens is not None:
+    # Lengths that adapt have the most of them.
+    if config.num_speculative_tokens not in (None, DraftModelCandidateGenerator.most_speculative_tokens):
         given["num_assistant_tokens"] = None
     if config.options.confidence_threshold:
         given["assistant_confidence_threshold"] = None
-    if given["num_assistant_tokens_schedule"] == "constant":
-        given["num_assistant_tokens_schedule"] = None
     ignored = [f"{name}={shown(value)}" for name, value in given.items() if value is not None]
     if not ignored:
         return None

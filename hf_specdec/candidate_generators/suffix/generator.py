@@ -83,9 +83,9 @@ class SuffixOptions(Options):
         most=_MOST_CACHED,
         key="suffix_decoding_max_cached_requests",
     )
-    max_spec_factor: float = setting(
-        1.0,
-        "Draft tokens per token of the match.",
+    max_spec_factor: float | None = setting(
+        None,
+        "Draft tokens per token of the match. Left out, 2 where lengths adapt, else 1.",
         least=0,
         most=MAX_NODES,
         key="suffix_decoding_max_spec_factor",
@@ -335,8 +335,7 @@ class SuffixCandidateGenerator(CandidateGenerator):
     @classmethod
     def adaptive_settings(cls, options: SuffixOptions) -> dict[str, Any]:
         """Longer continuations of a match than by default: the controller decides how many tokens pay."""
-        is_default = options.max_spec_factor == SuffixOptions.max_spec_factor
-        return {"suffix_decoding_max_spec_factor": _ADAPTIVE_SPEC_FACTOR} if is_default else {}
+        return {"suffix_decoding_max_spec_factor": _ADAPTIVE_SPEC_FACTOR} if options.max_spec_factor is None else {}
 
     @classmethod
     def load(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> SuffixCache:
@@ -426,7 +425,7 @@ class SuffixCandidateGenerator(CandidateGenerator):
             context,
             max_spec_tokens=limit,
             # A match has at least one token: a larger factor changes nothing, until it overflows the library's int.
-            max_spec_factor=min(options.max_spec_factor, limit),
+            max_spec_factor=min(1.0 if options.max_spec_factor is None else options.max_spec_factor, limit),
             min_token_prob=options.min_token_prob,
             use_tree_spec=self._drafts_trees,
         )

@@ -6,7 +6,7 @@ import torch
 
 from hf_specdec import record
 from hf_specdec.control.profile import ControlProfile
-from tests.matrix.calls import inputs, plain
+from tests.matrix.calls import NEW, inputs, plain
 from tests.methods import demo_target, fresh_speculator, settings_of
 
 
@@ -20,7 +20,7 @@ def test_lengths_are_chosen_by_what_pays(row, monkeypatch):
     speculator.profile = ControlProfile()
     with record() as made:
         for batch_size in (1, 3):
-            limits = {"do_sample": False, "max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": None}
+            limits = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": None}
             ours = demo_target().generate(**inputs(batch_size), **limits, assistant=speculator)
             assert torch.equal(ours, plain(batch_size))
     is_adaptive = not any(name in settings for name in SHAPES)

@@ -58,8 +58,9 @@ class Combination:
     generator_class: type[CombinedCandidateGenerator] = CombinedCandidateGenerator
     options_class: CombinedOptionsClass = field(init=False, compare=False)
 
-    # The draft network, and in a call its generator, say which states they read.
+    # The draft network, and in a call its generator, say which states they read, and whether drafts are sampled.
     target_hidden_states = ()
+    samples_drafts = None
 
     def __post_init__(self):
         retrieval, model = (part.options_class for part in self.parts)

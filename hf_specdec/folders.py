@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from huggingface_hub.constants import HF_HOME
+from huggingface_hub import constants
 
 
 def home_folder() -> Path:
     """Folder of all that the package keeps: `hf_specdec` in the home of the Hub's files."""
-    return Path(HF_HOME) / "hf_specdec"
+    return Path(constants.HF_HOME) / "hf_specdec"
 
 
 def profile_folder() -> Path:

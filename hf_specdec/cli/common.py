@@ -121,3 +121,8 @@ def progress_bars() -> Iterator[Callable[[str, int], Callable[[], None]]]:
 
 def shown_size(num_bytes: int | None) -> str:
     return "" if num_bytes is None else f"{num_bytes / 1e6:.1f} MB"
+
+
+def as_length(text: str | None) -> int | str | None:
+    """Value of `--num-speculative-tokens`. One that is no number is judged with the other settings."""
+    return int(text) if text is not None and text.removeprefix("-").isdecimal() else text

@@ -10,7 +10,7 @@ import typer
 
 from ..arguments import is_off
 from ..errors import SpecConfigError, counted
-from .common import JsonOption, reporting, say, show
+from .common import JsonOption, as_length, reporting, say, show
 from .target import (
     ANY_SPEC,
     EMBEDDED,
@@ -181,9 +181,7 @@ def _load_speculator(
 
     if method is None and spec_model is None and config is None:
         method = EMBEDDED_SPEC if embedded else ANY_SPEC
-    # What is no number is judged with the other settings.
-    k = int(length) if length is not None and length.removeprefix("-").isdecimal() else length
-    settings = {"method": method, "model": spec_model, "num_speculative_tokens": k}
+    settings = {"method": method, "model": spec_model, "num_speculative_tokens": as_length(length)}
     if embedded and spec_model is None and config is None:
         *_, drafting = parts_of(method)
         settings |= demo.settings().get(drafting, {})

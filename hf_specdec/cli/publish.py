@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import SpecConfigError
-from .common import reporting
+from .common import as_length, reporting
 
 
 @reporting
@@ -120,7 +120,7 @@ def export_command(
     from ..hub.custom_generate import export_custom_generate
     from ..settings import SpeculativeConfig
 
-    given = {"method": method, "model": spec_model, "num_speculative_tokens": num_speculative_tokens}
+    given = {"method": method, "model": spec_model, "num_speculative_tokens": as_length(num_speculative_tokens)}
     settings = None
     if config is not None:
         settings = SpeculativeConfig.resolve(config, **given)

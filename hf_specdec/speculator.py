@@ -65,7 +65,7 @@ class Speculator:
         profile: ControlProfile | None = None,
         target: torch.nn.Module | None = None,
     ):
-        self.config, self.method = config, config.method
+        self.config = config
         self.generator_class = generator_class
         self.resources = resources
         self.note = note
@@ -77,6 +77,10 @@ class Speculator:
         self.profile = ControlProfile() if profile is None and self.is_adaptive else profile
         self._target = None if target is None else ref(target)
         self.origin: dict[str, str | None] = {}
+
+    @property
+    def method(self) -> str:
+        return self.config.method
 
     @property
     def target(self) -> torch.nn.Module | None:

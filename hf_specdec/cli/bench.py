@@ -275,6 +275,7 @@ def _percent(share: float | None) -> str:
 
 
 def _notes(report: Mapping[str, Any]) -> list[str]:
+    from ..bench.decoders import STOCK
     from ..bench.report import described_machine
 
     settings, rows = report["settings"], report["rows"]
@@ -290,8 +291,8 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
     if settings["rounds"] < settings["rounds_asked"]:
         reason = "interrupted" if settings["interrupted"] else "--max-seconds"
         notes.append(f"{settings['rounds']} of {counted(settings['rounds_asked'], 'round')}: {reason}.")
-    if any(row["method"].startswith("stock_") for row in (*rows, *report["unavailable"])):
-        notes.append("stock_*: transformers' own assisted generation.")
+    if any(row["method"].startswith(STOCK) for row in (*rows, *report["unavailable"])):
+        notes.append(f"{STOCK}*: transformers' own assisted generation.")
     repeated = {size: count for size, count in settings["repeated_prompts"].items() if count}
     if repeated:
         shown = ", ".join(f"{count} at batch size {size}" for size, count in repeated.items())

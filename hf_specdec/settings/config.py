@@ -298,9 +298,8 @@ class SpeculativeConfig:
 
         The environment variable HF_SPECDEC_ADAPTIVE=0 leaves that to `num_speculative_tokens="auto"`.
         """
-        if self.num_speculative_tokens is not None:
-            return self.num_speculative_tokens == AUTO
-        return self.may_adapt and os.environ.get("HF_SPECDEC_ADAPTIVE") != "0"
+        is_asked = self.num_speculative_tokens == AUTO
+        return is_asked or (self.may_adapt and os.environ.get("HF_SPECDEC_ADAPTIVE") != "0")
 
     @property
     def may_adapt(self) -> bool:

@@ -187,6 +187,20 @@ def _entries(values: torch.Tensor, index: torch.LongTensor) -> torch.Tensor:
 
 
 @dataclass
+class VerifiedNodes:
+    """Tokens that the target considers best after each node of a verification, accepted or not.
+
+    Attributes:
+        token_lists (`list[list[int]]` of length B): Tokens of each row's nodes: its anchor, then its draft tokens.
+        best (`torch.LongTensor` of shape `(B, T, K)`): Ids of the K largest logits after each node, best first, before
+            any logits processor; rows with fewer nodes are padded.
+    """
+
+    token_lists: list[list[int]]
+    best: torch.LongTensor
+
+
+@dataclass
 class Lookups:
     """Counts of the lookups that a retrieving method has made in one call.
 
@@ -216,6 +230,7 @@ class Drafter(Protocol):
     samples_drafts: bool | None
     num_speculative_tokens: int
     target_hidden_states: tuple[int | str, ...]
+    num_best_tokens: int
     lookups: Lookups | None
 
     @property
@@ -229,6 +244,8 @@ class Drafter(Protocol):
     def prefill(self, prompt: Prompt) -> None: ...
 
     def propose(self, step: DraftStep) -> DraftTree: ...
+
+    def learn(self, nodes: VerifiedNodes) -> None: ...
 
     def observe(self, commit: Commit) -> None: ...
 

@@ -270,6 +270,10 @@ def _without_texts(
 ) -> Any:
     """The resources of a method without remembered texts, which only methods without a network keep."""
     if generator_class.parts:
-        own = _without_texts(generator_class.parts[0], part_configs(config)[0], resources.retrieval, target_model)
-        return replace(resources, retrieval=own)
+        loaded = resources.retrieval, resources.model
+        retrieval, model = (
+            _without_texts(part, own, known, target_model)
+            for part, own, known in zip(generator_class.parts, part_configs(config), loaded)
+        )
+        return replace(resources, retrieval=retrieval, model=model)
     return generator_class.load(config, target_model) if generator_class.network(resources) is None else resources

@@ -22,6 +22,9 @@ _SHAPES = {
     "ngram chain": {"prompt_lookup_num_matches": 1},
     "suffix": {},
     "suffix tree": {"suffix_decoding_use_tree_spec": True, "suffix_decoding_max_spec_factor": 4.0},
+    "recycling": {},
+    "recycling chain": {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"},
+    "recycling large tree": {"num_draft_nodes": 40},
     "draft_model": {},
     "draft_model confident": {"draft_confidence_threshold": 0.5},
     "medusa": {},
@@ -55,7 +58,7 @@ _SHAPES = {
     **{
         name: {}
         for name in (
-            *("ngram+draft_model", "ngram+medusa", "ngram+eagle3", "ngram+dflash"),
+            *("ngram+recycling", "ngram+draft_model", "ngram+medusa", "ngram+eagle3", "ngram+dflash"),
             *("suffix+mlp_speculator", "suffix+eagle", "suffix+eagle3", "suffix+mtp"),
         )
     },
@@ -81,7 +84,7 @@ EXEMPT = {
         for name in ("medusa measured", "eagle tree", "eagle3 tree", "eagle3 adaptive tree", "mtp reuse tree")
     },
     "test_told_late_and_of_fewer_rows_it_drafts_as_well": {
-        name: "rows draft from each other's text" for name in _SHAPES if "suffix" in name
+        name: "rows draft from each other's text" for name in _SHAPES if "suffix" in name or "recycling" in name
     },
 }
 

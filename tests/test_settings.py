@@ -32,7 +32,18 @@ from hf_specdec.validation import Bounds, hints_of, setting, types_of
 
 ROOT = Path(__file__).parents[1]
 DOC = ROOT / "docs" / "configuration.md"
-BUILT_IN = ("ngram", "suffix", "draft_model", "medusa", "mlp_speculator", "eagle", "eagle3", "dflash", "mtp")
+BUILT_IN = (
+    "recycling",
+    "ngram",
+    "suffix",
+    "draft_model",
+    "medusa",
+    "mlp_speculator",
+    "eagle",
+    "eagle3",
+    "dflash",
+    "mtp",
+)
 COMMON = [item.name for item in fields(SpeculativeConfig) if item.name != "options"]
 
 
@@ -421,6 +432,7 @@ BOUNDS = {
         "suffix_decoding_max_cached_tokens": (0, 10**9),
     },
     "draft_model": {"draft_confidence_threshold": (0, 1)},
+    "recycling": {"num_draft_nodes": (1, 1024)},
     "medusa": {"num_draft_nodes": (1, 1024)},
     "mlp_speculator": {
         "top_k_tokens_per_head": (1, 1024),

@@ -19,7 +19,7 @@ from ..control.controller import SpeculationController
 from ..control.schedule import ScheduledLength
 from ..drafting.defer import UnreadText
 from ..drafts import DraftTree
-from ..protocol import Commit, DraftStep, Lookups, Prompt
+from ..protocol import Commit, DraftStep, Lookups, Prompt, VerifiedNodes
 from .base import CandidateGenerator
 
 
@@ -42,6 +42,7 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         self.session, self.config = generator.session, generator.config
         self.num_speculative_tokens = generator.num_speculative_tokens
         self.target_hidden_states = generator.target_hidden_states
+        self.num_best_tokens = generator.num_best_tokens
         self.samples_drafts = generator.samples_drafts
         self._clock = CycleClock(self.session.device)
         self._unread = UnreadText(generator)
@@ -86,6 +87,9 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
             self._draft = self.controller.tree_size.cut(self._drafted, max(self._limits), self.session.agreed)
         self._clock.drafted()
         return self._draft
+
+    def learn(self, nodes: VerifiedNodes) -> None:
+        self.generator.learn(nodes)
 
     def observe(self, commit: Commit) -> None:
         for row, count in zip(commit.rows, commit.counts):

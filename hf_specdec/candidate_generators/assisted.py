@@ -17,7 +17,7 @@ from transformers.generation.candidate_generator import CandidateGenerator as Hf
 
 from ..drafts import DraftTree
 from ..errors import SpecConfigError, UnsupportedModelError
-from ..protocol import Commit, DraftStep, Prompt, Session
+from ..protocol import Commit, DraftStep, Prompt, Session, VerifiedNodes
 from ..threads import cached_property
 from .base import CandidateGenerator
 
@@ -51,6 +51,7 @@ class AssistedSide:
         self.generator: CandidateGenerator | None = None  # what drafts, once the call has begun
         self.num_matches = 0
         self._seen_length = self._start = 0
+        self._nodes: list[int] = []  # the anchor and the draft that the target is verifying
         self._captured: dict | None = None
         self._hooks = ExitStack()
 
@@ -80,11 +81,16 @@ class AssistedSide:
             self._begin(input_ids, model_kwargs or {})
         if is_first_iteration:
             return input_ids
+        generator, logits = self.generator, getattr(model_outputs, "logits", None)
+        if generator.num_best_tokens and self._nodes and logits is not None:
+            best = logits[:, -len(self._nodes) :].topk(min(generator.num_best_tokens, logits.shape[-1])).indices
+            generator.learn(VerifiedNodes([self._nodes], best))
         self._feed_new(input_ids, self._states(model_outputs))
-        length, generator = input_ids.shape[1], self.generator
+        length = input_ids.shape[1]
         room = max(generator.session.max_length - length - 1, 0)
         depth = min(room, generator.num_speculative_tokens)
         draft = first_path(generator.propose(DraftStep([0], input_ids[:, -1], [length - self._start], [depth])))
+        self._nodes = [*input_ids[0, -1:].tolist(), *draft.tolist()]
         return torch.cat([input_ids, draft.to(input_ids)[None]], dim=1)
 
     def _begin(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> None:
@@ -94,7 +100,7 @@ class AssistedSide:
                 "candidate generator as generate(assistant=...), which takes batches."
             )
         session = self.given.session or Session(1, _UNKNOWN_LENGTH, input_ids.device, supports_trees=False)
-        self.generator = self.given.bind(session)
+        self.generator, self._nodes = self.given.bind(session), []
         mask = model_kwargs.get("attention_mask")
         if torch.is_tensor(mask) and mask.dim() == 2:
             self._start = int(mask[0].ne(0).int().argmax())

@@ -3,6 +3,7 @@
 A candidate generator is a method's state for one `generate()` call. The loop calls:
 
     prefill(prompt)                   once, first, after the target has read the prompt: all rows, in their order
+    learn(nodes)                      after every verification, where `num_best_tokens` asks for it
     observe(commit)                   after every cycle, the first token after the prompt included
     propose(step) -> DraftTree        at the start of a cycle, when something has been observed since the prompt
     keep_rows(keep)                   when rows of the batch have finished, anywhere but between a draft and its commit
@@ -14,6 +15,7 @@ What a method may not take for granted:
   from cycle to cycle, or depend on the number of rows. Then `num_accepted` is 0.
 - It may be told late. `prefill` may come many cycles after the prompt was read, and commits come joined to one.
 - Rows may finish before it has observed anything: `keep_rows` may come between `prefill` and the first `observe`.
+- `learn` alone comes at once, after the drafts of any drafter, also before a late `prefill`.
 - A step may forbid drafts for some rows (`max_draft_tokens` of 0) and allow them later. Where it forbids them for all
   rows, none of them will have room again.
 - The target, or the length of the text, may cut a draft; the commit says what has become of it.
@@ -34,7 +36,7 @@ from transformers.generation.candidate_generator import CandidateGenerator as Hf
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
 from ..logits.randomness import NODES_PER_ANCHOR
-from ..protocol import Commit, DraftStep, Lookups, Prompt, Session
+from ..protocol import Commit, DraftStep, Lookups, Prompt, Session, VerifiedNodes
 from ..threads import cached_property
 from .options import NoOptions
 
@@ -63,6 +65,7 @@ class CandidateGenerator(HfCandidateGenerator):
         options_class (`type`): Frozen dataclass of the method's own options; without fields by default.
         target_hidden_states (`tuple`): States of the target that the method reads: "last", the one after the final
             norm, or boundaries: i is what enters decoder layer i.
+        num_best_tokens (`int`): K, tokens that `learn` is told of each verified node; 0: it is not called.
         default_num_speculative_tokens (`int`): k when the user names none.
         most_speculative_tokens (`int`, *optional*): Largest k that num_speculative_tokens="auto" may choose. `None`:
             as many as are drafted when the user names no k.
@@ -82,6 +85,7 @@ class CandidateGenerator(HfCandidateGenerator):
 
     options_class: ClassVar[type] = NoOptions
     target_hidden_states: ClassVar[tuple] = ()
+    num_best_tokens: int = 0
     default_num_speculative_tokens: ClassVar[int] = 5
     most_speculative_tokens: ClassVar[int | None] = None
 
@@ -275,6 +279,9 @@ class CandidateGenerator(HfCandidateGenerator):
     def propose(self, step: DraftStep) -> DraftTree:
         """Drafts for all active rows, at most `min(k, step.max_draft_tokens[b])` deep."""
         raise NotImplementedError(f"{type(self).__name__} must implement propose().")
+
+    def learn(self, nodes: VerifiedNodes) -> None:
+        """Takes in what the target considered best at every node of a verification."""
 
     def observe(self, commit: Commit) -> None:
         """Takes in what was committed."""

@@ -24,7 +24,7 @@ from ..logits.sampling import DraftSampler
 from ..logits.verifier import Verdict, Verifier, take_nodes
 from ..metrics import SpecDecodingStats, begin_call, watch_acceptance
 from ..metrics.listeners import CallProgress
-from ..protocol import Commit, Drafter, DrafterSource, DraftStep, Session
+from ..protocol import Commit, Drafter, DrafterSource, DraftStep, Session, VerifiedNodes
 from ..target_facts import vocabulary_size
 from ..transfers import last_of_each, select_rows
 from .attention import describe_layers
@@ -209,12 +209,21 @@ class DecodingLoop:
         report = partial(count_cycle, self.stats, self.progress.traces, draft.without_probs(), verdict, self.rows)
         self.deferred.add(report)
         self.deferred.add(self.streamer.put_columns)
-        self.anchors = last_of_each(verdict.tokens, counts)
         began = perf_counter()
+        if self.generator.num_best_tokens:
+            self._learn(draft, output.logits)
+        self.anchors = last_of_each(verdict.tokens, counts)
         self._observe(verdict, {key: take_nodes(value, verdict.path) for key, value in output.hidden_states.items()})
         self.stats.draft_seconds += perf_counter() - began
         if not self.stop.all_finished:
             self._drop_finished_rows()
+
+    def _learn(self, draft: DraftTree, logits: torch.Tensor) -> None:
+        """Tells the drafter of the target's best tokens after the anchors and all draft nodes."""
+        anchors = self.anchors.tolist()
+        tokens = [[anchor, *drafted] for anchor, drafted in zip(anchors, draft.token_lists())]
+        count = min(self.generator.num_best_tokens, logits.shape[-1])
+        self.generator.learn(VerifiedNodes(tokens, logits.topk(count).indices))
 
     def _observe(self, verdict: Verdict, states: dict) -> None:
         self.generator.observe(Commit(self.rows, verdict.tokens, verdict.token_lists, verdict.num_accepted, states))

@@ -14,7 +14,7 @@ import heapq
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -96,6 +96,8 @@ class TokenTree:
     Args:
         paths (`tuple[tuple[int, ...], ...]`): Every node's path of child ranks, shorter ones first, equally long ones
             in the order of their ranks. Every prefix of a path is a path.
+        rank_accuracies (`tuple[float, ...]`): How often the candidate of each rank is right, at every depth alike;
+            empty where nothing was measured.
 
     Attributes:
         parents (`tuple[int, ...]` of length N): Index of each node's parent, -1 for a child of the anchor.
@@ -104,6 +106,7 @@ class TokenTree:
     """
 
     paths: tuple[Path, ...]
+    rank_accuracies: tuple[float, ...] = ()
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> TokenTree:
@@ -263,12 +266,12 @@ class TokenTree:
 
     @cached_property
     def prior_probs(self) -> tuple[float, ...]:
-        """Probability of each node where no accuracies were measured."""
-        accuracies = prior_accuracies(self.max_depth, max(self.widths, default=1))
-        return tuple(math.prod(ranks[rank] for ranks, rank in zip(accuracies, path)) for path in self.paths)
+        """Probability of each node, by the accuracies to assume where none were measured."""
+        accuracies = self.rank_accuracies or prior_accuracies(1, max(self.widths, default=1))[0]
+        return tuple(math.prod(accuracies[rank] for rank in path) for path in self.paths)
 
     def likeliest(self, count: int) -> tuple[TokenTree, tuple[int, ...]]:
-        """The tree of the `count` nodes that are likeliest where nothing was measured, and which nodes they are."""
+        """The tree of the `count` nodes with the largest `prior_probs`, and which nodes they are."""
         return _likeliest(self, count)
 
     def topology(self, device: torch.device) -> TreeTopology:
@@ -286,7 +289,7 @@ class TokenTree:
 
 @lru_cache(maxsize=256)
 def _prefix(tree: TokenTree, depth: int) -> TokenTree:
-    return TokenTree(tree.paths[: tree.num_nodes_to(depth)])
+    return replace(tree, paths=tree.paths[: tree.num_nodes_to(depth)])
 
 
 @lru_cache(maxsize=256)
@@ -294,7 +297,7 @@ def _likeliest(tree: TokenTree, count: int) -> tuple[TokenTree, tuple[int, ...]]
     # Of equal ones the first: parents come before their children.
     order = sorted(range(len(tree)), key=lambda node: -tree.prior_probs[node])
     nodes = tuple(sorted(order[:count]))
-    return TokenTree(tuple(tree.paths[node] for node in nodes)), nodes
+    return replace(tree, paths=tuple(tree.paths[node] for node in nodes)), nodes
 
 
 @kept_on_device

@@ -7,12 +7,14 @@ Shapes: B rows of the batch, N draft nodes of a row, T = N + 1 verified nodes (n
 
 from __future__ import annotations
 
+import math
 import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 
@@ -20,6 +22,9 @@ from ..threads import cached_property
 from ..transfers import kept_tensor, read_together, upload_together
 from .static import TokenTree
 from .topology import TreeTopology, chain_parents, chain_topology, node_depths, renumbered, static_topology
+
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass
@@ -93,6 +98,7 @@ class DraftTree:
         drafts: list[list[int]],
         device: torch.device | str = "cpu",
         parents: list[list[int]] | None = None,
+        path_log_probs: list[list[float]] | None = None,
     ) -> DraftTree:
         """Chains of different lengths from one list of tokens per row, or with their parents trees of any shapes.
 
@@ -101,6 +107,7 @@ class DraftTree:
             device (`torch.device`): Where the tensors go.
             parents (`list[list[int]]`, *optional*): Each token's parent, -1 for a child of the anchor. Where no row
                 branches, the drafts are chains all the same, which cost less to verify.
+            path_log_probs (`list[list[float]]`, *optional*): Log-probability of the path to each node of a tree.
         """
         device, counts = torch.device(device), list(map(len, drafts))
         size = max(counts, default=0)
@@ -113,7 +120,10 @@ class DraftTree:
         padded = parents[0] if shared else _flat(_padded(parents, size, -1))
         tokens, num_nodes, padded = upload_together(device, tokens, counts, padded)
         padded = padded if shared else padded.view(len(drafts), size)
-        return cls(tokens.view(len(drafts), size), padded, num_nodes, node_lists=drafts, node_parents=parents)
+        draft = cls(tokens.view(len(drafts), size), padded, num_nodes, node_lists=drafts, node_parents=parents)
+        if path_log_probs is not None:
+            draft.path_log_probs = torch.tensor(_padded(path_log_probs, size, -math.inf), device=device)
+        return draft
 
     @classmethod
     def of_shape(
@@ -277,7 +287,7 @@ class DraftTree:
         return [max(node_depths(parents), default=0) for parents in self.parent_lists()]
 
 
-def _padded(rows: list[list[int]], size: int, filler: int) -> list[list[int]]:
+def _padded(rows: list[list[Number]], size: int, filler: Number) -> list[list[Number]]:
     return [row + [filler] * (size - len(row)) for row in rows]
 
 

@@ -99,7 +99,7 @@ class SpeculativeConfig:
     method: str | None = setting(
         None,
         "Name of the method. Left out, it is read from the checkpoint of `model`. `auto` finds a drafter for the "
-        "target. `suffix+eagle3` combines one that retrieves (`suffix`, `ngram`) with one that drafts with weights.",
+        "target. `suffix+eagle3` combines one that retrieves (`suffix`, `ngram`) with one that drafts everywhere.",
     )
     model: str | None = setting(
         None, "Repo id or local folder of the draft model or draft head.", normalize=plain_path, describes_model=True

@@ -342,7 +342,7 @@ class TestSettings:
             ("ngram+", "Unknown spec_method=''"),
             ("ngram+auto", "Unknown spec_method='auto'"),
             ("eagle3+ngram", "Write 'ngram+eagle3'"),
-            ("eagle3+medusa", "names two that draft with weights"),
+            ("eagle3+medusa", "names two that draft everywhere"),
             ("ngram+suffix", "names two that retrieve"),
             ("ngram+ngram", "names one method twice"),
             ("eagle+eagle", "names one method twice"),

@@ -21,7 +21,7 @@ from tests.hub.drafters import DFLASH, EAGLE, FIXTURES, MEDUSA, MTP, card_of
 from tests.models import letter_tokenizer, tiny_llama
 
 
-WITHOUT_WEIGHTS = ["suffix", "ngram"]
+WITHOUT_WEIGHTS = ["suffix", "ngram", "recycling"]
 
 
 def search_for(name="user/target", limit=discover.DEFAULT_LIMIT, **access):
@@ -482,7 +482,7 @@ class TestFaults:
 
     def test_missing_package(self, target, monkeypatch):
         monkeypatch.setattr(discover, "find_spec", lambda name: None)
-        assert [item.method for item in search_for().usable()] == ["ngram"]
+        assert [item.method for item in search_for().usable()] == ["ngram", "recycling"]
 
 
 class TestCommand:
@@ -496,7 +496,7 @@ class TestCommand:
         hub.add("user/misfit", DFLASH, card=card_of(target, "dflash"))
         found = json.loads(self.invoke(target, "--json").stdout)
         assert found["target"] == target
-        assert [item["method"] for item in found["candidates"]] == ["eagle3", "suffix", "ngram", "dflash"]
+        assert [item["method"] for item in found["candidates"]] == ["eagle3", *WITHOUT_WEIGHTS, "dflash"]
         head = found["candidates"][0]
         assert (head["model"], head["place"], head["relation"]) == ("user/head", "hub", "exact")
         assert (head["downloads"], head["problems"]) == (3, [])
@@ -521,7 +521,7 @@ class TestCommand:
 
     def test_embedded_target(self):
         found = json.loads(self.invoke("demo", "--offline", "--json").stdout)
-        assert found["candidates"][-1]["method"] == "ngram"
+        assert found["candidates"][-1]["method"] == "recycling"
 
     def test_target_that_does_not_exist(self, hub):
         result = CliRunner().invoke(cli.app, ["discover", "user/absent"])

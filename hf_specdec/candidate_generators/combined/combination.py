@@ -170,13 +170,13 @@ def _check_parts(methods: tuple[str, ...], parts: tuple[type[CandidateGenerator]
     if retrieves == [False, True]:
         problem = f"names the retrieving one last. Write '{methods[1]}+{methods[0]}'"
     elif len(parts) == 2:
-        kind = "retrieve" if retrieves[0] else "draft with weights"
+        kind = "retrieve" if retrieves[0] else "draft everywhere"
         problem = f"names {'one method twice' if methods[0] == methods[1] else f'two that {kind}'}"
     else:
         problem = f"names {len(parts)}"
     raise SpecConfigError(
-        f"method='{name}': a combination has two methods, one that retrieves (ngram, suffix) and one that drafts with "
-        f"weights, in this order, and this one {problem}. An example is 'suffix+eagle3'."
+        f"method='{name}': a combination has two methods, one that retrieves (ngram, suffix) and one that drafts "
+        f"everywhere, in this order, and this one {problem}. An example is 'suffix+eagle3'."
     )
 
 

@@ -18,7 +18,7 @@ from ...control.acceptance import RowOutcome
 from ...control.clock import CycleClock
 from ...drafting.defer import UnreadText
 from ...drafts import DraftTree
-from ...protocol import Commit, DraftStep, Lookups, Prompt, Session
+from ...protocol import Commit, DraftStep, Lookups, Prompt, Session, VerifiedNodes
 from ..base import CandidateGenerator
 from .merge import merged
 from .policy import DrafterChoice
@@ -54,6 +54,7 @@ class CombinedCandidateGenerator(CandidateGenerator):
         self.retrieval, self.model = retrieval, model
         self.num_speculative_tokens = max(self.retrieval.num_speculative_tokens, self.model.num_speculative_tokens)
         self.target_hidden_states = self.model.target_hidden_states
+        self.num_best_tokens = self.model.num_best_tokens
         self.samples_drafts = self.model.samples_drafts
         self.choice = DrafterChoice(profile, session.batch_size, model.num_speculative_tokens)
         self._clock = CycleClock(session.device)
@@ -101,6 +102,9 @@ class CombinedCandidateGenerator(CandidateGenerator):
             cycle.num_drafted, cycle.num_read = drafted.size, num_unread
             cycle.draft = drafted if all(asked) else merged(retrieved, drafted, asked)
         return cycle.draft
+
+    def learn(self, nodes: VerifiedNodes) -> None:
+        self.model.learn(nodes)
 
     def observe(self, commit: Commit) -> None:
         self.retrieval.observe(commit)

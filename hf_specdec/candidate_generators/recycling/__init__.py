@@ -1,0 +1,18 @@
+"""Drafts of tokens that the target itself has considered earlier (Token Recycling, arXiv:2408.08696)."""
+
+from ...method import Method
+
+
+METHODS = (
+    Method(
+        name="recycling",
+        noun="token recycling",
+        folder=__name__,
+        generator="generator:RecyclingCandidateGenerator",
+        takes_model=False,
+        drafts_static_trees=True,
+        aliases=("token_recycling",),
+        preference=10,
+        preferred_because="no weights: what the target considered after the same token",
+    ),
+)

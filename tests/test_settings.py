@@ -466,7 +466,7 @@ class TestOptionsOfMethods:
     )
     def test_bounds(self, method, key, least, most, monkeypatch):
         monkeypatch.setattr(ToyGenerator, "estimates_acceptance", "+" in method)
-        model = {} if method in ("ngram", "suffix") else {"model": "folder"}
+        model = {} if method in ("recycling", "ngram", "suffix") else {"model": "folder"}
         limits = f"of at least {least}" if most is None else f"from {least} to {most}"
         wrong = (
             [least - 1, True, "5", float("nan")] if most is None else [least - 1, most + 1, True, "5", float("nan")]

@@ -67,6 +67,7 @@ _SHAPES = {
 # What makes a method draft chains where it would draft trees.
 _CHAINS = {
     "ngram": {"prompt_lookup_num_matches": 1},
+    "recycling": {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"},
     "medusa": {"num_speculative_tokens": 3},
     "mlp_speculator": {"num_speculative_tokens": 3},
     "eagle": {"num_speculative_tokens": 4},

@@ -107,6 +107,11 @@ class TestTable:
         assert table.successors[3].tolist() == [1] + [-1] * 7
         assert (table.successors[[0, 2, 4, 5, 6, 7, 8]] == -1).all()
 
+    def test_ids_outside_of_the_vocabulary_are_no_successors(self):
+        table = SuccessorTable(10)
+        table.learn_text([1, -200, 2, 10, 3, 4])
+        assert {token: row[0] for token, row in enumerate(table.successors.tolist()) if row[0] >= 0} == {3: 4}
+
     def test_fewer_tokens_than_successors(self):
         table = SuccessorTable(3)
         table.learn([0], np.array([[2, 1, 0]]))

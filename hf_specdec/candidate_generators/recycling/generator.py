@@ -91,9 +91,15 @@ class SuccessorTable:
             self.successors[np.asarray(tokens, dtype=np.intp), : best.shape[1]] = best
 
     def learn_text(self, tokens: Sequence[int]) -> None:
-        """Takes the successors in a text, of which only one is known each time, in front of those that were known."""
+        """Takes the successors in a text, of which only one is known each time, in front of those that were known.
+
+        Ids outside of the vocabulary, which stand for images and the like, have none and are none.
+        """
+        vocab_size = len(self.successors)
         with self._lock:
             for token, successor in pairwise(tokens):
+                if not (0 <= token < vocab_size and 0 <= successor < vocab_size):
+                    continue
                 known = self.successors[token].tolist()
                 if known[0] != successor:
                     others = [other for other in known if other != successor]

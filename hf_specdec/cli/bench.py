@@ -43,7 +43,7 @@ def bench_command(
             "--spec",
             "-s",
             help="A method or a drafter (repo id, folder), also with settings (eagle3,model=user/head,k=4), or JSON. "
-            "May be repeated. Left out: ngram and suffix; for the embedded target all methods of the demo.",
+            "May be repeated. Left out: the methods without weights; for the embedded target all methods of the demo.",
         ),
     ] = None,
     prompts: Annotated[

@@ -41,7 +41,7 @@ def names(found):
 def test_free_methods_and_named_drafters_are_measured(target, batches):
     found = ask(target, batches, specs={"head": demo.drafter_path("eagle")})
     missing = {item.name for item in found.rejected if "arctic" in item.reason}
-    assert names(found) | missing == {"head", "ngram", "suffix"}
+    assert names(found) | missing == {"head", "ngram", "suffix", "recycling"}
     speeds = [option.speedup for option in found.options]
     assert speeds == sorted(speeds, reverse=True)
     for option in found.options:

@@ -247,6 +247,8 @@ def drafts() -> dict[str, dict[str, Any]]:
         "ngram, tree": {"method": "ngram"},
         "suffix, chain": {"method": "suffix"},
         "suffix, tree": {"method": "suffix", "suffix_decoding_use_tree_spec": True},
+        "recycling, chain": {"method": "recycling", "speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"},
+        "recycling, tree": {"method": "recycling", "num_draft_nodes": 31},
         "draft_model, chain": {"method": "draft_model", "model": demo.drafter_path("draft_model")},
         "medusa, chain": {**medusa, "num_speculative_tokens": 3},
         "medusa, tree": {**medusa, "num_draft_nodes": 31},

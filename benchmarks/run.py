@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_specdec.cli import app
+from hf_specdec.method import takes_model
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def command(case: Case, drafter: str | None) -> list[str]:
     found = ["bench", *case.options]
     for settings in case.specs:
         spec = {"method": case.method, **settings}
-        if drafter is not None and spec["method"] not in ("ngram", "suffix"):
+        if drafter is not None and takes_model(spec["method"]):
             spec["model"] = drafter
         found += ["--spec", json.dumps(spec)]
     return found

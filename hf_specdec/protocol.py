@@ -199,6 +199,11 @@ class VerifiedNodes:
     token_lists: list[list[int]]
     best: torch.LongTensor
 
+    @classmethod
+    def of_logits(cls, token_lists: list[list[int]], logits: torch.Tensor, count: int) -> VerifiedNodes:
+        """The `count` best tokens, or all of a smaller vocabulary, by logits of shape `(B, T, V)`."""
+        return cls(token_lists, logits.topk(min(count, logits.shape[-1])).indices)
+
 
 @dataclass
 class Lookups:

@@ -23,7 +23,7 @@ from hf_specdec.candidate_generators import register_candidate_generator, unregi
 from hf_specdec.candidate_generators.base import CandidateGenerator
 from hf_specdec.errors import SpecConfigError, SpecDecError
 from hf_specdec.hub.published import published_config
-from hf_specdec.method import built_in_methods, resolve_candidate_generator
+from hf_specdec.method import built_in_methods, resolve_candidate_generator, takes_model
 from hf_specdec.settings import CONFIG_NAME, SpeculativeConfig, describe_settings
 from hf_specdec.settings import names as setting_names
 from hf_specdec.settings.names import PendingOptions, key_of, option_fields, options_class
@@ -466,7 +466,7 @@ class TestOptionsOfMethods:
     )
     def test_bounds(self, method, key, least, most, monkeypatch):
         monkeypatch.setattr(ToyGenerator, "estimates_acceptance", "+" in method)
-        model = {} if method in ("recycling", "ngram", "suffix") else {"model": "folder"}
+        model = {"model": "folder"} if takes_model(method) else {}
         limits = f"of at least {least}" if most is None else f"from {least} to {most}"
         wrong = (
             [least - 1, True, "5", float("nan")] if most is None else [least - 1, most + 1, True, "5", float("nan")]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from itertools import cycle, islice
 
 import torch
@@ -40,7 +41,8 @@ def write_prompts(
     before, _, after = chat.partition(_PLACE)
     end = tokenizer.encode(after, add_special_tokens=False)[0]
     tokenizer.padding_side = "left"
-    openings, prompts = cycle(OPENINGS), dict.fromkeys(())
+    openings: Iterator[str] = cycle(OPENINGS)
+    prompts: dict[str, None] = {}  # in their order, each once
     while len(prompts) < count:
         begun = list(islice(openings, batch_size))
         given = tokenizer(

@@ -83,8 +83,8 @@ class AssistedSide:
             return input_ids
         generator, logits = self.generator, getattr(model_outputs, "logits", None)
         if generator.num_best_tokens and self._nodes and logits is not None:
-            best = logits[:, -len(self._nodes) :].topk(min(generator.num_best_tokens, logits.shape[-1])).indices
-            generator.learn(VerifiedNodes([self._nodes], best))
+            verified = logits[:, -len(self._nodes) :]
+            generator.learn(VerifiedNodes.of_logits([self._nodes], verified, generator.num_best_tokens))
         self._feed_new(input_ids, self._states(model_outputs))
         length = input_ids.shape[1]
         room = max(generator.session.max_length - length - 1, 0)

@@ -222,8 +222,7 @@ class DecodingLoop:
         """Tells the drafter of the target's best tokens after the anchors and all draft nodes."""
         anchors = self.anchors.tolist()
         tokens = [[anchor, *drafted] for anchor, drafted in zip(anchors, draft.token_lists())]
-        count = min(self.generator.num_best_tokens, logits.shape[-1])
-        self.generator.learn(VerifiedNodes(tokens, logits.topk(count).indices))
+        self.generator.learn(VerifiedNodes.of_logits(tokens, logits, self.generator.num_best_tokens))
 
     def _observe(self, verdict: Verdict, states: dict) -> None:
         self.generator.observe(Commit(self.rows, verdict.tokens, verdict.token_lists, verdict.num_accepted, states))

@@ -14,6 +14,7 @@ from hf_specdec import SpecConfigError, SpeculativeConfig, demo, forget_speculat
 from hf_specdec.candidate_generators.eagle.network import load_eagle
 from hf_specdec.checkpoints.files import ReadOfRepositories
 from hf_specdec.hub.card import read_card
+from hf_specdec.method import takes_model
 from tests.hub.server import TOKEN
 from tests.models import prompts, tiny_llama
 
@@ -53,7 +54,7 @@ def test_saved_and_pushed_drafters_draft_the_same(row, target, inputs, tmp_path,
     # Both know the settings, not only the method.
     for name in (str(folder), "user/drafter"):
         loaded = load_speculator(target, name).config
-        place = {} if speculator.method in ("recycling", "ngram", "suffix") else {"model": name}
+        place = {"model": name} if takes_model(speculator.method) else {}
         # That tokenizers need not be compared is for the user to say.
         own = {"same_tokenizer": False} if speculator.method == "draft_model" else {}
         assert loaded == speculator.config.replace(**place, **own)

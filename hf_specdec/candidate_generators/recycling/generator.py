@@ -42,7 +42,8 @@ _NUM_NODES_OF = {"cpu": 8}
 
 _MAX_DEPTH = 6
 
-# Shares of nodes after which the successor of each rank is right, measured on chats with a model of 135 M.
+# Assumed shares of nodes after which the successor of each rank is right. A model of 135 M, with an empty table at
+# first, had 0.29, 0.07, 0.035, 0.023, ... over 750 tokens of chats, stories and code.
 _ACCURACIES = (0.34, 0.13, 0.07, 0.045, 0.03, 0.025, 0.02, 0.016)
 
 

@@ -23,6 +23,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin
 
 from ..errors import UnsupportedModelError
+from ..kernels.products import fast_products
 from ..protocol import Prompt
 from ..target_facts import decoder_layers, layers_owner
 from .cache import SlotCache, check_room
@@ -65,7 +66,7 @@ def read_prompts(request: Request, target: SlotModel, max_length: int) -> tuple[
     check_room(kwargs.get("past_key_values"), request.batch_size, given + room)
     kwargs["past_key_values"] = target.cache
     # The prompts may be read in chunks.
-    with target.taps.captured(joined=True) as states, watched_prefill(model) as received:
+    with target.taps.captured(joined=True) as states, watched_prefill(model) as received, fast_products(model):
         output = model._prefill(input_ids, request.generation_config, kwargs)
     if received.cache not in (None, target.cache):
         # The model has put a beginning of its own in front of the prompts.

@@ -1,4 +1,4 @@
-"""A lean forward for small dense models of the Llama family.
+"""A lean forward for dense models of the Llama family, on a GPU for the small ones.
 
 A forward of a few tokens through a small model is mostly module calls and small operations, not arithmetic. The layers
 of [`~layers.llama`] share the model's own weights and take half of the time or less, and the results are bit for bit
@@ -30,8 +30,8 @@ from .target import SlotModel, SlotOutput
 # Classes whose layers are: RMS norm, rotary attention, RMS norm, gated MLP, each added to the stream.
 _FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
-# Above this the arithmetic weighs more than the calls, and the model's own forward may have better kernels.
-_MAX_HIDDEN_SIZE = 1024
+# Above this, on a GPU, the arithmetic weighs more than the calls, and the model's own forward may have better kernels.
+_MAX_HIDDEN_SIZE_ON_GPU = 1024
 
 
 def slot_model(
@@ -53,7 +53,9 @@ def is_plain_llama(model: PreTrainedModel) -> bool:
     config = model.config
     if type(model).__name__ not in _FAMILY or not is_published(type(model)):
         return False
-    if config.hidden_size > _MAX_HIDDEN_SIZE or not has_static_frequencies(getattr(config, "rope_parameters", None)):
+    if config.hidden_size > _MAX_HIDDEN_SIZE_ON_GPU and model.device.type != "cpu":
+        return False
+    if not has_static_frequencies(getattr(config, "rope_parameters", None)):
         return False
     if config._attn_implementation != "sdpa":
         return False

@@ -20,6 +20,7 @@ from ..drafts import TreeTopology
 from ..errors import UnsupportedModelError
 from ..kernels._triton import use_triton
 from ..kernels.cache import WritePlan
+from ..kernels.products import fast_products
 from ..kernels.tree_attention import MAX_NODES, SlotTree
 from ..threads import cached_property
 from ..transfers import select_rows, upload
@@ -225,7 +226,8 @@ class SlotModel:
             inputs["position_ids"] = positions.expand(input_ids.shape)
         if self.profile.takes_logits_to_keep:
             inputs["logits_to_keep"] = 1
-        self.model(**inputs)
+        with fast_products(self.model):
+            self.model(**inputs)
         self.start_slots(starts)
 
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
@@ -328,7 +330,12 @@ class SlotModel:
         if self.profile.takes_position_ids:
             inputs["position_ids"] = positions
         inputs |= {name: values.expand(-1, tokens.shape[1]) for name, values in self.row_inputs.items()}
-        with self.taps.captured() as states, self._attention(forward), self._states_kept(tokens.shape[1]):
+        with (
+            self.taps.captured() as states,
+            self._attention(forward),
+            self._states_kept(tokens.shape[1]),
+            fast_products(self.model),
+        ):
             output = self.model(**inputs, **self.forward_kwargs)
         return SlotOutput(output.logits[:, -num_logits:], states, output.get("hidden_states"))
 

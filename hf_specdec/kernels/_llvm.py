@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,8 @@ def num_vectors() -> int:
     return 16 if _is_x86() and vector_size() < 64 else 32
 
 
-def compile_entry(module: ir.Module, name: str) -> Any:
-    """Compiles a module for this CPU; returns the function `name` of it, to be called with an address."""
+def compile_entries(module: ir.Module, names: Sequence[str]) -> list[Any]:
+    """Compiles a module for this CPU; returns the functions of these names, to be called with an address."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     features = llvm.get_host_cpu_features().flatten()
@@ -121,7 +121,7 @@ def compile_entry(module: ir.Module, name: str) -> Any:
     engine = llvm.create_mcjit_compiler(parsed, machine)
     engine.finalize_object()
     _engines.append((engine, machine))
-    return _ENTRY(engine.get_function_address(name))
+    return [_ENTRY(engine.get_function_address(name)) for name in names]
 
 
 def run_in_parallel(entry: Any, address: int, num_threads: int) -> None:

@@ -12,7 +12,7 @@ D head size, S slots of a cache.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar
@@ -103,7 +103,8 @@ _additions = attrgetter(
 
 def is_hooked(module: nn.Module) -> bool:
     """Tells whether a call of the module is more, or another, than the forward of its class."""
-    return any(_additions(module)) or "forward" in module.__dict__
+    forward = module.__dict__.get("forward")
+    return any(_additions(module)) or not (forward is None or type(forward) is products.OwnForward)
 
 
 def is_untouched(module: nn.Module) -> bool:
@@ -141,15 +142,25 @@ def is_llama_layer(layer: nn.Module) -> bool:
 
 def project(linear: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """Applies a linear layer, a quantised, wrapped or hooked one by its own call."""
-    if type(linear) is not nn.Linear or any(_additions(linear)) or "forward" in linear.__dict__:
+    if not _is_plain(linear):
         return linear(hidden)
     parameters = linear._parameters
-    if "weight" not in parameters:
-        return linear(hidden)  # packed
     # Spares small models a call for each of their layers.
-    if not products.wins_of_shapes:
+    if not products.ways_of_shapes:
         return F.linear(hidden, parameters["weight"], parameters["bias"])
     return products.product(hidden, parameters["weight"], parameters["bias"])
+
+
+def project_together(linears: Sequence[nn.Module], hidden: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Applies linear layers to the same states."""
+    if not products.ways_of_shapes or not all(map(_is_plain, linears)):
+        return [project(linear, hidden) for linear in linears]
+    return products.products(hidden, [(part._parameters["weight"], part._parameters["bias"]) for part in linears])
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Tells whether a linear layer is not hooked, wrapped or packed."""
+    return type(linear) is nn.Linear and not is_hooked(linear) and "weight" in linear._parameters
 
 
 class DecoderLayer(DirectModule):
@@ -303,10 +314,11 @@ class RotaryAttention(DirectModule):
             `torch.Tensor` of shape `(R, T, H)`.
         """
         parts, rows, tokens = self._modules, hidden.shape[0], hidden.shape[1]
-        query = project(parts["q_proj"], hidden).view(rows, tokens, -1, self.head_dim)
+        projected = project_together((parts["q_proj"], parts["k_proj"], parts["v_proj"]), hidden)
+        query, key, values = (part.view(rows, tokens, -1, self.head_dim) for part in projected)
         if "q_norm" in parts:
-            query = parts["q_norm"](query)
-        key, values = self.keys(hidden), self.values(hidden)
+            query, key = parts["q_norm"](query), parts["k_norm"](key)
+        values = values.transpose(1, 2)
         # One rotation of both takes less time than two.
         turned = rotate(torch.cat((query, key), dim=2), *angles).transpose(1, 2)
         query, keys = turned.split_with_sizes((query.shape[2], key.shape[2]), dim=1)
@@ -370,8 +382,8 @@ class GatedMLP(DirectModule):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         parts = self._modules
-        inner = parts["act_fn"](project(parts["gate_proj"], hidden)) * project(parts["up_proj"], hidden)
-        return project(parts["down_proj"], inner)
+        gate, up = project_together((parts["gate_proj"], parts["up_proj"]), hidden)
+        return project(parts["down_proj"], parts["act_fn"](gate) * up)
 
 
 class RMSNorm(DirectModule):

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from hf_specdec.decoding.cache import SlotCache
-from hf_specdec.decoding.functional import _MAX_HIDDEN_SIZE, FunctionalSlotModel, is_plain_llama, slot_model
+from hf_specdec.decoding.functional import _MAX_HIDDEN_SIZE_ON_GPU, FunctionalSlotModel, is_plain_llama, slot_model
 from hf_specdec.decoding.target import SlotModel
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from tests.models import VOCAB_SIZE, prompts, tiny_llama, tiny_mistral
@@ -328,8 +328,15 @@ class TestRules:
         assert not is_plain_llama(tiny_llama(**parameters))
 
     def test_hidden_size(self):
-        assert is_plain_llama(tiny_llama(hidden_size=_MAX_HIDDEN_SIZE, num_hidden_layers=1))
-        assert not is_plain_llama(tiny_llama(hidden_size=_MAX_HIDDEN_SIZE + 8, num_hidden_layers=1))
+        """Any on a CPU; elsewhere up to a limit."""
+        small, large = (
+            tiny_llama(hidden_size=_MAX_HIDDEN_SIZE_ON_GPU + more, num_hidden_layers=1, intermediate_size=8)
+            for more in (0, 8)
+        )
+        assert is_plain_llama(small)
+        assert is_plain_llama(large)
+        assert is_plain_llama(small.to("meta"))
+        assert not is_plain_llama(large.to("meta"))
 
     def test_states_and_arguments(self):
         model = tiny_llama()

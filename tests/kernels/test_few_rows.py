@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
 from hf_specdec.kernels import few_rows
-from hf_specdec.kernels.few_rows import DTYPES, MOST_ROWS, linear, linears, takes
+from hf_specdec.kernels.few_rows import DTYPES, linear, linears, takes
 
 
 pytestmark = pytest.mark.skipif(not few_rows.HAS_LLVM, reason="needs llvmlite")
@@ -47,7 +47,7 @@ def assert_rounded(found, x, weight, bias):
 
 @every_dtype
 @settings(max_examples=60)
-@given(rows=st.integers(1, MOST_ROWS), inputs=SIZES, outputs=SIZES, has_bias=st.booleans(), seed=st.integers(0, 99))
+@given(rows=st.integers(1, 20), inputs=SIZES, outputs=SIZES, has_bias=st.booleans(), seed=st.integers(0, 99))
 def test_any_product(dtype, rows, inputs, outputs, has_bias, seed):
     x, weight = random(rows, inputs, dtype=dtype, seed=seed), random(outputs, inputs, dtype=dtype, seed=seed + 1)
     bias = random(outputs, dtype=dtype, seed=seed + 2) if has_bias else None
@@ -120,7 +120,6 @@ def test_calls_of_several_threads():
 def test_what_is_left_to_torch(monkeypatch):
     x, weight = torch.ones(2, 8), torch.ones(3, 8)
     assert takes(x, weight)
-    assert not takes(torch.ones(MOST_ROWS + 1, 8), weight)
     assert not takes(torch.ones(0, 8), weight)
     assert not takes(x, weight.to_sparse_csr())
     assert not takes(x, TwoTensor(weight, weight))

@@ -1,4 +1,4 @@
-"""The faster product of linear layers: measured once for a machine, remembered in a file, and used where it wins."""
+"""The fastest products of linear layers: measured once for a machine, remembered in a file, used where they win."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
+from transformers import MixtralConfig, MixtralForCausalLM
 
+from hf_specdec.decoding import functional
 from hf_specdec.diagnosis import checks
 from hf_specdec.kernels import few_rows, products
-from hf_specdec.kernels.few_rows import MOST_ROWS
-from hf_specdec.kernels.products import prepare_products, product
+from hf_specdec.kernels.products import fast_products, prepare_products, product, widened_linear
 from hf_specdec.layers.llama import project
 from tests.models import prompts, scripted_for, tiny_llama
 
@@ -26,19 +27,19 @@ def nothing_known(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_SPECDEC_PROFILES", str(tmp_path))
     monkeypatch.setattr(products, "measures", True)
     monkeypatch.setattr(products, "_LEAST_BYTES", 1000)
-    for name in ("wins_of_shapes", "_known"):
+    for name in ("ways_of_shapes", "_known"):
         monkeypatch.setattr(products, name, {})
     monkeypatch.setattr(products, "_prepared", type(products._prepared)())
 
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Shapes that have been measured; the kernel is said to win from two to four rows."""
+    """Shapes that have been measured; the kernel is said to win from two to four rows, widening from 33 to 64."""
     seen = []
 
     def measure(weights):
         seen.append((tuple(weights[0].shape), len(weights)))
-        return [2 <= rows <= 4 for rows in range(MOST_ROWS + 1)]
+        return "0111000200"
 
     monkeypatch.setattr(products, "_measure", measure)
     return seen
@@ -47,8 +48,25 @@ def measured(monkeypatch):
 @pytest.fixture
 def kernel_rows(monkeypatch):
     """Rows of the products that the kernel has computed."""
-    rows = []
-    monkeypatch.setattr(products, "linear", lambda x, *given: rows.append(len(x)) or few_rows.linear(x, *given))
+    return watched(monkeypatch, 1)
+
+
+@pytest.fixture
+def widened_rows(monkeypatch):
+    """Rows of the products with widened weights."""
+    return watched(monkeypatch, 2)
+
+
+def watched(monkeypatch, digit):
+    rows, ways = [], list(products._WAYS)
+    way = ways[digit]
+
+    def compute(x, *given):
+        rows.append(x.numel() // x.shape[-1])
+        return way(x, *given)
+
+    ways[digit] = compute
+    monkeypatch.setattr(products, "_WAYS", tuple(ways))
     return rows
 
 
@@ -70,36 +88,36 @@ def test_each_shape_is_measured_once(measured):
 @torch.inference_mode()
 def test_another_process_reads_the_file(measured, monkeypatch):
     prepare_products(small_model())
-    wins = dict(products.wins_of_shapes)
+    ways = dict(products.ways_of_shapes)
     monkeypatch.setattr(products, "_known", {})
-    monkeypatch.setattr(products, "wins_of_shapes", {})
+    monkeypatch.setattr(products, "ways_of_shapes", {})
     prepare_products(small_model())
     assert len(measured) == 2
-    assert products.wins_of_shapes == wins != {}
+    assert products.ways_of_shapes == ways != {}
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"format": 1}', '{"format": 0, "wins": {}}', "[" * 100_000, None])
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"format": 2}', '{"format": 1, "ways": {}}', "[" * 100_000, None])
 @torch.inference_mode()
 def test_damaged_files(measured, content):
     file = products._file()
     if content is None:
-        content = json.dumps({"format": 1, "wins": {"float32 32x64 1": "01", "float32 64x32 1": 5}})
+        content = json.dumps({"format": 2, "ways": {"float32 32x64 1": "01", "float32 64x32 1": 5}})
     file.write_text(content)
     prepare_products(small_model())
     assert len(measured) == 2
-    assert set(json.loads(file.read_text())["wins"]) == {"float32 32x64 1", "float32 64x32 1"}
+    assert set(json.loads(file.read_text())["ways"]) == {"float32 32x64 1", "float32 64x32 1"}
 
 
 @torch.inference_mode()
 def test_another_model_of_known_shapes(measured, monkeypatch):
     """What the file says of the shapes of one model counts for the next one, too."""
     prepare_products(small_model())
-    wins = dict(products.wins_of_shapes)
+    ways = dict(products.ways_of_shapes)
     monkeypatch.setattr(products, "_known", {})
-    monkeypatch.setattr(products, "wins_of_shapes", {})
+    monkeypatch.setattr(products, "ways_of_shapes", {})
     prepare_products(nn.Linear(64, 32))
     prepare_products(nn.Linear(32, 64))
-    assert products.wins_of_shapes == wins
+    assert products.ways_of_shapes == ways
 
 
 @torch.inference_mode()
@@ -123,6 +141,98 @@ def test_layers_of_draft_networks_and_targets(measured, kernel_rows):
     assert kernel_rows == [3]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@torch.inference_mode()
+def test_widened_weights(dtype, has_bias, monkeypatch):
+    """The exact numbers, rounded once, however the weights are cut."""
+    monkeypatch.setattr(products, "_WIDENED_BYTES", 4 * 48 * 10)
+    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((2, 5, 48), (33, 48), (33,)))
+    bias = bias if has_bias else None
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    found = widened_linear(x, weight, bias)
+    assert (found.shape, found.dtype) == (exact.shape, dtype)
+    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_layers_of_a_models_own_forward(measured, kernel_rows):
+    """They take the fast ways inside, in every thread that is inside, and nothing of the model stays changed."""
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64, bias=False))
+    prepare_products(model)
+    x, before = torch.randn(3, 64), [dict(vars(module)) for module in model.modules()]
+    expected = model(x)
+    assert not kernel_rows
+    with fast_products(model):
+        with fast_products(model):
+            torch.testing.assert_close(model(x), expected)
+        torch.testing.assert_close(model(x), expected)
+        assert kernel_rows == [3] * 4
+    assert [dict(vars(module)) for module in model.modules()] == before
+    assert torch.equal(model(x), expected)
+    with pytest.raises(RuntimeError), fast_products(model):
+        model(torch.randn(3, 5))
+    assert [dict(vars(module)) for module in model.modules()] == before
+
+
+@torch.inference_mode()
+def test_forwards_of_users_stay(measured, kernel_rows):
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
+    prepare_products(model)
+    model[0].forward = lambda x: x[:, :32]
+    x = torch.randn(3, 64)
+    with fast_products(model):
+        model(x)
+    assert kernel_rows == [3]
+    assert "forward" in vars(model[0])
+    model.compile(backend="eager")
+    with fast_products(model):
+        assert "forward" not in vars(model[1])
+
+
+@pytest.mark.parametrize("kind", ["eager", "grouped_mm", "batched_mm"])
+@torch.inference_mode()
+def test_experts(measured, kernel_rows, kind):
+    """The matrices of experts, chosen one by one or multiplied in groups; in batches torch computes."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        vocab_size=64,
+        experts_implementation=kind,
+    )
+    model = MixtralForCausalLM(config).eval()
+    tokens = torch.arange(3)[None]
+    expected = model(tokens).logits
+    prepare_products(model)
+    assert ((48, 32), 4) in measured
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    with fast_products(model):
+        torch.testing.assert_close(model(tokens).logits, expected)
+    num_linear = 5  # of attention, and lm_head
+    assert (len(kernel_rows) > num_linear) == (kind != "batched_mm")
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+@torch.inference_mode()
+def test_a_target_with_a_forward_of_its_own(measured, kernel_rows, monkeypatch):
+    """Its prompt and its verifications."""
+    target = tiny_llama()
+    settings = {**prompts(1), "max_new_tokens": 12, "do_sample": False}
+    plain = target.generate(**settings)
+    prepare_products(target)
+    monkeypatch.setattr(functional, "is_plain_llama", lambda model: False)
+    assert torch.equal(target.generate(**settings, assistant=scripted_for(plain, prompts(1), k=3)), plain)
+    assert kernel_rows.count(4) > 3
+    kernel_rows.clear()
+    assert torch.equal(target.generate(**settings), plain)
+    assert not kernel_rows
+
+
 @torch.inference_mode()
 def test_a_call_through_the_kernel(measured, kernel_rows):
     """All of a small target's layers, and the same greedy text."""
@@ -141,18 +251,19 @@ def test_a_folder_that_cannot_be_written(measured, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HF_SPECDEC_PROFILES", str(tmp_path / "file"))
     prepare_products(small_model())
-    assert len(products.wins_of_shapes) == 2
+    assert len(products.ways_of_shapes) == 2
 
 
 @torch.inference_mode()
-def test_the_kernel_computes_what_it_wins(measured, kernel_rows):
+def test_every_way_computes_what_it_wins(measured, kernel_rows, widened_rows):
     model = small_model()
     prepare_products(model)
     weight, bias = model[0].weight, model[0].bias
-    for rows in (1, 2, 4, 5, 16, 17, 100):
+    for rows in (1, 2, 4, 5, 16, 17, 33, 64, 65, 100, 128, 300):
         x = torch.randn(rows, 64)
         torch.testing.assert_close(product(x, weight, bias), F.linear(x, weight, bias))
     assert kernel_rows == [2, 4]
+    assert widened_rows == [33, 64]
     # Of a shape that nobody knows.
     x = torch.randn(3, 4)
     assert torch.equal(product(x, model[3].weight, model[3].bias), model[3](x))
@@ -173,6 +284,26 @@ def test_with_another_number_of_threads_torch_computes(measured, kernel_rows):
     assert kernel_rows == [3]
 
 
+@pytest.mark.parametrize(("rows", "joined"), [(1, False), (3, True), (5, False), (40, False)])
+@torch.inference_mode()
+def test_products_of_the_same_rows(measured, monkeypatch, rows, joined):
+    """One call of the kernel where it wins for all of them; else each goes its own way."""
+    model, x, calls = small_model(), torch.randn(1, rows, 64), []
+    prepare_products(model)
+    linears = products.linears
+    monkeypatch.setattr(products, "linears", lambda x, matrices: calls.append(len(matrices)) or linears(x, matrices))
+    # The last pair has a shape that nobody knows.
+    known, without_bias, unknown = (
+        (model[0].weight, model[0].bias),
+        (model[0].weight, None),
+        (torch.randn(7, 64), None),
+    )
+    for matrices in ([known, without_bias], [known, unknown]):
+        for found, (weight, bias) in zip(products.products(x, matrices), matrices, strict=True):
+            torch.testing.assert_close(found, F.linear(x, weight, bias))
+    assert calls == [2] * joined
+
+
 def test_training_is_left_to_torch(measured, kernel_rows):
     model = small_model()
     prepare_products(model)
@@ -181,12 +312,12 @@ def test_training_is_left_to_torch(measured, kernel_rows):
     assert kernel_rows == []
 
 
-def test_a_measurement():
+@pytest.mark.parametrize(("dtype", "digits"), [(torch.float32, "01"), (torch.bfloat16, "012")], ids=str)
+def test_a_measurement(dtype, digits):
     """Which of them wins is the machine's affair."""
-    wins = products._measure([torch.randn(64, 32)])
-    assert len(wins) == MOST_ROWS + 1
-    assert wins[0] is False
-    assert set(wins) <= {True, False}
+    found = products._measure([torch.randn(64, 32).to(dtype)])
+    assert len(found) == len(products._MEASURED_ROWS)
+    assert set(found) <= set(digits)
 
 
 @torch.inference_mode()

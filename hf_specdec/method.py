@@ -41,6 +41,7 @@ class Method:
         drafts_static_trees (`bool`): `speculative_token_tree` gives its tree.
         drafts_one_token_per_head (`bool`): A checkpoint has a head for each draft token.
         aliases (`tuple[str, ...]`): Other names for `spec_method`.
+        complements_copies (`bool`): Drafts well, and without weights, where other methods without weights find nothing.
         package (`str`, *optional*): Optional dependency without which it cannot draft, as pip names it.
         preference (`int`): Place among drafters that fit a target equally well, 1 being the first.
         preferred_because (`str`): The reason of that place.
@@ -68,6 +69,7 @@ class Method:
     in_target_checkpoint: bool = False
     drafts_static_trees: bool = False
     drafts_one_token_per_head: bool = False
+    complements_copies: bool = False
     aliases: tuple[str, ...] = ()
     package: str | None = None
     preference: int = 1000
@@ -113,6 +115,17 @@ def preferred_methods() -> tuple[Method, ...]:
     return tuple(sorted(built_in_methods(), key=lambda method: method.preference))
 
 
+def names_without_weights() -> list[str]:
+    """The methods of this package that need no weights and their combinations, the preferred one first."""
+    single = [method for method in preferred_methods() if not method.takes_model]
+    completing = [method for method in single if method.complements_copies]
+    found: list[str] = []
+    for method in single:
+        found += [f"{method.name}{COMBINING}{other.name}" for other in completing if other is not method]
+        found.append(method.name)
+    return found
+
+
 def own_layers_method() -> Method:
     """The method that drafts with layers of the target's own checkpoint."""
     return next(method for method in built_in_methods() if method.in_target_checkpoint)
@@ -135,9 +148,11 @@ def drafting_method(name: str | None) -> Method | None:
 
 
 def takes_model(name: str | None) -> bool:
-    """Tells methods that can have a draft model from those that draft without one; a combination has one."""
-    method = _all_methods().get(name) if isinstance(name, str) else None
-    return method is None or method.takes_model
+    """Tells methods that can have a draft model from those that draft without one; unknown ones have one."""
+    if not isinstance(name, str):
+        return True
+    known = _all_methods()
+    return any(part not in known or known[part].takes_model for part in parts_of(name))
 
 
 def is_language_model(name: str | None) -> bool:

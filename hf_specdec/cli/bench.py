@@ -160,11 +160,10 @@ def _read_specs(place: Place, specs: list[str] | None) -> tuple[list[Any], list[
     """Settings of every `--spec`, and the names of those that are rows of the demo."""
     from .. import demo
     from ..bench.decoders import read_spec
-    from ..method import built_in_methods
+    from ..method import names_without_weights
 
     named = demo.settings() if place.is_embedded else {}
-    of_all_targets = [method.name for method in built_in_methods() if not method.takes_model]
-    specs = specs or list(named) or of_all_targets
+    specs = specs or list(named) or names_without_weights()
     return [read_spec(text, named) for text in specs], [text if text in named else None for text in specs]
 
 

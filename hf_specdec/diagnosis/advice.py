@@ -25,7 +25,7 @@ from ..control.theory import break_even_acceptance, optimal_length
 from ..hub.discover import Search
 from ..hub.target import Access, Target
 from ..hub.trust import one_line
-from ..method import built_in_methods
+from ..method import built_in_methods, names_without_weights
 from ..metrics import SpecDecodingStats
 from ..settings import AUTO, SpeculativeConfig
 from ..target_facts import model_name
@@ -40,10 +40,14 @@ _NEAR = 0.8
 # Of the drafters that discovery has found, the best ones are measured.
 DEFAULT_MOST_DRAFTERS = 4
 
-_METHODS_FOR_ALL = tuple(method.name for method in built_in_methods() if not method.takes_model)
-
 # The method that drafts whatever repeats, and needs nothing.
-_REPEATING = {"method": _METHODS_FOR_ALL[0]}
+_REPEATING = {
+    "method": next(
+        method.name
+        for method in built_in_methods()
+        if not (method.takes_model or method.package or method.complements_copies)
+    )
+}
 
 _GREEDY = {"do_sample": False}
 
@@ -176,7 +180,7 @@ def advise(
         adviser.add(name, SpeculativeConfig.resolve(spec).to_dict(), "named by the user")
     if discover:
         adviser.search(local_files_only, most_drafters)
-    for method in _METHODS_FOR_ALL:
+    for method in names_without_weights():
         adviser.add(method, {"method": method}, "needs no weights")
     adviser.measure(list(adviser.decoders))
     if try_lengths:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..method import methods, takes_model
+from ..method import methods, parts_of, takes_model
 from ..settings import AUTO, SpeculativeConfig, describe_settings
 from .trust import one_line, owner_of
 
@@ -123,15 +123,20 @@ _REASONS = {
 
 def rank(candidate: Candidate) -> tuple:
     """Sort key of candidates, the best first; unusable ones come last."""
-    method = methods().get(candidate.method)
     return (
         bool(candidate.problems),
         RELATIONS.index(candidate.relation),
         PLACES.index(candidate.place),
-        math.inf if method is None else method.preference,
+        _preferences(candidate.method),
         -candidate.downloads,
         candidate.model or "",
     )
+
+
+def _preferences(name: str | None) -> list[float]:
+    """Places of a method's parts; a combination comes before its first part alone."""
+    parts = [] if name is None else parts_of(name)
+    return [*(methods()[part].preference if part in methods() else math.inf for part in parts), math.inf]
 
 
 def without(settings: Mapping[str, Any], *names: str) -> dict[str, Any]:

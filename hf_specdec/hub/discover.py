@@ -36,6 +36,8 @@ from ..method import (
     built_in_methods,
     drafting_method,
     is_language_model,
+    methods,
+    names_without_weights,
     own_layers_method,
     parts_of,
     preferred_methods,
@@ -517,11 +519,10 @@ def _looks_like_drafter(info: ModelInfo, base_model: str) -> bool:
 
 def _without_weights(search: Search) -> Iterator[Candidate]:
     """Methods that work with every target. Their gain differs from text to text, and their lengths adapt to it."""
-    for method in preferred_methods():
-        if not method.takes_model:
-            is_missing = method.package is not None and find_spec(method.package.replace("-", "_")) is None
-            problems = (f"The package {method.package} is not installed.",) if is_missing else ()
-            yield Candidate(method.name, problems=problems)
+    for name in names_without_weights():
+        packages = [package for part in parts_of(name) if (package := methods()[part].package)]
+        missing = [package for package in packages if find_spec(package.replace("-", "_")) is None]
+        yield Candidate(name, problems=tuple(f"The package {package} is not installed." for package in missing))
 
 
 _SEARCHES: dict[str, Callable[[Search], Iterator[Candidate]]] = {

@@ -25,7 +25,7 @@ from tests.hub.server import TOKEN
 from tests.models import prompts, tiny_llama
 
 
-FALLBACK = "suffix"
+FALLBACK = "suffix+recycling"
 
 
 def generate(model, **arguments):
@@ -85,8 +85,8 @@ class TestPlaces:
     def test_nothing_found_and_no_suffix_trees(self, target, monkeypatch):
         monkeypatch.setattr("hf_specdec.hub.discover.find_spec", lambda name: None)
         stats = generate(load())
-        assert stats.method == "ngram"
-        assert stats.notes[0].startswith("method='auto' chose ngram: no drafter with weights was found")
+        assert stats.method == "ngram+recycling"
+        assert stats.notes[0].startswith("method='auto' chose ngram+recycling: no drafter with weights was found")
 
     def test_nothing_that_loads(self, target, hub, log):
         tensors = load_file(EAGLE / "model.safetensors")

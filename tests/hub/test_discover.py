@@ -21,7 +21,7 @@ from tests.hub.drafters import DFLASH, EAGLE, FIXTURES, MEDUSA, MTP, card_of
 from tests.models import letter_tokenizer, tiny_llama
 
 
-WITHOUT_WEIGHTS = ["suffix", "ngram", "recycling"]
+WITHOUT_WEIGHTS = ["suffix+recycling", "suffix", "ngram+recycling", "ngram", "recycling"]
 
 
 def search_for(name="user/target", limit=discover.DEFAULT_LIMIT, **access):
@@ -482,7 +482,7 @@ class TestFaults:
 
     def test_missing_package(self, target, monkeypatch):
         monkeypatch.setattr(discover, "find_spec", lambda name: None)
-        assert [item.method for item in search_for().usable()] == ["ngram", "recycling"]
+        assert [item.method for item in search_for().usable()] == ["ngram+recycling", "ngram", "recycling"]
 
 
 class TestCommand:

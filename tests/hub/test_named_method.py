@@ -328,6 +328,6 @@ def test_a_bad_repository_in_the_cache(hub, tmp_path, changes):
     hub.add("user/bad", demo.drafter_path("draft_model"), files=files, card=card_of("user/target"))
     for name in ("user/bad", "user/target"):
         snapshot_download(name)
-    assert generate(load(), spec_method="auto").method == "suffix"
+    assert generate(load(), spec_method="auto").method == "suffix+recycling"
     with pytest.raises((SpecConfigError, CheckpointFormatError), match="user/bad|none was found"):
         generate(load(), spec_method="draft_model")

@@ -11,6 +11,7 @@ METHODS = (
         generator="generator:RecyclingCandidateGenerator",
         takes_model=False,
         drafts_static_trees=True,
+        complements_copies=True,
         aliases=("token_recycling",),
         preference=10,
         preferred_because="no weights: what the target considered after the same token",

@@ -12,8 +12,8 @@ cases, beside the best of the fixed lengths: the embedded drafters on the demo's
 the other, since the best length for one short text is the luckiest one. All sides of a case generate the same greedy
 text, in turns of some cycles each, so that a machine that is slow for a while is slow for all of them. Times are those
 of each side's own thread. A ratio is the median of those of the rounds. Each side has been warmed up by two calls or
-more, in which the controller learns. `--target` has the demo's model, one of 127 M random parameters, in whose
-forwards the loop has no advantage of its own, and a real one.
+more, in which the controller learns; of the texts nothing is remembered. `--target` has the demo's model, one of
+127 M random parameters, in whose forwards the loop has no advantage of its own, and a real one.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from hf_specdec.bench.machine import describe_environment
 from hf_specdec.bench.prompts import as_chat
 from hf_specdec.candidate_generators.base import NoDrafts
 from hf_specdec.demo import smollm2
+from hf_specdec.method import names_without_weights, takes_model
 
 
 T = TypeVar("T")
@@ -60,6 +61,9 @@ FIXED_LENGTHS = {"ngram": (4, 8, 16, 24), "draft_model": (1, 3, 5, 8, 12), "eagl
 
 # Part of the throughput of plain generation in hostile cases, and of the best fixed length in friendly ones.
 GOALS = {"hostile": 0.97, "friendly": 0.95}
+
+# Of the methods without weights the one that is chosen where no drafter is found.
+_PREFERRED = names_without_weights()[0]
 
 # Rounds that are measured whatever they take.
 _LEAST_ROUNDS = 3
@@ -134,7 +138,7 @@ def useless_cases(target: PreTrainedModel) -> list[Case]:
     for batch_size in (1, 8, 32):
         text, calls = f"random text, batch {batch_size}", noise(target, batch_size)
         cases.append(Case(f"useless draft model, {text}", "hostile", "draft_model", calls, 64, useless))
-        cases.append(Case(f"ngram, {text}", "hostile", "ngram", calls, 64))
+        cases += [Case(f"{method}, {text}", "hostile", method, calls, 64) for method in ("ngram", _PREFERRED)]
     return cases
 
 
@@ -179,7 +183,7 @@ def smollm2_cases(target: PreTrainedModel) -> list[Case]:
         return [encoded(tokenizer, [p.text], add_special_tokens=False) for p in prompts if p.kind == kind]
 
     cases = [Case(f"ngram, {kind}", "friendly", "ngram", texts(kind), 96) for kind in ("edit", "quote")]
-    for method in ("ngram", "suffix"):
+    for method in names_without_weights():
         cases += [Case(f"{method}, {kind}", "hostile", method, texts(kind), 64) for kind in ("chat", "story")]
     return [*cases, *useless_cases(target)]
 
@@ -206,13 +210,17 @@ def make_sides(
         calls = [target.generate(**inputs, **settings, streamer=streamer) for inputs in case.calls]
         return [row for texts in calls for row in texts.tolist()]
 
+    def drafted(streamer, speculator):
+        # The texts of the last round are the same.
+        return generate(streamer, speculator.without_texts(target))
+
     def side(length):
         given = {"method": case.method, "num_speculative_tokens": length, **case.options}
         if case.draft_model is not None:
             given["draft_model"] = case.draft_model
-        elif case.method != "ngram":
+        elif takes_model(case.method):
             given["model"] = demo.drafter_path(case.method)
-        return partial(generate, speculator=load_speculator(target, **given))
+        return partial(drafted, speculator=load_speculator(target, **given))
 
     sides = {PLAIN: generate, AUTO: side("auto")}
     if case.kind == "friendly":

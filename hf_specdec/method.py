@@ -41,7 +41,7 @@ class Method:
         drafts_static_trees (`bool`): `speculative_token_tree` gives its tree.
         drafts_one_token_per_head (`bool`): A checkpoint has a head for each draft token.
         aliases (`tuple[str, ...]`): Other names for `spec_method`.
-        complements_copies (`bool`): Drafts well, and without weights, where other methods without weights find nothing.
+        complements_copies (`bool`): Drafts without weights where others that do so find nothing to copy.
         package (`str`, *optional*): Optional dependency without which it cannot draft, as pip names it.
         preference (`int`): Place among drafters that fit a target equally well, 1 being the first.
         preferred_because (`str`): The reason of that place.

@@ -138,7 +138,7 @@ def test_demo_in_batches_and_with_threads_of_its_own():
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
-        result = invoke(*SHORT_DEMO, "--methods", "ngram", "--batch-size", 3, "--threads", before)
+        result = invoke(*SHORT_DEMO, "--methods", "ngram", "--batch-sizes", 3, "--threads", before)
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
@@ -146,7 +146,59 @@ def test_demo_in_batches_and_with_threads_of_its_own():
     report = json.loads(result.stdout)
     assert report["environment"]["threads"] == before
     assert report["rows"][1]["identical"]
-    assert report["rows"][1]["num_texts"] == len(demo.prompts())
+    # Batches of both kinds are filled.
+    assert report["rows"][1]["num_texts"] == 2 * 3
+    assert report["settings"]["batch_size"] == 3
+
+
+def test_demo_samples_and_still_compares_greedy_texts(monkeypatch):
+    time_call, temperatures = engine.time_call, []
+
+    def noted(model, batch, arguments, seed=0):
+        temperatures.append(arguments["do_sample"] and arguments["temperature"])
+        return time_call(model, batch, arguments, seed)
+
+    monkeypatch.setattr(engine, "time_call", noted)
+    result = invoke(*SHORT_DEMO, "--methods", "ngram", "--batch-sizes", "2,1", "--temperature", 0.8)
+    assert result.exit_code == 0, result.stderr
+    # Both kinds have two batches of one prompt and one of two, in both ways; the warm-up has one of each size.
+    assert temperatures == [False] * 12 + [0.8] * (4 + 12)
+    report = json.loads(result.stdout)
+    assert [(row["batch_size"], row["method"]) for row in report["rows"]] == [
+        (size, method) for size in (1, 2) for method in ("plain", "ngram")
+    ]
+    assert all(row["identical"] and row["first_differences"] == {} for row in report["rows"])
+    # Nothing is said of sampled texts, which differ.
+    assert not any("same_texts" in row for row in report["rows"])
+    settings = report["settings"]
+    assert settings["batch_sizes"] == settings["batch_size"] == [1, 2]
+    assert (settings["decoding"], settings["seed"]) == ("sampled (temperature 0.8)", 0)
+    assert len(report["identity_check"]["plain_tokens_per_second"]) == 2
+
+
+def test_demo_prints_a_table_for_each_batch_size():
+    short = ("--max-new-tokens", 4, "--rounds", 1)
+    result = invoke("demo", "--methods", "ngram", "--batch-sizes", "1,2", "--stock", "--sample", *short)
+    assert result.exit_code == 0, result.stderr
+    first, second = result.stdout.split("Batch size 2\n")
+    assert first.startswith("Batch size 1\n")
+    for part in (first, second):
+        lines = [line.split() for line in part.splitlines()]
+        (measured,) = (line for line in lines if line[:1] == ["ngram"] and line[-1] == "yes")
+        assert float(measured[2]) > 0
+    # The name of prompt lookup leaves no room for the kinds of prompts, which have a table of their own.
+    assert "…" not in result.stdout
+    text = " ".join(second.split())
+    assert "new tokens, sampled;" in text
+    assert "Sampled with seed 0 in the first round" in text
+    assert "Texts that are the same" not in text
+    assert "stock_prompt_lookup cannot run at batch size 2" in text
+
+
+def test_demo_refuses_batch_sizes_below_one():
+    result = invoke("demo", "--batch-sizes", "0,2")
+    assert result.exit_code == 2
+    assert "--batch-sizes must be numbers from 1" in result.stderr
 
 
 def test_demo_fails_if_an_output_differs(monkeypatch):

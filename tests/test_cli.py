@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from hf_specdec import __version__, cli, demo
@@ -193,6 +195,35 @@ def test_demo_prints_a_table_for_each_batch_size():
     assert "Sampled with seed 0 in the first round" in text
     assert "Texts that are the same" not in text
     assert "stock_prompt_lookup cannot run at batch size 2" in text
+
+
+def test_demo_takes_the_heads_of_a_folder(tmp_path):
+    for name, method in (("mine", "eagle3"), ("medusa", "eagle")):
+        shutil.copytree(demo.drafter_path(method), tmp_path / name)
+    (tmp_path / "logs").mkdir()
+    result = invoke(*SHORT_DEMO, "--heads", tmp_path, "--methods", "mine,medusa,ngram")
+    assert result.exit_code == 0, result.stderr
+    found = {row["method"]: row["settings"] for row in json.loads(result.stdout)["rows"][1:]}
+    assert list(found) == ["mine", "medusa", "ngram"]
+    assert (found["mine"]["method"], found["mine"]["model"]) == ("eagle3", str(tmp_path / "mine"))
+    # It takes the place of the demo's own.
+    assert (found["medusa"]["method"], found["medusa"]["model"]) == ("eagle", str(tmp_path / "medusa"))
+
+
+def test_demo_refuses_heads_before_the_first_forward(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "time_call", lambda *_: pytest.fail("a call was timed"))
+
+    def refusal(folder):
+        result = invoke(*SHORT_DEMO, "--heads", folder)
+        assert result.exit_code == 2, result.stdout
+        assert len(result.stderr.splitlines()) == 1
+        return result.stderr
+
+    assert "nowhere' is no folder." in refusal(tmp_path / "nowhere")
+    assert "has no sub-folder with the config.json of a drafter" in refusal(tmp_path)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=100, **sizes)).save_pretrained(tmp_path / "small")
+    assert f"'{tmp_path / 'small'}' cannot draft for the model." in refusal(tmp_path)
 
 
 def test_demo_refuses_batch_sizes_below_one():

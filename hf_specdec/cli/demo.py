@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -75,6 +76,9 @@ def demo_command(
     methods: Annotated[
         str | None, typer.Option(help="Methods to compare, separated by commas. Left out: all of them.")
     ] = None,
+    heads: Annotated[
+        Path | None, typer.Option(help="Folder whose sub-folders are drafters: each of them in a further row.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens to generate per prompt.")] = 256,
     rounds: RoundsOption = 3,
     max_seconds: Annotated[
@@ -107,7 +111,7 @@ def demo_command(
     """
     sizes, sampling = read_batch_sizes(batch_sizes), sampling_arguments(temperature, None, None, sample)
     place = import_module(model.place)
-    chosen = _chosen_methods(place.settings(), methods)
+    chosen = _chosen_methods({**place.settings(), **_settings_of_heads(place, heads)}, methods)
     if fixed:
         always = {"num_speculative_tokens": "fixed"}
         chosen = {
@@ -130,6 +134,23 @@ def demo_command(
         raise typer.Exit(EXIT_DIFFERENT)
     if report["settings"]["interrupted"]:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _settings_of_heads(place: ModuleType, folder: Path | None) -> dict[str, dict[str, Any]]:
+    """Settings of the drafters in the sub-folders of `--heads`, by the names of these."""
+    if folder is None:
+        return {}
+    from ..hub.inspect import inspect_checkpoint
+
+    found = sorted(config.parent for config in folder.glob("*/config.json"))
+    if not found:
+        reason = "has no sub-folder with the config.json of a drafter" if folder.is_dir() else "is no folder"
+        raise SpecConfigError(f"--heads '{folder}' {reason}. Name a folder with a sub-folder for each drafter.")
+    for path in found:
+        problems = inspect_checkpoint(path, place.target_path()).problems
+        if problems:
+            raise SpecConfigError(f"--heads: '{path}' cannot draft for the model. {' '.join(problems)}")
+    return {path.name: {"model": str(path)} for path in found}
 
 
 def _chosen_methods(table: dict[str, dict[str, Any]], names: str | None) -> dict[str, dict[str, Any]]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -9,12 +10,14 @@ import sys
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from hf_specdec import __version__, cli, demo
 from hf_specdec.bench import engine
 from hf_specdec.bench.machine import suitable_dtype
+from hf_specdec.cli.demo import _speedup_chart
 from hf_specdec.cli.generate import _read_prompt
 from hf_specdec.errors import SpecConfigError, SpecDecError
 
@@ -187,7 +190,8 @@ def test_demo_prints_a_table_for_each_batch_size():
     for part in (first, second):
         lines = [line.split() for line in part.splitlines()]
         (measured,) = (line for line in lines if line[:1] == ["ngram"] and line[-1] == "yes")
-        assert float(measured[2]) > 0
+        (bars,) = (line for line in lines if line[:1] == ["ngram"] and "|" in "".join(line))
+        assert measured[2] == bars[-1]
     # The name of prompt lookup leaves no room for the kinds of prompts, which have a table of their own.
     assert "…" not in result.stdout
     text = " ".join(second.split())
@@ -195,6 +199,19 @@ def test_demo_prints_a_table_for_each_batch_size():
     assert "Sampled with seed 0 in the first round" in text
     assert "Texts that are the same" not in text
     assert "stock_prompt_lookup cannot run at batch size 2" in text
+
+
+@pytest.mark.parametrize(("encoding", "bar"), [("utf-8", "━"), ("ascii", "-")])
+def test_chart_marks_plain_generation(encoding, bar):
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    speedups = {"plain": 1.0, "faster": 3.0, "slower": 0.5, "a_little": 1.5}
+    chart = _speedup_chart([{"method": name, "speedup": speedup} for name, speedup in speedups.items()])
+    Console(file=file, width=80).print(chart)
+    file.seek(0)
+    _, *lines = file.read().splitlines()
+    bars = {line.split()[0]: [part.count(bar) for part in line.split("|")] for line in lines}
+    assert bars == {"plain": [16, 0], "faster": [16, 32], "slower": [8, 0], "a_little": [16, 8]}
+    assert [line.split()[-1] for line in lines] == ["1.00", "3.00", "0.50", "1.50"]
 
 
 def test_demo_takes_the_heads_of_a_folder(tmp_path):

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -53,6 +55,9 @@ if TYPE_CHECKING:
 
 # Kinds of prompts that have columns in the table of methods.
 _MOST_KINDS = 2
+
+# Columns of the bars, which leave room for names and figures in 80.
+_WIDTH_OF_BARS = 48
 
 
 class DemoModel(str, Enum):
@@ -272,6 +277,7 @@ def _print_demo(report: dict[str, Any]) -> None:
             console.print(table)
         else:
             console.print(_demo_table(rows, refused, []), _kinds_table(rows, kinds))
+        console.print(Padding(_speedup_chart(rows), (0, 0, 1, 1)))
     print_notes(_notes(report, kinds))
 
 
@@ -351,3 +357,20 @@ def _kinds_table(rows: list[Mapping[str, Any]], kinds: list[str]) -> Table:
         cells = (f"{one['speedup']:.2f} {one['mean_acceptance_length']:.1f}" for one in found)
         table.add_row(row["method"], *cells)
     return table
+
+
+def _speedup_chart(rows: list[Mapping[str, Any]]) -> Table:
+    """Bars of the speed-ups, with a line where those of plain generation end."""
+    longest = max(2.0, *(row["speedup"] for row in rows))
+    left = round(_WIDTH_OF_BARS / longest)
+    chart = Table("speed-up ", "", "|", "1.00", "", box=None, padding=0)
+    for row in rows:
+        speedup = row["speedup"]
+        chart.add_row(
+            f"{row['method']} ",
+            ProgressBar(1.0, min(speedup, 1.0), left, complete_style="red", finished_style="green"),
+            "|",
+            ProgressBar(longest - 1.0, max(speedup - 1.0, 0.0), _WIDTH_OF_BARS - left, complete_style="green"),
+            f" {speedup:.2f}",
+        )
+    return chart

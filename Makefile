@@ -2,6 +2,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
+# Drafters of the real model, in checkouts that have them.
+HEADS = $(addprefix --heads ,$(wildcard heads/smollm2))
 # The same versions also where pip builds a package in an environment of its own.
 export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
 
@@ -19,7 +21,7 @@ demo: setup
 	$(BIN)/hf-specdec demo
 
 real: setup
-	$(BIN)/hf-specdec demo --model smollm2 --dtype float32 --stock --max-seconds 600
+	$(BIN)/hf-specdec demo --model smollm2 --dtype float32 --stock --max-seconds 600 $(HEADS)
 
 test: setup
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu"

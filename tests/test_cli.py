@@ -1,18 +1,23 @@
 from __future__ import annotations
 
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
 import torch
+from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from hf_specdec import __version__, cli, demo
 from hf_specdec.bench import engine
 from hf_specdec.bench.machine import suitable_dtype
+from hf_specdec.cli.demo import _speedup_chart
 from hf_specdec.cli.generate import _read_prompt
 from hf_specdec.errors import SpecConfigError, SpecDecError
 
@@ -138,7 +143,7 @@ def test_demo_in_batches_and_with_threads_of_its_own():
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
-        result = invoke(*SHORT_DEMO, "--methods", "ngram", "--batch-size", 3, "--threads", before)
+        result = invoke(*SHORT_DEMO, "--methods", "ngram", "--batch-sizes", 3, "--threads", before)
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
@@ -146,7 +151,102 @@ def test_demo_in_batches_and_with_threads_of_its_own():
     report = json.loads(result.stdout)
     assert report["environment"]["threads"] == before
     assert report["rows"][1]["identical"]
-    assert report["rows"][1]["num_texts"] == len(demo.prompts())
+    # Batches of both kinds are filled.
+    assert report["rows"][1]["num_texts"] == 2 * 3
+    assert report["settings"]["batch_size"] == 3
+
+
+def test_demo_samples_and_still_compares_greedy_texts(monkeypatch):
+    time_call, temperatures = engine.time_call, []
+
+    def noted(model, batch, arguments, seed=0):
+        temperatures.append(arguments["do_sample"] and arguments["temperature"])
+        return time_call(model, batch, arguments, seed)
+
+    monkeypatch.setattr(engine, "time_call", noted)
+    result = invoke(*SHORT_DEMO, "--methods", "ngram", "--batch-sizes", "2,1", "--temperature", 0.8)
+    assert result.exit_code == 0, result.stderr
+    # Both kinds have two batches of one prompt and one of two, in both ways; the warm-up has one of each size.
+    assert temperatures == [False] * 12 + [0.8] * (4 + 12)
+    report = json.loads(result.stdout)
+    assert [(row["batch_size"], row["method"]) for row in report["rows"]] == [
+        (size, method) for size in (1, 2) for method in ("plain", "ngram")
+    ]
+    assert all(row["identical"] and row["first_differences"] == {} for row in report["rows"])
+    # Nothing is said of sampled texts, which differ.
+    assert not any("same_texts" in row for row in report["rows"])
+    settings = report["settings"]
+    assert settings["batch_sizes"] == settings["batch_size"] == [1, 2]
+    assert (settings["decoding"], settings["seed"]) == ("sampled (temperature 0.8)", 0)
+    assert len(report["identity_check"]["plain_tokens_per_second"]) == 2
+
+
+def test_demo_prints_a_table_for_each_batch_size():
+    short = ("--max-new-tokens", 4, "--rounds", 1)
+    result = invoke("demo", "--methods", "ngram", "--batch-sizes", "1,2", "--stock", "--sample", *short)
+    assert result.exit_code == 0, result.stderr
+    first, second = result.stdout.split("Batch size 2\n")
+    assert first.startswith("Batch size 1\n")
+    for part in (first, second):
+        lines = [line.split() for line in part.splitlines()]
+        (measured,) = (line for line in lines if line[:1] == ["ngram"] and line[-1] == "yes")
+        (bars,) = (line for line in lines if line[:1] == ["ngram"] and "|" in "".join(line))
+        assert measured[2] == bars[-1]
+    # The name of prompt lookup leaves no room for the kinds of prompts, which have a table of their own.
+    assert "…" not in result.stdout
+    text = " ".join(second.split())
+    assert "new tokens, sampled;" in text
+    assert "Sampled with seed 0 in the first round" in text
+    assert "Texts that are the same" not in text
+    assert "stock_prompt_lookup cannot run at batch size 2" in text
+
+
+@pytest.mark.parametrize(("encoding", "bar"), [("utf-8", "━"), ("ascii", "-")])
+def test_chart_marks_plain_generation(encoding, bar):
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    speedups = {"plain": 1.0, "faster": 3.0, "slower": 0.5, "a_little": 1.5}
+    chart = _speedup_chart([{"method": name, "speedup": speedup} for name, speedup in speedups.items()])
+    Console(file=file, width=80).print(chart)
+    file.seek(0)
+    _, *lines = file.read().splitlines()
+    bars = {line.split()[0]: [part.count(bar) for part in line.split("|")] for line in lines}
+    assert bars == {"plain": [16, 0], "faster": [16, 32], "slower": [8, 0], "a_little": [16, 8]}
+    assert [line.split()[-1] for line in lines] == ["1.00", "3.00", "0.50", "1.50"]
+
+
+def test_demo_takes_the_heads_of_a_folder(tmp_path):
+    for name, method in (("mine", "eagle3"), ("medusa", "eagle")):
+        shutil.copytree(demo.drafter_path(method), tmp_path / name)
+    (tmp_path / "logs").mkdir()
+    result = invoke(*SHORT_DEMO, "--heads", tmp_path, "--methods", "mine,medusa,ngram")
+    assert result.exit_code == 0, result.stderr
+    found = {row["method"]: row["settings"] for row in json.loads(result.stdout)["rows"][1:]}
+    assert list(found) == ["mine", "medusa", "ngram"]
+    assert (found["mine"]["method"], found["mine"]["model"]) == ("eagle3", str(tmp_path / "mine"))
+    # It takes the place of the demo's own.
+    assert (found["medusa"]["method"], found["medusa"]["model"]) == ("eagle", str(tmp_path / "medusa"))
+
+
+def test_demo_refuses_heads_before_the_first_forward(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "time_call", lambda *_: pytest.fail("a call was timed"))
+
+    def refusal(folder):
+        result = invoke(*SHORT_DEMO, "--heads", folder)
+        assert result.exit_code == 2, result.stdout
+        assert len(result.stderr.splitlines()) == 1
+        return result.stderr
+
+    assert "nowhere' is no folder." in refusal(tmp_path / "nowhere")
+    assert "has no sub-folder with the config.json of a drafter" in refusal(tmp_path)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=100, **sizes)).save_pretrained(tmp_path / "small")
+    assert f"'{tmp_path / 'small'}' cannot draft for the model." in refusal(tmp_path)
+
+
+def test_demo_refuses_batch_sizes_below_one():
+    result = invoke("demo", "--batch-sizes", "0,2")
+    assert result.exit_code == 2
+    assert "--batch-sizes must be numbers from 1" in result.stderr
 
 
 def test_demo_fails_if_an_output_differs(monkeypatch):

@@ -30,7 +30,8 @@ def make_report(
     missing: Mapping[str, str],
     asked: Mapping[str, Any],
     *,
-    greedy: bool,
+    sampling: Mapping[str, Any],
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Describes a measurement as plain JSON types, and the machine in its present state.
 
@@ -39,20 +40,43 @@ def make_report(
         decoders (`Sequence[Decoder]`): The ways of decoding.
         found (`Measurement`): At least one round.
         missing (`Mapping`): The reason of each method that could not be loaded.
-        asked (`Mapping`): Settings of the command.
-        greedy (`bool`): Texts are to be those of plain generation.
+        asked (`Mapping`): Settings of the command beside those of [`measure`].
+        sampling (`Mapping`): Arguments of `generate()`; greedy texts are to be those of plain generation.
+        seed (`int`): Of the first round's sampling.
     """
     refused = [(None, missing), *found.refused.items()]
     return {
-        "rows": make_rows(model, decoders, found, greedy=greedy),
+        "rows": make_rows(model, decoders, found, greedy=not sampling["do_sample"]),
         # Ways that could not run, at which batch size (`None`: at all), and the reasons.
         "unavailable": [
             {"method": name, "batch_size": size, "reason": reason}
             for size, reasons in refused
             for name, reason in reasons.items()
         ],
-        "settings": {**asked, "rounds": len(found.rounds), "interrupted": found.interrupted},
+        "settings": {**asked, **_settings(found, sampling, seed)},
         "environment": describe_environment(model.device, model.dtype),
+    }
+
+
+def _settings(found: Measurement, sampling: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Prompts, batch sizes, sampling and rounds."""
+    sizes = [*found.batches]
+    # Every batch size has all of them.
+    prompts = {name: batch.kind for batch in found.batches[sizes[0]] for name in batch.names}
+    details = ", ".join(f"{key} {value}" for key, value in sampling.items() if key != "do_sample")
+    return {
+        "prompts": prompts,
+        "batch_size": sizes[0] if len(sizes) == 1 else sizes,
+        "batch_sizes": sizes,
+        # Rows that repeat a prompt, to fill the batches of its kind.
+        "repeated_prompts": {
+            str(size): sum(len(batch.names) for batch in group) - len(prompts) for size, group in found.batches.items()
+        },
+        "decoding": "greedy" if not sampling["do_sample"] else f"sampled ({details})" if details else "sampled",
+        "sampling": sampling,
+        "seed": seed,
+        "rounds": len(found.rounds),
+        "interrupted": found.interrupted,
     }
 
 

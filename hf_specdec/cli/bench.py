@@ -16,8 +16,19 @@ from rich.text import Text
 
 from ..errors import SpecConfigError, counted
 from .common import EXIT_INTERRUPTED, JsonOption, new_table, print_notes, progress_bars, say, show
-from .generate import TemperatureOption, TopKOption, TopPOption, sampling_arguments
-from .target import EMBEDDED, MaxSecondsOption, Place, RawOption, RoundsOption, has_template, on_target, tokenised
+from .generate import SampleOption, TemperatureOption, TopKOption, TopPOption, sampling_arguments
+from .target import (
+    EMBEDDED,
+    BatchSizesOption,
+    MaxSecondsOption,
+    Place,
+    RawOption,
+    RoundsOption,
+    has_template,
+    on_target,
+    read_batch_sizes,
+    tokenised,
+)
 
 
 if TYPE_CHECKING:
@@ -61,15 +72,13 @@ def bench_command(
         int, _prompt_option("--max-new-tokens", "-n", min=2, help="Most tokens to generate per prompt.")
     ] = 256,
     raw: RawOption = False,
-    batch_sizes: Annotated[str, typer.Option(help="Prompts generated together: numbers separated by commas.")] = "1",
+    batch_sizes: BatchSizesOption = "1",
     rounds: RoundsOption = 3,
     max_seconds: MaxSecondsOption = None,
     stock: Annotated[
         bool, typer.Option("--stock/--no-stock", help="Also time transformers' own assisted generation.")
     ] = True,
-    sample: Annotated[
-        bool, _sampling_option("--sample", help="Sample instead of greedy decoding, as the target's config says.")
-    ] = False,
+    sample: SampleOption = False,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     top_k: TopKOption = None,
@@ -84,7 +93,7 @@ def bench_command(
     complete.
     """
     # All that can be checked without the target is checked before it is loaded.
-    sizes, sampling = _batch_sizes(batch_sizes), sampling_arguments(temperature, top_p, top_k, sample)
+    sizes, sampling = read_batch_sizes(batch_sizes), sampling_arguments(temperature, top_p, top_k, sample)
     chosen, names = _read_specs(place, specs)
     texts = _read_prompts(place, prompts, max_new_tokens, num_prompts)
     if plot is not None:
@@ -107,25 +116,14 @@ def bench_command(
             found = measure(
                 model, decoders, batches, rounds, sampling, seed=seed, max_seconds=max_seconds, begin=begin
             )
-        details = ", ".join(f"{key} {value}" for key, value in sampling.items() if key != "do_sample")
         asked = {
             "target": place.target,
-            "prompts": {text.name: text.kind for text in texts},
             "prompts_source": prompts or EMBEDDED,
             "chat_template": has_template(tokenizer, raw),
             "max_new_tokens": max_new_tokens,
-            "batch_size": sizes[0] if len(sizes) == 1 else sizes,
-            "batch_sizes": sizes,
-            # Rows that repeat a prompt, to fill the batches of its kind.
-            "repeated_prompts": {
-                str(size): sum(len(batch.names) for batch in group) - len(texts) for size, group in batches.items()
-            },
             "rounds_asked": rounds,
-            "decoding": "greedy" if not sampling["do_sample"] else f"sampled ({details})" if details else "sampled",
-            "sampling": sampling,
-            "seed": seed,
         }
-        report = make_report(model, decoders, found, missing, asked, greedy=not sampling["do_sample"])
+        report = make_report(model, decoders, found, missing, asked, sampling=sampling, seed=seed)
     if output is not None:
         try:
             output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -142,18 +140,6 @@ def bench_command(
 
 
 # ------------------------------------------------------------------------------------------------------------ options
-
-
-def _batch_sizes(text: str) -> list[int]:
-    try:
-        sizes = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        sizes = [0]
-    if sizes[0] < 1:
-        raise SpecConfigError(
-            f"--batch-sizes must be numbers from 1 separated by commas, such as 1,4,16; got '{text}'."
-        )
-    return sizes
 
 
 def _read_specs(place: Place, specs: list[str] | None) -> tuple[list[Any], list[str | None]]:
@@ -198,8 +184,7 @@ def _print_bench(report: Mapping[str, Any]) -> None:
         console = Console(width=_WIDTH_OF_FILES)
     settings = report["settings"]
     for size in settings["batch_sizes"]:
-        rows = [row for row in report["rows"] if row["batch_size"] == size]
-        refused = [row for row in report["unavailable"] if row["batch_size"] in (size, None)]
+        rows, refused = rows_at(report, size)
         say(f"\nBatch size {size}", "bold")
         console.print(_speed_table(rows, refused))
         if len({*settings["prompts"].values()}) > 1:
@@ -207,6 +192,12 @@ def _print_bench(report: Mapping[str, Any]) -> None:
         if any(row["accepted_per_position"] for row in rows):
             console.print(_draft_table(rows))
     print_notes(_notes(report))
+
+
+def rows_at(report: Mapping[str, Any], size: int) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Rows of a batch size: what was measured, and what could not run."""
+    measured = [row for row in report["rows"] if row["batch_size"] == size]
+    return measured, [row for row in report["unavailable"] if row["batch_size"] in (size, None)]
 
 
 def _speed_table(rows: list[Mapping[str, Any]], refused: list[Mapping[str, Any]]) -> Table:
@@ -292,10 +283,7 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
         notes.append(f"{settings['rounds']} of {counted(settings['rounds_asked'], 'round')}: {reason}.")
     if any(row["method"].startswith(STOCK) for row in (*rows, *report["unavailable"])):
         notes.append(f"{STOCK}*: transformers' own assisted generation.")
-    repeated = {size: count for size, count in settings["repeated_prompts"].items() if count}
-    if repeated:
-        shown = ", ".join(f"{count} at batch size {size}" for size, count in repeated.items())
-        notes.append(f"Prompts repeated to fill batches: {shown}. That favours methods that remember texts (suffix).")
+    notes += repetitions(settings)
     peaks = [
         f"{row['method']} {row['peak_memory_bytes'] / 1e6:.0f} (batch {row['batch_size']})"
         for row in rows
@@ -303,12 +291,20 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
     ]
     if peaks:
         notes.append(f"Most GPU memory of a call beyond all loaded weights, MB: {', '.join(peaks)}.")
-    notes += [f"{_where(row)}: {note}." for row in rows for note in row["notes"]]
+    notes += [f"{where(row)}: {note}." for row in rows for note in row["notes"]]
     notes += [_difference(row) for row in rows if row["identical"] is False]
-    return notes + _refusals(report["unavailable"])
+    return notes + refusals(report["unavailable"])
 
 
-def _refusals(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+def repetitions(settings: Mapping[str, Any]) -> list[str]:
+    """A line about prompts that are in their batches twice, if there are any."""
+    repeated = {size: count for size, count in settings["repeated_prompts"].items() if count}
+    shown = ", ".join(f"{count} at batch size {size}" for size, count in repeated.items())
+    favoured = "That favours methods that remember texts (suffix)."
+    return [f"Prompts repeated to fill batches: {shown}. {favoured}"] if repeated else []
+
+
+def refusals(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """A line for each reason and the methods that have it at the same batch sizes."""
     sizes: dict[tuple[str, str], list[int]] = defaultdict(list)
     for row in rows:
@@ -322,7 +318,7 @@ def _refusals(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _where(row: Mapping[str, Any]) -> str:
+def where(row: Mapping[str, Any]) -> str:
     return f"{row['method']} at batch size {row['batch_size']}"
 
 
@@ -336,6 +332,6 @@ def _difference(row: Mapping[str, Any]) -> str:
             "from errors."
         )
     return (
-        f"{_where(row)} differs from plain generation on '{prompt}' from new token {index + 1} on"
+        f"{where(row)} differs from plain generation on '{prompt}' from new token {index + 1} on"
         f"{f', and on {others} more' if others else ''}. {why}"
     )

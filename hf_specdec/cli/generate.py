@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 
 
 _PANEL = "Sampling"
+SampleOption = Annotated[
+    bool,
+    typer.Option(
+        "--sample", rich_help_panel=_PANEL, help="Sample instead of greedy decoding, as the target's config says."
+    ),
+]
 TemperatureOption = Annotated[
     float | None,
     typer.Option(min=0.0, rich_help_panel=_PANEL, help="Sample at this temperature; 0 is greedy. Left out: greedy."),

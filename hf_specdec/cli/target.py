@@ -64,6 +64,7 @@ RawOption = Annotated[
     bool, typer.Option("--raw", help="Take prompts as they are, also where the target has a chat template.")
 ]
 BatchSizeOption = Annotated[int, typer.Option(min=1, help="Prompts generated together.")]
+BatchSizesOption = Annotated[str, typer.Option(help="Prompts generated together: numbers separated by commas.")]
 RoundsOption = Annotated[int, typer.Option(min=1, help="How often everything is timed.")]
 MaxSecondsOption = Annotated[
     float | None, typer.Option(min=0, help="Begin no further round that is likely to end after so many seconds.")
@@ -216,6 +217,19 @@ def tokenised(
 
 def has_template(tokenizer: PreTrainedTokenizerBase, raw: bool) -> bool:
     return tokenizer.chat_template is not None and not raw
+
+
+def read_batch_sizes(text: str) -> list[int]:
+    """Returns the numbers of `--batch-sizes`, the smallest first."""
+    try:
+        sizes = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        sizes = [0]
+    if sizes[0] < 1:
+        raise SpecConfigError(
+            f"--batch-sizes must be numbers from 1 separated by commas, such as 1,4,16; got '{text}'."
+        )
+    return sizes
 
 
 def checked_device(name: str | None, allow_auto: bool = False) -> str:

@@ -7,7 +7,7 @@ are made by `python -m tools.build_demo` in the repository.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointFormatError, SpecConfigError
-from ..method import Method, built_in_methods, methods
+from ..method import built_in_methods, methods
 
 
 if TYPE_CHECKING:
@@ -74,13 +74,13 @@ def __getattr__(name: str) -> Any:
 
 def settings() -> dict[str, dict[str, Any]]:
     """Returns settings of all methods that can draft for the target, by the name of their row in the demo's table."""
-
-    def drafter(method: Method) -> dict[str, Any] | None:
-        if method.demo is not None:
-            return {"model": drafter_path(method.name)}
-        return None if method.takes_model else {}
-
-    return rows_of(drafter)
+    rows = {}
+    for method in built_in_methods():
+        if method.demo is not None or not method.takes_model:
+            named = {} if method.demo is None else {"model": drafter_path(method.name)}
+            for suffix, own in method.demo_settings.items():
+                rows[f"{method.name}_{suffix}" if suffix else method.name] = {"method": method.name, **named, **own}
+    return rows
 
 
 def load_target(dtype: torch.dtype | str | None = None) -> PreTrainedModel:
@@ -113,21 +113,6 @@ def prompts() -> list[Prompt]:
 
 
 # ------------------------------------------------------------------------------------ shared by the models of the demo
-
-
-def rows_of(drafter: Callable[[Method], dict[str, Any] | None]) -> dict[str, dict[str, Any]]:
-    """Returns settings of methods by the name of their row in the demo's table.
-
-    Args:
-        drafter (`Callable`): The settings that name a method's drafter; `None` for a method without a row.
-    """
-    rows = {}
-    for method in built_in_methods():
-        named = drafter(method)
-        if named is not None:
-            for suffix, own in method.demo_settings.items():
-                rows[f"{method.name}_{suffix}" if suffix else method.name] = {"method": method.name, **named, **own}
-    return rows
 
 
 def read_prompts(folder: str, kinds: Mapping[str, int]) -> list[Prompt]:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MissingDependencyError
 from ..folders import home_folder
-from . import Prompt, loaded_model, loaded_tokenizer, read_prompts, rows_of
+from ..method import names_without_weights
+from . import Prompt, loaded_model, loaded_tokenizer, read_prompts
 
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ def target_path() -> str:
 
 
 def settings() -> dict[str, dict[str, Any]]:
-    """Returns settings of all methods that can draft for the target, by the name of their row in the demo's table."""
-    return rows_of(lambda method: None if method.takes_model else {})
+    """Returns settings of the methods without weights and their combinations, by the name of their row in the demo."""
+    return {name: {"method": name} for name in names_without_weights()}
 
 
 def load_target(dtype: torch.dtype | str | None = None) -> PreTrainedModel:

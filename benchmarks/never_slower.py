@@ -330,7 +330,7 @@ def measure(target: PreTrainedModel, case: Case, rounds: int, seconds: float, sa
         if number >= _LEAST_ROUNDS and monotonic() > end:
             break
         order = names[number % len(names) :] + names[: number % len(names)]
-        with record() as r:
+        with record(all_threads=True) as r:
             texts, spent_by_each = in_turns([sides[name] for name in order])
         for name, text, spent in zip(order, texts, spent_by_each):
             times[name].append(spent)

@@ -38,7 +38,7 @@ def target():
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_head_drafts(folder, target, tmp_path):
-    """What it drafts for a target of random weights is rejected, and the text is that of plain generation."""
+    """Its drafts for a target of random weights are rejected, and the text is that of plain generation."""
     target.config.save_pretrained(tmp_path)
     found = inspect_checkpoint(folder, tmp_path)
     assert (found.fits, found.found.method) == (True, folder.name), found.problems

@@ -61,7 +61,7 @@ def test_a_step_sees_what_drafting_sees(name, kind):
                 node = tokens[:, anchor + 1 + step, None]
                 hidden, output = entries.read_nodes(node, hidden, torch.zeros(1, dtype=torch.long))
             for found, expected in zip(walked[step], (hidden, output)):
-                torch.testing.assert_close(found[places], expected[:, 0], atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(found[places], expected[:, 0], atol=1e-4, rtol=1e-5)
 
 
 def test_cycles_begin_where_their_first_draft_counts(target):

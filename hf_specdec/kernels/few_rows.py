@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -42,8 +43,8 @@ _CHUNK_BYTES = 1 << 16
 # Rows up to which lanes are neighbours along the inner dimension, and rows of the tiles, the largest first.
 _MOST_ROWS_OF_INNER_LANES, _TILE_ROWS = 12, (4, 3, 2, 1)
 
-# With rows as lanes, weights that are widened at a time along the inner dimension, and vectors of rows of the tiles.
-_DEPTH, _TILE_VECTORS = 128, (2, 1)
+# With rows as lanes, weights that are widened at a time along the inner dimension.
+_DEPTH = 128
 
 # A job is 64-bit integers: these fields, strides in numbers, and then those of each matrix.
 _FIELDS = ("given", "x", "rows", "inputs", "x_stride", "y_stride", "chunk", "next", "end")
@@ -112,7 +113,7 @@ def linears(x: torch.Tensor, matrices: Sequence[tuple[torch.Tensor, torch.Tensor
     if not read.is_contiguous():
         read = read.contiguous()
     kernel = (_kernels.get(first.dtype) or _compiled(first.dtype))[rows > _MOST_ROWS_OF_INNER_LANES]
-    stride = inputs if kernel.transpose is None else rows + -rows % kernel.lanes
+    stride = inputs if kernel.transpose is None else rows + -rows % kernel.row_multiple
     packed = read if kernel.transpose is None else read.new_empty(inputs * stride)
     result = x.new_empty((*x.shape[:-1], sum([weight.shape[0] for weight, _ in matrices])))
     chunk = max(_CHUNK_BYTES // (inputs * size * kernel.outputs), 1) * kernel.outputs
@@ -139,13 +140,13 @@ class _Kernel(NamedTuple):
         product: Multiplies.
         transpose: Called before; `None` where x is read as it is.
         outputs (`int`): Outputs of a tile.
-        lanes (`int`): Numbers in a vector.
+        row_multiple (`int`): Transposed rows are padded to a multiple of it.
     """
 
     product: Any
     transpose: Any | None
     outputs: int
-    lanes: int
+    row_multiple: int
 
 
 # By dtype: for few rows and for more.
@@ -161,9 +162,8 @@ def _compiled(dtype: torch.dtype) -> tuple[_Kernel, _Kernel]:
                 emitter.emit()
                 names = ("product", "transpose")[: 1 + emitter.transposes]
                 entries = compile_entries(emitter.module, names)
-                modules.append(
-                    _Kernel(entries[0], entries[1] if emitter.transposes else None, emitter.outputs[0], emitter.lanes)
-                )
+                transpose = entries[1] if emitter.transposes else None
+                modules.append(_Kernel(entries[0], transpose, emitter.outputs[0], emitter.row_multiple))
             _kernels[dtype] = modules[0], modules[1]
         return _kernels[dtype]
 
@@ -178,10 +178,12 @@ class _Product:
     Attributes:
         outputs (`tuple[int, ...]`): Outputs of the tiles, the most first, 1 last.
         transposes (`bool`): Reads x transposed, and emits an entry for that.
+        row_multiple (`int`): Rows of x are padded to a multiple of it.
     """
 
     outputs: tuple[int, ...]
     transposes = False
+    row_multiple = 1
 
     def __init__(self, module: ir.Module, dtype: torch.dtype):
         self.module, self.lanes = module, vector_size() // 4
@@ -189,8 +191,6 @@ class _Product:
         # llvmlite has no bfloat16: its bits are the upper half of a float32.
         self.stored = {torch.float32: self.single, torch.float16: ir.HalfType()}.get(dtype, ir.IntType(16))
         self.vector = ir.VectorType(self.single, self.lanes)
-        kind = f"v{self.lanes}f32"
-        self.multiply_add = ir.Function(module, ir.FunctionType(self.vector, [self.vector] * 3), f"llvm.fma.{kind}")
         self.byte = ir.IntType(8).as_pointer()
         fetches = ir.FunctionType(ir.VoidType(), [self.byte, *[self.word] * 3])
         self.fetch_line = module.declare_intrinsic("llvm.prefetch", [self.byte], fetches)
@@ -264,9 +264,15 @@ class _Product:
         flags = [ir.Constant(self.word, flag) for flag in (0, 2, 1)]  # to read, into the second cache, of data
         build.call(self.fetch_line, [build.bitcast(place, self.byte), *flags])
 
-    def _load(self, build: ir.IRBuilder, place: ir.Value, kind: ir.Type) -> ir.Value:
-        """A vector of values from any place in memory."""
-        loaded = build.load(build.bitcast(place, ir.VectorType(kind, self.lanes).as_pointer()))
+    def _multiply_add(self, build: ir.IRBuilder, one: ir.Value, other: ir.Value, total: ir.Value) -> ir.Value:
+        """Products of two vectors, added to a third."""
+        kind = ir.FunctionType(one.type, [one.type] * 3)
+        name = f"llvm.fma.v{one.type.count}f32"
+        return build.call(self.module.globals.get(name) or ir.Function(self.module, kind, name), [one, other, total])
+
+    def _load(self, build: ir.IRBuilder, place: ir.Value, kind: ir.Type, lanes: int | None = None) -> ir.Value:
+        """A vector of values from any place in memory, by default of the widest."""
+        loaded = build.load(build.bitcast(place, ir.VectorType(kind, lanes or self.lanes).as_pointer()))
         loaded.align = 4 if kind == self.single else 2
         return loaded
 
@@ -340,7 +346,7 @@ class _InnerLanes(_Product):
                 weights = self._widened(build, self._load(build, build.gep(values, [index]), self.stored))
                 for row in range(num_rows):
                     place = sums[output, row]
-                    build.store(build.call(self.multiply_add, [weights, read[row], build.load(place)]), place)
+                    build.store(self._multiply_add(build, weights, read[row], build.load(place)), place)
 
         full = code.loop(code.long(0), inputs, self.lanes, add_vectors)
         zero = ir.Constant(self.single, 0.0)
@@ -377,6 +383,8 @@ class _RowLanes(_Product):
         # Times 2 vectors, of 16 registers 12 hold sums.
         most = 3 * num_vectors() // 8
         self.outputs = most, most // 3, 1
+        # Vectors of half the width take as few rows as are left.
+        self.row_multiple = max(self.lanes // 2, 4)
 
     def emit(self) -> None:
         """The entry of the product, and the one that transposes x, with zeros for the rows of padding."""
@@ -405,8 +413,8 @@ class _RowLanes(_Product):
         build = code.builder
         x, w, b, y, inputs, rows, x_stride, w_stride, b_stride, y_stride = code.arguments
         row = code.long(0)
-        for vectors in _TILE_VECTORS:
-            tile, num_rows = self._tile(num_outputs, vectors), vectors * self.lanes
+        for lanes in dict.fromkeys([(self.lanes, self.lanes), (self.lanes,), (self.row_multiple,)]):
+            tile, num_rows = self._tile(num_outputs, lanes), sum(lanes)
 
             def compute(row: ir.Value, tile: ir.Function = tile, num_rows: int = num_rows) -> None:
                 left = build.sub(rows, row)
@@ -414,21 +422,27 @@ class _RowLanes(_Product):
                 read, written = build.gep(x, [row]), build.gep(y, [build.mul(row, y_stride)])
                 build.call(tile, [read, w, b, written, inputs, used, x_stride, w_stride, b_stride, y_stride])
 
-            # With the lanes of padding, as x is stored.
+            # Up to the end of the padding, as x is stored.
             row = code.loop(row, x_stride, num_rows, compute)
         build.ret_void()
         return code.function
 
-    def _tile(self, num_outputs: int, num_vectors: int) -> ir.Function:
-        """Some outputs of some vectors of rows: all their sums at once."""
-        code = self._function(f"tile_{num_outputs}_{num_vectors}", 6)
+    def _tile(self, num_outputs: int, lanes: tuple[int, ...]) -> ir.Function:
+        """Some outputs of vectors of so many rows: all their sums at once."""
+        code = self._function(f"tile_{num_outputs}_{'_'.join(map(str, lanes))}", 6)
         build = code.builder
         x, w, b, y, inputs, rows, x_stride, w_stride, b_stride, y_stride = code.arguments
-        outputs, vectors, size = range(num_outputs), range(num_vectors), num_vectors * self.lanes
+        outputs, size = range(num_outputs), sum(lanes)
+        firsts = list(accumulate(lanes[:-1], initial=0))
         ws = [build.gep(w, [build.mul(code.long(output), w_stride)]) for output in outputs]
         wide = self._memory(code, num_outputs * _DEPTH)
-        sums = {(o, v): code.variable(ir.Constant(self.vector, None)) for o in outputs for v in vectors}
-        depth, lanes = code.long(_DEPTH), code.long(self.lanes)
+        vectors = [ir.VectorType(self.single, count) for count in lanes]
+        sums = {
+            (output, first): code.variable(ir.Constant(vector, None))
+            for output in outputs
+            for first, vector in zip(firsts, vectors)
+        }
+        depth, ahead = code.long(_DEPTH), code.long(self.lanes)
         following = build.mul(code.long(num_outputs), w_stride)
 
         def add_piece(begin: ir.Value) -> None:
@@ -447,19 +461,18 @@ class _RowLanes(_Product):
 
             def multiply(index: ir.Value) -> None:
                 place = build.mul(build.add(begin, index), x_stride)
-                places = [build.gep(x, [build.add(place, code.long(v * self.lanes))]) for v in vectors]
-                read = [self._load(build, place, self.single) for place in places]
+                places = [build.gep(x, [build.add(place, code.long(first))]) for first in firsts]
+                read = [self._load(build, place, self.single, count) for place, count in zip(places, lanes)]
                 for output in outputs:
                     number = build.load(build.gep(wide, [build.add(code.long(output * _DEPTH), index)]))
-                    weight = self._in_all_lanes(build, number)
-                    for v in vectors:
-                        total = build.call(self.multiply_add, [weight, read[v], build.load(sums[output, v])])
-                        build.store(total, sums[output, v])
+                    for first, numbers in zip(firsts, read):
+                        weight, total = self._in_all_lanes(build, number, numbers.type), sums[output, first]
+                        build.store(self._multiply_add(build, weight, numbers, build.load(total)), total)
 
             def fetch_and_multiply(index: ir.Value) -> None:
                 for values in ws:
                     self._fetch(build, build.gep(values, [build.add(build.add(begin, index), following)]))
-                code.loop(index, build.add(index, lanes), 1, multiply)
+                code.loop(index, build.add(index, ahead), 1, multiply)
 
             full = code.loop(code.long(0), length, self.lanes, fetch_and_multiply)
             code.loop(full, length, 1, multiply)
@@ -467,8 +480,8 @@ class _RowLanes(_Product):
         pieces = build.sdiv(build.add(inputs, code.long(_DEPTH - 1)), depth)
         code.loop(code.long(0), build.mul(pieces, depth), _DEPTH, add_piece)
         totals = self._memory(code, num_outputs * size)
-        for (output, v), place in sums.items():
-            written = build.gep(totals, [code.long(output * size + v * self.lanes)])
+        for (output, first), place in sums.items():
+            written = build.gep(totals, [code.long(output * size + first)])
             self._store(build, build.load(place), written)
 
         def write(row: ir.Value) -> None:
@@ -492,7 +505,7 @@ class _RowLanes(_Product):
         """Writes a float32 or a vector of them to any place in memory."""
         build.store(value, build.bitcast(place, value.type.as_pointer())).align = 4
 
-    def _in_all_lanes(self, build: ir.IRBuilder, number: ir.Value) -> ir.Value:
-        undefined = ir.Constant(self.vector, ir.Undefined)
+    def _in_all_lanes(self, build: ir.IRBuilder, number: ir.Value, vector: ir.VectorType) -> ir.Value:
+        undefined = ir.Constant(vector, ir.Undefined)
         first = build.insert_element(undefined, number, ir.Constant(self.word, 0))
-        return build.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(self.word, self.lanes), None))
+        return build.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(self.word, vector.count), None))

@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="One matrix, one thread.")
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8, 12, 16])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8, 12, 16, 24, 32])
     parser.add_argument("--threads", nargs="+", type=int)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="File for the figures.")

@@ -17,6 +17,7 @@ from .candidate_generators.assisted import StockCandidateGenerator, UnboundCandi
 from .candidate_generators.base import CandidateGenerator, NoDrafts
 from .candidate_generators.combined.combination import part_configs
 from .control import ControlProfile, ScheduledLength, SpeculationController
+from .control.constants import LARGEST_FIRST_LENGTH
 from .decoding.sequences import Sequences
 from .logits.processors import ProcessorStack
 from .logits.sampling import DraftSampler
@@ -128,8 +129,9 @@ class Speculator:
         """The controller that chooses the lengths of one call."""
         most_tokens = self.config.most_tokens if self.config.num_speculative_tokens_per_batch_size else None
         usual = self.generator_class.default_length(self.config.options)
-        most, num_rows = generator.num_speculative_tokens, generator.session.batch_size
-        return SpeculationController(most, num_rows, self.profile, usual, most_tokens)
+        most, session = generator.num_speculative_tokens, generator.session
+        usual = min(usual, LARGEST_FIRST_LENGTH.get(session.device.type, usual))
+        return SpeculationController(most, session.batch_size, self.profile, usual, most_tokens)
 
     @cached_property
     def _longest_drafts(self) -> SpeculativeConfig:

@@ -43,7 +43,7 @@ measures = HAS_LLVM and CHOICE != "torch"
 _LEAST_BYTES, _MOST_BYTES, _ROWS_OF_ARITHMETIC = 400_000, 32 << 20, 16
 
 # Rows of x that are timed. Numbers between them count as the next larger one, larger ones as the last.
-_MEASURED_ROWS = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
+_MEASURED_ROWS = (1, 2, 3, 4, 8, 12, 16, 24, 32, 64, 128, 256)
 _ROUNDS = 2
 
 # Another way than torch's must gain so much.
@@ -52,7 +52,7 @@ _LEAST_RATIO = 0.97
 # Bytes of weights that are widened at a time: they stay in the cache until they are multiplied.
 _WIDENED_BYTES = 1 << 20
 
-_FORMAT = 2
+_FORMAT = 3
 
 # For each measured number of rows the numbers that count as it; 0 belongs to the first.
 _RANGES = [range(least, most + 1) for least, most in zip((0, *(n + 1 for n in _MEASURED_ROWS)), _MEASURED_ROWS)]

@@ -158,6 +158,14 @@ def test_auto_may_draft_more_than_the_default(target):
     assert generator.controller.usual == speculator.generator_class.default_num_speculative_tokens
 
 
+@pytest.mark.parametrize(("device", "length"), [("cpu", 15), ("meta", 24)])
+def test_a_first_call_begins_with_as_many_nodes_as_are_cheap(target, device, length):
+    speculator = load_speculator(target, auto("ngram"))
+    generator = speculator.candidate_generator(Session(1, 100, torch.device(device)))
+    assert generator.controller.usual == length
+    assert generator.num_speculative_tokens >= 24
+
+
 def test_a_given_tree_is_cut_at_the_chosen_depth(target, monkeypatch):
     settings = {**demo_inputs(1), "max_new_tokens": 24, "do_sample": False}
     plain = target.generate(**settings)

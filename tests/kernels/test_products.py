@@ -39,7 +39,7 @@ def measured(monkeypatch):
 
     def measure(weights):
         seen.append((tuple(weights[0].shape), len(weights)))
-        return "0111000200"
+        return "011100000200"
 
     monkeypatch.setattr(products, "_measure", measure)
     return seen
@@ -96,7 +96,7 @@ def test_another_process_reads_the_file(measured, monkeypatch):
     assert products.ways_of_shapes == ways != {}
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"format": 2}', '{"format": 1, "ways": {}}', "[" * 100_000, None])
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"format": 3}', '{"format": 1, "ways": {}}', "[" * 100_000, None])
 @torch.inference_mode()
 def test_damaged_files(measured, content):
     file = products._file()

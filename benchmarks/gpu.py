@@ -84,7 +84,7 @@ COMPILED = "transformers: static cache, compiled"
 LOOKUP = "transformers: prompt lookup"
 ASSISTED = "transformers: assistant model"
 
-# What differs where no option says otherwise. A small model on a CPU is there to see that everything runs.
+# Values of options that are left out. A small model on a CPU is there to see that everything runs.
 FULL = {
     "batch_sizes": [1, 4, 16],
     "contexts": [512, 8192],

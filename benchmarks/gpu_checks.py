@@ -319,7 +319,7 @@ TIE = 1e-4
 
 @torch.no_grad()
 def margin_at(target: PreTrainedModel, batch: Batch, tokens: list[int], row: int, index: int) -> float:
-    """By how much the plain text's token at `index` of a row was ahead of the next best one."""
+    """Margin by which the plain text's token at `index` of a row was ahead of the next best one."""
     visible = batch.inputs["attention_mask"][row].bool()
     prompt = batch.inputs["input_ids"][row][visible]
     text = torch.cat([prompt, torch.tensor(tokens[:index], dtype=torch.long, device=prompt.device)])

@@ -148,7 +148,7 @@ _NETWORK_FORWARDS = (
     (MLPStage, ("__call__",)),
 )
 
-# What the device does in a cycle, one after the other.
+# Work of the device in a cycle, one after the other.
 WORK = ("draft", "target", "accept", "commit")
 
 

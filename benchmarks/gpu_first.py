@@ -260,7 +260,7 @@ def first_parts(options: argparse.Namespace, device: torch.device) -> Iterator[t
 
 
 class Figures:
-    """Those of one target, at batch 1."""
+    """The sides of one target, at batch 1."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device):
         self.options, self.device = options, device
@@ -394,7 +394,7 @@ class Figures:
         }
 
     def memory(self) -> dict:
-        """Of the slots and graphs that outlive the calls."""
+        """Bytes of the slots and graphs that outlive the calls."""
         known = list(graphs._models.values())
         found = {
             "num_graphs": sum(len(each.forwards) for each in known),
@@ -453,7 +453,7 @@ def attention_bandwidth(device: torch.device, options: argparse.Namespace) -> li
 
 
 def _seconds(function: Callable[[], Any], device: torch.device) -> float:
-    """Of a run, as a graph where there are any, so that launching does not count; the best of several."""
+    """Seconds of a run, as a graph where there are any, so that launching does not count; the best of several."""
     backend, watch = graphs.capture_backend(device), Stopwatch(device)
     with torch.no_grad():
         repeat = function if backend is None else backend.capture(function)[0]

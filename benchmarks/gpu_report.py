@@ -68,7 +68,7 @@ def replace(path: Path, text: str) -> None:
 
 
 def find_aims(report: dict[str, Any]) -> list[Aim]:
-    """They hold for targets of 8 B at batch 1 on a GPU."""
+    """Aims for targets of 8 B at batch 1 on a GPU."""
     to_weights, outside, to_plain = [], [], []
     is_gpu = report["environment"]["gpu"] is not None
     for section in ("verification", "decoding"):

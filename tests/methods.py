@@ -64,7 +64,7 @@ _SHAPES = {
     },
 }
 
-# What makes a method draft chains where it would draft trees.
+# Settings that make a method draft chains where it would draft trees.
 _CHAINS = {
     "ngram": {"prompt_lookup_num_matches": 1},
     "recycling": {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"},
@@ -99,17 +99,17 @@ def settings_of(name: str, **settings) -> dict:
 
 
 def chains_of(name: str) -> dict:
-    """The same for chains."""
+    """The settings of a row of the table, for chains."""
     return settings_of(name, **_CHAINS.get(name, {}))
 
 
 def draws(name: str) -> bool:
-    """Whether the method of a row can draw its drafts instead of choosing them."""
+    """Tells if the method of a row can draw its drafts instead of choosing them."""
     return parts_of(name.partition(" ")[0])[-1] in _DRAWING
 
 
 def exemption(name: str, test: str) -> str | None:
-    """Why a test of `tests/matrix` does not apply to a row; `None` where it does."""
+    """The reason why a test of `tests/matrix` does not apply to a row; `None` where it does."""
     if "drawn" in test and not draws(name):
         return "its drafts are chosen"
     if "drawn" in test and (" " in name or "+" in name and name not in _DRAWN_COMBINATIONS):
@@ -146,7 +146,7 @@ def demo_inputs(batch_size: int) -> dict[str, torch.Tensor]:
 
 @cache
 def plain_text(batch_size: int, max_new_tokens: int) -> torch.LongTensor:
-    """What the demo's target writes greedily, `(B, L)`."""
+    """Greedy texts of the demo's target, `(B, L)`."""
     return demo_target().generate(**demo_inputs(batch_size), max_new_tokens=max_new_tokens, do_sample=False)
 
 

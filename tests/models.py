@@ -48,7 +48,7 @@ def tiny_llama(seed: int = 0, **settings) -> LlamaForCausalLM:
 
 
 def tiny_mistral(seed: int = 0, sliding_window: int = 8, **settings) -> MistralForCausalLM:
-    """The same with sliding-window attention in all layers."""
+    """A model of the kind with sliding-window attention in all layers."""
     torch.manual_seed(seed)
     config = MistralConfig(**{**TINY, "sliding_window": sliding_window, **settings})
     model = MistralForCausalLM(config).eval()

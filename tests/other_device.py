@@ -109,7 +109,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """What never becomes an operation: tensors and indices from lists, and reading."""
+    """Calls that never become an operation: tensors and indices from lists, and reading."""
 
     def __init__(self, waits: list[Wait]):
         super().__init__()

@@ -34,7 +34,7 @@ def configured(tmp_path):
 
 
 def calls(run):
-    """What `run` returns, and the statistics of the speculative calls in it."""
+    """The result of `run`, and the statistics of the speculative calls in it."""
     with record() as made:
         output = run()
     return output, [call.stats for call in made.calls]

@@ -507,7 +507,7 @@ class TestThreads:
 
 
 def test_prompts_on_another_device_are_moved_to_the_model():
-    """Where plain generate() moves them before every forward."""
+    """Plain generate() moves them before every forward."""
     arguments = {"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.ones(1, 2, device="meta"), "top_k": 5}
     elsewhere = SimpleNamespace(device=torch.device("meta"))
     assert integration._move_to_model(elsewhere, arguments) == torch.device("cpu")

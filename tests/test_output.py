@@ -1,4 +1,4 @@
-"""What `generate(return_dict_in_generate=True)` returns: plain generation's fields, their shapes and their values."""
+"""Outputs of `generate(return_dict_in_generate=True)`: plain generation's fields, their shapes and their values."""
 
 import pytest
 import torch
@@ -105,7 +105,7 @@ def test_one_token(both):
     torch.testing.assert_close(ours.scores[0], plain.scores[0], **CLOSE)
 
 
-def test_sampled_scores_are_the_laws_that_were_drawn_from(model):
+def test_sampled_scores_are_the_distributions_that_were_drawn_from(model):
     inputs = prompts(2)
     torch.manual_seed(0)
     output = model.generate(

@@ -37,7 +37,7 @@ def synthetic(length=None, **settings):
 
 
 def with_rule(speculator: Speculator, **settings) -> Speculator:
-    """The same speculator under another acceptance rule."""
+    """The speculator under another acceptance rule."""
     config = SpeculativeConfig.resolve(speculator.config, **settings)
     return Speculator(config, speculator.generator_class, speculator.resources)
 
@@ -118,7 +118,7 @@ class TestBlock:
 
     @pytest.mark.parametrize("walk", [{}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 9}])
     @pytest.mark.parametrize("tree", SHAPES)
-    def test_drafts_without_a_law_are_judged_as_standard(self, model, inputs, text, tree, walk):
+    def test_drafts_without_a_distribution_are_judged_as_standard(self, model, inputs, text, tree, walk):
         """Also by processors that read tokens, which see every node here and the accepted path alone there."""
         settings = {**walk, "eos_token_id": [5, 9], "return_dict_in_generate": True, "output_scores": True}
         speculator = scripted_for(text, inputs, accuracy=0.9, tree=tree)

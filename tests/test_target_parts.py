@@ -1,4 +1,4 @@
-"""What drafters share with their target is what the target has at present, in whatever form it has it."""
+"""Parts that drafters share with their target are the target's present ones, in whatever form it has them."""
 
 from __future__ import annotations
 

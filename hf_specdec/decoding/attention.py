@@ -36,10 +36,10 @@ from .masks import Span, additive_mask
 NAME = "hf_specdec"
 NAME_EAGER = "hf_specdec_eager"
 
-# What transformers' attention functions may be asked for beyond plain attention; those calls go to its own function.
+# Arguments of transformers' attention functions beyond plain attention; those calls go to its own function.
 _BEYOND_PLAIN = ("softcap", "s_aux", "position_bias", "cache")
 
-# What computed the attention of a layer, in statistics.
+# Names in statistics of what computed the attention of a layer.
 TREE_KERNEL = "tree kernel"
 
 _LIMIT_OF_SPAN = {"sliding": "window", "chunked": "chunk"}
@@ -197,7 +197,7 @@ class _Call(NamedTuple):
     kwargs: dict
 
 
-# What the tree attention kernel cannot express.
+# Calls that the tree attention kernel cannot express.
 _BEYOND_KERNEL: dict[str, Callable[[_Call], bool]] = {
     "a mask of the model's own": lambda call: call.mask is None,
     "dropout": lambda call: call.dropout > 0,

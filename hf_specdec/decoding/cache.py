@@ -73,7 +73,7 @@ class SlotStore:
         return buffer
 
     def _move(self, rows: int, capacity: int) -> None:
-        """To the smallest place with these slots that has enough rows; else to a new one."""
+        """Moves to the smallest place with these slots that has enough rows; else to a new one."""
         slots = padded_slots(capacity)
         fitting = [place for place in self._places if place.slots == slots and place.rows >= rows]
         self.place = min(fitting, default=Place(padded_rows(rows), slots))

@@ -28,7 +28,7 @@ from transformers.cache_utils import DynamicCache
 # Replayed tokens of a row that set off moving its state. Replaying costs arithmetic, moving reads the weights again.
 MAX_REPLAY = 16
 
-# Where several tokens at once start from an empty state, whatever the cache holds (Mamba-1).
+# Mixers that start from an empty state for several tokens at once, whatever the cache holds (Mamba-1).
 _STEPWISE = ("falcon_mamba", "jamba", "mamba", "zamba")
 
 _NO_LIMITS = (0.0, float("inf"))

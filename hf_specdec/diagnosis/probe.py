@@ -30,7 +30,7 @@ from ..speculator import Speculator
 # Standard errors beyond which a difference is taken for real. Seven wirings are tried at most.
 _SIGNIFICANT = 2.5
 
-# What follows the same tokens once more, in a text that repeats itself, is no further evidence.
+# Tokens of context: a token after the same ones once more, in a text that repeats itself, is no further evidence.
 _CONTEXT = 4
 
 

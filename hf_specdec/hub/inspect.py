@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # The name of the embedded target.
 EMBEDDED = "demo"
 
-# How the configs of transformers call what a drafter must share with its target.
+# Keys of transformers' configs for what a drafter must share with its target.
 _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
 _VOCAB_SIZE = ("vocab_size",)
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")

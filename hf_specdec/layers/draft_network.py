@@ -91,7 +91,7 @@ class TargetParts:
 
 
 def _gone() -> None:
-    """In the place of a weak reference whose target is in another process."""
+    """Stands in the place of a weak reference whose target is in another process."""
 
 
 def on_device_of(embedding: nn.Module, tokens: torch.LongTensor) -> torch.LongTensor:

@@ -73,7 +73,7 @@ def tiny(model_class, config_class, **settings):
 
 
 def plain_and_ours(target, draft, inputs, options=None, **settings):
-    """The same call without and with a draft model, and the statistics of the latter."""
+    """A call without and with a draft model, and the statistics of the latter."""
     settings = {**GREEDY, **settings}
     speculator = load_speculator(target, {"method": "draft_model", **(options or {})}, draft_model=draft)
     with record(trace=True) as made:
@@ -434,7 +434,7 @@ class TestSampling:
         # Ratios of probabilities that were computed over other shapes may miss 1 by rounding.
         assert stats.acceptance_rate > 0.9999
 
-    def test_drawn_drafts_are_accepted_as_often_as_the_laws_overlap(self):
+    def test_drawn_drafts_are_accepted_as_often_as_the_distributions_overlap(self):
         """More often than the best token of the same draft."""
         rates = {
             method: sampled_counts(SETTINGS["plain"], draft_speculator(draft_sample_method=method))[1].acceptance_rate
@@ -461,8 +461,8 @@ class TestConfidence:
                 text = torch.cat([so_far, torch.tensor(drafted, dtype=torch.long)])
                 lengths[row.row] += len(row.committed_tokens)
                 with torch.no_grad():
-                    laws = draft(text[None]).logits[0, -1 - size : -1].softmax(-1)
-                confidences = laws.gather(1, text[-size:, None])[:, 0].tolist() if size else []
+                    distributions = draft(text[None]).logits[0, -1 - size : -1].softmax(-1)
+                confidences = distributions.gather(1, text[-size:, None])[:, 0].tolist() if size else []
                 assert all(confidence > threshold - 1e-4 for confidence in confidences[:-1])
                 room = ours.shape[1] - starts[row.row] - len(so_far) - 1
                 if size < min(6, room):

@@ -53,7 +53,7 @@ class TestPublishedLayers:
     @every_case
     @torch.no_grad()
     def test_first_step(self, name):
-        """Without a cache: the logits of the layer behind the whole prompt."""
+        """Without a cache: the logits of the layer after the whole prompt."""
         target, expected = published(name)
         network = load(target)
         text = expected["reuse.r0.ids"]
@@ -205,7 +205,7 @@ class TestLayouts:
         config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [size, size]}}
         found = load(target, copied("deepseek_v3", tmp_path, quantised, config)).state_dict()
         for name, tensor in expected.items():
-            # Three bits behind the point.
+            # Three bits after the point.
             torch.testing.assert_close(found[name], tensor, rtol=0.07, atol=0.01)
 
 

@@ -68,7 +68,7 @@ def test_a_useless_drafter_costs_two_parts_in_a_hundred(target, cost):
     assert statistics.mean(losses) < 0.02
 
 
-def test_the_first_call_of_a_hopeless_drafter_drafts_only_a_few_times():
+def test_the_first_call_of_a_useless_drafter_drafts_only_a_few_times():
     world = world_of("flat", 0.1, 2.0)
     cycles = world.run(world.controller(MOST), 100)
     assert sum(max(cycle.limits) > 0 for cycle in cycles) <= 5

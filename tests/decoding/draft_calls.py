@@ -188,7 +188,7 @@ class Call:
 
 
 def run(kind: str, shape: dict, num_rows: int, seed: int, num_cycles: int = 5) -> int:
-    """The same made-up call with and without graphs; how many graphs have run."""
+    """One made-up call with and without graphs; how many graphs have run."""
     random = torch.Generator().manual_seed(seed)
     width, size = KINDS[kind.partition("/")[0]].sizes(network_of(kind))
     keys = speculator_of(kind, **shape).candidate_generator(Session(num_rows, 60, CPU)).target_hidden_states

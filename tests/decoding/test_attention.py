@@ -306,7 +306,7 @@ class TestMasksOfCaptures:
 
     @pytest.fixture
     def made(self, monkeypatch, with_kernel) -> list[str]:
-        """What stood in for masks in the forwards that were recorded, in order."""
+        """Stand-ins for masks in the forwards that were recorded, in order."""
         monkeypatch.setattr(graphs, "capture_backend", lambda device: TapeBackend())
         made = []
         for name in ("additive", "stand_in"):

@@ -23,7 +23,7 @@ def test_text_part_of_multimodal_models(make):
 
 @pytest.mark.parametrize("make", MODELS)
 def test_images(make):
-    """What is added to the stream between two layers is part of what enters the next."""
+    """A state that is added to the stream between two layers is part of the next one's input."""
     model, inputs = build(make), image_inputs(make)
     entered = []
     handle = decoder_layers(model)[1].register_forward_pre_hook(

@@ -223,7 +223,7 @@ class TestSameBits:
         assert all(map(torch.equal, drive(FunctionalSlotModel), drive(SlotModel)))
 
 
-# What keeps a model from the lean forward
+# Models that do not get the lean forward
 
 
 class Wrapped(nn.Module):

@@ -32,7 +32,7 @@ from tests.threads import in_threads
 
 @pytest.fixture
 def backends(device, monkeypatch) -> list[TapeBackend]:
-    """What is captured goes onto tapes, on a GPU into graphs. Whatever a replay reads must have been filled for it."""
+    """Captures onto tapes, on a GPU into graphs. Whatever a replay reads must have been filled for it."""
     spoil_inputs(monkeypatch)
     return tape_everything(monkeypatch) if device.type == "cpu" else []
 
@@ -135,7 +135,7 @@ class TestCallsEqualPlainGeneration:
 
     @pytest.mark.smoke
     def test_sampling(self, device, backends):
-        """The same random numbers, with and without graphs."""
+        """Random numbers are equal, with and without graphs."""
         model, inputs = tiny_llama().to(device), on(device, prompts(2))
         texts = []
         for enforce_eager in (True, False):
@@ -469,7 +469,7 @@ class TestCallsAtOnce:
         assert caught.traceback
 
     def test_one_after_the_other(self, device, backends):
-        """What captures is told of them, to keep their streams in order."""
+        """Captures are told of them, to keep their streams in order."""
         model = tiny_llama().to(device)
         for _ in range(2):
             check_scripted(model, prompts(1))
@@ -581,7 +581,7 @@ def test_captures_do_not_wait_for_the_whole_device():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", supported())
 def test_every_architecture(name, device, backends):
-    """What a model reads in Python from the text or from the cache would be wrong in the next cycle."""
+    """Values that a model reads in Python from the text or from the cache would be wrong in the next cycle."""
     case = Case(name, tiny_model(name).to(device))
     for batch_size in (1, 4):
         for script in ({"num_speculative_tokens": 5}, {"num_speculative_tokens": 3, "tree": TREE}):

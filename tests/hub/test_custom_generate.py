@@ -17,7 +17,7 @@ from tests.models import prompts, tiny_llama
 
 SETTINGS = {"do_sample": False, "max_new_tokens": 16}
 
-# What a user runs who has the package installed, and does not know it.
+# The script of a user who has the package installed, and does not know it.
 SCRIPT = """
 import json, sys
 import torch, transformers

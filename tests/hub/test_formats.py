@@ -25,7 +25,7 @@ def classes(name, **more):
     return {"architectures": [name], **more}
 
 
-# What a checkpoint of each format has: config, and some of its tensors.
+# Contents of a checkpoint of each format: config, and some of its tensors.
 EXAMPLES = {
     "mtp": ({"model_type": "mtp"}, ["mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight"]),
     "mtp-speculators": ({"speculators_model_type": "mtp"}, ["mtp_layers.0.input_proj.weight"]),

@@ -79,7 +79,7 @@ def test_write_kernel_for_one_buffer(device):
 
 PATHS = {
     "in place": [[0, 1, 2], [0, 1, 2]],
-    "one behind the other": [[0, 2, 3], [0, 3, 4]],
+    "one after the other": [[0, 2, 3], [0, 3, 4]],
     "with padding": [[0, 4, 4], [0, 1, 6]],
     "long": [[0, *range(3, 15)], [0, *range(1, 13)]],
 }

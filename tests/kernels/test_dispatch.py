@@ -1,4 +1,4 @@
-"""Which of kernel and reference runs."""
+"""The choice between kernel and reference."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_damaged_files(measured, content):
 
 @torch.inference_mode()
 def test_another_model_of_known_shapes(measured, monkeypatch):
-    """What the file says of the shapes of one model counts for the next one, too."""
+    """Entries of the file for the shapes of one model count for the next one, too."""
     prepare_products(small_model())
     ways = dict(products.ways_of_shapes)
     monkeypatch.setattr(products, "_known", {})
@@ -314,7 +314,7 @@ def test_training_is_left_to_torch(measured, kernel_rows):
 
 @pytest.mark.parametrize(("dtype", "digits"), [(torch.float32, "01"), (torch.bfloat16, "012")], ids=str)
 def test_a_measurement(dtype, digits):
-    """Which of them wins is the machine's affair."""
+    """The winner among them depends on the machine."""
     found = products._measure([torch.randn(64, 32).to(dtype)])
     assert len(found) == len(products._MEASURED_ROWS)
     assert set(found) <= set(digits)

@@ -197,7 +197,7 @@ CHANGES = {
 
 
 class TestChangedParts:
-    """What a user puts into a network counts, as it does in transformers' layer."""
+    """A module that a user puts into a network counts, as it does in transformers' layer."""
 
     @pytest.mark.parametrize("part", MODULES)
     @pytest.mark.parametrize("change", CHANGES)

@@ -33,7 +33,7 @@ PAUSED_UNTIL_A_ROW_ENDS = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], 
 
 
 class Watch:
-    """What one generator was told so far."""
+    """Everything one generator was told so far."""
 
     def __init__(self):
         self.num_rows: int | None = None
@@ -261,7 +261,7 @@ class Text:
         return self.generator.propose(DraftStep(list(self.rows), anchors, lengths, limits))
 
     def num_right(self, draft: DraftTree) -> list[int]:
-        """How many tokens of each row's draft the target agrees with."""
+        """Number of tokens of each row's draft that the target agrees with."""
         counts = []
         for row, tokens, parents in zip(self.rows, draft.token_lists(), draft.parent_lists()):
             node, count = -1, 0

@@ -252,7 +252,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         return self._logits(text, anchors, anchors.new_empty((len(anchors), 0)), count)
 
     def _chain_tokens(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
-        """At least the first `count` tokens of the block, `(R, K)`."""
+        """The first tokens of the block, at least `count`, `(R, K)`."""
         network = self.network
         if network.markov_head is not None:
             return self._corrected_tokens(text, anchors, count)

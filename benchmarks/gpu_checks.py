@@ -229,39 +229,29 @@ def _same_acceptance(what: str, expected, found) -> Check:
 PLAIN = {"do_sample": False}
 
 
+# Chain and tree of the methods that have both; the others draft as they do by default.
+_STATIC_CHAIN = {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"}
+_GROWN = {"draft_tree_depth": 5, "draft_tree_top_k": 4, "num_draft_nodes": 15}
+_SHAPES: dict[str, dict[str, dict[str, Any]]] = {
+    "ngram": {"chain": {"prompt_lookup_num_matches": 1}, "tree": {}},
+    "suffix": {"chain": {}, "tree": {"suffix_decoding_use_tree_spec": True}},
+    "recycling": {"chain": _STATIC_CHAIN, "tree": {"num_draft_nodes": 31}},
+    "medusa": {"chain": {"num_speculative_tokens": 3}, "tree": {"num_draft_nodes": 31}},
+    "mlp_speculator": {"chain": {"num_speculative_tokens": 3}, "tree": {"num_draft_nodes": 16}},
+    "eagle": {"chain": {"num_speculative_tokens": 4}, "tree": _GROWN},
+    "eagle3": {"chain": {"num_speculative_tokens": 4}, "tree": _GROWN},
+    "mtp": {"chain": {"num_speculative_tokens": 3}, "tree": _GROWN},
+    "dflash": {"chain": {}, "tree": {"num_draft_nodes": 16}},
+}
+
+
 def drafts() -> dict[str, dict[str, Any]]:
-    """Settings of every method, chains and trees."""
-    eagle, eagle3 = (
-        {"method": "eagle", "model": demo.drafter_path("eagle")},
-        {"method": "eagle3", "model": demo.drafter_path("eagle3")},
-    )
-    medusa = {"method": "medusa", "model": demo.drafter_path("medusa")}
-    speculator = {"method": "mlp_speculator", "model": demo.drafter_path("mlp_speculator")}
-    mtp, dflash = (
-        {"method": "mtp", "model": demo.drafter_path("mtp")},
-        {"method": "dflash", "model": demo.drafter_path("dflash")},
-    )
-    grown = {"draft_tree_depth": 5, "draft_tree_top_k": 4, "num_draft_nodes": 15}
+    """Settings of every method that can draft for the demo's target, chains and trees."""
     return {
-        "ngram, chain": {"method": "ngram", "prompt_lookup_num_matches": 1},
-        "ngram, tree": {"method": "ngram"},
-        "suffix, chain": {"method": "suffix"},
-        "suffix, tree": {"method": "suffix", "suffix_decoding_use_tree_spec": True},
-        "recycling, chain": {"method": "recycling", "speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"},
-        "recycling, tree": {"method": "recycling", "num_draft_nodes": 31},
-        "draft_model, chain": {"method": "draft_model", "model": demo.drafter_path("draft_model")},
-        "medusa, chain": {**medusa, "num_speculative_tokens": 3},
-        "medusa, tree": {**medusa, "num_draft_nodes": 31},
-        "mlp_speculator, chain": {**speculator, "num_speculative_tokens": 3},
-        "mlp_speculator, tree": {**speculator, "num_draft_nodes": 16},
-        "eagle, chain": {**eagle, "num_speculative_tokens": 4},
-        "eagle, tree": {**eagle, **grown},
-        "eagle3, chain": {**eagle3, "num_speculative_tokens": 4},
-        "eagle3, tree": {**eagle3, **grown},
-        "mtp, chain": {**mtp, "num_speculative_tokens": 3},
-        "mtp, tree": {**mtp, **grown},
-        "dflash, chain": dflash,
-        "dflash, tree": {**dflash, "num_draft_nodes": 16},
+        f"{name}, {shape}": {**settings, **own}
+        for name, settings in demo.settings().items()
+        if name == settings["method"]
+        for shape, own in _SHAPES.get(name, {"chain": {}}).items()
     }
 
 

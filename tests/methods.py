@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec import Speculator, demo, load_speculator
 from hf_specdec.method import built_in_methods, parts_of
+from hf_specdec.settings import option_fields
 
 
 CHECKPOINTS = {method.name: demo.drafter_path(method.name) for method in built_in_methods() if method.demo}
@@ -64,6 +65,13 @@ _SHAPES = {
     },
 }
 
+# Methods that the table has in no combination.
+_SHAPES |= {
+    f"ngram+{method.name}": {}
+    for method in built_in_methods()
+    if not any(method.name in parts_of(name) for name in _SHAPES if "+" in name)
+}
+
 # Settings that make a method draft chains where it would draft trees.
 _CHAINS = {
     "ngram": {"prompt_lookup_num_matches": 1},
@@ -74,7 +82,6 @@ _CHAINS = {
     "eagle3": {"num_speculative_tokens": 4},
 }
 
-_DRAWING = ("draft_model", "mlp_speculator", "eagle", "eagle3", "dflash", "mtp")
 # One combination with a drafter that draws from one layer of its own, and one with hidden states.
 _DRAWN_COMBINATIONS = ("ngram+draft_model", "suffix+eagle3")
 
@@ -105,7 +112,8 @@ def chains_of(name: str) -> dict:
 
 def draws(name: str) -> bool:
     """Tells if the method of a row can draw its drafts instead of choosing them."""
-    return parts_of(name.partition(" ")[0])[-1] in _DRAWING
+    method = parts_of(name.partition(" ")[0])[-1]
+    return any(item.name == "draft_sample_method" for item in option_fields(method))
 
 
 def exemption(name: str, test: str) -> str | None:

@@ -27,7 +27,7 @@ from tests.methods import demo_target, fresh_speculator, settings_of
 # Of calls, and of the text that is told in other orders.
 NEW, LENGTH = 13, 20
 CALL = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-PAUSED_UNTIL_A_ROW_ENDS = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 99, 0]]}
+PAUSED_UNTIL_A_ROW_ENDS = {"num_speculative_tokens_per_batch_size": [[1, 2, 2], [3, 99, 0]]}
 
 # ------------------------------------------------------------------------------------------------------ being watched
 

@@ -19,10 +19,10 @@ from unittest.mock import patch
 import torch
 from transformers import PreTrainedModel
 
-from hf_specdec import SpecDecodingStats, demo, load_speculator
-from hf_specdec.bench.engine import Call, find_differences, time_call
+from hf_specdec import SpecDecodingStats, demo, record
 from hf_specdec.bench.prompts import Batch, make_batches
 from hf_specdec.decoding import functional
+from hf_specdec.diagnosis import verify
 from hf_specdec.drafts import DraftTree, TreeTopology
 from hf_specdec.errors import MissingDependencyError
 from hf_specdec.kernels import _triton
@@ -225,10 +225,6 @@ def _same_acceptance(what: str, expected, found) -> Check:
 # --------------------------------------------------------------------------------------------------------------- texts
 
 
-# Arguments of plain generation.
-PLAIN = {"do_sample": False}
-
-
 # Chain and tree of the methods that have both; the others draft as they do by default.
 _STATIC_CHAIN = {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"}
 _GROWN = {"draft_tree_depth": 5, "draft_tree_top_k": 4, "num_draft_nodes": 15}
@@ -255,10 +251,10 @@ def drafts() -> dict[str, dict[str, Any]]:
     }
 
 
-def plain_texts(
+def target_and_batches(
     device: torch.device, max_new_tokens: int, is_quick: bool = False
-) -> tuple[PreTrainedModel, list[Batch], list[Call]]:
-    """The demo's target, batches of prompts, and what plain `generate()` makes of them."""
+) -> tuple[PreTrainedModel, list[Batch]]:
+    """The demo's target, and batches of prompts."""
     target = demo.load_target().to(device)
     tokenizer, prompts = demo.load_tokenizer(), demo.prompts()
     # One to edit, one to continue, and the last ones together, padded.
@@ -266,55 +262,31 @@ def plain_texts(
     batches = make_batches(tokenizer, singles, 1, max_new_tokens, device)
     if not is_quick:
         batches += make_batches(tokenizer, prompts[-4:], 4, max_new_tokens, device)
-    return target, batches, [time_call(target, batch, PLAIN) for batch in batches]
+    return target, batches
 
 
 def check_texts(device: torch.device, max_new_tokens: int) -> Iterator[Check]:
     """Compares greedy texts of every method in float32 with those of plain `generate()`: single rows and a batch."""
-    target, batches, plain = plain_texts(device, max_new_tokens)
+    target, batches = target_and_batches(device, max_new_tokens)
     ways = {"lean forward": (nullcontext, {}), "modules": (_through_modules, {})}
     if device.type == "cuda":
         ways["modules, no graphs"] = (_through_modules, {"enforce_eager": True})
     for way, (context, further) in ways.items():
         for name, settings in drafts().items():
             with context():
-                yield check_text(f"{name}, {way}", target, settings | further, batches, plain)
+                yield check_text(f"{name}, {way}", target, settings | further, batches)
 
 
-def check_text(what: str, target: PreTrainedModel, settings: dict, batches: list[Batch], plain: list[Call]) -> Check:
-    try:
-        speculator = load_speculator(target, **settings)
-    except MissingDependencyError as error:
-        return Check(what, None, f"not run: {error}")
-    samples = [time_call(target, batch, {**PLAIN, "assistant": speculator}) for batch in batches]
-    different = find_differences(plain, samples, batches)
-    stats = SpecDecodingStats.total([sample.stats for sample in samples])
-    last = samples[-1].stats
-    found = f"{stats.mean_acceptance_length:.2f} tokens a cycle, attention: {last.attention}, graphs: {last.graphs}"
-    margins = {
-        name: margin_at(target, batch, sample.tokens[batch.names.index(name)], batch.names.index(name), index)
-        for batch, sample in zip(batches, plain)
-        for name, index in different.items()
-        if name in batch.names
-    }
-    places = ", ".join(f"{name} from token {index}, margin {margins[name]:.0e}" for name, index in different.items())
-    is_tie = all(margin < TIE for margin in margins.values())
-    found += f"; ties decided otherwise: {places}" if different else ""
-    return Check(what, is_tie, found if is_tie else f"other texts: {places}")
-
-
-# Logits of float32 that are so close may be rounded to either order, in products of another shape.
-TIE = 1e-4
-
-
-@torch.no_grad()
-def margin_at(target: PreTrainedModel, batch: Batch, tokens: list[int], row: int, index: int) -> float:
-    """Margin by which the plain text's token at `index` of a row was ahead of the next best one."""
-    visible = batch.inputs["attention_mask"][row].bool()
-    prompt = batch.inputs["input_ids"][row][visible]
-    text = torch.cat([prompt, torch.tensor(tokens[:index], dtype=torch.long, device=prompt.device)])
-    best, second = target(text[None]).logits[0, -1].float().topk(2).values.tolist()
-    return best - second
+def check_text(what: str, target: PreTrainedModel, settings: dict, batches: list[Batch]) -> Check:
+    with record() as made:
+        try:
+            [found] = verify(target, {what: settings}, batches)
+        except MissingDependencyError as error:
+            return Check(what, None, f"not run: {error}")
+    stats, last = SpecDecodingStats.total([call.stats for call in made.calls]), made.calls[-1].stats
+    detail = f"{stats.mean_acceptance_length:.2f} tokens a cycle, attention: {last.attention}, graphs: {last.graphs}"
+    places = "; ".join(f"{one.verdict} in {one.prompt} from token {one.index}" for one in found.differences)
+    return Check(what, not found.bugs, f"{detail}; {places}" if places else detail)
 
 
 def _through_modules():

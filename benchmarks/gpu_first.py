@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from gpu import ASSISTED, HELD_TOKENS, NO_DRAFTS, PLAIN, Side, call_of, environment, make_sides, run
-from gpu_checks import Check, check_text, drafts, kernel_checks, plain_texts
+from gpu_checks import Check, check_text, drafts, kernel_checks, target_and_batches
 from gpu_clocks import Stopwatch, copy_bandwidth, measure_parts, noted_waits
 from gpu_models import SIZES, Models, bytes_of_weights, random_nodes, ring_text
 from gpu_report import write_json
@@ -167,9 +167,9 @@ def smoke_parts(options: argparse.Namespace, device: torch.device) -> Iterator[t
 
     def text(name: str, settings: dict) -> dict:
         if not texts:
-            texts.extend(plain_texts(device, SMOKE_TOKENS, is_quick=True))
-        target, batches, plain = texts
-        return _right(check_text(name, target, settings, batches, plain))
+            texts.extend(target_and_batches(device, SMOKE_TOKENS, is_quick=True))
+        target, batches = texts
+        return _right(check_text(name, target, settings, batches))
 
     for method, settings in one_of_each_method().items():
         yield f"text: {method}", partial(text, method, settings)
@@ -200,7 +200,7 @@ def captured_cycle(device: torch.device) -> dict:
     """Calls until nothing more is captured: graphs run, the text stays, and on a GPU a cycle waits once."""
     if graphs.capture_backend(device) is None:
         raise SkippedError(f"no graphs on a {device.type} device")
-    target, batches, _ = plain_texts(device, SMOKE_TOKENS, is_quick=True)
+    target, batches = target_and_batches(device, SMOKE_TOKENS, is_quick=True)
     speculator = load_speculator(target, method="eagle3", model=demo.drafter_path("eagle3"), num_speculative_tokens=4)
     arguments = {**batches[0].inputs, "max_new_tokens": SMOKE_TOKENS, "do_sample": False}
     plain = target.generate(**arguments)

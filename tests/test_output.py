@@ -125,7 +125,7 @@ def test_sampled_scores_are_the_distributions_that_were_drawn_from(model):
 
 
 @pytest.mark.parametrize("name", ["bloom", "gemma3_text", "qwen3_next"])
-def test_padding_behind_rows_that_have_ended(name):
+def test_padding_after_rows_that_have_ended(name):
     """In models with windows, recurrent states, and positions that count slots; more of it than one forward reads."""
     # Rounding adds up in a recurrent state of large weights.
     model, inputs = tiny_model(name, initializer_range=0.2), prompts(4)

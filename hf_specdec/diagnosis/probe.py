@@ -357,7 +357,7 @@ def _network_variants(model: PreTrainedModel, speculator: Speculator, network: D
         return Speculator(speculator.config, speculator.generator_class, changed)
 
     config = network.config
-    for flag in network.doubtful_flags:
+    for flag in network.unreliable_flags:
         value = not getattr(config, flag)
         yield Variant(
             f"Its config says {flag}={not value} and it was trained with {value}.",

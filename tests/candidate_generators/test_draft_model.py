@@ -445,7 +445,7 @@ class TestSampling:
 
 class TestConfidence:
     @pytest.mark.parametrize("batch_size", [1, 4])
-    def test_doubtful_tokens_end_a_draft(self, model, batch_size):
+    def test_improbable_tokens_end_a_draft(self, model, batch_size):
         draft, inputs = perturbed(model, 0.2), prompts(batch_size)
         threshold = 0.6
         options = {"num_speculative_tokens": 6, "draft_confidence_threshold": threshold}
@@ -478,7 +478,7 @@ class TestConfidence:
             assert torch.equal(ours, plain)
             drafted.append(call.stats.num_draft_tokens / call.stats.num_drafts)
         assert drafted[0] > drafted[1] > drafted[2]
-        # The doubtful token itself stays.
+        # The improbable token itself stays.
         assert drafted[2] == 1
 
     @pytest.mark.parametrize(

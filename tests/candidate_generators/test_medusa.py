@@ -299,7 +299,7 @@ class TestMeasuredTree:
         assert counts.accuracies[0][:4] == pytest.approx([prior[0] / weight, (63 + prior[1]) / weight, 0, 1 / weight])
         assert counts.accuracies[1][:2] == pytest.approx([(64 + prior[0]) / weight, prior[1] / weight])
 
-    def test_heads_behind_the_first_wrong_one_do_not_count(self):
+    def test_heads_after_the_first_wrong_one_do_not_count(self):
         counts = RankCounts(None, 3)
         self.add(counts, [0, 0, 0], 64, committed=2)
         assert counts.accuracies[1][0] > 0.8

@@ -380,7 +380,7 @@ class TestSettings:
             assert SpeculativeConfig(alias).method == "mtp"
 
     @pytest.mark.parametrize("name", ["pangu_ultra_moe_mtp", "suffix+pangu_ultra_moe_mtp"])
-    def test_a_name_with_nothing_behind_it(self, model, name):
+    def test_a_name_with_nothing_after_it(self, model, name):
         with pytest.raises(SpecConfigError, match="'pangu_ultra_moe_mtp' cannot be used: transformers has no model"):
             SpeculativeConfig.resolve(name)
         with pytest.raises(SpecConfigError, match="'pangu_ultra_moe_mtp' cannot be used"):

@@ -174,7 +174,7 @@ def expected_by_standard(drafts, target, drafter):
     return expected
 
 
-def doubtful(drafter):
+def low_confidence(drafter):
     """A drafter that ends after a token that it gave less than 0.3."""
     return lambda tokens: drafter.probs(tokens[:-1])[tokens[-1]] < 0.3
 
@@ -192,7 +192,7 @@ class TestLawOfBlock:
     @pytest.mark.parametrize("seed", range(3))
     def test_is_the_targets_where_drafts_end_by_their_own_tokens(self, seed):
         target, drafter = Language(seed), Language(200 + seed)
-        stops = doubtful(drafter)
+        stops = low_confidence(drafter)
         lengths = {len(tokens) for tokens, _ in all_drafts(drafter, 3, stops)}
         assert len(lengths) > 1
         distribution, _ = enumerated(reject_block, target, drafter, 3, stops, draws=512)
@@ -207,7 +207,7 @@ class TestLawOfBlock:
     @given(st.integers(0, 10**6), st.integers(1, 3), st.booleans())
     def test_accepts_at_least_as_much_as_standard(self, seed, depth, ends_early):
         target, drafter = Language(seed), Language(seed + 1)
-        stops = doubtful(drafter) if ends_early else (lambda tokens: False)
+        stops = low_confidence(drafter) if ends_early else (lambda tokens: False)
         drafts = all_drafts(drafter, depth, stops)
         draft, target_probs = as_chains(drafts, target, drafter, depth)
         fails = 1 - block_thresholds(draft, target_probs)[1]

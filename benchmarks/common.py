@@ -249,7 +249,7 @@ class Script:
         ]
 
     def draft(self, row: int, length: int, count: int) -> list[int]:
-        """At most `count` draft tokens after the first `length` tokens of a row."""
+        """Draft tokens after the first `length` tokens of a row, at most `count`."""
         return self.drafts[row][length : length + count]
 
 
@@ -289,7 +289,7 @@ class StockScriptedCandidateGenerator(HfCandidateGenerator):
 
 
 def scripted_speculator(script: Script, num_speculative_tokens: int) -> Speculator:
-    """For `generate(assistant=...)`."""
+    """Speculator for `generate(assistant=...)`."""
     if "scripted_benchmark" not in methods():
         register_candidate_generator("scripted_benchmark", ScriptedCandidateGenerator)
     config = SpeculativeConfig(method="scripted_benchmark", num_speculative_tokens=num_speculative_tokens)
@@ -298,7 +298,7 @@ def scripted_speculator(script: Script, num_speculative_tokens: int) -> Speculat
 
 @contextmanager
 def stock_drafts_from(model: PreTrainedModel, generator: HfCandidateGenerator) -> Iterator[None]:
-    """Inside, transformers' assisted decoding of `model` drafts with `generator`.
+    """Lets transformers' assisted decoding of `model` draft with `generator`.
 
     Assisted decoding reads the whole prompt even if it is given keys and values of it; inside it continues from them,
     as plain generate does.

@@ -290,5 +290,5 @@ def check_text(what: str, target: PreTrainedModel, settings: dict, batches: list
 
 
 def _through_modules():
-    """Inside, no model runs through functions over its weights."""
+    """Lets no model run through functions over its weights."""
     return patch.object(functional, "_FAMILY", ())

@@ -54,7 +54,7 @@ class Stopwatch:
         return event
 
     def milliseconds(self, first, last) -> float:
-        """Between two marks; the device must have come past both."""
+        """Milliseconds between two marks; the device must have come past both."""
         return first.elapsed_time(last) if self.is_cuda else 1000 * (last - first)
 
     def is_capturing(self) -> bool:
@@ -170,7 +170,7 @@ class Cycle:
 
     @property
     def wait(self) -> float:
-        """From the last of the acceptance on the device until the host knows and has ended rows."""
+        """Time from the last of the acceptance on the device until the host knows and has ended rows."""
         return self.verify - self.accept
 
     @property

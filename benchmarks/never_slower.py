@@ -1,4 +1,4 @@
-"""Is `num_speculative_tokens="auto"` ever slower than plain `generate()`, and how far from the best fixed length?
+"""Compares `num_speculative_tokens="auto"` with plain `generate()`, to which it must not lose, and fixed lengths.
 
     python benchmarks/never_slower.py                  # --quick measures few rounds
     python benchmarks/never_slower.py --cases useless huge --json never_slower.json

@@ -39,7 +39,7 @@ hypothesis.settings.load_profile("hf_specdec")
 
 
 def pytest_collection_modifyitems(config, items):
-    """On a GPU the smoke tests come first."""
+    """Puts the smoke tests first on a GPU."""
     if "gpu" in (config.option.markexpr or "").replace("not gpu", ""):
         items.sort(key=lambda item: item.get_closest_marker("smoke") is None)
 

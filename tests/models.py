@@ -93,7 +93,7 @@ def scripted_for(text: torch.LongTensor, inputs: dict[str, torch.Tensor], k: int
 
 @contextmanager
 def nothing_runs(model):
-    """No forward of the model inside."""
+    """Fails if a forward of the model runs inside."""
 
     def refuse(*args):
         raise AssertionError("The model ran.")

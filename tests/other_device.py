@@ -164,7 +164,7 @@ def _caller() -> str:
 
 @contextmanager
 def other_device() -> Iterator[list[Wait]]:
-    """Inside, tensors can lie on `DEVICE`; yields the list to which every wait is added."""
+    """Lets tensors lie on `DEVICE` inside of the block; yields the list to which every wait is added."""
     waits: list[Wait] = []
     with _Functions(waits), _Operations(waits), torch.no_grad():
         yield waits

@@ -178,7 +178,7 @@ def test_hidden_states(case):
 
 @pytest.mark.parametrize("name", with_images())
 def test_models_with_images_read_text(name):
-    """Their text models are tried by themselves in more ways."""
+    """Text models of these are tried by themselves in more ways."""
     check_short_texts(name, (4,))
 
 
@@ -315,6 +315,6 @@ def implementations(model) -> list[str]:
 
 
 def assert_ragged_acceptance(stats, new_tokens: int) -> None:
-    """Some drafts were accepted and some were not, so both ways through a cycle were taken."""
+    """Tells that drafts were accepted and rejected, so that both ways through a cycle were taken."""
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert stats.num_target_forwards < new_tokens

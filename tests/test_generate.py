@@ -433,7 +433,7 @@ class TestCaches:
         passed={"object": True, "cache_implementation": False},
     )
     def test_static_cache(self, which, batch_size, passed, request):
-        """It comes back as plain generation leaves it, and goes on from call to call."""
+        """The cache comes back as plain generation leaves it, and goes on from call to call."""
         model = request.getfixturevalue(which)
         inputs = prompts(batch_size, length=10)
         settings = {"max_new_tokens": 14, "do_sample": False, "disable_compile": True}

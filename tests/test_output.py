@@ -33,7 +33,7 @@ def both(model):
 
 
 def unfinished(plain, eos):
-    """For each step the rows that had not ended before it, as a mask of shape `(steps, B)`."""
+    """Rows that had not ended before each step, as a mask of shape `(steps, B)`."""
     generated = plain.sequences[:, PROMPT:]
     ended = torch.isin(generated, torch.tensor(eos)).cumsum(1) > 0
     before = torch.nn.functional.pad(ended, (1, 0))[:, :-1]
@@ -126,7 +126,7 @@ def test_sampled_scores_are_the_distributions_that_were_drawn_from(model):
 
 @pytest.mark.parametrize("name", ["bloom", "gemma3_text", "qwen3_next"])
 def test_padding_after_rows_that_have_ended(name):
-    """In models with windows, recurrent states, and positions that count slots; more of it than one forward reads."""
+    """Models with windows, recurrent states, and positions that count slots; more of it than one forward reads."""
     # Rounding adds up in a recurrent state of large weights.
     model, inputs = tiny_model(name, initializer_range=0.2), prompts(4)
     settings = {**SETTINGS, "pad_token_id": 0, "max_new_tokens": 70}

@@ -89,7 +89,7 @@ def text_prompts(batch_size: int, padding: bool = True) -> dict[str, torch.Tenso
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """No class of models has been checked yet."""
+    """Forgets which classes of models have been checked."""
     monkeypatch.setattr(continuation, "_checked", set())
 
 

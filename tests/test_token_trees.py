@@ -125,7 +125,7 @@ class TestSpellings:
     @settings(max_examples=100)
     @given(parents=parent_lists())
     def test_paths_and_parents(self, parents):
-        """From parents to paths, and from the paths' own parents back to the same paths."""
+        """Paths give parents, and the parents give the same paths."""
         tree = TokenTree.from_parents(parents)
         again = TokenTree.from_parents([parent + 1 for parent in tree.parents])
         assert again == tree

@@ -117,7 +117,7 @@ _running: ContextVar[VerificationForward | None] = ContextVar("hf_specdec_verifi
 
 @contextmanager
 def running(forward: VerificationForward):
-    """Inside, `slot_attention` works for this forward."""
+    """Lets `slot_attention` work for this forward, inside of the block."""
     token = _running.set(forward)
     try:
         yield
@@ -126,7 +126,7 @@ def running(forward: VerificationForward):
 
 
 def folding_masks():
-    """Inside, `slot_attention` folds query heads into positions, and each mask once for all layers."""
+    """Lets `slot_attention` fold query heads into positions inside of the block, and each mask once for all layers."""
     return running(VerificationForward())
 
 

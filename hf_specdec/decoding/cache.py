@@ -377,7 +377,7 @@ class SlotCache(Cache):
 
     @contextmanager
     def kept(self, like: Cache) -> Iterator[None]:
-        """Inside, the next token of all rows can be read as in plain generation; afterwards the cache is as it was.
+        """Lets the next token of all rows be read as in plain generation; after the block the cache is as it was.
 
         Args:
             like (`Cache`): The cache of plain generation, whose layers may show their last slots only.

@@ -111,7 +111,7 @@ class Received:
 
 @contextmanager
 def watched_prefill(model: torch.nn.Module) -> Iterator[Received]:
-    """Inside, a model that prepares its inputs itself is watched while it reads the prompts."""
+    """Watches, inside of the block, a model that prepares its inputs itself while it reads the prompts."""
     received = Received()
     with ExitStack() as hooks:
         name = "prepare_inputs_for_generation"

@@ -263,7 +263,7 @@ class RecurrentLayers:
 
     @contextmanager
     def reading(self, nodes: int):
-        """Inside, one forward of the model reads `nodes` tokens a row; the states stay where they are."""
+        """Lets one forward of the model read `nodes` tokens a row in the block; the states stay where they are."""
         moves = self._moves(MAX_REPLAY)
         self.plan = _Plan(nodes, [0] * len(self.replayed) if moves else list(self.replayed), moves)
         with ExitStack() as hooks:
@@ -436,7 +436,7 @@ class _ReplayingMixer(_Mixer):
 
 
 class _Convolution(_Mixer):
-    """Its state is its last inputs."""
+    """A short convolution, whose state is its last inputs."""
 
     reading = _ConvolutionReading
 

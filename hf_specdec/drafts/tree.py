@@ -226,7 +226,7 @@ class DraftTree:
         """Tables that the host lacks of the drafts, for a transfer that is made anyway; [`learn`] takes them.
 
         Args:
-            tokens (`bool`): Whether their tokens are wanted, too, and not only their shapes.
+            tokens (`bool`): Their tokens are wanted, too, and not only their shapes.
         """
         tables = {}
         if self.node_counts is None:

@@ -38,7 +38,7 @@ class Inspection:
     Args:
         name (`str`): Folder or repo id.
         found (`Detection`): What it is.
-        fits (`bool`, *optional*): Whether it can draft for the target; `None` where none was named.
+        fits (`bool`, *optional*): It can draft for the target; `None` where none was named.
         problems (`tuple[str, ...]`): Why it cannot, in sentences.
         hint (`str`, *optional*): How it is meant to be used, where its method does not say so.
     """

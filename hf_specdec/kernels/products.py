@@ -273,7 +273,7 @@ class OwnForward:
 
 
 class _FasterFunctions(TorchFunctionMode):
-    """Inside, torch's functions for products take the fastest way. It costs something for every call of torch."""
+    """Mode in which torch's functions for products take the fastest way, at some cost for every call of torch."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -315,7 +315,7 @@ def _modules_to_replace(model: nn.Module) -> Iterator[tuple[nn.Module, OwnForwar
 
 @contextmanager
 def fast_products(model: nn.Module) -> Iterator[None]:
-    """Inside, a model's own forward takes the fastest ways; compiled models and replaced forwards stay as they are.
+    """Lets a model's own forward take the fastest ways; compiled models and replaced forwards stay as they are.
 
     Args:
         model (`nn.Module`): A model for which `prepare_products` was called; else nothing changes.

@@ -172,7 +172,7 @@ class Recomputed:
         self.fused = norm(network.hidden_norm, joined @ network.fc.weight.T)
 
     def logits(self, masked):
-        """Of every position of a block that has these tokens after the anchor."""
+        """Logits of every position of a block that has these tokens after the anchor."""
         network, config = self.network, self.network.config
         stream, length = network.embed(torch.cat([self.anchor, masked])[None])[0], len(self.fused)
         positions = torch.arange(length + len(stream))

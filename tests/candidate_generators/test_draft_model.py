@@ -352,7 +352,7 @@ class TestLimits:
     @pytest.mark.parametrize("batch_size", [1, 4])
     @pytest.mark.parametrize("own_limit", [True, False], ids=["position_table", "max_model_len"])
     def test_rows_go_on_without_drafts(self, model, own_limit, batch_size):
-        """They cross the limit at different times: their prompts differ in length, and so does what they accept."""
+        """Rows cross the limit at different times: their prompts differ in length, and so does what they accept."""
         draft = tiny_gpt2(positions=32) if own_limit else perturbed(model)
         options = {} if own_limit else {"max_model_len": 32}
         inputs = prompts(batch_size, length=15)
@@ -375,7 +375,7 @@ class TestLimits:
         assert len(call.stats.notes) == 1
 
     def test_long_and_short_prompts_in_a_batch(self, model):
-        """Only some rows have drafts from the start, and not the first ones."""
+        """Rows other than the first have drafts from the start, and only some of them."""
         draft, inputs = tiny_gpt2(positions=32), prompts(4, length=40, padding=False)
         for row, length in enumerate((40, 20, 35, 6)):
             inputs["attention_mask"][row, : 40 - length] = 0
@@ -396,7 +396,7 @@ class TestLimits:
 
     @pytest.mark.parametrize("batch_size", [1, 3])
     def test_position_table_of_the_target(self, batch_size):
-        """It ends where the text ends; so does the draft's."""
+        """The table ends where the text ends; so does the draft's."""
         target = tiny_gpt2(positions=32)
         for draft in (target, perturbed(target), tiny_gpt2(positions=64), tiny_llama()):
             plain, ours, call = plain_and_ours(target, draft, prompts(batch_size), max_new_tokens=None, max_length=32)

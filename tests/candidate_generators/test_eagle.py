@@ -146,7 +146,7 @@ class Recomputed:
         self.hidden = network.fuse({key: value[None] for key, value in states.items()})[0]
 
     def log_probs(self, path):
-        """Of the target's tokens that may follow a path of tokens: best first, with their log-probabilities."""
+        """The target's tokens that may follow a path of tokens: best first, with their log-probabilities."""
         hidden = self.hidden
         for count in range(len(path) + 1):
             tokens = torch.cat([self.tokens, torch.tensor(path[:count], dtype=torch.long)])

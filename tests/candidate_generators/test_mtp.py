@@ -63,7 +63,7 @@ def speculator_for(network, **options):
 
 @pytest.fixture(scope="module", autouse=True)
 def without_gradients():
-    """As in the loop: embedding and lm_head are the target's, which could be trained."""
+    """Switches gradients off as the loop does: embedding and lm_head are the target's, which could be trained."""
     with torch.no_grad():
         yield
 
@@ -156,7 +156,7 @@ class TestPublishedRuns:
     @every_case
     @every_mode
     def test_whole_run(self, name, mode):
-        """In a batch; a row alone is among the recorded drafts."""
+        """Rows of a batch; a row alone is among the recorded drafts."""
         self.run(name, mode, ["", "p2."])
 
     @pytest.mark.parametrize("name", ["glm4_moe_k3", "mellum", "ernie4_5_moe"])

@@ -148,7 +148,7 @@ class TestSlotStore:
         )
     )
     def test_any_calls(self, calls):
-        """Whatever is asked for: it fits, layers agree, a place's buffers stay what they are until it is dropped."""
+        """Calls of any sizes fit, layers agree, a place's buffers stay what they are until it is dropped."""
         known = {}
         store = SlotStore(lambda place: known.pop(place, None))
         for rows, capacities in calls:
@@ -245,7 +245,7 @@ class _Graph:
 
 
 class TestCudaBackend:
-    """In which order it calls CUDA, and what it leaves out."""
+    """Order in which it calls CUDA, and what it leaves out."""
 
     @pytest.fixture
     def runtime(self, monkeypatch) -> Runtime:

@@ -71,7 +71,7 @@ def test_each_forward_replaces_the_states_unless_they_are_joined(model):
 
 
 def test_layers_that_run_twice_count_once_in_each_chunk():
-    """Of a model that goes through its layers again, the states are those of the last time."""
+    """States of a model that goes through its layers again are those of the last time."""
 
     class Twice(LlamaForCausalLM):
         def forward(self, input_ids, **kwargs):
@@ -103,7 +103,7 @@ def test_hooks_that_are_being_taken_back_do_not_disturb_other_threads(model):
 
 
 def test_the_stock_protocol_hands_over_the_same_states(model):
-    """From transformers' tuple, which lacks what enters the final norm."""
+    """States from transformers' tuple, which lacks what enters the final norm."""
 
     class Reader(CandidateGenerator):
         target_hidden_states = (0, 1, "last")

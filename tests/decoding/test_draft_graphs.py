@@ -294,7 +294,7 @@ class TestNetworksWithoutACache:
             assert max(drafts[0][0][0]) < size
 
     def test_processors(self, target, backends):
-        """They look at each token of a chain, so that each has a graph."""
+        """Processors look at each token of a chain, so that each has a graph."""
         settings, asked = settings_of("mlp_speculator"), {"repetition_penalty": 1.3, "new_tokens": 24}
         plain = generate(target, inputs_of(2), **asked).sequences.tolist()
         text, drafts, stats = traced(target, inputs_of(2), settings, **asked)
@@ -382,7 +382,7 @@ class TestEager:
         ],
     )
     def test_what_cannot_be_captured(self, name, kind, part, target, backends, monkeypatch):
-        """It drafts all the same, and is not tried again."""
+        """Drafts are made all the same, and a capture is not tried again."""
         whole = getattr(kind, part)
 
         def waiting(self, given, *args):
@@ -398,7 +398,7 @@ class TestEager:
         assert stats.num_draft_graph_replays == 0
 
     def test_more_entries_than_a_cycle_leaves(self, backends):
-        """As after plain cycles, whose tokens come all at once: they are read without a graph."""
+        """Entries come all at once, as after plain cycles: they are read without a graph."""
         call = a_call("eagle/eagle3", {"num_speculative_tokens": 2})
         new = Entries(torch.zeros((2, 4), dtype=torch.long), {}, [4, 4])
         slots: DraftSlots = call.generator.entries

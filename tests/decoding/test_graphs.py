@@ -226,7 +226,7 @@ class TestReuse:
             forget_speculators(model)
 
     def test_what_a_graph_reads_is_kept_alive(self, monkeypatch):
-        """Also what was made once for all who want it, and has had to make way since."""
+        """Tensors made once for all who want them are kept too, even if they have had to make way since."""
 
         class Forgetful(CaptureBackend):
             def capture(self, run):
@@ -499,7 +499,7 @@ class TestLengths:
         return [check_scripted(model, prompts(batch_size, length=length)).num_graph_captures for length in lengths]
 
     def test_prompts_of_similar_lengths(self, device, backends):
-        """They have slots of one size."""
+        """Prompts of similar lengths have slots of one size."""
         model = tiny_llama(max_position_embeddings=4096).to(device)
         self.calls(model, [10, 10])
         assert self.calls(model, [90, 900, 10]) == [0] * 3
@@ -534,7 +534,7 @@ class TestSharedOutputs:
         assert stats.num_graph_replays > (stats.num_target_forwards - 1) / 2
 
     def test_memory(self, device, backends, everything_is_large):
-        """That of the largest, and of those that had to make way for it: not of all sizes."""
+        """Memory of the largest, and of those that had to make way for it: not of all sizes."""
         model = tiny_llama().to(device)
         for k in (7, 3, 1):
             for _ in range(2):

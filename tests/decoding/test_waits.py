@@ -297,7 +297,7 @@ def test_what_torch_says_of_waits(monkeypatch):
 
 @pytest.mark.gpu
 class TestOnAGpu:
-    """There torch says itself where the host waits."""
+    """Torch says itself where the host waits."""
 
     @pytest.mark.parametrize(
         "drafter",

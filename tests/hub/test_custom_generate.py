@@ -53,7 +53,7 @@ print(json.dumps(found))
 
 
 def test_in_a_fresh_process(hub, tmp_path):
-    """From a folder, and by name with the drafter beside it."""
+    """Calls from a folder, and by name with the drafter beside it."""
     repo = tmp_path / "speculation"
     files = export_custom_generate(repo, SpeculativeConfig(method="ngram", num_speculative_tokens=4))
     assert [str(file.relative_to(repo)) for file in files] == [

@@ -394,7 +394,7 @@ class TestDamage:
 
 
 class TestPaths:
-    """Nothing that a repository says leads out of it."""
+    """Paths that a repository names never lead out of it."""
 
     OUTSIDE = ["../secret.safetensors", "/secret.safetensors", "a/../../secret.safetensors", "", ".", "..", "a//b"]
     OUTSIDE += ["a\\..\\secret.safetensors", "C:secret.safetensors", "./../x.safetensors", "x\0.safetensors"]

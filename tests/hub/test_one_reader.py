@@ -224,7 +224,7 @@ class TestKeysThatNobodyKnows:
 )
 @pytest.mark.parametrize("name", ["dflash/qwen3_random_b8", "eagle/eagle3_llama"])
 def test_keys_that_change_what_layers_compute(tmp_path, name, key, value):
-    """Also at the top of a whole model's config, where the rest are notes."""
+    """Keys count also at the top of a whole model's config, where the rest are notes."""
     folder = copy_of(name, tmp_path / "head", {key: value})
     _, _, error = outcome(folder, loaded_target(HEADS[name]))
     assert isinstance(error, CheckpointFormatError)

@@ -136,7 +136,7 @@ class TestEntriesThatCannotBeFollowed:
         self.check_is_plain(model, warnings, "`num_speculative_tokens` asks for a chain, and `draft_tree_top_k`")
 
     def test_target_that_cannot_be_driven(self, monkeypatch, warnings):
-        """Only the loop knows."""
+        """Limits that only the loop knows."""
 
         def refuse(*args):
             raise UnsupportedModelError("It has no slots.")
@@ -286,7 +286,7 @@ class TestServers:
 
 
 class TestSavedSettings:
-    """Beside a checkpoint that the call names."""
+    """Settings beside a checkpoint that the call names."""
 
     @pytest.mark.parametrize("where", ["hub", "folder"])
     def test_shape_alone(self, hub, tmp_path, where, warnings):

@@ -157,7 +157,7 @@ def test_widened_weights(dtype, has_bias, monkeypatch):
 
 @torch.inference_mode()
 def test_layers_of_a_models_own_forward(measured, kernel_rows):
-    """They take the fast ways inside, in every thread that is inside, and nothing of the model stays changed."""
+    """Layers take the fast ways inside, in every thread that is inside, and nothing of the model stays changed."""
     model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64, bias=False))
     prepare_products(model)
     x, before = torch.randn(3, 64), [dict(vars(module)) for module in model.modules()]
@@ -220,7 +220,7 @@ def test_experts(measured, kernel_rows, kind):
 
 @torch.inference_mode()
 def test_a_target_with_a_forward_of_its_own(measured, kernel_rows, monkeypatch):
-    """Its prompt and its verifications."""
+    """A forward of its own takes the ways for its prompt and its verifications."""
     target = tiny_llama()
     settings = {**prompts(1), "max_new_tokens": 12, "do_sample": False}
     plain = target.generate(**settings)

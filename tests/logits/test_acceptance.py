@@ -165,7 +165,7 @@ def test_chain_fixture_with_draft_probs(chain_fixture, rule, name):
 
 @every_chain_rule
 def test_chain_fixture_residual(chain_fixture, rule, name):
-    """With the ratio tests as given, 4096 evenly spread draws reproduce the cumulated residual."""
+    """Draws, 4096 and evenly spread, reproduce the cumulated residual, with the ratio tests as given."""
     numbers = (torch.arange(4096, dtype=torch.float64) + 0.5) / 4096
     for row in range(0, 40, 3):
         case = {key: values[row].expand(4096, *values[row].shape) for key, values in chain_fixture.items()}

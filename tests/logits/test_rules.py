@@ -277,7 +277,7 @@ class TestBlockTraps:
 
     @pytest.mark.parametrize("draft_prob", [0.0, 0.5])
     def test_zero_never_accepts_an_impossible_token(self, draft_prob):
-        """Not at its own place, and not by the pass of a later token."""
+        """Tokens are accepted neither at their own place nor by the pass of a later token."""
         target_probs = torch.tensor([[0.0, 0.25, 0.75]]).repeat(1, 4, 1)
         probs = torch.tensor([[[draft_prob, 1 - draft_prob, 0.0], [0.0, 1.0, 0.0], [0.0, 0.1, 0.9]]])
         draft = DraftTree.chain(torch.tensor([[0, 1, 2]]), probs=probs)

@@ -152,7 +152,7 @@ def plain_text(**settings) -> torch.LongTensor:
 
 class TestInCalls:
     def test_rows_end_while_it_is_paused_from_the_start(self, row):
-        """Before it has been told anything."""
+        """Rows end before the generator has been told anything."""
         ends = int(plain_text()[1, PROMPT + 1])
         speculator, watches = watched_speculator(row, **PAUSED_UNTIL_A_ROW_ENDS)
         text, stats = generated(speculator, eos_token_id=ends)

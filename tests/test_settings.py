@@ -759,6 +759,8 @@ class TestOtherNames:
     def test_names_of_sglang_need_no_warning(self, warned):
         config = SpeculativeConfig("eagle", "org/head", **self.SGLANG)
         assert config == SpeculativeConfig("eagle", "org/head", **{**self.NOW, "draft_min_path_prob": None})
+        config = SpeculativeConfig("dflash", "org/draft", speculative_num_draft_tokens=16)
+        assert config == SpeculativeConfig("dflash", "org/draft", dflash_block_size=16)
         assert warned == []
 
     def test_files_need_no_warning(self, warned, tmp_path):

@@ -59,6 +59,7 @@ class DFlashOptions(Options):
         least=1,
         most=MAX_NODES + 1,
         published=True,
+        engine_names={"speculative_num_draft_tokens": 0},
     )
     dflash_num_denoising_steps: int | None = setting(
         None,

@@ -28,6 +28,7 @@ test: setup
 
 style: setup
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format hf_specdec tests benchmarks tools
+	$(BIN)/python -m tools.method_tables
 
 quality: setup
 	$(BIN)/pip install --quiet -e ".[quality]"

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -32,7 +33,11 @@ from hf_specdec import (
 from hf_specdec.decoding.functional import FunctionalSlotModel
 from hf_specdec.decoding.target import SlotModel
 from hf_specdec.method import methods
+from hf_specdec.metrics.records import Record
 from hf_specdec.protocol import DraftStep
+
+
+T = TypeVar("T")
 
 
 # Scripts of this folder are started by their paths; `tools` lies beside it.
@@ -42,6 +47,15 @@ sys.path.append(str(Path(__file__).parents[1]))
 os.environ.setdefault("HF_SPECDEC_ADAPTIVE", "0")
 
 # -------------------------------------------------------------------------------------------------------------- clocks
+
+
+class Reading(NamedTuple):
+    """Time of a clock, and the forwards until then."""
+
+    time: float
+    target_forwards: int
+    target_seconds: float
+    draft_seconds: float
 
 
 @dataclass
@@ -80,6 +94,9 @@ class ForwardTimer:
             for kind, forward in originals.items():
                 kind.forward = forward
 
+    def read(self) -> Reading:
+        return Reading(self.clock(), self.target_forwards, self.target_seconds, self.draft_seconds)
+
     def _timed(self, forward: Callable, model_of: Callable) -> Callable:
         @functools.wraps(forward)
         def timed(module, *args, **kwargs):
@@ -103,62 +120,31 @@ class ForwardTimer:
             self.draft_seconds += seconds
 
 
-@dataclass
-class Mark:
-    """Progress of a call at a delivery of tokens."""
+class MarkingStreamer(BaseStreamer, Generic[T]):
+    """Leaves a mark at every delivery: a reading of a clock, and the tokens that the call has committed by then.
 
-    time: float
-    tokens: int
-    target_forwards: int
-    target_seconds: float
-    draft_seconds: float
-
-
-class CountingStreamer(BaseStreamer):
-    """Counts the tokens that a call has committed whenever it delivers some.
+    Rows of a batch that are ahead of others are delivered later than committed, so calls of ours are asked.
 
     Args:
-        committed (`Callable`): How many tokens the call has committed so far, or `None` if all of them are delivered.
-            Rows of a batch that are ahead of others are delivered later than committed.
+        recorded (`Record`): The records of the block in which the call runs.
+        read (`Callable`): The reading.
     """
 
-    def __init__(self, committed: Callable[[], int | None]):
-        self.committed = committed
-        self.delivered: int | None = None  # None: not even the prompt
+    def __init__(self, recorded: Record, read: Callable[[], T]):
+        self.recorded, self.read = recorded, read
+        self.marks: list[tuple[T, int]] = []
+        self._delivered: int | None = None  # None: not even the prompt
 
     def put(self, value: torch.Tensor) -> None:
-        if self.delivered is None:
-            self.delivered = 0
+        if self._delivered is None:
+            self._delivered = 0
             return
-        self.delivered += value.numel()
-        tokens = self.committed()
-        self.note(self.delivered if tokens is None else tokens)
-
-    def note(self, tokens: int) -> None:
-        """So many tokens are committed."""
-        raise NotImplementedError
+        self._delivered += value.numel()
+        calls = self.recorded.calls
+        self.marks.append((self.read(), calls[-1].stats.num_committed_tokens if calls else self._delivered))
 
     def end(self) -> None:
         """Nothing: the last delivery is the end."""
-
-
-class MarkingStreamer(CountingStreamer):
-    """Leaves a [`Mark`] at every delivery.
-
-    Args:
-        timer (`ForwardTimer`): Attached to the models of the call.
-        committed (`Callable`): As for [`CountingStreamer`].
-    """
-
-    def __init__(self, timer: ForwardTimer, committed: Callable[[], int | None]):
-        super().__init__(committed)
-        self.timer = timer
-        self.marks: list[Mark] = []
-
-    def note(self, tokens: int) -> None:
-        timer = self.timer
-        counts = timer.target_forwards, timer.target_seconds, timer.draft_seconds
-        self.marks.append(Mark(timer.clock(), tokens, *counts))
 
 
 @dataclass
@@ -217,46 +203,21 @@ def time_call(
         arguments: Passed on.
     """
     with ForwardTimer(target, clock).attached() as timer, record() as recorded:
-        streamer = MarkingStreamer(
-            timer, lambda: recorded.calls[-1].stats.num_committed_tokens if recorded.calls else None
-        )
+        streamer = MarkingStreamer(recorded, timer.read)
         output = generate(streamer=streamer, **arguments)
-    first = next((mark for mark in streamer.marks if mark.target_forwards >= 2), None)
-    last = streamer.marks[-1]
-    if first is None or last.target_forwards == first.target_forwards:
+    first = next((mark for mark in streamer.marks if mark[0].target_forwards >= 2), None)
+    last, tokens = streamer.marks[-1]
+    if first is None or last.target_forwards == first[0].target_forwards:
         raise SystemExit(f"The call ended after {last.target_forwards} target forwards. Raise --new-tokens.")
+    began, tokens_before = first
     return Sample(
-        last.tokens - first.tokens,
-        last.target_forwards - first.target_forwards,
-        last.time - first.time,
-        last.target_seconds - first.target_seconds,
-        last.draft_seconds - first.draft_seconds,
+        tokens - tokens_before,
+        last.target_forwards - began.target_forwards,
+        last.time - began.time,
+        last.target_seconds - began.target_seconds,
+        last.draft_seconds - began.draft_seconds,
         [output.tolist()],
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------- aims
-
-
-@dataclass
-class Aim:
-    """An aim, and every figure that is measured by it as (where, text, is met), the worst first."""
-
-    text: str
-    found: list[tuple[str, str, bool]]
-
-
-def aim_lines(aims: list[dict]) -> list[str]:
-    """Lines about aims, as dicts: which figures miss them, and of those that are met the nearest."""
-    lines = []
-    for aim in aims:
-        found = [tuple(figure) for figure in aim["found"]]
-        missed = [figure for figure in found if not figure[2]]
-        counts = f"met by {len(found) - len(missed)} of {len(found)}" if found else "not measured"
-        lines.append(f"Aim: {aim['text']}: {counts}.")
-        lines += [f"  short of it: {figure} ({where})" for where, figure, _ in missed]
-        lines += [f"  nearest to it: {figure} ({where})" for where, figure, _ in found[:1] if not missed]
-    return lines
 
 
 # ----------------------------------------------------------------------------------------------------- scripted drafts
@@ -288,7 +249,7 @@ class Script:
         ]
 
     def draft(self, row: int, length: int, count: int) -> list[int]:
-        """At most `count` draft tokens after the first `length` tokens of a row."""
+        """Draft tokens after the first `length` tokens of a row, at most `count`."""
         return self.drafts[row][length : length + count]
 
 
@@ -328,7 +289,7 @@ class StockScriptedCandidateGenerator(HfCandidateGenerator):
 
 
 def scripted_speculator(script: Script, num_speculative_tokens: int) -> Speculator:
-    """For `generate(assistant=...)`."""
+    """Speculator for `generate(assistant=...)`."""
     if "scripted_benchmark" not in methods():
         register_candidate_generator("scripted_benchmark", ScriptedCandidateGenerator)
     config = SpeculativeConfig(method="scripted_benchmark", num_speculative_tokens=num_speculative_tokens)
@@ -337,7 +298,7 @@ def scripted_speculator(script: Script, num_speculative_tokens: int) -> Speculat
 
 @contextmanager
 def stock_drafts_from(model: PreTrainedModel, generator: HfCandidateGenerator) -> Iterator[None]:
-    """Inside, transformers' assisted decoding of `model` drafts with `generator`.
+    """Lets transformers' assisted decoding of `model` draft with `generator`.
 
     Assisted decoding reads the whole prompt even if it is given keys and values of it; inside it continues from them,
     as plain generate does.

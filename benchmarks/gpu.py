@@ -29,8 +29,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from common import MarkingStreamer
 from gpu_checks import check_kernels, check_texts
-from gpu_clocks import DeliveryStreamer, Stopwatch, copy_bandwidth, measure_parts
+from gpu_clocks import Stopwatch, copy_bandwidth, decoding_part, measure_parts
 from gpu_models import (
     DRAFTERS,
     LOOKUP_LENGTH,
@@ -84,7 +85,7 @@ COMPILED = "transformers: static cache, compiled"
 LOOKUP = "transformers: prompt lookup"
 ASSISTED = "transformers: assistant model"
 
-# What differs where no option says otherwise. A small model on a CPU is there to see that everything runs.
+# Values of options that are left out. A small model on a CPU is there to see that everything runs.
 FULL = {
     "batch_sizes": [1, 4, 16],
     "contexts": [512, 8192],
@@ -187,12 +188,12 @@ def run(models: Models, side: Side, text: Text, new_tokens: int) -> Sample:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with record() as recorded:
-        streamer = DeliveryStreamer(lambda: recorded.calls[-1].stats.num_committed_tokens if recorded.calls else None)
+        streamer = MarkingStreamer(recorded, perf_counter)
         output = call(streamer=streamer)
     stats = recorded.calls[-1].stats if recorded.calls else None
     written = output[:, text.prompts.shape[1] :].cpu()
     return Sample(
-        *streamer.decoding(len(text.prompts)),
+        *decoding_part(streamer.marks, len(text.prompts)),
         same_rows=sum(torch.equal(row, right) for row, right in zip(written, text.expected[:, :new_tokens])),
         tokens_per_cycle=stats and stats.mean_acceptance_length,
         nodes=stats and stats.num_draft_tokens / max(stats.num_row_cycles, 1),

@@ -19,10 +19,10 @@ from unittest.mock import patch
 import torch
 from transformers import PreTrainedModel
 
-from hf_specdec import SpecDecodingStats, demo, load_speculator
-from hf_specdec.bench.engine import Call, find_differences, time_call
+from hf_specdec import SpecDecodingStats, demo, record
 from hf_specdec.bench.prompts import Batch, make_batches
 from hf_specdec.decoding import functional
+from hf_specdec.diagnosis import verify
 from hf_specdec.drafts import DraftTree, TreeTopology
 from hf_specdec.errors import MissingDependencyError
 from hf_specdec.kernels import _triton
@@ -225,50 +225,36 @@ def _same_acceptance(what: str, expected, found) -> Check:
 # --------------------------------------------------------------------------------------------------------------- texts
 
 
-# Arguments of plain generation.
-PLAIN = {"do_sample": False}
+# Chain and tree of the methods that have both; the others draft as they do by default.
+_STATIC_CHAIN = {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"}
+_GROWN = {"draft_tree_depth": 5, "draft_tree_top_k": 4, "num_draft_nodes": 15}
+_SHAPES: dict[str, dict[str, dict[str, Any]]] = {
+    "ngram": {"chain": {"prompt_lookup_num_matches": 1}, "tree": {}},
+    "suffix": {"chain": {}, "tree": {"suffix_decoding_use_tree_spec": True}},
+    "recycling": {"chain": _STATIC_CHAIN, "tree": {"num_draft_nodes": 31}},
+    "medusa": {"chain": {"num_speculative_tokens": 3}, "tree": {"num_draft_nodes": 31}},
+    "mlp_speculator": {"chain": {"num_speculative_tokens": 3}, "tree": {"num_draft_nodes": 16}},
+    "eagle": {"chain": {"num_speculative_tokens": 4}, "tree": _GROWN},
+    "eagle3": {"chain": {"num_speculative_tokens": 4}, "tree": _GROWN},
+    "mtp": {"chain": {"num_speculative_tokens": 3}, "tree": _GROWN},
+    "dflash": {"chain": {}, "tree": {"num_draft_nodes": 16}},
+}
 
 
 def drafts() -> dict[str, dict[str, Any]]:
-    """Settings of every method, chains and trees."""
-    eagle, eagle3 = (
-        {"method": "eagle", "model": demo.drafter_path("eagle")},
-        {"method": "eagle3", "model": demo.drafter_path("eagle3")},
-    )
-    medusa = {"method": "medusa", "model": demo.drafter_path("medusa")}
-    speculator = {"method": "mlp_speculator", "model": demo.drafter_path("mlp_speculator")}
-    mtp, dflash = (
-        {"method": "mtp", "model": demo.drafter_path("mtp")},
-        {"method": "dflash", "model": demo.drafter_path("dflash")},
-    )
-    grown = {"draft_tree_depth": 5, "draft_tree_top_k": 4, "num_draft_nodes": 15}
+    """Settings of every method that can draft for the demo's target, chains and trees."""
     return {
-        "ngram, chain": {"method": "ngram", "prompt_lookup_num_matches": 1},
-        "ngram, tree": {"method": "ngram"},
-        "suffix, chain": {"method": "suffix"},
-        "suffix, tree": {"method": "suffix", "suffix_decoding_use_tree_spec": True},
-        "recycling, chain": {"method": "recycling", "speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"},
-        "recycling, tree": {"method": "recycling", "num_draft_nodes": 31},
-        "draft_model, chain": {"method": "draft_model", "model": demo.drafter_path("draft_model")},
-        "medusa, chain": {**medusa, "num_speculative_tokens": 3},
-        "medusa, tree": {**medusa, "num_draft_nodes": 31},
-        "mlp_speculator, chain": {**speculator, "num_speculative_tokens": 3},
-        "mlp_speculator, tree": {**speculator, "num_draft_nodes": 16},
-        "eagle, chain": {**eagle, "num_speculative_tokens": 4},
-        "eagle, tree": {**eagle, **grown},
-        "eagle3, chain": {**eagle3, "num_speculative_tokens": 4},
-        "eagle3, tree": {**eagle3, **grown},
-        "mtp, chain": {**mtp, "num_speculative_tokens": 3},
-        "mtp, tree": {**mtp, **grown},
-        "dflash, chain": dflash,
-        "dflash, tree": {**dflash, "num_draft_nodes": 16},
+        f"{name}, {shape}": {**settings, **own}
+        for name, settings in demo.settings().items()
+        if name == settings["method"]
+        for shape, own in _SHAPES.get(name, {"chain": {}}).items()
     }
 
 
-def plain_texts(
+def target_and_batches(
     device: torch.device, max_new_tokens: int, is_quick: bool = False
-) -> tuple[PreTrainedModel, list[Batch], list[Call]]:
-    """The demo's target, batches of prompts, and what plain `generate()` makes of them."""
+) -> tuple[PreTrainedModel, list[Batch]]:
+    """The demo's target, and batches of prompts."""
     target = demo.load_target().to(device)
     tokenizer, prompts = demo.load_tokenizer(), demo.prompts()
     # One to edit, one to continue, and the last ones together, padded.
@@ -276,57 +262,33 @@ def plain_texts(
     batches = make_batches(tokenizer, singles, 1, max_new_tokens, device)
     if not is_quick:
         batches += make_batches(tokenizer, prompts[-4:], 4, max_new_tokens, device)
-    return target, batches, [time_call(target, batch, PLAIN) for batch in batches]
+    return target, batches
 
 
 def check_texts(device: torch.device, max_new_tokens: int) -> Iterator[Check]:
     """Compares greedy texts of every method in float32 with those of plain `generate()`: single rows and a batch."""
-    target, batches, plain = plain_texts(device, max_new_tokens)
+    target, batches = target_and_batches(device, max_new_tokens)
     ways = {"lean forward": (nullcontext, {}), "modules": (_through_modules, {})}
     if device.type == "cuda":
         ways["modules, no graphs"] = (_through_modules, {"enforce_eager": True})
     for way, (context, further) in ways.items():
         for name, settings in drafts().items():
             with context():
-                yield check_text(f"{name}, {way}", target, settings | further, batches, plain)
+                yield check_text(f"{name}, {way}", target, settings | further, batches)
 
 
-def check_text(what: str, target: PreTrainedModel, settings: dict, batches: list[Batch], plain: list[Call]) -> Check:
-    try:
-        speculator = load_speculator(target, **settings)
-    except MissingDependencyError as error:
-        return Check(what, None, f"not run: {error}")
-    samples = [time_call(target, batch, {**PLAIN, "assistant": speculator}) for batch in batches]
-    different = find_differences(plain, samples, batches)
-    stats = SpecDecodingStats.total([sample.stats for sample in samples])
-    last = samples[-1].stats
-    found = f"{stats.mean_acceptance_length:.2f} tokens a cycle, attention: {last.attention}, graphs: {last.graphs}"
-    margins = {
-        name: margin_at(target, batch, sample.tokens[batch.names.index(name)], batch.names.index(name), index)
-        for batch, sample in zip(batches, plain)
-        for name, index in different.items()
-        if name in batch.names
-    }
-    places = ", ".join(f"{name} from token {index}, margin {margins[name]:.0e}" for name, index in different.items())
-    is_tie = all(margin < TIE for margin in margins.values())
-    found += f"; ties decided otherwise: {places}" if different else ""
-    return Check(what, is_tie, found if is_tie else f"other texts: {places}")
-
-
-# Logits of float32 that are so close may be rounded to either order, in products of another shape.
-TIE = 1e-4
-
-
-@torch.no_grad()
-def margin_at(target: PreTrainedModel, batch: Batch, tokens: list[int], row: int, index: int) -> float:
-    """By how much the plain text's token at `index` of a row was ahead of the next best one."""
-    visible = batch.inputs["attention_mask"][row].bool()
-    prompt = batch.inputs["input_ids"][row][visible]
-    text = torch.cat([prompt, torch.tensor(tokens[:index], dtype=torch.long, device=prompt.device)])
-    best, second = target(text[None]).logits[0, -1].float().topk(2).values.tolist()
-    return best - second
+def check_text(what: str, target: PreTrainedModel, settings: dict, batches: list[Batch]) -> Check:
+    with record() as made:
+        try:
+            [found] = verify(target, {what: settings}, batches)
+        except MissingDependencyError as error:
+            return Check(what, None, f"not run: {error}")
+    stats, last = SpecDecodingStats.total([call.stats for call in made.calls]), made.calls[-1].stats
+    detail = f"{stats.mean_acceptance_length:.2f} tokens a cycle, attention: {last.attention}, graphs: {last.graphs}"
+    places = "; ".join(f"{one.verdict} in {one.prompt} from token {one.index}" for one in found.differences)
+    return Check(what, not found.bugs, f"{detail}; {places}" if places else detail)
 
 
 def _through_modules():
-    """Inside, no model runs through functions over its weights."""
+    """Lets no model run through functions over its weights."""
     return patch.object(functional, "_FAMILY", ())

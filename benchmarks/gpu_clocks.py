@@ -18,7 +18,6 @@ from time import perf_counter
 from unittest.mock import patch
 
 import torch
-from common import CountingStreamer
 from transformers import PreTrainedModel
 
 from hf_specdec import Speculator
@@ -55,7 +54,7 @@ class Stopwatch:
         return event
 
     def milliseconds(self, first, last) -> float:
-        """Between two marks; the device must have come past both."""
+        """Milliseconds between two marks; the device must have come past both."""
         return first.elapsed_time(last) if self.is_cuda else 1000 * (last - first)
 
     def is_capturing(self) -> bool:
@@ -116,23 +115,13 @@ def noted_waits() -> Iterator[list[str]]:
 # --------------------------------------------------------------------------------------------------------- whole calls
 
 
-class DeliveryStreamer(CountingStreamer):
-    """Notes when tokens are delivered."""
-
-    def __init__(self, committed: Callable[[], int | None]):
-        super().__init__(committed)
-        self.deliveries: list[tuple[float, int]] = []
-
-    def note(self, tokens: int) -> None:
-        self.deliveries.append((perf_counter(), tokens))
-
-    def decoding(self, batch_size: int) -> tuple[int, float]:
-        """Tokens and seconds after the first cycle, in which drafters read the prompt."""
-        first = next((delivery for delivery in self.deliveries if delivery[1] > batch_size), None)
-        last = self.deliveries[-1]
-        if first is None or first[1] == last[1]:
-            raise RuntimeError(f"the call ended within two cycles, after {last[1]} tokens: raise --new-tokens")
-        return last[1] - first[1], last[0] - first[0]
+def decoding_part(marks: list[tuple[float, int]], batch_size: int) -> tuple[int, float]:
+    """Tokens and seconds of a call after its first cycle, in which drafters read the prompt, by its marks."""
+    first = next((mark for mark in marks if mark[1] > batch_size), None)
+    ended, tokens = marks[-1]
+    if first is None or first[1] == tokens:
+        raise RuntimeError(f"the call ended within two cycles, after {tokens} tokens: raise --new-tokens")
+    return tokens - first[1], ended - first[0]
 
 
 # ----------------------------------------------------------------------------------------------------- parts of cycles
@@ -148,7 +137,7 @@ _NETWORK_FORWARDS = (
     (MLPStage, ("__call__",)),
 )
 
-# What the device does in a cycle, one after the other.
+# Work of the device in a cycle, one after the other.
 WORK = ("draft", "target", "accept", "commit")
 
 
@@ -181,7 +170,7 @@ class Cycle:
 
     @property
     def wait(self) -> float:
-        """From the last of the acceptance on the device until the host knows and has ended rows."""
+        """Time from the last of the acceptance on the device until the host knows and has ended rows."""
         return self.verify - self.accept
 
     @property

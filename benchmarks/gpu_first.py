@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from gpu import ASSISTED, HELD_TOKENS, NO_DRAFTS, PLAIN, Side, call_of, environment, make_sides, run
-from gpu_checks import Check, check_text, drafts, kernel_checks, plain_texts
+from gpu_checks import Check, check_text, drafts, kernel_checks, target_and_batches
 from gpu_clocks import Stopwatch, copy_bandwidth, measure_parts, noted_waits
 from gpu_models import SIZES, Models, bytes_of_weights, random_nodes, ring_text
 from gpu_report import write_json
@@ -167,9 +167,9 @@ def smoke_parts(options: argparse.Namespace, device: torch.device) -> Iterator[t
 
     def text(name: str, settings: dict) -> dict:
         if not texts:
-            texts.extend(plain_texts(device, SMOKE_TOKENS, is_quick=True))
-        target, batches, plain = texts
-        return _right(check_text(name, target, settings, batches, plain))
+            texts.extend(target_and_batches(device, SMOKE_TOKENS, is_quick=True))
+        target, batches = texts
+        return _right(check_text(name, target, settings, batches))
 
     for method, settings in one_of_each_method().items():
         yield f"text: {method}", partial(text, method, settings)
@@ -200,7 +200,7 @@ def captured_cycle(device: torch.device) -> dict:
     """Calls until nothing more is captured: graphs run, the text stays, and on a GPU a cycle waits once."""
     if graphs.capture_backend(device) is None:
         raise SkippedError(f"no graphs on a {device.type} device")
-    target, batches, _ = plain_texts(device, SMOKE_TOKENS, is_quick=True)
+    target, batches = target_and_batches(device, SMOKE_TOKENS, is_quick=True)
     speculator = load_speculator(target, method="eagle3", model=demo.drafter_path("eagle3"), num_speculative_tokens=4)
     arguments = {**batches[0].inputs, "max_new_tokens": SMOKE_TOKENS, "do_sample": False}
     plain = target.generate(**arguments)
@@ -260,7 +260,7 @@ def first_parts(options: argparse.Namespace, device: torch.device) -> Iterator[t
 
 
 class Figures:
-    """Those of one target, at batch 1."""
+    """The sides of one target, at batch 1."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device):
         self.options, self.device = options, device
@@ -394,7 +394,7 @@ class Figures:
         }
 
     def memory(self) -> dict:
-        """Of the slots and graphs that outlive the calls."""
+        """Bytes of the slots and graphs that outlive the calls."""
         known = list(graphs._models.values())
         found = {
             "num_graphs": sum(len(each.forwards) for each in known),
@@ -453,7 +453,7 @@ def attention_bandwidth(device: torch.device, options: argparse.Namespace) -> li
 
 
 def _seconds(function: Callable[[], Any], device: torch.device) -> float:
-    """Of a run, as a graph where there are any, so that launching does not count; the best of several."""
+    """Seconds of a run, as a graph where there are any, so that launching does not count; the best of several."""
     backend, watch = graphs.capture_backend(device), Stopwatch(device)
     with torch.no_grad():
         repeat = function if backend is None else backend.capture(function)[0]

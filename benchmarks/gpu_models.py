@@ -156,7 +156,7 @@ def bytes_of_weights(model: PreTrainedModel) -> int:
 
 
 def bytes_of_token(model: PreTrainedModel) -> int:
-    """Of the keys and values of one token, in all layers."""
+    """Bytes of the keys and values of one token, in all layers."""
     config = model.config
     per_layer = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     return per_layer * config.num_hidden_layers

@@ -1,7 +1,7 @@
-"""Is `num_speculative_tokens="auto"` ever slower than plain `generate()`, and how far from the best fixed length?
+"""Compares `num_speculative_tokens="auto"` with plain `generate()`, to which it must not lose, and fixed lengths.
 
     python benchmarks/never_slower.py                  # --quick measures few rounds
-    python benchmarks/never_slower.py --cases useless huge --json > never_slower.json
+    python benchmarks/never_slower.py --cases useless huge --json never_slower.json
     python benchmarks/never_slower.py --target random --sample
     python benchmarks/never_slower.py --target smollm2 --dtype bfloat16
 
@@ -26,12 +26,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import cycle, islice
+from pathlib import Path
 from time import monotonic, thread_time
 from typing import Any, TypeVar
 
 import torch
 from common import random_prompts, without_end
-from gpu_models import random_model, random_ring
+from gpu_models import no_drafts, random_model, random_ring
 from overhead import RANDOM_SIZES
 from rich.console import Console
 from rich.table import Table
@@ -40,8 +41,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import (
     SpecDecodingStats,
-    SpeculativeConfig,
-    Speculator,
     demo,
     forget_speculators,
     load_speculator,
@@ -49,7 +48,6 @@ from hf_specdec import (
 )
 from hf_specdec.bench.machine import describe_environment
 from hf_specdec.bench.prompts import as_chat
-from hf_specdec.candidate_generators.base import NoDrafts
 from hf_specdec.demo import smollm2
 from hf_specdec.method import names_without_weights, takes_model
 
@@ -225,8 +223,7 @@ def make_sides(
     sides = {PLAIN: generate, AUTO: side("auto")}
     if case.kind == "friendly":
         return sides | {f"k={length}": side(length) for length in FIXED_LENGTHS[case.method]}
-    bare = Speculator(SpeculativeConfig(method="ngram", num_speculative_tokens="fixed"), NoDrafts, None)
-    return sides | {LOOP: partial(generate, speculator=bare)}
+    return sides | {LOOP: partial(generate, speculator=no_drafts())}
 
 
 class _Baton:
@@ -379,12 +376,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three rounds")
     parser.add_argument("--cases", nargs="*", help="only cases whose name has one of these words")
     parser.add_argument("--max-seconds", type=float, default=3000, help="all cases together, about")
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON to standard output, all else to standard error"
-    )
+    parser.add_argument("--json", type=Path, help="File for the figures.")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    console = Console(stderr=arguments.json)
+    console = Console()
     load, make_cases = TARGETS[arguments.target]
     target = without_end(load(getattr(torch, arguments.dtype)))
     cases = make_cases(target)
@@ -397,14 +392,14 @@ def main() -> None:
         rows += found
         console.print(f"{case.name}: {', '.join(f'{row.ratio:.2f} of {row.beside}' for row in found)}")
     show(rows, console)
-    if arguments.json:
+    if arguments.json is not None:
         asked = {"target": arguments.target, "sample": arguments.sample}
         result = {
             "environment": describe_environment("cpu", target.dtype),
             **asked,
             "rows": [asdict(row) for row in rows],
         }
-        print(json.dumps(result, indent=2))
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -26,11 +26,9 @@ from time import perf_counter, process_time
 
 import torch
 from common import (
-    Aim,
     Sample,
     Script,
     StockScriptedCandidateGenerator,
-    aim_lines,
     demo_prompts,
     prefilled_cache,
     random_prompts,
@@ -73,11 +71,6 @@ LOOKUP_LENGTH = 10
 LOOKUP_NGRAM = 2
 
 PLAIN = "plain"
-
-# What we aim at.
-MIN_DEMO_RATIO = 1.5
-MIN_LONG_RATIO, LONG_CONTEXT = 3.0, 8192
-MAX_OUTSIDE_SHARE, MAX_OUTSIDE_MS = 0.15, 0.4
 
 
 @dataclass(frozen=True)
@@ -377,60 +370,16 @@ def _spread(ratio: list[float] | None) -> str:
     return "" if ratio is None else f"{ratio[0]:.2f} ({ratio[1]:.2f}-{ratio[2]:.2f})"
 
 
-def _aims(results: list[dict]) -> list[Aim]:
-    rows = [
-        (f"{Case(**result['case'])}: {side['side']}", Case(**result["case"]), side)
-        for result in results
-        for side in result["sides"]
-        if side["side"].startswith("ours")
-    ]
-    demo_rows = [row for row in rows if row[1].target == "demo" and row[2]["rival"]]
-    long_rows = [row for row in rows if row[1].context >= LONG_CONTEXT and row[2]["rival"]]
-    return [
-        Aim(f"at least {MIN_DEMO_RATIO} x transformers on the demo target", _ratios(demo_rows, MIN_DEMO_RATIO)),
-        Aim(f"at least {MIN_LONG_RATIO} x transformers at context {LONG_CONTEXT}", _ratios(long_rows, MIN_LONG_RATIO)),
-        Aim(
-            f"outside of forwards at most {MAX_OUTSIDE_SHARE:.0%} of a cycle or {MAX_OUTSIDE_MS} ms",
-            [
-                (where, f"{side['outside_ms']:.2f} ms, {side['outside_share']:.0%}", _is_lean(side))
-                for where, _, side in sorted(rows, key=lambda row: row[2]["outside_share"], reverse=True)
-            ],
-        ),
-    ]
-
-
-def _ratios(rows: list[tuple[str, Case, dict]], least: float) -> list[tuple[str, str, bool]]:
-    ordered = sorted(rows, key=lambda row: row[2]["ratio_to_rival"][0])
-    ratios = [(where, side["ratio_to_rival"]) for where, _, side in ordered]
-    return [(where, _spread(ratio), ratio[0] >= least) for where, ratio in ratios]
-
-
-def _is_lean(side: dict) -> bool:
-    return side["outside_share"] <= MAX_OUTSIDE_SHARE or side["outside_ms"] <= MAX_OUTSIDE_MS
-
-
 # ------------------------------------------------------------------------------------------------------------- command
-
-
-def _list_of(kind: Callable, choices: tuple | None = None) -> Callable[[str], list]:
-    wanted = f"one or more of {', '.join(choices)}" if choices else "one or more positive integers"
-
-    def parse(text: str) -> list:
-        parts = text.split(",")
-        if not all(part in choices if choices else part.isdecimal() and int(part) for part in parts):
-            raise argparse.ArgumentTypeError(f"wanted {wanted}, separated by commas, got '{text}'")
-        return [kind(part) for part in parts]
-
-    return parse
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="other defaults, for about two minutes")
-    parser.add_argument("--targets", type=_list_of(str, ("demo", "random")), default=["demo", "random"])
-    parser.add_argument("--contexts", type=_list_of(int), help="tokens; 128,2048,8192")
-    parser.add_argument("--dtypes", type=_list_of(str, tuple(PRECISIONS)), help=",".join(PRECISIONS))
-    parser.add_argument("--batch-sizes", type=_list_of(int), help="at the shortest context; 1,4,16")
+    parser.add_argument("--targets", nargs="+", choices=("demo", "random"), default=["demo", "random"])
+    parser.add_argument("--contexts", nargs="+", type=int, help="tokens; 128 2048 8192")
+    parser.add_argument("--dtypes", nargs="+", choices=tuple(PRECISIONS))
+    parser.add_argument("--batch-sizes", nargs="+", type=int, help="at the shortest context; 1 4 16")
     parser.add_argument("--rounds", type=int, help="turns of all sides; 4")
     parser.add_argument("--new-tokens", type=int, help="tokens a row; 64")
     parser.add_argument("--threads", type=int, default=1, help="of torch; above 1 set OMP_WAIT_POLICY=PASSIVE as well")
@@ -498,12 +447,10 @@ def main() -> None:
         return
     bench = Bench(options, console)
     bench.run()
-    aims = [asdict(aim) for aim in _aims(bench.results)]
-    console.print("\n".join(aim_lines(aims)), markup=False, highlight=False)
     seconds = perf_counter() - began
     console.print(f"{seconds:.0f} seconds in all.")
     if options.json:
-        report = {"environment": described, "results": bench.results, "aims": aims}
+        report = {"environment": described, "results": bench.results}
         options.json.write_text(json.dumps({**report, "differences": bench.differences, "seconds": seconds}, indent=2))
     if bench.differences:
         raise SystemExit("\n".join(bench.differences))

@@ -82,7 +82,7 @@ class Worker:
 
 
 def compare(other: Path, rounds: int, new_tokens: int, console: Console) -> list[Comparison]:
-    """This version beside the one in the folder `other`; prints a table."""
+    """Compares this version with the one in the folder `other`; prints a table."""
     if not (other / "hf_specdec" / "__init__.py").is_file():
         raise SystemExit(f"--against wants a folder that holds a version of hf_specdec, got {other}.")
     from common import demo_prompts

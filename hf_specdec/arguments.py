@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # In place of a method: plain generation.
 OFF = ("off", "none")
 
-# What a file can hold, and paths.
+# Values that a file can hold, and paths.
 _WRITTEN = (str, int, float, list, tuple, dict, os.PathLike)
 
 

@@ -361,7 +361,7 @@ def _why_no_assistant(assistant: Any, is_loaded: bool) -> str:
     return f"{kind}. Use `spec_model` for a name."
 
 
-# What plain generate() can do and a speculative call cannot: attribute of the generation config, the values that are
+# Features of plain generate() that a speculative call lacks: attribute of the generation config, the values that are
 # harmless, and what to do instead.
 _UNSUPPORTED = {
     "num_beams": ((None, 1), "Beam search does not verify drafts; use num_beams=1."),

@@ -278,7 +278,7 @@ def _profile(
 ) -> ControlProfile:
     """The costs and acceptance that calls with these settings and this draft network have found."""
     record = record_of(target_model)
-    key = (_saying_auto(config), target_model.device, target_model.dtype, file_identity(config.control_profile))
+    key = (_with_auto_length(config), target_model.device, target_model.dtype, file_identity(config.control_profile))
     with record.lock:
         known = record.learnt.get(key)
         # Only the latest network with these settings is kept, as with loaded draft models.
@@ -289,8 +289,8 @@ def _profile(
 
 
 @lru_cache(maxsize=64)
-def _saying_auto(config: SpeculativeConfig) -> SpeculativeConfig:
-    """The same settings, which leave the length out no more."""
+def _with_auto_length(config: SpeculativeConfig) -> SpeculativeConfig:
+    """The settings with this length in place of a missing one."""
     return config.replace(num_speculative_tokens=AUTO)
 
 

@@ -32,6 +32,7 @@ class Method:
     Attributes:
         name (`str`): The value of `spec_method`.
         noun (`str`): What drafts, in titles: "EAGLE-3 head".
+        drafts_from (`str`): Source of its drafts, in tables.
         generator (`str` or `type`): Reference to its candidate generator, or a registered class.
         folder (`str`): The package of its modules.
         weights (`str`, *optional*): What has to be loaded, with its article: "a head". `None`: nothing.
@@ -43,7 +44,7 @@ class Method:
         aliases (`tuple[str, ...]`): Other names for `spec_method`.
         complements_copies (`bool`): Drafts without weights where others that do so find nothing to copy.
         package (`str`, *optional*): Optional dependency without which it cannot draft, as pip names it.
-        preference (`int`): Place among drafters that fit a target equally well, 1 being the first.
+        preference (`int`): Order among drafters that fit a target equally well, the smallest number first.
         preferred_because (`str`): The reason of that place.
         tags (`tuple[str, ...]`): Tags of its drafters on the Hub, beside the name.
         formats (`str`, *optional*): Module with its checkpoint formats, `FORMATS`.
@@ -61,6 +62,7 @@ class Method:
 
     name: str
     noun: str
+    drafts_from: str = ""
     generator: str | type
     folder: str = ""
     weights: str | None = None

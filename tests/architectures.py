@@ -119,7 +119,7 @@ _HALF_ROPE = {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [1, 
 
 _CONV = {"layer_types": ["conv", "full_attention", "conv"]}
 
-# What a model type needs besides or in place of the common values.
+# Values that a model type needs besides or in place of the common ones.
 SPECIAL = {
     "axk1": _LATENT,
     "axk2": _INDEXED,

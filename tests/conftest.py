@@ -24,7 +24,7 @@ from hf_specdec.kernels import products
 from tests.models import letter_tokenizer, tiny_llama, tiny_mistral
 
 
-# What is collected stays, and garbage collection would look through it again and again.
+# Collected tests stay, and garbage collection would look through them again and again.
 gc.disable()
 
 # What a measurement finds, and so the last bit of logits, would differ from run to run.
@@ -39,7 +39,7 @@ hypothesis.settings.load_profile("hf_specdec")
 
 
 def pytest_collection_modifyitems(config, items):
-    """On a GPU the smoke tests come first."""
+    """Puts the smoke tests first on a GPU."""
     if "gpu" in (config.option.markexpr or "").replace("not gpu", ""):
         items.sort(key=lambda item: item.get_closest_marker("smoke") is None)
 
@@ -66,7 +66,7 @@ def tokenizer():
 
 @pytest.fixture
 def warnings():
-    """What the package warns of, also what another test has been warned of."""
+    """Warnings of the package, also those that another test has seen."""
     lines = []
 
     class Lines(logging.Handler):

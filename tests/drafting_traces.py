@@ -94,8 +94,7 @@ def _published() -> dict[str, Drafter]:
 
 
 def _embedded() -> dict[str, Drafter]:
-    paths = {"ngram": None, "suffix": None, **CHECKPOINTS}
-    return {f"demo-{method}": Drafter(method, demo.target_path(), path) for method, path in paths.items()}
+    return {f"demo-{method}": Drafter(method, demo.target_path(), CHECKPOINTS.get(method)) for method in SHAPES}
 
 
 @cache

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec import Speculator, demo, load_speculator
 from hf_specdec.method import built_in_methods, parts_of
+from hf_specdec.settings import option_fields
 
 
 CHECKPOINTS = {method.name: demo.drafter_path(method.name) for method in built_in_methods() if method.demo}
@@ -64,7 +65,14 @@ _SHAPES = {
     },
 }
 
-# What makes a method draft chains where it would draft trees.
+# Methods that the table has in no combination.
+_SHAPES |= {
+    f"ngram+{method.name}": {}
+    for method in built_in_methods()
+    if not any(method.name in parts_of(name) for name in _SHAPES if "+" in name)
+}
+
+# Settings that make a method draft chains where it would draft trees.
 _CHAINS = {
     "ngram": {"prompt_lookup_num_matches": 1},
     "recycling": {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"},
@@ -74,7 +82,6 @@ _CHAINS = {
     "eagle3": {"num_speculative_tokens": 4},
 }
 
-_DRAWING = ("draft_model", "mlp_speculator", "eagle", "eagle3", "dflash", "mtp")
 # One combination with a drafter that draws from one layer of its own, and one with hidden states.
 _DRAWN_COMBINATIONS = ("ngram+draft_model", "suffix+eagle3")
 
@@ -99,17 +106,18 @@ def settings_of(name: str, **settings) -> dict:
 
 
 def chains_of(name: str) -> dict:
-    """The same for chains."""
+    """The settings of a row of the table, for chains."""
     return settings_of(name, **_CHAINS.get(name, {}))
 
 
 def draws(name: str) -> bool:
-    """Whether the method of a row can draw its drafts instead of choosing them."""
-    return parts_of(name.partition(" ")[0])[-1] in _DRAWING
+    """Tells if the method of a row can draw its drafts instead of choosing them."""
+    method = parts_of(name.partition(" ")[0])[-1]
+    return any(item.name == "draft_sample_method" for item in option_fields(method))
 
 
 def exemption(name: str, test: str) -> str | None:
-    """Why a test of `tests/matrix` does not apply to a row; `None` where it does."""
+    """The reason why a test of `tests/matrix` does not apply to a row; `None` where it does."""
     if "drawn" in test and not draws(name):
         return "its drafts are chosen"
     if "drawn" in test and (" " in name or "+" in name and name not in _DRAWN_COMBINATIONS):
@@ -146,7 +154,7 @@ def demo_inputs(batch_size: int) -> dict[str, torch.Tensor]:
 
 @cache
 def plain_text(batch_size: int, max_new_tokens: int) -> torch.LongTensor:
-    """What the demo's target writes greedily, `(B, L)`."""
+    """Greedy texts of the demo's target, `(B, L)`."""
     return demo_target().generate(**demo_inputs(batch_size), max_new_tokens=max_new_tokens, do_sample=False)
 
 

@@ -48,7 +48,7 @@ def tiny_llama(seed: int = 0, **settings) -> LlamaForCausalLM:
 
 
 def tiny_mistral(seed: int = 0, sliding_window: int = 8, **settings) -> MistralForCausalLM:
-    """The same with sliding-window attention in all layers."""
+    """A model of the kind with sliding-window attention in all layers."""
     torch.manual_seed(seed)
     config = MistralConfig(**{**TINY, "sliding_window": sliding_window, **settings})
     model = MistralForCausalLM(config).eval()
@@ -93,7 +93,7 @@ def scripted_for(text: torch.LongTensor, inputs: dict[str, torch.Tensor], k: int
 
 @contextmanager
 def nothing_runs(model):
-    """No forward of the model inside."""
+    """Fails if a forward of the model runs inside."""
 
     def refuse(*args):
         raise AssertionError("The model ran.")

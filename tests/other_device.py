@@ -109,7 +109,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """What never becomes an operation: tensors and indices from lists, and reading."""
+    """Calls that never become an operation: tensors and indices from lists, and reading."""
 
     def __init__(self, waits: list[Wait]):
         super().__init__()
@@ -164,7 +164,7 @@ def _caller() -> str:
 
 @contextmanager
 def other_device() -> Iterator[list[Wait]]:
-    """Inside, tensors can lie on `DEVICE`; yields the list to which every wait is added."""
+    """Lets tensors lie on `DEVICE` inside of the block; yields the list to which every wait is added."""
     waits: list[Wait] = []
     with _Functions(waits), _Operations(waits), torch.no_grad():
         yield waits

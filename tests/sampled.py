@@ -22,10 +22,11 @@ from hf_specdec.transfers import upload
 @dataclass(frozen=True)
 class SampledOptions:
     widths: tuple[int, ...] = field(default=(1, 1, 1), metadata={"help": "Children of each node, depth by depth."})
-    seed: int = field(default=0, metadata={"help": "Seed of the laws."})
+    seed: int = field(default=0, metadata={"help": "Seed of the distributions."})
     processed: bool = field(default=False, metadata={"help": "Apply the target's processors to the draft's scores."})
     claim: Literal["true", "uniform"] = field(
-        default="true", metadata={"help": "Law that the drafts say they were drawn from; only the true one is right."}
+        default="true",
+        metadata={"help": "Distribution that the drafts say they were drawn from; only the true one is right."},
     )
 
 
@@ -47,19 +48,19 @@ class SampledCandidateGenerator(CandidateGenerator):
         for width in self.options.widths[:depth]:
             next_level = []
             for parent, token, path in level:
-                for drawn, law in self._children(step, width, len(nodes), token, path):
+                for drawn, probs in self._children(step, width, len(nodes), token, path):
                     next_level.append((len(nodes), drawn, [*path, drawn]))
-                    nodes.append((parent, drawn, law, len(path) + 1))
+                    nodes.append((parent, drawn, probs, len(path) + 1))
             level = next_level
         if not nodes:
             return DraftTree.empty(len(step.rows), self.session.device)
-        parents, tokens, laws, depths = zip(*nodes)
+        parents, tokens, all_probs, depths = zip(*nodes)
         device = self.session.device
         counts = [sum(d <= room for d in depths) for room in step.max_draft_tokens]
-        tokens, laws = torch.stack(tokens, dim=1), torch.stack(laws, dim=1)
+        tokens, all_probs = torch.stack(tokens, dim=1), torch.stack(all_probs, dim=1)
         if set(self.options.widths) == {1}:
-            return DraftTree.chain(tokens, counts, laws)
-        return DraftTree(tokens, upload(parents, device), counts, laws)
+            return DraftTree.chain(tokens, counts, all_probs)
+        return DraftTree(tokens, upload(parents, device), counts, all_probs)
 
     def _children(self, step, width, first_node, token, path):
         """Draws `width` different tokens after `token` in every row: for each `(B,)` and its distribution `(B, V)`."""
@@ -67,9 +68,9 @@ class SampledCandidateGenerator(CandidateGenerator):
         scores = self.table[token]
         if self.options.processed:
             scores = sampler.scores(scores, step.rows, path)
-        law = scores.softmax(-1)
-        claimed = torch.full_like(law, 1 / law.shape[-1]) if self.options.claim == "uniform" else law
-        remaining = law.clone()
+        probs = scores.softmax(-1)
+        claimed = torch.full_like(probs, 1 / probs.shape[-1]) if self.options.claim == "uniform" else probs
+        remaining = probs.clone()
         for sibling in range(width):
             uniform = sampler.uniforms.for_nodes(step.rows, step.lengths, 1, DRAFT, first_node + sibling)[:, 0]
             # With fewer possible tokens than siblings the rest can be any: they are never tried.

@@ -24,7 +24,7 @@ class ScriptedOptions:
 
 @dataclass(frozen=True)
 class Script:
-    """What to propose.
+    """Tokens to propose.
 
     Args:
         texts (`list[list[int]]`): For each row of the call its prompt and what follows, without padding.

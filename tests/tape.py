@@ -80,7 +80,7 @@ def _is_view(operation) -> bool:
 
 
 class NothingToHost(TorchFunctionMode):
-    """Inside, reading a tensor as a list raises; on a CPU no operation does it."""
+    """Mode in which reading a tensor as a list raises; on a CPU no operation does it."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in (torch.Tensor.tolist, torch.Tensor.numpy):
@@ -132,7 +132,7 @@ class TapeBackend(CaptureBackend):
 
 
 def tape_everything(monkeypatch) -> list[TapeBackend]:
-    """From now on what is captured goes onto tapes: returns the list of all backends."""
+    """Lets all captures go onto tapes from now on: returns the list of all backends."""
     used: list[TapeBackend] = []
 
     def backend(device: torch.device) -> TapeBackend:
@@ -147,7 +147,7 @@ def tape_everything(monkeypatch) -> list[TapeBackend]:
 
 
 def spoil_inputs(monkeypatch) -> None:
-    """From now on whatever a replay reads must have been filled for it."""
+    """Lets nothing be read by a replay from now on that was not filled for it."""
     for inputs in (NodeInputs, DraftInputs, RowInputs):
         monkeypatch.setattr(inputs, "fill", _filling_spoiled(inputs.fill))
 

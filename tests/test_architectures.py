@@ -45,7 +45,7 @@ WITHOUT_LAST = set(
 )
 # They divide the state in front of the head, which leaves the order of the logits.
 SCALED = ("inkling_text", "minicpm3")
-# What enters its final norm is mixed from the outputs of several layers.
+# Models whose final norm reads a mixture of several layers' outputs.
 MIXED = ("inkling2_text",)
 
 TOKENS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -178,7 +178,7 @@ def test_hidden_states(case):
 
 @pytest.mark.parametrize("name", with_images())
 def test_models_with_images_read_text(name):
-    """Their text models are tried by themselves in more ways."""
+    """Text models of these are tried by themselves in more ways."""
     check_short_texts(name, (4,))
 
 
@@ -191,7 +191,7 @@ def check_short_texts(name, batch_sizes, **changes):
     """Chains in a batch of equal lengths, and trees in one with padding, equal plain generation."""
     case = Case(name, tiny_model(name, **changes), new_tokens=12 if name in CHAINS_ONLY else 9)
     scripts = {2: {"num_speculative_tokens": 5}, 4: {"num_speculative_tokens": 3, "tree": TREE}}
-    if not model_profile(case.model).takes_trees:
+    if not model_profile(case.model).supports_trees:
         scripts[4] = scripts[2]
     for batch_size in batch_sizes:
         output = case.speculate(batch_size, **scripts[batch_size])
@@ -315,6 +315,6 @@ def implementations(model) -> list[str]:
 
 
 def assert_ragged_acceptance(stats, new_tokens: int) -> None:
-    """Some drafts were accepted and some were not, so both ways through a cycle were taken."""
+    """Tells that drafts were accepted and rejected, so that both ways through a cycle were taken."""
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert stats.num_target_forwards < new_tokens

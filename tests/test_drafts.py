@@ -79,7 +79,7 @@ def test_rows_of_one_shape_share_a_topology(batch_size):
 @settings(max_examples=100)
 @given(st.lists(parent_lists(max_size=8), min_size=1, max_size=4), st.booleans(), st.booleans())
 def test_what_the_host_does_not_know(parents, knows_counts, with_tokens):
-    """It is learnt from the tables that are asked for, and then nothing is left to be read."""
+    """Counts are learnt from the tables that are asked for, and then nothing is left to be read."""
     tokens = [list(range(10, 10 + len(row))) for row in parents]
     given = DraftTree.from_lists(tokens, parents=parents)
     counts = given.counts() if knows_counts else given.num_nodes

@@ -31,7 +31,7 @@ BATCH_SIZES = [1, 3]
 
 
 def plain_and_ours(model, inputs, tree=None, k=5, accuracy=0.8, **settings):
-    """The same call without and with speculation, drafts being good enough for accepted blocks of all lengths."""
+    """A call without and with speculation, drafts being good enough for accepted blocks of all lengths."""
     settings = {"max_new_tokens": 20, "do_sample": False, **settings}
     plain = model.generate(**inputs, **settings)
     text = plain if torch.is_tensor(plain) else plain.sequences
@@ -433,7 +433,7 @@ class TestCaches:
         passed={"object": True, "cache_implementation": False},
     )
     def test_static_cache(self, which, batch_size, passed, request):
-        """It comes back as plain generation leaves it, and goes on from call to call."""
+        """The cache comes back as plain generation leaves it, and goes on from call to call."""
         model = request.getfixturevalue(which)
         inputs = prompts(batch_size, length=10)
         settings = {"max_new_tokens": 14, "do_sample": False, "disable_compile": True}
@@ -454,7 +454,7 @@ class TestCaches:
         for mine, its in zip(cache.layers, plain.past_key_values.layers):
             assert mine.keys.shape == its.keys.shape
             assert int(mine.get_seq_length()) == int(its.get_seq_length()) == 23
-            # Behind padding the first slots hold nothing that counts.
+            # After padding the first slots hold nothing that counts.
             seen = slice(batch_size - 1, None)
             torch.testing.assert_close(mine.keys[:, :, seen], its.keys[:, :, seen], rtol=1e-4, atol=1e-4)
         addresses = [layer.keys.data_ptr() for layer in cache.layers]

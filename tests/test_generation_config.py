@@ -34,7 +34,7 @@ def configured(tmp_path):
 
 
 def calls(run):
-    """What `run` returns, and the statistics of the speculative calls in it."""
+    """The result of `run`, and the statistics of the speculative calls in it."""
     with record() as made:
         output = run()
     return output, [call.stats for call in made.calls]
@@ -288,7 +288,7 @@ def test_the_config_and_the_model_stay_as_they_are(configured, inputs):
     ],
 )
 def test_every_speculative_argument_may_stand_there(inputs, names, method, most, is_given):
-    """As `GenerationConfig(**generation_kwargs)` makes it of what training loops are given."""
+    """Arguments as `GenerationConfig(**generation_kwargs)` makes them of what training loops are given."""
     model = tiny_llama()
     plain = model.generate(**inputs, **SETTINGS)
     call = {"generation_config": GenerationConfig(**SETTINGS, **names, pad_token_id=0)} if is_given else SETTINGS
@@ -356,7 +356,7 @@ def test_settings_beside_an_object_are_still_those_of_a_stranger(inputs, warning
 @pytest.mark.parametrize("value", [{}, [], 3, {"method": "ngram"}, "some/model", True])
 @pytest.mark.parametrize("name", ["assistant", "spec_model"])
 def test_what_a_file_can_hold_is_no_object(inputs, warnings, name, value):
-    """It may be a stranger's: what is beside it does not count as said by the call, and nothing fails."""
+    """A file may be a stranger's: what is beside it does not count as said by the call, and nothing fails."""
     model = tiny_llama()
     plain = model.generate(**inputs, **SETTINGS)
     settings = {"method": "ngram", "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}

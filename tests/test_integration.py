@@ -109,7 +109,7 @@ class TestInstall:
     def test_a_class_with_a_generate_of_its_own(self, inputs, plain):
         class Own(LlamaForCausalLM):
             def generate(self, inputs=None, flavour=None, **kwargs):
-                """Of its own."""
+                """Generates in a way of its own."""
                 return super().generate(inputs, **kwargs)
 
         model = tiny_llama()
@@ -226,7 +226,7 @@ class TestInstall:
 
 class TestPlainCalls:
     def test_go_to_the_original_as_they_are(self, model, monkeypatch):
-        """With the very objects that were passed."""
+        """Objects that were passed arrive themselves."""
         seen = []
 
         def stub(self, *args, **kwargs):
@@ -507,7 +507,7 @@ class TestThreads:
 
 
 def test_prompts_on_another_device_are_moved_to_the_model():
-    """Where plain generate() moves them before every forward."""
+    """Plain generate() moves them before every forward."""
     arguments = {"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.ones(1, 2, device="meta"), "top_k": 5}
     elsewhere = SimpleNamespace(device=torch.device("meta"))
     assert integration._move_to_model(elsewhere, arguments) == torch.device("cpu")

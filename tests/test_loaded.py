@@ -1,4 +1,4 @@
-"""What stays loaded for a target: how much, how long, and that it is what lies on the disk."""
+"""Drafters that stay loaded for a target: how many, how long, and that they are those on the disk."""
 
 from __future__ import annotations
 

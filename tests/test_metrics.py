@@ -419,7 +419,7 @@ def test_a_record_can_have_the_calls_of_other_threads(model):
 
 
 def test_records_of_threads_do_not_see_each_other(model):
-    """As in a server whose requests are recorded one by one."""
+    """Requests of a server are recorded one by one."""
     inputs, all_open = prompts(1), threading.Barrier(3)
 
     def serve(num_calls):

@@ -182,7 +182,7 @@ class TestEqualsPlain:
         check_equals_plain(model, inputs)
 
     def test_second_turn(self):
-        """What the model keeps of the first prompt's image goes for the second one, whose positions have one row."""
+        """State of the first prompt's image makes room for the second one's, whose positions have one row."""
         model, inputs = build(qwen2_vl), image_inputs(qwen2_vl)
         settings = {**SETTINGS, "return_dict_in_generate": True}
         first = model.generate(**inputs, **settings)

@@ -246,7 +246,7 @@ def outcome(model, **arguments):
 
 
 def check_request(model, rng):
-    """Whatever plain generation makes of a request: the same, an error like its own, or one of this package."""
+    """Expects of a request what plain generation makes of it, an error like its own, or one of this package."""
     inputs = prompts(rng.choice((1, 2)), padding=rng.random() < 0.5)
     names = rng.sample(list(ARGUMENTS), rng.randint(1, 4))
     arguments = {"max_new_tokens": 7, **inputs, **{name: rng.choice(ARGUMENTS[name]) for name in names}}

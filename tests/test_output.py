@@ -1,4 +1,4 @@
-"""What `generate(return_dict_in_generate=True)` returns: plain generation's fields, their shapes and their values."""
+"""Outputs of `generate(return_dict_in_generate=True)`: plain generation's fields, their shapes and their values."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def both(model):
 
 
 def unfinished(plain, eos):
-    """For each step the rows that had not ended before it, as a mask of shape `(steps, B)`."""
+    """Rows that had not ended before each step, as a mask of shape `(steps, B)`."""
     generated = plain.sequences[:, PROMPT:]
     ended = torch.isin(generated, torch.tensor(eos)).cumsum(1) > 0
     before = torch.nn.functional.pad(ended, (1, 0))[:, :-1]
@@ -105,7 +105,7 @@ def test_one_token(both):
     torch.testing.assert_close(ours.scores[0], plain.scores[0], **CLOSE)
 
 
-def test_sampled_scores_are_the_laws_that_were_drawn_from(model):
+def test_sampled_scores_are_the_distributions_that_were_drawn_from(model):
     inputs = prompts(2)
     torch.manual_seed(0)
     output = model.generate(
@@ -125,8 +125,8 @@ def test_sampled_scores_are_the_laws_that_were_drawn_from(model):
 
 
 @pytest.mark.parametrize("name", ["bloom", "gemma3_text", "qwen3_next"])
-def test_padding_behind_rows_that_have_ended(name):
-    """In models with windows, recurrent states, and positions that count slots; more of it than one forward reads."""
+def test_padding_after_rows_that_have_ended(name):
+    """Models with windows, recurrent states, and positions that count slots; more of it than one forward reads."""
     # Rounding adds up in a recurrent state of large weights.
     model, inputs = tiny_model(name, initializer_range=0.2), prompts(4)
     settings = {**SETTINGS, "pad_token_id": 0, "max_new_tokens": 70}

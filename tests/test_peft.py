@@ -94,7 +94,7 @@ def test_add_adapter_of_transformers():
 
 
 @pytest.mark.parametrize("adapter", VIRTUAL)
-def test_masked_tokens_behind_virtual_ones(adapter):
+def test_masked_tokens_after_virtual_ones(adapter):
     model, inputs = adapted("llama", adapter), prompts(2, length=9)
     inputs["attention_mask"][0, 5:7] = 0
     plain = model.generate(**inputs, **SETTINGS)

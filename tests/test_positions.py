@@ -89,7 +89,7 @@ def text_prompts(batch_size: int, padding: bool = True) -> dict[str, torch.Tenso
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """No class of models has been checked yet."""
+    """Forgets which classes of models have been checked."""
     monkeypatch.setattr(continuation, "_checked", set())
 
 
@@ -292,7 +292,7 @@ def masked(kind: str, batch_size: int = 3, width: int = 14, vocab_size: int = VO
     input_ids = torch.randint(3, vocab_size, (batch_size, width), generator=generator)
     mask = torch.ones_like(input_ids)
     if kind == "mixed":
-        # Gaps, nothing at all, and a second turn that is padded on the left behind an answer.
+        # Gaps, nothing at all, and a second turn that is padded on the left after an answer.
         mask[0] = (torch.rand(width, generator=generator) > 0.35).long()
         mask[0, -1], mask[1], mask[2, :2], mask[2, 6:9] = 1, 0, 0, 0
     else:
@@ -315,8 +315,8 @@ def scripted_on(plain: torch.LongTensor, inputs: dict, vocab_size: int, **script
 # Rotary positions, windows, chunks, learned positions counted by the model, biases by distance, recurrent states, and
 # windows by slot.
 MIXED = ["llama", "mistral", "llama4_text", "gpt2", "opt", "bloom", "mpt", "gpt_neo", "qwen3_next", "gemma3_text"]
-BEHIND = ["llama", "mistral", "gpt2", "bloom"]
-MASKED = [*((name, "mixed") for name in MIXED), *((name, "behind") for name in BEHIND)]
+AFTER = ["llama", "mistral", "gpt2", "bloom"]
+MASKED = [*((name, "mixed") for name in MIXED), *((name, "after") for name in AFTER)]
 
 
 class TestMaskedTokens:
@@ -332,7 +332,7 @@ class TestMaskedTokens:
             assert output.sequences.tolist() == plain.tolist(), tree
             assert_some_accepted(output.speculative)
 
-    @pytest.mark.parametrize("kind", ["mixed", "behind"])
+    @pytest.mark.parametrize("kind", ["mixed", "after"])
     def test_eager_attention(self, kind):
         model = tiny_model("mistral", attn_implementation="eager")
         inputs = masked(kind, vocab_size=99)

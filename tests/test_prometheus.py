@@ -196,7 +196,7 @@ def test_counts_while_the_call_runs(model, registry):
 
 
 def test_listening_begins_and_ends_with_a_call(model, registry):
-    """Of calls that run when listening begins or ends, the one that began in it is counted, to its end."""
+    """Calls that run when listening begins or ends: the one that began in it is counted, to its end."""
     late = CollectorRegistry()
 
     def change(delivered):

@@ -37,7 +37,7 @@ def synthetic(length=None, **settings):
 
 
 def with_rule(speculator: Speculator, **settings) -> Speculator:
-    """The same speculator under another acceptance rule."""
+    """The speculator under another acceptance rule."""
     config = SpeculativeConfig.resolve(speculator.config, **settings)
     return Speculator(config, speculator.generator_class, speculator.resources)
 
@@ -99,7 +99,7 @@ class TestBlock:
         assert block.mean_acceptance_length > standard.mean_acceptance_length + 0.03
 
     def test_numbers_belong_to_the_cycle(self):
-        """Those of tests after the new token must not be seen again when their positions are judged again."""
+        """Numbers of tests after the new token must not be seen again when their positions are judged again."""
         asked = []
 
         class Spy(RowUniforms):
@@ -118,8 +118,8 @@ class TestBlock:
 
     @pytest.mark.parametrize("walk", [{}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 9}])
     @pytest.mark.parametrize("tree", SHAPES)
-    def test_drafts_without_a_law_are_judged_as_standard(self, model, inputs, text, tree, walk):
-        """Also by processors that read tokens, which see every node here and the accepted path alone there."""
+    def test_drafts_without_a_distribution_are_judged_as_standard(self, model, inputs, text, tree, walk):
+        """Processors that read tokens judge so too: they see every node here, and the accepted path alone there."""
         settings = {**walk, "eos_token_id": [5, 9], "return_dict_in_generate": True, "output_scores": True}
         speculator = scripted_for(text, inputs, accuracy=0.9, tree=tree)
         standard = sample(model, inputs, speculator, **settings)
@@ -235,7 +235,7 @@ class TestSynthetic:
 
     @every_pair(tree={"chain": None, "tree": TREE}, batch_size=[1, 4], do_sample=[False, True])
     def test_reaches_its_mean_length(self, model, do_sample, batch_size, tree):
-        """With drafts that the target would never accept."""
+        """Drafts are ones that the target would never accept."""
         length, inputs = 3.4, prompts(batch_size)
         speculator = with_rule(scripted_for(inputs["input_ids"], inputs, k=6, tree=tree), **synthetic(length))
         with record(trace=True) as made:
@@ -443,7 +443,7 @@ class TestStatistics:
         assert rule.judges_whole_drafts == (name != "standard")
 
     def test_block_is_the_standard_rule_where_nothing_is_drawn(self, model, inputs):
-        """So it can be combined with processors that must see one position after the other."""
+        """The rule can be combined with processors that must see one position after the other."""
         config = {"method": "ngram", **BLOCK}
         call = {**inputs, **SAMPLING, "logits_processor": [lambda input_ids, scores: scores]}
         output = model.generate(**call, speculative=config, return_dict_in_generate=True)

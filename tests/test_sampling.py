@@ -62,7 +62,7 @@ def text(model, inputs):
 
 
 class TestOneSeedOneText:
-    """The same tokens whatever is drafted, and whoever shares the batch."""
+    """Sampled tokens are the same whatever is drafted, and whoever shares the batch."""
 
     @every_pair(
         k=[1, 2, 5, 8],
@@ -186,8 +186,8 @@ def exact_distribution(settings: dict, count: int = 3) -> torch.Tensor:
         processors = host_processors(settings, prefixes)
         with torch.no_grad():
             logits = model(prefixes).logits[:, -1].float()
-        law = processors(prefixes, logits).double().softmax(-1)
-        probs = (probs[:, None] * law).flatten()
+        distribution = processors(prefixes, logits).double().softmax(-1)
+        probs = (probs[:, None] * distribution).flatten()
         tails = torch.tensor(list(product(range(V), repeat=length + 1)))
         prefixes = torch.cat([torch.tensor(PROMPT).expand(len(tails), -1), tails], dim=1)
     return probs.view((V,) * count)
@@ -206,7 +206,7 @@ def host_processors(settings: dict, prefixes: torch.Tensor):
 
 
 def sampled_counts(settings: dict, speculator, seed: int = 0, num_rows: int = NUM_ROWS, count: int = 3):
-    """How often each sequence of the first tokens was generated; longer texts, so that drafts are not cut short."""
+    """Frequency of each sequence of the first tokens; texts are longer, so that drafts are not cut short."""
     inputs = torch.tensor([PROMPT]).repeat(num_rows, 1)
     torch.manual_seed(seed)
     output = small_model().generate(
@@ -257,12 +257,12 @@ AT_ONCE, WALKED = list(SETTINGS)[:4], list(SETTINGS)[4:]
 
 class TestExactDistribution:
     @pytest.mark.parametrize(
-        ("drafter", "law"),
-        [(drafter, laws[number % len(laws)]) for number, drafter in enumerate(DRAFTERS) for laws in (AT_ONCE, WALKED)],
+        ("drafter", "setting"),
+        [(drafter, some[number % len(some)]) for number, drafter in enumerate(DRAFTERS) for some in (AT_ONCE, WALKED)],
     )
-    def test_joint_distribution(self, drafter, law):
-        counts, stats = sampled_counts(SETTINGS[law], DRAFTERS[drafter]())
-        assert chi_square_pvalue(counts, exact_distribution(SETTINGS[law])) > P_VALUE
+    def test_joint_distribution(self, drafter, setting):
+        counts, stats = sampled_counts(SETTINGS[setting], DRAFTERS[drafter]())
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS[setting])) > P_VALUE
         assert drafter == "no_drafts" or stats.num_accepted_tokens > 0.1 * NUM_ROWS
 
     @pytest.mark.parametrize("name", ["one_hot_tree", "sampled_chain", "sampled_tree"])
@@ -282,7 +282,7 @@ class TestExactDistribution:
 
     @pytest.mark.parametrize("walk", [{}, {"no_repeat_ngram_size": 30}], ids=["at_once", "walk"])
     @pytest.mark.parametrize("widths", [(1, 1, 1), (3, 2)], ids=["chain", "tree"])
-    def test_fails_for_drafts_that_lie_about_their_law(self, widths, walk):
+    def test_fails_for_drafts_that_lie_about_their_distribution(self, widths, walk):
         liar = sampled_speculator(3, widths=widths, claim="uniform")
         settings = {**SETTINGS["plain"], **walk}
         counts, _ = sampled_counts(settings, liar)
@@ -302,7 +302,7 @@ class TestExactDistribution:
         assert chi_square_pvalue(right, exact) > P_VALUE
         assert chi_square_pvalue(wrong, exact) < 1e-6
 
-    def test_fails_for_siblings_judged_by_one_law(self, monkeypatch):
+    def test_fails_for_siblings_judged_by_one_distribution(self, monkeypatch):
         """Siblings drawn without replacement, but verified as if all were drawn from the first one's distribution."""
 
         def count():
@@ -333,8 +333,8 @@ class TestExactDistribution:
         wrong, _ = sampled_counts(SETTINGS["plain"], DRAFTERS[name]())
         assert chi_square_pvalue(wrong, exact_distribution(SETTINGS["plain"])) < 1e-6
 
-    def test_acceptance_rate_is_the_overlap_of_the_laws(self):
-        """Leviathan et al. 2023, Corollary 3.6: the chance to accept is sum_x min(p(x), q(x))."""
+    def test_acceptance_rate_is_the_overlap_of_the_distributions(self):
+        """Leviathan et al. 2023, Corollary 3.6: the probability of acceptance is sum_x min(p(x), q(x))."""
         inputs = torch.tensor([PROMPT]).repeat(NUM_ROWS, 1)
         torch.manual_seed(0)
         with record(trace=True) as made:
@@ -358,29 +358,29 @@ def plain_reject_tree(draft, target_probs, accept_uniforms, target_uniforms, rep
     """Recursive rejection sampling of one row after the other; `replaces` forgets that drawn siblings are gone."""
     rows = []
     numbers = (value.numpy() for value in (draft.probs, target_probs, accept_uniforms))
-    for tokens, parents, laws, targets, uniforms in zip(draft.token_lists(), draft.parent_lists(), *numbers):
+    for tokens, parents, distributions, targets, uniforms in zip(draft.token_lists(), draft.parent_lists(), *numbers):
         path, node = [0], 0
         target = targets[0]
         while True:
-            law, chosen = None, None
+            distribution, chosen = None, None
             for child in (child for child, parent in enumerate(parents) if parent == node - 1):
-                law = laws[child].copy() if law is None else law
-                if uniforms[child] * law[tokens[child]] < target[tokens[child]]:
+                distribution = distributions[child].copy() if distribution is None else distribution
+                if uniforms[child] * distribution[tokens[child]] < target[tokens[child]]:
                     chosen = child + 1
                     break
-                target = np.maximum(target - law, 0)
+                target = np.maximum(target - distribution, 0)
                 target /= target.sum()
                 if not replaces:
-                    law[tokens[child]] = 0
-                    law /= law.sum()
+                    distribution[tokens[child]] = 0
+                    distribution /= distribution.sum()
             if chosen is None:
                 break
             path, node, target = [*path, chosen], chosen, targets[chosen]
         rows.append((path, [tokens[n - 1] for n in path[1:]], target))
     counts = [len(path) - 1 for path, _, _ in rows]
     ends = torch.tensor([path[-1] for path, _, _ in rows])[:, None]
-    laws = torch.stack([torch.from_numpy(target) for _, _, target in rows])
-    new = sample_from_probs(laws, target_uniforms.gather(1, ends)[:, 0]).tolist()
+    distributions = torch.stack([torch.from_numpy(target) for _, _, target in rows])
+    new = sample_from_probs(distributions, target_uniforms.gather(1, ends)[:, 0]).tolist()
     size = draft.size + 1
     return Acceptance(
         torch.tensor(counts),
@@ -392,13 +392,13 @@ def plain_reject_tree(draft, target_probs, accept_uniforms, target_uniforms, rep
 def test_the_small_model_is_a_fair_test():
     """Distributions that are neither flat nor nearly one-hot, and that differ from the drafts'."""
     joint = exact_distribution(SETTINGS["plain"], 2)
-    law = joint.sum(1)
-    assert 0.3 < law.max() < 0.8
-    assert law.min() > 0.005
+    distribution = joint.sum(1)
+    assert 0.3 < distribution.max() < 0.8
+    assert distribution.min() > 0.005
 
 
 class TestJudgingAlongThePath:
-    """What is judged off the path has no say: a text is the same without it."""
+    """Verdicts off the path have no say: a text is the same without them."""
 
     SETTINGS = {
         "greedy": {"do_sample": False},

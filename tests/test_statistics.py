@@ -25,7 +25,7 @@ def test_an_impossible_outcome_has_no_probability():
     assert chi_square_pvalue([99, 1, 0], [1.0, 0.0, 0.0]) == 0.0
 
 
-def test_pvalues_are_uniform_under_the_law_and_small_under_another():
+def test_pvalues_are_uniform_under_the_distribution_and_small_under_another():
     probs = np.random.default_rng(0).dirichlet(np.ones(20))
     draws = np.random.default_rng(1).multinomial(2000, probs, size=1000)
     pvalues = [chi_square_pvalue(counts, probs) for counts in draws]

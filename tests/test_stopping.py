@@ -1,4 +1,4 @@
-"""Where generation ends: every stop inside an accepted block cuts the text exactly where plain generation ends it.
+"""The end of generation: every stop inside an accepted block cuts the text exactly where plain generation ends it.
 
 The stops are chosen for the texts of the prompts; `test_the_texts_that_stops_were_chosen_for` says where they lie.
 """
@@ -331,7 +331,7 @@ class TestCustomCriteria:
         plain = model.generate(**inputs, **settings)
         ours = model.generate(**inputs, **settings, assistant=scripted_for(fast, inputs, k=6, accuracy=1.0))
         assert torch.equal(ours.sequences, plain.sequences)
-        assert "tokens behind the ends of rows have been generated and cut off" in ours.speculative.notes[0]
+        assert "tokens after the ends of rows have been generated and cut off" in ours.speculative.notes[0]
         for mine, its in zip(ours.past_key_values.layers, plain.past_key_values.layers):
             assert mine.keys.shape == its.keys.shape
             # Its last token has been read, the padding after it has not.

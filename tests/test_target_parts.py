@@ -1,4 +1,4 @@
-"""What drafters share with their target is what the target has at present, in whatever form it has it."""
+"""Parts that drafters share with their target are the target's present ones, in whatever form it has them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shared_target():
 
 @pytest.fixture
 def target(shared_target):
-    """Of the test's own: it may be changed."""
+    """A target of the test's own, which may be changed."""
     return copy.deepcopy(shared_target)
 
 
@@ -74,7 +74,7 @@ def test_weights_that_torch_has_packed(target):
 
 
 class Louder(torch.nn.Module):
-    """In the place of a module, as an adapter is."""
+    """Stands in the place of a module, as an adapter does."""
 
     def __init__(self, module, factor):
         super().__init__()

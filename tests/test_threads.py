@@ -209,7 +209,7 @@ class TestLoading:
         assert torch.get_default_dtype() == torch.float32
 
     def test_repositories_do_not_wait_for_each_other(self, tmp_path, monkeypatch, calls):
-        """Before Python 3.12 an attribute of functools that is computed once has one lock of all its instances."""
+        """Attributes of functools that are computed once have one lock of all instances before Python 3.12."""
         (tmp_path / "config.json").write_text("{}")
         begun, may_end = threading.Event(), threading.Event()
         read_json = RepoFiles.read_json

@@ -125,7 +125,7 @@ class TestSpellings:
     @settings(max_examples=100)
     @given(parents=parent_lists())
     def test_paths_and_parents(self, parents):
-        """From parents to paths, and from the paths' own parents back to the same paths."""
+        """Paths give parents, and the parents give the same paths."""
         tree = TokenTree.from_parents(parents)
         again = TokenTree.from_parents([parent + 1 for parent in tree.parents])
         assert again == tree
@@ -305,14 +305,12 @@ class TestDraft:
 
 @st.composite
 def accuracy_tables(draw) -> list[list[float]]:
-    """How often each rank is right at each depth; higher ranks less often."""
-    chance = st.floats(0.01, 1.0)
-    return [
-        sorted(draw(st.lists(chance, min_size=1, max_size=3)), reverse=True) for _ in range(draw(st.integers(1, 3)))
-    ]
+    """Draws how often each rank is right at each depth; higher ranks less often."""
+    rate = st.floats(0.01, 1.0)
+    return [sorted(draw(st.lists(rate, min_size=1, max_size=3)), reverse=True) for _ in range(draw(st.integers(1, 3)))]
 
 
-def chance(path, accuracies) -> float:
+def path_prob(path, accuracies) -> float:
     return math.prod(ranks[rank] for ranks, rank in zip(accuracies, path))
 
 
@@ -329,14 +327,14 @@ class TestFromAccuracies:
     @given(accuracies=accuracy_tables(), num_nodes=st.integers(0, 45))
     def test_has_the_most_likely_nodes(self, accuracies, num_nodes):
         tree = TokenTree.from_accuracies(accuracies, num_nodes)
-        best = sorted((chance(path, accuracies) for path in all_paths(accuracies)), reverse=True)[:num_nodes]
-        # By their chances, because equally likely nodes may stand for each other.
-        assert sorted((chance(path, accuracies) for path in tree.paths), reverse=True) == best
+        best = sorted((path_prob(path, accuracies) for path in all_paths(accuracies)), reverse=True)[:num_nodes]
+        # By their probabilities, because equally likely nodes may stand for each other.
+        assert sorted((path_prob(path, accuracies) for path in tree.paths), reverse=True) == best
         assert {path[:-1] for path in tree.paths} <= {(), *tree.paths}
 
     def test_equals_the_best_nodes_where_no_two_are_alike(self):
         accuracies = [[0.61, 0.23, 0.07], [0.43, 0.17, 0.11], [0.31, 0.13, 0.05]]
-        ranked = sorted(all_paths(accuracies), key=lambda path: -chance(path, accuracies))
+        ranked = sorted(all_paths(accuracies), key=lambda path: -path_prob(path, accuracies))
         for num_nodes in range(1, len(ranked) + 1):
             assert set(TokenTree.from_accuracies(accuracies, num_nodes).paths) == set(ranked[:num_nodes])
 

@@ -118,7 +118,7 @@ KEPT = {
 class TestKeptOnDevice:
     @pytest.mark.parametrize("make", KEPT, ids=lambda make: make.__qualname__)
     def test_every_stream_has_its_own(self, make, monkeypatch):
-        """What one stream is still filling must not be read by another one."""
+        """Memory that one stream is still filling must not be read by another one."""
         made = {}
         for stream in (1, 2, 1):
             monkeypatch.setattr(transfers, "_stream_of", lambda device, stream=stream: stream)

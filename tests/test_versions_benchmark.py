@@ -56,7 +56,7 @@ def test_folders_without_a_version(tmp_path):
 
 
 def test_a_version_that_fails(tmp_path):
-    """What it says goes to stderr; the comparison ends."""
+    """The message goes to stderr; the comparison ends."""
     package = tmp_path / "hf_specdec"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('broken')")

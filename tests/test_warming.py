@@ -50,7 +50,7 @@ def settings_of(method: str) -> dict:
 
 
 @pytest.mark.parametrize("method", HEADS)
-def test_calls_behind_it_capture_nothing(method, target, backends):
+def test_calls_after_it_capture_nothing(method, target, backends):
     done = warm_up(target, settings_of(method), prompt_length=24, max_new_tokens=16, sampling=False)
     assert done.graphs == "on"
     assert done.num_graph_captures > 0

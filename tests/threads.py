@@ -12,7 +12,7 @@ PATIENCE = 120
 
 
 def in_threads(*functions: Callable) -> list:
-    """What each returns; all begin together, each in a thread of its own, and their first error is raised here."""
+    """Results of functions that begin together, each in a thread of its own; their first error is raised here."""
     begin = threading.Barrier(len(functions))
 
     def run(function):

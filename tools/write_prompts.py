@@ -29,7 +29,7 @@ OPENINGS = (
     *("Summarize", "Rewrite the following sentence", "Translate", "Compare", "I have", "I want to", "My friend"),
 )
 
-# Where a turn of the user would stand in the template.
+# Place of a user's turn in the template.
 _PLACE = "\0"
 
 

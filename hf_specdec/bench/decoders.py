@@ -68,7 +68,7 @@ class Decoder:
             self.arguments = {"assistant": self.speculator}
 
     def at_full_length(self) -> Decoder:
-        """The same with the most draft tokens in every cycle: what of them would not pay is verified, too."""
+        """A copy with the most draft tokens in every cycle, so that those that would not pay are verified, too."""
         if self.speculator is None:
             return self
         speculator = self.speculator.at_full_length()

@@ -33,7 +33,7 @@ _WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 
 
 def check_can_draw(folder: Path) -> None:
-    """Before anything is measured.
+    """Checks for matplotlib and the folder before anything is measured.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.

@@ -39,7 +39,7 @@ _DOWNLOAD_SECONDS = 60
 # Spec-Bench's tables have these, the categories of MT-Bench, in one column.
 _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
-# What a record may call its text, its name and its sort of text.
+# Keys of a record for its text, its name and its sort of text.
 _TEXT_KEYS = ("prompt", "text", "turns", "question", "instruction")
 _NAME_KEYS = ("name", "question_id", "id")
 _KIND_KEYS = ("category", "kind", "task")

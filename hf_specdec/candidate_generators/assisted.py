@@ -172,7 +172,7 @@ class AssistedSide:
         return self._handed_over(model_outputs, keys)
 
     def _handed_over(self, model_outputs: Any, keys: tuple) -> dict:
-        """From transformers' tuple: what enters each layer, and what the head reads."""
+        """Takes from transformers' tuple what enters each layer, and what the head reads."""
         states = getattr(model_outputs, "hidden_states", None)
         if states is None:
             raise UnsupportedModelError(

@@ -218,7 +218,7 @@ class CandidateGenerator(HfCandidateGenerator):
 
     @property
     def acceptance_probs(self) -> list[list[float]]:
-        """For each row of the last drafts the estimated probabilities that 1, 2, ... draft tokens are accepted."""
+        """Estimated probabilities, for each row of the last drafts, that 1, 2, ... draft tokens are accepted."""
         raise NotImplementedError(f"{type(self).__name__} does not estimate what is accepted of its drafts.")
 
     @classmethod

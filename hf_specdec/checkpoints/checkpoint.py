@@ -112,7 +112,7 @@ class Checkpoint:
     def read_weight(
         self, name: str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """As `read`, for a tensor that is multiplied with.
+        """Reads as `read` does a tensor that is multiplied with.
 
         Raises:
             CheckpointFormatError: It is not of real floating-point numbers.

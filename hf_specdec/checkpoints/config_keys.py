@@ -68,7 +68,7 @@ _HARMLESS = frozenset(
     "num_parameters total_flos".split()
 )
 
-# What transformers' rotary embeddings read, and what those for several axes add.
+# Keys that transformers' rotary embeddings read, and those that embeddings for several axes add.
 _ROPE = frozenset(
     "rope_type type rope_theta factor attention_factor beta_fast beta_slow short_factor long_factor low_freq_factor "
     "high_freq_factor original_max_position_embeddings mscale mscale_all_dim truncate partial_rotary_factor "
@@ -82,7 +82,7 @@ _ROPE_BLOCKS = ("rope_parameters", "rope_scaling")
 # Whole configs that are.
 _OWN_TYPES = ("eagle", "medusa", "mlp_speculator", "mtp")
 
-# What the configs of these methods call their own elsewhere.
+# Keys that the configs of these methods have as their own elsewhere.
 _OWN_KEYS = re.compile(
     r"(aux|block|conv|dflash|domino|draft|dspark|eagle|jetspec|lilicorr|markov|medusa|mtp|selector|xpress)_.+|.*causal.*"
 )

@@ -58,7 +58,7 @@ class DraftConfig:
         hidden_act (`str`): Of the MLPs.
         rms_norm_eps (`float`): Of all norms.
         max_position_embeddings (`int`): Only rotary embeddings that depend on the length of the text look at it.
-        own_head, has_token_ids (`bool`): Whether the draft has these; it shares the lm_head with the target
+        own_head, has_token_ids (`bool`): The draft has these; it shares the lm_head with the target
             otherwise, and a draft id is the target's id otherwise.
     """
 

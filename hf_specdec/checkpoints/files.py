@@ -59,7 +59,7 @@ _only_safetensors = ContextVar("only_safetensors", default=False)
 
 @contextmanager
 def only_safetensors() -> Iterator[None]:
-    """Inside of it no pickled weights are taken: for drafters that nobody has named."""
+    """Refuses pickled weights inside of the block: for drafters that nobody has named."""
     before = _only_safetensors.set(True)
     try:
         yield
@@ -80,7 +80,7 @@ MAX_INDEX_BYTES = 64 * 2**20
 _MAX_CARD_CHARACTERS = 128 * 2**10
 _END_OF_METADATA = re.compile(r"[\r\n]---")
 
-# What loaders read; logs and the like may change beside it.
+# Files that loaders read; logs and the like may change beside them.
 _PARTS_OF_CHECKPOINTS = (".json", ".safetensors", ".bin", ".pt", ".model", ".txt", ".py")
 
 # Large files are named by the SHA-256 of their content, others by that of git.

@@ -11,7 +11,7 @@ from torch import nn
 from ..target_facts import MAX_VOCABULARY_GAP, decoder_layers, hidden_size, vocabulary_size
 
 
-# Where a checkpoint keeps its tensors, the safe formats first.
+# Files in which a checkpoint keeps its tensors, the safe formats first.
 WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",

@@ -35,7 +35,7 @@ _STORAGES = {
 
 
 class Unreadable(ValueError):
-    """No archive of `torch.save`, or one with more than tensors in it."""
+    """Raised for what is no archive of `torch.save`, or one with more than tensors in it."""
 
 
 class Inflated(Unreadable):

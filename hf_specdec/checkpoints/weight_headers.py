@@ -90,7 +90,7 @@ def num_bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * bits // 8
 
 
-# What is fetched at a time of a pickled file on the Hub.
+# Bytes that are fetched at a time of a pickled file on the Hub.
 BLOCK_BYTES = 64 * 1024
 
 

@@ -250,7 +250,7 @@ def checked_device(name: str | None, allow_auto: bool = False) -> str:
 
 
 def quieten_loading() -> None:
-    """No progress bars for weights that load in no time."""
+    """Hides progress bars for weights that load in no time."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

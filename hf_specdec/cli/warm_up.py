@@ -24,7 +24,7 @@ def warm_up_command(
     ] = None,
     prompt_length: Annotated[int, typer.Option(min=1, help="About the most tokens of a prompt.")] = 512,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=2, help="Likewise of a text.")] = 128,
-    sampling: Annotated[bool, typer.Option("--sampling/--greedy", help="Whether calls will sample, too.")] = True,
+    sampling: Annotated[bool, typer.Option("--sampling/--greedy", help="Calls will sample, too.")] = True,
     as_json: JsonOption = False,
 ) -> None:
     """Compile kernels beforehand, and try what is captured as CUDA graphs.

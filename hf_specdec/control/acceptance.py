@@ -132,7 +132,7 @@ class PastRates:
     weights: list[float] = field(default_factory=list)
 
     def with_call(self, rates: Sequence[Rate]) -> PastRates:
-        """These rates and what one more call has seen of each position."""
+        """Combines these rates with what one more call has seen of each position."""
         means, weights = list(self.means), list(self.weights)
         for position, rate in enumerate(rates):
             if not rate.count:
@@ -217,7 +217,7 @@ class AcceptanceModel:
         return self.accepted.expected(), self.drafted.expected()
 
     def path_probabilities(self, rows: Sequence[int]) -> tuple[list[list[float]], list[list[float]]]:
-        """For each of the rows the probabilities that 1, 2, ... tokens are accepted, and that drafts get so deep."""
+        """Probabilities, for each of the rows, that 1, 2, ... tokens are accepted, and that drafts get so deep."""
         accepted, drafted = self.expected()
         pairs = [(accepted, drafted)] * len(rows)
         if self.rows:

@@ -44,7 +44,7 @@ class TrialBudget:
 
     @property
     def is_due(self) -> bool:
-        """There is something to spend, and the last trial is some time ago."""
+        """Tells if there is something to spend, and the last trial is some time ago."""
         return self.seconds > 0 and self._num_cycles >= TRIAL_EVERY
 
     def begin(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # A stall is outvoted, and so is the first run of a size: measurements of which the median is taken.
 LAST_MEASUREMENTS = 7
-# What is long ago counts no more than what is new: a size that was not among so many measurements is judged anew.
+# Old measurements count no more than new ones: a size that was not among so many measurements is judged anew.
 SELDOM = 6
 # Noise does not carry a level away: the part by which a measurement moves one that is known well.
 LEVEL_PART = 0.02
@@ -40,14 +40,14 @@ ROW_PRIOR_WEIGHT = 6.0
 CALLS_WEIGHT = 3.0
 WEIGHT_OF_CALL = 16.0
 MEMORY = 64.0
-# What may well be better than it is known to be is tried: standard deviations that are added to a rate.
+# Drafters that may be better than is known are tried: standard deviations that are added to a rate.
 OPTIMISM = 1.5
 # A change of the text is followed at once: a run of equal outcomes that is so improbable is one, and the mean of
 # about the last six, which counts for three, takes over.
 IMPROBABLE = 1e-3
 RECENT_PART = 1 / 6
 WEIGHT_OF_RECENT = 3.0
-# What a drafter expects of its own drafts is corrected by what comes of it, and follows the text: expected tokens that
+# Estimates of a drafter are corrected by what was accepted, and follow the text: expected tokens that
 # are remembered, that the correction of earlier calls counts for, and that a row's first one counts for.
 RATING_WINDOW = 64.0
 RATING_WEIGHT = 8.0
@@ -64,7 +64,7 @@ LEAST_GAIN = 1.015
 PLAN_EVERY = 4
 PLAIN_PLAN_EVERY = 8
 SIZE_EVERY = 8
-# A hopeless drafter costs the first call little: one this many times slower than none is measured once only.
+# A useless drafter costs the first call little: one this many times slower than none is measured once only.
 CLEARLY_SLOWER = 2.0
 # A first call begins where nodes are cheap: the largest length to begin with, by device type. On a CPU the time of
 # 16 nodes is that of arithmetic rather than of reading the weights, and more nodes take longer in proportion.

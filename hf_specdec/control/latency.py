@@ -111,7 +111,7 @@ class TimeTable:
 
 
 class Pace:
-    """By how much everything takes longer than its level: the median of the last measurements.
+    """Factor by which everything takes longer than its level: the median of the last measurements.
 
     It falls at once: a low outlier is real, a high one is usually a stall. Else what is measured when a stall is over
     would be taken for much faster than it is.

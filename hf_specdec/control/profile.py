@@ -42,7 +42,7 @@ class ControlProfile:
             self.drafted = self.drafted.with_call(drafted.rates)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON: seconds at the present pace."""
+        """Returns all as plain values, for JSON: seconds at the present pace."""
         latency, pace = self.latency, self.latency.pace.factor
         return {
             "draft_seconds": _seconds_by_rows(latency.draft, pace * latency.draft_pace.factor),

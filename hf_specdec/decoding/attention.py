@@ -36,10 +36,10 @@ from .masks import Span, additive_mask
 NAME = "hf_specdec"
 NAME_EAGER = "hf_specdec_eager"
 
-# What transformers' attention functions may be asked for beyond plain attention; those calls go to its own function.
+# Arguments of transformers' attention functions beyond plain attention; those calls go to its own function.
 _BEYOND_PLAIN = ("softcap", "s_aux", "position_bias", "cache")
 
-# What computed the attention of a layer, in statistics.
+# Names in statistics of what computed the attention of a layer.
 TREE_KERNEL = "tree kernel"
 
 _LIMIT_OF_SPAN = {"sliding": "window", "chunked": "chunk"}
@@ -117,7 +117,7 @@ _running: ContextVar[VerificationForward | None] = ContextVar("hf_specdec_verifi
 
 @contextmanager
 def running(forward: VerificationForward):
-    """Inside, `slot_attention` works for this forward."""
+    """Lets `slot_attention` work for this forward, inside of the block."""
     token = _running.set(forward)
     try:
         yield
@@ -126,7 +126,7 @@ def running(forward: VerificationForward):
 
 
 def folding_masks():
-    """Inside, `slot_attention` folds query heads into positions, and each mask once for all layers."""
+    """Lets `slot_attention` fold query heads into positions inside of the block, and each mask once for all layers."""
     return running(VerificationForward())
 
 
@@ -197,7 +197,7 @@ class _Call(NamedTuple):
     kwargs: dict
 
 
-# What the tree attention kernel cannot express.
+# Calls that the tree attention kernel cannot express.
 _BEYOND_KERNEL: dict[str, Callable[[_Call], bool]] = {
     "a mask of the model's own": lambda call: call.mask is None,
     "dropout": lambda call: call.dropout > 0,

@@ -73,7 +73,7 @@ class SlotStore:
         return buffer
 
     def _move(self, rows: int, capacity: int) -> None:
-        """To the smallest place with these slots that has enough rows; else to a new one."""
+        """Moves to the smallest place with these slots that has enough rows; else to a new one."""
         slots = padded_slots(capacity)
         fitting = [place for place in self._places if place.slots == slots and place.rows >= rows]
         self.place = min(fitting, default=Place(padded_rows(rows), slots))
@@ -377,7 +377,7 @@ class SlotCache(Cache):
 
     @contextmanager
     def kept(self, like: Cache) -> Iterator[None]:
-        """Inside, the next token of all rows can be read as in plain generation; afterwards the cache is as it was.
+        """Lets the next token of all rows be read as in plain generation; after the block the cache is as it was.
 
         Args:
             like (`Cache`): The cache of plain generation, whose layers may show their last slots only.

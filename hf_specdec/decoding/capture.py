@@ -130,7 +130,7 @@ class CaptureBackend:
         raise NotImplementedError(f"{type(self).__name__} must implement capture().")
 
     def forget(self) -> None:
-        """Nothing that was recorded before is repeated any more."""
+        """Marks the end: what was recorded before is repeated no more."""
 
     def begin_call(self) -> None:
         """A call takes over from the one before, which may have run in another stream."""

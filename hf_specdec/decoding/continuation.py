@@ -34,10 +34,10 @@ from .target import PositionCounter, SlotModel
 
 CHECK_VARIABLE = "HF_SPECDEC_CHECK"
 
-# How far logits may lie apart, as a part of their spread over the vocabulary: what rounding does to them.
+# Largest difference of logits by rounding, as a part of their spread over the vocabulary.
 _ROUNDING, _COARSE_ROUNDING = 0.005, 0.1
 
-# What has been found to go on as in plain generation: class of the model, and whether slots were hidden.
+# Models that were found to go on as in plain generation: their class, and whether slots were hidden.
 _checked: set[tuple[type, bool]] = set()
 
 
@@ -111,7 +111,7 @@ class Received:
 
 @contextmanager
 def watched_prefill(model: torch.nn.Module) -> Iterator[Received]:
-    """Inside, a model that prepares its inputs itself is watched while it reads the prompts."""
+    """Watches, inside of the block, a model that prepares its inputs itself while it reads the prompts."""
     received = Received()
     with ExitStack() as hooks:
         name = "prepare_inputs_for_generation"
@@ -186,7 +186,7 @@ class Continuation:
     def read(
         cls, model: torch.nn.Module, inputs: dict, received: Received, num_slots: int, given: int, batch_size: int
     ) -> Continuation:
-        """From the next forward's inputs and what the prefill's forward received.
+        """Derives it from the next forward's inputs and what the prefill's forward received.
 
         Args:
             given (`int`): Slots that `generate()` knows of.

@@ -281,7 +281,7 @@ def graphs_for(
     if backend is None:
         return None
     why_eager = next((why for why, holds in reasons.items() if holds), None)
-    why_eager = why_eager or next((why for why, holds in _WHY_EAGER.items() if holds((model, *shared))), None)
+    why_eager = why_eager or next((why for why, holds in _EAGER_REASONS.items() if holds((model, *shared))), None)
     graphs = CallGraphs(model, backend, largest, why_eager, shared)
     if graphs.why_eager is not None:
         logger.info(f"{type(model).__name__} runs without CUDA graphs: {graphs.why_eager}.")
@@ -310,9 +310,9 @@ def _any_module(holds: Callable[[torch.nn.Module], bool]) -> Callable[[tuple[tor
     return lambda parts: any(holds(module) for part in parts for module in part.modules())
 
 
-# What cannot be captured, or would not follow a change made between two calls: of a model, and modules of others that
-# its forward goes through.
-_WHY_EAGER: dict[str, Callable[[tuple[torch.nn.Module, ...]], bool]] = {
+# Reasons against a capture of a model, and of modules of others that its forward goes through: they cannot be
+# captured, or would not follow a change made between two calls.
+_EAGER_REASONS: dict[str, Callable[[tuple[torch.nn.Module, ...]], bool]] = {
     "it is split over several processes": lambda parts: (getattr(parts[0], "tp_size", None) or 1) > 1,
     "its weights are wrapped tensors, whose addresses are not known": lambda parts: any(
         map(is_traceable_wrapper_subclass, _weights(parts))

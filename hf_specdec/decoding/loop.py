@@ -79,7 +79,7 @@ class DecodingLoop:
             max_length=self.stop.max_length,
             device=self.device,
             sampler=DraftSampler(self.stack, self.sequences, uniforms, vocabulary_size(self.model)),
-            supports_trees=profile.takes_trees,
+            supports_trees=profile.supports_trees,
             notes=self.stats.notes,
             group=request.processes,
         )
@@ -335,7 +335,7 @@ class DecodingLoop:
         self.stats.attention = describe_layers(self.target.attention_layers)
         if self.stop.num_cut_back:
             self.stats.notes.append(
-                f"{self.stop.num_cut_back} tokens behind the ends of rows have been generated and cut off: a stopping "
+                f"{self.stop.num_cut_back} tokens after the ends of rows have been generated and cut off: a stopping "
                 "criterion is shown a column when all rows have reached it."
             )
         count_graphs(self.stats, self.target, self.generator)

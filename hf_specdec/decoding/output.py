@@ -70,7 +70,7 @@ class OutputRecorder:
             recorder.cut([length - 1 for length in lengths])
 
     def hidden_states(self) -> tuple | None:
-        """For each generated token a tuple over layers, `(B, P, H)` for the first one and `(B, 1, H)` after it."""
+        """Tuples over layers, one for each generated token, `(B, P, H)` for the first one and `(B, 1, H)` after it."""
         if not self.wants_states:
             return None
         layers = [recorder.steps() for recorder in self._states]

@@ -38,7 +38,7 @@ class ModelProfile:
     is_recurrent: bool = False
 
     @property
-    def takes_trees(self) -> bool:
+    def supports_trees(self) -> bool:
         """Tells whether branches can be verified, and not chains only."""
         return not (self.counts_slots or self.is_recurrent)
 
@@ -72,7 +72,7 @@ _SPAN_OF_LAYER_TYPE = {
     "hybrid_sliding": "sliding",
 }
 
-# What some models call the mask of such layers; others call it by the type of the layers.
+# Names of some models for the mask of such layers; others call it by the type of the layers.
 MASK_OF_LAYER_TYPE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 
 # Layers that attend to nothing: those with a recurrent state alone, and those that work on each token by itself.

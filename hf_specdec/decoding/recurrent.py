@@ -28,7 +28,7 @@ from transformers.cache_utils import DynamicCache
 # Replayed tokens of a row that set off moving its state. Replaying costs arithmetic, moving reads the weights again.
 MAX_REPLAY = 16
 
-# Where several tokens at once start from an empty state, whatever the cache holds (Mamba-1).
+# Mixers that start from an empty state for several tokens at once, whatever the cache holds (Mamba-1).
 _STEPWISE = ("falcon_mamba", "jamba", "mamba", "zamba")
 
 _NO_LIMITS = (0.0, float("inf"))
@@ -263,7 +263,7 @@ class RecurrentLayers:
 
     @contextmanager
     def reading(self, nodes: int):
-        """Inside, one forward of the model reads `nodes` tokens a row; the states stay where they are."""
+        """Lets one forward of the model read `nodes` tokens a row in the block; the states stay where they are."""
         moves = self._moves(MAX_REPLAY)
         self.plan = _Plan(nodes, [0] * len(self.replayed) if moves else list(self.replayed), moves)
         with ExitStack() as hooks:
@@ -436,7 +436,7 @@ class _ReplayingMixer(_Mixer):
 
 
 class _Convolution(_Mixer):
-    """Its state is its last inputs."""
+    """A short convolution, whose state is its last inputs."""
 
     reading = _ConvolutionReading
 

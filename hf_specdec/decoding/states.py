@@ -144,5 +144,5 @@ def _decoder(model: torch.nn.Module) -> torch.nn.Module:
 # Their output embeddings are a part of their own, with a transformation in front.
 _NOT_PLAIN_HEADS = ("electra", "modernbert-decoder")
 
-# What decoders call their final norm.
+# Names of decoders for their final norm.
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f", "norm_f", "layer_norm")

@@ -164,7 +164,7 @@ class SlotModel:
         return attention_switch(self.model)
 
     def use_graphs(self, graphs: CallGraphs | None) -> None:
-        """From now on forwards whose shapes repeat run as graphs. To be called in front of the prefill."""
+        """Lets forwards whose shapes repeat run as graphs from now on. To be called in front of the prefill."""
         self.graphs = graphs
         self.cache.store = None if graphs is None else graphs.store
 
@@ -244,7 +244,7 @@ class SlotModel:
         Raises:
             UnsupportedModelError: A tree for a model that can verify chains only.
         """
-        if not (self.profile.takes_trees or topology.is_chain):
+        if not (self.profile.supports_trees or topology.is_chain):
             why = (
                 "has a recurrent state" if self.profile.is_recurrent else "tells positions from the order of its cache"
             )

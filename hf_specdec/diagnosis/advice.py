@@ -380,4 +380,4 @@ def _verdict(option: Option, best: Option | None) -> str:
         return f"Fewer tokens a cycle than the fastest, which its lower cost does not make up for: {facts}."
     if option.mean_acceptance_length < best.mean_acceptance_length:
         return f"Fewer tokens a cycle than the fastest: {facts}."
-    return f"A dearer cycle than that of the fastest: {facts}."
+    return f"A more expensive cycle than that of the fastest: {facts}."

@@ -47,7 +47,7 @@ _BATCH_SIZE = 4
 # Drafts below which no share of them is worth a word.
 _FEWEST = 20
 
-# How much of the target's text a table of what each draft token stands for must explain.
+# Share of the target's text that a table of what each draft token stands for must explain.
 _MEANT = 0.2
 
 # Of what the target writes, tokens that a draft vocabulary may lack.

@@ -30,7 +30,7 @@ from ..speculator import Speculator
 # Standard errors beyond which a difference is taken for real. Seven wirings are tried at most.
 _SIGNIFICANT = 2.5
 
-# What follows the same tokens once more, in a text that repeats itself, is no further evidence.
+# Tokens of context: a token after the same ones once more, in a text that repeats itself, is no further evidence.
 _CONTEXT = 4
 
 
@@ -357,7 +357,7 @@ def _network_variants(model: PreTrainedModel, speculator: Speculator, network: D
         return Speculator(speculator.config, speculator.generator_class, changed)
 
     config = network.config
-    for flag in network.doubtful_flags:
+    for flag in network.unreliable_flags:
         value = not getattr(config, flag)
         yield Variant(
             f"Its config says {flag}={not value} and it was trained with {value}.",

@@ -91,7 +91,7 @@ class RowGraphs:
         self._graphs: CallGraphs | None = None
 
     def begin(self, config: SpeculativeConfig, session: Session) -> None:
-        """From now on what comes up repeatedly runs as a graph; the arguments are those of [`begin_graphs`]."""
+        """Lets what comes up repeatedly run as a graph from now on; the arguments are those of [`begin_graphs`]."""
         self._graphs = begin_graphs(self._network, self._shared, config, session)
 
     def run(self, key: tuple, read: Callable[..., Any], values: dict[str, torch.Tensor], constants: Any = None) -> Any:

@@ -27,7 +27,7 @@ _TREES = {"cpu": DynamicTree(depth=4, top_k=4, total_tokens=12)}
 _TREE_BATCH_SIZE = 4
 _TREE_BATCH_SIZES = {"cpu": 0}
 
-# Where the settings name no shape, by device type: stop drafting below this path probability.
+# Default path probability below which drafting stops, by device type, if the settings name no shape.
 _THRESHOLDS = {"cpu": 0.2}
 
 # Options of a dynamic tree.

@@ -110,7 +110,7 @@ class TokenTree:
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> TokenTree:
-        """From paths in any order.
+        """Makes a tree of paths in any order.
 
         Raises:
             SpecConfigError: A path lacks its parent.
@@ -126,7 +126,7 @@ class TokenTree:
 
     @classmethod
     def from_parents(cls, parents: Sequence[int]) -> TokenTree:
-        """From each node's parent, 0 for the anchor and i for the i-th node, as in `[0, 0, 0, 1, 1]`.
+        """Makes a tree of each node's parent, 0 for the anchor and i for the i-th node, as in `[0, 0, 0, 1, 1]`.
 
         Raises:
             SpecConfigError: A node comes before its parent.

@@ -147,7 +147,7 @@ class DraftTree:
 
     @classmethod
     def empty(cls, batch_size: int, device: torch.device | str = "cpu", why: str = "nothing_found") -> DraftTree:
-        """No drafts: the cycle verifies the anchors alone, which is plain decoding."""
+        """Makes a draft of no tokens: the cycle verifies the anchors alone, which is plain decoding."""
         tokens = torch.empty((batch_size, 0), dtype=torch.long, device=device)
         draft = cls.chain(tokens, node_lists=[[] for _ in range(batch_size)])
         draft.why_empty = why
@@ -202,7 +202,7 @@ class DraftTree:
         return self.path_log_probs.exp().sort(dim=1, descending=True).values.mean(0)
 
     def likeliest(self, count: int) -> DraftTree:
-        """At most `count` nodes of each row, the likeliest to be accepted; the whole draft if it rates none."""
+        """The likeliest nodes of each row to be accepted, at most `count`; the whole draft if it rates none."""
         if count >= self.size or not self.is_rated:
             return self
         if self.shape is not None:
@@ -226,7 +226,7 @@ class DraftTree:
         """Tables that the host lacks of the drafts, for a transfer that is made anyway; [`learn`] takes them.
 
         Args:
-            tokens (`bool`): Whether their tokens are wanted, too, and not only their shapes.
+            tokens (`bool`): Their tokens are wanted, too, and not only their shapes.
         """
         tables = {}
         if self.node_counts is None:

@@ -13,8 +13,8 @@ from ..settings import AUTO, SpeculativeConfig, describe_settings
 from .trust import one_line, owner_of
 
 
-# How closely a drafter belongs to the target: made for it; made for the model that it is based on; of its sizes, and
-# nothing is said; or made for none in particular.
+# Relations of a drafter to the target, the closest first: made for it; made for the model that it is based on; of its
+# sizes, and nothing is said; or made for none in particular.
 RELATIONS = ("exact", "derived", "sizes", "any")
 
 PLACES = ("target", "entry", "cache", "hub", "none")
@@ -66,7 +66,7 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        """Its name with owner and revision."""
+        """The name with owner and revision."""
         of = {"owner": self.origin["owner"], "revision": self.origin["revision"]}
         known = ", ".join(f"{name} '{one_line(value, 60)}'" for name, value in of.items() if value)
         return f"{self} ({known})" if known else str(self)

@@ -32,7 +32,7 @@ from .published import CARD_KEY, published_config, settings_to_publish, target_e
 
 CARD_NAME = "README.md"
 
-# What the settings of a card are called in messages.
+# Name of a card's settings in messages.
 _SOURCE = "`speculative` in the card of '{}'"
 
 

@@ -40,7 +40,7 @@ def generate(*args, model, **kwargs):
     return hf_specdec.generate(model, *args, **kwargs)
 
 
-# Where hf_specdec is imported before, it hands these arguments over to functions that say so.
+# If hf_specdec is imported before, it hands these arguments over to functions that say so.
 generate.takes_speculative_arguments = True
 '''
 

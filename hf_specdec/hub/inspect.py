@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # The name of the embedded target.
 EMBEDDED = "demo"
 
-# How the configs of transformers call what a drafter must share with its target.
+# Keys of transformers' configs for what a drafter must share with its target.
 _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
 _VOCAB_SIZE = ("vocab_size",)
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -38,7 +38,7 @@ class Inspection:
     Args:
         name (`str`): Folder or repo id.
         found (`Detection`): What it is.
-        fits (`bool`, *optional*): Whether it can draft for the target; `None` where none was named.
+        fits (`bool`, *optional*): It can draft for the target; `None` where none was named.
         problems (`tuple[str, ...]`): Why it cannot, in sentences.
         hint (`str`, *optional*): How it is meant to be used, where its method does not say so.
     """

@@ -33,7 +33,7 @@ from .published import forget_saved, settings_to_publish
 if TYPE_CHECKING:
     from ..speculator import Speculator
 
-# What lies beside weights and belongs to them: configs, the tokenizer, and the terms they come under.
+# Files that belong to weights: configs, the tokenizer, and the terms they come under.
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
 _NOT_COMPANIONS = (CONFIG_NAME, "*.index.json", "trainer_state.json", "requirements.txt")
 

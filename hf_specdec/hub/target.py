@@ -45,7 +45,7 @@ class Access:
 
     @property
     def offline(self) -> Access:
-        """As it is, but without the network."""
+        """The target, with local files only."""
         return replace(self, local_files_only=True)
 
     def files(self, name: str, **location) -> RepoFiles:
@@ -97,7 +97,7 @@ class Target:
 
     @property
     def repo_id(self) -> str | None:
-        """Its id on the Hub, as far as its name tells."""
+        """The target's id on the Hub, as far as its name tells."""
         return repo_id_of(self.name)
 
     @property

@@ -30,7 +30,7 @@ PUBLISHED_SETTINGS = (
     "disable_by_batch_size",
 )
 
-# Where a drafter is: for a target to say, not for what lies beside the drafter.
+# Settings of a drafter's place: for a target to say, not for what lies beside the drafter.
 PLACE_SETTINGS = ("model", "revision", "subfolder")
 
 # Owners of repositories whose drafters may be taken although nobody named them, separated by commas.
@@ -96,7 +96,7 @@ def sifted(settings: Any, source: str, *, with_place: bool = False) -> tuple[dic
 
 
 def believed(settings: Any, source: str, *, with_place: bool = False) -> dict[str, Any]:
-    """As `sifted`, with a warning about what is left out."""
+    """Sifts as `sifted` does, with a warning about what is left out."""
     found, left_out = sifted(settings, source, with_place=with_place)
     warn_of(left_out, source)
     return found

@@ -31,7 +31,7 @@ except ImportError:
     tl = None
     HAS_TRITON = False
 
-# Whether kernels run in Triton's interpreter, on CPU tensors. Triton reads the variable when it is imported.
+# Kernels run in Triton's interpreter, on CPU tensors. Triton reads the variable when it is imported.
 IS_INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 # Read once, when the package is first used.

@@ -590,7 +590,7 @@ def _tree_tensors(draft: DraftTree) -> tuple[torch.Tensor, ...]:
 
 
 def _tree_sizes(draft: DraftTree) -> tuple[int, int]:
-    """From one row of parents to the next, and N."""
+    """Stride from one row of parents to the next, and N."""
     return (draft.size if draft.parents.dim() == 2 else 0), draft.size
 
 

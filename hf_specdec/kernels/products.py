@@ -35,7 +35,7 @@ from .few_rows import DTYPES, linear, linears, takes, takes_weight
 
 logger = logging.get_logger(__name__)
 
-# Whether anything is measured. The environment variable HF_SPECDEC_KERNELS=torch leaves all products to torch.
+# Switch of all measurements. The environment variable HF_SPECDEC_KERNELS=torch leaves all products to torch.
 measures = HAS_LLVM and CHOICE != "torch"
 
 # Bytes of a matrix below which calls cost more than arithmetic, and of the matrices that are read in turn: more than
@@ -231,7 +231,7 @@ def _file() -> Path:
 
 
 def _read(file: Path) -> dict[str, str]:
-    """What is known of this machine; nothing where the file is missing or damaged."""
+    """Ways known for this machine; nothing where the file is missing or damaged."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         ways = dict(content["ways"]) if content["format"] == _FORMAT else {}
@@ -273,7 +273,7 @@ class OwnForward:
 
 
 class _FasterFunctions(TorchFunctionMode):
-    """Inside, torch's functions for products take the fastest way. It costs something for every call of torch."""
+    """Mode in which torch's functions for products take the fastest way, at some cost for every call of torch."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -315,7 +315,7 @@ def _modules_to_replace(model: nn.Module) -> Iterator[tuple[nn.Module, OwnForwar
 
 @contextmanager
 def fast_products(model: nn.Module) -> Iterator[None]:
-    """Inside, a model's own forward takes the fastest ways; compiled models and replaced forwards stay as they are.
+    """Lets a model's own forward take the fastest ways; compiled models and replaced forwards stay as they are.
 
     Args:
         model (`nn.Module`): A model for which `prepare_products` was called; else nothing changes.

@@ -91,7 +91,7 @@ class TargetParts:
 
 
 def _gone() -> None:
-    """In the place of a weak reference whose target is in another process."""
+    """Stands in the place of a weak reference whose target is in another process."""
 
 
 def on_device_of(embedding: nn.Module, tokens: torch.LongTensor) -> torch.LongTensor:
@@ -159,7 +159,7 @@ class DraftNetwork(DraftModule):
         token_ids (`torch.LongTensor` of shape `(U,)`): The target's id of each draft id; `None` where they are equal.
         rotary_emb (`nn.Module`): Its rotary embedding, whose frequencies are in no checkpoint.
         angles (`RotaryAngles`): Those of that embedding.
-        doubtful_flags (`tuple[str, ...]`): Flags of the config that checkpoints are known to have the wrong way.
+        unreliable_flags (`tuple[str, ...]`): Flags of the config that checkpoints are known to have the wrong way.
         states_keys (`tuple[str, ...]`): Keys with which configs name the states of the target that it reads.
         states_setting (`str`, *optional*): Setting that names them.
         has_targets_embedding (`bool`): Its embedding is the target's, also where it was stored again.
@@ -167,7 +167,7 @@ class DraftNetwork(DraftModule):
 
     config: DraftConfig
     token_ids: torch.LongTensor | None
-    doubtful_flags: tuple[str, ...] = ()
+    unreliable_flags: tuple[str, ...] = ()
     states_keys: tuple[str, ...] = ()
     states_setting: str | None = None
     has_targets_embedding: bool = False

@@ -65,7 +65,7 @@ class SlotMask(Protocol):
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, /) -> torch.Tensor: ...
 
 
-# How the names end under which `nn.Module` keeps hooks.
+# Ends of the names under which `nn.Module` keeps hooks.
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 

@@ -74,7 +74,7 @@ class ProcessorStack:
         return [kind.__name__ for kind in kinds if kind not in _POSITION_INDEPENDENT and kind not in _ROW_WISE]
 
     def known_only(self) -> ProcessorStack:
-        """Without the unknown ones: what a draft model may apply to its own logits without anyone noticing."""
+        """Leaves out the unknown ones: what a draft model may apply to its own logits without anyone noticing."""
         known = [p for p in self.processors if type(p) in _POSITION_INDEPENDENT or type(p) in _ROW_WISE]
         return ProcessorStack(LogitsProcessorList(known))
 

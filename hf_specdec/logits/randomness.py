@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 
-# What a number is used for; numbers of different purposes are independent.
+# Purposes of a number; numbers of different purposes are independent.
 TARGET = 0  # the draw from the target's distribution (or its residual) for the token at a position
 ACCEPT = 1  # the ratio test of a draft token
 DRAFT = 2  # drawing a draft token
@@ -137,7 +137,7 @@ class _Stream:
     def _add_rows(self, num_rows: int) -> None:
         new = num_rows - len(self.starts)
         self.values = np.concatenate([self.values, np.empty((new, self.width))])
-        # Behind every position, so that the first read of a row fills its window.
+        # Past every position, so that the first read of a row fills its window.
         self.starts = np.concatenate([self.starts, np.full(new, np.iinfo(np.int64).max)])
 
     def _widen(self, width: int) -> None:

@@ -148,7 +148,7 @@ class SyntheticRule(StandardRule):
     def from_config(
         cls, config: SpeculativeConfig, uniforms: RowUniforms | None, new_uniforms: Callable[[], RowUniforms]
     ) -> SyntheticRule:
-        """From the rates or the mean length of the settings; `new_uniforms` makes numbers for a greedy target."""
+        """A rule by the rates or the mean length of the settings; `new_uniforms` serves a greedy target."""
         accept_uniforms = new_uniforms() if uniforms is None else uniforms
         rates = config.synthetic_acceptance_rates
         if rates is not None:

@@ -1,4 +1,4 @@
-"""From target logits to committed tokens: processors, choice of a token at each node, acceptance, stop rules.
+"""The way from target logits to committed tokens: processors, choice of a token at each node, acceptance, stop rules.
 
 Two ways lead to the same tokens. All nodes are judged at once; or the path is walked node by node, and every processor
 sees what it would have seen in plain generation, once per position. It is walked where a processor needs that, and on
@@ -289,7 +289,7 @@ def take_nodes(values: torch.Tensor, path: torch.LongTensor) -> torch.Tensor:
 
 
 def _children(tokens: list[int], parents: list[int]) -> list[dict[int, int]]:
-    """For each verified node its children as {token: verified node}; of equal siblings the first counts."""
+    """Children of each verified node as {token: verified node}; of equal siblings the first counts."""
     children: list[dict[int, int]] = [{} for _ in range(len(tokens) + 1)]
     for index, (token, parent) in enumerate(zip(tokens, parents)):
         children[parent + 1].setdefault(token, index + 1)
@@ -297,7 +297,7 @@ def _children(tokens: list[int], parents: list[int]) -> list[dict[int, int]]:
 
 
 def _node_paths(draft: DraftTree) -> list[list[list[int]]]:
-    """For each row and verified node the draft tokens from the anchor down to it; none for padding."""
+    """Draft tokens of each row and verified node, from the anchor down to it; none for padding."""
     all_paths = []
     for tokens, parents in zip(draft.token_lists(), draft.parent_lists()):
         paths: list[list[int]] = [[]]

@@ -106,7 +106,7 @@ _complaints: set[tuple[str, str]] = set()
 
 @contextmanager
 def listening_here(listener: Listener) -> Iterator[None]:
-    """Inside of the block the calls of this context are told to it."""
+    """Tells it of the calls of this context inside of the block."""
     _listeners_here.set((*_listeners_here.get(), listener))
     try:
         yield

@@ -46,7 +46,7 @@ class SpecDecodingStats:
             a drafter's first call, its loading.
         attention (`str`): What computed the attention of the last verification: "tree kernel" (of Triton, on a GPU),
             "masked", or how many layers each and why.
-        graphs (`str`): Whether verifications ran as CUDA graphs: "on", or "off" and why.
+        graphs (`str`): CUDA graphs of the verifications: "on", or "off" and why.
         num_graph_replays (`int`): Verifications that did.
         num_graph_captures (`int`): Graphs that were captured for it in this call, rather than in earlier ones.
         draft_graphs (`str`): The same of what draft networks read and draft in a cycle; empty where there are none: on

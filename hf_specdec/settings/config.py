@@ -303,7 +303,7 @@ class SpeculativeConfig:
 
     @property
     def may_adapt(self) -> bool:
-        """Nothing fixes the length, and the text does not depend on it."""
+        """Tells if nothing fixes the length, and the text does not depend on it."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens == AUTO
         is_shaped = self.speculative_token_tree or self.num_speculative_tokens_per_batch_size
@@ -346,7 +346,7 @@ class SpeculativeConfig:
         return type(self)(**merged(defaults, {**settings, "method": method}))
 
     def with_greedy_drafts(self) -> SpeculativeConfig:
-        """These settings with `draft_sample_method="greedy"`, where they leave open how draft tokens are chosen."""
+        """Sets `draft_sample_method="greedy"` where the settings leave open how draft tokens are chosen."""
         is_open = getattr(self.options, "draft_sample_method", "") is None
         return self.replace(draft_sample_method="greedy") if is_open else self
 
@@ -422,7 +422,7 @@ class SpeculativeConfig:
         return read_pretrained(path_or_repo, revision)
 
     def to_vllm(self) -> dict[str, Any]:
-        """These settings for vLLM's `--speculative-config`.
+        """Returns the settings for vLLM's `--speculative-config`.
 
         A setting that vLLM has no key for is left out with a warning; it changes speed, not text. k is always named,
         because vLLM has no default for most methods.

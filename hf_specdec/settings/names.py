@@ -195,7 +195,7 @@ _reads_files: ContextVar[bool] = ContextVar("reads_files", default=False)
 
 @contextmanager
 def reading_file() -> Iterator[None]:
-    """Inside, older names of options pass without a warning: what is read was written when they were the names."""
+    """Lets older names of options pass without a warning: what is read was written when they were the names."""
     token = _reads_files.set(True)
     try:
         yield

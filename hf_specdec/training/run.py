@@ -1,4 +1,4 @@
-"""From data to a saved draft: the whole run of `hf-specdec train`, for every method.
+"""The way from data to a saved draft: the whole run of `hf-specdec train`, for every method.
 
     recipe = MedusaRecipe(num_heads=4)
     result = TrainingRun(recipe, RunOptions(data=("notes/",), self_generate=500), "heads").run(target, tokenizer)

@@ -1,4 +1,4 @@
-"""What tests tell candidate generators by hand: texts with made-up states, in prompts and commits of any size."""
+"""Prompts and commits of any size, with made-up states, for candidate generators that tests drive by hand."""
 
 from __future__ import annotations
 

@@ -51,10 +51,10 @@ every_method = pytest.mark.parametrize("name", METHODS)
 
 @pytest.fixture(autouse=True)
 def decided(monkeypatch):
-    """Who drafts in a combination depends on measured times; here it is said."""
+    """Fixes who drafts in a combination, which otherwise depends on measured times."""
 
-    def asks(choice, rows, chances, num_retrieved, lengths, num_unread):
-        return [length > 0 and len(ours) < 2 for ours, length in zip(chances, lengths)]
+    def asks(choice, rows, probs, num_retrieved, lengths, num_unread):
+        return [length > 0 and len(ours) < 2 for ours, length in zip(probs, lengths)]
 
     monkeypatch.setattr(DrafterChoice, "asks", asks)
 

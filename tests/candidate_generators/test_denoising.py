@@ -171,7 +171,7 @@ class TestSteps:
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_logits_that_are_no_law_are_masked_first(self, bad, dtype):
+    def test_logits_that_are_no_distribution_are_masked_first(self, bad, dtype):
         logits = random_logits((2, 4, 9)).to(dtype)
         logits[1, 2, 5] = logits[1, 2, 7] = bad
         state = step(logits, keep=3)
@@ -180,7 +180,7 @@ class TestSteps:
         assert state.confidences.isfinite().all()
         assert_same_row(state, step(logits[:1], keep=3), 0)
 
-    def test_logits_without_any_chance(self):
+    def test_logits_without_any_probability(self):
         state = step(torch.full((1, 3, 7), -math.inf), keep=1)
         assert state.tokens.tolist() == [[0, 0, 0]]
         assert state.confidences.tolist() == [[0.0, 0.0, 0.0]]
@@ -241,7 +241,7 @@ def configured_logits(index: int, batch_size: int, num_positions: int) -> torch.
 
 
 def tied_confidences() -> torch.Tensor:
-    """The same distribution at every position, over other ids at each."""
+    """One distribution at every position, over other ids at each."""
     return torch.stack([random_logits((50,)).sort().values.roll(4 * position) for position in range(8)])[None]
 
 

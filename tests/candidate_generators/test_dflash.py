@@ -172,7 +172,7 @@ class Recomputed:
         self.fused = norm(network.hidden_norm, joined @ network.fc.weight.T)
 
     def logits(self, masked):
-        """Of every position of a block that has these tokens after the anchor."""
+        """Logits of every position of a block that has these tokens after the anchor."""
         network, config = self.network, self.network.config
         stream, length = network.embed(torch.cat([self.anchor, masked])[None])[0], len(self.fused)
         positions = torch.arange(length + len(stream))
@@ -358,7 +358,7 @@ class TestAgainstRecomputation:
 
     @pytest.mark.parametrize(("num_tokens", "num_states"), [(8, 3), (3, 3), (0, 8), (8, 1)])
     def test_prompts_of_which_a_part_is_unknown(self, num_tokens, num_states):
-        """What is left is read at its own position, and drafted from."""
+        """The remaining tokens are read at their own positions, and drafted from."""
         network = random_network()
         (text,), (states,) = random_rows(network, [9], seed=6)
         generator = self.generator(network, 1)

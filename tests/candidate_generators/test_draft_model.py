@@ -73,7 +73,7 @@ def tiny(model_class, config_class, **settings):
 
 
 def plain_and_ours(target, draft, inputs, options=None, **settings):
-    """The same call without and with a draft model, and the statistics of the latter."""
+    """A call without and with a draft model, and the statistics of the latter."""
     settings = {**GREEDY, **settings}
     speculator = load_speculator(target, {"method": "draft_model", **(options or {})}, draft_model=draft)
     with record(trace=True) as made:
@@ -352,7 +352,7 @@ class TestLimits:
     @pytest.mark.parametrize("batch_size", [1, 4])
     @pytest.mark.parametrize("own_limit", [True, False], ids=["position_table", "max_model_len"])
     def test_rows_go_on_without_drafts(self, model, own_limit, batch_size):
-        """They cross the limit at different times: their prompts differ in length, and so does what they accept."""
+        """Rows cross the limit at different times: their prompts differ in length, and so does what they accept."""
         draft = tiny_gpt2(positions=32) if own_limit else perturbed(model)
         options = {} if own_limit else {"max_model_len": 32}
         inputs = prompts(batch_size, length=15)
@@ -375,7 +375,7 @@ class TestLimits:
         assert len(call.stats.notes) == 1
 
     def test_long_and_short_prompts_in_a_batch(self, model):
-        """Only some rows have drafts from the start, and not the first ones."""
+        """Rows other than the first have drafts from the start, and only some of them."""
         draft, inputs = tiny_gpt2(positions=32), prompts(4, length=40, padding=False)
         for row, length in enumerate((40, 20, 35, 6)):
             inputs["attention_mask"][row, : 40 - length] = 0
@@ -396,7 +396,7 @@ class TestLimits:
 
     @pytest.mark.parametrize("batch_size", [1, 3])
     def test_position_table_of_the_target(self, batch_size):
-        """It ends where the text ends; so does the draft's."""
+        """The table ends where the text ends; so does the draft's."""
         target = tiny_gpt2(positions=32)
         for draft in (target, perturbed(target), tiny_gpt2(positions=64), tiny_llama()):
             plain, ours, call = plain_and_ours(target, draft, prompts(batch_size), max_new_tokens=None, max_length=32)
@@ -434,7 +434,7 @@ class TestSampling:
         # Ratios of probabilities that were computed over other shapes may miss 1 by rounding.
         assert stats.acceptance_rate > 0.9999
 
-    def test_drawn_drafts_are_accepted_as_often_as_the_laws_overlap(self):
+    def test_drawn_drafts_are_accepted_as_often_as_the_distributions_overlap(self):
         """More often than the best token of the same draft."""
         rates = {
             method: sampled_counts(SETTINGS["plain"], draft_speculator(draft_sample_method=method))[1].acceptance_rate
@@ -445,7 +445,7 @@ class TestSampling:
 
 class TestConfidence:
     @pytest.mark.parametrize("batch_size", [1, 4])
-    def test_doubtful_tokens_end_a_draft(self, model, batch_size):
+    def test_improbable_tokens_end_a_draft(self, model, batch_size):
         draft, inputs = perturbed(model, 0.2), prompts(batch_size)
         threshold = 0.6
         options = {"num_speculative_tokens": 6, "draft_confidence_threshold": threshold}
@@ -461,8 +461,8 @@ class TestConfidence:
                 text = torch.cat([so_far, torch.tensor(drafted, dtype=torch.long)])
                 lengths[row.row] += len(row.committed_tokens)
                 with torch.no_grad():
-                    laws = draft(text[None]).logits[0, -1 - size : -1].softmax(-1)
-                confidences = laws.gather(1, text[-size:, None])[:, 0].tolist() if size else []
+                    distributions = draft(text[None]).logits[0, -1 - size : -1].softmax(-1)
+                confidences = distributions.gather(1, text[-size:, None])[:, 0].tolist() if size else []
                 assert all(confidence > threshold - 1e-4 for confidence in confidences[:-1])
                 room = ours.shape[1] - starts[row.row] - len(so_far) - 1
                 if size < min(6, room):
@@ -478,7 +478,7 @@ class TestConfidence:
             assert torch.equal(ours, plain)
             drafted.append(call.stats.num_draft_tokens / call.stats.num_drafts)
         assert drafted[0] > drafted[1] > drafted[2]
-        # The doubtful token itself stays.
+        # The improbable token itself stays.
         assert drafted[2] == 1
 
     @pytest.mark.parametrize(

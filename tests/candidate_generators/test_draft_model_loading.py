@@ -133,7 +133,7 @@ class TestTokenizers:
         assert torch.equal(ours, target.generate(**prompts(1), **GREEDY))
 
     def test_a_tokenizer_that_comes_later(self, folders, load, tmp_path):
-        """What was found beside a checkpoint is not remembered."""
+        """Files found beside a checkpoint are not remembered."""
         load("larger").save_pretrained(tmp_path)
         target = load("target")
         with pytest.raises(CheckpointFormatError, match="no tokenizer was found"):

@@ -146,7 +146,7 @@ class Recomputed:
         self.hidden = network.fuse({key: value[None] for key, value in states.items()})[0]
 
     def log_probs(self, path):
-        """Of the target's tokens that may follow a path of tokens: best first, with their log-probabilities."""
+        """The target's tokens that may follow a path of tokens: best first, with their log-probabilities."""
         hidden = self.hidden
         for count in range(len(path) + 1):
             tokens = torch.cat([self.tokens, torch.tensor(path[:count], dtype=torch.long)])
@@ -268,8 +268,8 @@ class TestAgainstRecomputation:
                 depth = 1
                 while depth < 4:
                     level = [path for path in recomputed.dynamic(DynamicTree(3, 3, 40), depth) if len(path) == depth]
-                    chances = [sum(dict(recomputed.log_probs(p[:i]))[p[i]] for i in range(depth)) for p in level]
-                    if threshold and max(chances) <= torch.tensor(threshold).log():
+                    log_probs = [sum(dict(recomputed.log_probs(p[:i]))[p[i]] for i in range(depth)) for p in level]
+                    if threshold and max(log_probs) <= torch.tensor(threshold).log():
                         break
                     depth += 1
                 assert paths == recomputed.dynamic(DynamicTree(3, 3, 40), depth)
@@ -313,7 +313,7 @@ class TestAgainstRecomputation:
 
     @pytest.mark.parametrize(("num_tokens", "num_states"), [(8, 3), (3, 3), (0, 8), (8, 1)])
     def test_prompts_of_which_a_part_is_unknown(self, num_tokens, num_states):
-        """What is left is read at its own position, and drafted from."""
+        """The remaining tokens are read at their own positions, and drafted from."""
         network = random_network(**NETWORKS["eagle3"])
         (text,), (states,) = random_rows(network, [9], seed=6)
         generator = self.generator(network, 1, **OFFICIAL)

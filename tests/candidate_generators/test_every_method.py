@@ -28,7 +28,7 @@ def network_of(method):
 
 @every_method
 def test_the_method_is_read_from_the_checkpoint_which_is_loaded_once(method):
-    """Whatever is drafted with it."""
+    """Checkpoints are read alike, whatever is drafted with them."""
     forget_speculators(demo_target())
     settings = settings_of(method)
     first = load_speculator(demo_target(), {name: settings[name] for name in settings if name != "method"})

@@ -71,7 +71,7 @@ def all_prefixes(log_probs: list[list[float]], budget: int) -> list[tuple[int, .
 
 
 def heap_prefixes(log_probs: list[list[float]], budget: int) -> list[tuple[int, ...]]:
-    """The same where there are too many of them."""
+    """The best prefixes, without listing them all."""
     chosen: list[tuple[int, ...]] = []
     heap: list[tuple[float, tuple[int, ...]]] = []
 
@@ -111,7 +111,7 @@ def random_lattice(rows: int, depth: int, width: int, seed: int = 0) -> torch.Fl
 
 
 def lists(log_probs: torch.Tensor) -> list:
-    """What cannot be is finite, so that there are prefixes of different lengths among it."""
+    """Impossible prefixes score a finite number, so that there are some of different lengths among them."""
     return log_probs.clamp(min=-1e30).tolist()
 
 
@@ -223,7 +223,7 @@ class TestCandidates:
         assert tokens.tolist() == [[[8, 9, 7]]]
         assert log_probs.shape == (1, 1, 3)
 
-    def test_logits_that_are_no_law_draft_last(self):
+    def test_logits_that_are_no_distribution_draft_last(self):
         logits = torch.zeros(1, 2, 4)
         logits[0, 1, 2] = math.nan
         tokens, log_probs = best_candidates(logits, 4)

@@ -211,8 +211,8 @@ class TestTrees:
         heads = plain_heads()
         whole = default_tree(heads, accuracies)
         shares = accuracies or prior_accuracies(4, 10)
-        chances = sorted((math.prod(shares[d][r] for d, r in enumerate(path)) for path in whole.paths), reverse=True)
-        speeds = [(1 + sum(chances[:n])) / (1 + cost * n) for n in range(1, len(chances) + 1)]
+        likely = sorted((math.prod(shares[d][r] for d, r in enumerate(path)) for path in whole.paths), reverse=True)
+        speeds = [(1 + sum(likely[:n])) / (1 + cost * n) for n in range(1, len(likely) + 1)]
         chosen = default_tree(heads, accuracies, node_cost=cost)
         assert speeds[len(chosen) - 1] == pytest.approx(max(speeds))
 
@@ -252,7 +252,7 @@ class TestTrees:
 
 
 class TestPropose:
-    """What the generator makes of the heads' candidates."""
+    """Drafts that the generator makes of the heads' candidates."""
 
     @given(st.integers(1, 4), st.integers(1, 20), st.data())
     def test_every_node_has_its_heads_candidate(self, batch_size, num_nodes, data):
@@ -299,7 +299,7 @@ class TestMeasuredTree:
         assert counts.accuracies[0][:4] == pytest.approx([prior[0] / weight, (63 + prior[1]) / weight, 0, 1 / weight])
         assert counts.accuracies[1][:2] == pytest.approx([(64 + prior[0]) / weight, prior[1] / weight])
 
-    def test_heads_behind_the_first_wrong_one_do_not_count(self):
+    def test_heads_after_the_first_wrong_one_do_not_count(self):
         counts = RankCounts(None, 3)
         self.add(counts, [0, 0, 0], 64, committed=2)
         assert counts.accuracies[1][0] > 0.8
@@ -341,7 +341,7 @@ class TestMeasuredTree:
 
 
 class TestMeasuredTreeIsOff:
-    """Where counting would mislead, or where its trees could not be verified."""
+    """Cases in which counting would mislead, or in which its trees could not be verified."""
 
     def test_chains_only(self):
         heads = MedusaHeads(32, VOCAB_SIZE, 4, own_lm_heads=False)

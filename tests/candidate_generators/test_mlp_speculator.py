@@ -103,7 +103,7 @@ class TestTrees:
         return MLPSpeculator(sizes).requires_grad_(False)
 
     def generator(self, speculator, plan):
-        """Without a checkpoint and a target."""
+        """A generator without a checkpoint and a target."""
         generator = object.__new__(MLPSpeculatorCandidateGenerator)
         generator.speculator, generator.plan, generator.session = speculator, plan, Session(2, 99, torch.device("cpu"))
         generator.stages = [speculator.stage(index) for index in range(speculator.config.n_predict)]

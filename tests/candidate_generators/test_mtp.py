@@ -63,7 +63,7 @@ def speculator_for(network, **options):
 
 @pytest.fixture(scope="module", autouse=True)
 def without_gradients():
-    """As in the loop: embedding and lm_head are the target's, which could be trained."""
+    """Switches gradients off as the loop does: embedding and lm_head are the target's, which could be trained."""
     with torch.no_grad():
         yield
 
@@ -112,13 +112,13 @@ class TestPublishedDrafts:
         while all(f"{name}.r{number}.ids" in expected for name in names):
             texts = [expected[f"{name}.r{number}.ids"] for name in names]
             new = [text[length:] for text, length in zip(texts, known)]
-            behind = [expected[f"{name}.r{number}.hidden"][-len(part) :] for name, part in zip(names, new)]
+            last = [expected[f"{name}.r{number}.hidden"][-len(part) :] for name, part in zip(names, new)]
             accepted = [len(part) - 1 for part in new]
             if number:
                 assert accepted == [int(expected[f"{name}.r{number}.accepted"]) for name in names]
             everything = list(range(len(rows)))
             lists = [part.tolist() for part in new]
-            generator.observe(Commit(everything, padded(new, False), lists, accepted, {key: padded(behind, False)}))
+            generator.observe(Commit(everything, padded(new, False), lists, accepted, {key: padded(last, False)}))
             known = list(map(len, texts))
             found = drafts_of(generator, texts)
             seen = logits.take()
@@ -156,7 +156,7 @@ class TestPublishedRuns:
     @every_case
     @every_mode
     def test_whole_run(self, name, mode):
-        """In a batch; a row alone is among the recorded drafts."""
+        """Rows of a batch; a row alone is among the recorded drafts."""
         self.run(name, mode, ["", "p2."])
 
     @pytest.mark.parametrize("name", ["glm4_moe_k3", "mellum", "ernie4_5_moe"])
@@ -231,7 +231,7 @@ def test_a_sliding_window_in_padded_rows(seed):
 
 
 class TestLayersAgainstRecomputation:
-    """What several layers have read is right whatever was accepted, in rows that differ in everything."""
+    """States of several layers are right whatever was accepted, in rows that differ in everything."""
 
     NETWORKS = {layers: random_mtp(layers) for layers in (1, 2, 3, 4)}
 
@@ -324,26 +324,26 @@ class TestTrees:
         feed(generator, [row.text], states, (5,))
         (paths,) = drafts_of(generator, [row.text])
         assert len(paths) == TREE["num_draft_nodes"]
-        chances = {}
+        path_log_probs = {}
 
-        def grow(path, chance, tokens, hidden):
+        def grow(path, log_prob, tokens, hidden):
             positions = torch.arange(tokens.shape[1])[None]
             handed_on, output = network(tokens, hidden, positions, None)
             best = network.logits(output[0, -1]).log_softmax(-1).topk(TREE["draft_tree_top_k"])
             for value, token in zip(best.values.tolist(), best.indices.tolist()):
-                chances[(*path, token)] = chance + value
+                path_log_probs[(*path, token)] = log_prob + value
                 if len(path) < TREE["draft_tree_depth"] - 1:
                     following = torch.cat((tokens, torch.tensor([[token]])), dim=1)
-                    grow((*path, token), chance + value, following, torch.cat((hidden, handed_on[:, -1:]), dim=1))
+                    grow((*path, token), log_prob + value, following, torch.cat((hidden, handed_on[:, -1:]), dim=1))
 
         grow((), 0.0, row.text[1:][None], row.states[None])
         # Only the best of each level are continued, the best of all that were looked at are drafted.
         continued = {()}
         for depth in range(1, TREE["draft_tree_depth"]):
-            level = [path for path in chances if len(path) == depth and path[:-1] in continued]
-            continued |= set(sorted(level, key=chances.get, reverse=True)[: TREE["draft_tree_top_k"]])
-        looked_at = [path for path in chances if path[:-1] in continued]
-        assert set(paths) == set(sorted(looked_at, key=chances.get, reverse=True)[: len(paths)])
+            level = [path for path in path_log_probs if len(path) == depth and path[:-1] in continued]
+            continued |= set(sorted(level, key=path_log_probs.get, reverse=True)[: TREE["draft_tree_top_k"]])
+        looked_at = [path for path in path_log_probs if path[:-1] in continued]
+        assert set(paths) == set(sorted(looked_at, key=path_log_probs.get, reverse=True)[: len(paths)])
 
 
 class TestSettings:
@@ -380,7 +380,7 @@ class TestSettings:
             assert SpeculativeConfig(alias).method == "mtp"
 
     @pytest.mark.parametrize("name", ["pangu_ultra_moe_mtp", "suffix+pangu_ultra_moe_mtp"])
-    def test_a_name_with_nothing_behind_it(self, model, name):
+    def test_a_name_with_nothing_after_it(self, model, name):
         with pytest.raises(SpecConfigError, match="'pangu_ultra_moe_mtp' cannot be used: transformers has no model"):
             SpeculativeConfig.resolve(name)
         with pytest.raises(SpecConfigError, match="'pangu_ultra_moe_mtp' cannot be used"):

@@ -39,7 +39,7 @@ def test_greedy_batches(method):
 
 
 def test_options_that_have_no_hash():
-    """They may be lists, and the dataclass one that can be changed."""
+    """Options may be lists, and the dataclass one that can be changed."""
 
     @dataclass
     class Options:

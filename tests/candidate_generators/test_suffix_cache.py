@@ -18,7 +18,7 @@ def respond(cache, name, tokens):
 
 
 def recalls(cache, tokens):
-    """Whether the global tree knows how `tokens` ends."""
+    """Tells if the global tree knows how `tokens` ends."""
     cache.start_request("probe", [])
     draft = cache.speculate("probe", tokens[:-1], 4)
     cache.stop_request("probe")

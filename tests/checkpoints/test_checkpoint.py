@@ -21,7 +21,7 @@ TENSORS = {"a.weight": torch.randn(3, 4), "b.weight": torch.randn(5).half(), "id
 
 
 class Code:
-    """What a malicious pickle does when it is loaded."""
+    """Stands for the harm that a malicious pickle does when it is loaded."""
 
     def __reduce__(self):
         return (open, ("should_not_exist", "w"))
@@ -136,9 +136,9 @@ def test_no_file_of_torch_save(folder, content):
 def test_damaged_bytes_in_a_pickle(folder, seed, new_format):
     """Wherever they are, there is an error of this package or tensors that can be read."""
     torch.save(TENSORS, folder / "pytorch_model.bin", _use_new_zipfile_serialization=new_format)
-    content, chance = bytearray((folder / "pytorch_model.bin").read_bytes()), random.Random(seed)
-    for _ in range(chance.randrange(1, 8)):
-        content[chance.randrange(len(content))] = chance.randrange(256)
+    content, numbers = bytearray((folder / "pytorch_model.bin").read_bytes()), random.Random(seed)
+    for _ in range(numbers.randrange(1, 8)):
+        content[numbers.randrange(len(content))] = numbers.randrange(256)
     (folder / "pytorch_model.bin").write_bytes(content)
     try:
         checkpoint = Checkpoint(settings(folder))

@@ -349,7 +349,7 @@ class TestSharedParts:
     """Embedding and lm_head of targets that do more than look up and multiply."""
 
     def test_own_ones(self, target, tmp_path):
-        """With rows for tokens that the target has not, the mask among them."""
+        """Embeddings with rows for tokens that the target has not, the mask among them."""
         torch.manual_seed(0)
         embedding, head = torch.randn(328, 64), torch.randn(320, 64)
         own = {"embed_tokens.weight": embedding, "lm_head.weight": head}

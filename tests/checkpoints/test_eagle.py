@@ -450,7 +450,7 @@ ROPES = {
 class TestRotaryEmbedding:
     @pytest.mark.parametrize("case", ROPES)
     def test_is_the_heads_own(self, case, tmp_path):
-        """Whatever the target has."""
+        """The head's own counts, whatever the target has."""
         theirs = {"rope_parameters": {"rope_type": "linear", "rope_theta": 3.0, "factor": 2.0}}
         target = tiny_llama(num_hidden_layers=8, **theirs)
         settings, (kind, theta, more) = ROPES[case]

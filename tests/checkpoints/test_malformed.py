@@ -346,7 +346,7 @@ def test_an_embedding_as_lm_head(tmp_path, scale, is_refused):
 
 
 def test_the_targets_stay_as_they_are():
-    """After all of this: what was loaded for checkpoints that failed has left nothing behind."""
+    """Checkpoints that failed, all of the above, have left nothing behind."""
     target = loaded_target(HEADS[EAGLE3])
     again = AutoModelForCausalLM.from_pretrained(target.config.name_or_path)
     for (name, one), (_, other) in zip(target.state_dict().items(), again.state_dict().items()):

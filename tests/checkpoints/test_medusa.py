@@ -66,7 +66,7 @@ class TestFormats:
 
     @pytest.mark.parametrize("name", FORMATS)
     def test_hidden_states_and_logits_of_the_target(self, target, name):
-        """The heads read what the target's own head reads, behind the final norm."""
+        """The heads read what the target's own head reads, after the final norm."""
         recorded = expected(name)
         folder = FIXTURES / "medusa" / name if name == "merged_v1" else FIXTURES / "medusa" / "target"
         model = AutoModelForCausalLM.from_pretrained(folder) if name == "merged_v1" else target

@@ -53,7 +53,7 @@ class TestPublishedLayers:
     @every_case
     @torch.no_grad()
     def test_first_step(self, name):
-        """Without a cache: the logits of the layer behind the whole prompt."""
+        """Logits of the layer after the whole prompt, without a cache."""
         target, expected = published(name)
         network = load(target)
         text = expected["reuse.r0.ids"]
@@ -146,7 +146,7 @@ class TestLayouts:
         same_network(again, network)
 
     def test_speculators(self, tmp_path):
-        """Its names are those of MiMo, and its projection reads the embedding first."""
+        """Names are those of MiMo, and the projection reads the embedding first."""
         target, _ = published("mimo")
         own = load(target)
         tensors = load_file(FIXTURES / "mimo" / "target" / "model.safetensors")
@@ -163,7 +163,7 @@ class TestLayouts:
 
     @pytest.mark.parametrize("name", ["mimo", "qwen3_5", "glm4_moe"])
     def test_saved(self, name, tmp_path):
-        """Whatever its own layout is: the `mtp` one computes the same."""
+        """The `mtp` layout computes the same as its own, whatever that is."""
         target, _ = published(name)
         network = load(target)
         network.save(tmp_path / "saved")
@@ -205,7 +205,7 @@ class TestLayouts:
         config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [size, size]}}
         found = load(target, copied("deepseek_v3", tmp_path, quantised, config)).state_dict()
         for name, tensor in expected.items():
-            # Three bits behind the point.
+            # Three bits after the point.
             torch.testing.assert_close(found[name], tensor, rtol=0.07, atol=0.01)
 
 

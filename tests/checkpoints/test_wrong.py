@@ -164,7 +164,7 @@ SHAPES = [
     (MLP, put("speculator.head.1.weight", ONE), {}, r"head.1.weight of the shape \[\]"),
 ]
 
-# What is no weight: (checkpoint, tensor).
+# Tensors that are no weights: (checkpoint, tensor).
 NO_WEIGHTS = [
     (EAGLE3, "midlayer.mlp.up_proj.weight"),
     (DFLASH, "fc.weight"),

@@ -36,7 +36,7 @@ def test_it_finds_the_best_length_within_a_few_dozen_cycles(target, cost, rate):
 
 
 def test_it_loses_little_against_the_best_fixed_length():
-    """In worlds of any kind; a few expensive drafters are given up too soon, where times are noisy."""
+    """Worlds of any kind; a few expensive drafters are given up too soon, where times are noisy."""
     numbers, losses = random.Random(0), []
     for seed in range(40):
         world = any_world(numbers, seed)
@@ -52,7 +52,7 @@ def test_it_loses_little_against_the_best_fixed_length():
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("cost", [0.02, 0.3, 1.0, 5.0])
 def test_a_useless_drafter_costs_two_parts_in_a_hundred(target, cost):
-    """On average: a call may spend what earlier ones have saved up for trials."""
+    """Costs on average: a call may spend what earlier ones have saved up for trials."""
     losses = []
     for seed in range(3):
         world = world_of(target, 0.0, cost, seed, noise=0.05, stalls=0.02)
@@ -68,7 +68,7 @@ def test_a_useless_drafter_costs_two_parts_in_a_hundred(target, cost):
     assert statistics.mean(losses) < 0.02
 
 
-def test_the_first_call_of_a_hopeless_drafter_drafts_only_a_few_times():
+def test_the_first_call_of_a_useless_drafter_drafts_only_a_few_times():
     world = world_of("flat", 0.1, 2.0)
     cycles = world.run(world.controller(MOST), 100)
     assert sum(max(cycle.limits) > 0 for cycle in cycles) <= 5
@@ -225,7 +225,7 @@ def test_rows_may_leave_the_batch():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_that_leave_may_allow_less(seed):
-    """Whatever is tried next: fewer rows have another limit."""
+    """Fewer rows have another limit, whatever is tried next."""
     generator = random.Random(seed)
     controller = SpeculationController(6, 5, None, None, lambda rows: 6 if rows > 4 else 2)
     rows = list(range(5))

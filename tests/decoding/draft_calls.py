@@ -121,13 +121,13 @@ CASES = {
     "eagle3 chain": ("eagle/eagle3", {"num_speculative_tokens": 3}),
     "eagle3 tree": ("eagle/eagle3", TREE),
     "eagle3 static tree": ("eagle/eagle3", {"speculative_token_tree": eagle_cases.STATIC}),
-    "eagle3 doubtful tree": ("eagle/eagle3", {**TREE, "draft_min_path_prob": 0.2}),
-    "eagle3 doubtful chain": ("eagle/eagle3", {"num_speculative_tokens": 4, "draft_min_path_prob": 0.2}),
+    "eagle3 improbable tree": ("eagle/eagle3", {**TREE, "draft_min_path_prob": 0.2}),
+    "eagle3 improbable chain": ("eagle/eagle3", {"num_speculative_tokens": 4, "draft_min_path_prob": 0.2}),
     "window": ("eagle/window", TREE),
     "window static tree": ("eagle/window", {"speculative_token_tree": eagle_cases.STATIC}),
     "mtp layers": ("mtp", {"mtp_mode": "chain"}),
     "mtp two layers": ("mtp", {"mtp_mode": "chain", "num_speculative_tokens": 2}),
-    "mtp doubtful layers": ("mtp", {"mtp_mode": "chain", "draft_min_path_prob": 0.1}),
+    "mtp improbable layers": ("mtp", {"mtp_mode": "chain", "draft_min_path_prob": 0.1}),
     "mtp one layer": ("mtp", {"mtp_mode": "reuse", "num_speculative_tokens": 4}),
     "mtp tree": ("mtp", {"mtp_mode": "reuse", **TREE}),
     "dflash": ("dflash/full", {}),
@@ -188,7 +188,7 @@ class Call:
 
 
 def run(kind: str, shape: dict, num_rows: int, seed: int, num_cycles: int = 5) -> int:
-    """The same made-up call with and without graphs; how many graphs have run."""
+    """One made-up call with and without graphs; how many graphs have run."""
     random = torch.Generator().manual_seed(seed)
     width, size = KINDS[kind.partition("/")[0]].sizes(network_of(kind))
     keys = speculator_of(kind, **shape).candidate_generator(Session(num_rows, 60, CPU)).target_hidden_states

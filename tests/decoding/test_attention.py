@@ -275,7 +275,7 @@ def test_stand_in_while_drafts_are_verified(own, during):
     assert model.config._attn_implementation == own
 
 
-def test_soft_caps_behind_flash_attention_are_verified_eagerly():
+def test_soft_caps_of_flash_attention_are_verified_eagerly():
     model = tiny_llama()
     model.config._attn_implementation_internal = "flash_attention_2"
     model.config.attn_logit_softcapping = 30.0
@@ -306,7 +306,7 @@ class TestMasksOfCaptures:
 
     @pytest.fixture
     def made(self, monkeypatch, with_kernel) -> list[str]:
-        """What stood in for masks in the forwards that were recorded, in order."""
+        """Stand-ins for masks in the forwards that were recorded, in order."""
         monkeypatch.setattr(graphs, "capture_backend", lambda device: TapeBackend())
         made = []
         for name in ("additive", "stand_in"):

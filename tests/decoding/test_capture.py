@@ -1,4 +1,4 @@
-"""What graphs are made of: inputs of one size, slots that are kept, captures that wait for nothing."""
+"""The parts of graphs: inputs of one size, slots that are kept, captures that wait for nothing."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class TestSlotStore:
         assert set(dropped) == {(2, 1024)}
 
     def test_the_largest_makes_way(self, store, dropped):
-        """What is left must be small beside the largest that is left."""
+        """The rest must be small beside its largest part."""
         for rows, capacity in [(5, 1025), (1, 1), (5, 1), (1, 4097)]:
             self.call(store, rows, capacity)
         sizes = [place.rows * place.slots for place in store._places]
@@ -148,7 +148,7 @@ class TestSlotStore:
         )
     )
     def test_any_calls(self, calls):
-        """Whatever is asked for: it fits, layers agree, a place's buffers stay what they are until it is dropped."""
+        """Calls of any sizes fit, layers agree, a place's buffers stay what they are until it is dropped."""
         known = {}
         store = SlotStore(lambda place: known.pop(place, None))
         for rows, capacities in calls:
@@ -187,7 +187,7 @@ class TestSlotStore:
 
 
 class Runtime:
-    """What of CUDA a capture calls, noted; nothing runs.
+    """Calls of CUDA in a capture, noted; nothing runs.
 
     Attributes:
         events (`list[str]`): What was called.
@@ -245,7 +245,7 @@ class _Graph:
 
 
 class TestCudaBackend:
-    """In which order it calls CUDA, and what it leaves out."""
+    """Order in which it calls CUDA, and what it leaves out."""
 
     @pytest.fixture
     def runtime(self, monkeypatch) -> Runtime:
@@ -341,7 +341,7 @@ class TestNoWaiting:
         ],
     )
     def test_lists_that_go_to_the_device(self, copies, device):
-        """What would copy from memory that a graph does not keep; torch shows only a part of it as operations."""
+        """Copies from memory that a graph does not keep; torch shows only a part of them as operations."""
         far = torch.ones((2, 2), device="meta" if device.type == "cpu" else device)
         with pytest.raises(CannotCaptureError), NoWaiting():
             copies(far)

@@ -23,7 +23,7 @@ def test_text_part_of_multimodal_models(make):
 
 @pytest.mark.parametrize("make", MODELS)
 def test_images(make):
-    """What is added to the stream between two layers is part of what enters the next."""
+    """A state that is added to the stream between two layers is part of the next one's input."""
     model, inputs = build(make), image_inputs(make)
     entered = []
     handle = decoder_layers(model)[1].register_forward_pre_hook(
@@ -71,7 +71,7 @@ def test_each_forward_replaces_the_states_unless_they_are_joined(model):
 
 
 def test_layers_that_run_twice_count_once_in_each_chunk():
-    """Of a model that goes through its layers again, the states are those of the last time."""
+    """States of a model that goes through its layers again are those of the last time."""
 
     class Twice(LlamaForCausalLM):
         def forward(self, input_ids, **kwargs):
@@ -103,7 +103,7 @@ def test_hooks_that_are_being_taken_back_do_not_disturb_other_threads(model):
 
 
 def test_the_stock_protocol_hands_over_the_same_states(model):
-    """From transformers' tuple, which lacks what enters the final norm."""
+    """States from transformers' tuple, which lacks what enters the final norm."""
 
     class Reader(CandidateGenerator):
         target_hidden_states = (0, 1, "last")

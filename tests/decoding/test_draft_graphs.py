@@ -116,9 +116,9 @@ def traced(target, inputs, speculative, **arguments):
     return output.sequences.tolist(), made.calls[0].cycles, output.speculative
 
 
-def _noted(draft: DraftTree, laws: list[torch.Tensor]) -> DraftTree:
-    """The draft; the distributions of its tokens are kept for later."""
-    laws += [row[:count].clone() for row, count in zip(draft.probs, draft.num_nodes.tolist())]
+def _noted(draft: DraftTree, probs: list[torch.Tensor]) -> DraftTree:
+    """Returns the draft; the distributions of its tokens are kept for later."""
+    probs += [row[:count].clone() for row, count in zip(draft.probs, draft.num_nodes.tolist())]
     return draft
 
 
@@ -139,7 +139,7 @@ class TestCalls:
 
     @pytest.mark.parametrize("name", ["eagle3", "mtp", "dflash", "mlp_speculator"])
     def test_drawn_drafts(self, name, target, backends):
-        """The same random numbers and distributions, with and without graphs."""
+        """Random numbers and distributions are equal, with and without graphs."""
         found = []
         for enforce_eager in (False, True):
             torch.manual_seed(5)
@@ -153,8 +153,8 @@ class TestCalls:
     @pytest.mark.parametrize("shape", [{}, {"num_speculative_tokens": 2}, {"draft_min_path_prob": 0.1}], ids=str)
     def test_drawn_chains_of_layers(self, shape, backends, monkeypatch):
         """Each token is drawn from the next layer, which reads the window in a graph of its own."""
-        network, found, laws, propose = network_of("mtp"), [], [], MtpCandidateGenerator.propose
-        monkeypatch.setattr(MtpCandidateGenerator, "propose", lambda *args: _noted(propose(*args), laws))
+        network, found, probs, propose = network_of("mtp"), [], [], MtpCandidateGenerator.propose
+        monkeypatch.setattr(MtpCandidateGenerator, "propose", lambda *args: _noted(propose(*args), probs))
         for enforce_eager in (False, True):
             torch.manual_seed(5)
             speculator = speculator_of(
@@ -172,8 +172,8 @@ class TestCalls:
                 layers = {key[key.index("layer") + 1] for key in keys}
                 assert layers == set(range(shape.get("num_speculative_tokens", 3)))
         assert found[0] == found[1]
-        for law, eager_law in zip(laws[: len(laws) // 2], laws[len(laws) // 2 :], strict=True):
-            torch.testing.assert_close(law, eager_law, atol=1e-5, rtol=1e-4)
+        for row_probs, eager_probs in zip(probs[: len(probs) // 2], probs[len(probs) // 2 :], strict=True):
+            torch.testing.assert_close(row_probs, eager_probs, atol=1e-5, rtol=1e-4)
 
     @every_head
     def test_second_call_captures_nothing(self, name, target, backends):
@@ -294,7 +294,7 @@ class TestNetworksWithoutACache:
             assert max(drafts[0][0][0]) < size
 
     def test_processors(self, target, backends):
-        """They look at each token of a chain, so that each has a graph."""
+        """Processors look at each token of a chain, so that each has a graph."""
         settings, asked = settings_of("mlp_speculator"), {"repetition_penalty": 1.3, "new_tokens": 24}
         plain = generate(target, inputs_of(2), **asked).sequences.tolist()
         text, drafts, stats = traced(target, inputs_of(2), settings, **asked)
@@ -334,7 +334,7 @@ class TestNetworksWithoutACache:
 )
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_cuda_graphs(name, num_rows):
-    """The same calls with CUDA graphs in the place of tapes."""
+    """Runs the calls with CUDA graphs in the place of tapes."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     target, inputs = demo.load_target(torch.float32).to("cuda"), inputs_of(num_rows).to("cuda")
@@ -382,7 +382,7 @@ class TestEager:
         ],
     )
     def test_what_cannot_be_captured(self, name, kind, part, target, backends, monkeypatch):
-        """It drafts all the same, and is not tried again."""
+        """Drafts are made all the same, and a capture is not tried again."""
         whole = getattr(kind, part)
 
         def waiting(self, given, *args):
@@ -398,7 +398,7 @@ class TestEager:
         assert stats.num_draft_graph_replays == 0
 
     def test_more_entries_than_a_cycle_leaves(self, backends):
-        """As after plain cycles, whose tokens come all at once: they are read without a graph."""
+        """Entries come all at once, as after plain cycles: they are read without a graph."""
         call = a_call("eagle/eagle3", {"num_speculative_tokens": 2})
         new = Entries(torch.zeros((2, 4), dtype=torch.long), {}, [4, 4])
         slots: DraftSlots = call.generator.entries

@@ -142,7 +142,7 @@ class TestSameBits:
         assert all(map(torch.equal, drive(FunctionalSlotModel), drive(SlotModel)))
 
     def test_agrees_with_plain_forwards(self):
-        """Not only with `SlotModel`: the logits are those of the text read at once."""
+        """Logits are those of the text read at once, and not only those of `SlotModel`."""
         model = make("qwen3_some_sliding")
         text = prompts(1, length=30, padding=False)["input_ids"]
         driver = FunctionalSlotModel(model, SlotCache(8))
@@ -170,7 +170,7 @@ class TestSameBits:
     @pytest.mark.parametrize("name", ["llama", "qwen3_some_sliding"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
     def test_hidden_states(self, name, dtype):
-        """At any boundary between layers, before the final norm, and those that the head reads."""
+        """States at any boundary between layers, before the final norm, and those that the head reads."""
         model = make(name, dtype)
         assert_same_bits(model, [3, 0, 5], states=(2, "last", 0, model.config.num_hidden_layers))
 
@@ -223,11 +223,11 @@ class TestSameBits:
         assert all(map(torch.equal, drive(FunctionalSlotModel), drive(SlotModel)))
 
 
-# What keeps a model from the lean forward
+# Models that do not get the lean forward
 
 
 class Wrapped(nn.Module):
-    """As adapters do it: the layer inside, and more than it returns outside."""
+    """Layer inside of another module, as adapters have it, which returns more than the layer."""
 
     def __init__(self, inner):
         super().__init__()
@@ -300,7 +300,7 @@ class TestRules:
 
     @pytest.mark.parametrize("change", CHANGES)
     def test_changes_count_in_generate(self, change):
-        """In the target and in the draft model: the text of the changed model, and drafts that are right."""
+        """Changes of target and draft model: the text of the changed model, and drafts that are right."""
         model, unchanged = make("llama"), make("llama")
         CHANGES[change](model)
         inputs = {**prompts(2), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
@@ -316,7 +316,7 @@ class TestRules:
         assert not is_plain_llama(model)
 
     def test_classes_from_outside(self):
-        """Whatever their name: they may compute something else."""
+        """Classes of any name may compute something else."""
         own_class = type("LlamaForCausalLM", (LlamaForCausalLM,), {"__module__": __name__})
         assert not is_plain_llama(own_class(LlamaConfig(**SETTINGS)).eval())
 

@@ -32,7 +32,7 @@ from tests.threads import in_threads
 
 @pytest.fixture
 def backends(device, monkeypatch) -> list[TapeBackend]:
-    """What is captured goes onto tapes, on a GPU into graphs. Whatever a replay reads must have been filled for it."""
+    """Captures onto tapes, on a GPU into graphs. Whatever a replay reads must have been filled for it."""
     spoil_inputs(monkeypatch)
     return tape_everything(monkeypatch) if device.type == "cpu" else []
 
@@ -135,7 +135,7 @@ class TestCallsEqualPlainGeneration:
 
     @pytest.mark.smoke
     def test_sampling(self, device, backends):
-        """The same random numbers, with and without graphs."""
+        """Random numbers are equal, with and without graphs."""
         model, inputs = tiny_llama().to(device), on(device, prompts(2))
         texts = []
         for enforce_eager in (True, False):
@@ -226,7 +226,7 @@ class TestReuse:
             forget_speculators(model)
 
     def test_what_a_graph_reads_is_kept_alive(self, monkeypatch):
-        """Also what was made once for all who want it, and has had to make way since."""
+        """Tensors made once for all who want them are kept too, even if they have had to make way since."""
 
         class Forgetful(CaptureBackend):
             def capture(self, run):
@@ -469,7 +469,7 @@ class TestCallsAtOnce:
         assert caught.traceback
 
     def test_one_after_the_other(self, device, backends):
-        """What captures is told of them, to keep their streams in order."""
+        """Captures are told of them, to keep their streams in order."""
         model = tiny_llama().to(device)
         for _ in range(2):
             check_scripted(model, prompts(1))
@@ -499,7 +499,7 @@ class TestLengths:
         return [check_scripted(model, prompts(batch_size, length=length)).num_graph_captures for length in lengths]
 
     def test_prompts_of_similar_lengths(self, device, backends):
-        """They have slots of one size."""
+        """Prompts of similar lengths have slots of one size."""
         model = tiny_llama(max_position_embeddings=4096).to(device)
         self.calls(model, [10, 10])
         assert self.calls(model, [90, 900, 10]) == [0] * 3
@@ -534,7 +534,7 @@ class TestSharedOutputs:
         assert stats.num_graph_replays > (stats.num_target_forwards - 1) / 2
 
     def test_memory(self, device, backends, everything_is_large):
-        """That of the largest, and of those that had to make way for it: not of all sizes."""
+        """Memory of the largest, and of those that had to make way for it: not of all sizes."""
         model = tiny_llama().to(device)
         for k in (7, 3, 1):
             for _ in range(2):
@@ -581,7 +581,7 @@ def test_captures_do_not_wait_for_the_whole_device():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", supported())
 def test_every_architecture(name, device, backends):
-    """What a model reads in Python from the text or from the cache would be wrong in the next cycle."""
+    """Values that a model reads in Python from the text or from the cache would be wrong in the next cycle."""
     case = Case(name, tiny_model(name).to(device))
     for batch_size in (1, 4):
         for script in ({"num_speculative_tokens": 5}, {"num_speculative_tokens": 3, "tree": TREE}):

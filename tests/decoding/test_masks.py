@@ -64,7 +64,7 @@ def ancestors_of(node: int, parents: list[int]) -> list[int]:
 
 
 def is_seen(span: Span, query: int, key: int) -> bool:
-    """Whether a text's token at position `query` looks at the one at position `key`, which is not after it."""
+    """Tells if a text's token at position `query` looks at the one at position `key`, which is not after it."""
     if span.kind == "sliding":
         return query - key < span.size
     if span.kind == "chunked":
@@ -116,7 +116,7 @@ def test_positions_count_real_tokens_and_ancestors(data, rows):
 @settings(max_examples=200)
 @given(st.data(), row_states())
 def test_trees_say_what_masks_say(data, rows):
-    """What the tree attention kernel is given, against the same definition."""
+    """Inputs of the tree attention kernel, against the same definition."""
     parents = data.draw(parent_lists(len(rows.lengths)))
     columns = max(rows.lengths) + len(parents[0]) + 1
     tree = slot_tree(topology_of(parents), rows)

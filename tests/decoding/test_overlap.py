@@ -1,4 +1,4 @@
-"""What the next forward does not depend on is done beside it, where forwards run by themselves; on a CPU at once."""
+"""Work that the next forward does not depend on runs beside it where forwards are asynchronous; on a CPU at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def defer(monkeypatch):
 
 @pytest.fixture
 def events(monkeypatch) -> list[str]:
-    """What happens in calls, in order."""
+    """Events of calls, in order."""
     seen = []
 
     def note(owner, name, event):
@@ -216,7 +216,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("does", [False, True])
     def test_in_the_next_forward(self, does, defer, monkeypatch):
-        """What was committed before it is streamed and counted."""
+        """Tokens that were committed before it are streamed and counted."""
         model, inputs = tiny_llama(), prompts(1)
         plain = plain_text(model, inputs)
         forwards = []

@@ -328,7 +328,7 @@ def test_trees_are_not_drafted_and_not_verified(models):
     model = models("qwen3_next")
     profile = model_profile(model)
     assert profile.is_recurrent
-    assert not profile.takes_trees
+    assert not profile.supports_trees
     with pytest.raises(UnsupportedModelError, match="has a recurrent state.*Draft without branches"):
         plain(model, 1, assistant=scripted(model, 1, tree=(-1, -1, 0)))
     # Those that draft trees by default draft chains for it.

@@ -62,7 +62,7 @@ class Watched:
         monkeypatch.setattr(DecodingLoop, "_cycle", watched)
 
     def generate(self, model, inputs, make_drafter, **arguments):
-        """What the model generates with the drafter that `make_drafter` makes for it, once it is on the device."""
+        """Text of the model with the drafter that `make_drafter` makes for it, once it is on the device."""
         self.cycles.clear()
         with other_device() as self.waits:
             model = move(model)
@@ -270,7 +270,7 @@ class TestOneWaitACycle:
 
 
 def here(model, inputs, make_drafter, **arguments):
-    """The same call on the CPU."""
+    """Makes the call on the CPU."""
     return model.generate(**inputs, **{**GREEDY, **arguments}, assistant=make_drafter(model))
 
 
@@ -297,7 +297,7 @@ def test_what_torch_says_of_waits(monkeypatch):
 
 @pytest.mark.gpu
 class TestOnAGpu:
-    """There torch says itself where the host waits."""
+    """Torch says itself where the host waits."""
 
     @pytest.mark.parametrize(
         "drafter",

@@ -38,7 +38,7 @@ def target():
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_head_drafts(folder, target, tmp_path):
-    """Its drafts for a target of random weights are rejected, and the text is that of plain generation."""
+    """Drafts for a target of random weights are rejected, and the text is that of plain generation."""
     target.config.save_pretrained(tmp_path)
     found = inspect_checkpoint(folder, tmp_path)
     assert (found.fits, found.found.method) == (True, folder.name), found.problems
@@ -57,5 +57,5 @@ def test_size():
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_cards(folder):
-    """They say how the head was trained."""
+    """Cards say how the head was trained."""
     assert f"hf-specdec train {folder.name}" in (folder / "README.md").read_text(encoding="utf-8")

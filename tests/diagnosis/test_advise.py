@@ -144,7 +144,7 @@ def test_verdicts():
         "Not worth it": option(speedup=0.9, speedup_range=(0.8, 1.0)),
         "As fast as the fastest": option(speedup=1.45, speedup_range=(1.3, 1.5)),
         "Fewer tokens a cycle": option(speedup=1.2, speedup_range=(1.1, 1.3), mean_acceptance_length=2.0),
-        "A dearer cycle": option(speedup=1.2, speedup_range=(1.1, 1.3), verify_seconds=2.0),
+        "A more expensive cycle": option(speedup=1.2, speedup_range=(1.1, 1.3), verify_seconds=2.0),
     }
     for beginning, loser in verdicts.items():
         assert advice._verdict(loser, best).startswith(beginning)

@@ -52,7 +52,7 @@ def inputs():
 
 @pytest.fixture(scope="module")
 def results(inputs):
-    """What the two ranks of `two_ranks.py` wrote, by method."""
+    """Results of the two ranks of `two_ranks.py`, by method."""
     arguments = {"prompts": inputs["input_ids"].tolist(), "calls": {**GREEDY, **BY_THE_CLOCK, **SAMPLED}}
     arguments |= {"max_new_tokens": NEW, "synced_lengths": SYNCED_LENGTHS}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -29,7 +29,7 @@ noise, seconds = random.Random(0), [0.0]
 
 
 def odd_clock():
-    """Of another pace at every look, as the clock of another machine is."""
+    """A clock of another pace at every look, as the clock of another machine is."""
     seconds[0] += noise.random() ** 4
     return seconds[0]
 

@@ -99,7 +99,7 @@ class LoggedRequest:
 
 @dataclass
 class Fault:
-    """Something that goes wrong with matching requests, for the first `times` of them (`None`: always)."""
+    """A fault of matching requests, for the first `times` of them (`None`: always)."""
 
     pattern: str
     method: str | None = None
@@ -359,7 +359,7 @@ class _Handler(BaseHTTPRequestHandler):
         return found
 
     def _repo_with_files(self, repo: str) -> Repo:
-        """Of gated repositories everybody may know, but not read the files."""
+        """Refuses files of gated repositories, of which everybody may know."""
         found, user = self._repo(repo), self._user
         if found.gated and user != USER:
             message = f"Access to model {repo} is restricted. You must be authorized to access it."

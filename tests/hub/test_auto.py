@@ -120,7 +120,7 @@ class TestPlaces:
 
 
 class TestPublished:
-    """This package finds what it writes."""
+    """Drafters that this package writes are found by it."""
 
     def test_drafter_that_was_pushed(self, target, hub):
         model = load()

@@ -17,7 +17,7 @@ from tests.models import prompts, tiny_llama
 
 SETTINGS = {"do_sample": False, "max_new_tokens": 16}
 
-# What a user runs who has the package installed, and does not know it.
+# The script of a user who has the package installed, and does not know it.
 SCRIPT = """
 import json, sys
 import torch, transformers
@@ -53,7 +53,7 @@ print(json.dumps(found))
 
 
 def test_in_a_fresh_process(hub, tmp_path):
-    """From a folder, and by name with the drafter beside it."""
+    """Calls from a folder, and by name with the drafter beside it."""
     repo = tmp_path / "speculation"
     files = export_custom_generate(repo, SpeculativeConfig(method="ngram", num_speculative_tokens=4))
     assert [str(file.relative_to(repo)) for file in files] == [

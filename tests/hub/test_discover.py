@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from huggingface_hub import constants, snapshot_download
@@ -527,9 +526,3 @@ class TestCommand:
         result = CliRunner().invoke(cli.app, ["discover", "user/absent"])
         assert result.exit_code == 2
         assert "user/absent" in result.stderr
-
-
-def test_page_has_the_order_of_the_methods():
-    page = (Path(__file__).parents[2] / "docs" / "hub.md").read_text(encoding="utf-8")
-    rows = [f"| `{method.name}` | {method.preferred_because} |" for method in preferred_methods()]
-    assert "\n".join(rows) in page

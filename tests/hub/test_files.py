@@ -369,7 +369,7 @@ class TestDamage:
             with pytest.raises(CheckpointFormatError, match="model.safetensors is damaged"):
                 RepoFiles(folder if place == "folder" else "user/head").header("model.safetensors")
 
-    def test_tensors_that_lie_behind_the_end_on_the_hub(self, hub, folder):
+    def test_tensors_that_lie_past_the_end_on_the_hub(self, hub, folder):
         header = json.dumps({"a": {"dtype": "F32", "shape": [10**6], "data_offsets": [0, 4 * 10**6]}}).encode()
         (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
         hub.add("user/head", folder)
@@ -394,7 +394,7 @@ class TestDamage:
 
 
 class TestPaths:
-    """Nothing that a repository says leads out of it."""
+    """Paths that a repository names never lead out of it."""
 
     OUTSIDE = ["../secret.safetensors", "/secret.safetensors", "a/../../secret.safetensors", "", ".", "..", "a//b"]
     OUTSIDE += ["a\\..\\secret.safetensors", "C:secret.safetensors", "./../x.safetensors", "x\0.safetensors"]

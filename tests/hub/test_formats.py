@@ -1,15 +1,19 @@
 """Every row of the table recognises its format, and no other row takes it for one of another method."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from hf_specdec import CheckpointFormatError
 from hf_specdec.checkpoints.format import TensorNames, format_of
-from hf_specdec.hub.detect import known_formats
+from hf_specdec.hub.detect import detect_checkpoint, known_formats
 from hf_specdec.method import methods
+from tests.methods import CHECKPOINTS
 
 
 FORMATS = known_formats()
@@ -25,7 +29,7 @@ def classes(name, **more):
     return {"architectures": [name], **more}
 
 
-# What a checkpoint of each format has: config, and some of its tensors.
+# Contents of a checkpoint of each format: config, and some of its tensors.
 EXAMPLES = {
     "mtp": ({"model_type": "mtp"}, ["mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight"]),
     "mtp-speculators": ({"speculators_model_type": "mtp"}, ["mtp_layers.0.input_proj.weight"]),
@@ -101,6 +105,12 @@ EXAMPLES = {
     "pard": (classes("LlamaForCausalLM", pard_token=128256), MODEL),
     "causal-lm": (classes("LlamaForCausalLM"), MODEL),
 }
+# Other methods have the checkpoint that tests draft with.
+for path in CHECKPOINTS.values():
+    found = detect_checkpoint(path)
+    if found.format not in EXAMPLES:
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        EXAMPLES[found.format] = (config, list(load_file(Path(path) / found.weight_file)))
 
 
 def test_every_format_has_an_example():

@@ -177,7 +177,7 @@ class TestOnlyWhatIsNeeded:
 
 
 class TestWhatGoesWrong:
-    """There is an error that says what to do, nothing is remembered, and the next attempt can succeed."""
+    """Errors say what to do, nothing is remembered, and the next attempt can succeed."""
 
     @pytest.mark.parametrize(
         "checkpoint", ["v2_shared_lm_head_safetensors", "v01_heads_pt", "vllm_converted", "target"]

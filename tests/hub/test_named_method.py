@@ -298,7 +298,7 @@ class TestTrust:
     "error", [ZeroDivisionError("x"), RecursionError("deep"), KeyError("a"), RuntimeError("b"), MemoryError()]
 )
 def test_one_that_trips_its_loader_is_passed_over(target, hub, monkeypatch, error):
-    """As configs of strangers make libraries do."""
+    """Configs of strangers can trip libraries."""
     hub.add("user/bad", demo.drafter_path("dflash"), card=card_of(target, "dflash"), downloads=10)
     hub.add("user/good", demo.drafter_path("dflash"), card=card_of(target, "dflash"))
     from hf_specdec.candidate_generators.dflash.generator import DFlashCandidateGenerator

@@ -28,7 +28,7 @@ def drafts_of(resources) -> int | None:
 
 
 def outcome(folder, target):
-    """What the loader of the detected method makes of a checkpoint: method and drafts, or its error."""
+    """Result of the detected method's loader for a checkpoint: method and drafts, or its error."""
     found = detect_checkpoint(folder)
     config = SpeculativeConfig(found.method, str(folder))
     try:
@@ -113,7 +113,7 @@ SIZES |= {"aux_layer_ids": [1, 2, 90], "eagle_aux_hidden_state_layer_ids": [1, 2
 @pytest.mark.parametrize("key", SIZES)
 @pytest.mark.parametrize("name", [name for name in HEADS if name.startswith(("dflash", "eagle", "medusa"))])
 def test_flips_of_sizes(tmp_path, name, key):
-    """Where configs and tensors disagree, both go by the tensors."""
+    """Detector and loader go by the tensors if a config disagrees with them."""
     inside, _, _ = key.rpartition(".")
     if inside and inside not in json.loads((HEADS[name] / "config.json").read_text()):
         pytest.skip("its config has no such part")
@@ -224,7 +224,7 @@ class TestKeysThatNobodyKnows:
 )
 @pytest.mark.parametrize("name", ["dflash/qwen3_random_b8", "eagle/eagle3_llama"])
 def test_keys_that_change_what_layers_compute(tmp_path, name, key, value):
-    """Also at the top of a whole model's config, where the rest are notes."""
+    """Keys count also at the top of a whole model's config, where the rest are notes."""
     folder = copy_of(name, tmp_path / "head", {key: value})
     _, _, error = outcome(folder, loaded_target(HEADS[name]))
     assert isinstance(error, CheckpointFormatError)

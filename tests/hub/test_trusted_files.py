@@ -64,7 +64,7 @@ def config_of(folder, method="draft_model"):
 class TestDetectionDoesNotUnpickle:
     @pytest.mark.parametrize("use", ["key", "global", "storage"])
     def test_nested_tuples_take_no_time(self, pickled_head, use):
-        """Their hashes, comparisons and texts would take twice the time for each level."""
+        """Hashes, comparisons and texts of nested tuples would take twice the time for each level."""
         nested = b"K\x01\x85q\x00" + b"".join(b"h%c\x86q%c" % (level, level + 1) for level in range(60))
         pickled = {
             "key": b"\x80\x02}" + nested + b"K\x01s.",
@@ -120,7 +120,7 @@ class TestTheDetectedFileIsTaken:
         assert Checkpoint(config_of(with_decoy, "eagle")).header.file == found.weight_file
 
     def test_what_the_loader_does_not_look_at_is_no_evidence(self, pickled_head):
-        """By its tensors it is of another method, whose loader takes this very file, or looks elsewhere."""
+        """Tensors show another method, whose loader takes this very file, or looks elsewhere."""
         heads = FIXTURES / "medusa" / "v2_shared_lm_head_safetensors" / "medusa_lm_head.safetensors"
         shutil.copy(heads, pickled_head)
         found = detect_checkpoint(pickled_head)
@@ -167,7 +167,7 @@ class TestTheDetectedFileIsTaken:
 
 
 class TestDraftModelsInFolders:
-    """They pass the checks of repositories."""
+    """Draft models in folders pass the checks of repositories."""
 
     def test_an_index_that_leads_out(self, draft):
         shutil.move(draft / "model.safetensors", draft.parent / "outside.safetensors")

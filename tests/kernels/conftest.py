@@ -30,7 +30,7 @@ SPILL_ALLOWANCE = 32
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request) -> torch.device:
-    """Where a kernel can run: in the interpreter, or on a GPU."""
+    """Device on which a kernel can run: in the interpreter, or on a GPU."""
     pytest.importorskip("triton")
     if request.param == "cpu" and not IS_INTERPRETED:
         pytest.skip("needs TRITON_INTERPRET=1, see test_interpreted.py")
@@ -81,7 +81,7 @@ def compile_for(request):
 
 
 class FakeDriver:
-    """What Triton asks of a driver in order to compile."""
+    """The driver that Triton needs in order to compile."""
 
     def __init__(self, target):
         self.target = target

@@ -171,7 +171,7 @@ def test_padding_is_never_read(device, generator):
     assert (accepted.tokens >= 0).all()
 
 
-def test_laws_of_different_dtypes(device, generator):
+def test_distributions_of_different_dtypes(device, generator):
     draft, target_probs, *numbers = random_chain(generator, 4, 4, 300)
     draft.probs = draft.probs.to(torch.bfloat16)
     check_reject(draft, target_probs, *numbers, device)
@@ -186,13 +186,13 @@ def random_tree(generator, parents, batch_size, vocab_size, overlap=0.6):
     size, own_parents = parents.shape[-1], parents.expand(batch_size, -1)
     rows = torch.arange(batch_size)
     target_probs = random_probs(generator, batch_size, size + 1, vocab_size)
-    family_law = overlap * target_probs + (1 - overlap) * random_probs(generator, batch_size, size + 1, vocab_size)
-    probs = family_law[rows[:, None], own_parents + 1]
-    left, tokens = family_law.clone(), []
+    family_probs = overlap * target_probs + (1 - overlap) * random_probs(generator, batch_size, size + 1, vocab_size)
+    probs = family_probs[rows[:, None], own_parents + 1]
+    left, tokens = family_probs.clone(), []
     for node in range(size):
-        law = left[rows, own_parents[:, node] + 1]
-        tokens.append(sample_torch(law, uniform(generator, batch_size)).clamp(min=0))
-        left[rows, own_parents[:, node] + 1] = law.scatter(1, tokens[-1][:, None], 0.0)
+        own_probs = left[rows, own_parents[:, node] + 1]
+        tokens.append(sample_torch(own_probs, uniform(generator, batch_size)).clamp(min=0))
+        left[rows, own_parents[:, node] + 1] = own_probs.scatter(1, tokens[-1][:, None], 0.0)
     num_nodes = torch.randint(size + 1, (batch_size,), generator=generator)
     num_nodes[0] = size
     draft = DraftTree(torch.stack(tokens, dim=1), parents, num_nodes, probs)
@@ -270,7 +270,7 @@ def test_zero_never_accepts_an_impossible_token(is_chain, draft_prob, device):
 
 
 @both_rules
-def test_equal_laws_accept_everything(is_chain, device, generator):
+def test_equal_distributions_accept_everything(is_chain, device, generator):
     draft, target_probs, _, numbers = random_chain(generator, 3, 5, 300)
     draft.probs, draft.is_chain = target_probs[:, :-1].clone(), is_chain
     almost_one = torch.full((3, 5), ALMOST_ONE, dtype=torch.float64)
@@ -292,7 +292,7 @@ def test_an_empty_residual_falls_back_to_the_target(is_chain, number, device):
 
 
 @both_rules
-def test_nan_in_the_targets_law_is_marked(is_chain, device, generator):
+def test_nan_in_the_targets_distribution_is_marked(is_chain, device, generator):
     draft, target_probs, *numbers = random_chain(generator, 4, 3, 300)
     draft.is_chain = is_chain
     target_probs[1] = torch.nan
@@ -303,7 +303,7 @@ def test_nan_in_the_targets_law_is_marked(is_chain, device, generator):
 
 
 @both_rules
-def test_nan_in_the_drafts_law_leaves_the_targets(is_chain, device, generator):
+def test_nan_in_the_drafts_distribution_leaves_the_targets(is_chain, device, generator):
     draft, target_probs, *numbers = random_chain(generator, 4, 3, 300)
     draft.num_nodes.fill_(3)
     draft.probs[1], draft.is_chain = torch.nan, is_chain
@@ -312,7 +312,7 @@ def test_nan_in_the_drafts_law_leaves_the_targets(is_chain, device, generator):
     assert accepted.tokens[1, 0] == sample_torch(target_probs[1, 0], numbers[1][1, 0])
 
 
-def test_laws_that_all_nodes_share(device, generator):
+def test_distributions_that_all_nodes_share(device, generator):
     """A star as it stands after one node: its target distribution is repeated without being copied."""
     draft, target_probs, *numbers = random_tree(generator, (-1, -1, -1), 4, 300)
     check_reject(draft, target_probs[:, :1].expand(-1, 4, -1), *numbers, device)

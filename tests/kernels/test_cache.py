@@ -40,7 +40,7 @@ def test_rows_are_written_where_the_plan_says():
     assert torch.equal(keys, expected)
 
 
-def test_paths_are_moved_behind_the_starts():
+def test_paths_are_moved_after_the_starts():
     keys = numbered(2, 1, 8, 1)
     move_slots([keys], torch.tensor([1, 3]), torch.tensor([[0, 2, 5], [0, 1, 4]]))
     assert keys[:, 0, :, 0].tolist() == [[0, 1, 3, 6, 4, 5, 6, 7], [8, 9, 10, 11, 12, 15, 14, 15]]
@@ -79,7 +79,7 @@ def test_write_kernel_for_one_buffer(device):
 
 PATHS = {
     "in place": [[0, 1, 2], [0, 1, 2]],
-    "one behind the other": [[0, 2, 3], [0, 3, 4]],
+    "one after the other": [[0, 2, 3], [0, 3, 4]],
     "with padding": [[0, 4, 4], [0, 1, 6]],
     "long": [[0, *range(3, 15)], [0, *range(1, 13)]],
 }

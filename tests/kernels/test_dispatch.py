@@ -1,4 +1,4 @@
-"""Which of kernel and reference runs."""
+"""The choice between kernel and reference."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_an_unknown_choice(monkeypatch):
 
 
 def test_the_package_runs_without_triton():
-    """In a process of its own, with the choice made in the environment."""
+    """Runs in a process of its own, with the choice made in the environment."""
     code = """
 import sys
 sys.modules["triton"] = None

@@ -110,7 +110,7 @@ def test_damaged_files(measured, content):
 
 @torch.inference_mode()
 def test_another_model_of_known_shapes(measured, monkeypatch):
-    """What the file says of the shapes of one model counts for the next one, too."""
+    """Entries of the file for the shapes of one model count for the next one, too."""
     prepare_products(small_model())
     ways = dict(products.ways_of_shapes)
     monkeypatch.setattr(products, "_known", {})
@@ -157,7 +157,7 @@ def test_widened_weights(dtype, has_bias, monkeypatch):
 
 @torch.inference_mode()
 def test_layers_of_a_models_own_forward(measured, kernel_rows):
-    """They take the fast ways inside, in every thread that is inside, and nothing of the model stays changed."""
+    """Layers take the fast ways inside, in every thread that is inside, and nothing of the model stays changed."""
     model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64, bias=False))
     prepare_products(model)
     x, before = torch.randn(3, 64), [dict(vars(module)) for module in model.modules()]
@@ -220,7 +220,7 @@ def test_experts(measured, kernel_rows, kind):
 
 @torch.inference_mode()
 def test_a_target_with_a_forward_of_its_own(measured, kernel_rows, monkeypatch):
-    """Its prompt and its verifications."""
+    """A forward of its own takes the ways for its prompt and its verifications."""
     target = tiny_llama()
     settings = {**prompts(1), "max_new_tokens": 12, "do_sample": False}
     plain = target.generate(**settings)
@@ -314,7 +314,7 @@ def test_training_is_left_to_torch(measured, kernel_rows):
 
 @pytest.mark.parametrize(("dtype", "digits"), [(torch.float32, "01"), (torch.bfloat16, "012")], ids=str)
 def test_a_measurement(dtype, digits):
-    """Which of them wins is the machine's affair."""
+    """The winner among them depends on the machine."""
     found = products._measure([torch.randn(64, 32).to(dtype)])
     assert len(found) == len(products._MEASURED_ROWS)
     assert set(found) <= set(digits)

@@ -197,7 +197,7 @@ CHANGES = {
 
 
 class TestChangedParts:
-    """What a user puts into a network counts, as it does in transformers' layer."""
+    """A module that a user puts into a network counts, as it does in transformers' layer."""
 
     @pytest.mark.parametrize("part", MODULES)
     @pytest.mark.parametrize("change", CHANGES)
@@ -223,7 +223,7 @@ class TestChangedParts:
 
     @torch.no_grad()
     def test_hooks_of_attention_and_layer(self):
-        """Their calls have other arguments than transformers', the hooks the same output."""
+        """Calls of hooks have other arguments than transformers', and the same output."""
         model, outputs = make(), []
         reading = Reading(model)
         expected, _ = reading.read(drawn(1, 4, 32), cached=False)

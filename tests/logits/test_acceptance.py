@@ -165,7 +165,7 @@ def test_chain_fixture_with_draft_probs(chain_fixture, rule, name):
 
 @every_chain_rule
 def test_chain_fixture_residual(chain_fixture, rule, name):
-    """With the ratio tests as given, 4096 evenly spread draws reproduce the cumulated residual."""
+    """Draws, 4096 and evenly spread, reproduce the cumulated residual, with the ratio tests as given."""
     numbers = (torch.arange(4096, dtype=torch.float64) + 0.5) / 4096
     for row in range(0, 40, 3):
         case = {key: values[row].expand(4096, *values[row].shape) for key, values in chain_fixture.items()}
@@ -178,7 +178,7 @@ def test_chain_fixture_residual(chain_fixture, rule, name):
         assert (drawn.cumsum(0) - (residual / residual.sum()).cumsum(0)).abs().max() < 1.5 / 4096
 
 
-def test_chain_fixture_onehot_law(chain_fixture, generator):
+def test_chain_fixture_onehot_distribution(chain_fixture, generator):
     """One draw a node has the distribution of the ratio test without the draft token: `onehot` of the reference."""
     samples, num_compared = 5_000, 0
     for row in range(0, 40, 8):
@@ -254,13 +254,13 @@ def test_tree_fixtures_onehot(tree_fixtures, generator):
 
 
 class Language:
-    """A random distribution of texts: `law(prefix)` is that of the next token after each row's prefix `(B, d)`."""
+    """A random distribution of texts: `probs(prefix)` is that of the next token after each row's prefix `(B, d)`."""
 
     def __init__(self, seed):
         generator = torch.Generator().manual_seed(seed)
         self.tables = [random_probs(generator, *[3] * depth, 3) for depth in range(3)]
 
-    def law(self, prefix):
+    def probs(self, prefix):
         return self.tables[prefix.shape[1]][tuple(prefix.T)].expand(prefix.shape[0], 3)
 
     def joint(self):
@@ -273,26 +273,26 @@ TARGET, DRAFTER = Language(1), Language(2)
 
 def target_probs_of(draft):
     """The target's distribution after each node of trees that share their parents and are at most 2 deep."""
-    parents, laws = draft.parents.tolist(), [TARGET.law(draft.tokens[:, :0])]
+    parents, distributions = draft.parents.tolist(), [TARGET.probs(draft.tokens[:, :0])]
     for node, parent in enumerate(parents):
         path = [node] if parent < 0 else [parent, node]
-        laws.append(TARGET.law(draft.tokens[:, path]))
-    return torch.stack(laws, dim=1)
+        distributions.append(TARGET.probs(draft.tokens[:, path]))
+    return torch.stack(distributions, dim=1)
 
 
 def text_pvalue(acceptance, generator):
     """Completes the committed tokens to texts of 3 with draws from the target, and tests their joint distribution."""
     text = acceptance.tokens[:, :3].clone()
     for position in (1, 2):
-        drawn = sample_from_probs(TARGET.law(text[:, :position]), uniform(generator, len(text)))
+        drawn = sample_from_probs(TARGET.probs(text[:, :position]), uniform(generator, len(text)))
         text[:, position] = torch.where(acceptance.num_accepted < position, drawn, text[:, position])
     cells = (text * torch.tensor([9, 3, 1])).sum(1)
     return chi_square_pvalue(cells.bincount(minlength=27), TARGET.joint().flatten())
 
 
-def draw_children(prefix, law, number, generator):
+def draw_children(prefix, distribution, number, generator):
     """`number` siblings drawn without replacement, shape `(B, number)`."""
-    tokens, left = [], law.clone()
+    tokens, left = [], distribution.clone()
     for _ in range(number):
         tokens.append(sample_from_probs(left, uniform(generator, len(prefix))))
         left.scatter_(1, tokens[-1][:, None], 0.0)
@@ -302,21 +302,21 @@ def draw_children(prefix, law, number, generator):
 def sampled_tree(generator, wide):
     """Two or three children of the anchor, two of its first child and one of its second, without replacement."""
     anchor = torch.zeros(SAMPLES, 0, dtype=torch.long)
-    first_law, width = DRAFTER.law(anchor), 3 if wide else 2
-    top = draw_children(anchor, first_law, width, generator)
-    laws = [DRAFTER.law(top[:, [i]]) for i in range(2)]
-    below = [draw_children(top[:, [i]], laws[i], 2 - i, generator) for i in range(2)]
+    first_probs, width = DRAFTER.probs(anchor), 3 if wide else 2
+    top = draw_children(anchor, first_probs, width, generator)
+    distributions = [DRAFTER.probs(top[:, [i]]) for i in range(2)]
+    below = [draw_children(top[:, [i]], distributions[i], 2 - i, generator) for i in range(2)]
     tokens = torch.cat([top, *below], dim=1)
-    probs = torch.stack([first_law] * width + [laws[0], laws[0], laws[1]], dim=1)
+    probs = torch.stack([first_probs] * width + [distributions[0], distributions[0], distributions[1]], dim=1)
     return make_tree(tokens, [-1] * width + [0, 0, 1], probs)
 
 
 def sampled_chain(generator):
-    tokens, laws = torch.zeros(SAMPLES, 0, dtype=torch.long), []
+    tokens, distributions = torch.zeros(SAMPLES, 0, dtype=torch.long), []
     for _ in range(2):
-        laws.append(DRAFTER.law(tokens))
-        tokens = torch.cat([tokens, sample_from_probs(laws[-1], uniform(generator, SAMPLES))[:, None]], dim=1)
-    return DraftTree.chain(tokens, probs=torch.stack(laws, dim=1))
+        distributions.append(DRAFTER.probs(tokens))
+        tokens = torch.cat([tokens, sample_from_probs(distributions[-1], uniform(generator, SAMPLES))[:, None]], dim=1)
+    return DraftTree.chain(tokens, probs=torch.stack(distributions, dim=1))
 
 
 def numbers_for(draft, generator):
@@ -335,7 +335,7 @@ def with_new_tokens_from_the_target(acceptance, draft, generator):
     return Acceptance(acceptance.num_accepted, acceptance.path, tokens)
 
 
-def test_law_of_a_sampled_chain(generator):
+def test_distribution_of_a_sampled_chain(generator):
     draft = sampled_chain(generator)
     acceptance = reject_chain(draft, target_probs_of(draft), *numbers_for(draft, generator))
     assert text_pvalue(acceptance, generator) > 1e-3
@@ -345,14 +345,14 @@ def test_law_of_a_sampled_chain(generator):
     assert text_pvalue(with_new_tokens_from_the_target(acceptance, draft, generator), generator) < 1e-6
 
 
-def test_law_of_a_sampled_chain_with_a_wrong_draft_law_is_wrong(generator):
+def test_distribution_of_a_sampled_chain_with_a_wrong_draft_distribution_is_wrong(generator):
     draft = sampled_chain(generator)
     draft.probs = torch.full_like(draft.probs, 1 / 3)
     acceptance = reject_chain(draft, target_probs_of(draft), *numbers_for(draft, generator))
     assert text_pvalue(acceptance, generator) < 1e-6
 
 
-def test_law_of_ragged_sampled_chains(generator):
+def test_distribution_of_ragged_sampled_chains(generator):
     draft = sampled_chain(generator)
     draft.num_nodes = torch.randint(3, (SAMPLES,), generator=generator)
     target_probs = target_probs_of(draft)
@@ -362,14 +362,14 @@ def test_law_of_ragged_sampled_chains(generator):
     assert text_pvalue(reject_chain(draft, target_probs, *numbers_for(draft, generator)), generator) > 1e-3
 
 
-def test_law_of_a_fixed_chain(generator):
+def test_distribution_of_a_fixed_chain(generator):
     draft = DraftTree.chain(torch.tensor([[2, 0]]).expand(SAMPLES, -1))
     acceptance = follow(draft, target_choices(draft, generator))
     assert text_pvalue(acceptance, generator) > 1e-3
     assert text_pvalue(with_new_tokens_from_the_target(acceptance, draft, generator), generator) < 1e-6
 
 
-def test_law_of_a_fixed_tree(generator):
+def test_distribution_of_a_fixed_tree(generator):
     draft = make_tree(torch.tensor([[0, 1, 2, 0, 2]]).expand(SAMPLES, -1), [-1, -1, 0, 1, 0])
     acceptance = follow(draft, target_choices(draft, generator))
     assert text_pvalue(acceptance, generator) > 1e-3
@@ -378,13 +378,13 @@ def test_law_of_a_fixed_tree(generator):
     assert text_pvalue(with_new_tokens_from_the_target(acceptance, draft, generator), generator) < 1e-6
 
 
-def test_law_of_a_random_tree_with_equal_siblings(generator):
+def test_distribution_of_a_random_tree_with_equal_siblings(generator):
     draft = make_tree(torch.randint(3, (SAMPLES, 6), generator=generator), [-1, -1, -1, 0, 1, 2])
     assert text_pvalue(follow(draft, target_choices(draft, generator)), generator) > 1e-3
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_law_of_sampled_siblings(wide, generator):
+def test_distribution_of_sampled_siblings(wide, generator):
     draft = sampled_tree(generator, wide)
     acceptance = reject_tree(draft, target_probs_of(draft), *numbers_for(draft, generator))
     assert text_pvalue(acceptance, generator) > 1e-3
@@ -395,7 +395,7 @@ def test_law_of_sampled_siblings(wide, generator):
         assert text_pvalue(with_new_tokens_from_the_target(acceptance, draft, generator), generator) < 1e-6
 
 
-def test_law_of_ragged_sampled_siblings(generator):
+def test_distribution_of_ragged_sampled_siblings(generator):
     draft = sampled_tree(generator, wide=False)
     draft.num_nodes = torch.randint(6, (SAMPLES,), generator=generator)
     acceptance = reject_tree(draft, target_probs_of(draft), *numbers_for(draft, generator))
@@ -403,7 +403,7 @@ def test_law_of_ragged_sampled_siblings(generator):
     assert (acceptance.path.amax(1) <= draft.num_nodes).all()
 
 
-def test_law_of_siblings_in_another_order_is_wrong(generator):
+def test_distribution_of_siblings_in_another_order_is_wrong(generator):
     """Siblings sorted by probability are no longer a draw from the distribution: the check must notice."""
     draft = sampled_tree(generator, wide=False)
     top = draft.tokens[:, :2]
@@ -413,7 +413,7 @@ def test_law_of_siblings_in_another_order_is_wrong(generator):
     assert text_pvalue(acceptance, generator) < 1e-6
 
 
-def test_law_where_the_draft_has_fewer_tokens_than_siblings(generator):
+def test_distribution_where_the_draft_has_fewer_tokens_than_siblings(generator):
     """The second sibling was drawn from nothing: it must not be tried."""
     draft = make_tree(torch.tensor([[0, 2]]).expand(SAMPLES, -1), [-1, -1])
     draft.probs = torch.tensor([1.0, 0.0, 0.0]).expand(SAMPLES, 2, 3)
@@ -510,7 +510,7 @@ def test_zero_never_accepts_an_impossible_token(rule, draft_prob):
 
 
 @every_rule
-def test_equal_laws_accept_everything(rule, generator):
+def test_equal_distributions_accept_everything(rule, generator):
     tokens, num_nodes, _, target_probs, (_, numbers) = random_case(generator)
     draft = chain_or_tree(rule, tokens, target_probs[:, :-1].clone())
     draft.num_nodes = num_nodes

@@ -23,7 +23,7 @@ def test_sample_is_the_inverse_cdf(vocab_size, generator):
         assert token == expected or abs(row[min(token, expected)] - threshold) < 1e-6
 
 
-def test_sample_has_the_law(generator):
+def test_sample_has_the_distribution(generator):
     probs = random_probs(generator, 37)
     ids = sample_from_probs(probs.expand(SAMPLES, 37), uniform(generator, SAMPLES))
     assert chi_square_pvalue(ids.bincount(minlength=37), probs) > 1e-3

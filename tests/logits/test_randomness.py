@@ -33,7 +33,7 @@ def test_numbers_are_those_of_philox_whatever_is_read_before(reads):
             assert torch.equal(row_values, expected[purpose, row][first : first + count])
 
 
-def test_nodes_are_numbered_behind_their_anchor():
+def test_nodes_are_numbered_after_their_anchor():
     expected = numbers_of_row(7, ACCEPT, 3, 40 * NODES_PER_ANCHOR, space=1).view(40, NODES_PER_ANCHOR)
     uniforms = RowUniforms(7)
     for anchor in (0, 39, 5, 6, 7, 20):

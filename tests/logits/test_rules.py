@@ -63,17 +63,17 @@ V = 3
 
 
 class Language:
-    """A random distribution of texts: `law(prefix)` is that of the next token."""
+    """A random distribution of texts: `probs(prefix)` is that of the next token."""
 
     def __init__(self, seed: int, depth: int = 4):
         generator = torch.Generator().manual_seed(seed)
         self.tables = [random_probs(generator, *[V] * d, V, scale=1.2) for d in range(depth)]
 
-    def law(self, prefix) -> torch.Tensor:
+    def probs(self, prefix) -> torch.Tensor:
         return self.tables[len(prefix)][tuple(prefix)]
 
     def text(self, tokens) -> float:
-        return float(np.prod([self.law(tokens[:i])[token] for i, token in enumerate(tokens)]))
+        return float(np.prod([self.probs(tokens[:i])[token] for i, token in enumerate(tokens)]))
 
 
 def all_drafts(drafter: Language, depth: int, stops):
@@ -81,12 +81,12 @@ def all_drafts(drafter: Language, depth: int, stops):
     drafts = [((), 1.0)]
     for _ in range(depth):
         longer = []
-        for tokens, chance in drafts:
+        for tokens, prob in drafts:
             if tokens and stops(tokens):
-                longer.append((tokens, chance))
+                longer.append((tokens, prob))
                 continue
-            law = drafter.law(tokens)
-            longer += [((*tokens, token), chance * law[token].item()) for token in range(V)]
+            distribution = drafter.probs(tokens)
+            longer += [((*tokens, token), prob * distribution[token].item()) for token in range(V)]
         drafts = list(dict.fromkeys(longer))
     return drafts
 
@@ -98,10 +98,10 @@ def as_chains(drafts, target: Language, drafter: Language, depth: int):
     target_probs = torch.full((len(drafts), depth + 1, V), torch.nan)
     for row, (draft, _) in enumerate(drafts):
         for i in range(len(draft) + 1):
-            target_probs[row, i] = target.law(draft[:i])
+            target_probs[row, i] = target.probs(draft[:i])
         for i, token in enumerate(draft):
             tokens[row, i] = token
-            probs[row, i] = drafter.law(draft[:i])
+            probs[row, i] = drafter.probs(draft[:i])
     return DraftTree.chain(tokens, torch.tensor([len(draft) for draft, _ in drafts]), probs), target_probs
 
 
@@ -115,19 +115,19 @@ def enumerated(rule, target, drafter, depth, stops=lambda tokens: False, draws=2
     draft, target_probs = as_chains(drafts, target, drafter, depth)
     thresholds = block_thresholds(draft, target_probs)[1]
     numbers = ((torch.arange(draws, dtype=torch.float64) + 0.5) / draws)[:, None].expand(-1, depth + 1)
-    law = dict.fromkeys(product(range(V), repeat=depth + 1), 0.0)
+    distribution = dict.fromkeys(product(range(V), repeat=depth + 1), 0.0)
     expected = 0.0
     for passes in product([False, True], repeat=depth):
         passes = torch.tensor(passes)
         weights = torch.where(passes, thresholds, 1 - thresholds).prod(1)
         uniforms = torch.where(passes, thresholds * 0.5, (1 + thresholds) * 0.5)
-        for row, (_, chance) in enumerate(drafts):
-            weight = chance * weights[row].item()
+        for row, (_, prob) in enumerate(drafts):
+            weight = prob * weights[row].item()
             if weight == 0:
                 continue
             repeated = DraftTree.chain(*(x[row].expand(draws, *x[row].shape) for x in chain_parts(draft)))
-            laws = target_probs[row].expand(draws, -1, -1)
-            acceptance = rule(repeated, laws, uniforms[row].expand(draws, -1), numbers)
+            distributions = target_probs[row].expand(draws, -1, -1)
+            acceptance = rule(repeated, distributions, uniforms[row].expand(draws, -1), numbers)
             count = int(acceptance.num_accepted[0])
             expected += weight * count
             for written, times in zip(*acceptance.tokens[:, : count + 1].unique(dim=0, return_counts=True)):
@@ -135,17 +135,17 @@ def enumerated(rule, target, drafter, depth, stops=lambda tokens: False, draws=2
                 for rest in product(range(V), repeat=depth - count):
                     text = (*written, *rest)
                     share = times.item() / draws * target.text(text) / target.text(written)
-                    law[text] += weight * share
-    return law, expected
+                    distribution[text] += weight * share
+    return distribution, expected
 
 
 def chain_parts(draft):
     return draft.tokens, draft.num_nodes, draft.probs
 
 
-def distance(law, target):
+def distance(distribution, target):
     """Total variation distance from the target's distribution."""
-    return sum(abs(chance - target.text(text)) for text, chance in law.items()) / 2
+    return sum(abs(prob - target.text(text)) for text, prob in distribution.items()) / 2
 
 
 def stop_at_first_failure(draft, target_probs, accept_uniforms, target_uniforms):
@@ -166,15 +166,17 @@ def forget_the_residual(draft, target_probs, accept_uniforms, target_uniforms):
 def expected_by_standard(drafts, target, drafter):
     """Expected number of accepted tokens of `reject_chain`."""
     expected = 0.0
-    for tokens, chance in drafts:
-        ratios = [target.law(tokens[:i])[t].item() / drafter.law(tokens[:i])[t].item() for i, t in enumerate(tokens)]
-        expected += chance * sum(np.cumprod([min(1.0, ratio) for ratio in ratios]))
+    for tokens, prob in drafts:
+        ratios = [
+            target.probs(tokens[:i])[t].item() / drafter.probs(tokens[:i])[t].item() for i, t in enumerate(tokens)
+        ]
+        expected += prob * sum(np.cumprod([min(1.0, ratio) for ratio in ratios]))
     return expected
 
 
-def doubtful(drafter):
+def low_confidence(drafter):
     """A drafter that ends after a token that it gave less than 0.3."""
-    return lambda tokens: drafter.law(tokens[:-1])[tokens[-1]] < 0.3
+    return lambda tokens: drafter.probs(tokens[:-1])[tokens[-1]] < 0.3
 
 
 class TestLawOfBlock:
@@ -182,37 +184,37 @@ class TestLawOfBlock:
     @pytest.mark.parametrize("depth", [1, 2, 3])
     def test_is_the_targets(self, depth, seed):
         target, drafter = Language(seed), Language(100 + seed)
-        law, _ = enumerated(reject_block, target, drafter, depth, draws=512 if depth == 3 else 2048)
-        assert sum(law.values()) == pytest.approx(1)
+        distribution, _ = enumerated(reject_block, target, drafter, depth, draws=512 if depth == 3 else 2048)
+        assert sum(distribution.values()) == pytest.approx(1)
         # Evenly spread draws are off by about one in their number.
-        assert distance(law, target) < 2e-3
+        assert distance(distribution, target) < 2e-3
 
     @pytest.mark.parametrize("seed", range(3))
     def test_is_the_targets_where_drafts_end_by_their_own_tokens(self, seed):
         target, drafter = Language(seed), Language(200 + seed)
-        stops = doubtful(drafter)
+        stops = low_confidence(drafter)
         lengths = {len(tokens) for tokens, _ in all_drafts(drafter, 3, stops)}
         assert len(lengths) > 1
-        law, _ = enumerated(reject_block, target, drafter, 3, stops, draws=512)
-        assert distance(law, target) < 2e-3
+        distribution, _ = enumerated(reject_block, target, drafter, 3, stops, draws=512)
+        assert distance(distribution, target) < 2e-3
 
     @pytest.mark.parametrize("wrong", [stop_at_first_failure, forget_the_residual])
     def test_of_wrong_rules_is_another(self, wrong):
-        law, _ = enumerated(wrong, Language(0), Language(100), 2)
-        assert distance(law, Language(0)) > 1e-2
+        distribution, _ = enumerated(wrong, Language(0), Language(100), 2)
+        assert distance(distribution, Language(0)) > 1e-2
 
     @settings(max_examples=60)
     @given(st.integers(0, 10**6), st.integers(1, 3), st.booleans())
     def test_accepts_at_least_as_much_as_standard(self, seed, depth, ends_early):
         target, drafter = Language(seed), Language(seed + 1)
-        stops = doubtful(drafter) if ends_early else (lambda tokens: False)
+        stops = low_confidence(drafter) if ends_early else (lambda tokens: False)
         drafts = all_drafts(drafter, depth, stops)
         draft, target_probs = as_chains(drafts, target, drafter, depth)
         fails = 1 - block_thresholds(draft, target_probs)[1]
         # At least i tokens are accepted unless all tests from the i-th on fail.
         block = sum(
-            chance * sum(1 - fails[row, i:].prod().item() for i in range(len(tokens)))
-            for row, (tokens, chance) in enumerate(drafts)
+            prob * sum(1 - fails[row, i:].prod().item() for i in range(len(tokens)))
+            for row, (tokens, prob) in enumerate(drafts)
         )
         standard = expected_by_standard(drafts, target, drafter)
         assert block >= standard - 1e-6
@@ -226,7 +228,7 @@ class TestLawOfBlock:
         assert accepted > 1.01 * expected_by_standard(drafts, target, drafter)
 
 
-def test_numbers_that_are_seen_again_change_the_law(generator):
+def test_numbers_that_are_seen_again_change_the_distribution(generator):
     """Two cycles over three positions: the tests after the first new token are made again in the second cycle."""
     # The difference is small.
     samples = 200_000
@@ -248,9 +250,9 @@ def test_numbers_that_are_seen_again_change_the_law(generator):
             length += made.num_accepted + 1
         return text[:, :2].mul(torch.tensor([V, 1])).sum(1).bincount(minlength=V * V)
 
-    law = (target[:, None] * target).flatten()
-    assert chi_square_pvalue(text_counts(reuse=False), law) > 1e-3
-    assert chi_square_pvalue(text_counts(reuse=True), law) < 1e-6
+    distribution = (target[:, None] * target).flatten()
+    assert chi_square_pvalue(text_counts(reuse=False), distribution) > 1e-3
+    assert chi_square_pvalue(text_counts(reuse=True), distribution) < 1e-6
 
 
 class TestBlockTraps:
@@ -275,7 +277,7 @@ class TestBlockTraps:
 
     @pytest.mark.parametrize("draft_prob", [0.0, 0.5])
     def test_zero_never_accepts_an_impossible_token(self, draft_prob):
-        """Not at its own place, and not by the pass of a later token."""
+        """Tokens are accepted neither at their own place nor by the pass of a later token."""
         target_probs = torch.tensor([[0.0, 0.25, 0.75]]).repeat(1, 4, 1)
         probs = torch.tensor([[[draft_prob, 1 - draft_prob, 0.0], [0.0, 1.0, 0.0], [0.0, 0.1, 0.9]]])
         draft = DraftTree.chain(torch.tensor([[0, 1, 2]]), probs=probs)
@@ -304,23 +306,23 @@ class TestBlockTraps:
 # Typical acceptance
 
 
-def typical_limit(law, threshold, alpha):
-    entropy = -(law * (law + 1e-5).log()).sum()
+def typical_limit(distribution, threshold, alpha):
+    entropy = -(distribution * (distribution + 1e-5).log()).sum()
     return min(threshold, alpha * float((-entropy).exp()))
 
 
 def typical_by_definition(tokens, parents, num_nodes, scores, threshold, alpha):
     """Path and committed tokens of one row, by a walk over all paths."""
-    laws = scores.double().softmax(-1)
+    distributions = scores.double().softmax(-1)
     paths = {0: ([], 0.0)}
     for node, (token, parent) in enumerate(zip(tokens[:num_nodes], parents)):
-        law = laws[parent + 1]
-        if parent + 1 in paths and law[token] > typical_limit(law, threshold, alpha):
+        distribution = distributions[parent + 1]
+        if parent + 1 in paths and distribution[token] > typical_limit(distribution, threshold, alpha):
             path, likelihood = paths[parent + 1]
-            paths[node + 1] = ([*path, node + 1], likelihood + float(law[token].log()))
+            paths[node + 1] = ([*path, node + 1], likelihood + float(distribution[token].log()))
     last = max(paths, key=lambda node: (len(paths[node][0]), paths[node][1], -node))
     path = paths[last][0]
-    return path, [*(tokens[node - 1] for node in path), int(laws[last].argmax())]
+    return path, [*(tokens[node - 1] for node in path), int(distributions[last].argmax())]
 
 
 TYPICAL_CASES = {
@@ -386,7 +388,7 @@ class TestTypical:
     def test_chain_fixture(self, lossy):
         scores = lossy["target_probs"].log() / 0.8
         for row, expected in enumerate(lossy["typical_threshold"]):
-            limits = [typical_limit(law, 0.09, 0.3) for law in scores[row, :-1].double().softmax(-1)]
+            limits = [typical_limit(distribution, 0.09, 0.3) for distribution in scores[row, :-1].double().softmax(-1)]
             assert torch.allclose(torch.tensor(limits, dtype=torch.float64), expected, atol=1e-6)
         acceptance = accept_typical(DraftTree.chain(lossy["draft_tokens"]), scores, 0.09, 0.3)
         assert torch.equal(acceptance.num_accepted, lossy["typical_accepted"])
@@ -432,7 +434,7 @@ class TestTypical:
         scores = torch.tensor([0.0, 9.0, 0.0]).expand(2, 3, 3)
         assert accept_typical(draft, scores, 0.09, 0.3).num_accepted.tolist() == [2, 1]
 
-    def test_laws_without_a_token_are_marked(self):
+    def test_distributions_without_a_token_are_marked(self):
         for bad in (torch.nan, -torch.inf):
             acceptance = accept_typical(DraftTree.from_lists([[0]]), torch.full((1, 2, 3), bad), 0.09, 0.3)
             assert acceptance.tokens[0, 0] == -1

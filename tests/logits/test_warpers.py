@@ -24,7 +24,7 @@ NO_TOKENS = torch.empty((3, 0), dtype=torch.long)
 
 @pytest.fixture(autouse=True)
 def few_first(monkeypatch):
-    """So few that some rows need more."""
+    """Looks at so few first that some rows need more."""
     monkeypatch.setattr(warpers, "_FIRST", 24)
 
 

@@ -34,12 +34,12 @@ def with_mask(input_ids: torch.LongTensor) -> dict[str, torch.Tensor]:
 
 @cache
 def plain(batch_size: int, model: PreTrainedModel | None = None, **settings):
-    """What plain generation returns; settings that are tuples are passed as lists."""
+    """Output of plain generation; settings that are tuples are passed as lists."""
     return (model or demo_target()).generate(**inputs(batch_size), **_call(settings))
 
 
 def continuation(**batch: torch.Tensor) -> torch.LongTensor:
-    """What plain generation makes of other inputs, in 8 tokens; made once for each."""
+    """Plain generation's 8 tokens for other inputs; made once for each."""
     key = tuple(map(tuple, batch["input_ids"].tolist()))
     if key not in _continuations:
         _continuations[key] = demo_target().generate(**batch, **_call({"max_new_tokens": 8}))
@@ -50,7 +50,7 @@ _continuations: dict[tuple, torch.LongTensor] = {}
 
 
 def drafted(row: str, batch: int | dict, model: PreTrainedModel | None = None, options=None, **settings):
-    """What the same call returns with the drafts of a row, and its record.
+    """Output of the same call with the drafts of a row, and its record.
 
     Args:
         row (`str`): Of `tests/methods.py`.

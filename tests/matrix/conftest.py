@@ -22,9 +22,9 @@ def _cell(row, test: str):
 
 @pytest.fixture(autouse=True)
 def decided(monkeypatch):
-    """Who drafts in a combination depends on measured times; here rows and cycles take turns."""
+    """Lets rows and cycles take turns in a combination, whose choice otherwise depends on measured times."""
 
-    def asks(choice, rows, chances, num_retrieved, lengths, num_unread):
+    def asks(choice, rows, probs, num_retrieved, lengths, num_unread):
         choice.turn = getattr(choice, "turn", 0) + 1
         return [length > 0 and (row + choice.turn) % 3 > 0 for row, length in zip(rows, lengths)]
 

@@ -27,13 +27,13 @@ from tests.methods import demo_target, fresh_speculator, settings_of
 # Of calls, and of the text that is told in other orders.
 NEW, LENGTH = 13, 20
 CALL = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-PAUSED_UNTIL_A_ROW_ENDS = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 99, 0]]}
+PAUSED_UNTIL_A_ROW_ENDS = {"num_speculative_tokens_per_batch_size": [[1, 2, 2], [3, 99, 0]]}
 
 # ------------------------------------------------------------------------------------------------------ being watched
 
 
 class Watch:
-    """What one generator was told so far."""
+    """Everything one generator was told so far."""
 
     def __init__(self):
         self.num_rows: int | None = None
@@ -152,7 +152,7 @@ def plain_text(**settings) -> torch.LongTensor:
 
 class TestInCalls:
     def test_rows_end_while_it_is_paused_from_the_start(self, row):
-        """Before it has been told anything."""
+        """Rows end before the generator has been told anything."""
         ends = int(plain_text()[1, PROMPT + 1])
         speculator, watches = watched_speculator(row, **PAUSED_UNTIL_A_ROW_ENDS)
         text, stats = generated(speculator, eos_token_id=ends)
@@ -261,7 +261,7 @@ class Text:
         return self.generator.propose(DraftStep(list(self.rows), anchors, lengths, limits))
 
     def num_right(self, draft: DraftTree) -> list[int]:
-        """How many tokens of each row's draft the target agrees with."""
+        """Number of tokens of each row's draft that the target agrees with."""
         counts = []
         for row, tokens, parents in zip(self.rows, draft.token_lists(), draft.parent_lists()):
             node, count = -1, 0

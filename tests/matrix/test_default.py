@@ -1,4 +1,4 @@
-"""Where nothing says how much to draft, every row of the table drafts as much as pays, and the text is the same."""
+"""Defaults: if nothing says how much to draft, every row drafts as much as pays, and the text is the same."""
 
 from __future__ import annotations
 

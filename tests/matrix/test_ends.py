@@ -1,4 +1,4 @@
-"""Where texts end: end tokens, lengths, stop strings and criteria, at every place of a draft."""
+"""Ends of texts: end tokens, lengths, stop strings and criteria, at every place of a draft."""
 
 from __future__ import annotations
 

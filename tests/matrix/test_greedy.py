@@ -44,7 +44,7 @@ def test_sliding_window(row):
 
 
 def test_chains_for_targets_that_take_no_trees(row, monkeypatch):
-    monkeypatch.setattr(ModelProfile, "takes_trees", False)
+    monkeypatch.setattr(ModelProfile, "supports_trees", False)
     call = assert_same(row, 2)
     assert all(len(set(trace.parents)) == len(trace.parents) for trace in traces_of(call))
 

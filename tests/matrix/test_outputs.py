@@ -1,4 +1,4 @@
-"""What is read and shown beside the text: processors, scores, states and streamers."""
+"""Everything read and shown beside the text: processors, scores, states and streamers."""
 
 from __future__ import annotations
 

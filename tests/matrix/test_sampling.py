@@ -72,7 +72,7 @@ def prompt() -> torch.LongTensor:
 
 
 @cache
-def law(name: str) -> dict:
+def four_tokens(name: str) -> dict:
     """Settings that leave four tokens, to the target and to drafters."""
     with torch.no_grad():
         kept = demo_target()(prompt()).logits[0, -1].topk(4).indices.tolist()
@@ -91,7 +91,11 @@ def exact(name: str) -> dict[tuple[int, ...], float]:
     for _ in range(3):
         texts = torch.cat([prompt().expand(len(probs), -1), torch.tensor(list(probs)).long()], dim=1)
         processors = demo_target().generate(
-            **with_mask(texts), do_sample=True, max_new_tokens=4, custom_generate=catch, **law(name)
+            **with_mask(texts),
+            do_sample=True,
+            max_new_tokens=4,
+            custom_generate=catch,
+            **four_tokens(name),
         )
         with torch.no_grad():
             scores = processors(texts, demo_target()(texts).logits[:, -1].float()).double().softmax(-1)
@@ -108,7 +112,7 @@ def chi_square(row: str, name: str, rule: str = "standard") -> tuple[float, int]
     torch.manual_seed(0)
     options = {"draft_sample_method": "probabilistic", "rejection_sample_method": rule, "num_speculative_tokens": 2}
     batch = with_mask(prompt().repeat(NUM_ROWS, 1))
-    text, call = drafted(row, batch, options=options, do_sample=True, max_new_tokens=4, **law(name))
+    text, call = drafted(row, batch, options=options, do_sample=True, max_new_tokens=4, **four_tokens(name))
     probs, size = exact(name), prompt().shape[1]
     counts = dict.fromkeys(probs, 0)
     for tokens in text[:, size : size + 3].tolist():

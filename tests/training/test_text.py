@@ -125,7 +125,7 @@ class TestErrors:
 
 
 def hide(monkeypatch, package):
-    """As if a package were not installed."""
+    """Acts as if a package were not installed."""
     original = builtins.__import__
 
     def importing(name, *args, **kwargs):

@@ -41,11 +41,12 @@ METHODS = (
     Method(
         name="dflash",
         noun="DFlash draft",
+        drafts_from="hidden states of several layers: a whole block in one forward",
         folder=__name__,
         generator="generator:DFlashCandidateGenerator",
         formats="formats",
         weights="a draft",
-        preference=2,
+        preference=20,
         preferred_because="a whole block in one pass, of several layers",
         recipe="recipe:DFlashRecipe",
         training=DFlashTraining,

@@ -59,6 +59,7 @@ class DFlashOptions(Options):
         least=1,
         most=MAX_NODES + 1,
         published=True,
+        engine_names={"speculative_num_draft_tokens": 0},
     )
     dflash_num_denoising_steps: int | None = setting(
         None,
@@ -252,7 +253,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         return self._logits(text, anchors, anchors.new_empty((len(anchors), 0)), count)
 
     def _chain_tokens(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
-        """At least the first `count` tokens of the block, `(R, K)`."""
+        """The first tokens of the block, at least `count`, `(R, K)`."""
         network = self.network
         if network.markov_head is not None:
             return self._corrected_tokens(text, anchors, count)

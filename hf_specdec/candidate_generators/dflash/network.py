@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ...settings import SpeculativeConfig
 
 
-# How tokenizers spell a mask token where the checkpoint does not say it.
+# Spellings of a tokenizer's mask token, if the checkpoint does not name it.
 _MASK_SPELLINGS = ("<|MASK|>", "<mask>", "[MASK]", "<MASK>")
 
 
@@ -180,7 +180,7 @@ class DFlashNetwork(DraftNetwork):
         return self._modules["norm"](stream)
 
     def predicting(self, output: torch.Tensor) -> torch.Tensor:
-        """Of `forward`'s output for one block, `(R, T, h)`, the positions that predict tokens, in their order."""
+        """Part of `forward`'s output for one block, `(R, T, h)`, the positions that predict tokens, in their order."""
         return output if self.config.predicts_next else output[:, 1:]
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:

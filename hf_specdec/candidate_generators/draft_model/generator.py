@@ -56,7 +56,7 @@ class DraftModelOptions(Options):
     draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("probabilistic")
     confidence_threshold: float = setting(
         0.0,
-        "A row stops drafting behind a token that the draft gives less probability than this, in [0, 1]. "
+        "A row stops drafting after a token that the draft gives less probability than this, in [0, 1]. "
         "0 drafts always `num_speculative_tokens`.",
         least=0,
         most=1,
@@ -345,7 +345,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         return DraftTree.chain(spread(draft.tokens), counts, None if draft.probs is None else spread(draft.probs))
 
     def keep_rows(self, keep: list[int]) -> None:
-        """Nothing yet: the next `propose` names the rows that are left."""
+        """Waits: the next `propose` names the rows that are left."""
 
     def _drop(self, gone: list[bool]) -> None:
         if not any(gone):

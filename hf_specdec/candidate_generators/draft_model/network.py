@@ -91,7 +91,7 @@ def _checked_weights(files: RepoFiles) -> str:
     return weights
 
 
-# How configs call what a model has in its depth, and what its weights are as wide as. All else is no bound here.
+# Keys of configs for the number of layers and for the widths of weights. All else is no bound here.
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers")
 _WIDTHS = re.compile(
     r".*_(size|dim|heads|experts|rank|channels)|(n|num|d)_(embd|head|inner|model|ff|kv)|(hidden|intermediate).*"

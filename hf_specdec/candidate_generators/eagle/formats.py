@@ -60,7 +60,7 @@ class EagleConfig(DraftConfig):
             after the final norm.
         norms (`tuple[str, ...]`): Names of the norms there are, such as "layers.0.hidden_norm".
         biases (`tuple[str, ...]`): Names of the linear layers with a bias, such as "fc".
-        has_fc, own_embedding (`bool`): Whether the head has these; it shares the embedding with the target otherwise.
+        has_fc, own_embedding (`bool`): The head has these; it shares the embedding with the target otherwise.
         norm_before_residual (`bool`): EAGLE-3's first layer adds to the normed state, not to the state itself.
         norm_output (`bool`): What is fed back has gone through the final norm.
         logit_scale (`float`): Factor of the logits.

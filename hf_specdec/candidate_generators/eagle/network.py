@@ -171,7 +171,7 @@ class Eagle3Network(EagleNetwork):
         fc_norm (`nn.ModuleList`): Norms over each of them, in EAGLE-3.1; empty in others.
     """
 
-    doubtful_flags = ("norm_output", "norm_before_residual")
+    unreliable_flags = ("norm_output", "norm_before_residual")
     states_keys = ("aux_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids")
     states_setting = "aux_layer_ids"
 

@@ -21,6 +21,7 @@ METHODS = (
     Method(
         name="mtp",
         noun="multi-token-prediction layers",
+        drafts_from="the target's own multi-token-prediction layers",
         folder=__name__,
         generator="generator:MtpCandidateGenerator",
         formats="formats",
@@ -35,7 +36,7 @@ METHODS = (
             "qwen3_next_mtp",
             "longcat_flash_mtp",
         ),
-        preference=3,
+        preference=30,
         preferred_because="trained with the target, mostly for one token that is then drafted on from",
         recipe="recipe:MtpRecipe",
         training=MtpTraining,

@@ -34,7 +34,7 @@ from ...threads import cached_property
 
 logger = logging.get_logger(__name__)
 
-# What the sizes of blocks with a scale of their own are where the config does not say.
+# Sizes of blocks with a scale of their own, if the config does not give them.
 _FP8_BLOCK = (128, 128)
 _SCALE = "_scale_inv"
 

@@ -297,7 +297,7 @@ class HalfLayer(nn.Module):
 
 
 class _SharedParts(TargetParts):
-    """Also its rotary embedding and its final norm."""
+    """Parts of the target, its rotary embedding and its final norm among them."""
 
     finders: ClassVar = TargetParts.finders | {
         "norm": lambda target: target.get_decoder().norm,

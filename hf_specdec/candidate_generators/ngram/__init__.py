@@ -7,11 +7,12 @@ METHODS = (
     Method(
         name="ngram",
         noun="n-gram speculation",
+        drafts_from="the longest earlier match of the end of the text",
         folder=__name__,
         generator="generator:NgramCandidateGenerator",
         takes_model=False,
         aliases=("prompt_lookup", "prompt_lookup_decoding"),
-        preference=9,
+        preference=90,
         preferred_because="no weights: repeats the prompt",
         vllm="ngram",
         sglang="NGRAM",

@@ -7,13 +7,14 @@ METHODS = (
     Method(
         name="recycling",
         noun="token recycling",
+        drafts_from="what the target considered after the same token",
         folder=__name__,
         generator="generator:RecyclingCandidateGenerator",
         takes_model=False,
         drafts_static_trees=True,
         complements_copies=True,
         aliases=("token_recycling",),
-        preference=10,
+        preference=100,
         preferred_because="no weights: what the target considered after the same token",
     ),
 )

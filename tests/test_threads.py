@@ -146,8 +146,8 @@ class TestLoading:
         calls.start(load_speculator, model, "slow", prompt_lookup_max=3)
         slow.wait_for_one()
         other = Calls()
-        other.start(load_speculator, model, "suffix")
-        assert other.end()[0].method == "suffix"
+        other.start(load_speculator, model, "recycling")
+        assert other.end()[0].method == "recycling"
         # Also one of the same method that takes its time.
         calls.start(load_speculator, model, "slow", prompt_lookup_max=4)
         slow.wait_for_one()

@@ -39,7 +39,9 @@ def page_of(method: Method) -> str:
 def methods_by_page() -> dict[str, list[Method]]:
     """The methods that share a page, those that need least first, without weights the preferred one."""
     pages: dict[str, list[Method]] = {}
-    for method in sorted(built_in_methods(), key=lambda one: (one.takes_model, not one.takes_model and one.preference)):
+    for method in sorted(
+        built_in_methods(), key=lambda one: (one.takes_model, not one.takes_model and one.preference)
+    ):
         pages.setdefault(page_of(method), []).append(method)
     return pages
 

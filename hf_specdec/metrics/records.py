@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from ..errors import SpecConfigError
 from .listeners import CallObserver, Listener, add_listener, listening_here, remove_listener
 from .stats import SpecDecodingStats
 
@@ -111,17 +113,56 @@ class CallRecord:
         trace (`CallTrace`, *optional*): Its tokens, with `record(trace=True)`.
         timings (`list[CycleTiming]`): Filled by `record(timings=True)` and `record(trace=True)`, an entry for each
             cycle.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): What `record` was given to show tokens as text.
     """
 
     stats: SpecDecodingStats
     model_name: str = ""
     trace: CallTrace | None = None
     timings: list[CycleTiming] = field(default_factory=list)
+    tokenizer: Any = field(default=None, repr=False, compare=False)
 
     @property
     def cycles(self) -> list[CycleTrace]:
         """The cycles that followed the prefill; empty without `record(trace=True)`."""
         return [] if self.trace is None else self.trace.cycles
+
+    def to_html(self, path: str | Path | None = None, tokenizer: Any = None) -> str:
+        """Draws the call as a page: who wrote each token, every cycle's draft, and where the time went.
+
+        Args:
+            path (`str` or `Path`, *optional*): File to write the page to. It needs no other file and no network.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): Shows tokens as text. Left out: that of `record`; where
+                there is none, tokens are shown by their numbers.
+
+        Returns:
+            `str`: The page.
+
+        Raises:
+            SpecConfigError: The call was recorded without a trace, or ended before its first token; or `tokenizer`
+                cannot decode.
+            OSError: The file cannot be written.
+        """
+        if self.trace is None:
+            raise SpecConfigError(
+                "This call was recorded without its tokens, so there is nothing to draw. Record it inside "
+                "`with hf_specdec.record(trace=True) as r:`."
+            )
+        # Only those who draw a page pay for it.
+        from .picture import page
+
+        html = page(self, self.tokenizer if tokenizer is None else tokenizer)
+        if path is not None:
+            Path(path).write_text(html, encoding="utf-8", newline="\n")
+        return html
+
+    def _repr_html_(self) -> str | None:
+        """The page of [`to_html`] for a notebook; `None`, which shows the `repr`, where there is nothing to draw."""
+        if self.trace is None or self.trace.first is None:
+            return None
+        from .picture import in_notebook
+
+        return in_notebook(self.to_html())
 
     @property
     def cycle_seconds(self) -> list[float]:
@@ -147,13 +188,14 @@ class Record(Listener):
     timings: bool = False
     calls: list[CallRecord] = field(default_factory=list)
     is_open: bool = field(default=True, repr=False)
+    tokenizer: Any = field(default=None, repr=False, compare=False)
 
     def begin_call(self, stats: SpecDecodingStats, model_name: str) -> CallObserver | None:
         # A thread that was given the context may outlive the block.
         if not self.is_open:
             return None
         trace = CallTrace() if self.trace else None
-        call = CallRecord(stats, model_name, trace)
+        call = CallRecord(stats, model_name, trace, tokenizer=self.tokenizer)
         self.calls.append(call)
         return _Recorder(call) if self.trace or self.timings else None
 
@@ -170,7 +212,9 @@ class _Recorder(CallObserver):
 
 
 @contextmanager
-def record(trace: bool = False, timings: bool = False, all_threads: bool = False) -> Iterator[Record]:
+def record(
+    trace: bool = False, timings: bool = False, all_threads: bool = False, tokenizer: Any = None
+) -> Iterator[Record]:
     """Collects the statistics of every speculative `generate()` that is made inside the block.
 
     Calls made by pipelines count too. Those of other threads and tasks do not, so that two requests of a server that
@@ -180,9 +224,10 @@ def record(trace: bool = False, timings: bool = False, all_threads: bool = False
 
     Args:
         trace (`bool`): Also keep every cycle: drafts, parents, accepted and committed tokens of each row, the target's
-            opinion of each, and the seconds.
+            opinion of each, and the seconds. [`CallRecord.to_html`] draws them.
         timings (`bool`): Also keep the seconds of every cycle, for percentiles.
         all_threads (`bool`): Collect the calls of all threads that begin while the block is open.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Shows tokens as text where a call is drawn.
 
     Example:
 
@@ -192,9 +237,10 @@ def record(trace: bool = False, timings: bool = False, all_threads: bool = False
     r.calls[0].stats.mean_acceptance_length
     r.calls[0].cycles[0].rows[0].draft_tokens
     numpy.percentile(r.calls[0].cycle_seconds, 95)
+    r.calls[0].to_html("call.html", tokenizer=tokenizer)
     ```
     """
-    collected = Record(trace, timings)
+    collected = Record(trace, timings, tokenizer=tokenizer)
     if all_threads:
         add_listener(collected)
     try:

@@ -53,7 +53,7 @@ def test_who_wrote_what():
         RowTrace(0, [], [], 0, [3], "suffix"),
         RowTrace(0, [1, 2], [-1, 0], 1, [1], "suffix"),  # ended inside of a draft
     ]
-    story = story_in(drawn(rows).to_html(tokenizer=Words(list("abcdef"))))
+    story = story_in(drawn(rows, method="suffix+eagle3").to_html(tokenizer=Words(list("abcdef"))))
     assert story["drafters"] == ["suffix", "eagle3"]
     steps = story["rows"][0]["steps"]
     assert [step["drafter"] for step in steps] == [None, 0, 1, 0, None, 0]

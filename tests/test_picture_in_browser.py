@@ -213,6 +213,23 @@ def test_hostile_texts_stay_texts(page, tmp_path):
     assert page.complaints() == []
 
 
+def test_calls_that_ended_early(page, tmp_path):
+    """One token alone; and a call that failed before the times of its cycles were known."""
+    drawn([]).to_html(tmp_path / "one.html", tokenizer=Words(["only"]))
+    page.open(tmp_path / "one.html")
+    assert page.find("h1").text == "1 token in 1 forward"
+    page.find("#token-0").click()
+    assert "Prefill" in page.find("#drawer h2").text
+    call = drawn([RowTrace(0, [1], [-1], 1, [1, 2])])
+    call.timings.clear()
+    call.to_html(tmp_path / "failed.html", tokenizer=Words(list("abc")))
+    page.open(tmp_path / "failed.html")
+    assert text_of(page) == "abc"
+    page.find("#token-1").click()
+    assert page.run("document.querySelectorAll('#tree .node').length") == 3
+    assert page.complaints() == []
+
+
 def test_numbers_without_a_tokenizer(page, tmp_path):
     drawn([RowTrace(0, [1], [-1], 1, [1, 2])]).to_html(tmp_path / "call.html")
     page.open(tmp_path / "call.html")

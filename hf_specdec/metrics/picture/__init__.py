@@ -1,6 +1,6 @@
 """A call as a page: the text by who wrote it, every cycle with its draft, and where the time went.
 
-`story` says what happened, `pieces` what each token looks like, `assembly` makes one file of them with `page.css` and
+`story` says what happened and `pieces` how each token reads; `assembly` makes one file of them with `page.css` and
 `page.js`. Nothing here imports torch.
 """
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def page(call: CallRecord, tokenizer: Any = None) -> str:
-    """The page of a call.
+    """Draws the page of a call.
 
     Args:
         call (`CallRecord`): Recorded with a trace.
@@ -40,7 +40,7 @@ def page(call: CallRecord, tokenizer: Any = None) -> str:
 
 
 def in_notebook(page_html: str, height: int = 720) -> str:
-    """A page inside of a frame of its own, whose style and script see nothing of the notebook.
+    """Puts a page into a frame of its own, whose style and script see nothing of the notebook.
 
     Args:
         page_html (`str`): The page.
@@ -63,12 +63,12 @@ def _filled(template: str, style: str, script: str, data: str) -> str:
 
 
 def _source(text: str) -> str:
-    """How a content security policy names an inline style or script."""
+    """Name of an inline style or script in a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _as_script_data(value: Any) -> str:
-    """JSON in ASCII that no HTML parser takes for the end of a script."""
+    """JSON in ASCII in which no HTML parser finds the end of a script."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

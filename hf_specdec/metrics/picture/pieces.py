@@ -16,7 +16,7 @@ _BEFORE, _AFTER = 6, 4
 
 
 class Pieces:
-    """Says what tokens look like.
+    """The texts of tokens.
 
     A token of half a character has no text of its own; the token that completes the character has all of it. So the
     texts of a row's tokens, joined, are the row's text.
@@ -45,7 +45,7 @@ class Pieces:
         return self._decoded(tuple(tokens))
 
     def of_row(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
-        """What each of a row's tokens adds, where `before` are the tokens in front of them."""
+        """The text that each of a row's tokens adds, where `before` are the tokens in front of them."""
         everything, pieces = [*before, *tokens], []
         for end in range(len(before), len(everything)):
             begin = max(end - _BEFORE, 0)
@@ -54,7 +54,7 @@ class Pieces:
         return pieces
 
     def of_draft(self, tokens: Sequence[int], parents: Sequence[int], before: Sequence[int]) -> list[str]:
-        """What each node of a draft adds to its path, where `before` are the tokens in front of the draft."""
+        """The text that each node of a draft adds to its path, where `before` are the tokens in front of the draft."""
         paths: list[list[int]] = []
         pieces = []
         for token, parent in zip(tokens, parents):

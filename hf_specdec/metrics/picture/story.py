@@ -1,4 +1,4 @@
-"""What a page shows of a call, as plain values: who wrote each token, what was drafted, where the time went."""
+"""Story of a call, as plain values: who wrote each token, what was drafted, where the time went."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ ACCEPTED = "accepted"
 
 
 def story_of(call: CallRecord, pieces: Pieces) -> dict[str, Any]:
-    """All that a page needs to know of a call whose trace has begun.
+    """Collects all that a page needs to know of a call whose trace has begun.
 
     Args:
         call (`CallRecord`): The call.
-        pieces (`Pieces`): Says what tokens look like.
+        pieces (`Pieces`): The texts of its tokens.
     """
     stats, trace = call.stats, call.trace
     cycles = [trace.first, *trace.cycles]
-    drafters = list(dict.fromkeys(row.drafter for cycle in cycles[1:] for row in cycle.rows if row.draft_tokens))
+    drafters = {row.drafter for cycle in cycles[1:] for row in cycle.rows if row.draft_tokens}
+    # In the order in which a combination names them.
+    drafters = sorted(drafters, key=lambda drafter: (stats.method.find(drafter), drafter))
     return {
         "version": __version__,
         # Of a folder its name: whose machine it lies on is nobody's business.
@@ -104,7 +106,7 @@ def _padded(trace: RowTrace) -> tuple[list, list]:
 
 
 def own_token_of(trace: RowTrace) -> str:
-    """Why the token after the accepted ones is the target's own."""
+    """Names the reason for which the token after the accepted ones is the target's own."""
     if not trace.draft_tokens:
         return PLAIN
     path = accepted_path(trace)

@@ -33,11 +33,20 @@ def blocks(page):
     return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PASTED + CONTINUED)
-def test_examples_run(page, tmp_path, monkeypatch):
-    """Each page on its own, in order, in one namespace, in an empty folder."""
+@pytest.fixture
+def fresh_process(tmp_path, monkeypatch):
+    """An empty folder, and settings as in a new process, both before an example and after it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_SPECDEC_ADAPTIVE", "1")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("page", PASTED + CONTINUED)
+@pytest.mark.usefixtures("fresh_process")
+def test_examples_run(page):
+    """Each page on its own, in order, in one namespace."""
     found, namespace = blocks(page), {"__name__": "page"}
     if page in CONTINUED:
         namespace |= {"hf_specdec": hf_specdec, "model": demo.load_target(), "tokenizer": demo.load_tokenizer()}

@@ -1,4 +1,5 @@
 # make demo: set up and run the demo.   make real: the same on a real model.   make test: set up and pass the tests.
+# make docs: build the site into build/site.
 VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
@@ -7,7 +8,7 @@ HEADS = $(addprefix --heads ,$(wildcard heads/smollm2))
 # The same versions also where pip builds a package in an environment of its own.
 export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
 
-.PHONY: setup demo real test style quality
+.PHONY: setup demo real test docs style quality
 
 setup: $(VENV)/.installed
 
@@ -25,6 +26,9 @@ real: setup
 
 test: setup
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu"
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir build/site
 
 style: setup
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format hf_specdec tests benchmarks tools

@@ -20,6 +20,7 @@ from hf_specdec.bench.machine import suitable_dtype
 from hf_specdec.cli.demo import _speedup_chart
 from hf_specdec.cli.generate import _read_prompt
 from hf_specdec.errors import SpecConfigError, SpecDecError
+from tests.pages import story_in
 
 
 PROMPT = "def read_json(path):\n    with open(path) as file:\n"
@@ -337,6 +338,14 @@ def test_generate_streams_only_the_new_text(plain_tokens):
     assert "mean acceptance length" in result.stderr
 
 
+def test_generate_draws_the_call(tmp_path):
+    path = tmp_path / "call.html"
+    answer = generate_json("--html", path, "--method", "ngram", PROMPT)
+    page = path.read_text(encoding="utf-8")
+    assert page.startswith("<!DOCTYPE html>")
+    assert [token[1] for step in story_in(page)["rows"][0]["steps"] for token in step["tokens"]] == answer["token_ids"]
+
+
 def test_generate_without_statistics():
     result = invoke("generate", "-n", 4, "--no-stats", PROMPT)
     assert result.exit_code == 0
@@ -390,6 +399,8 @@ def test_generate_with_a_chat_template(tmp_path):
         (("--file", "nowhere.py"), "The prompt in 'nowhere.py' cannot be read"),
         (("--file", "nowhere.py", PROMPT), "The prompt is given twice"),
         (("",), "The prompt is empty."),
+        (("--html", "call.html", "--method", "off", PROMPT), "--html draws drafts, and --method off makes none."),
+        (("--html", "nowhere/call.html", PROMPT), "The page 'nowhere/call.html' cannot be written"),
         (("--temperature", 0, "--top-k", 5, PROMPT), "leaves nothing for top_k to choose from"),
         (("--model", "./no-such-model", PROMPT), "The model './no-such-model' cannot be loaded"),
         (("--device", "gpu", PROMPT), "--device 'gpu' is no device"),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from ..metrics import CallRecord
     from ..speculator import Speculator
 
 
@@ -112,6 +113,10 @@ def generate_command(
     threads: ThreadsOption = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the tokenizer's chat template.")] = False,
     trust_remote_code: TrustOption = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Also write a page that shows the call: who wrote each token, every draft, every second."),
+    ] = None,
     stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Print statistics to standard error.")] = True,
     as_json: JsonOption = False,
 ) -> None:
@@ -120,6 +125,8 @@ def generate_command(
     The prompt is the argument, the content of --file, or standard input, taken as it is. Only the new text is printed.
     """
     text = _read_prompt(prompt, file)
+    if html is not None:
+        _check_page(html, method)
     place = Place(model, dtype, device, threads, trust_remote_code)
     sampling = sampling_arguments(temperature, top_p, top_k)
     import torch
@@ -139,7 +146,14 @@ def generate_command(
         if seed is not None:
             torch.manual_seed(seed)
         tokens, statistics = _generate(
-            target, tokenizer, batch.inputs, speculator, stream=not as_json, max_new_tokens=max_new_tokens, **sampling
+            target,
+            tokenizer,
+            batch.inputs,
+            speculator,
+            stream=not as_json,
+            html=html,
+            max_new_tokens=max_new_tokens,
+            **sampling,
         )
     answer = tokenizer.decode(tokens, skip_special_tokens=True)
     report = {"text": answer, "token_ids": tokens, "stats": statistics}
@@ -164,6 +178,14 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if not text:
         raise SpecConfigError("The prompt is empty. Give at least one character.")
     return text
+
+
+def _check_page(path: Path, method: str | None) -> None:
+    """Refuses a page that could not be drawn or written, before anything is loaded."""
+    if is_off(method):
+        raise SpecConfigError(f"--html draws drafts, and --method {method} makes none. Leave one of them out.")
+    if path.is_dir() or not path.parent.is_dir():
+        raise SpecConfigError(f"The page '{path}' cannot be written. Give --html a file in a folder that exists.")
 
 
 def _load_speculator(
@@ -202,9 +224,10 @@ def _generate(
     inputs: dict[str, torch.Tensor],
     speculator: Speculator | None,
     stream: bool,
+    html: Path | None,
     **arguments: Any,
 ) -> tuple[list[int], dict[str, Any]]:
-    """New token ids of one prompt, and the statistics of the call."""
+    """New token ids of one prompt, and the statistics of the call, which is drawn where `html` says."""
     from time import perf_counter
 
     from transformers import TextStreamer
@@ -213,12 +236,14 @@ def _generate(
     from ..metrics import record
 
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
-    with record() as recorded:
+    with record(trace=html is not None) as recorded:
         began = perf_counter()
         sequences = generate(model, **inputs, **arguments, streamer=streamer, assistant=speculator)
         seconds = perf_counter() - began
     num_prompt_tokens = inputs["input_ids"].shape[1]
     tokens = sequences[0, num_prompt_tokens:].tolist()
+    if html is not None:
+        _draw(recorded.calls, html, tokenizer)
     statistics = recorded.calls[0].stats.to_dict() if recorded.calls else {"method": "off"}
     return tokens, {
         **statistics,
@@ -227,6 +252,15 @@ def _generate(
         "seconds": seconds,
         "tokens_per_second": len(tokens) / seconds,
     }
+
+
+def _draw(calls: list[CallRecord], path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    if not calls:
+        raise SpecConfigError("The page was not written: transformers' own loop has generated, which keeps no trace.")
+    try:
+        calls[0].to_html(path, tokenizer)
+    except OSError as error:
+        raise SpecConfigError(f"The page '{path}' cannot be written: {error}") from error
 
 
 def _print_statistics(stats: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ from .reporting import ColumnStreamer, DeferredWork, count_cycle, count_graphs, 
 from .request import Request
 from .sequences import Sequences, StopRules
 from .target import SlotModel, SlotOutput, call_graphs
+from .tracing import Tracer
 
 
 class DecodingLoop:
@@ -66,6 +67,7 @@ class DecodingLoop:
         self.streamer = ColumnStreamer(request.streamer, self.sequences, self.stop)
         self.deferred = DeferredWork(self.device)
         self.check: ContinuationCheck | None = None
+        self.tracer: Tracer | None = None
 
         origin = dict(getattr(speculator, "origin", {}))
         self.settings = getattr(speculator, "config", None)
@@ -120,6 +122,8 @@ class DecodingLoop:
         finally:
             # Also where a forward has failed: what was committed before is counted and streamed.
             self.deferred.flush()
+        if self.tracer is not None:
+            self.tracer.read_scores()
 
     def _cycle(self) -> None:
         began = perf_counter()
@@ -152,6 +156,11 @@ class DecodingLoop:
         self.stats.num_committed_tokens += self.request.batch_size
         self.recorder.add(self.rows, verdict.path, verdict.counts, logits, output.get("hidden_states"))
         self.anchors = verdict.tokens[:, 0]
+        if self.progress.traces:
+            prompts = self.continuation.prompt(self.request.input_ids, {}).token_lists
+            self.tracer = Tracer(self.progress.traces, self.stats.method, prompts)
+            self.tracer.score(draft, verdict, logits)
+            self.tracer.add_cycle(draft, verdict, self.rows)
         if not (self.stop.all_finished or self.request.synced_gpus):
             self.check = ContinuationCheck.begin(self.model, self.target.cache, self.continuation, self.anchors)
         # With a check under way, nothing is shown before the first verification has been compared with it.
@@ -206,7 +215,9 @@ class DecodingLoop:
         counts = verdict.counts
         self.target.commit(counts, None if draft.is_chain else verdict.path)
         self.recorder.add(self.rows, verdict.path, counts, output.logits, output.all_hidden_states)
-        report = partial(count_cycle, self.stats, self.progress.traces, draft.without_probs(), verdict, self.rows)
+        if self.tracer is not None:
+            self.tracer.score(draft, verdict, output.logits)
+        report = partial(count_cycle, self.stats, self.tracer, draft.without_probs(), verdict, self.rows)
         self.deferred.add(report)
         self.deferred.add(self.streamer.put_columns)
         began = perf_counter()

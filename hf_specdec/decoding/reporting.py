@@ -13,10 +13,11 @@ import torch
 
 from ..drafts import DraftTree
 from ..logits.verifier import Verdict
-from ..metrics import CycleTrace, RowTrace, SpecDecodingStats
+from ..metrics import SpecDecodingStats
 from ..protocol import Drafter, DraftStep, Lookups
 from .sequences import Sequences, StopRules
 from .target import SlotModel
+from .tracing import Tracer
 
 
 class DeferredWork:
@@ -85,13 +86,13 @@ class ColumnStreamer:
 
 
 def count_cycle(
-    stats: SpecDecodingStats, traces: list[list[CycleTrace]], draft: DraftTree, verdict: Verdict, rows: list[int]
+    stats: SpecDecodingStats, tracer: Tracer | None, draft: DraftTree, verdict: Verdict, rows: list[int]
 ) -> None:
     """Adds one cycle to the statistics, and its tokens to the traces.
 
     Args:
         stats (`SpecDecodingStats`): Those of the call.
-        traces (`list[list[CycleTrace]]`): Of those who want to know the tokens, often none.
+        tracer (`Tracer`, *optional*): Keeps the tokens, where someone wants to know them.
         draft (`DraftTree`), verdict (`Verdict`): What was drafted and committed.
         rows (`list[int]`): Numbers of the active rows.
     """
@@ -101,12 +102,8 @@ def count_cycle(
         stats.count(nodes, depth, accepted, len(committed))
     if not any(drafted):
         stats.count_without_drafts(draft.why_empty)
-    if traces:
-        drafts = draft.token_lists(), draft.parent_lists()
-        traced = zip(rows, *drafts, verdict.num_accepted, verdict.token_lists)
-        cycle = CycleTrace([RowTrace(row, list(t), list(p), n, list(c)) for row, t, p, n, c in traced])
-        for trace in traces:
-            trace.append(cycle)
+    if tracer is not None:
+        tracer.add_cycle(draft, verdict, rows)
 
 
 def explain_empty(draft: DraftTree, step: DraftStep, generator: Drafter) -> None:

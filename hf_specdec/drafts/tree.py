@@ -54,6 +54,7 @@ class DraftTree:
         size (`int`): N, the padded number of nodes of a row.
         node_counts (`list[int]`, *optional*): `num_nodes` on the host.
         why_empty (`str`): For the statistics, where no row has a draft: "nothing_found", or why none was tried.
+        drafters (`list[str]`, *optional*): The method that made each row's draft, where several share the work.
     """
 
     tokens: torch.LongTensor
@@ -69,6 +70,7 @@ class DraftTree:
     size: int = field(init=False, repr=False)
     node_counts: list[int] | None = field(default=None, init=False, repr=False)
     why_empty: str = field(default="nothing_found", init=False, repr=False)
+    drafters: list[str] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self):
         self.batch_size, self.size = self.tokens.shape
@@ -205,8 +207,11 @@ class DraftTree:
         """The likeliest nodes of each row to be accepted, at most `count`; the whole draft if it rates none."""
         if count >= self.size or not self.is_rated:
             return self
-        if self.shape is not None:
-            return self._likeliest_of_shape(count)
+        fewer = self._likeliest_of_shape(count) if self.shape is not None else self._likeliest_by_path(count)
+        fewer.drafters = self.drafters
+        return fewer
+
+    def _likeliest_by_path(self, count: int) -> DraftTree:
         best = self.path_log_probs.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
         parents = renumbered(self.parents.expand_as(self.tokens).gather(1, best), best, self.size)
         known = self.node_counts

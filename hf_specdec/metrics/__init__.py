@@ -7,18 +7,20 @@ from .listeners import begin_call
 from .log_line import log_as_environment_says, log_every
 from .low_acceptance import watch_acceptance
 from .prometheus import disable, enable, start_http_server
-from .records import CallRecord, CycleTiming, CycleTrace, Record, RowTrace, record
+from .records import CallRecord, CallTrace, CycleTiming, CycleTrace, Record, RowTrace, TokenScore, record
 from .stats import LOSSLESS_RULES, SpecDecodingStats
 
 
 __all__ = [
     "LOSSLESS_RULES",
     "CallRecord",
+    "CallTrace",
     "CycleTiming",
     "CycleTrace",
     "Record",
     "RowTrace",
     "SpecDecodingStats",
+    "TokenScore",
     "begin_call",
     "disable",
     "enable",

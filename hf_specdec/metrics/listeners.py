@@ -12,10 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..threads import Lock
 from .stats import SpecDecodingStats, StatsReader
+
+
+if TYPE_CHECKING:
+    from .records import CallTrace
 
 
 # transformers' `get_logger` gives the same one; this module is imported without transformers.
@@ -26,10 +30,10 @@ class CallObserver:
     """Listener of one call, in the thread that makes it.
 
     Attributes:
-        trace (`list[CycleTrace]`, *optional*): The loop adds each cycle's tokens to it; `None`: they are not needed.
+        trace (`CallTrace`, *optional*): The loop adds prompts and the tokens of each cycle. `None`: nobody needs them.
     """
 
-    trace: list | None = None
+    trace: CallTrace | None = None
 
     def end_prefill(self, new: SpecDecodingStats) -> None:
         """Every row has its first token, and the drafter has read the prompts. `new`: counts and seconds until now."""
@@ -57,7 +61,7 @@ class CallProgress:
         observers (`list[CallObserver]`): Often none.
 
     Attributes:
-        traces (`list[list[CycleTrace]]`): Where the loop adds each cycle's tokens.
+        traces (`list[CallTrace]`): Where the loop adds prompts and each cycle's tokens.
     """
 
     def __init__(self, stats: SpecDecodingStats, observers: list[CallObserver]):

@@ -5,14 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from ..errors import SpecConfigError
 from .listeners import CallObserver, Listener, add_listener, listening_here, remove_listener
 from .stats import SpecDecodingStats
 
 
+class TokenScore(NamedTuple):
+    """The target's opinion of a token, by its logits before any logits processor.
+
+    Attributes:
+        prob (`float`): Its probability.
+        rank (`int`): Its place among all tokens; 1 is the likeliest.
+        margin (`float`): Its logit minus that of the best other token: above 0 for the likeliest one, and near 0 where
+            two are almost tied.
+    """
+
+    prob: float
+    rank: int
+    margin: float
+
+
 @dataclass
 class RowTrace:
-    """One row of one cycle, as plain lists and ints.
+    """One row of one cycle, as plain lists and numbers.
 
     Attributes:
         row (`int`): Row of the call.
@@ -20,6 +38,11 @@ class RowTrace:
         parents (`list[int]`): Their parents, -1 for a child of the anchor.
         num_accepted (`int`): Draft tokens that were committed.
         committed_tokens (`list[int]`): Tokens committed: the accepted ones and one more of the target's.
+        drafter (`str`): Method that made the draft; of a combination, the one of its two that this row asked.
+        draft_scores (`list[TokenScore]`): The target's opinion of each drafted node. Filled when the call ends.
+        draft_probs (`list[float]`): Probability with which the drafter has sampled each node; empty where drafts are
+            not sampled.
+        committed_scores (`list[TokenScore]`): The target's opinion of each committed token.
     """
 
     row: int
@@ -27,13 +50,40 @@ class RowTrace:
     parents: list[int]
     num_accepted: int
     committed_tokens: list[int]
+    drafter: str = ""
+    # Two traces with the same tokens are equal, however the forwards have rounded.
+    draft_scores: list[TokenScore] = field(default_factory=list, compare=False)
+    draft_probs: list[float] = field(default_factory=list, compare=False)
+    committed_scores: list[TokenScore] = field(default_factory=list, compare=False)
 
 
 @dataclass
 class CycleTrace:
-    """One draft and its verification; `rows` are the rows that were active."""
+    """One draft and its verification.
+
+    Attributes:
+        rows (`list[RowTrace]`): The rows that were active.
+        why_empty (`str`): Why no row has a draft, as in `SpecDecodingStats.num_cycles_without_drafts`; else empty.
+    """
 
     rows: list[RowTrace]
+    why_empty: str = ""
+
+
+@dataclass
+class CallTrace:
+    """The tokens of one call.
+
+    Attributes:
+        prompts (`list[list[int]]`): Each row's prompt, without padding.
+        first (`CycleTrace`, *optional*): The first token of each row, which the prefill gives. `None` where the call
+            ended before.
+        cycles (`list[CycleTrace]`): What followed.
+    """
+
+    prompts: list[list[int]] = field(default_factory=list)
+    first: CycleTrace | None = None
+    cycles: list[CycleTrace] = field(default_factory=list)
 
 
 @dataclass
@@ -59,13 +109,60 @@ class CallRecord:
 
     Attributes:
         stats (`SpecDecodingStats`): What the call drafted, accepted and spent.
-        cycles (`list[CycleTrace]`): Filled by `record(trace=True)`; the first one follows the prefill.
-        timings (`list[CycleTiming]`): Filled by `record(timings=True)`, an entry for each cycle.
+        model_name (`str`): The target's repo id or folder, or its class.
+        trace (`CallTrace`, *optional*): Its tokens, with `record(trace=True)`.
+        timings (`list[CycleTiming]`): Filled by `record(timings=True)` and `record(trace=True)`, an entry for each
+            cycle.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): What `record` was given to show tokens as text.
     """
 
     stats: SpecDecodingStats
-    cycles: list[CycleTrace] = field(default_factory=list)
+    model_name: str = ""
+    trace: CallTrace | None = None
     timings: list[CycleTiming] = field(default_factory=list)
+    tokenizer: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def cycles(self) -> list[CycleTrace]:
+        """The cycles that followed the prefill; empty without `record(trace=True)`."""
+        return [] if self.trace is None else self.trace.cycles
+
+    def to_html(self, path: str | Path | None = None, tokenizer: Any = None) -> str:
+        """Draws the call as a page: who wrote each token, every cycle's draft, and where the time went.
+
+        Args:
+            path (`str` or `Path`, *optional*): File to write the page to. It needs no other file and no network.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): Shows tokens as text. Left out: that of `record`; where
+                there is none, tokens are shown by their numbers.
+
+        Returns:
+            `str`: The page.
+
+        Raises:
+            SpecConfigError: The call was recorded without a trace, or ended before its first token; or `tokenizer`
+                cannot decode.
+            OSError: The file cannot be written.
+        """
+        if self.trace is None:
+            raise SpecConfigError(
+                "This call was recorded without its tokens, so there is nothing to draw. Record it inside "
+                "`with hf_specdec.record(trace=True) as r:`."
+            )
+        # Only those who draw a page pay for it.
+        from .picture import page
+
+        html = page(self, self.tokenizer if tokenizer is None else tokenizer)
+        if path is not None:
+            Path(path).write_text(html, encoding="utf-8", newline="\n")
+        return html
+
+    def _repr_html_(self) -> str | None:
+        """The page of [`to_html`] for a notebook; `None`, which shows the `repr`, where there is nothing to draw."""
+        if self.trace is None or self.trace.first is None:
+            return None
+        from .picture import in_notebook
+
+        return in_notebook(self.to_html())
 
     @property
     def cycle_seconds(self) -> list[float]:
@@ -91,31 +188,33 @@ class Record(Listener):
     timings: bool = False
     calls: list[CallRecord] = field(default_factory=list)
     is_open: bool = field(default=True, repr=False)
+    tokenizer: Any = field(default=None, repr=False, compare=False)
 
     def begin_call(self, stats: SpecDecodingStats, model_name: str) -> CallObserver | None:
         # A thread that was given the context may outlive the block.
         if not self.is_open:
             return None
-        call = CallRecord(stats)
+        trace = CallTrace() if self.trace else None
+        call = CallRecord(stats, model_name, trace, tokenizer=self.tokenizer)
         self.calls.append(call)
-        return _Recorder(call, self) if self.trace or self.timings else None
+        return _Recorder(call) if self.trace or self.timings else None
 
 
 class _Recorder(CallObserver):
     """Fills a call's record while the call runs."""
 
-    def __init__(self, call: CallRecord, wanted: Record):
-        self.trace = call.cycles if wanted.trace else None
-        self.timings = call.timings if wanted.timings else None
+    def __init__(self, call: CallRecord):
+        self.trace, self.timings = call.trace, call.timings
 
     def end_cycle(self, new: SpecDecodingStats, seconds: float) -> None:
-        if self.timings is not None:
-            timing = CycleTiming(seconds, new.draft_seconds, new.verify_seconds, new.num_committed_tokens)
-            self.timings.append(timing)
+        timing = CycleTiming(seconds, new.draft_seconds, new.verify_seconds, new.num_committed_tokens)
+        self.timings.append(timing)
 
 
 @contextmanager
-def record(trace: bool = False, timings: bool = False, all_threads: bool = False) -> Iterator[Record]:
+def record(
+    trace: bool = False, timings: bool = False, all_threads: bool = False, tokenizer: Any = None
+) -> Iterator[Record]:
     """Collects the statistics of every speculative `generate()` that is made inside the block.
 
     Calls made by pipelines count too. Those of other threads and tasks do not, so that two requests of a server that
@@ -124,9 +223,11 @@ def record(trace: bool = False, timings: bool = False, all_threads: bool = False
     of a `ThreadPoolExecutor` do not.
 
     Args:
-        trace (`bool`): Also keep every cycle: drafts, parents, accepted and committed tokens of each row.
+        trace (`bool`): Also keep every cycle: drafts, parents, accepted and committed tokens of each row, the target's
+            opinion of each, and the seconds. [`CallRecord.to_html`] draws them.
         timings (`bool`): Also keep the seconds of every cycle, for percentiles.
         all_threads (`bool`): Collect the calls of all threads that begin while the block is open.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Shows tokens as text where a call is drawn.
 
     Example:
 
@@ -136,9 +237,10 @@ def record(trace: bool = False, timings: bool = False, all_threads: bool = False
     r.calls[0].stats.mean_acceptance_length
     r.calls[0].cycles[0].rows[0].draft_tokens
     numpy.percentile(r.calls[0].cycle_seconds, 95)
+    r.calls[0].to_html("call.html", tokenizer=tokenizer)
     ```
     """
-    collected = Record(trace, timings)
+    collected = Record(trace, timings, tokenizer=tokenizer)
     if all_threads:
         add_listener(collected)
     try:

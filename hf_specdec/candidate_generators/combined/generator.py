@@ -101,6 +101,7 @@ class CombinedCandidateGenerator(CandidateGenerator):
             self._clock.drafted()
             cycle.num_drafted, cycle.num_read = drafted.size, num_unread
             cycle.draft = drafted if all(asked) else merged(retrieved, drafted, asked)
+        cycle.draft.drafters = [self.options.methods[is_asked] for is_asked in asked]
         return cycle.draft
 
     def learn(self, nodes: VerifiedNodes) -> None:

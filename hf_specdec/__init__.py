@@ -30,6 +30,7 @@ _LAZY = {
     "Speculator": "speculator",
     "forget_speculators": "loader",
     "generate": "integration",
+    "generate_many": "many.generate",
     "install": "hook",
     "load_speculator": "loader",
     "record": "metrics",
@@ -56,6 +57,7 @@ __all__ = [
     "UnsupportedModelError",
     "forget_speculators",
     "generate",
+    "generate_many",
     "install",
     "load_speculator",
     "metrics",
@@ -75,6 +77,7 @@ if TYPE_CHECKING:
     from .hub.published import store_settings
     from .integration import generate
     from .loader import forget_speculators, load_speculator
+    from .many.generate import generate_many
     from .metrics import SpecDecodingStats, record
     from .protocol import Commit, DraftStep, Prompt, Session
     from .settings import SpeculativeConfig

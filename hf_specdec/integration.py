@@ -202,8 +202,13 @@ class _Call:
             _prepare_stop_strings(self.model, self.arguments, strings, tokenizer)
         return True
 
-    def run(self, original: Callable):
-        """The output of transformers' `generate()` with the loop of this package inside."""
+    def run(self, original: Callable, use: Callable[[Request], Any] | None = None):
+        """The output of transformers' `generate()` with the loop of this package inside.
+
+        Args:
+            original (`Callable`): transformers' own `generate` function.
+            use (`Callable`, *optional*): What is done with the prepared request in the place of the loop.
+        """
         streamer, synced_gpus = self.arguments.pop("streamer", None), self.arguments.pop("synced_gpus", None)
         if synced_gpus is None and torch.distributed.is_available() and torch.distributed.is_initialized():
             is_sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(self.model)
@@ -225,12 +230,71 @@ class _Call:
                 past_key_values=user_cache,
                 began=self.began,
             )
+            if use is not None:
+                return use(request)
             self.loop = DecodingLoop(request, self.speculator)
             return self.loop.run()
 
         original_device = _move_to_model(self.model, self.arguments)
         output = original(self.model, **{**self.arguments, "custom_generate": decode})
         return output if original_device is None else _moved_output(output, original_device)
+
+
+def prepare_request(model: PreTrainedModel, arguments: dict[str, Any]) -> Request:
+    """A call as transformers prepares it, with nothing decoded.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        arguments (`dict`): transformers' arguments by name.
+
+    Raises:
+        SpecConfigError: The loop cannot do what is asked for.
+    """
+    call, prepared = _Call(model, dict(arguments), SpeculativeArguments()), []
+    call.can_speculate()
+
+    def keep(request: Request) -> torch.LongTensor:
+        prepared.append(request)
+        return request.input_ids
+
+    call.run(original_generate(type(model)), keep)
+    return prepared[0]
+
+
+def speculator_of_many(
+    model: PreTrainedModel, arguments: dict[str, Any], asked: SpeculativeArguments
+) -> Speculator | None:
+    """The drafter of a run of many requests; `None` for plain decoding.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        arguments (`dict`): transformers' arguments of all requests.
+        asked (`SpeculativeArguments`): What the run asks for; without it the generation config is asked.
+
+    Raises:
+        SpecConfigError: The drafter serves one call or one row only.
+        UnsupportedModelError: The target's architecture cannot be driven by the loop.
+    """
+    configured = None if asked.choose_drafter else configured_arguments(model, (), arguments)
+    call = _Call.of(model, arguments, asked, configured)
+    model_profile(model)
+    if call.asked.is_off or not (call.asked.given or call.entry is not None):
+        return None
+    if call.entry is None:
+        speculator = _speculator(model, call.asked)
+    else:
+        speculator = load_configured(model, call.entry, call.asked.num_speculative_tokens)
+    if not isinstance(speculator, Speculator):
+        raise SpecConfigError(
+            f"A {type(call.asked.assistant).__name__} serves one call, and requests that join later need their own. "
+            "Pass the speculator, or name a `spec_method`."
+        )
+    if speculator.stock_assistant is not None:
+        raise SpecConfigError(
+            f"{type(speculator.stock_assistant).__name__} drafts for one row, in transformers' own assisted decoding. "
+            "Call generate() for each request."
+        )
+    return speculator
 
 
 def _leave_out_objects(model: PreTrainedModel, arguments: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ _LAZY = {
     "Speculator": "speculator",
     "forget_speculators": "loader",
     "generate": "integration",
+    "generate_batch": "many.batching",
     "generate_many": "many.generate",
     "install": "hook",
     "load_speculator": "loader",
@@ -57,6 +58,7 @@ __all__ = [
     "UnsupportedModelError",
     "forget_speculators",
     "generate",
+    "generate_batch",
     "generate_many",
     "install",
     "load_speculator",
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
     from .hub.published import store_settings
     from .integration import generate
     from .loader import forget_speculators, load_speculator
+    from .many.batching import generate_batch
     from .many.generate import generate_many
     from .metrics import SpecDecodingStats, record
     from .protocol import Commit, DraftStep, Prompt, Session

@@ -24,7 +24,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 from transformers.utils import logging
 
-from .arguments import ARGUMENTS, SpeculativeArguments, configured_arguments, is_off
+from .arguments import ARGUMENTS, SpeculativeArguments, configured_arguments
 from .decoding.loop import DecodingLoop
 from .decoding.profile import REPEATED_INPUTS, is_text_only, model_profile
 from .decoding.request import Request
@@ -303,29 +303,6 @@ def _leave_out_objects(model: PreTrainedModel, arguments: dict[str, Any]) -> Non
     for name in ARGUMENTS:
         vars(config).pop(name, None)
     arguments["generation_config"] = config
-
-
-def check_continuous_batching(model: PreTrainedModel, given: dict[str, Any]) -> None:
-    """Refuses speculation in transformers' continuous batching, which has a loop of its own.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        given (`dict`): The speculative arguments of the call, if there are any; otherwise its generation config asks.
-
-    Raises:
-        SpecConfigError: The call asks for speculation.
-    """
-    if given and not (is_off(given.get("spec_method")) or is_off(given.get("speculative"))):
-        names = ", ".join(f"`{name}`" for name in given)
-        raise SpecConfigError(
-            f"generate_batch(), transformers' continuous batching, cannot speculate, and got {names}. Leave them out, "
-            "or pass the prompts to generate() as a padded batch."
-        )
-    if not given:
-        logger.warning_once(
-            f"generate_batch(), transformers' continuous batching, cannot speculate, which the generation config of "
-            f"{type(model).__name__} sets. Its prompts are decoded without."
-        )
 
 
 def _generate_assisted(model: PreTrainedModel, original: Callable, arguments: dict[str, Any], speculator: Speculator):

@@ -11,9 +11,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from hf_specdec import CandidateGenerator, DraftTree, SpecConfigError, UnsupportedModelError, generate_many
+from hf_specdec import (
+    CandidateGenerator,
+    DraftTree,
+    SpecConfigError,
+    UnsupportedModelError,
+    generate_batch,
+    generate_many,
+)
 from hf_specdec.candidate_generators import register_candidate_generator
 from hf_specdec.decoding.joint import Row
 from hf_specdec.many.engine import Engine
@@ -459,3 +467,45 @@ def test_a_run_that_was_stopped_goes_on(model, tmp_path):
 def test_progress(model, capsys):
     run(model, [prompt(index) for index in range(3)], progress=True, max_new_tokens=2)
     assert "3/3" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------- generate_batch()
+
+
+def test_outputs_are_those_of_transformers(model):
+    prompts = [prompt(index, 2 + index) for index in range(5)]
+    outputs = generate_batch(
+        model, prompts, GenerationConfig(do_sample=False, max_new_tokens=7), batch_size=2, **NGRAM
+    )
+    assert list(outputs) == [f"req_{index}" for index in range(5)]
+    for name, own in zip(outputs, prompts):
+        output = outputs[name]
+        assert isinstance(output, GenerationOutput)
+        assert output.is_finished()
+        assert (output.request_id, output.prompt_ids, output.error) == (name, own, None)
+        assert output.generated_tokens == alone(model, own, max_new_tokens=7)
+        assert output.speculative.num_committed_tokens == 7
+    assert generate_batch(model, []) == {}
+
+
+def test_several_sequences_of_a_prompt(model):
+    config = GenerationConfig(do_sample=True, max_new_tokens=9, num_return_sequences=2, pad_token_id=0)
+    outputs = model.generate_batch([prompt(0), prompt(1)], config, **NGRAM)
+    assert list(outputs) == ["req_0__child#0", "req_0", "req_1__child#0", "req_1"]
+    assert len({tuple(output.generated_tokens) for output in outputs.values()}) == 4
+    assert config.num_return_sequences == 2
+
+
+def test_failed_outputs(model):
+    outputs = generate_batch(model, [prompt(0), [VOCAB_SIZE]], max_new_tokens=3, do_sample=False, **NGRAM)
+    assert outputs["req_0"].status == RequestStatus.FINISHED
+    assert outputs["req_1"].status == RequestStatus.FAILED
+    assert "from 0 to 63" in outputs["req_1"].error
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"record_timestamps": True}, {"inputs": "abc"}, {"inputs": ["abc"]}, {"batch_size": -1}]
+)
+def test_bad_arguments_of_batches(model, wrong):
+    with nothing_runs(model), pytest.raises(SpecConfigError):
+        generate_batch(**{"model": model, "inputs": [[1]], **NGRAM, **wrong})

@@ -36,6 +36,10 @@ from .sequences import Sequences, StopRules
 from .target import SlotOutput
 
 
+# Judges that are kept for rows to come.
+_MOST_JUDGES = 64
+
+
 class Row:
     """One request while it is decoded.
 
@@ -45,6 +49,7 @@ class Row:
 
     Attributes:
         sequences, stop, stack: Its text, its stopping rules and its processors.
+        signature (`tuple`, *optional*): Of the processors, as [`ProcessorStack.signature`].
         stats (`SpecDecodingStats`): What was drafted and accepted for it; forwards and seconds belong to all rows.
         error (`Exception`, *optional*): Why it has failed.
         is_cancelled (`bool`): It ends where it stands.
@@ -57,6 +62,7 @@ class Row:
         self.request, self.seed, self.number = request, seed, number
         self.samples = bool(request.generation_config.do_sample)
         self.stack = ProcessorStack(request.logits_processor)
+        self.signature = self.stack.signature
         self.is_cancelled = False
         self.restart()
 
@@ -153,7 +159,7 @@ class JointSampler(DraftSampler):
 
     def scores(self, logits: torch.Tensor, rows: list[int], drafted: list[torch.LongTensor]) -> torch.Tensor:
         table = self.sequences.table
-        signatures = [table[row].stack.signature for row in rows]
+        signatures = [table[row].signature for row in rows]
         logits = fit_width(logits, self.vocab_size)
         if signatures[0] is not None and len(set(signatures)) == 1:
             return table[rows[0]].stack.all_nodes(logits)
@@ -162,7 +168,7 @@ class JointSampler(DraftSampler):
 
     @staticmethod
     def _own(row: Row, index: int, scores: torch.Tensor, drafted: list[torch.LongTensor]) -> torch.Tensor:
-        if row.stack.signature is not None:
+        if row.signature is not None:
             return row.stack.all_nodes(scores[index])
         if scores.dim() > 2:
             # Of several positions at once the tokens in between are not known.
@@ -220,16 +226,17 @@ class JointVerifier:
             SpecConfigError: The acceptance rule cannot do what the request wants.
         """
         self._uniforms.name(number, row.seed, row.number)
-        signature = row.stack.signature
-        if signature is None:
+        if row.signature is None:
             uniforms = None
             if row.samples:
                 uniforms = RowUniforms(row.seed, self._uniforms.device)
                 uniforms.name(0, row.seed, row.number)
             row.judge = Judge(Verifier(row.stack, row.stop, self._make_rule(uniforms)), is_alone=True)
         else:
-            key = row.samples, signature
+            key = row.samples, row.signature
             if key not in self._shared:
+                if len(self._shared) >= _MOST_JUDGES:
+                    self._shared.clear()
                 rule = self._make_rule(self._uniforms if row.samples else None)
                 self._shared[key] = Judge(Verifier(row.stack, self._stop, rule), is_alone=False)
             row.judge = self._shared[key]
@@ -304,6 +311,7 @@ class JointLoop(DecodingLoop):
 
     def __init__(self, request: Request, speculator: DrafterSource, rows: list[Row], num_places: int):
         self.table: list[Row | None] = [None] * num_places
+        self.progress: CallProgress | None = None
         self.uniforms = RowUniforms(0, request.device)
         self._checks: list[tuple[ContinuationCheck, int, list[int]]] = []
         sequences = JointSequences(self.table, request.input_ids.shape[1])
@@ -340,7 +348,6 @@ class JointLoop(DecodingLoop):
             self._use_graphs()
         self.verifier.rule.check_depth(self.generator.num_speculative_tokens)
         self.progress = self._begin_call() if is_first else CallProgress(self.stats, [])
-        self.progress.__enter__()
         self.verifier.reads_drafts = bool(self.progress.traces)
         self._prefill()
         self.progress.end_prefill()
@@ -386,15 +393,17 @@ class JointLoop(DecodingLoop):
         with ExitStack() as parts:
             parts.callback(self.target.close)
             parts.callback(self.generator.close)
+            if self.progress is not None:
+                parts.push(self.progress)
             parts.callback(self.deferred.flush)
 
     def end(self) -> None:
         """Closes a loop that went on by itself, and its account."""
         try:
+            self.deferred.flush()
             self.stats.total_seconds = perf_counter() - self.began
             self._close_account()
         finally:
-            self.progress.__exit__(None, None, None)
             self.close()
 
     # What rows of different requests change in the loop

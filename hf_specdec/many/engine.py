@@ -110,7 +110,9 @@ class Engine:
             self._waiting.remove(row)
             self._ended.append(row)
 
+    # In the same mode each time, whatever that of the caller is.
     @on_cpu_unless_said
+    @torch.inference_mode(False)
     @torch.no_grad()
     def step(self) -> list[Row]:
         """Takes in who waits, and makes one cycle; returns the rows that have ended."""

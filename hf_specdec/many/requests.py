@@ -18,6 +18,7 @@ from ..decoding.request import Request
 from ..errors import SpecConfigError, shown
 from ..integration import prepare_request
 from ..logits.randomness import seed_from_torch
+from ..threads import Recent
 
 
 # How a dict names its prompt.
@@ -65,9 +66,8 @@ class RequestReader:
         self.model, self.tokenizer, self._given_seed, self._num_places = model, tokenizer, seed, num_places
         self.arguments = {**arguments, "return_dict_in_generate": False}
         _check(self.arguments)
-        self._stop_strings: dict[str, StopStringCriteria] = {}
-        if self._effective("do_sample"):
-            _ = self._seed
+        self._stop_strings: Recent[StopStringCriteria] = Recent(64)
+        self._seed = None if seed is None else seed_of(seed)
 
     def _effective(self, name: str) -> Any:
         """A setting of all requests."""
@@ -84,10 +84,6 @@ class RequestReader:
         if config is not None:
             written["generation_config"] = config.to_diff_dict()
         return {**written, "seed": self._given_seed}
-
-    @cached_property
-    def _seed(self) -> int:
-        return seed_from_torch() if self._given_seed is None else seed_of(self._given_seed)
 
     def read(self, request: Any) -> tuple[list[int], dict[str, Any]]:
         """Tokens of a request, and its own settings.
@@ -160,9 +156,12 @@ class RequestReader:
         if "pad_token_id" not in self.arguments and request.generation_config._pad_token_tensor is not None:
             # Otherwise transformers says for each request that it takes another token for it.
             self.arguments["pad_token_id"] = request.pad_token
-        seed, number = (0, 0) if not request.generation_config.do_sample else (self._seed, index)
+        seed, number = 0, index
         if own_seed is not None:
             seed, number = seed_of(own_seed), 0
+        elif request.generation_config.do_sample:
+            # As a call does, and the same in all processes that hold parts of the target.
+            seed = self._seed = request.draw_seed() if self._seed is None else self._seed
         row = Row(request, seed, number)
         # A loop of several rows may read any of them beside the others.
         reach = ([1], row.most_tokens - 1) if self._num_places > 1 else ([len(tokens)], row.most_tokens - len(tokens))
@@ -195,9 +194,11 @@ class RequestReader:
         if self.tokenizer is None:
             raise SpecConfigError(f"stop_strings={shown(strings)} needs the model's tokenizer. Pass `tokenizer=`.")
         key = repr(strings)
-        if key not in self._stop_strings:
-            self._stop_strings[key] = StopStringCriteria(stop_strings=strings, tokenizer=self.tokenizer)
-        criteria = StoppingCriteriaList([*(arguments.get("stopping_criteria") or []), self._stop_strings[key]])
+        criterion = self._stop_strings.get(key)
+        if criterion is None:
+            criterion = StopStringCriteria(stop_strings=strings, tokenizer=self.tokenizer)
+            self._stop_strings.put(key, criterion)
+        criteria = StoppingCriteriaList([*(arguments.get("stopping_criteria") or []), criterion])
         return {**arguments, "stopping_criteria": criteria, "stop_strings": strings, "tokenizer": self.tokenizer}
 
     def together(self, rows: list[Row]) -> Request:

@@ -365,6 +365,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             self.model, other.model = other.model, self.model
         elif other.rows:
             self.model.join(other.model)
+        self.longest = max(self.longest, other.longest)
         self.rows = self.rows + [numbers[row] for row in other.rows]
         self.pending = self.pending + other.pending
         self.num_fed_drafts = self.num_fed_drafts + other.num_fed_drafts

@@ -8,6 +8,7 @@ import torch
 
 from hf_specdec import generate_many
 from tests.methods import demo_inputs, demo_target, fresh_speculator, settings_of
+from tests.tape import spoil_inputs, tape_everything
 
 
 SETTINGS = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -77,3 +78,13 @@ def test_drawn_drafts_depend_on_the_request_alone(row):
     other = many(fresh_speculator(drawn), requests()[::-1], 2, do_sample=True, temperature=0.7)[::-1]
     assert [result.tokens for result in first] == [result.tokens for result in other]
     assert sum(result.stats.num_accepted_tokens for result in first) > 0
+
+
+def test_rows_join_where_forwards_are_graphs(row, monkeypatch):
+    """Slots and buffers that outlive a call have room for rows that come later."""
+    tape_everything(monkeypatch)
+    spoil_inputs(monkeypatch)
+    speculator = fresh_speculator(settings_of(row))
+    run = generate_many(demo_target(), requests(), 3, in_order=True, assistant=speculator, **SETTINGS)
+    assert [result.tokens for result in run] == alone()
+    assert run.stats.num_graph_replays > 0

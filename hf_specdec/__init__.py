@@ -25,6 +25,7 @@ _LAZY = {
     "DraftTree": "drafts",
     "Prompt": "candidate_generators.base",
     "Session": "candidate_generators.base",
+    "SpeculativeBatchingManager": "many.manager",
     "SpecDecodingStats": "metrics",
     "SpeculativeConfig": "settings",
     "Speculator": "speculator",
@@ -53,6 +54,7 @@ __all__ = [
     "SpecConfigError",
     "SpecDecError",
     "SpecDecodingStats",
+    "SpeculativeBatchingManager",
     "SpeculativeConfig",
     "Speculator",
     "UnsupportedModelError",
@@ -81,6 +83,7 @@ if TYPE_CHECKING:
     from .loader import forget_speculators, load_speculator
     from .many.batching import generate_batch
     from .many.generate import generate_many
+    from .many.manager import SpeculativeBatchingManager
     from .metrics import SpecDecodingStats, record
     from .protocol import Commit, DraftStep, Prompt, Session
     from .settings import SpeculativeConfig

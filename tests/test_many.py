@@ -18,6 +18,7 @@ from hf_specdec import (
     CandidateGenerator,
     DraftTree,
     SpecConfigError,
+    SpeculativeBatchingManager,
     UnsupportedModelError,
     generate_batch,
     generate_many,
@@ -509,3 +510,93 @@ def test_failed_outputs(model):
 def test_bad_arguments_of_batches(model, wrong):
     with nothing_runs(model), pytest.raises(SpecConfigError):
         generate_batch(**{"model": model, "inputs": [[1]], **NGRAM, **wrong})
+
+
+# ------------------------------------------------------------------------------------------------------------- manager
+
+
+@pytest.fixture
+def manager(model):
+    with SpeculativeBatchingManager(model, batch_size=2, do_sample=False, max_new_tokens=8, **NGRAM) as manager:
+        yield manager
+        manager.destroy()
+
+
+def test_requests_come_and_go(model, manager):
+    names = manager.add_requests([prompt(index) for index in range(4)])
+    assert names == ["req_0", "req_1", "req_2", "req_3"]
+    own = manager.add_request(prompt(4), "mine", max_new_tokens=3)
+    assert manager.get_result(own, timeout=60).generated_tokens == alone(model, prompt(4), max_new_tokens=3)
+    outputs = {output.request_id: output for output in (manager.get_result(timeout=60) for _ in names)}
+    assert [outputs[name].generated_tokens for name in names] == [
+        alone(model, prompt(index), max_new_tokens=8) for index in range(4)
+    ]
+    assert manager.get_result(timeout=0.01) is None
+    assert manager.is_running()
+
+
+def test_streams_and_cancelled_requests(model, manager):
+    long = manager.add_request(prompt(0), max_new_tokens=400)
+    shown = list(manager.request_id_iter(manager.add_request(prompt(1), streaming=True)))
+    expected = alone(model, prompt(1), max_new_tokens=8)
+    assert len(shown) > 1
+    assert all(output.generated_tokens == expected[: len(output.generated_tokens)] for output in shown)
+    assert [output.is_finished() for output in shown] == [False] * (len(shown) - 1) + [True]
+    assert shown[-1].generated_tokens == expected
+    manager.cancel_request(long)
+    manager.cancel_request("unknown")
+    assert manager.get_result(long, timeout=60) is None
+
+
+def test_weights_may_change_in_a_pause(model):
+    target = tiny_llama(seed=3)
+    with SpeculativeBatchingManager(target, do_sample=False, max_new_tokens=8, **NGRAM) as manager:
+        manager.add_request(prompt(0))
+        first = manager.get_result(timeout=60)
+        with manager.pause():
+            target.load_state_dict(model.state_dict())
+        manager.add_request(prompt(0))
+        assert manager.get_result(timeout=60).generated_tokens == alone(model, prompt(0), max_new_tokens=8)
+    assert first.generated_tokens != alone(model, prompt(0), max_new_tokens=8)
+    assert not manager.is_running()
+
+
+def test_errors_of_requests_and_of_the_manager(model, manager):
+    with pytest.raises(SpecConfigError, match="from 0 to 63"):
+        manager.add_request([VOCAB_SIZE])
+    manager.add_request(prompt(0), "one", stopping_criteria=[Raises(6)])
+    with pytest.raises(SpecConfigError, match="Choose another"):
+        manager.add_request(prompt(0), "one")
+    assert manager.get_result("one", timeout=60).status == RequestStatus.FAILED
+    manager.add_request(prompt(0), "two", nonsense=3)
+    assert "nonsense" in manager.get_result("two", timeout=60).error
+    manager._engine.step = None
+    manager.add_request(prompt(0), "three")
+    assert manager.get_result("three", timeout=60).status == RequestStatus.FAILED
+    assert isinstance(manager.error, TypeError)
+    with pytest.raises(SpecConfigError, match="stopping"):
+        manager.add_request(prompt(0))
+
+
+def test_what_was_added_is_finished(model):
+    manager = SpeculativeBatchingManager(model, batch_size=1, do_sample=False, max_new_tokens=4)
+    with manager:
+        manager.add_requests([prompt(index) for index in range(3)])
+    assert [output.generated_tokens for output in manager] == [
+        alone(model, prompt(index), max_new_tokens=4) for index in range(3)
+    ]
+
+
+# -------------------------------------------------------------------------------------------------- generation configs
+
+
+def test_a_generation_config(model, caplog):
+    config = GenerationConfig(do_sample=False, max_length=20, pad_token_id=0, repetition_penalty=1.3)
+    before = config.to_dict()
+    requests = [prompt(0), {"input_ids": prompt(1), "max_new_tokens": 4}, prompt(2)]
+    results = list(generate_many(model, requests, 2, in_order=True, generation_config=config, **NGRAM))
+    texts = [model.generate(torch.tensor([prompt(index)]), generation_config=config) for index in range(3)]
+    expected = [text[0, 5:].tolist() for text in texts]
+    assert [result.tokens for result in results] == [expected[0], expected[1][:4], expected[2]]
+    assert config.to_dict() == before
+    assert not [one for one in caplog.messages if "deprecated" in one or "Both" in one]

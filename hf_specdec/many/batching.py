@@ -92,17 +92,30 @@ def generate_batch(
     results = generate_many(model, prompts, places, progress=progress_bar, in_order=True, seed=seed, **kwargs)
     outputs = {}
     for name, prompt, result in zip(names, prompts, results):
-        outputs[name] = SpeculativeGenerationOutput(
-            request_id=name,
-            prompt_ids=list(prompt),
-            generated_tokens=result.tokens,
-            error=None if result.error is None else str(result.error) or type(result.error).__name__,
-            status=RequestStatus.FINISHED if result.error is None else RequestStatus.FAILED,
-            created_time=began,
-            lifespan=(began, perf_counter()),
-            speculative=result.stats,
-        )
+        output = output_of(name, list(prompt), result.tokens, result.error, result.stats)
+        output.created_time, output.lifespan = began, (began, perf_counter())
+        outputs[name] = output
     return outputs
+
+
+def output_of(
+    name: str,
+    prompt: list[int],
+    tokens: list[int],
+    error: Exception | None,
+    stats: SpecDecodingStats,
+    has_ended: bool = True,
+) -> SpeculativeGenerationOutput:
+    """A request's output, at its end or on the way."""
+    status = RequestStatus.FINISHED if has_ended else RequestStatus.DECODING
+    return SpeculativeGenerationOutput(
+        request_id=name,
+        prompt_ids=prompt,
+        generated_tokens=tokens,
+        error=None if error is None else str(error) or type(error).__name__,
+        status=status if error is None else RequestStatus.FAILED,
+        speculative=stats,
+    )
 
 
 def _without_copies(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[dict[str, Any], int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ..decoding.request import Request
 from ..errors import SpecConfigError, shown
 from ..integration import prepare_request
 from ..logits.randomness import seed_from_torch
-from ..threads import Recent
+from ..threads import Recent, cached_property
 
 
 # How a dict names its prompt.
@@ -100,10 +99,10 @@ class RequestReader:
                 raise SpecConfigError(f"A request needs one of {known}, got {shown(list(request))}.")
             request = settings[named[0]]
             settings = {name: value for name, value in settings.items() if name not in _PROMPTS}
-            speculative = [name for name in ARGUMENTS if name in settings]
-            if speculative:
+            shared = [name for name in (*ARGUMENTS, "generation_config") if name in settings]
+            if shared:
                 raise SpecConfigError(
-                    f"`{speculative[0]}` is for all requests, which share one drafter. Pass it to the run."
+                    f"`{shared[0]}` is for all requests. Pass it to the run; a request has single settings."
                 )
             _check(settings)
         return self._tokens(request), settings
@@ -152,7 +151,7 @@ class RequestReader:
         arguments = {**self.arguments, **settings, **self._own_objects(settings)}
         input_ids = torch.tensor([tokens], device=self.model.device)
         arguments |= {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-        request = prepare_request(self.model, self._with_stop_strings(arguments))
+        request = prepare_request(self.model, self._in_one_config(self._with_stop_strings(arguments)))
         if "pad_token_id" not in self.arguments and request.generation_config._pad_token_tensor is not None:
             # Otherwise transformers says for each request that it takes another token for it.
             self.arguments["pad_token_id"] = request.pad_token
@@ -210,10 +209,6 @@ class RequestReader:
             input_ids[index, length - row.length :] = row.sequences.row(0).cpu()
             mask[index, length - row.length :] = 1
         arguments = {name: self.arguments[name] for name in _SHARED if name in self.arguments}
-        config = arguments.pop("generation_config", None)
-        if config is not None:
-            arguments["generation_config"] = config = copy.deepcopy(config)
-            config.stop_strings = None
         arguments |= {
             "input_ids": input_ids.to(self.model.device),
             "attention_mask": mask.to(self.model.device),
@@ -223,7 +218,24 @@ class RequestReader:
             "return_dict_in_generate": False,
             "stop_strings": None,
         }
-        return prepare_request(self.model, arguments)
+        return prepare_request(self.model, self._in_one_config(arguments))
+
+    def _in_one_config(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with the settings in a copy of the generation config, if one is given: transformers takes the
+        one or the other."""
+        config = arguments.get("generation_config")
+        if config is None:
+            return arguments
+        config = copy.copy(config)
+        settings = {name: value for name, value in arguments.items() if name in vars(config)}
+        if "max_new_tokens" in settings:
+            config.max_length = None
+        if getattr(self.model.generation_config, "stop_strings", None) is not None:
+            # Only as an argument it overrides the model's own.
+            settings.pop("stop_strings", None)
+        vars(config).update(settings)
+        others = {name: value for name, value in arguments.items() if name not in settings}
+        return {**others, "generation_config": config}
 
 
 def seed_of(seed: int) -> int:

@@ -18,10 +18,12 @@ from hf_specdec import (
     CandidateGenerator,
     DraftTree,
     SpecConfigError,
+    SpecDecodingStats,
     SpeculativeBatchingManager,
     UnsupportedModelError,
     generate_batch,
     generate_many,
+    record,
 )
 from hf_specdec.candidate_generators import register_candidate_generator
 from hf_specdec.decoding.joint import Row
@@ -266,6 +268,9 @@ def test_a_request_that_cannot_be_read_is_its_own_error(model):
         {"num_return_sequences": 2},
         {"streamer": object()},
         {"spec_method": "nonsense"},
+        {"num_beams": 3},
+        {"stop_strings": "a"},
+        {"generation_config": {"max_new_tokens": 3}},
         {"requests": "abc"},
         {"requests": 3},
     ],
@@ -273,6 +278,11 @@ def test_a_request_that_cannot_be_read_is_its_own_error(model):
 def test_bad_arguments(model, wrong):
     with nothing_runs(model), pytest.raises(SpecConfigError):
         generate_many(**{"model": model, "requests": [[1]], **wrong})
+
+
+def test_unknown_arguments(model):
+    with nothing_runs(model), pytest.raises(ValueError, match="nonsense"):
+        generate_many(model, [[1]], nonsense=3)
 
 
 # --------------------------------------------------------------------------------------------- what generate() honours
@@ -463,6 +473,19 @@ def test_a_run_that_was_stopped_goes_on(model, tmp_path):
     path.write_text("no journal\n")
     with pytest.raises(SpecConfigError, match="Line 1"):
         run(model, requests, journal=path)
+
+
+def test_listeners_are_told(model):
+    requests = [prompt(index) for index in range(5)]
+    with record(trace=True) as made:
+        results = run(model, requests)
+    # Where all rows have ended before others come, another call begins.
+    stats = SpecDecodingStats.total(call.stats for call in made.calls)
+    assert stats.batch_size == 5
+    assert stats.num_committed_tokens == sum(len(result.tokens) for result in results) == 60
+    assert stats.num_accepted_tokens == sum(result.stats.num_accepted_tokens for result in results) > 0
+    traces = [row for call in made.calls for cycle in call.cycles for row in cycle.rows]
+    assert sum(len(row.committed_tokens) for row in traces) == 55
 
 
 def test_progress(model, capsys):

@@ -62,6 +62,7 @@ class SpeculativeBatchingManager:
             arguments["generation_config"] = generation_config
         self._reader = RequestReader(model, arguments, tokenizer, seed, batch_size)
         speculator = speculator_of_many(model, self._reader.arguments, asked)
+        self._reader.check()
         self._engine = Engine(model, speculator, self._reader, batch_size, max_tokens_in_flight)
         self._turn = threading.Lock()  # held during a step, and by those who pause
         self._news = threading.Condition()  # guards what follows

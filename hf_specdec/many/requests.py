@@ -84,6 +84,16 @@ class RequestReader:
             written["generation_config"] = config.to_diff_dict()
         return {**written, "seed": self._given_seed}
 
+    def check(self) -> None:
+        """Lets transformers prepare a prompt, so that what is wrong for all requests is said at once.
+
+        Raises:
+            Exception: transformers, or the loop, cannot do what is asked for.
+        """
+        # Requests may all have lengths of their own, of which transformers then knows none.
+        has_length = any(self._effective(name) is not None for name in ("max_new_tokens", "max_length"))
+        self.row(0, [0], {"seed": 0} if has_length else {"seed": 0, "max_new_tokens": 1})
+
     def read(self, request: Any) -> tuple[list[int], dict[str, Any]]:
         """Tokens of a request, and its own settings.
 

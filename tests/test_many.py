@@ -182,7 +182,6 @@ def test_tokens_in_flight(model, monkeypatch):
 
 def test_long_prompts_do_not_stop_the_others(model, monkeypatch):
     """While a prompt is read in chunks the others go on, and the states that drafts are made from are whole."""
-    monkeypatch.setattr("hf_specdec.many.engine._CHUNK_SIZE", 8)
     monkeypatch.setattr(Engine.__init__, "__defaults__", (None, 8))
     turns = []
     cycle = Engine._cycle_of_others
@@ -205,10 +204,13 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_other_targets(name):
+def test_other_targets(name, monkeypatch):
     target = TARGETS[name]()
     requests = [prompt(index, 1 + 4 * (index % 4)) for index in range(7)]
     call = {"pad_token_id": 0, "eos_token_id": None}
+    requests.append(prompt(7, 40))
+    # The last one comes when others are there, and is longer than a chunk.
+    monkeypatch.setattr(Engine.__init__, "__defaults__", (None, 16))
     results = run(target, requests, **call)
     assert [result.tokens for result in results] == [alone(target, tokens, **call) for tokens in requests]
 

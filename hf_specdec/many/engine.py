@@ -25,6 +25,10 @@ _FREE_PART = 4
 _CHUNK_SIZE = 512
 
 
+class _OthersHaveFailedError(Exception):
+    """Those that went on while a prompt was read in chunks."""
+
+
 class PlainDecoding:
     """Stands for a speculator where nothing is drafted."""
 
@@ -164,6 +168,8 @@ class Engine:
         except Exception as error:
             if loop is not None:
                 loop.close()
+            if isinstance(error, _OthersHaveFailedError):
+                raise error.__cause__ or error from None
             if len(rows) == 1 and isinstance(error, UnsupportedModelError):
                 # It would be that of all others, too.
                 raise
@@ -188,13 +194,17 @@ class Engine:
 
     def _loop_of(self, rows: list[Row]) -> JointLoop:
         request = self._reader.together(rows)
-        if self._loop is not None:
+        # Mixers of some recurrent layers begin anew when they read several tokens at once.
+        if self._loop is not None and not model_profile(self._model).is_recurrent:
             request.chunk_size, request.between_chunks = self._chunk_size, self._cycle_of_others
         return JointLoop(request, self._speculator, rows, self._batch_size)
 
     def _cycle_of_others(self) -> None:
-        if self._loop is not None:
-            self._cycle()
+        try:
+            if self._loop is not None:
+                self._cycle()
+        except Exception as error:
+            raise _OthersHaveFailedError from error
 
     def close(self) -> None:
         """Gives up what is being decoded."""

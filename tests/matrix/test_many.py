@@ -5,8 +5,13 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import StoppingCriteria
 
 from hf_specdec import generate_many
+from hf_specdec.many.engine import Engine
+from hf_specdec.many.requests import RequestReader
 from tests.methods import demo_inputs, demo_target, fresh_speculator, settings_of
 from tests.tape import spoil_inputs, tape_everything
 
@@ -88,3 +93,54 @@ def test_rows_join_where_forwards_are_graphs(row, monkeypatch):
     run = generate_many(demo_target(), requests(), 3, in_order=True, assistant=speculator, **SETTINGS)
     assert [result.tokens for result in run] == alone()
     assert run.stats.num_graph_replays > 0
+
+
+class Raises(StoppingCriteria):
+    """Fails at the second token of a request."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] >= self.length + 2:
+            raise ZeroDivisionError
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    order=st.permutations(range(len(LENGTHS))),
+    places=st.sampled_from([1, 2, 3, 8]),
+    pauses=st.lists(st.integers(0, 3), min_size=len(LENGTHS), max_size=len(LENGTHS)),
+    cancelled=st.sets(st.integers(0, len(LENGTHS) - 1), max_size=3),
+    failing=st.sets(st.integers(0, len(LENGTHS) - 1), max_size=2),
+)
+def test_arrivals_cancellations_and_errors(row, order, places, pauses, cancelled, failing):
+    """Of all that can happen to its neighbours a request notices nothing."""
+    reader = RequestReader(demo_target(), dict(SETTINGS), num_places=places)
+    engine = Engine(demo_target(), fresh_speculator(settings_of(row)), reader, places, chunk_size=16)
+    rows, ended = {}, []
+    for number, pause in zip(order, pauses):
+        own = {name: value for name, value in requests()[number].items() if name != "input_ids"}
+        if number in failing:
+            own["stopping_criteria"] = [Raises(LENGTHS[number][0])]
+        rows[number] = reader.row(number, requests()[number]["input_ids"], own)
+        engine.add(rows[number])
+        for _ in range(pause):
+            ended += engine.step()
+        if number in cancelled and rows[number] not in ended:
+            engine.cancel(rows[number])
+    while not engine.is_idle:
+        ended += engine.step()
+    ended += engine.step()
+    assert sorted(map(id, ended)) == sorted(map(id, rows.values()))
+    for number, own in rows.items():
+        if isinstance(own.error, ZeroDivisionError):
+            assert number in failing
+        elif own.finish_reason == "cancelled":
+            assert number in cancelled
+            assert own.tokens == alone()[number][: len(own.tokens)]
+        else:
+            assert own.error is None
+            assert own.tokens == alone()[number]
+    engine.close()

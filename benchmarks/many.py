@@ -32,7 +32,7 @@ import torch
 from common import demo_prompts, without_end
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from hf_specdec import Speculator, demo, generate_many, load_speculator
 from hf_specdec.bench.machine import describe_environment
@@ -117,6 +117,16 @@ def _batches(requests: list[dict], places: int) -> list[list[dict]]:
     return [requests[first : first + places] for first in range(0, len(requests), places)]
 
 
+def prompts_for(path: str | None, count: int, seed: int) -> list[list[int]]:
+    """Beginnings of Python sources of one length: 30 tokens of the demo's target, or what a model at `path` makes of
+    them."""
+    prompts = demo_prompts(count, 30, seed)
+    if path is None:
+        return prompts.tolist()
+    encoded = AutoTokenizer.from_pretrained(path)(demo.load_tokenizer().batch_decode(prompts))["input_ids"]
+    return [ids[: min(map(len, encoded))] for ids in encoded]
+
+
 def measure(sides: dict[str, Side], rounds: int, clock: Callable[[], float], console: Console) -> list[Figures]:
     figures: dict[str, Figures] = {}
     texts: dict[str, Texts] = {}
@@ -161,8 +171,8 @@ def main() -> None:
     target = demo.load_target() if options.model is None else AutoModelForCausalLM.from_pretrained(options.model)
     model = without_end(target.eval())
     draw = random.Random(options.seed)
-    prompts = demo_prompts(options.requests, 30, options.seed)
-    requests = [{"input_ids": ids, "max_new_tokens": draw.randint(*options.lengths)} for ids in prompts.tolist()]
+    prompts = prompts_for(options.model, options.requests, options.seed)
+    requests = [{"input_ids": ids, "max_new_tokens": draw.randint(*options.lengths)} for ids in prompts]
     places = options.places
 
     def joined(speculator: Speculator | None, refills: bool) -> Side:

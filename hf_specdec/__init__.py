@@ -25,11 +25,14 @@ _LAZY = {
     "DraftTree": "drafts",
     "Prompt": "candidate_generators.base",
     "Session": "candidate_generators.base",
+    "SpeculativeBatchingManager": "many.manager",
     "SpecDecodingStats": "metrics",
     "SpeculativeConfig": "settings",
     "Speculator": "speculator",
     "forget_speculators": "loader",
     "generate": "integration",
+    "generate_batch": "many.batching",
+    "generate_many": "many.generate",
     "install": "hook",
     "load_speculator": "loader",
     "record": "metrics",
@@ -51,11 +54,14 @@ __all__ = [
     "SpecConfigError",
     "SpecDecError",
     "SpecDecodingStats",
+    "SpeculativeBatchingManager",
     "SpeculativeConfig",
     "Speculator",
     "UnsupportedModelError",
     "forget_speculators",
     "generate",
+    "generate_batch",
+    "generate_many",
     "install",
     "load_speculator",
     "metrics",
@@ -75,6 +81,9 @@ if TYPE_CHECKING:
     from .hub.published import store_settings
     from .integration import generate
     from .loader import forget_speculators, load_speculator
+    from .many.batching import generate_batch
+    from .many.generate import generate_many
+    from .many.manager import SpeculativeBatchingManager
     from .metrics import SpecDecodingStats, record
     from .protocol import Commit, DraftStep, Prompt, Session
     from .settings import SpeculativeConfig

@@ -66,7 +66,7 @@ def _patch(mixin: type) -> None:
     _patches[-1].function.__signature__ = _with_arguments(inspect.signature(_patches[-1].original))
     _patches[-1].function.__doc__ = (_patches[-1].original.__doc__ or "").rstrip() + _DOCUMENTATION
     if hasattr(mixin, "generate_batch"):
-        _patches.append(Patch(mixin, "generate_batch", _refusing))
+        _patches.append(Patch(mixin, "generate_batch", _batching))
 
 
 def _with_arguments(signature: inspect.Signature) -> inspect.Signature:
@@ -108,16 +108,15 @@ def _speculating(original: Callable, patch: Patch) -> Callable:
     return generate
 
 
-def _refusing(original: Callable, patch: Patch) -> Callable:
-    """`generate_batch()`, transformers' continuous batching, which drops arguments that it does not know."""
+def _batching(original: Callable, patch: Patch) -> Callable:
+    """`generate_batch()` with the speculative arguments; without them transformers' own continuous batching."""
 
     def generate_batch(self, *args, **kwargs):
-        given = {name: value for name in ARGUMENTS if (value := kwargs.get(name)) is not None}
-        if patch.is_active and (given or configured_arguments(self, args, kwargs) is not None):
-            from .integration import check_continuous_batching
+        is_given = any(kwargs.get(name) is not None for name in ARGUMENTS)
+        if patch.is_active and (is_given or configured_arguments(self, args, kwargs) is not None):
+            from .many.batching import generate_batch_as_asked
 
-            check_continuous_batching(self, given)
-            kwargs = {name: value for name, value in kwargs.items() if name not in ARGUMENTS}
+            return generate_batch_as_asked(self, original, args, kwargs)
         return original(self, *args, **kwargs)
 
     return generate_batch

@@ -24,7 +24,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 from transformers.utils import logging
 
-from .arguments import ARGUMENTS, SpeculativeArguments, configured_arguments, is_off
+from .arguments import ARGUMENTS, SpeculativeArguments, configured_arguments
 from .decoding.loop import DecodingLoop
 from .decoding.profile import REPEATED_INPUTS, is_text_only, model_profile
 from .decoding.request import Request
@@ -202,8 +202,13 @@ class _Call:
             _prepare_stop_strings(self.model, self.arguments, strings, tokenizer)
         return True
 
-    def run(self, original: Callable):
-        """The output of transformers' `generate()` with the loop of this package inside."""
+    def run(self, original: Callable, use: Callable[[Request], Any] | None = None):
+        """The output of transformers' `generate()` with the loop of this package inside.
+
+        Args:
+            original (`Callable`): transformers' own `generate` function.
+            use (`Callable`, *optional*): What is done with the prepared request in the place of the loop.
+        """
         streamer, synced_gpus = self.arguments.pop("streamer", None), self.arguments.pop("synced_gpus", None)
         if synced_gpus is None and torch.distributed.is_available() and torch.distributed.is_initialized():
             is_sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(self.model)
@@ -225,6 +230,8 @@ class _Call:
                 past_key_values=user_cache,
                 began=self.began,
             )
+            if use is not None:
+                return use(request)
             self.loop = DecodingLoop(request, self.speculator)
             return self.loop.run()
 
@@ -233,35 +240,69 @@ class _Call:
         return output if original_device is None else _moved_output(output, original_device)
 
 
+def prepare_request(model: PreTrainedModel, arguments: dict[str, Any]) -> Request:
+    """A call as transformers prepares it, with nothing decoded.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        arguments (`dict`): transformers' arguments by name.
+
+    Raises:
+        SpecConfigError: The loop cannot do what is asked for.
+    """
+    call, prepared = _Call(model, dict(arguments), SpeculativeArguments()), []
+    call.can_speculate()
+
+    def keep(request: Request) -> torch.LongTensor:
+        prepared.append(request)
+        return request.input_ids
+
+    call.run(original_generate(type(model)), keep)
+    return prepared[0]
+
+
+def speculator_of_many(
+    model: PreTrainedModel, arguments: dict[str, Any], asked: SpeculativeArguments
+) -> Speculator | None:
+    """The drafter of a run of many requests; `None` for plain decoding.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        arguments (`dict`): transformers' arguments of all requests.
+        asked (`SpeculativeArguments`): What the run asks for; without it the generation config is asked.
+
+    Raises:
+        SpecConfigError: The drafter serves one call or one row only.
+        UnsupportedModelError: The target's architecture cannot be driven by the loop.
+    """
+    configured = None if asked.choose_drafter else configured_arguments(model, (), arguments)
+    call = _Call.of(model, arguments, asked, configured)
+    model_profile(model)
+    if call.asked.is_off or not (call.asked.given or call.entry is not None):
+        return None
+    if call.entry is None:
+        speculator = _speculator(model, call.asked)
+    else:
+        speculator = load_configured(model, call.entry, call.asked.num_speculative_tokens)
+    if not isinstance(speculator, Speculator):
+        raise SpecConfigError(
+            f"A {type(call.asked.assistant).__name__} serves one call, and requests that join later need their own. "
+            "Pass the speculator, or name a `spec_method`."
+        )
+    if speculator.stock_assistant is not None:
+        raise SpecConfigError(
+            f"{type(speculator.stock_assistant).__name__} drafts for one row, in transformers' own assisted decoding. "
+            "Call generate() for each request."
+        )
+    return speculator
+
+
 def _leave_out_objects(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     """Takes speculative arguments from the generation config of a call: transformers would copy what they hold."""
     config = copy.copy(arguments.get("generation_config") or model.generation_config)
     for name in ARGUMENTS:
         vars(config).pop(name, None)
     arguments["generation_config"] = config
-
-
-def check_continuous_batching(model: PreTrainedModel, given: dict[str, Any]) -> None:
-    """Refuses speculation in transformers' continuous batching, which has a loop of its own.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        given (`dict`): The speculative arguments of the call, if there are any; otherwise its generation config asks.
-
-    Raises:
-        SpecConfigError: The call asks for speculation.
-    """
-    if given and not (is_off(given.get("spec_method")) or is_off(given.get("speculative"))):
-        names = ", ".join(f"`{name}`" for name in given)
-        raise SpecConfigError(
-            f"generate_batch(), transformers' continuous batching, cannot speculate, and got {names}. Leave them out, "
-            "or pass the prompts to generate() as a padded batch."
-        )
-    if not given:
-        logger.warning_once(
-            f"generate_batch(), transformers' continuous batching, cannot speculate, which the generation config of "
-            f"{type(model).__name__} sets. Its prompts are decoded without."
-        )
 
 
 def _generate_assisted(model: PreTrainedModel, original: Callable, arguments: dict[str, Any], speculator: Speculator):

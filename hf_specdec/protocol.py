@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from .threads import cached_property
-from .transfers import last_of_each, select_rows, upload
+from .transfers import last_of_each, select_rows, upload, widened
 
 
 if TYPE_CHECKING:
@@ -157,6 +157,21 @@ class Commit:
         )
 
     @classmethod
+    def side_by_side(cls, commits: list[Commit]) -> Commit:
+        """Joins commits of different rows."""
+        width = max(commit.tokens.shape[1] for commit in commits)
+        return cls(
+            [row for commit in commits for row in commit.rows],
+            torch.cat([widened(commit.tokens, width) for commit in commits]),
+            [tokens for commit in commits for tokens in commit.token_lists],
+            [count for commit in commits for count in commit.num_accepted],
+            {
+                key: torch.cat([widened(commit.hidden_states[key], width) for commit in commits])
+                for key in commits[0].hidden_states
+            },
+        )
+
+    @classmethod
     def joined(cls, commits: list[Commit]) -> Commit:
         """Joins successive commits of the same rows, for a drafter that has drafted none of their tokens."""
         first, width = commits[0], sum(commit.tokens.shape[1] for commit in commits)
@@ -255,6 +270,11 @@ class Drafter(Protocol):
     def observe(self, commit: Commit) -> None: ...
 
     def keep_rows(self, keep: list[int]) -> None: ...
+
+    @property
+    def takes_rows(self) -> bool: ...
+
+    def join(self, other: Any, numbers: dict[int, int]) -> None: ...
 
     def close(self) -> None: ...
 

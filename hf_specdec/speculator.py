@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from .candidate_generators.combined.combination import part_configs
 from .control import ControlProfile, ScheduledLength, SpeculationController
 from .control.constants import LARGEST_FIRST_LENGTH
 from .decoding.sequences import Sequences
+from .errors import SpecConfigError
 from .logits.processors import ProcessorStack
 from .logits.sampling import DraftSampler
 from .protocol import Session
@@ -124,6 +126,21 @@ class Speculator:
         """
         if self.stock_assistant is None:
             self.generator_class.check(self._longest_drafts, self.resources, _session_of_any_call(target_model))
+
+    def check_joining(self, target_model: torch.nn.Module) -> None:
+        """Refuses methods that do not let rows join a call.
+
+        Raises:
+            SpecConfigError: What is missing.
+        """
+        generator = self.candidate_generator(_session_of_any_call(target_model))
+        with closing(generator):
+            if not generator.takes_rows:
+                raise SpecConfigError(
+                    f"{self.generator_class.__name__} keeps something of each row and does not implement "
+                    "join(other, numbers), through which rows take the places of finished ones. Implement it, or pass "
+                    "batch_size=1."
+                )
 
     def controller(self, generator: CandidateGenerator) -> SpeculationController:
         """The controller that chooses the lengths of one call."""

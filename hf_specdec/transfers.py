@@ -157,3 +157,11 @@ def last_of_each(values: torch.Tensor, counts: Sequence[int] | torch.LongTensor)
             return values[:, counts[0] - 1]
         counts = upload(counts, values.device)
     return values[torch.arange(len(counts), device=values.device), counts - 1]
+
+
+def widened(values: torch.Tensor, width: int) -> torch.Tensor:
+    """Values `(B, M, ...)` with zeros after them: `(B, width, ...)`."""
+    missing = width - values.shape[1]
+    if not missing:
+        return values
+    return torch.cat([values, values.new_zeros((values.shape[0], missing, *values.shape[2:]))], dim=1)

@@ -366,15 +366,19 @@ def test_what_a_file_can_hold_is_no_object(inputs, warnings, name, value):
 
 
 class TestContinuousBatching:
-    @pytest.mark.parametrize(
-        "asked",
-        [{"spec_method": "ngram"}, {"spec_model": "a/b"}, {"num_speculative_tokens": 3}, {"speculative": "ngram"}],
-    )
-    def test_is_refused(self, model, asked):
-        with pytest.raises(SpecConfigError, match=r"generate_batch\(\).*cannot speculate.*generate\(\)"):
-            model.generate_batch([[1, 2, 3]], **asked)
-        with pytest.raises(SpecConfigError, match="`assistant`"):
-            model.generate_batch([[1, 2, 3]], assistant=model)
+    def test_speculates_where_the_call_asks(self, model):
+        prompts, length = [[5, 6, 7], [8, 9]], {"max_new_tokens": 6, "do_sample": False}
+        alone = [model.generate(torch.tensor([ids]), **length)[0, len(ids) :].tolist() for ids in prompts]
+        asked = [
+            {"spec_method": "ngram"},
+            {"generation_config": GenerationConfig(spec_method="ngram", pad_token_id=0)},
+        ]
+        for own in asked:
+            outputs = model.generate_batch(prompts, **own, **length)
+            assert [output.generated_tokens for output in outputs.values()] == alone
+            assert all(output.speculative.method == "ngram" for output in outputs.values())
+        with pytest.raises(SpecConfigError):
+            model.generate_batch(prompts, spec_model="a/b", spec_method="ngram")
 
     def test_other_calls_go_on(self, model, configured, warnings):
         # Nothing to decode: what is tested is that the call goes through.
@@ -383,9 +387,8 @@ class TestContinuousBatching:
         assert warnings == []
         for _ in range(2):
             assert configured.generate_batch([]) == {}
-            assert model.generate_batch([], GenerationConfig(spec_method="ngram")) == {}
         assert len(warnings) == 1
-        assert "cannot speculate, which the generation config" in warnings[0]
+        assert "decodes without speculation" in warnings[0]
 
     def test_is_taken_back(self, model):
         before = GenerationMixin.generate_batch

@@ -130,6 +130,16 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
     def keep_rows(self, keep: list[int]) -> None:
         self._unread.keep_rows(keep)
 
+    @property
+    def takes_rows(self) -> bool:
+        return self.generator.takes_rows
+
+    def join(self, other: AdaptiveCandidateGenerator, numbers: dict[int, int]) -> None:
+        self.controller.join(list(numbers.values()))
+        for theirs, number in numbers.items():
+            self._left[number] = other._left[theirs]
+        self._unread.join(other._unread, numbers)
+
     def close(self) -> None:
         self.generator.close()
         self._unread.clear()

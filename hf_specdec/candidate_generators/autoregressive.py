@@ -112,6 +112,15 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         if self.hidden is not None:
             self.hidden, self.logits = select_rows(self.hidden, keep), select_rows(self.logits, keep)
 
+    def join(self, other: AutoregressiveCandidateGenerator, numbers: dict[int, int]) -> None:
+        if self.pending is None or other.pending is None or self.entries.joins_read:
+            for generator in (self, other):
+                generator._read(generator._take_pending())
+            self.hidden, self.logits = torch.cat([self.hidden, other.hidden]), torch.cat([self.logits, other.logits])
+        else:
+            self.pending, self.hidden, self.logits = Commit.side_by_side([self.pending, other.pending]), None, None
+        self.entries.join(other.entries)
+
     def close(self) -> None:
         if self.entries is not None:
             self.entries.close()

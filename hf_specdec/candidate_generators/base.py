@@ -7,6 +7,7 @@ A candidate generator is a method's state for one `generate()` call. The loop ca
     observe(commit)                   after every cycle, the first token after the prompt included
     propose(step) -> DraftTree        at the start of a cycle, when something has been observed since the prompt
     keep_rows(keep)                   when rows of the batch have finished, anywhere but between a draft and its commit
+    join(other, numbers)              when other rows take the places of finished ones, between a commit and a draft
     close()                           once, last, also after an error, and also where nothing else was ever called
 
 What a method may not take for granted:
@@ -17,7 +18,8 @@ What a method may not take for granted:
 - Rows may finish before it has observed anything: `keep_rows` may come between `prefill` and the first `observe`.
 - `learn` alone comes at once, after the drafts of any drafter, also before a late `prefill`.
 - A step may forbid drafts for some rows (`max_draft_tokens` of 0) and allow them later. Where it forbids them for all
-  rows, none of them will have room again.
+  rows, none of them will have room again, but others may join them.
+- The number of a row that has finished may be given to one that joins.
 - The target, or the length of the text, may cut a draft; the commit says what has become of it.
 
 What outlives the call (draft weights, caches of past responses) is made once by the class method `load` and kept by
@@ -288,6 +290,22 @@ class CandidateGenerator(HfCandidateGenerator):
 
     def keep_rows(self, keep: list[int]) -> None:
         """Drops finished rows: the active rows at these positions remain, in this order, which may be another."""
+
+    @property
+    def takes_rows(self) -> bool:
+        """Tells whether rows may join the call: `join` is implemented, or nothing is kept of a row."""
+        own, base = type(self), CandidateGenerator
+        keeps_rows = any(getattr(own, name) is not getattr(base, name) for name in ("prefill", "observe", "keep_rows"))
+        return own.join is not base.join or not keeps_rows
+
+    def join(self, other: CandidateGenerator, numbers: dict[int, int]) -> None:
+        """Takes over the active rows of another call after its own; the counterpart of `keep_rows`.
+
+        Args:
+            other (`CandidateGenerator`): Of the same speculator. It has been told of these rows as ever: of their
+                prompts, and of what was committed. It is closed next, so what it has may be taken from it.
+            numbers (`dict[int, int]`): By the number of each of its active rows, in their order, its number here.
+        """
 
     def close(self) -> None:
         """Releases what belongs to the call. Called exactly once."""

@@ -206,6 +206,12 @@ class AcceptanceModel:
         own_rows = range(num_rows) if num_rows > 1 else ()
         self.rows = {row: (PositionRates(most, WINDOW), PositionRates(most, WINDOW)) for row in own_rows}
 
+    def restart(self, rows: Sequence[int]) -> None:
+        """Forgets the own rates of rows whose texts begin."""
+        most = len(self.accepted.rates)
+        for row in self.rows.keys() & set(rows):
+            self.rows[row] = PositionRates(most, WINDOW), PositionRates(most, WINDOW)
+
     def observe(self, outcome: RowOutcome) -> None:
         """Adds one row's draft; its limit is at least 1."""
         for accepted, drafted in ((self.accepted, self.drafted), *filter(None, [self.rows.get(outcome.row)])):

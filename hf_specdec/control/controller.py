@@ -268,6 +268,11 @@ class SpeculationController:
         reached = tokens[accepted] - tokens[accepted - 1] if 0 < accepted < len(tokens) else num_rows
         return accepted + 1 + further / max(reached, NEGLIGIBLE)
 
+    def join(self, rows: list[int]) -> None:
+        """Forgets what is known of the texts that these rows had before."""
+        self.acceptance.restart(rows)
+        self._plan = None
+
     def close(self) -> None:
         """Ends the call: its profile learns what was found."""
         if self.num_cycles:

@@ -28,6 +28,9 @@ class ScheduledLength:
         """Depth that each of the active rows may draft in this cycle."""
         return [self.most_tokens(len(rows))] * len(rows)
 
+    def join(self, rows: list[int]) -> None:
+        """Nothing is known of any row."""
+
     def observe(self, outcomes: list[RowOutcome], *costs) -> None:
         """Learns nothing."""
 

@@ -190,8 +190,9 @@ class SlotLayer(CacheLayerMixin):
         self._has_kernel = use_triton(key_states, value_states)
         self.is_initialized = True
 
-    def _allocated(self, name: str, states: torch.Tensor) -> torch.Tensor:
+    def _allocated(self, name: str, states: torch.Tensor, least_rows: int = 0) -> torch.Tensor:
         rows, heads, _, size = states.shape
+        rows = max(rows, least_rows)
         if self._take is None:
             return states.new_zeros((rows, heads, self.capacity, size))
         buffer = self._take(name, rows, heads, self.capacity, states)
@@ -228,21 +229,35 @@ class SlotLayer(CacheLayerMixin):
         self._write((self.indexer_keys,), (states,))
         return self.indexer_keys[: len(states), 0, : self._plan.columns]
 
-    def grow(self, columns: int) -> None:
-        """Makes room for at least `columns` slots, doubling up to the limit so that copies stay rare."""
+    def grow(self, columns: int, rows: int = 0) -> None:
+        """Makes room for at least `columns` slots, doubling up to the limit so that copies stay rare, and `rows`."""
         doubled = 2 * self.capacity if self.limit is None else min(2 * self.capacity, self.limit)
-        capacity = max(columns, doubled)
-        filled, self.capacity = self.capacity, capacity
+        filled, self.capacity = self.capacity, max(columns, doubled) if columns > self.capacity else self.capacity
         for name in ("keys", "values", "indexer_keys"):
             old = getattr(self, name)
             if old is not None:
-                setattr(self, name, self._allocated(name, old))
+                setattr(self, name, self._allocated(name, old, rows))
                 # There may be more rows than before.
                 getattr(self, name)[: len(old), :, :filled].copy_(old)
 
     def move_row(self, source: int, target: int, columns: int) -> None:
         for buffer in self.buffers:
             buffer[target, :, :columns].copy_(buffer[source, :, :columns])
+
+    def join(self, other: SlotLayer, first: int, parts: list[slice]) -> None:
+        """Copies the slots `parts[i]` of row i of another layer to row `first + i`, from the first slot on."""
+        if not (self.is_initialized or other.is_initialized):
+            return
+        rows, columns = first + len(parts), max(part.stop - part.start for part in parts)
+        if not self.is_initialized:
+            self.lazy_initialization(*(own[:1].expand(rows, -1, -1, -1) for own in (other.keys, other.values)))
+        if self.indexer_keys is None and other.indexer_keys is not None:
+            self.indexer_keys = self._allocated("indexer_keys", other.indexer_keys, len(self.keys))
+        if len(self.keys) < rows or self.capacity < columns:
+            self.grow(columns, rows)
+        for buffer, source in zip(self.buffers, other.buffers if other.is_initialized else []):
+            for index, part in enumerate(parts):
+                buffer[first + index, :, : part.stop - part.start].copy_(source[index, :, part])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         columns = self.length + query_length
@@ -430,16 +445,29 @@ class SlotCache(Cache):
         self.lengths = [length + count for length, count in zip(self.lengths, counts)]
 
     def keep_rows(self, keep: list[int]) -> None:
-        """Keeps the active rows at these positions, in this order; only rows that change places are copied.
-
-        `keep[i] >= i` or a row that is not overwritten before it is read, as `compact` arranges it.
-        """
+        """Keeps the active rows at these positions, in this order; only rows that change places are copied."""
         columns = max(self.lengths)
-        for target, source in enumerate(keep):
-            if source != target:
-                for layer in self.layers:
-                    layer.move_row(source, target, columns)
+        if any(source < target and keep[source] != source for target, source in enumerate(keep)):
+            # A row would be overwritten before it is copied.
+            for buffer in (buffer for layer in self.layers for buffer in layer.buffers):
+                buffer[: len(keep), :, :columns] = buffer[keep, :, :columns]
+        else:
+            for target, source in enumerate(keep):
+                if source != target:
+                    for layer in self.layers:
+                        layer.move_row(source, target, columns)
         self.lengths = [self.lengths[row] for row in keep]
+
+    def join(self, other: SlotCache, starts: list[int]) -> None:
+        """Copies in the rows of another cache after the own ones, each from its slot `starts[i]` on."""
+        parts = [slice(start, length) for start, length in zip(starts, other.lengths)]
+        for index in range(len(other.layers)):
+            layer = self._layer(index)
+            # It was that of other rows.
+            layer.limit = None
+            layer.join(other.layers[index], len(self.lengths), parts)
+        self.limit = None
+        self.lengths = self.lengths + [part.stop - part.start for part in parts]
 
     def row_states(self, row: int) -> list[tuple[torch.Tensor, ...]]:
         """Copies of an active row's buffers `(H, C', D)` in every layer, as far as they are filled."""

@@ -65,6 +65,7 @@ def read_prompts(request: Request, target: SlotModel, max_length: int) -> tuple[
     check_reach(model, [given] if mask is None else mask.ne(0).sum(1).tolist(), room)
     check_room(kwargs.get("past_key_values"), request.batch_size, given + room)
     kwargs["past_key_values"] = target.cache
+    first = {} if request.between_chunks is None else _read_first_chunks(request, target, kwargs)
     # The prompts may be read in chunks.
     with target.taps.captured(joined=True) as states, watched_prefill(model) as received, fast_products(model):
         output = model._prefill(input_ids, request.generation_config, kwargs)
@@ -73,6 +74,7 @@ def read_prompts(request: Request, target: SlotModel, max_length: int) -> tuple[
         target.cache.load(received.cache)
         output.past_key_values = target.cache
     target.check_prefilled()
+    states |= {key: torch.cat([*parts, states[key]], dim=1) for key, parts in first.items()}
     inputs = next_inputs(model, output, input_ids, kwargs)
     num_slots = target.cache.get_seq_length()
     continuation = Continuation.read(model, inputs, received, num_slots, given, request.batch_size)
@@ -81,6 +83,32 @@ def read_prompts(request: Request, target: SlotModel, max_length: int) -> tuple[
     # The last token is never read.
     target.max_position = max(continuation.next_positions) + room - 2
     return output, states, continuation
+
+
+def _read_first_chunks(request: Request, target: SlotModel, kwargs: dict[str, Any]) -> dict[Any, list[torch.Tensor]]:
+    """Reads all but the last chunk of the prompts, with turns of others in between.
+
+    Args:
+        kwargs (`dict`): Arguments of the forward that reads the prompts; those of the last chunk afterwards.
+
+    Returns:
+        `dict`: The states that the drafter asked for, chunk by chunk.
+    """
+    model, input_ids, length = request.model, request.input_ids, request.input_ids.shape[1]
+    assert request.between_chunks is not None, "nobody to give a turn"
+    first: dict[Any, list[torch.Tensor]] = {key: [] for key in target.states} if length > request.chunk_size else {}
+    if kwargs.get("attention_mask") is None:
+        # How much of the prompt is in the cache is told from it.
+        kwargs["attention_mask"] = torch.ones_like(input_ids)
+    columns = [name for name, value in kwargs.items() if torch.is_tensor(value) and value.shape[-1:] == (length,)]
+    for end in range(request.chunk_size, length, request.chunk_size):
+        part = {**kwargs, **{name: kwargs[name][..., :end] for name in columns}}
+        with target.taps.captured(joined=True) as states, fast_products(model):
+            model._prefill(input_ids[:, :end], request.generation_config, part)
+        for key, parts in first.items():
+            parts.append(states[key])
+        request.between_chunks()
+    return first
 
 
 class Received:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import ExitStack, closing
 from functools import partial
 from time import perf_counter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -47,6 +47,9 @@ class DecodingLoop:
     Args:
         request (`Request`): The call.
         speculator (`Speculator`): Makes the call's candidate generator.
+        texts (`tuple`, *optional*): `Sequences`, `StopRules` and `ProcessorStack`, or what stands for them, where
+            they do not follow from the request.
+        num_places (`int`, *optional*): Rows that the call may come to have at a time, if more than it begins with.
 
     Attributes:
         rows (`list[int]`): Numbers of the active rows in the call.
@@ -56,14 +59,24 @@ class DecodingLoop:
 
     # Listeners are told of the call, and users of drafts that are hardly ever accepted.
     is_reported: ClassVar[bool] = True
+    sampler_class: ClassVar[type[DraftSampler]] = DraftSampler
 
-    def __init__(self, request: Request, speculator: DrafterSource):
+    def __init__(
+        self,
+        request: Request,
+        speculator: DrafterSource,
+        texts: tuple[Any, Any, ProcessorStack] | None = None,
+        num_places: int | None = None,
+    ):
         config = request.generation_config
         self.request, self.model, self.device = request, request.model, request.device
         self.rows = list(range(request.batch_size))
-        self.sequences = Sequences(request.input_ids, request.pad_token)
         self.recorder = OutputRecorder(request.batch_size, config)
-        self.stop = StopRules(request.stopping_criteria, self.sequences, self.recorder.scores)
+        if texts is None:
+            sequences = Sequences(request.input_ids, request.pad_token)
+            stop = StopRules(request.stopping_criteria, sequences, self.recorder.scores)
+            texts = sequences, stop, ProcessorStack(request.logits_processor)
+        self.sequences, self.stop, self.stack = texts
         self.streamer = ColumnStreamer(request.streamer, self.sequences, self.stop)
         self.deferred = DeferredWork(self.device)
         self.check: ContinuationCheck | None = None
@@ -74,13 +87,12 @@ class DecodingLoop:
         self.is_adaptive = getattr(speculator, "is_adaptive", False)
         self.stats = SpecDecodingStats(method=speculator.method, batch_size=request.batch_size, drafter=origin)
         profile = model_profile(self.model)
-        self.stack = ProcessorStack(request.logits_processor)
         uniforms = self._uniforms() if config.do_sample else None
         session = Session(
-            batch_size=request.batch_size,
+            batch_size=num_places or request.batch_size,
             max_length=self.stop.max_length,
             device=self.device,
-            sampler=DraftSampler(self.stack, self.sequences, uniforms, vocabulary_size(self.model)),
+            sampler=self.sampler_class(self.stack, self.sequences, uniforms, vocabulary_size(self.model)),
             supports_trees=profile.supports_trees,
             notes=self.stats.notes,
             group=request.processes,
@@ -157,10 +169,7 @@ class DecodingLoop:
         self.recorder.add(self.rows, verdict.path, verdict.counts, logits, output.get("hidden_states"))
         self.anchors = verdict.tokens[:, 0]
         if self.progress.traces:
-            prompts = self.continuation.prompt(self.request.input_ids, {}).token_lists
-            self.tracer = Tracer(self.progress.traces, self.stats.method, prompts)
-            self.tracer.score(draft, verdict, logits)
-            self.tracer.add_cycle(draft, verdict, self.rows)
+            self._begin_trace(draft, verdict, logits)
         if not (self.stop.all_finished or self.request.synced_gpus):
             self.check = ContinuationCheck.begin(self.model, self.target.cache, self.continuation, self.anchors)
         # With a check under way, nothing is shown before the first verification has been compared with it.
@@ -169,6 +178,12 @@ class DecodingLoop:
         self.stats.prefill_seconds = perf_counter() - began
         if not self.stop.all_finished:
             self._start_drafting(verdict, states)
+
+    def _begin_trace(self, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
+        prompts = self.continuation.prompt(self.request.input_ids, {}).token_lists
+        self.tracer = Tracer(self.progress.traces, self.stats.method, prompts)
+        self.tracer.score(draft, verdict, logits)
+        self.tracer.add_cycle(draft, verdict, self.rows)
 
     def _start_drafting(self, verdict: Verdict, states: dict) -> None:
         began = perf_counter()

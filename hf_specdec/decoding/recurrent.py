@@ -106,6 +106,12 @@ class RecurrentState:
             for key, state in new.items():
                 own[key] = state if index is None else own[key].index_copy(0, _on(index, state), state)
 
+    def join(self, other: RecurrentState) -> None:
+        """Takes over the rows of `other` after its own."""
+        for own, new in zip(self._parts, other._parts):
+            for key, state in new.items():
+                own[key] = torch.cat([own[key], state.to(own[key])])
+
     def copy(self) -> RecurrentState:
         """Another holder of the same tensors."""
         return RecurrentState(*map(dict, self._parts))
@@ -302,6 +308,17 @@ class RecurrentLayers:
         for mixer in self._mixers:
             mixer.keep_rows(index)
 
+    def join(self, other: RecurrentLayers) -> None:
+        """Takes over the rows of another call after its own."""
+        for count, rows in other._moves(0):
+            for mixer in other._mixers:
+                mixer.move(count, rows)
+        for layer, state in self.states.items():
+            state.join(other.states[layer])
+        for mixer in self._mixers:
+            mixer.add_rows(len(other.replayed))
+        self.replayed = self.replayed + [0] * len(other.replayed)
+
     def row_states(self, row: int) -> dict[int, RecurrentState]:
         """The states of one row after its last committed token, by the number of the layer."""
         for count, _ in self._moves(0, [row]):
@@ -385,6 +402,12 @@ class _Mixer:
 
     def keep_rows(self, index: torch.Tensor) -> None:
         self.inputs = {name: value[_on(index, value)] for name, value in self.inputs.items()}
+
+    def add_rows(self, count: int) -> None:
+        """Makes room for rows that have nothing to replay."""
+        self.inputs = {
+            name: torch.cat([value, value.new_zeros((count, *value.shape[1:]))]) for name, value in self.inputs.items()
+        }
 
 
 class _ReplayingMixer(_Mixer):

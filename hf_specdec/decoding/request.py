@@ -5,6 +5,7 @@ Shapes: B rows, P prompt length.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ class Request:
         past_key_values (`DynamicCache` or `StaticCache`, *optional*): The user's; read at the start, and brought up to
             date at the end.
         began (`float`): `perf_counter()` when `generate()` was called.
+        chunk_size (`int`): Tokens of the prompts that are read before others get a turn, where there are others.
+        between_chunks (`Callable`, *optional*): Their turn.
     """
 
     model: torch.nn.Module
@@ -46,6 +49,8 @@ class Request:
     synced_gpus: bool = False
     past_key_values: Any = None
     began: float = field(default_factory=perf_counter)
+    chunk_size: int = 512
+    between_chunks: Callable[[], None] | None = None
 
     @property
     def batch_size(self) -> int:

@@ -396,6 +396,28 @@ class SlotModel:
         if self.hidden is not None:
             self.hidden = self.hidden[keep]
 
+    def join(self, other: SlotModel) -> None:
+        """Takes over the rows of another call of the same model after its own, without the padding in front of them.
+
+        Raises:
+            UnsupportedModelError: Tokens inside of the prompts are masked.
+        """
+        if self.hidden is not None or other.hidden is not None:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} masks tokens inside of the prompts, and rows that join others can be "
+                "masked at their beginning only. Pass batch_size=1."
+            )
+        self.cache.join(other.cache, other.starts)
+        if self.recurrent is not None:
+            self.recurrent.join(other.recurrent)
+        self.starts = self.starts + [0] * len(other.starts)
+        self.offsets = self.offsets + other.offsets
+        if self.max_position is not None:
+            self.max_position = max(self.max_position, other.max_position)
+        self.row_inputs = {
+            name: torch.cat([values, other.row_inputs[name]]) for name, values in self.row_inputs.items()
+        }
+
 
 class PositionCounter:
     """Positions of tokens that a model's embedding counts by itself, from the number of its padding token on.

@@ -5,9 +5,12 @@ Where a call ends, or another drafter goes on with the text, it costs the drafte
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from ..protocol import Commit, Prompt
+from ..transfers import upload
 
 
 class TextReader(Protocol):
@@ -18,6 +21,15 @@ class TextReader(Protocol):
     def observe(self, commit: Commit) -> None: ...
 
     def keep_rows(self, keep: list[int]) -> None: ...
+
+    def join(self, other: Any, numbers: dict[int, int]) -> None: ...
+
+
+class _Text(NamedTuple):
+    """A row's tokens, and the states of all but the last one, each `(L - 1, H)`."""
+
+    tokens: list[int]
+    states: dict[Any, torch.Tensor]
 
 
 class UnreadText:
@@ -65,6 +77,61 @@ class UnreadText:
                 self.reader.keep_rows(rows)
         if commits:
             self.reader.observe(Commit.joined(commits))
+
+    def join(self, other: UnreadText, numbers: dict[int, int]) -> None:
+        """Takes over the rows of another call, and what their reader has not been told of.
+
+        Where neither of the readers has been told anything, there is one text to be told of later.
+        """
+        if not (self._is_whole and other._is_whole):
+            self.hand_over()
+            other.hand_over()
+            self.reader.join(other.reader, numbers)
+            return
+        device = self._commits[0].tokens.device
+        texts = self._texts() | {numbers[row]: text for row, text in other._texts().items()}
+        self.clear()
+        self._begin_with(texts, device)
+        other.clear()
+
+    @property
+    def _is_whole(self) -> bool:
+        """Tells whether all of the text is here, with the states of all of its tokens."""
+        if self._prompt is None or not self._commits:
+            return False
+        length = self._prompt.input_ids.shape[1]
+        return all(value.shape[1] >= length for value in self._prompt.hidden_states.values())
+
+    def _texts(self) -> dict[int, _Text]:
+        """The text of each active row by its number."""
+        commit, prompt, texts = Commit.joined(self._commits), self._prompt, {}
+        for place, (row, source) in enumerate(zip(commit.rows, self._rows)):
+            given, new = prompt.token_lists[source], commit.token_lists[place]
+            # The first state of a commit is that of the prompt's last token.
+            states = {
+                key: torch.cat([value[source, -len(given) :], commit.hidden_states[key][place, 1 : len(new)]])
+                for key, value in prompt.hidden_states.items()
+            }
+            texts[row] = _Text([*given, *new], states)
+        return texts
+
+    def _begin_with(self, texts: dict[int, _Text], device: torch.device) -> None:
+        """Holds texts as if all but their last tokens had been prompts."""
+        # The rows of a prompt are numbered in their order, so numbers that are free get a token of no text.
+        count, length = max(texts) + 1, max(len(text.tokens) for text in texts.values()) - 1
+        tokens, starts = [[0] * length for _ in range(count)], [length - 1] * count
+        keys = next(iter(texts.values())).states
+        states = {key: value.new_zeros((count, length, value.shape[-1])) for key, value in keys.items()}
+        for row, text in texts.items():
+            starts[row] = length - len(text.tokens) + 1
+            tokens[row][starts[row] :] = text.tokens[:-1]
+            for key, value in text.states.items():
+                states[key][row, starts[row] :] = value
+        self.begin(Prompt(upload(tokens, device), starts, states))
+        self._rows = list(texts)
+        last = [text.tokens[-1:] for text in texts.values()]
+        last_states = {key: torch.stack([text.states[key][-1:] for text in texts.values()]) for key in keys}
+        self.add(Commit(list(texts), upload(last, device), last, [0] * len(last), last_states))
 
     def keep_rows(self, keep: list[int]) -> None:
         """Drops finished rows, those of the reader among them."""

@@ -40,6 +40,8 @@ class DraftEntries(DraftSlots):
     """
 
     num_read = 0
+    # Whether what was committed has to be read before rows join.
+    joins_read = False
 
     def __init__(self, network: nn.Module, starts: list[int], offsets: list[int], capacity: int, **options):
         super().__init__(network, starts, offsets, capacity, **options)

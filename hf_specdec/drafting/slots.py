@@ -179,6 +179,11 @@ class DraftSlots:
         self.cache.keep_rows(keep)
         self._place_rows([self.starts[row] for row in keep], [self.offsets[row] for row in keep])
 
+    def join(self, other: DraftSlots) -> None:
+        """Takes over the rows of another call after its own, without the padding in front of them."""
+        self.cache.join(other.cache, other.starts)
+        self._place_rows(self.starts + [0] * len(other.starts), self.offsets + other.offsets)
+
     def close(self) -> None:
         """Ends the call; its graphs are free for the next one."""
         if self.graphs is not None:

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 
 from ..threads import cached_property
-from ..transfers import kept_tensor, read_together, upload_together
+from ..transfers import kept_tensor, read_together, upload, upload_together
 from .static import TokenTree
 from .topology import TreeTopology, chain_parents, chain_topology, node_depths, renumbered, static_topology
 
@@ -170,6 +170,21 @@ class DraftTree:
                 return static_topology(tuple(self.parents.tolist()), self.tokens.device)
         # Asking a device for the parents would make the host wait.
         return TreeTopology.from_parents(self.parents)
+
+    def of_rows(self, rows: Sequence[int]) -> DraftTree:
+        """The drafts of some rows; the host reads the shapes of all of them."""
+        counts, parents = self.counts(), None if self.is_chain or self.shape is not None else self.parent_lists()
+        lists, index = self.node_lists, upload(rows, self.tokens.device)
+        return DraftTree(
+            self.tokens.index_select(0, index),
+            self.parents if self.parents.dim() == 1 else self.parents.index_select(0, index),
+            [counts[row] for row in rows],
+            None if self.probs is None else self.probs.index_select(0, index),
+            None if lists is None else [lists[row] for row in rows],
+            is_chain=self.is_chain,
+            shape=self.shape,
+            node_parents=None if parents is None else [parents[row] for row in rows],
+        )
 
     def without_probs(self) -> DraftTree:
         """A copy without its distributions, for those who keep it when they are not needed any more."""

@@ -73,6 +73,15 @@ class ProcessorStack:
         kinds = [type(processor) for processor in self.processors]
         return [kind.__name__ for kind in kinds if kind not in _POSITION_INDEPENDENT and kind not in _ROW_WISE]
 
+    @property
+    def signature(self) -> tuple | None:
+        """Equal for stacks that make the same of all scores; `None` where more than the scores is read."""
+        if self.reads_tokens:
+            return None
+        return tuple(
+            (type(one), *((name, _hashable(value)) for name, value in vars(one).items())) for one in self.processors
+        )
+
     def known_only(self) -> ProcessorStack:
         """Leaves out the unknown ones: what a draft model may apply to its own logits without anyone noticing."""
         known = [p for p in self.processors if type(p) in _POSITION_INDEPENDENT or type(p) in _ROW_WISE]
@@ -127,6 +136,10 @@ class ProcessorStack:
         """The processors with their per-row settings cut to these rows."""
         selected = [_select_rows(processor, rows) for processor in self._run]
         return LogitsProcessorList(selected)
+
+
+def _hashable(value):
+    return tuple(value.flatten().tolist()) if torch.is_tensor(value) else repr(value)
 
 
 def _select_rows(processor, rows: list[int]):

@@ -56,6 +56,11 @@ class RowUniforms:
         self._by_position = [_Stream(seed, purpose, space=0, width=1024) for purpose in purposes]
         self._by_node = [_Stream(seed, purpose, space=1, width=16 * NODES_PER_ANCHOR) for purpose in purposes]
 
+    def name(self, row: int, seed: int, number: int) -> None:
+        """Gives a row the numbers that row `number` of a call with this seed has."""
+        for stream in (*self._by_position, *self._by_node):
+            stream.name(row, seed, number)
+
     def at(self, purpose: int, rows: Sequence[int], first_positions: Sequence[int], count: int) -> torch.FloatTensor:
         """The numbers of `count` consecutive positions of each row.
 
@@ -114,6 +119,7 @@ class _Stream:
     """The numbers of one purpose: for each row a window of them that follows the reads."""
 
     def __init__(self, seed: int, purpose: int, space: int, width: int):
+        self.purpose, self.names = purpose, {}
         self.key = np.array([seed, purpose], dtype=np.uint64)
         self.space = space
         self.width = width
@@ -134,6 +140,11 @@ class _Stream:
             offsets = first - self.starts[rows]
         return self.values[rows[:, None], offsets[:, None] + np.arange(count)]
 
+    def name(self, row: int, seed: int, number: int) -> None:
+        self.names[row] = np.array([seed, self.purpose], dtype=np.uint64), number
+        if row < len(self.starts):
+            self.starts[row] = np.iinfo(np.int64).max
+
     def _add_rows(self, num_rows: int) -> None:
         new = num_rows - len(self.starts)
         self.values = np.concatenate([self.values, np.empty((new, self.width))])
@@ -152,12 +163,17 @@ class _Stream:
         for row, position in zip(rows.tolist(), first.tolist()):
             start = position // half * half
             # A step of the counter gives four numbers.
-            counter = np.array([start // 4, self.space, row, 0], dtype=np.uint64)
-            generator = np.random.Generator(np.random.Philox(key=self.key, counter=counter))
+            key, number = self.names.get(row, (self.key, row))
+            counter = np.array([start // 4, self.space, number, 0], dtype=np.uint64)
+            generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
             self.values[row] = np.minimum(generator.random(self.width), LARGEST_UNIFORM)
             self.starts[row] = start
 
 
-def seed_from_torch() -> int:
-    """A seed of 63 bits drawn from torch's default CPU generator, so that `torch.manual_seed` determines it."""
-    return int(torch.randint(2**63 - 1, (), device="cpu"))
+def seed_from_torch(generator: torch.Generator | None = None) -> int:
+    """A seed of 63 bits drawn from torch's default CPU generator, so that `torch.manual_seed` determines it.
+
+    Args:
+        generator (`torch.Generator`, *optional*): Of the CPU, in the place of that one.
+    """
+    return int(torch.randint(2**63 - 1, (), device="cpu", generator=generator))

@@ -43,7 +43,7 @@ class DraftSampler:
             rows (`list[int]`): Row of the call of each.
             drafted (`list[torch.LongTensor]`): Draft tokens before this one, each of shape `(R,)`.
         """
-        logits = _fit_width(logits, self.vocab_size)
+        logits = fit_width(logits, self.vocab_size)
         if not self.stack.reads_tokens:
             return self.stack.all_nodes(logits)
         tail = torch.stack(drafted, dim=1) if drafted else logits.new_zeros((len(rows), 0), dtype=torch.long)
@@ -60,7 +60,8 @@ class DraftSampler:
         return tokens.clamp_(min=0), probs
 
 
-def _fit_width(logits: torch.Tensor, width: int) -> torch.Tensor:
+def fit_width(logits: torch.Tensor, width: int) -> torch.Tensor:
+    """Logits `(..., W)` as `(..., width)`: what is missing gets no probability."""
     missing = width - logits.shape[-1]
     if missing <= 0:
         return logits[..., :width]

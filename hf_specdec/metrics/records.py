@@ -79,11 +79,14 @@ class CallTrace:
         first (`CycleTrace`, *optional*): The first token of each row, which the prefill gives. `None` where the call
             ended before.
         cycles (`list[CycleTrace]`): What followed.
+        is_joint (`bool`): Rows are places that several requests take in turn. Prompts and first tokens are those of
+            the requests that begin.
     """
 
     prompts: list[list[int]] = field(default_factory=list)
     first: CycleTrace | None = None
     cycles: list[CycleTrace] = field(default_factory=list)
+    is_joint: bool = False
 
 
 @dataclass
@@ -139,14 +142,19 @@ class CallRecord:
             `str`: The page.
 
         Raises:
-            SpecConfigError: The call was recorded without a trace, or ended before its first token; or `tokenizer`
-                cannot decode.
+            SpecConfigError: The call was recorded without a trace, ended before its first token, or served requests in
+                turn; or `tokenizer` cannot decode.
             OSError: The file cannot be written.
         """
         if self.trace is None:
             raise SpecConfigError(
                 "This call was recorded without its tokens, so there is nothing to draw. Record it inside "
                 "`with hf_specdec.record(trace=True) as r:`."
+            )
+        if self.trace.is_joint:
+            raise SpecConfigError(
+                "Several requests took turns in the rows of this call, so there is no one text to draw. Record a call of "
+                "generate() with one of the prompts."
             )
         # Only those who draw a page pay for it.
         from .picture import page
@@ -158,7 +166,7 @@ class CallRecord:
 
     def _repr_html_(self) -> str | None:
         """The page of [`to_html`] for a notebook; `None`, which shows the `repr`, where there is nothing to draw."""
-        if self.trace is None or self.trace.first is None:
+        if self.trace is None or self.trace.first is None or self.trace.is_joint:
             return None
         from .picture import in_notebook
 

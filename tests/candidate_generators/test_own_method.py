@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_specdec import CandidateGenerator, DraftTree, Session, record, register_candidate_generator
+from hf_specdec import (
+    CandidateGenerator,
+    DraftTree,
+    Session,
+    generate_many,
+    record,
+    register_candidate_generator,
+)
 from hf_specdec.candidate_generators import unregister_candidate_generator
 from tests.methods import demo_inputs, demo_target, plain_text
 
@@ -36,6 +43,14 @@ def test_greedy_batches(method):
             text = demo_target().generate(**demo_inputs(4), max_new_tokens=NEW, do_sample=False, **speculative)
         assert torch.equal(text, plain_text(4, NEW))
         assert made.calls[0].stats.num_accepted_tokens > 10
+
+
+def test_rows_join(method):
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(*demo_inputs(4).values())]
+    call = {"max_new_tokens": NEW, "do_sample": False, "spec_method": "followers", "num_speculative_tokens": 2}
+    results = list(generate_many(demo_target(), prompts, 2, in_order=True, **call))
+    assert [result.tokens for result in results] == plain_text(4, NEW)[:, -NEW:].tolist()
+    assert sum(result.stats.num_accepted_tokens for result in results) > 10
 
 
 def test_options_that_have_no_hash():

@@ -16,11 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import StoppingCriteria
 
-from hf_specdec import Commit, DraftStep, DraftTree, Prompt, Session, Speculator, record
+from hf_specdec import Commit, DraftStep, DraftTree, Prompt, Session, Speculator, generate_many, record
 from hf_specdec.candidate_generators.combined.combination import Combination
 from hf_specdec.control import SpeculationController
 from hf_specdec.decoding.states import captured_states
 from tests.matrix.calls import PROMPT, inputs, plain
+from tests.matrix.test_many import SETTINGS, alone, requests
 from tests.methods import demo_target, fresh_speculator, settings_of
 
 
@@ -76,6 +77,15 @@ class Watch:
         assert 0 < len(keep) <= self.num_rows
         self.num_rows = len(keep)
 
+    def join(self, other: Watch, numbers: dict[int, int]) -> None:
+        for one in (self, other):
+            assert one.has_observed
+            assert not one.is_drafting
+            assert not one.is_closed
+        assert len(numbers) == len(set(numbers.values())) == other.num_rows
+        self.num_rows += other.num_rows
+        self.is_full = False
+
     def close(self) -> None:
         assert not self.is_closed
         self.is_closed = True
@@ -115,6 +125,10 @@ def checked(generator_class: type, watches: list[Watch]) -> type:
         def keep_rows(self, keep):
             self.watch.keep_rows(keep)
             super().keep_rows(keep)
+
+        def join(self, other, numbers):
+            self.watch.join(other.watch, numbers)
+            super().join(other, numbers)
 
         def close(self):
             self.watch.close()
@@ -175,6 +189,23 @@ class TestInCalls:
         text, stats = generated(speculator, eos_token_id=ends)
         assert torch.equal(text, plain_text(eos_token_id=ends))
         assert stats.num_draft_tokens > 0
+        assert all(watch.is_closed for watch in watches)
+
+    @pytest.mark.parametrize("lengths", [(0, 0, 3, 0, 2, 4), (0, 0, 0, 0, 0, 0, 0, 3)])
+    def test_rows_join_while_it_pauses(self, row, lengths, monkeypatch):
+        """Also before it has been told anything, and then what has been said since the prompts is told late."""
+        chosen = []
+
+        def limits(controller, rows, num_unread, num_left):
+            chosen.append(lengths[len(chosen) % len(lengths)])
+            controller.num_cycles += 1
+            return [min(chosen[-1], controller.most)] * len(rows)
+
+        monkeypatch.setattr(SpeculationController, "limits", limits)
+        speculator, watches = watched_speculator(row, num_speculative_tokens="auto")
+        results = list(generate_many(demo_target(), requests(), 3, in_order=True, assistant=speculator, **SETTINGS))
+        assert [result.tokens for result in results] == alone()
+        assert sum(result.stats.num_draft_tokens for result in results) > 0
         assert all(watch.is_closed for watch in watches)
 
     def test_an_error_in_the_middle(self, row):

@@ -142,6 +142,16 @@ class CombinedCandidateGenerator(CandidateGenerator):
         self.retrieval.keep_rows(keep)
         self._unread.keep_rows(keep)
 
+    @property
+    def takes_rows(self) -> bool:
+        return self.retrieval.takes_rows and self.model.takes_rows
+
+    def join(self, other: CombinedCandidateGenerator, numbers: dict[int, int]) -> None:
+        self.choice.join(list(numbers.values()))
+        self.retrieval.join(other.retrieval, numbers)
+        self._unread.join(other._unread, numbers)
+        self._bound_unread()
+
     def close(self) -> None:
         try:
             self.retrieval.close()

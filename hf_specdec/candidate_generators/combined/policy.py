@@ -180,6 +180,11 @@ class DrafterChoice:
         """Takes in how many tokens of a retrieved draft agree with the text, as far as that can be seen."""
         self._ratings[row].observe(sum(acceptance_probs), num_agreeing)
 
+    def join(self, rows: list[int]) -> None:
+        """Forgets the ratings of the texts that these rows had before."""
+        for row in rows:
+            self._ratings[row] = RatingFactor(weight=ROW_RATING_WEIGHT)
+
     def close(self) -> None:
         """Ends the call: the profile learns what was found."""
         self.profile.learn(self.latency, self._budget, self.accepted)

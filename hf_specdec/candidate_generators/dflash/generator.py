@@ -181,6 +181,15 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if self.pending is not None:
             self.pending = self.pending.of_rows(keep)
 
+    def join(self, other: DFlashCandidateGenerator, numbers: dict[int, int]) -> None:
+        if self.pending is None or other.pending is None:
+            for generator in (self, other):
+                generator._read(generator.pending)
+                generator.pending = None
+        else:
+            self.pending = Commit.side_by_side([self.pending, other.pending])
+        self.text.join(other.text)
+
     def close(self) -> None:
         if self.text is not None:
             self.text.close()

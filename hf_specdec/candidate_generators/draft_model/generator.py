@@ -357,6 +357,19 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         if keep:
             self.model.keep_rows(keep)
 
+    def join(self, other: DraftModelCandidateGenerator, numbers: dict[int, int]) -> None:
+        # Rows that have finished may be here still, under numbers that are given anew.
+        self._drop([row in numbers.values() for row in self.rows])
+        other._drop([row not in numbers for row in other.rows])
+        if not self.rows:
+            self.model, other.model = other.model, self.model
+        elif other.rows:
+            self.model.join(other.model)
+        self.longest = max(self.longest, other.longest)
+        self.rows = self.rows + [numbers[row] for row in other.rows]
+        self.pending = self.pending + other.pending
+        self.num_fed_drafts = self.num_fed_drafts + other.num_fed_drafts
+
     def close(self) -> None:
         self.model.close()
         self.model = None

@@ -251,6 +251,9 @@ class MedusaCandidateGenerator(CandidateGenerator):
         if self.hidden is not None:
             self.hidden = select_rows(self.hidden, keep)
 
+    def join(self, other: MedusaCandidateGenerator, numbers: dict[int, int]) -> None:
+        self.hidden, self.candidates = torch.cat([self.hidden, other.hidden]), None
+
     def close(self) -> None:
         self.graphs.close()
         self.hidden = self.candidates = None

@@ -185,6 +185,9 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         if self.states is not None:
             self.states = select_rows(self.states, keep)
 
+    def join(self, other: MLPSpeculatorCandidateGenerator, numbers: dict[int, int]) -> None:
+        self.states = torch.cat([self.states, other.states])
+
     def close(self) -> None:
         self.graphs.close()
         self.states = None

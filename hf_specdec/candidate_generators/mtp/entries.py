@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from ...drafting.entries import DRAFT_STATE, DraftEntries, ReadNext
 from ...drafting.slots import DraftInputs, Entries
-from ...transfers import last_of_each, select_rows, upload
+from ...transfers import last_of_each, select_rows, upload, widened
 from .network import MtpNetwork
 
 
@@ -111,6 +111,25 @@ class LayerEntries(DraftEntries):
         self._window = Entries(select_rows(tokens, keep), states, [counts[row] for row in keep])
         if self._handed_on is not None:
             self._handed_on = select_rows(self._handed_on, keep)
+
+    # The windows of both must have been read by the same layer.
+    joins_read = True
+
+    def join(self, other: LayerEntries) -> None:
+        super().join(other)
+        mine, theirs = self._window, other._window
+        width = max(mine.tokens.shape[1], theirs.tokens.shape[1])
+
+        def both(own: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+            return torch.cat([widened(own, width), widened(new.to(own), width)])
+
+        states = {key: both(value, theirs.states[key]) for key, value in mine.states.items()}
+        self._window = Entries(both(mine.tokens, theirs.tokens), states, mine.counts + theirs.counts)
+        self._handed_on = both(self._handed_on, other._handed_on)
+        # The rows read it again where it lies now.
+        self._go_back(self._window.counts)
+        self._begin_window(self._window.tokens, self._window.counts)
+        self.cache.commit(self._window.counts)
 
     # Graphs
 

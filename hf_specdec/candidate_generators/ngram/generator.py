@@ -179,6 +179,10 @@ class NgramCandidateGenerator(CandidateGenerator):
         self._rows = [self._rows[position] for position in keep]
         self._indexes = {row: self._indexes[row] for row in self._rows}
 
+    def join(self, other: NgramCandidateGenerator, numbers: dict[int, int]) -> None:
+        self._rows = self._rows + list(numbers.values())
+        self._indexes |= {numbers[row]: index for row, index in other._indexes.items()}
+
     def close(self) -> None:
         self._rows, self._indexes = [], {}
 

@@ -213,3 +213,6 @@ class RecyclingCandidateGenerator(CandidateGenerator):
 
     def keep_rows(self, keep: list[int]) -> None:
         self._anchors = [self._anchors[position] for position in keep]
+
+    def join(self, other: RecyclingCandidateGenerator, numbers: dict[int, int]) -> None:
+        self._anchors = self._anchors + other._anchors

@@ -408,6 +408,12 @@ class SuffixCandidateGenerator(CandidateGenerator):
         self._requests[:] = kept
         self._contexts = [self._contexts[position] for position in keep]
 
+    def join(self, other: SuffixCandidateGenerator, numbers: dict[int, int]) -> None:
+        # In the lists of those who end them.
+        self._requests += other._requests
+        other._requests.clear()
+        self._contexts += other._contexts
+
     def close(self) -> None:
         self._stop_all()
 

@@ -1,0 +1,461 @@
+"""Decoding of many requests in one loop: rows of different calls beside each other, and new ones in freed places.
+
+Each row is a `generate()` call of its own, prepared by transformers for a batch of one: its criteria and processors
+see that row alone, and its random numbers are named after the request, not after its place. The loop shares what costs
+time, the forwards of target and drafter, and judges rows together where the same is done to their scores.
+
+New rows are read by a loop of their own, which makes no cycle, and join the one that runs.
+
+Shapes: R active rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from time import perf_counter
+
+import torch
+
+from ..drafts import DraftTree
+from ..logits.processors import ProcessorStack
+from ..logits.randomness import RowUniforms
+from ..logits.rules import StandardRule, acceptance_rule
+from ..logits.sampling import DraftSampler, fit_width
+from ..logits.verifier import Verdict, Verifier
+from ..metrics import SpecDecodingStats
+from ..metrics.listeners import CallProgress
+from ..protocol import DrafterSource, DraftStep
+from ..transfers import upload, widened
+from .continuation import ContinuationCheck
+from .loop import DecodingLoop
+from .profile import ModelProfile
+from .request import Request
+from .sequences import Sequences, StopRules
+from .target import SlotOutput
+
+
+# Judges that are kept for rows to come.
+_MOST_JUDGES = 64
+
+
+class Row:
+    """One request while it is decoded.
+
+    Args:
+        request (`Request`): Prepared for a batch of one, without padding.
+        seed, number (`int`): Its random numbers are those of row `number` in a call with this seed.
+
+    Attributes:
+        sequences, stop, stack: Its text, its stopping rules and its processors.
+        signature (`tuple`, *optional*): Of the processors, as [`ProcessorStack.signature`].
+        stats (`SpecDecodingStats`): What was drafted and accepted for it; forwards and seconds belong to all rows.
+        error (`Exception`, *optional*): Why it has failed.
+        is_cancelled (`bool`): It ends where it stands.
+        judge (`Judge`): Judges its drafts, once it is in a loop.
+    """
+
+    judge: Judge
+
+    def __init__(self, request: Request, seed: int, number: int):
+        self.request, self.seed, self.number = request, seed, number
+        self.samples = bool(request.generation_config.do_sample)
+        self.stack = ProcessorStack(request.logits_processor)
+        self.signature = self.stack.signature
+        self.is_cancelled = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets all but the prompt."""
+        self.sequences = Sequences(self.request.input_ids, self.request.pad_token)
+        self.stop = StopRules(self.request.stopping_criteria, self.sequences)
+        # The first token comes from the prompt.
+        self.stats, self.error = SpecDecodingStats(batch_size=1, num_committed_tokens=1), None
+
+    @property
+    def length(self) -> int:
+        return self.sequences.lengths[0]
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that it may come to, the prompt included."""
+        return self.stop.max_length
+
+    @property
+    def has_ended(self) -> bool:
+        return self.stop.all_finished or self.error is not None or self.is_cancelled
+
+    @property
+    def tokens(self) -> list[int]:
+        """The generated tokens."""
+        return self.sequences.row(0).tolist()[self.sequences.prompt_length :]
+
+    @property
+    def finish_reason(self) -> str:
+        """Why it has ended: "stop", "length", "error" or "cancelled"."""
+        if self.error is not None:
+            return "error"
+        if self.stop.all_finished:
+            is_full = self.length >= self.stop.max_length and self.tokens[-1] not in self.stop.eos_tokens
+            return "length" if is_full else "stop"
+        return "cancelled"
+
+    def append(self, tokens: list[int]) -> list[int]:
+        """Appends what its stopping rules keep of some tokens; an error of theirs is the row's."""
+        try:
+            return self.stop.append([0], [tokens])[0]
+        except Exception as error:  # noqa: BLE001 - of any kind: the user's criteria raise what they like
+            self.error = error
+            return tokens[:1]
+
+
+class JointSequences:
+    """The texts of the rows in a table, as the loop and its parts ask for them.
+
+    Args:
+        table (`list[Row | None]`): The rows by their number.
+        prompt_length (`int`): Columns of the prompts that are read together.
+    """
+
+    def __init__(self, table: list[Row | None], prompt_length: int):
+        self.table, self.prompt_length = table, prompt_length
+
+    def row(self, row: int) -> torch.LongTensor:
+        return self.table[row].sequences.row(0)
+
+
+class JointStop:
+    """The stopping rules of the rows in a table.
+
+    Args:
+        sequences (`JointSequences`), table (`list[Row | None]`): The rows.
+        max_length (`int`): Columns that one of the prompts that are read together may fill.
+    """
+
+    num_cut_back = 0
+
+    def __init__(self, sequences: JointSequences, table: list[Row | None], max_length: int):
+        self.sequences, self.max_length = sequences, max_length
+        self._table = table
+
+    @property
+    def ends(self) -> list[None]:
+        return [None] * len(self._table)
+
+    @property
+    def all_finished(self) -> bool:
+        return all(row is None or row.has_ended for row in self._table)
+
+    def has_left(self, row: int) -> bool:
+        return self._table[row] is None or self._table[row].has_ended
+
+    def append(self, rows: list[int], token_lists: list[list[int]]) -> list[list[int]]:
+        return [self._table[row].append(tokens) for row, tokens in zip(rows, token_lists)]
+
+
+class JointSampler(DraftSampler):
+    """Draws draft tokens for rows of different requests, each from what its own processors leave."""
+
+    def scores(self, logits: torch.Tensor, rows: list[int], drafted: list[torch.LongTensor]) -> torch.Tensor:
+        table = self.sequences.table
+        signatures = [table[row].signature for row in rows]
+        logits = fit_width(logits, self.vocab_size)
+        if signatures[0] is not None and len(set(signatures)) == 1:
+            return table[rows[0]].stack.all_nodes(logits)
+        scores = logits.float()
+        return torch.stack([self._own(table[row], index, scores, drafted) for index, row in enumerate(rows)])
+
+    @staticmethod
+    def _own(row: Row, index: int, scores: torch.Tensor, drafted: list[torch.LongTensor]) -> torch.Tensor:
+        if row.signature is not None:
+            return row.stack.all_nodes(scores[index])
+        if scores.dim() > 2:
+            # Of several positions at once the tokens in between are not known.
+            return scores[index]
+        tail = torch.stack([tokens[index] for tokens in drafted]) if drafted else None
+        text = row.sequences.row(0)
+        text = text if tail is None else torch.cat([text, tail.to(text)])
+        return row.stack.known_only().rows([text], scores[index : index + 1], [0])[0]
+
+
+class Judge:
+    """Judges rows to whose scores the same is done.
+
+    Args:
+        verifier (`Verifier`): Of all of them.
+        is_alone (`bool`): It is that of one row, which it knows as number 0.
+    """
+
+    def __init__(self, verifier: Verifier, is_alone: bool):
+        self._verifier, self._is_alone = verifier, is_alone
+
+    def verify(self, draft, logits, rows, positions, meanwhile=None) -> Verdict:
+        return self._verifier.verify(draft, logits, [0] if self._is_alone else rows, positions, meanwhile)
+
+
+class JointVerifier:
+    """Judges the drafts of all rows, each as its request wants it. An error of a request is that row's alone.
+
+    Args:
+        table (`list[Row | None]`): The rows by their number.
+        stop (`JointStop`): Their stopping rules.
+        make_rule (`Callable`): The acceptance rule for some random numbers, or for `None`.
+        uniforms (`RowUniforms`): Those of the rows, by their number.
+        rule (`StandardRule`): The rule of requests that are as most of them.
+    """
+
+    reads_drafts = False
+
+    def __init__(
+        self,
+        table: list[Row | None],
+        stop: JointStop,
+        make_rule: Callable[[RowUniforms | None], StandardRule],
+        uniforms: RowUniforms,
+        rule: StandardRule,
+    ):
+        self.rule = rule
+        self._table, self._stop, self._make_rule, self._uniforms = table, stop, make_rule, uniforms
+        self._shared: dict[tuple, Judge] = {}
+
+    def enter(self, row: Row, number: int) -> None:
+        """A row gets this number in the table.
+
+        Raises:
+            SpecConfigError: The acceptance rule cannot do what the request wants.
+        """
+        self._uniforms.name(number, row.seed, row.number)
+        if row.signature is None:
+            uniforms = None
+            if row.samples:
+                uniforms = RowUniforms(row.seed, self._uniforms.device)
+                uniforms.name(0, row.seed, row.number)
+            row.judge = Judge(Verifier(row.stack, row.stop, self._make_rule(uniforms)), is_alone=True)
+        else:
+            key = row.samples, row.signature
+            if key not in self._shared:
+                if len(self._shared) >= _MOST_JUDGES:
+                    self._shared.clear()
+                rule = self._make_rule(self._uniforms if row.samples else None)
+                self._shared[key] = Judge(Verifier(row.stack, self._stop, rule), is_alone=False)
+            row.judge = self._shared[key]
+        self._table[number] = row
+
+    def verify(
+        self,
+        draft: DraftTree,
+        logits: torch.Tensor,
+        rows: list[int],
+        positions: list[int],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Verdict:
+        """Judges drafts; the arguments are those of [`Verifier.verify`]."""
+        groups: dict[int, list[int]] = {}
+        for index, row in enumerate(rows):
+            groups.setdefault(id(self._table[row].judge), []).append(index)
+        if len(groups) == 1:
+            return self._judged(draft, logits, rows, positions, meanwhile)
+        if meanwhile is not None:
+            meanwhile()
+        return self._in_parts(list(groups.values()), draft, logits, rows, positions)
+
+    def _judged(self, draft, logits, rows, positions, meanwhile=None) -> Verdict:
+        """Judges rows with one judge, and one by one where that fails."""
+        lengths = [self._table[row].length for row in rows]
+        try:
+            return self._table[rows[0]].judge.verify(draft, logits, rows, positions, meanwhile)
+        except Exception as error:  # noqa: BLE001 - of any kind: the user's processors raise what they like
+            if len(rows) > 1 and lengths == [self._table[row].length for row in rows]:
+                return self._in_parts([[index] for index in range(len(rows))], draft, logits, rows, positions)
+            for row in rows:
+                self._table[row].error = error
+            nodes = torch.zeros((len(rows), 1), dtype=torch.long, device=logits.device)
+            return Verdict([[0] for _ in rows], [1] * len(rows), [0] * len(rows), nodes, nodes)
+
+    def _in_parts(self, parts: list[list[int]], draft, logits, rows, positions) -> Verdict:
+        verdicts = []
+        for part in parts:
+            some = logits.index_select(0, upload(part, logits.device))
+            chosen = ([values[index] for index in part] for values in (rows, positions))
+            verdicts.append(self._judged(draft.of_rows(part), some, *chosen))
+        width = max(verdict.path.shape[1] for verdict in verdicts)
+        order = [index for part in parts for index in part]
+        back = sorted(range(len(order)), key=order.__getitem__)
+        lists = ("token_lists", "counts", "num_accepted")
+        found = {name: [value for verdict in verdicts for value in getattr(verdict, name)] for name in lists}
+        tensors = {
+            name: torch.cat([widened(getattr(v, name), width) for v in verdicts]) for name in ("path", "tokens")
+        }
+        index = upload(back, logits.device)
+        return Verdict(
+            **{name: [values[place] for place in back] for name, values in found.items()},
+            **{name: values.index_select(0, index) for name, values in tensors.items()},
+        )
+
+
+class JointLoop(DecodingLoop):
+    """Decodes requests that begin together; those of other loops may join them.
+
+    Args:
+        request (`Request`): All prompts as one batch, for the forward that reads them.
+        speculator (`DrafterSource`): Makes the candidate generator.
+        rows (`list[Row]`): The requests, in the order of the batch.
+        num_places (`int`): Most rows at a time.
+
+    Raises:
+        SpecConfigError: The acceptance rule cannot do what a request wants.
+    """
+
+    sampler_class = JointSampler
+
+    def __init__(self, request: Request, speculator: DrafterSource, rows: list[Row], num_places: int):
+        self.table: list[Row | None] = [None] * num_places
+        self.progress: CallProgress | None = None
+        self.uniforms = RowUniforms(0, request.device)
+        self._checks: list[tuple[ContinuationCheck, int, list[int]]] = []
+        sequences = JointSequences(self.table, request.input_ids.shape[1])
+        most = max(row.most_tokens - row.length for row in rows)
+        stop = JointStop(sequences, self.table, sequences.prompt_length + most)
+        super().__init__(request, speculator, (sequences, stop, rows[0].stack), num_places)
+        with ExitStack() as if_it_fails:
+            if_it_fails.callback(self.close)
+            for number, row in enumerate(rows):
+                self.verifier.enter(row, number)
+                row.stats.method = self.stats.method
+                row.stats.rejection_sample_method = self.stats.rejection_sample_method
+                row.stats.num_spec_tokens = self.stats.num_spec_tokens
+            if_it_fails.pop_all()
+
+    @property
+    def free_numbers(self) -> list[int]:
+        return [number for number, row in enumerate(self.table) if row is None]
+
+    @property
+    def active(self) -> list[Row]:
+        """The rows that have a place."""
+        return [row for row in self.table if row is not None]
+
+    def begin(self, is_first: bool) -> None:
+        """Reads the prompts.
+
+        Args:
+            is_first (`bool`): There is no other loop, so this one goes on by itself. It alone is reported to those who
+                listen, and has graphs.
+        """
+        self.began = perf_counter()
+        if is_first:
+            self._use_graphs()
+        self.verifier.rule.check_depth(self.generator.num_speculative_tokens)
+        self.progress = self._begin_call() if is_first else CallProgress(self.stats, [])
+        self.verifier.reads_drafts = bool(self.progress.traces)
+        self._prefill()
+        self.progress.end_prefill()
+
+    def cycle(self) -> None:
+        """Drafts, verifies and commits once."""
+        self._cycle()
+
+    def drop_ended(self) -> list[Row]:
+        """Rows that have ended leave; those that were cancelled, too. Not between a draft and its commit."""
+        self._tell()
+        if not self.stop.all_finished:
+            self._drop_finished_rows()
+        ended = []
+        for number, row in enumerate(self.table):
+            if row is not None and row.has_ended:
+                self.table[number] = None
+                ended.append(row)
+        return ended
+
+    def join(self, other: JointLoop) -> None:
+        """Takes over the unfinished rows of another loop, which has read their prompts, and closes it.
+
+        Raises:
+            UnsupportedModelError: They cannot stand beside others.
+        """
+        free, first = self.free_numbers, len(self.rows)
+        numbers = dict(zip(other.rows, free))
+        self.target.join(other.target)
+        self.generator.join(other.generator, numbers)
+        for theirs, number in numbers.items():
+            self.verifier.enter(other.table[theirs], number)
+        self.rows = [*self.rows, *numbers.values()]
+        self.anchors = torch.cat([self.anchors, other.anchors])
+        if other.check is not None:
+            self._checks.append((other.check, first, other.rows))
+        self.stats.add(other.stats)
+        self.stats.notes += [note for note in other.stats.notes if note not in self.stats.notes]
+        other.close()
+
+    def close(self) -> None:
+        """Ends the loop, with the rows that it still has."""
+        with ExitStack() as parts:
+            parts.callback(self.target.close)
+            parts.callback(self.generator.close)
+            if self.progress is not None:
+                parts.push(self.progress)
+            parts.callback(self.deferred.flush)
+
+    def end(self) -> None:
+        """Closes a loop that went on by itself, and its account."""
+        try:
+            self._tell()
+            self.stats.total_seconds = perf_counter() - self.began
+            self._close_account()
+        finally:
+            self.close()
+
+    def _tell(self) -> None:
+        """Does what was deferred. Scores of a trace are read at once: the loop may go on for ever."""
+        self.deferred.flush()
+        if self.tracer is not None:
+            self.tracer.read_scores()
+
+    # What rows of different requests change in the loop
+
+    def _begin_trace(self, draft: DraftTree, verdict: Verdict, logits: torch.Tensor) -> None:
+        super()._begin_trace(draft, verdict, logits)
+        for trace in self.progress.traces:
+            trace.is_joint = True
+
+    def _uniforms(self) -> RowUniforms:
+        return self.uniforms
+
+    def _verifier(self, uniforms: RowUniforms | None, profile: ModelProfile) -> JointVerifier:
+        def make_rule(uniforms: RowUniforms | None) -> StandardRule:
+            return acceptance_rule(self.generator.config, self.generator.samples_drafts, uniforms, self._uniforms)
+
+        verifier = JointVerifier(self.table, self.stop, make_rule, self.uniforms, make_rule(uniforms))
+        self.stats.rejection_sample_method = verifier.rule.name
+        if verifier.rule.note:
+            self.stats.notes.append(verifier.rule.note)
+        return verifier
+
+    def _step(self) -> DraftStep:
+        depth, rows = self.generator.num_speculative_tokens, [self.table[row] for row in self.rows]
+        depths = [max(min(depth, row.most_tokens - 1 - row.length), 0) for row in rows]
+        return DraftStep(self.rows, self.anchors, self._positions(1), depths)
+
+    def _verify(self, draft: DraftTree) -> SlotOutput:
+        output = super()._verify(draft)
+        checks, self._checks = self._checks, []
+        for check, first, rows in checks:
+            check.compare(output.logits[first : first + len(rows), 0], rows)
+        return output
+
+    def _commit(self, draft: DraftTree, output: SlotOutput, verdict: Verdict) -> None:
+        rows = [self.table[row] for row in self.rows]
+        self.deferred.add(partial(_count, rows, draft.without_probs(), verdict))
+        super()._commit(draft, output, verdict)
+
+    def _positions(self, ahead: int) -> list[int]:
+        # Each text is whole: what was committed, the anchor included, is in front of the next token.
+        return [self.table[row].length for row in self.rows]
+
+
+def _count(rows: list[Row], draft: DraftTree, verdict: Verdict) -> None:
+    """Adds a cycle to the statistics of each row."""
+    counts = zip(rows, draft.counts(), draft.max_depths(), verdict.num_accepted, verdict.counts)
+    for row, nodes, depth, accepted, committed in counts:
+        row.stats.count(nodes, depth, accepted, committed)

@@ -1,0 +1,158 @@
+"""`generate_batch` of transformers with speculation: its arguments and its outputs, over the loop of many requests."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers.utils import logging
+
+from ..arguments import ARGUMENTS, is_off
+from ..errors import SpecConfigError, shown
+from ..metrics import SpecDecodingStats
+from .generate import generate_many
+
+
+logger = logging.get_logger(__name__)
+
+_PLACES = 8
+
+# Settings of transformers' paged cache that concern what is generated, and not how.
+_UNSUPPORTED = {"return_logprobs": "Log-probabilities are not kept. Leave it out."}
+
+
+@dataclass
+class SpeculativeGenerationOutput(GenerationOutput):
+    """`GenerationOutput` with one more field.
+
+    Args:
+        speculative (`SpecDecodingStats`): What was drafted and accepted for the request.
+    """
+
+    speculative: SpecDecodingStats | None = None
+
+
+def generate_batch(
+    model: PreTrainedModel,
+    inputs: Sequence[Sequence[int]],
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: Any = None,
+    record_timestamps: bool = False,
+    progress_bar: bool = False,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    batch_size: int | None = None,
+    **kwargs,
+) -> dict[str, SpeculativeGenerationOutput]:
+    """`model.generate_batch()` with speculative decoding: transformers' signature over this package's loop.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        inputs (`Sequence[Sequence[int]]`): Prompts, without padding.
+        generation_config (`GenerationConfig`, *optional*): Of all requests.
+        continuous_batching_config (`ContinuousBatchingConfig`, *optional*): Of it `max_requests_per_batch` and `seed`
+            are read; the rest is about transformers' paged cache.
+        progress_bar (`bool`): Show a bar.
+        persistent_manager, warmup (`bool`): About transformers' own manager; nothing here.
+        batch_size (`int`, *optional*): Requests that are decoded at a time, if the config does not say it; 8.
+        kwargs: The speculative arguments, and everything else that `generate()` takes, which is honoured.
+
+    Returns:
+        `dict[str, SpeculativeGenerationOutput]`: By request id, "req_0", "req_1", ..., in the order of the inputs.
+        With `num_return_sequences` the further ones are "req_0__child#0" and so on, in front of "req_0".
+
+    Raises:
+        SpecConfigError: The arguments cannot be honoured.
+        UnsupportedModelError: The target's architecture cannot be driven by the loop.
+    """
+    if record_timestamps:
+        raise SpecConfigError("`record_timestamps`: tokens come several at a time and are not timed. Leave it out.")
+    for name, remedy in _UNSUPPORTED.items():
+        if getattr(continuous_batching_config, name, None):
+            raise SpecConfigError(f"`{name}` of the continuous batching config: {remedy}")
+    if not isinstance(inputs, Sequence) or any(isinstance(one, (str, dict)) for one in inputs):
+        raise SpecConfigError(f"generate_batch() takes lists of token ids, got {shown(inputs)}. See generate_many().")
+    if not inputs:
+        return {}
+    if generation_config is not None:
+        kwargs["generation_config"] = generation_config
+    kwargs, copies = _without_copies(model, kwargs)
+    if batch_size is None:
+        batch_size = getattr(continuous_batching_config, "max_requests_per_batch", None) or _PLACES
+    names = [_name(number, place, copies) for number in range(len(inputs)) for place in range(copies)]
+    prompts = [prompt for prompt in inputs for _ in range(copies)]
+    # More rows than requests would only cost memory.
+    places = min(batch_size, len(prompts))
+    seed, began = getattr(continuous_batching_config, "seed", None), perf_counter()
+    results = generate_many(model, prompts, places, progress=progress_bar, in_order=True, seed=seed, **kwargs)
+    outputs = {}
+    for name, prompt, result in zip(names, prompts, results):
+        output = output_of(name, list(prompt), result.tokens, result.error, result.stats)
+        output.created_time, output.lifespan = began, (began, perf_counter())
+        outputs[name] = output
+    return outputs
+
+
+def output_of(
+    name: str,
+    prompt: list[int],
+    tokens: list[int],
+    error: Exception | None,
+    stats: SpecDecodingStats,
+    has_ended: bool = True,
+) -> SpeculativeGenerationOutput:
+    """A request's output, at its end or on the way."""
+    status = RequestStatus.FINISHED if has_ended else RequestStatus.DECODING
+    return SpeculativeGenerationOutput(
+        request_id=name,
+        prompt_ids=prompt,
+        generated_tokens=tokens,
+        error=None if error is None else str(error) or type(error).__name__,
+        status=status if error is None else RequestStatus.FAILED,
+        speculative=stats,
+    )
+
+
+def _without_copies(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The arguments without `num_return_sequences`, and that number."""
+    kwargs, config = dict(kwargs), kwargs.get("generation_config")
+    count = kwargs.pop("num_return_sequences", None)
+    for source in (config, model.generation_config):
+        count = getattr(source, "num_return_sequences", None) if count is None else count
+    if config is not None and (config.num_return_sequences or 1) > 1:
+        kwargs["generation_config"] = config = copy.deepcopy(config)
+        config.num_return_sequences = 1
+    elif (model.generation_config.num_return_sequences or 1) > 1:
+        kwargs["num_return_sequences"] = 1
+    return kwargs, count or 1
+
+
+def _name(number: int, place: int, copies: int) -> str:
+    return f"req_{number}" if place == copies - 1 else f"req_{number}__child#{place}"
+
+
+def generate_batch_as_asked(model: PreTrainedModel, original: Callable, args: tuple, kwargs: dict[str, Any]):
+    """`model.generate_batch()` where speculative arguments are given, or a generation config has some.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        original (`Callable`): transformers' own `generate_batch` function.
+        args, kwargs: The arguments of the call, the speculative ones among them.
+    """
+    given = {name: value for name in ARGUMENTS if (value := kwargs.get(name)) is not None}
+    others = {name: value for name, value in kwargs.items() if name not in ARGUMENTS}
+    if is_off(given.get("spec_method")) or is_off(given.get("speculative")):
+        return original(model, *args, **others)
+    config = others.get("generation_config", args[1] if len(args) > 1 else None)
+    if not given and not any(getattr(config, name, None) is not None for name in ARGUMENTS):
+        logger.warning_once(
+            f"generate_batch() decodes without speculation, which the generation config of {type(model).__name__} "
+            "sets: pass the settings in the call, or in its own generation config."
+        )
+        return original(model, *args, **others)
+    return generate_batch(model, *args, **others, **given)

@@ -1,0 +1,305 @@
+"""Requests that come and go while others are decoded, with the method names of transformers' continuous batching."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..arguments import ARGUMENTS, SpeculativeArguments
+from ..decoding.joint import Row
+from ..errors import SpecConfigError, shown
+from ..integration import speculator_of_many
+from ..metrics import SpecDecodingStats
+from .batching import SpeculativeGenerationOutput, output_of
+from .engine import Engine
+from .requests import RequestReader
+
+
+# Seconds after which an iterator looks whether anything can still come.
+_LOOK_AGAIN = 0.1
+
+
+class SpeculativeBatchingManager:
+    """Decodes in a thread of its own what is added from others, with or without speculation.
+
+    As a context it starts, and finishes what was added before it ends.
+
+    ```python
+    with SpeculativeBatchingManager(model, batch_size=8, spec_method="ngram", max_new_tokens=64) as manager:
+        name = manager.add_request(ids)
+        output = manager.get_result(name)
+    ```
+
+    Args:
+        model (`PreTrainedModel`): The target. While the manager runs, nobody else may change it outside of `pause()`.
+        generation_config (`GenerationConfig`, *optional*): Of all requests.
+        batch_size (`int`): Requests that are decoded at a time.
+        max_tokens_in_flight (`int`, *optional*), tokenizer, seed, arguments: As for
+            [`~many.generate.generate_many`].
+
+    Raises:
+        SpecConfigError: The arguments cannot be honoured.
+        UnsupportedModelError: The target's architecture cannot be driven by the loop.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig | None = None,
+        batch_size: int = 8,
+        max_tokens_in_flight: int | None = None,
+        tokenizer: Any = None,
+        seed: int | None = None,
+        **arguments,
+    ):
+        asked = SpeculativeArguments(**{name: arguments.pop(name, None) for name in ARGUMENTS})
+        if generation_config is not None:
+            arguments["generation_config"] = generation_config
+        self._reader = RequestReader(model, arguments, tokenizer, seed, batch_size)
+        speculator = speculator_of_many(model, self._reader.arguments, asked)
+        self._reader.check()
+        self._engine = Engine(model, speculator, self._reader, batch_size, max_tokens_in_flight)
+        self._turn = threading.Lock()  # held during a step, and by those who pause
+        self._news = threading.Condition()  # guards what follows
+        self._added: deque[tuple[str, int, list[int], dict[str, Any]]] = deque()
+        self._cancelled: set[str] = set()
+        self._names: set[str] = set()  # of all that have not ended
+        self._results: OrderedDict[int, SpeculativeGenerationOutput] = OrderedDict()
+        self._num_added = self._num_results = 0
+        self._is_stopping = self._gives_up = False
+        self._thread: threading.Thread | None = None
+        self._rows: dict[int, tuple[str, Row]] = {}  # by id, in the thread alone
+        self._streaming: dict[str, int] = {}  # tokens that have been shown
+        self.error: Exception | None = None
+
+    # The thread's life
+
+    def start(self) -> None:
+        """Begins to decode."""
+        if not self.is_running():
+            self._is_stopping = self._gives_up = False
+            self._thread = threading.Thread(target=self._run, name="hf_specdec", daemon=True)
+            self._thread.start()
+
+    def is_running(self) -> bool:
+        """Tells whether requests are decoded, or waited for."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def stop(self, block: bool = True, timeout: float | None = None, hard_stop: bool = False) -> None:
+        """Takes no more requests, and ends when those that were added have ended.
+
+        Args:
+            block (`bool`): Wait for that.
+            timeout (`float`, *optional*): So many seconds at most.
+            hard_stop (`bool`): Give up what has not ended.
+        """
+        with self._news:
+            self._is_stopping, self._gives_up = True, self._gives_up or hard_stop
+            self._news.notify_all()
+        if block and self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    def destroy(self) -> None:
+        """Ends at once."""
+        self.stop(hard_stop=True)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, no forward runs, and the weights of the model may be changed. Nothing is lost."""
+        with self._turn:
+            yield
+
+    def __enter__(self) -> SpeculativeBatchingManager:
+        self.start()
+        return self
+
+    def __exit__(self, kind, *error) -> None:
+        self.stop(hard_stop=kind is not None)
+
+    # Requests
+
+    def add_request(
+        self,
+        input_ids: Any,
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        **settings,
+    ) -> str:
+        """Adds a request; returns its id.
+
+        Args:
+            input_ids (`list[int]`): The prompt, or anything else that [`~many.generate.generate_many`] takes.
+            request_id (`str`, *optional*): Its id; "req_0" and so on if none is given.
+            max_new_tokens, eos_token_id, settings: Its own settings, all that `generate()` takes, and `seed`.
+            streaming (`bool`): Give the output so far after every cycle, too.
+
+        Raises:
+            SpecConfigError: It cannot be read, its id is taken, or the manager is stopping.
+        """
+        given = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
+        settings |= {name: value for name, value in given.items() if value is not None}
+        tokens, own = self._reader.read(input_ids)
+        with self._news:
+            if self._is_stopping:
+                raise SpecConfigError("The manager is stopping and takes no more requests. Start it anew.")
+            number, self._num_added = self._num_added, self._num_added + 1
+            name = f"req_{number}" if request_id is None else request_id
+            if name in self._names:
+                raise SpecConfigError(f"There is a request of the id {shown(name)}. Choose another one.")
+            self._names.add(name)
+            if streaming:
+                self._streaming[name] = 0
+            self._added.append((name, number, tokens, {**own, **settings}))
+            self._news.notify_all()
+        return name
+
+    def add_requests(self, inputs: list[Any], max_new_tokens: int | None = None, **settings) -> list[str]:
+        """Adds several requests with the same settings; returns their ids."""
+        return [self.add_request(prompt, max_new_tokens=max_new_tokens, **settings) for prompt in inputs]
+
+    def cancel_request(self, request_id: str) -> None:
+        """Gives up a request, whose place is free for others. It has no result, unless it has ended already."""
+        with self._news:
+            if request_id in self._names:
+                self._cancelled.add(request_id)
+                self._news.notify_all()
+
+    # Results
+
+    def get_result(
+        self, request_id: str | None = None, timeout: float | None = None
+    ) -> SpeculativeGenerationOutput | None:
+        """The next result, or that of one request; waits for it.
+
+        Returns:
+            `None` where nothing has come in `timeout` seconds, or nothing can come any more.
+        """
+        with self._news:
+            self._news.wait_for(lambda: self._find(request_id) is not None or not self._may_come(request_id), timeout)
+            key = self._find(request_id)
+            return None if key is None else self._results.pop(key)
+
+    def _find(self, request_id: str | None) -> int | None:
+        keys = (key for key, output in self._results.items() if request_id in (None, output.request_id))
+        return next(keys, None)
+
+    def _may_come(self, request_id: str | None) -> bool:
+        if not self.is_running():
+            return False
+        return request_id in self._names if request_id is not None else bool(self._names) or not self._is_stopping
+
+    def __iter__(self) -> Iterator[SpeculativeGenerationOutput]:
+        """Results as they come, until the manager has been stopped."""
+        while True:
+            output = self.get_result(timeout=_LOOK_AGAIN)
+            if output is not None:
+                yield output
+            elif not self.is_running():
+                return
+
+    def request_id_iter(self, request_id: str) -> Iterator[SpeculativeGenerationOutput]:
+        """Results of one request: of a streaming one several, the last of which is finished."""
+        while (output := self.get_result(request_id)) is not None:
+            yield output
+            if output.is_finished():
+                return
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                with self._turn:
+                    self._take()
+                    ended = self._engine.step()
+                self._publish(ended)
+        except Exception as error:  # noqa: BLE001 - of any kind: those who wait have to hear of it
+            self.error = error
+            for name, row in self._rows.values():
+                self._give(name, row, error)
+            for name, _, tokens, _ in self._added:
+                self._add_result(output_of(name, tokens, [], error, SpecDecodingStats(batch_size=1)))
+        finally:
+            self._end()
+
+    def _wait(self) -> bool:
+        """Waits for something to do; `False` at the end."""
+        with self._news:
+            self._news.wait_for(lambda: self._added or self._is_stopping or not self._engine.is_idle)
+            return not self._gives_up and bool(self._added or not self._engine.is_idle)
+
+    def _take(self) -> None:
+        """Hands over to the engine what has been added, and what was cancelled."""
+        with self._news:
+            added, cancelled = list(self._added), self._cancelled
+            self._added.clear()
+            self._cancelled = set()
+        for name, number, tokens, settings in added:
+            if name in cancelled:
+                self._forget(name)
+                continue
+            try:
+                row = self._reader.row(number, tokens, settings)
+                self._engine.add(row)
+            except Exception as error:  # noqa: BLE001 - of any kind: it is this request's
+                self._add_result(output_of(name, tokens, [], error, SpecDecodingStats(batch_size=1)))
+                continue
+            self._rows[id(row)] = name, row
+        for name, row in list(self._rows.values()):
+            if name in cancelled:
+                self._engine.cancel(row)
+
+    def _publish(self, ended: list[Row]) -> None:
+        for row in ended:
+            name, _ = self._rows.pop(id(row))
+            if row.is_cancelled and row.error is None:
+                self._forget(name)
+            else:
+                self._give(name, row, row.error)
+        for name, row in self._rows.values():
+            shown_before = self._streaming.get(name)
+            if shown_before is not None and len(tokens := row.tokens) > shown_before:
+                self._streaming[name] = len(tokens)
+                self._add_result(self._output(name, row, None, has_ended=False))
+
+    def _give(self, name: str, row: Row, error: Exception | None) -> None:
+        self._add_result(self._output(name, row, error, has_ended=True))
+
+    @staticmethod
+    def _output(name: str, row: Row, error: Exception | None, has_ended: bool) -> SpeculativeGenerationOutput:
+        prompt = row.request.input_ids[0].tolist()
+        return output_of(name, prompt, row.tokens, error, row.stats, has_ended)
+
+    def _add_result(self, output: SpeculativeGenerationOutput) -> None:
+        with self._news:
+            if output.is_finished():
+                self._names.discard(output.request_id)
+                self._streaming.pop(output.request_id, None)
+            self._results[self._num_results] = output
+            self._num_results += 1
+            self._news.notify_all()
+
+    def _forget(self, name: str) -> None:
+        with self._news:
+            self._names.discard(name)
+            self._streaming.pop(name, None)
+            self._news.notify_all()
+
+    def _end(self) -> None:
+        try:
+            self._engine.close()
+        finally:
+            with self._news:
+                self._is_stopping = True
+                self._rows.clear()
+                self._added.clear()
+                self._names.clear()
+                self._streaming.clear()
+                self._news.notify_all()

@@ -1,0 +1,264 @@
+"""Requests as users write them, and as rows that the loop decodes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+
+from ..arguments import ARGUMENTS
+from ..decoding.joint import Row
+from ..decoding.profile import check_reach
+from ..decoding.request import Request
+from ..errors import SpecConfigError, shown
+from ..integration import prepare_request
+from ..logits.randomness import seed_from_torch
+from ..threads import Recent, cached_property
+
+
+# How a dict names its prompt.
+_PROMPTS = ("input_ids", "text", "messages")
+
+# What the rows of one loop cannot have: the values that are harmless, and what to do instead.
+_UNSUPPORTED = {
+    "streamer": ((None,), "Results arrive as they end; for single tokens call generate()."),
+    "past_key_values": ((None,), "Each request begins with its prompt; for a continued cache call generate()."),
+    "inputs_embeds": ((None,), "Requests are tokens, texts or chats; for embeddings call generate()."),
+    "num_return_sequences": ((None, 1), "Pass the request several times."),
+    "output_scores": ((None, False), "Scores are not kept; call generate()."),
+    "output_logits": ((None, False), "Logits are not kept; call generate()."),
+    "output_hidden_states": ((None, False), "Hidden states are not kept; call generate()."),
+    "synced_gpus": ((None, False), "Processes that wait for each other must make the same forwards; call generate()."),
+    "attention_mask": ((None,), "Prompts have no padding; leave it out."),
+}
+
+# Of transformers' generation config, those that all rows share because they are about the forward.
+_SHARED = ("use_cache", "cache_implementation", "prefill_chunk_size", "generation_config")
+
+
+class RequestReader:
+    """Makes rows of requests.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        arguments (`dict`): transformers' arguments of all requests.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): For texts, chats and stop strings.
+        seed (`int`, *optional*): Of requests that name none; without it, one drawn from torch's generator.
+        num_places (`int`): Rows of the loop.
+
+    Raises:
+        SpecConfigError: The arguments cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        arguments: dict[str, Any],
+        tokenizer: Any = None,
+        seed: int | None = None,
+        num_places: int = 1,
+    ):
+        self.model, self.tokenizer, self._given_seed, self._num_places = model, tokenizer, seed, num_places
+        self.arguments = {**arguments, "return_dict_in_generate": False}
+        _check(self.arguments)
+        self._stop_strings: Recent[StopStringCriteria] = Recent(64)
+        self._seed = None if seed is None else seed_of(seed)
+
+    def _effective(self, name: str) -> Any:
+        """A setting of all requests."""
+        if name in self.arguments:
+            return self.arguments[name]
+        value = getattr(self.arguments.get("generation_config"), name, None)
+        return getattr(self.model.generation_config, name, None) if value is None else value
+
+    @cached_property
+    def written_settings(self) -> dict[str, Any]:
+        """The settings of all requests, as far as they decide what is said."""
+        config = self.arguments.get("generation_config")
+        written = {name: value for name, value in self.arguments.items() if name != "generation_config"}
+        if config is not None:
+            written["generation_config"] = config.to_diff_dict()
+        return {**written, "seed": self._given_seed}
+
+    def check(self) -> None:
+        """Lets transformers prepare a prompt, so that what is wrong for all requests is said at once.
+
+        Raises:
+            Exception: transformers, or the loop, cannot do what is asked for.
+        """
+        # Requests may all have lengths of their own, of which transformers then knows none.
+        has_length = any(self._effective(name) is not None for name in ("max_new_tokens", "max_length"))
+        self.row(0, [0], {"seed": 0} if has_length else {"seed": 0, "max_new_tokens": 1})
+
+    def read(self, request: Any) -> tuple[list[int], dict[str, Any]]:
+        """Tokens of a request, and its own settings.
+
+        Raises:
+            SpecConfigError: It has no prompt, or one that cannot be read.
+        """
+        settings: dict[str, Any] = {}
+        if isinstance(request, Mapping):
+            settings = dict(request)
+            named = [name for name in _PROMPTS if settings.get(name) is not None]
+            if len(named) != 1:
+                known = ", ".join(f"`{name}`" for name in _PROMPTS)
+                raise SpecConfigError(f"A request needs one of {known}, got {shown(list(request))}.")
+            request = settings[named[0]]
+            settings = {name: value for name, value in settings.items() if name not in _PROMPTS}
+            shared = [name for name in (*ARGUMENTS, "generation_config") if name in settings]
+            if shared:
+                raise SpecConfigError(
+                    f"`{shared[0]}` is for all requests. Pass it to the run; a request has single settings."
+                )
+            _check(settings)
+        return self._tokens(request), settings
+
+    def _tokens(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return self._encode(prompt, special=True)
+        is_list = isinstance(prompt, Sequence)
+        if is_list and prompt and isinstance(prompt[0], Mapping):
+            if self.tokenizer is None:
+                raise SpecConfigError("A chat needs the model's tokenizer. Pass `tokenizer=`.")
+            text = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+            return self._encode(text, special=False)
+        if not is_list and hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()
+            if len(prompt) == 1 and isinstance(prompt[0], list):
+                prompt = prompt[0]
+        try:
+            tokens = [int(token) for token in prompt]
+        except (TypeError, ValueError):
+            raise SpecConfigError(
+                f"A request is a text, a list of token ids, a chat or a dict with one of them, got {shown(prompt)}."
+            ) from None
+        size = self.model.get_input_embeddings().weight.shape[0]
+        if not tokens or not 0 <= min(tokens) <= max(tokens) < size:
+            raise SpecConfigError(f"A prompt needs at least one token, all from 0 to {size - 1}, got {shown(tokens)}.")
+        return tokens
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        if self.tokenizer is None:
+            raise SpecConfigError(f"The text {shown(text)} needs the model's tokenizer. Pass `tokenizer=`.")
+        return self._tokens(list(self.tokenizer(text, add_special_tokens=special)["input_ids"]))
+
+    def row(self, index: int, tokens: list[int], settings: dict[str, Any]) -> Row:
+        """The row of a request.
+
+        Args:
+            index (`int`): Its number.
+            tokens, settings: What `read` returned.
+
+        Raises:
+            Exception: transformers, or the loop, cannot do what it asks for.
+        """
+        settings = dict(settings)
+        own_seed = settings.pop("seed", None)
+        arguments = {**self.arguments, **settings, **self._own_objects(settings)}
+        input_ids = torch.tensor([tokens], device=self.model.device)
+        arguments |= {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        request = prepare_request(self.model, self._in_one_config(self._with_stop_strings(arguments)))
+        if "pad_token_id" not in self.arguments and request.generation_config._pad_token_tensor is not None:
+            # Otherwise transformers says for each request that it takes another token for it.
+            self.arguments["pad_token_id"] = request.pad_token
+        seed, number = 0, index
+        if own_seed is not None:
+            seed, number = seed_of(own_seed), 0
+        elif request.generation_config.do_sample:
+            # As a call does, and the same in all processes that hold parts of the target.
+            seed = self._seed = request.draw_seed() if self._seed is None else self._seed
+        row = Row(request, seed, number)
+        # A loop of several rows may read any of them beside the others.
+        reach = ([1], row.most_tokens - 1) if self._num_places > 1 else ([len(tokens)], row.most_tokens - len(tokens))
+        check_reach(self.model, *reach)
+        return row
+
+    def _own_objects(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Copies of the processors and criteria of all requests: they may remember what they have seen."""
+        copies = {}
+        for name in ("logits_processor", "stopping_criteria"):
+            if name in settings or self.arguments.get(name) is None:
+                continue
+            try:
+                copies[name] = copy.deepcopy(self.arguments[name])
+            except Exception as error:
+                raise SpecConfigError(
+                    f"`{name}` cannot be copied for each request ({type(error).__name__}: {error}). Pass it in the "
+                    "requests, each with its own."
+                ) from error
+        return copies
+
+    def _with_stop_strings(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with their stop strings as a criterion, which is made once for equal ones."""
+        strings = arguments["stop_strings"] if "stop_strings" in arguments else self._effective("stop_strings")
+        config = arguments.get("generation_config")
+        if strings is None and config is not None:
+            strings = getattr(config, "stop_strings", None)
+        if strings is None:
+            return arguments
+        if self.tokenizer is None:
+            raise SpecConfigError(f"stop_strings={shown(strings)} needs the model's tokenizer. Pass `tokenizer=`.")
+        key = repr(strings)
+        criterion = self._stop_strings.get(key)
+        if criterion is None:
+            criterion = StopStringCriteria(stop_strings=strings, tokenizer=self.tokenizer)
+            self._stop_strings.put(key, criterion)
+        criteria = StoppingCriteriaList([*(arguments.get("stopping_criteria") or []), criterion])
+        return {**arguments, "stopping_criteria": criteria, "stop_strings": strings, "tokenizer": self.tokenizer}
+
+    def together(self, rows: list[Row]) -> Request:
+        """The prompts of some rows as one batch, padded on the left, for the forward that reads them."""
+        length = max(row.length for row in rows)
+        input_ids = torch.zeros((len(rows), length), dtype=torch.long)
+        mask = torch.zeros_like(input_ids)
+        for index, row in enumerate(rows):
+            input_ids[index, length - row.length :] = row.sequences.row(0).cpu()
+            mask[index, length - row.length :] = 1
+        arguments = {name: self.arguments[name] for name in _SHARED if name in self.arguments}
+        arguments |= {
+            "input_ids": input_ids.to(self.model.device),
+            "attention_mask": mask.to(self.model.device),
+            "do_sample": bool(self._effective("do_sample")),
+            "max_new_tokens": max(row.most_tokens - row.length for row in rows),
+            "pad_token_id": rows[0].request.pad_token,
+            "return_dict_in_generate": False,
+            "stop_strings": None,
+        }
+        return prepare_request(self.model, self._in_one_config(arguments))
+
+    def _in_one_config(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with the settings in a copy of the generation config, if one is given: transformers takes the
+        one or the other."""
+        config = arguments.get("generation_config")
+        if config is None:
+            return arguments
+        config = copy.copy(config)
+        settings = {name: value for name, value in arguments.items() if name in vars(config)}
+        if "max_new_tokens" in settings:
+            config.max_length = None
+        if getattr(self.model.generation_config, "stop_strings", None) is not None:
+            # Only as an argument it overrides the model's own.
+            settings.pop("stop_strings", None)
+        vars(config).update(settings)
+        others = {name: value for name, value in arguments.items() if name not in settings}
+        return {**others, "generation_config": config}
+
+
+def seed_of(seed: int) -> int:
+    """The seed that a call draws after `torch.manual_seed(seed)`."""
+    return seed_from_torch(torch.Generator().manual_seed(seed))
+
+
+def _check(arguments: Mapping[str, Any]) -> None:
+    """Refuses arguments that rows of one loop cannot have."""
+    config = arguments.get("generation_config")
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise SpecConfigError(f"`generation_config` takes a GenerationConfig, got a {type(config).__name__}.")
+    for name, (harmless, remedy) in _UNSUPPORTED.items():
+        value = arguments.get(name, getattr(config, name, None))
+        if not any(value is item or (type(value) is type(item) and value == item) for item in harmless):
+            raise SpecConfigError(f"`{name}`={shown(value)} is not for requests that share a loop. {remedy}")

@@ -1,0 +1,28 @@
+"""What becomes of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..metrics import SpecDecodingStats
+
+
+@dataclass
+class RequestResult:
+    """The end of one request.
+
+    Attributes:
+        index (`int`): Its number: requests are counted as they are taken from the iterable.
+        tokens (`list[int]`): The generated tokens, an end token included.
+        text (`str`, *optional*): The same as text, where there is a tokenizer.
+        finish_reason (`str`): "stop" (an end token, a stop string or another criterion), "length", or "error".
+        error (`Exception`, *optional*): Why it has failed. What was generated before is in `tokens`.
+        stats (`SpecDecodingStats`): What was drafted and accepted for it. Forwards and seconds are shared, and 0 here.
+    """
+
+    index: int
+    tokens: list[int]
+    text: str | None
+    finish_reason: str
+    error: Exception | None = None
+    stats: SpecDecodingStats = field(default_factory=lambda: SpecDecodingStats(batch_size=1), repr=False)

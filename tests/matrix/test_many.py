@@ -1,0 +1,146 @@
+"""Rows that join: what a request gets in a full batch is what it gets alone."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import StoppingCriteria
+
+from hf_specdec import generate_many
+from hf_specdec.many.engine import Engine
+from hf_specdec.many.requests import RequestReader
+from tests.methods import demo_inputs, demo_target, fresh_speculator, settings_of
+from tests.tape import spoil_inputs, tape_everything
+
+
+SETTINGS = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+# Prompt and new tokens of each request: some end while others have just begun, one with its first token.
+LENGTHS = [(9, 7), (1, 2), (20, 11), (5, 1), (33, 4), (2, 9), (14, 3), (7, 12), (1, 5), (26, 2), (3, 8), (11, 6)]
+
+
+@cache
+def requests() -> list[dict]:
+    texts = [row[mask.bool()].tolist() for row, mask in zip(*demo_inputs(4).values())]
+    return [
+        {"input_ids": texts[index % 4][-length - index :][:length], "max_new_tokens": new, "seed": index}
+        for index, (length, new) in enumerate(LENGTHS)
+    ]
+
+
+@cache
+def alone() -> list[list[int]]:
+    """What plain generation says to each of them."""
+    return [
+        demo_target()
+        .generate(torch.tensor([own["input_ids"]]), max_new_tokens=own["max_new_tokens"], **SETTINGS)[0, length:]
+        .tolist()
+        for own, (length, _) in zip(requests(), LENGTHS)
+    ]
+
+
+def many(speculator, given: list[dict], batch_size: int = 3, **settings) -> list:
+    call = {**SETTINGS, **settings}
+    results = list(generate_many(demo_target(), given, batch_size, in_order=True, assistant=speculator, **call))
+    assert not [result.error for result in results if result.error]
+    return results
+
+
+def test_rows_join(row):
+    speculator = fresh_speculator(settings_of(row))
+    run = generate_many(demo_target(), requests(), 3, in_order=True, assistant=speculator, **SETTINGS)
+    results = list(run)
+    assert [result.tokens for result in results] == alone()
+    assert {result.finish_reason for result in results} == {"length"}
+    assert sum(result.stats.num_committed_tokens for result in results) == sum(new for _, new in LENGTHS)
+    assert run.stats.num_committed_tokens == sum(new for _, new in LENGTHS)
+
+
+def test_as_many_tokens_are_accepted_as_alone(row):
+    speculator = fresh_speculator(settings_of(row)).at_full_length()
+    together = many(speculator, requests())
+    assert [result.tokens for result in together] == alone()
+    # Trees may depend on the number of places.
+    apart = [many(fresh_speculator(settings_of(row)).at_full_length(), [own])[0] for own in requests()[:6]]
+    counts = [[result.stats.num_accepted_tokens for result in results] for results in (together[:6], apart)]
+    assert counts[0] == counts[1]
+    assert sum(result.stats.num_accepted_tokens for result in together) > 0
+
+
+def test_sampled_texts_depend_on_the_request_alone(row):
+    own = settings_of(row)
+    first = many(fresh_speculator(own), requests(), do_sample=True)
+    other = many(fresh_speculator(own), requests()[::-1], 2, do_sample=True)[::-1]
+    assert [result.tokens for result in first] == [result.tokens for result in other]
+    assert [result.tokens for result in first] != alone()
+
+
+def test_drawn_drafts_depend_on_the_request_alone(row):
+    drawn = {**settings_of(row), "draft_sample_method": "probabilistic", "num_speculative_tokens": 3}
+    first = many(fresh_speculator(drawn), requests(), do_sample=True, temperature=0.7)
+    other = many(fresh_speculator(drawn), requests()[::-1], 2, do_sample=True, temperature=0.7)[::-1]
+    assert [result.tokens for result in first] == [result.tokens for result in other]
+    assert sum(result.stats.num_accepted_tokens for result in first) > 0
+
+
+def test_rows_join_where_forwards_are_graphs(row, monkeypatch):
+    """Slots and buffers that outlive a call have room for rows that come later."""
+    tape_everything(monkeypatch)
+    spoil_inputs(monkeypatch)
+    speculator = fresh_speculator(settings_of(row))
+    run = generate_many(demo_target(), requests(), 3, in_order=True, assistant=speculator, **SETTINGS)
+    assert [result.tokens for result in run] == alone()
+    assert run.stats.num_graph_replays > 0
+
+
+class Raises(StoppingCriteria):
+    """Fails at the second token of a request."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] >= self.length + 2:
+            raise ZeroDivisionError
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    order=st.permutations(range(len(LENGTHS))),
+    places=st.sampled_from([1, 2, 3, 8]),
+    pauses=st.lists(st.integers(0, 3), min_size=len(LENGTHS), max_size=len(LENGTHS)),
+    cancelled=st.sets(st.integers(0, len(LENGTHS) - 1), max_size=3),
+    failing=st.sets(st.integers(0, len(LENGTHS) - 1), max_size=2),
+)
+def test_arrivals_cancellations_and_errors(row, order, places, pauses, cancelled, failing):
+    """Of all that can happen to its neighbours a request notices nothing."""
+    reader = RequestReader(demo_target(), dict(SETTINGS), num_places=places)
+    engine = Engine(demo_target(), fresh_speculator(settings_of(row)), reader, places, chunk_size=16)
+    rows, ended = {}, []
+    for number, pause in zip(order, pauses):
+        own = {name: value for name, value in requests()[number].items() if name != "input_ids"}
+        if number in failing:
+            own["stopping_criteria"] = [Raises(LENGTHS[number][0])]
+        rows[number] = reader.row(number, requests()[number]["input_ids"], own)
+        engine.add(rows[number])
+        for _ in range(pause):
+            ended += engine.step()
+        if number in cancelled and rows[number] not in ended:
+            engine.cancel(rows[number])
+    while not engine.is_idle:
+        ended += engine.step()
+    ended += engine.step()
+    assert sorted(map(id, ended)) == sorted(map(id, rows.values()))
+    for number, own in rows.items():
+        if isinstance(own.error, ZeroDivisionError):
+            assert number in failing
+        elif own.finish_reason == "cancelled":
+            assert number in cancelled
+            assert own.tokens == alone()[number][: len(own.tokens)]
+        else:
+            assert own.error is None
+            assert own.tokens == alone()[number]
+    engine.close()

@@ -1,0 +1,631 @@
+"""Many requests through one loop: who comes in, who ends, and what each of them gets."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from hf_specdec import (
+    CandidateGenerator,
+    DraftTree,
+    SpecConfigError,
+    SpecDecodingStats,
+    SpeculativeBatchingManager,
+    UnsupportedModelError,
+    generate_batch,
+    generate_many,
+    record,
+)
+from hf_specdec.candidate_generators import register_candidate_generator
+from hf_specdec.decoding.joint import Row
+from hf_specdec.many.engine import Engine
+from hf_specdec.many.requests import RequestReader
+from hf_specdec.method import methods
+from tests.architectures import tiny_model
+from tests.models import VOCAB_SIZE, letter_tokenizer, nothing_runs, tiny_gpt2, tiny_llama, tiny_mistral
+
+
+NGRAM = {"spec_method": "ngram", "num_speculative_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+def prompt(index: int, length: int = 5) -> list[int]:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randint(1, VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+def alone(model, tokens: list[int], **settings) -> list[int]:
+    """What plain generation says."""
+    output = model.generate(torch.tensor([tokens]), **{"do_sample": False, "max_new_tokens": 12, **settings})
+    return output[0, len(tokens) :].tolist()
+
+
+def run(model, requests, batch_size: int = 3, **settings) -> list:
+    settings = {"do_sample": False, "max_new_tokens": 12, **NGRAM, **settings}
+    return list(generate_many(model, requests, batch_size, in_order=True, **settings))
+
+
+# -------------------------------------------------------------------------------------------------- who comes and goes
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    places=st.sampled_from([1, 2, 3, 8]),
+    requests=st.lists(
+        st.tuples(
+            st.integers(1, 9),  # tokens of the prompt
+            st.integers(1, 9),  # new tokens
+            st.sampled_from(["greedy", "greedy", "sampled", "raises", "cancelled"]),
+            st.integers(0, 3),  # steps before it arrives
+        ),
+        min_size=1,
+        max_size=9,
+    ),
+)
+def test_lengths_arrivals_cancellations_and_errors(model, places, requests):
+    reader = RequestReader(model, {"max_new_tokens": 12}, seed=3, num_places=places)
+    engine = Engine(model, None if places == 2 else speculator(model), reader, places, chunk_size=4)
+    rows: dict[int, Row] = {}
+    ended: dict[int, Row] = {}
+
+    def step():
+        for row in engine.step():
+            ended[next(index for index, own in rows.items() if own is row)] = row
+
+    for index, (length, new, kind, pause) in enumerate(requests):
+        for _ in range(pause):
+            step()
+        own = {"max_new_tokens": new, "do_sample": kind == "sampled", "seed": index}
+        if kind == "raises":
+            own["stopping_criteria"] = [Raises(len_at=length + 2)]
+        rows[index] = reader.row(index, prompt(index, length), own)
+        engine.add(rows[index])
+        if kind == "cancelled":
+            step()
+            if index not in ended:
+                engine.cancel(rows[index])
+    while not engine.is_idle:
+        step()
+    step()
+    assert ended.keys() == rows.keys()
+    for index, (length, new, kind, _) in enumerate(requests):
+        said = ended[index].tokens
+        if kind == "sampled":
+            expected = sampled_alone(model, prompt(index, length), new, index)
+        else:
+            expected = alone(model, prompt(index, length), max_new_tokens=new)
+        if kind == "raises" and new >= 2:
+            assert isinstance(ended[index].error, ZeroDivisionError)
+        elif kind == "cancelled":
+            assert said == expected[: len(said)]
+        else:
+            assert said == expected
+    engine.close()
+
+
+def speculator(model):
+    from hf_specdec import load_speculator
+
+    return load_speculator(model, "ngram", num_speculative_tokens=4)
+
+
+def sampled_alone(model, tokens: list[int], new: int, seed: int) -> list[int]:
+    torch.manual_seed(seed)
+    output = model.generate(torch.tensor([tokens]), do_sample=True, max_new_tokens=new, **NGRAM)
+    return output[0, len(tokens) :].tolist()
+
+
+class Raises(StoppingCriteria):
+    def __init__(self, len_at: int):
+        self.len_at = len_at
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] >= self.len_at:
+            raise ZeroDivisionError
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_requests_are_taken_when_there_is_room(model):
+    taken = []
+
+    def endless():
+        for index in itertools.count():
+            taken.append(index)
+            yield prompt(index)
+
+    results = generate_many(model, endless(), 3, do_sample=False, max_new_tokens=6, **NGRAM)
+    assert not taken
+    seen = [next(results) for _ in range(7)]
+    assert len(taken) <= 7 + 3
+    results.close()
+    assert all(result.tokens == alone(model, prompt(result.index), max_new_tokens=6) for result in seen)
+    with pytest.raises(StopIteration):
+        next(results)
+
+
+def test_in_order_or_as_they_end(model):
+    requests = [{"input_ids": prompt(index), "max_new_tokens": new} for index, new in enumerate([9, 2, 3, 1])]
+    call = {"do_sample": False, **NGRAM}
+    assert [result.index for result in generate_many(model, requests, 2, in_order=True, **call)] == [0, 1, 2, 3]
+    assert [result.index for result in generate_many(model, requests, 2, **call)][-1] == 0
+
+
+def test_tokens_in_flight(model, monkeypatch):
+    most = []
+    step = Engine._cycle
+
+    def watched(engine):
+        most.append(sum(row.most_tokens for row in engine._loop.active))
+        step(engine)
+
+    monkeypatch.setattr(Engine, "_cycle", watched)
+    requests = [prompt(index, 4 + 3 * (index % 3)) for index in range(8)] + [prompt(9, 40)]
+    results = run(model, requests, 8, max_tokens_in_flight=45)
+    assert 22 < max(most) <= 45
+    assert [result.tokens for result in results[:8]] == [alone(model, tokens) for tokens in requests[:8]]
+    assert isinstance(results[8].error, SpecConfigError)
+    assert "max_tokens_in_flight=45" in str(results[8].error)
+
+
+def test_long_prompts_do_not_stop_the_others(model, monkeypatch):
+    """While a prompt is read in chunks the others go on, and the states that drafts are made from are whole."""
+    monkeypatch.setattr(Engine.__init__, "__defaults__", (None, 8))
+    turns = []
+    cycle = Engine._cycle_of_others
+    monkeypatch.setattr(Engine, "_cycle_of_others", lambda engine: (turns.append(1), cycle(engine)))
+    requests = [prompt(0), {"input_ids": prompt(1), "max_new_tokens": 3}, prompt(2, 40)]
+    assert [result.tokens for result in run(model, requests, 2)] == [
+        alone(model, prompt(0)),
+        alone(model, prompt(1), max_new_tokens=3),
+        alone(model, prompt(2, 40)),
+    ]
+    assert len(turns) == 4
+
+
+TARGETS = {
+    "sliding window": tiny_mistral,
+    "learned positions": tiny_gpt2,
+    # Recurrent states of every kind: at each token, replayed, and beside attention.
+    **{name: partial(tiny_model, name) for name in ("lfm2", "qwen3_next", "falcon_h1", "jamba", "gemma3_text")},
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_other_targets(name, monkeypatch):
+    target = TARGETS[name]()
+    requests = [prompt(index, 1 + 4 * (index % 4)) for index in range(7)]
+    call = {"pad_token_id": 0, "eos_token_id": None}
+    requests.append(prompt(7, 40))
+    # The last one comes when others are there, and is longer than a chunk.
+    monkeypatch.setattr(Engine.__init__, "__defaults__", (None, 16))
+    results = run(target, requests, **call)
+    assert [result.tokens for result in results] == [alone(target, tokens, **call) for tokens in requests]
+
+
+def test_plain_decoding_without_a_drafter(model):
+    requests = [prompt(index, 1 + index) for index in range(5)]
+    for off in ({}, {"spec_method": "off"}):
+        results = list(generate_many(model, requests, 2, in_order=True, do_sample=False, max_new_tokens=5, **off))
+        assert [result.tokens for result in results] == [alone(model, own, max_new_tokens=5) for own in requests]
+
+
+def test_nothing_is_left_behind(model):
+    """Neither hooks nor rows: the number of living tensors and rows does not grow with the requests."""
+
+    def living() -> int:
+        gc.collect()
+        return sum(isinstance(item, (torch.Tensor, Row)) for item in gc.get_objects())
+
+    results = generate_many(model, (prompt(i % 7) for i in range(200)), 4, do_sample=False, max_new_tokens=3, **NGRAM)
+    counts = [living() for index, _ in enumerate(results) if index % 60 == 59]
+    assert counts[2] <= counts[1] + 20
+    del results
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+# ----------------------------------------------------------------------------------------------- what a request may be
+
+
+def test_texts_ids_chats_and_dicts(model):
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    ids = tokenizer("abc")["input_ids"]
+    forms = ["abc", ids, torch.tensor([ids]), torch.tensor(ids), {"text": "abc"}, {"input_ids": ids}]
+    forms += [[{"role": "user", "content": "abc"}], {"messages": [{"role": "user", "content": "abc"}]}]
+    results = run(model, forms, tokenizer=tokenizer)
+    assert {tuple(result.tokens) for result in results} == {tuple(alone(model, ids))}
+    assert {result.text for result in results} == {tokenizer.decode(results[0].tokens, skip_special_tokens=True)}
+
+
+def test_a_request_that_cannot_be_read_is_its_own_error(model):
+    wrong = ["abc", [], [VOCAB_SIZE], [1.5, "x"], {"max_new_tokens": 3}, {"input_ids": [1], "spec_method": "ngram"}]
+    wrong += [{"input_ids": [1], "nonsense": 3}, {"input_ids": [1], "num_beams": 2}, None, 3]
+    results = run(model, [*wrong, prompt(1)])
+    assert [type(result.error) for result in results[:-1]] == [SpecConfigError] * 6 + [ValueError] + [
+        SpecConfigError
+    ] * 3
+    assert all(result.finish_reason == "error" and result.tokens == [] for result in results[:-1])
+    assert results[-1].tokens == alone(model, prompt(1))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"batch_size": 0},
+        {"batch_size": True},
+        {"max_tokens_in_flight": 0},
+        {"num_return_sequences": 2},
+        {"streamer": object()},
+        {"spec_method": "nonsense"},
+        {"num_beams": 3},
+        {"stop_strings": "a"},
+        {"generation_config": {"max_new_tokens": 3}},
+        {"requests": "abc"},
+        {"requests": 3},
+    ],
+)
+def test_bad_arguments(model, wrong):
+    with nothing_runs(model), pytest.raises(SpecConfigError):
+        generate_many(**{"model": model, "requests": [[1]], **wrong})
+
+
+def test_unknown_arguments(model):
+    with nothing_runs(model), pytest.raises(ValueError, match="nonsense"):
+        generate_many(model, [[1]], nonsense=3)
+
+
+# --------------------------------------------------------------------------------------------- what generate() honours
+
+
+def test_end_tokens(model):
+    requests = [prompt(index) for index in range(6)]
+    ends = [alone(model, own)[4] for own in requests[:3]]
+    results = run(model, requests, eos_token_id=ends, pad_token_id=0)
+    assert [result.tokens for result in results] == [
+        alone(model, own, eos_token_id=ends, pad_token_id=0) for own in requests
+    ]
+    assert {result.finish_reason for result in results[:3]} == {"stop"}
+
+
+def test_stop_strings(model):
+    tokenizer, requests = letter_tokenizer(), [prompt(index) for index in range(5)]
+    words = [tokenizer.decode(alone(model, own)[5:7]) for own in requests[:2]]
+    call = {"stop_strings": words, "tokenizer": tokenizer}
+    results = run(model, requests, **call)
+    assert [result.tokens for result in results] == [alone(model, own, **call) for own in requests]
+    assert [result.finish_reason for result in results[:2]] == ["stop", "stop"]
+
+
+def test_penalties_of_single_requests(model):
+    """Rows are judged in groups: those whose scores are left alone, those with a temperature, and each of the rest."""
+    own = [
+        {},
+        {"repetition_penalty": 1.8},
+        {},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 3},
+        {"repetition_penalty": 3.0},
+    ]
+    results = run(model, [{"input_ids": prompt(index), **more} for index, more in enumerate(own)])
+    assert [result.tokens for result in results] == [
+        alone(model, prompt(index), **more) for index, more in enumerate(own)
+    ]
+
+
+class Counts(LogitsProcessor):
+    """Favours the number of its call: it must be called once for each token, in order."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        assert len(input_ids) == 1
+        self.calls += 1
+        scores[:, self.calls] += 1e4 * (self.calls % 2)
+        return scores
+
+
+def test_processors_that_remember(model):
+    processor, requests = Counts(), [prompt(index) for index in range(5)]
+    results = run(model, requests, logits_processor=[processor])
+    assert [result.tokens for result in results] == [
+        alone(model, own, logits_processor=[Counts()]) for own in requests
+    ]
+    assert processor.calls == 0
+
+
+class Fails(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] > 8:
+            raise RuntimeError("no more")
+        return scores
+
+
+def test_a_request_that_raises_is_its_own_error(model):
+    requests = [prompt(0), {"input_ids": prompt(1), "logits_processor": [Fails()]}, prompt(2), prompt(3)]
+    requests.append({"input_ids": prompt(4), "stopping_criteria": [Raises(6)]})
+    results = run(model, requests)
+    assert str(results[1].error) == "no more"
+    assert results[1].tokens == alone(model, prompt(1))[:4]
+    assert isinstance(results[4].error, ZeroDivisionError)
+    assert [results[index].tokens for index in (0, 2, 3)] == [alone(model, prompt(index)) for index in (0, 2, 3)]
+
+
+def test_sampled_texts_are_those_of_generate(model):
+    requests = [{"input_ids": prompt(index), "seed": index} for index in range(5)]
+    call = {"do_sample": True, "temperature": 0.8, "top_k": 20}
+    results = run(model, requests, **call)
+    for index, result in enumerate(results):
+        torch.manual_seed(index)
+        alone = model.generate(torch.tensor([prompt(index)]), max_new_tokens=12, **call, **NGRAM)
+        assert result.tokens == alone[0, 5:].tolist()
+    mixed = [{**own, "do_sample": index % 2 == 0} for index, own in enumerate(requests)]
+    assert [own.tokens for own in run(model, mixed, **call)][::2] == [own.tokens for own in results][::2]
+
+
+def test_one_seed_for_all(model):
+    requests, call = [prompt(1)] * 4, {"do_sample": True, "seed": 5}
+    first, again, other = (
+        run(model, requests, **call),
+        run(model, requests, 2, **call),
+        run(model, requests, do_sample=True),
+    )
+    assert [result.tokens for result in first] == [result.tokens for result in again]
+    assert len({tuple(result.tokens) for result in [*first, *other]}) == 8
+
+
+# --------------------------------------------------------------------------------------------------------- own methods
+
+
+class Followers(CandidateGenerator):
+    """Drafts what followed each token the last time, and knows nothing of rows that join."""
+
+    samples_drafts = False
+
+    def prefill(self, prompt):
+        self.after = [dict(itertools.pairwise(tokens)) for tokens in prompt.token_lists]
+
+    def observe(self, commit):
+        for row, tokens in zip(commit.rows, commit.token_lists):
+            self.after[row].update(itertools.pairwise(tokens))
+
+    def propose(self, step):
+        anchors = step.anchor_tokens.tolist()
+        drafts = [
+            [token for token in [self.after[row].get(anchor)] if token] for row, anchor in zip(step.rows, anchors)
+        ]
+        return DraftTree.from_lists([draft if room else [] for draft, room in zip(drafts, step.max_draft_tokens)])
+
+
+class Joining(Followers):
+    def prefill(self, prompt):
+        super().prefill(prompt)
+        self.after += [{}] * (self.session.batch_size - len(self.after))
+
+    def join(self, other, numbers):
+        for theirs, number in numbers.items():
+            self.after[number] = other.after[theirs]
+
+
+for name, own in (("followers of rows", Followers), ("joining", Joining)):
+    if name not in methods():
+        register_candidate_generator(name, own)
+
+
+def test_methods_of_ones_own(model):
+    requests = [prompt(index) for index in range(5)]
+    expected = [alone(model, own) for own in requests]
+    with nothing_runs(model), pytest.raises(SpecConfigError, match=r"Followers .* does not implement\s+join"):
+        run(model, requests, spec_method="followers of rows")
+    assert [own.tokens for own in run(model, requests, 1, spec_method="followers of rows")] == expected
+    assert [own.tokens for own in run(model, requests, spec_method="joining")] == expected
+    with pytest.raises(SpecConfigError, match="serves one call"):
+        generate_many(model, requests, assistant=Followers())
+
+
+def test_targets_that_count_slots_are_refused():
+    target = tiny_model("mpt")
+    with nothing_runs(target), pytest.raises(UnsupportedModelError, match="batch_size=1"):
+        run(target, [prompt(0)])
+    assert run(target, [prompt(0)], 1)[0].tokens == alone(target, prompt(0))
+
+
+# ------------------------------------------------------------------------------------------------------------- journal
+
+
+def test_a_run_that_was_stopped_goes_on(model, tmp_path):
+    path, requests = tmp_path / "results.jsonl", [prompt(index) for index in range(6)]
+    requests[4] = {"input_ids": prompt(4), "stopping_criteria": [Raises(6)]}
+    first = generate_many(model, requests, 2, journal=path, do_sample=False, max_new_tokens=6, **NGRAM)
+    seen = {next(first).index for _ in range(3)}
+    first.close()
+    with path.open("a") as file:
+        file.write('{"index": 5, "key')
+    forwards = []
+    hook = model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    again = run(model, requests, journal=path, max_new_tokens=6)
+    hook.remove()
+    assert forwards
+    assert {result.index for result in again} == set(range(6))
+    assert [own.tokens for own in again[:4]] == [alone(model, prompt(index), max_new_tokens=6) for index in range(4)]
+    assert all(again[index].stats.num_committed_tokens == 6 for index in seen)
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    # What has failed is tried again.
+    assert sorted(entry["index"] for entry in entries) == [0, 1, 2, 3, 5]
+    with nothing_runs(model):
+        assert [own.tokens for own in run(model, requests[:4], journal=path, max_new_tokens=6)] == [
+            own.tokens for own in again[:4]
+        ]
+    for other in ({"max_new_tokens": 7}, {"max_new_tokens": 6, "temperature": 0.5}):
+        with pytest.raises(SpecConfigError, match="other settings"):
+            run(model, requests, journal=path, **other)
+    path.write_text("no journal\n")
+    with pytest.raises(SpecConfigError, match="Line 1"):
+        run(model, requests, journal=path)
+
+
+def test_listeners_are_told(model):
+    requests = [prompt(index) for index in range(5)]
+    with record(trace=True) as made:
+        results = run(model, requests)
+    # Where all rows have ended before others come, another call begins.
+    stats = SpecDecodingStats.total(call.stats for call in made.calls)
+    assert stats.batch_size == 5
+    assert stats.num_committed_tokens == sum(len(result.tokens) for result in results) == 60
+    assert stats.num_accepted_tokens == sum(result.stats.num_accepted_tokens for result in results) > 0
+    traces = [row for call in made.calls for cycle in call.cycles for row in cycle.rows]
+    assert sum(len(row.committed_tokens) for row in traces) == 55
+    assert all(len(row.committed_scores) == len(row.committed_tokens) for row in traces)
+    with pytest.raises(SpecConfigError, match="took turns"):
+        made.calls[0].to_html()
+    assert made.calls[0]._repr_html_() is None
+
+
+def test_progress(model, capsys):
+    run(model, [prompt(index) for index in range(3)], progress=True, max_new_tokens=2)
+    assert "3/3" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------- generate_batch()
+
+
+def test_outputs_are_those_of_transformers(model):
+    prompts = [prompt(index, 2 + index) for index in range(5)]
+    outputs = generate_batch(
+        model, prompts, GenerationConfig(do_sample=False, max_new_tokens=7), batch_size=2, **NGRAM
+    )
+    assert list(outputs) == [f"req_{index}" for index in range(5)]
+    for name, own in zip(outputs, prompts):
+        output = outputs[name]
+        assert isinstance(output, GenerationOutput)
+        assert output.is_finished()
+        assert (output.request_id, output.prompt_ids, output.error) == (name, own, None)
+        assert output.generated_tokens == alone(model, own, max_new_tokens=7)
+        assert output.speculative.num_committed_tokens == 7
+    assert generate_batch(model, []) == {}
+
+
+def test_several_sequences_of_a_prompt(model):
+    config = GenerationConfig(do_sample=True, max_new_tokens=9, num_return_sequences=2, pad_token_id=0)
+    outputs = model.generate_batch([prompt(0), prompt(1)], config, **NGRAM)
+    assert list(outputs) == ["req_0__child#0", "req_0", "req_1__child#0", "req_1"]
+    assert len({tuple(output.generated_tokens) for output in outputs.values()}) == 4
+    assert config.num_return_sequences == 2
+
+
+def test_failed_outputs(model):
+    outputs = generate_batch(model, [prompt(0), [VOCAB_SIZE]], max_new_tokens=3, do_sample=False, **NGRAM)
+    assert outputs["req_0"].status == RequestStatus.FINISHED
+    assert outputs["req_1"].status == RequestStatus.FAILED
+    assert "from 0 to 63" in outputs["req_1"].error
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"record_timestamps": True}, {"inputs": "abc"}, {"inputs": ["abc"]}, {"batch_size": -1}]
+)
+def test_bad_arguments_of_batches(model, wrong):
+    with nothing_runs(model), pytest.raises(SpecConfigError):
+        generate_batch(**{"model": model, "inputs": [[1]], **NGRAM, **wrong})
+
+
+# ------------------------------------------------------------------------------------------------------------- manager
+
+
+@pytest.fixture
+def manager(model):
+    with SpeculativeBatchingManager(model, batch_size=2, do_sample=False, max_new_tokens=8, **NGRAM) as manager:
+        yield manager
+        manager.destroy()
+
+
+def test_requests_come_and_go(model, manager):
+    names = manager.add_requests([prompt(index) for index in range(4)])
+    assert names == ["req_0", "req_1", "req_2", "req_3"]
+    own = manager.add_request(prompt(4), "mine", max_new_tokens=3)
+    assert manager.get_result(own, timeout=60).generated_tokens == alone(model, prompt(4), max_new_tokens=3)
+    outputs = {output.request_id: output for output in (manager.get_result(timeout=60) for _ in names)}
+    assert [outputs[name].generated_tokens for name in names] == [
+        alone(model, prompt(index), max_new_tokens=8) for index in range(4)
+    ]
+    assert manager.get_result(timeout=0.01) is None
+    assert manager.is_running()
+
+
+def test_streams_and_cancelled_requests(model, manager):
+    long = manager.add_request(prompt(0), max_new_tokens=400)
+    shown = list(manager.request_id_iter(manager.add_request(prompt(1), streaming=True)))
+    expected = alone(model, prompt(1), max_new_tokens=8)
+    assert len(shown) > 1
+    assert all(output.generated_tokens == expected[: len(output.generated_tokens)] for output in shown)
+    assert [output.is_finished() for output in shown] == [False] * (len(shown) - 1) + [True]
+    assert shown[-1].generated_tokens == expected
+    manager.cancel_request(long)
+    manager.cancel_request("unknown")
+    assert manager.get_result(long, timeout=60) is None
+
+
+def test_weights_may_change_in_a_pause(model):
+    target = tiny_llama(seed=3)
+    with SpeculativeBatchingManager(target, do_sample=False, max_new_tokens=8, **NGRAM) as manager:
+        manager.add_request(prompt(0))
+        first = manager.get_result(timeout=60)
+        with manager.pause():
+            target.load_state_dict(model.state_dict())
+        manager.add_request(prompt(0))
+        assert manager.get_result(timeout=60).generated_tokens == alone(model, prompt(0), max_new_tokens=8)
+    assert first.generated_tokens != alone(model, prompt(0), max_new_tokens=8)
+    assert not manager.is_running()
+
+
+def test_errors_of_requests_and_of_the_manager(model, manager):
+    with pytest.raises(SpecConfigError, match="from 0 to 63"):
+        manager.add_request([VOCAB_SIZE])
+    manager.add_request(prompt(0), "one", stopping_criteria=[Raises(6)])
+    with pytest.raises(SpecConfigError, match="Choose another"):
+        manager.add_request(prompt(0), "one")
+    assert manager.get_result("one", timeout=60).status == RequestStatus.FAILED
+    manager.add_request(prompt(0), "two", nonsense=3)
+    assert "nonsense" in manager.get_result("two", timeout=60).error
+    manager._engine.step = None
+    manager.add_request(prompt(0), "three")
+    assert manager.get_result("three", timeout=60).status == RequestStatus.FAILED
+    assert isinstance(manager.error, TypeError)
+    with pytest.raises(SpecConfigError, match="stopping"):
+        manager.add_request(prompt(0))
+
+
+def test_what_was_added_is_finished(model):
+    manager = SpeculativeBatchingManager(model, batch_size=1, do_sample=False, max_new_tokens=4)
+    with manager:
+        manager.add_requests([prompt(index) for index in range(3)])
+    assert [output.generated_tokens for output in manager] == [
+        alone(model, prompt(index), max_new_tokens=4) for index in range(3)
+    ]
+
+
+# -------------------------------------------------------------------------------------------------- generation configs
+
+
+def test_a_generation_config(model, caplog):
+    config = GenerationConfig(do_sample=False, max_length=20, pad_token_id=0, repetition_penalty=1.3)
+    before = config.to_dict()
+    requests = [prompt(0), {"input_ids": prompt(1), "max_new_tokens": 4}, prompt(2)]
+    results = list(generate_many(model, requests, 2, in_order=True, generation_config=config, **NGRAM))
+    texts = [model.generate(torch.tensor([prompt(index)]), generation_config=config) for index in range(3)]
+    expected = [text[0, 5:].tolist() for text in texts]
+    assert [result.tokens for result in results] == [expected[0], expected[1][:4], expected[2]]
+    assert config.to_dict() == before
+    assert not [one for one in caplog.messages if "deprecated" in one or "Both" in one]

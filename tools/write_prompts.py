@@ -34,13 +34,19 @@ _PLACE = "\0"
 
 
 def write_prompts(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int, batch_size: int, max_new_tokens: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    batch_size: int,
+    max_new_tokens: int,
+    top_k: int | None = None,
 ) -> list[str]:
     """Returns up to `count` different messages of a user; those that did not end in time are left out."""
     chat = tokenizer.apply_chat_template([{"role": "user", "content": _PLACE}], tokenize=False)
     before, _, after = chat.partition(_PLACE)
     end = tokenizer.encode(after, add_special_tokens=False)[0]
     tokenizer.padding_side = "left"
+    likely = {"top_p": 0.95} if top_k is None else {"top_k": top_k}
     openings: Iterator[str] = cycle(OPENINGS)
     prompts: dict[str, None] = {}  # in their order, each once
     while len(prompts) < count:
@@ -52,7 +58,7 @@ def write_prompts(
             **given.to(model.device),
             do_sample=True,
             temperature=1.0,
-            top_p=0.95,
+            **likely,
             max_new_tokens=max_new_tokens,
             eos_token_id=end,
             pad_token_id=end,
@@ -72,14 +78,17 @@ def main() -> None:
     parser.add_argument("--output", required=True, help="File of one chat a line.")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=64, help="Longer prompts are left out.")
+    parser.add_argument("--top-k", type=int, help="Draw from so many tokens, not from a share of 0.95: no sorting.")
+    parser.add_argument("--dtype", default="float32", help="Data type of the model.")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
-    model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=arguments.dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    prompts = write_prompts(model, tokenizer, arguments.count, arguments.batch_size, arguments.max_new_tokens)
+    limits = arguments.count, arguments.batch_size, arguments.max_new_tokens, arguments.top_k
+    prompts = write_prompts(model, tokenizer, *limits)
     with open(arguments.output, "w", encoding="utf-8") as file:
         for prompt in prompts:
             file.write(json.dumps({"messages": [{"role": "user", "content": prompt}]}, ensure_ascii=False) + "\n")

@@ -153,8 +153,8 @@ class CallRecord:
             )
         if self.trace.is_joint:
             raise SpecConfigError(
-                "Several requests took turns in the rows of this call, so there is no one text to draw. Record a call of "
-                "generate() with one of the prompts."
+                "Several requests took turns in the rows of this call, so there is no one text to draw. Record a call "
+                "of generate() with one of the prompts."
             )
         # Only those who draw a page pay for it.
         from .picture import page

@@ -7,6 +7,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import pytest
 import torch
 
 from hf_specdec import SpeculativeConfig
@@ -174,12 +175,7 @@ class Call:
         draft = self.generator.propose(DraftStep(list(range(len(limits))), torch.tensor(anchors), lengths, limits))
         assert draft.size <= self.generator.num_draft_nodes
         shapes = draft.token_lists(), draft.parent_lists(), draft.max_depths()
-        # Sums of logarithms may be rounded otherwise in other sizes.
-        ratings = (
-            [None] * len(limits)
-            if draft.path_log_probs is None
-            else draft.path_log_probs.exp().round(decimals=3).tolist()
-        )
+        ratings = [None] * len(limits) if draft.path_log_probs is None else draft.path_log_probs.exp().tolist()
         return list(zip(*shapes, [rating and rating[:count] for rating, count in zip(ratings, draft.counts())]))
 
     @property
@@ -225,7 +221,9 @@ def run(kind: str, shape: dict, num_rows: int, seed: int, num_cycles: int = 5) -
         limits = [below(deepest + 1) for _ in lengths] if below(3) == 0 else [deepest] * len(lengths)
         limits[0] = max(limits[0], 1)
         ours, eager = (call.propose([int(text[-1]) for text, _ in news], lengths, limits) for call in calls)
-        assert ours == eager
+        assert [draft[:3] for draft in ours] == [draft[:3] for draft in eager]
+        # Sums of logarithms may be rounded otherwise in other sizes.
+        assert all(one == pytest.approx(other, abs=1e-3) for (*_, one), (*_, other) in zip(ours, eager))
         news = []
         for tokens, parents, *_ in ours:
             # Of a chain a part is accepted; of a tree anything may be.

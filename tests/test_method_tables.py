@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import transformers
 
 from hf_specdec.method import built_in_methods
 from tools import command_tables, method_tables
@@ -15,6 +16,9 @@ DOCS = method_tables.ROOT / "docs"
 def test_pages_are_up_to_date(path):
     """Run `python -m tools.method_tables` otherwise."""
     page = (method_tables.ROOT / path).read_text(encoding="utf-8")
+    version = transformers.__version__.rpartition(".")[0]
+    if path == "docs/support.md" and f"transformers {version}" not in page:
+        pytest.skip(f"its model types are not those of transformers {version}")
     assert page == method_tables.with_tables(page)
 
 

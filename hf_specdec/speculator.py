@@ -207,7 +207,7 @@ class Speculator:
         """A draft model that only transformers' own assisted decoding can drive, not this package's loop."""
         return self.generator_class.stock_assistant(self.resources)
 
-    def save_pretrained(self, folder: str | os.PathLike, **card) -> Path:
+    def save_pretrained(self, folder: str | os.PathLike[str], **card: Any) -> Path:
         """Saves the drafter to a folder that `spec_model=folder` loads again with the same settings.
 
         Args:
@@ -221,7 +221,7 @@ class Speculator:
 
         return save_speculator(self, folder, **card)
 
-    def push_to_hub(self, repo_id: str, **options) -> str:
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
         """Uploads the drafter to a repository on the Hub, so that `spec_model=repo_id` loads it.
 
         Args:

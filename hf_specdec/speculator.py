@@ -76,8 +76,8 @@ class Speculator:
         self.target_revision = target_revision
         # A method of the user's may draw its drafts always: then their lengths would decide the text.
         asks = config.num_speculative_tokens == AUTO
-        self.is_adaptive = config.is_adaptive and (asks or generator_class.samples_drafts is not True)
-        self.profile = ControlProfile() if profile is None and self.is_adaptive else profile
+        self.is_adaptive: bool = config.is_adaptive and (asks or generator_class.samples_drafts is not True)
+        self.profile: ControlProfile | None = ControlProfile() if profile is None and self.is_adaptive else profile
         self._target = None if target is None else ref(target)
         self.origin: dict[str, str | None] = {}
 
@@ -249,7 +249,7 @@ class GivenCandidateGenerator:
 
     def __init__(self, generator: HfCandidateGenerator):
         is_own = isinstance(generator, CandidateGenerator)
-        self.generator = generator if is_own else StockCandidateGenerator(generator)
+        self.generator: CandidateGenerator = generator if is_own else StockCandidateGenerator(generator)
 
     @property
     def config(self) -> SpeculativeConfig | None:

@@ -158,10 +158,10 @@ class CandidateGenerator(HfCandidateGenerator):
 
     def __init__(self, config: SpeculativeConfig | None = None, resources: Any = None, session: Session | None = None):
         self.config = config
-        self.options = self.options_class() if config is None else config.options
+        self.options: Any = self.options_class() if config is None else config.options
         self.session = session
         length = None if config is None else config.fixed_length
-        self.num_speculative_tokens = length or self.default_length(self.options)
+        self.num_speculative_tokens: int = length or self.default_length(self.options)
 
     def bind(self, session: Session) -> CandidateGenerator:
         """Takes the generator for a call; the loop does so with what `generate(assistant=...)` was given.

@@ -138,7 +138,7 @@ def _name(number: int, place: int, copies: int) -> str:
 
 def generate_batch_as_asked(
     model: PreTrainedModel, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-):
+) -> Any:
     """`model.generate_batch()` where speculative arguments are given, or a generation config has some.
 
     Args:

@@ -192,7 +192,7 @@ class ManyResults(Iterator[RequestResult]):
                     parts.callback(part.close)
             parts.callback(self._engine.close)
 
-    def __del__(self):
+    def __del__(self) -> None:
         if getattr(self, "_engine", None) is not None and not self._engine.is_idle:
             self.close()
 

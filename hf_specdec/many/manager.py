@@ -118,7 +118,7 @@ class SpeculativeBatchingManager:
         self.start()
         return self
 
-    def __exit__(self, kind, *error) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         self.stop(hard_stop=kind is not None)
 
     # Requests

@@ -253,7 +253,7 @@ class SpeculativeConfig:
             check_combinations(self)
             object.__setattr__(self, "options", _build_options(self.method, flat))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         # Not even a process of the same user is handed the token.
         return SpeculativeConfig.from_dict, (self.to_dict(),)
 

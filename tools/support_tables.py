@@ -18,26 +18,27 @@ from tests.test_architectures import WITHOUT, WITHOUT_LAST
 
 
 _MATRIX = Path(__file__).parents[1] / "tests" / "matrix"
-_COMBINATIONS = "two in one"
+_COMBINATIONS = "combinations"
 
 
 def features_table() -> str:
-    """Methods by tests of `tests/matrix`, in the groups of its files; then why some do not apply."""
+    """Tests of `tests/matrix`, in the groups of its files, with the methods they apply to; then why to no others."""
     columns = _rows_by_method()
-    head = "| | " + " | ".join(name if name == _COMBINATIONS else f"`{name}`" for name in columns) + " |"
-    lines = [head, "|---" * (len(columns) + 1) + "|"]
+    lines = ["| what is tested | with every setting of | with some settings of |", "|---|---|---|"]
     reasons: dict[str, list[str]] = {}
     # What users meet comes before what only methods do.
     for path in sorted(_MATRIX.glob("test_*.py"), key=lambda path: (path.stem == "test_contract", path.stem)):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         tests = [test for test in _tests_of(tree) if "row" in [argument.arg for argument in test.args.args]]
         if tests:
-            lines.append(f"| **{(ast.get_docstring(tree) or '').partition(':')[0]}** |" + " |" * len(columns))
+            lines.append(f"| **{(ast.get_docstring(tree) or '').partition(':')[0]}** | | |")
         for test in tests:
-            lines.append(
-                f"| {_words(test.name)} | " + " | ".join(_cell(test.name, of) for of in columns.values()) + " |"
-            )
-            for reason in {exemption(row, test.name) for of in columns.values() for row in of} - {None}:
+            exemptions = {name: [exemption(row, test.name) for row in rows] for name, rows in columns.items()}
+            every = [name for name, found in exemptions.items() if not any(found)]
+            some = [name for name, found in exemptions.items() if any(found) and not all(found)]
+            shown = "every method" if len(every) == len(columns) else _listed(every)
+            lines.append(f"| {_words(test.name)} | {shown} | {_listed(some)} |")
+            for reason in {reason for found in exemptions.values() for reason in found} - {None}:
                 reasons.setdefault(reason, []).append(_words(test.name))
     lines += ["", "| not for every method or setting | because |", "|---|---|"]
     lines += [f"| {'; '.join(tests)} | {reason} |" for reason, tests in sorted(reasons.items())]
@@ -110,11 +111,6 @@ def _words(test: str) -> str:
     return test.removeprefix("test_").replace("_", " ")
 
 
-def _cell(test: str, rows: Iterable[str]) -> str:
-    applies = [exemption(row, test) is None for row in rows]
-    return "yes" if all(applies) else "some" if any(applies) else "–"
-
-
 def _form(row: str) -> str:
     settings = {
         key: value for key, value in settings_of(row).items() if key not in ("method", "model", "same_tokenizer")
@@ -123,7 +119,7 @@ def _form(row: str) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+    return ", ".join(name if name == _COMBINATIONS else f"`{name}`" for name in names)
 
 
 def _by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:

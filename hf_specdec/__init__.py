@@ -6,7 +6,7 @@ back. `hf_specdec.generate(model, ...)` does the same without a patched method.
 """
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import (
     CheckpointFormatError,
@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from .speculator import Speculator
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if name == "metrics":

@@ -34,9 +34,9 @@ class SpeculativeArguments:
     """The arguments of `generate()` beyond transformers' own; [`~integration.generate`] says what each means."""
 
     spec_method: str | None = None
-    spec_model: str | os.PathLike | PreTrainedModel | None = None
+    spec_model: str | os.PathLike[str] | PreTrainedModel | None = None
     num_speculative_tokens: int | str | None = None
-    speculative: SpeculativeConfig | dict | str | None = None
+    speculative: SpeculativeConfig | dict[str, Any] | str | None = None
     assistant: Speculator | PreTrainedModel | CandidateGenerator | None = None
 
     @property
@@ -63,7 +63,7 @@ class SpeculativeArguments:
 ARGUMENTS = {item.name: item.type for item in fields(SpeculativeArguments)}
 
 
-def configured_arguments(model: Any, args: tuple, kwargs: dict[str, Any]) -> SpeculativeArguments | None:
+def configured_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SpeculativeArguments | None:
     """The speculative arguments in the generation config of a call, the given one or else the model's own.
 
     Args:

@@ -111,4 +111,4 @@ class UnsupportedModelError(SpecDecError, NotImplementedError):
 
 
 class MissingDependencyError(SpecDecError, ImportError):
-    """An optional package that the chosen method needs is not installed."""
+    """A package that is needed is not installed, or not in a version that can be used."""

@@ -42,14 +42,14 @@ logger = logging.get_logger(__name__)
 
 def generate(
     model: torch.nn.Module,
-    *args,
+    *args: Any,
     spec_method: str | None = None,
     spec_model: Any = None,
     num_speculative_tokens: int | str | None = None,
     speculative: Any = None,
     assistant: Any = None,
-    **kwargs,
-):
+    **kwargs: Any,
+) -> Any:
     """`model.generate()` with speculative decoding, for those who do not want a patched method.
 
     Args:
@@ -88,12 +88,12 @@ def generate(
 @on_cpu_unless_said
 def generate_speculatively(
     model: PreTrainedModel,
-    original: Callable,
-    args: tuple,
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
     kwargs: dict[str, Any],
     asked: SpeculativeArguments,
     configured: SpeculativeArguments | None,
-):
+) -> Any:
     """Runs [`generate`] where speculation is asked for.
 
     Args:
@@ -202,7 +202,7 @@ class _Call:
             _prepare_stop_strings(self.model, self.arguments, strings, tokenizer)
         return True
 
-    def run(self, original: Callable, use: Callable[[Request], Any] | None = None):
+    def run(self, original: Callable[..., Any], use: Callable[[Request], Any] | None = None):
         """The output of transformers' `generate()` with the loop of this package inside.
 
         Args:
@@ -305,7 +305,9 @@ def _leave_out_objects(model: PreTrainedModel, arguments: dict[str, Any]) -> Non
     arguments["generation_config"] = config
 
 
-def _generate_assisted(model: PreTrainedModel, original: Callable, arguments: dict[str, Any], speculator: Speculator):
+def _generate_assisted(
+    model: PreTrainedModel, original: Callable[..., Any], arguments: dict[str, Any], speculator: Speculator
+):
     """transformers' own assisted decoding, for draft models that only it can drive."""
     assistant = speculator.stock_assistant
     prompts = [arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds")]
@@ -349,7 +351,9 @@ def _moved_output(output, device: torch.device):
     return output
 
 
-def _bind(original: Callable, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _bind(
+    original: Callable[..., Any], model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """All arguments of the call by name, also where another package's function passes them on as they come."""
     signature, model_name, rest_name = _signature(original)
     arguments = dict(signature.bind(model, *args, **kwargs).arguments)
@@ -358,7 +362,7 @@ def _bind(original: Callable, model: PreTrainedModel, args: tuple, kwargs: dict[
 
 
 @lru_cache(maxsize=8)
-def _signature(original: Callable) -> tuple[inspect.Signature, str, str | None]:
+def _signature(original: Callable[..., Any]) -> tuple[inspect.Signature, str, str | None]:
     """The signature of `generate()`, the name of its first argument, and that of its `**kwargs`."""
     signature = inspect.signature(original)
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):

@@ -61,7 +61,7 @@ class Loaded:
     identity: Hashable
     weights: dict[int, int] = field(init=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "weights", {} if self.network is None else _weights(self.network))
 
     @property

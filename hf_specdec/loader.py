@@ -57,7 +57,7 @@ def load_speculator(
     config: Any = None,
     *,
     draft_model: torch.nn.Module | None = None,
-    **settings,
+    **settings: Any,
 ) -> Speculator:
     """Loads what a method needs for a target, once: a second call with the same settings shares what was loaded.
 

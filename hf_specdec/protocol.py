@@ -87,7 +87,7 @@ class Prompt:
 
     input_ids: torch.LongTensor
     starts: list[int]
-    hidden_states: dict = field(default_factory=dict)
+    hidden_states: dict[int | str, torch.Tensor] = field(default_factory=dict)
 
     @cached_property
     def token_lists(self) -> list[list[int]]:
@@ -135,7 +135,7 @@ class Commit:
     tokens: torch.LongTensor
     token_lists: list[list[int]]
     num_accepted: list[int]
-    hidden_states: dict = field(default_factory=dict)
+    hidden_states: dict[int | str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def counts(self) -> list[int]:

@@ -20,7 +20,7 @@ MAX_SETTINGS_BYTES = 4 * 2**20
 _MOST_VALUES, _MOST_LEVELS = 1_000_000, 8
 
 
-def read_text(path: str | os.PathLike, max_bytes: int = MAX_SETTINGS_BYTES) -> str:
+def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_SETTINGS_BYTES) -> str:
     """The text of a regular file.
 
     Raises:

@@ -72,7 +72,7 @@ def _name_of_config(value: Any) -> Any:
     raise TypeError("no plain value")
 
 
-def read_pretrained(path_or_repo: str | os.PathLike, revision: str | None) -> SpeculativeConfig:
+def read_pretrained(path_or_repo: str | os.PathLike[str], revision: str | None) -> SpeculativeConfig:
     """The configuration in a `speculation_config.json`; see [`SpeculativeConfig.from_pretrained`]."""
     with reading_settings(path_or_repo):
         path, is_published = Path(path_or_repo), False

@@ -76,8 +76,8 @@ class Speculator:
         self.target_revision = target_revision
         # A method of the user's may draw its drafts always: then their lengths would decide the text.
         asks = config.num_speculative_tokens == AUTO
-        self.is_adaptive = config.is_adaptive and (asks or generator_class.samples_drafts is not True)
-        self.profile = ControlProfile() if profile is None and self.is_adaptive else profile
+        self.is_adaptive: bool = config.is_adaptive and (asks or generator_class.samples_drafts is not True)
+        self.profile: ControlProfile | None = ControlProfile() if profile is None and self.is_adaptive else profile
         self._target = None if target is None else ref(target)
         self.origin: dict[str, str | None] = {}
 
@@ -207,7 +207,7 @@ class Speculator:
         """A draft model that only transformers' own assisted decoding can drive, not this package's loop."""
         return self.generator_class.stock_assistant(self.resources)
 
-    def save_pretrained(self, folder: str | os.PathLike, **card) -> Path:
+    def save_pretrained(self, folder: str | os.PathLike[str], **card: Any) -> Path:
         """Saves the drafter to a folder that `spec_model=folder` loads again with the same settings.
 
         Args:
@@ -221,7 +221,7 @@ class Speculator:
 
         return save_speculator(self, folder, **card)
 
-    def push_to_hub(self, repo_id: str, **options) -> str:
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
         """Uploads the drafter to a repository on the Hub, so that `spec_model=repo_id` loads it.
 
         Args:
@@ -249,7 +249,7 @@ class GivenCandidateGenerator:
 
     def __init__(self, generator: HfCandidateGenerator):
         is_own = isinstance(generator, CandidateGenerator)
-        self.generator = generator if is_own else StockCandidateGenerator(generator)
+        self.generator: CandidateGenerator = generator if is_own else StockCandidateGenerator(generator)
 
     @property
     def config(self) -> SpeculativeConfig | None:

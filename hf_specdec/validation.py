@@ -128,7 +128,7 @@ class Options:
         SpecConfigError: A value has another type, is none of the choices or is out of bounds.
     """
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         hints = hints_of(type(self))
         for item in fields(self):
             bounds = item.metadata.get("bounds", _UNBOUNDED)

@@ -1,4 +1,4 @@
-"""The tables of methods in README, docs and navigation, as their descriptors, options and recipes have them.
+"""The tables in README, docs and navigation, as the package and its tests declare them.
 
 python -m tools.method_tables             # writes them anew, between `<!-- table NAME -->` and `<!-- end -->`
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from hf_specdec.hub import trust
@@ -14,14 +15,17 @@ from hf_specdec.method import Method, built_in_methods, preferred_methods
 from hf_specdec.settings import describe_settings, option_fields
 from hf_specdec.training.options import flags_of, options_of
 from hf_specdec.training.run import recipes
+from tools import support_tables
+from tools.command_tables import commands, options_table
 
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "mkdocs.yml", *(f"docs/{page}.md" for page in ("configuration", "hub", "security", "training")))
+_PAGES = ("cli", "configuration", "hub", "security", "support", "training")
+PAGES = ("README.md", "mkdocs.yml", *(f"docs/{page}.md" for page in _PAGES))
 
 # Marks of Markdown, and of the navigation.
 _TABLE = re.compile(
-    r"(?P<begin><!-- table (?P<name>[\w ]+) -->\n|(?<= )# table (?P<nav>\w+)\n).*?(?P<end><!-- end -->| +# end)",
+    r"(?P<begin><!-- table (?P<name>[\w -]+) -->\n|(?<= )# table (?P<nav>\w+)\n).*?(?P<end><!-- end -->| +# end)",
     re.DOTALL,
 )
 
@@ -124,6 +128,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "preferred methods": preference_table,
     "published settings": published_settings,
     "recipes": recipes_table,
+    "features": support_tables.features_table,
+    "forms": support_tables.forms_table,
+    "targets": support_tables.targets_table,
+    "states": support_tables.states_table,
+    "refused": support_tables.refused_table,
+    **{f"options of {command}": partial(options_table, command) for command in commands()},
 }
 
 

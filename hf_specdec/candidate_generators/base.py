@@ -85,8 +85,8 @@ class CandidateGenerator(HfCandidateGenerator):
         session (`Session`, *optional*): The call. `None`: it is not known yet, and comes with [`bind`].
     """
 
-    options_class: ClassVar[type] = NoOptions
-    target_hidden_states: ClassVar[tuple] = ()
+    options_class: ClassVar[type[Any]] = NoOptions
+    target_hidden_states: ClassVar[tuple[int | str, ...]] = ()
     num_best_tokens: int = 0
     default_num_speculative_tokens: ClassVar[int] = 5
     most_speculative_tokens: ClassVar[int | None] = None
@@ -101,7 +101,7 @@ class CandidateGenerator(HfCandidateGenerator):
     # Lookups in texts until now; `None` for methods that look nothing up.
     lookups: Lookups | None = None
 
-    def __init_subclass__(cls, **kwargs):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for former, name in _FORMER_NAMES.items():
             if former in vars(cls) and name not in vars(cls):
@@ -158,10 +158,10 @@ class CandidateGenerator(HfCandidateGenerator):
 
     def __init__(self, config: SpeculativeConfig | None = None, resources: Any = None, session: Session | None = None):
         self.config = config
-        self.options = self.options_class() if config is None else config.options
+        self.options: Any = self.options_class() if config is None else config.options
         self.session = session
         length = None if config is None else config.fixed_length
-        self.num_speculative_tokens = length or self.default_length(self.options)
+        self.num_speculative_tokens: int = length or self.default_length(self.options)
 
     def bind(self, session: Session) -> CandidateGenerator:
         """Takes the generator for a call; the loop does so with what `generate(assistant=...)` was given.
@@ -327,7 +327,7 @@ class CandidateGenerator(HfCandidateGenerator):
         """Arguments of the host's next forward, asked for right before it."""
         return self.assisted_side.forward_kwargs()
 
-    def get_candidates(self, input_ids: torch.LongTensor, **given) -> tuple[torch.LongTensor, None]:
+    def get_candidates(self, input_ids: torch.LongTensor, **given: Any) -> tuple[torch.LongTensor, None]:
         """Prompt plus draft of shape `(1, L + N)`; no logits, so the host verifies the drafts as point masses."""
         return self.assisted_side.candidates(input_ids, **given), None
 

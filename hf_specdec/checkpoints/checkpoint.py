@@ -141,7 +141,7 @@ def tensor_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def save_checkpoint(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     config: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
     weight_file: str = WEIGHT_FILES[0],

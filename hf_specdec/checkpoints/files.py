@@ -116,7 +116,7 @@ def _key(files: RepoFiles) -> tuple:
     return constants.ENDPOINT, files.name, files.revision, files.subfolder
 
 
-def file_identity(path: str | os.PathLike | None) -> tuple[int, int] | None:
+def file_identity(path: str | os.PathLike[str] | None) -> tuple[int, int] | None:
     """Size and time of the last change of a file; `None` where there is none."""
     try:
         found = os.stat(path) if path is not None else None
@@ -147,11 +147,11 @@ class RepoFiles:
 
     def __init__(
         self,
-        name: str | os.PathLike,
+        name: str | os.PathLike[str],
         *,
         revision: str | None = None,
         subfolder: str | None = None,
-        cache_dir: str | os.PathLike | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
         token: str | bool | None = None,
         local_files_only: bool = False,
     ):

@@ -58,7 +58,9 @@ def profile_path(identity: dict[str, Any]) -> Path:
     return profile_folder() / f"{hashlib.sha256(_json(lasting).encode()).hexdigest()[:16]}.json"
 
 
-def save_profile(profile: ControlProfile, identity: dict[str, Any], path: str | os.PathLike | None = None) -> Path:
+def save_profile(
+    profile: ControlProfile, identity: dict[str, Any], path: str | os.PathLike[str] | None = None
+) -> Path:
     """Writes a profile, to the cache folder if no path is given. Returns the path."""
     file = profile_path(identity) if path is None else Path(path)
     content = {"format": _FORMAT, "identity": identity, "profile": profile.to_dict()}
@@ -73,7 +75,7 @@ def save_profile(profile: ControlProfile, identity: dict[str, Any], path: str | 
     return file
 
 
-def load_profile(path: str | os.PathLike, identity: dict[str, Any]) -> ControlProfile:
+def load_profile(path: str | os.PathLike[str], identity: dict[str, Any]) -> ControlProfile:
     """Reads a profile.
 
     Raises:

@@ -33,7 +33,7 @@ class NoWaiting(TorchDispatchMode):
         self._functions.__enter__()
         return super().__enter__()
 
-    def __exit__(self, *error):
+    def __exit__(self, *error) -> None:
         super().__exit__(*error)
         self._functions.__exit__(*error)
 

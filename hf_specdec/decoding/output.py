@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -38,7 +39,7 @@ class OutputRecorder:
         self.scores = StepRecorder(batch_size) if wants_dict and config.output_scores else None
         self.logits = StepRecorder(batch_size) if wants_dict and config.output_logits else None
         self.wants_states = bool(wants_dict and config.output_hidden_states)
-        self.prompt_states: tuple | None = None
+        self.prompt_states: tuple[Any, ...] | None = None
         self.wants_steps = self.wants_states or self.scores is not None or self.logits is not None
         self._batch_size = batch_size
         self._states: list[StepRecorder] = []
@@ -69,7 +70,7 @@ class OutputRecorder:
         for recorder in self._states:
             recorder.cut([length - 1 for length in lengths])
 
-    def hidden_states(self) -> tuple | None:
+    def hidden_states(self) -> tuple[Any, ...] | None:
         """Tuples over layers, one for each generated token, `(B, P, H)` for the first one and `(B, 1, H)` after it."""
         if not self.wants_states:
             return None

@@ -84,7 +84,7 @@ class ExtrapolationOptions(Options):
     )
     draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("greedy")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.draft_min_path_prob == 1:
             raise SpecConfigError("`draft_min_path_prob` must be below 1, got 1: nothing would be continued.")

@@ -368,7 +368,7 @@ def parse_token_tree(value: Any) -> tuple[Path, ...]:
     return tree.paths
 
 
-def _from_numbers(value: Mapping) -> TokenTree:
+def _from_numbers(value: Mapping[Any, Any]) -> TokenTree:
     # SGLang's own names of its command line are taken too.
     short = {str(key).removeprefix("speculative_").removeprefix("eagle_"): number for key, number in value.items()}
     if set(short) != set(_SGLANG_KEYS) or not all(map(_is_rank, short.values())):

@@ -72,7 +72,7 @@ class DraftTree:
     why_empty: str = field(default="nothing_found", init=False, repr=False)
     drafters: list[str] | None = field(default=None, init=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.batch_size, self.size = self.tokens.shape
         if isinstance(self.num_nodes, list):
             self.node_counts = self.num_nodes

@@ -39,7 +39,7 @@ _SOURCE = "`speculative` in the card of '{}'"
 # ----------------------------------------------------------------------------------------------------------- reading
 
 
-def read_card(name: str | os.PathLike, **location) -> SpeculativeConfig | None:
+def read_card(name: str | os.PathLike[str], **location: Any) -> SpeculativeConfig | None:
     """The settings in a drafter's card, with the drafter as `model`.
 
     Args:
@@ -64,7 +64,7 @@ def read_card(name: str | os.PathLike, **location) -> SpeculativeConfig | None:
     return published_config(settings, _SOURCE.format(files.name), **place)
 
 
-def read_target_card(name: str | os.PathLike, **location) -> SpeculativeConfig | None:
+def read_target_card(name: str | os.PathLike[str], **location: Any) -> SpeculativeConfig | None:
     """The settings that a target's card names for it; arguments, result and errors as of `read_card`."""
     files = RepoFiles(name, **location)
     entry = target_entry(files.card)
@@ -201,7 +201,7 @@ def is_public(name: str) -> bool:
     return is_repo_id(name) and not os.path.exists(name)
 
 
-def load_card(folder: str | os.PathLike) -> ModelCard | None:
+def load_card(folder: str | os.PathLike[str]) -> ModelCard | None:
     """The card in a folder, `None` where there is none.
 
     Raises:

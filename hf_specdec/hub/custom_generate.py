@@ -57,7 +57,7 @@ decodes speculatively, with {settings}. It needs `pip install hf-specdec`. The c
 
 
 def export_custom_generate(
-    folder: str | os.PathLike, config: SpeculativeConfig | None = None, *, name: str | None = None
+    folder: str | os.PathLike[str], config: SpeculativeConfig | None = None, *, name: str | None = None
 ) -> list[Path]:
     """Writes the files of a `custom_generate` repository into a folder, beside what is there.
 

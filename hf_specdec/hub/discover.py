@@ -124,7 +124,7 @@ class Search:
         self.rejected: list[str] = []
         # Names of the target, each with the relation of the drafters made for it; more are found during the search.
         self.names = {target.repo_id: "exact"} if target.repo_id else {}
-        self._seen: set[tuple] = set()
+        self._seen: set[tuple[Any, ...]] = set()
 
     def usable(self) -> Iterator[Candidate]:
         """Yields usable drafters in the order of `rank`; a place is searched once those before it are exhausted."""
@@ -185,7 +185,7 @@ class Search:
         return self.access.files(self.target.name, revision=self.target.revision)
 
     def examined(
-        self, name: str, place: str, *, relation: str | None = None, downloads: int = 0, **location
+        self, name: str, place: str, *, relation: str | None = None, downloads: int = 0, **location: Any
     ) -> Candidate | None:
         """A checkpoint as a candidate, `None` for one that has nothing to do with the target.
 
@@ -388,12 +388,12 @@ def _own_settings(files: RepoFiles, method: str) -> tuple[dict[str, Any], tuple[
 
 
 def discover_drafters(
-    target: str | os.PathLike,
+    target: str | os.PathLike[str],
     *,
     revision: str | None = None,
     limit: int = DEFAULT_LIMIT,
     token: str | bool | None = None,
-    cache_dir: str | os.PathLike | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
 ) -> list[Candidate]:
     """The drafters for a target, the best first; those that cannot be used stand at the end, with the reason.

@@ -65,13 +65,13 @@ class Inspection:
 
 
 def inspect_checkpoint(
-    name: str | os.PathLike,
-    target: str | os.PathLike | None = None,
+    name: str | os.PathLike[str],
+    target: str | os.PathLike[str] | None = None,
     *,
     revision: str | None = None,
     subfolder: str | None = None,
     target_revision: str | None = None,
-    cache_dir: str | os.PathLike | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
     token: str | bool | None = None,
     local_files_only: bool = False,
 ) -> Inspection:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import HfApi, ModelCard, constants
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
@@ -39,7 +39,12 @@ _NOT_COMPANIONS = (CONFIG_NAME, "*.index.json", "trainer_state.json", "requireme
 
 
 def save_speculator(
-    speculator: Speculator, folder: str | os.PathLike, *, name: str | None = None, target: str | None = None, **card
+    speculator: Speculator,
+    folder: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    target: str | None = None,
+    **card: Any,
 ) -> Path:
     """Saves weights, settings and a card to a folder that loads again as `spec_model`.
 
@@ -83,7 +88,7 @@ def push_speculator(
     revision: str | None = None,
     create_pr: bool = False,
     commit_message: str | None = None,
-    **card,
+    **card: Any,
 ) -> str:
     """Uploads what `save_speculator` saves.
 
@@ -128,7 +133,7 @@ def push_speculator(
     return commit.commit_url
 
 
-def card_of_folder(folder: Path, config: SpeculativeConfig, *, name: str | None = None, **options) -> ModelCard:
+def card_of_folder(folder: Path, config: SpeculativeConfig, *, name: str | None = None, **options: Any) -> ModelCard:
     """The card of what is in a folder: its metadata made anew, its text kept if it has one.
 
     Arguments are those of [`make_card`]; `name` may be left out for that of the folder.

@@ -75,7 +75,7 @@ class Verifier:
     why_equal: str | None = None
     reads_drafts: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.rule.judges_whole_drafts:
             self._check_whole_drafts()
         if not self.stack.knows_all and len(self.stop.ends) > 1:

@@ -47,7 +47,7 @@ def generate_batch(
     persistent_manager: bool = False,
     warmup: bool = True,
     batch_size: int | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> dict[str, SpeculativeGenerationOutput]:
     """`model.generate_batch()` with speculative decoding: transformers' signature over this package's loop.
 
@@ -136,7 +136,9 @@ def _name(number: int, place: int, copies: int) -> str:
     return f"req_{number}" if place == copies - 1 else f"req_{number}__child#{place}"
 
 
-def generate_batch_as_asked(model: PreTrainedModel, original: Callable, args: tuple, kwargs: dict[str, Any]):
+def generate_batch_as_asked(
+    model: PreTrainedModel, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """`model.generate_batch()` where speculative arguments are given, or a generation config has some.
 
     Args:

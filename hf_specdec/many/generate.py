@@ -29,10 +29,10 @@ def generate_many(
     max_tokens_in_flight: int | None = None,
     in_order: bool = False,
     tokenizer: Any = None,
-    journal: str | os.PathLike | None = None,
+    journal: str | os.PathLike[str] | None = None,
     progress: bool = False,
     seed: int | None = None,
-    **generate_arguments,
+    **generate_arguments: Any,
 ) -> ManyResults:
     """Generates for many requests, with or without speculation, while keeping the batch full.
 
@@ -192,7 +192,7 @@ class ManyResults(Iterator[RequestResult]):
                     parts.callback(part.close)
             parts.callback(self._engine.close)
 
-    def __del__(self):
+    def __del__(self) -> None:
         if getattr(self, "_engine", None) is not None and not self._engine.is_idle:
             self.close()
 

@@ -30,7 +30,7 @@ class Journal:
         SpecConfigError: The file is something else.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self._known: dict[int, dict[str, Any]] = {}
         end = self._read() if self.path.exists() else 0

@@ -55,7 +55,7 @@ class SpeculativeBatchingManager:
         max_tokens_in_flight: int | None = None,
         tokenizer: Any = None,
         seed: int | None = None,
-        **arguments,
+        **arguments: Any,
     ):
         asked = SpeculativeArguments(**{name: arguments.pop(name, None) for name in ARGUMENTS})
         if generation_config is not None:
@@ -118,7 +118,7 @@ class SpeculativeBatchingManager:
         self.start()
         return self
 
-    def __exit__(self, kind, *error) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         self.stop(hard_stop=kind is not None)
 
     # Requests
@@ -130,7 +130,7 @@ class SpeculativeBatchingManager:
         max_new_tokens: int | None = None,
         streaming: bool = False,
         eos_token_id: int | list[int] | None = None,
-        **settings,
+        **settings: Any,
     ) -> str:
         """Adds a request; returns its id.
 
@@ -160,7 +160,7 @@ class SpeculativeBatchingManager:
             self._news.notify_all()
         return name
 
-    def add_requests(self, inputs: list[Any], max_new_tokens: int | None = None, **settings) -> list[str]:
+    def add_requests(self, inputs: list[Any], max_new_tokens: int | None = None, **settings: Any) -> list[str]:
         """Adds several requests with the same settings; returns their ids."""
         return [self.add_request(prompt, max_new_tokens=max_new_tokens, **settings) for prompt in inputs]
 

@@ -66,14 +66,14 @@ class CallProgress:
 
     def __init__(self, stats: SpecDecodingStats, observers: list[CallObserver]):
         self.observers = observers
-        self.traces = [observer.trace for observer in observers if observer.trace is not None]
+        self.traces: list[CallTrace] = [observer.trace for observer in observers if observer.trace is not None]
         self._reader = StatsReader(stats) if observers else None
         self._cycle_began = 0.0
 
     def __enter__(self) -> CallProgress:
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: Any) -> None:
         self._tell("end_call")
 
     def end_prefill(self) -> None:

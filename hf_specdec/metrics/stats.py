@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
+from typing import Any
 
 
 # Acceptance rules that keep the target's distribution.
@@ -182,7 +183,7 @@ class SpecDecodingStats:
             found.notes += [note for note in call.notes if note not in found.notes]
         return found
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         """All counts and rates as plain values, for JSON."""
         derived = (
             "is_lossless",

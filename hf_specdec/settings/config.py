@@ -112,14 +112,14 @@ class SpeculativeConfig:
         least=1,
         most=MOST_DRAFT_TOKENS,
     )
-    num_speculative_tokens_per_batch_size: tuple | None = setting(
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int], ...] | None = setting(
         None,
         "Most draft tokens by the number of active rows: `[[1, 8, 5], [9, 32, 2], [33, 128, 0]]` (first, last, k; 0: "
         "none) or `{1: 5, 9: 2, 33: 0}` (from so many rows on). The last k holds for all larger batches. Of trees, "
         "the depth.",
         normalize=lengths_by_batch_size,
     )
-    speculative_token_tree: tuple | None = setting(
+    speculative_token_tree: tuple[tuple[int, ...], ...] | None = setting(
         None,
         "Static draft tree: paths of child ranks `[(0,), (1,), (0, 0)]`, parents `[0, 0, 1]` (0: the anchor), "
         "SGLang's `{'num_steps': 3, 'topk': 4, 'num_draft_tokens': 16}`, text of one of these, or the name of a "
@@ -181,7 +181,7 @@ class SpeculativeConfig:
         is_secret=True,
     )
     trust_remote_code: bool = setting(False, "Let code from the draft model's repository run.", describes_model=True)
-    trusted_owners: tuple | None = setting(
+    trusted_owners: tuple[str, ...] | None = setting(
         None,
         "Owners on the Hub whose drafters may be taken where no `model` is named, e.g. `['google', 'Qwen']`. Left "
         "out, all, as far as the environment variable HF_SPECDEC_TRUSTED_OWNERS allows them.",
@@ -241,7 +241,7 @@ class SpeculativeConfig:
     )
     options: Any = field(default=PendingOptions(), metadata={"help": "The options of the method, as an object."})
 
-    def __init__(self, /, method: str | None = None, model: str | os.PathLike | None = None, **settings):
+    def __init__(self, /, method: str | None = None, model: str | os.PathLike[str] | None = None, **settings: Any):
         with reading_settings(settings):
             flat = flattened({"method": method, "model": model, **settings})
             flat.update(_without_placeholder(flat["method"], flat["model"]))
@@ -253,18 +253,18 @@ class SpeculativeConfig:
             check_combinations(self)
             object.__setattr__(self, "options", _build_options(self.method, flat))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         # Not even a process of the same user is handed the token.
         return SpeculativeConfig.from_dict, (self.to_dict(),)
 
     def __copy__(self) -> SpeculativeConfig:
         return self
 
-    def __deepcopy__(self, memo: dict) -> SpeculativeConfig:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SpeculativeConfig:
         return self
 
     @classmethod
-    def resolve(cls, /, value: Any = None, *, target_config: Any = None, **overrides) -> SpeculativeConfig:
+    def resolve(cls, /, value: Any = None, *, target_config: Any = None, **overrides: Any) -> SpeculativeConfig:
         """The configuration that a user's `value` means.
 
         Args:
@@ -316,7 +316,7 @@ class SpeculativeConfig:
         lengths = self.num_speculative_tokens_per_batch_size
         return None if lengths is None else next(k for first, k in reversed(lengths) if first <= num_rows)
 
-    def replace(self, /, **changes) -> SpeculativeConfig:
+    def replace(self, /, **changes: Any) -> SpeculativeConfig:
         """A copy with some settings changed.
 
         When the method changes, the options of the old one are dropped, and so are the settings of the old
@@ -332,7 +332,7 @@ class SpeculativeConfig:
         base = {key: value for key, value in base.items() if key not in of_other_rules}
         return type(self)(**merged(base, changes))
 
-    def for_method(self, method: str, **defaults) -> SpeculativeConfig:
+    def for_method(self, method: str, **defaults: Any) -> SpeculativeConfig:
         """The settings of a configuration that named no method, as far as this one has them.
 
         Args:
@@ -400,7 +400,7 @@ class SpeculativeConfig:
         with reading_settings(settings):
             return cls(**merged(settings, {}))
 
-    def save_pretrained(self, save_directory: str | os.PathLike) -> Path:
+    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> Path:
         """Writes `speculation_config.json` to a folder, which is made if needed, and returns the file's path."""
         path = Path(save_directory) / CONFIG_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -408,7 +408,9 @@ class SpeculativeConfig:
         return path
 
     @classmethod
-    def from_pretrained(cls, path_or_repo: str | os.PathLike, *, revision: str | None = None) -> SpeculativeConfig:
+    def from_pretrained(
+        cls, path_or_repo: str | os.PathLike[str], *, revision: str | None = None
+    ) -> SpeculativeConfig:
         """Reads what [`~SpeculativeConfig.save_pretrained`] wrote.
 
         Of settings on the Hub and of those beside a checkpoint only the shape of drafts is taken.

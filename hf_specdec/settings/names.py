@@ -73,7 +73,7 @@ def canonical_method(name: Any) -> str | None:
     return None if name is None else COMBINING.join(parts_of(name))
 
 
-def options_class(method: str) -> type:
+def options_class(method: str) -> type[Any]:
     """The dataclass of a method's own options."""
     return resolve_candidate_generator(method).options_class
 
@@ -171,7 +171,7 @@ class _Spelling(NamedTuple):
 
 
 @cache
-def _spellings(options_class: type) -> dict[str, _Spelling]:
+def _spellings(options_class: type[Any]) -> dict[str, _Spelling]:
     """The names of a method's options beside the flat ones."""
     found: dict[str, _Spelling] = {}
     for item in options_in(options_class):

@@ -45,7 +45,7 @@ class TextOptions(Options):
         0.05, "Share of the rows that acceptance is measured on.", least=0, most=1, inclusive=False
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.self_generate == 1:
             raise SpecConfigError("`self_generate` must be at least 2: one continuation is held out.")
@@ -99,7 +99,7 @@ class TrainingOptions(Options):
     final_learning_rate: float = 0.02
     max_grad_norm: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if not self.muon:
             return

@@ -62,7 +62,7 @@ class Combination:
     target_hidden_states = ()
     samples_drafts = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         retrieval, model = (part.options_class for part in self.parts)
         object.__setattr__(self, "options_class", CombinedOptionsClass(self.methods, retrieval, model))
 

@@ -86,7 +86,7 @@ class DFlashOptions(Options):
     )
     draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("greedy")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_draft_nodes and (self.dflash_num_denoising_steps or 1) > 1:
             raise SpecConfigError(

@@ -50,7 +50,7 @@ class DFlashRecipe(DFlashTraining, CycleRecipe):
     method = "dflash"
     muon = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.target_layer_ids is not None and not self.target_layer_ids:
             raise SpecConfigError("`target_layer_ids` must name at least one layer of the target, got none.")

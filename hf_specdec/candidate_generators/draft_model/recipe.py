@@ -33,7 +33,7 @@ class DraftModelRecipe(DraftModelTraining, Recipe):
     muon = True
     num_drafts = 4
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if (self.draft_model is None) == (self.from_scratch is None):
             found = "neither" if self.draft_model is None else "both"

@@ -54,7 +54,7 @@ class Eagle3Recipe(Eagle3Training, AutoregressiveRecipe):
 
     method = "eagle3"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.aux_layer_ids is not None and not self.aux_layer_ids:
             raise SpecConfigError("`aux_layer_ids` must name at least one state of the target, got none.")

@@ -180,7 +180,7 @@ class MedusaHeads(nn.Module):
 
     def save(
         self,
-        folder: str | os.PathLike,
+        folder: str | os.PathLike[str],
         base_model: str | None = None,
         accuracies: Sequence[Sequence[float]] | None = None,
     ) -> None:

@@ -98,7 +98,7 @@ class MLPSpeculatorOptions(Options):
     )
     draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("greedy")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_candidates is not None and self.num_draft_nodes is not None:
             raise SpecConfigError(

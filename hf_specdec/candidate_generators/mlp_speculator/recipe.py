@@ -28,7 +28,7 @@ class MLPSpeculatorRecipe(MLPSpeculatorTraining, HeadsRecipe):
 
     method = "mlp_speculator"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("n_predict", "n_candidates"):
             if not MOST_DRAFTED.is_valid(getattr(self, name)):

@@ -82,7 +82,7 @@ class NgramOptions(Options):
         key="prompt_lookup_max_indexed_tokens",
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_match is not None and self.min_match > self.max_match:
             raise SpecConfigError(

@@ -288,14 +288,14 @@ class SuffixCache:
         while self._num_cached_tokens > self.max_cached_tokens or 0 < self.max_cached_requests < len(self._responses):
             self.evict_cached_response(next(iter(self._responses)))
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the global tree's responses to a safetensors file: `tokens` (all, int32) and `lengths` (int64)."""
         with self._lock:
             responses = [np.array(response, dtype=np.int32) for response in self._responses.values() if response]
         lengths = np.array([len(response) for response in responses], dtype=np.int64)
         save_file({"tokens": np.concatenate([np.empty(0, np.int32), *responses]), "lengths": lengths}, path)
 
-    def load(self, path: str | os.PathLike) -> None:
+    def load(self, path: str | os.PathLike[str]) -> None:
         """Adds the responses of a file written by `save`, about 3 microseconds per token; the bounds hold as ever.
 
         Raises:
@@ -515,7 +515,7 @@ def _pieces(tokens: np.ndarray) -> Iterator[np.ndarray]:
         yield tokens[start : start + _PIECE]
 
 
-def _read_responses(path: str | os.PathLike, vocab_size: int | None) -> list[np.ndarray]:
+def _read_responses(path: str | os.PathLike[str], vocab_size: int | None) -> list[np.ndarray]:
     """The responses of a file, checked: int32 arrays in the order of their caching."""
     try:
         with safe_open(path, framework="np") as file:

@@ -1,0 +1,60 @@
+"""The tables of the command line's options, as the program declares them."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import typer
+
+from hf_specdec.cli import app
+
+
+# Options of every command, which the page names once.
+EVERYWHERE = ("debug", "help")
+
+_HEAD = ["| option | default | meaning |", "|---|---|---|"]
+
+
+def commands() -> dict[str, Any]:
+    """The commands of the program by name."""
+    return dict(typer.main.get_command(app).commands)
+
+
+def options_table(command: str) -> str:
+    """A command's arguments and options, in the groups of its help."""
+    groups: dict[str, list[str]] = {}
+    for item in commands()[command].params:
+        if item.name not in EVERYWHERE:
+            group = getattr(item, "rich_help_panel", None) or ""
+            cells = (_name(item), _default(item), _meaning(item))
+            groups.setdefault(group, []).append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    # As in the help, options of no group come first.
+    tables = [(name, rows) for name, rows in sorted(groups.items(), key=lambda group: bool(group[0]))]
+    return "\n\n".join("\n".join([*([f"{name}:\n"] if name else []), *_HEAD, *rows]) for name, rows in tables)
+
+
+def _name(item: Any) -> str:
+    if item.param_type_name == "argument":
+        return f"`{item.name.upper()}`"
+    names = [f"{name}/{item.secondary_opts[0]}" if item.secondary_opts else name for name in item.opts]
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _default(item: Any) -> str:
+    if item.required:
+        return "required"
+    value = item.default.value if isinstance(item.default, Enum) else item.default
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, float):
+        value = f"{value:g}"
+    return "" if value is None else f"`{value}`"
+
+
+def _meaning(item: Any) -> str:
+    kind = item.type_descriptor.annotation
+    choices = [choice.value for choice in kind] if isinstance(kind, type) and issubclass(kind, Enum) else []
+    if all(choice in item.help for choice in choices):
+        return item.help
+    return f"{item.help} ({', '.join(f'`{choice}`' for choice in choices)})"

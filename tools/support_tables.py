@@ -1,0 +1,129 @@
+"""The tables of what is supported, as the tests try it: methods by features, and targets by model type."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from hf_specdec.method import built_in_methods
+from tests import architectures
+from tests.methods import EVERYTHING, exemption, settings_of
+from tests.test_architectures import WITHOUT, WITHOUT_LAST
+
+
+_MATRIX = Path(__file__).parents[1] / "tests" / "matrix"
+_COMBINATIONS = "combinations"
+
+
+def features_table() -> str:
+    """Tests of `tests/matrix`, in the groups of its files, with the methods they apply to; then why to no others."""
+    columns = _rows_by_method()
+    lines = ["| what is tested | with every setting of | with some settings of |", "|---|---|---|"]
+    reasons: dict[str, list[str]] = {}
+    # What users meet comes before what only methods do.
+    for path in sorted(_MATRIX.glob("test_*.py"), key=lambda path: (path.stem == "test_contract", path.stem)):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tests = [test for test in _tests_of(tree) if "row" in [argument.arg for argument in test.args.args]]
+        if tests:
+            lines.append(f"| **{(ast.get_docstring(tree) or '').partition(':')[0]}** | | |")
+        for test in tests:
+            exemptions = {name: [exemption(row, test.name) for row in rows] for name, rows in columns.items()}
+            every = [name for name, found in exemptions.items() if not any(found)]
+            some = [name for name, found in exemptions.items() if any(found) and not all(found)]
+            shown = "every method" if len(every) == len(columns) else _listed(every)
+            lines.append(f"| {_words(test.name)} | {shown} | {_listed(some)} |")
+            for reason in {reason for found in exemptions.values() for reason in found} - {None}:
+                reasons.setdefault(reason, []).append(_words(test.name))
+    lines += ["", "| not for every method or setting | because |", "|---|---|"]
+    lines += [f"| {'; '.join(tests)} | {reason} |" for reason, tests in sorted(reasons.items())]
+    return "\n".join(lines)
+
+
+def forms_table() -> str:
+    """The settings in which every method is tested."""
+    lines = ["| method | settings in the tests |", "|---|---|"]
+    for name, rows in _rows_by_method().items():
+        if name != _COMBINATIONS:
+            lines.append(f"| `{name}` | {'; '.join(_form(row) for row in rows)} |")
+    combined = ", ".join(f"`{row}`" for row in _rows_by_method()[_COMBINATIONS])
+    return "\n".join([*lines, f"| {_COMBINATIONS} | {combined} |"])
+
+
+def targets_table() -> str:
+    """Model types that the tests decode, by what can be drafted for them."""
+    causal = [name for name in architectures.supported() if name not in architectures.VARIANTS]
+    chains = architectures.CHAINS_ONLY
+    groups = {
+        "causal language models: chains and trees": [name for name in causal if name not in chains],
+        "causal language models with recurrent layers: chains": [
+            name for name in causal if name in architectures.RECURRENT
+        ],
+        "causal language models that count the slots of their cache: chains": [
+            name for name in causal if name in chains - architectures.RECURRENT
+        ],
+        "image-text-to-text models with text prompts, beyond those above": architectures.with_images(),
+    }
+    lines = ["| targets | number | `model_type` |", "|---|---|---|"]
+    lines += [f"| {group} | {len(names)} | {_listed(names)} |" for group, names in groups.items()]
+    return "\n".join(lines)
+
+
+def states_table() -> str:
+    """Model types for which methods that read hidden states cannot draft, or not all of them."""
+    lines = ["| hidden states | `model_type` |", "|---|---|"]
+    lines.append(f"| none that drafters could read | {_listed(WITHOUT)} |")
+    return "\n".join([*lines, f"| of the layers, but not what the lm_head reads | {_listed(sorted(WITHOUT_LAST))} |"])
+
+
+def refused_table() -> str:
+    """Model types that are refused with an error, and those that the tests cannot try, each with the reason."""
+    refused = {name: architectures.UNSUPPORTED[name][0] for name in architectures.unsupported()}
+    tried = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    untried = {name: reason for name, reason in architectures.NOT_BUILT.items() if name in tried}
+    lines = ["| | reason | `model_type` |", "|---|---|---|"]
+    for title, reasons in (("refused", refused), ("not tried", untried)):
+        for reason, names in _by_reason(reasons).items():
+            lines.append(f"| {title} | {reason} | {_listed(names)} |")
+    return "\n".join(lines)
+
+
+def _rows_by_method() -> dict[str, list[str]]:
+    """Rows of `tests/methods.py` of each method, and those of all combinations."""
+    found: dict[str, list[str]] = {method.name: [] for method in built_in_methods()}
+    found[_COMBINATIONS] = []
+    for parameter in EVERYTHING:
+        (row,) = parameter.values
+        found[_COMBINATIONS if "+" in row else row.partition(" ")[0]].append(row)
+    return found
+
+
+def _tests_of(tree: ast.Module) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+
+
+def _words(test: str) -> str:
+    return test.removeprefix("test_").replace("_", " ")
+
+
+def _form(row: str) -> str:
+    settings = {
+        key: value for key, value in settings_of(row).items() if key not in ("method", "model", "same_tokenizer")
+    }
+    return ", ".join(f"`{key}={value}`" for key, value in settings.items()) or "the defaults"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(name if name == _COMBINATIONS else f"`{name}`" for name in names)
+
+
+def _by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        groups.setdefault(reason, []).append(name)
+    return groups

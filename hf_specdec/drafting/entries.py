@@ -40,7 +40,7 @@ class DraftEntries(DraftSlots):
     """
 
     num_read = 0
-    # Whether what was committed has to be read before rows join.
+    # True if committed tokens have to be read before rows join.
     joins_read = False
 
     def __init__(self, network: nn.Module, starts: list[int], offsets: list[int], capacity: int, **options):

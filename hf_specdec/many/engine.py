@@ -15,6 +15,7 @@ from ..metrics import SpecDecodingStats
 from ..protocol import Session
 from ..speculator import Speculator
 from ..transfers import on_cpu_unless_said
+from ..validation import Bounds, checked
 from .requests import RequestReader
 
 
@@ -27,6 +28,16 @@ _CHUNK_SIZE = 512
 
 class _OthersHaveFailedError(Exception):
     """Those that went on while a prompt was read in chunks."""
+
+
+def check_room(batch_size: int, max_tokens_in_flight: int | None) -> None:
+    """Checks the limits of a run.
+
+    Raises:
+        SpecConfigError: One is no whole number from 1 on.
+    """
+    checked("batch_size", batch_size, int, Bounds(least=1))
+    checked("max_tokens_in_flight", max_tokens_in_flight, int | None, Bounds(least=1))
 
 
 class PlainDecoding:

@@ -16,7 +16,7 @@ from ..decoding.joint import Row
 from ..errors import SpecConfigError, shown
 from ..integration import speculator_of_many
 from ..metrics import SpecDecodingStats
-from .engine import Engine
+from .engine import Engine, check_room
 from .journal import Journal, key_of
 from .requests import RequestReader
 from .results import RequestResult
@@ -69,9 +69,7 @@ def generate_many(
             f"generate_many() takes a model of transformers, got a {type(model).__name__}. Of a wrapper pass "
             "`get_base_model()`."
         )
-    for name, value in (("batch_size", batch_size), ("max_tokens_in_flight", max_tokens_in_flight)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise SpecConfigError(f"`{name}` must be a whole number from 1, got {shown(value)}.")
+    check_room(batch_size, max_tokens_in_flight)
     if isinstance(requests, (str, bytes, dict)) or not isinstance(requests, Iterable):
         raise SpecConfigError(f"`requests` takes several requests, such as a list, got {shown(requests)}.")
     asked = SpeculativeArguments(**{name: generate_arguments.pop(name, None) for name in ARGUMENTS})

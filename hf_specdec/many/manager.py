@@ -16,7 +16,7 @@ from ..errors import SpecConfigError, shown
 from ..integration import speculator_of_many
 from ..metrics import SpecDecodingStats
 from .batching import SpeculativeGenerationOutput, output_of
-from .engine import Engine
+from .engine import Engine, check_room
 from .requests import RequestReader
 
 
@@ -57,6 +57,7 @@ class SpeculativeBatchingManager:
         seed: int | None = None,
         **arguments: Any,
     ):
+        check_room(batch_size, max_tokens_in_flight)
         asked = SpeculativeArguments(**{name: arguments.pop(name, None) for name in ARGUMENTS})
         if generation_config is not None:
             arguments["generation_config"] = generation_config

@@ -223,7 +223,7 @@ def run(kind: str, shape: dict, num_rows: int, seed: int, num_cycles: int = 5) -
         ours, eager = (call.propose([int(text[-1]) for text, _ in news], lengths, limits) for call in calls)
         assert [draft[:3] for draft in ours] == [draft[:3] for draft in eager]
         # Sums of logarithms may be rounded otherwise in other sizes.
-        assert all(one == pytest.approx(other, abs=1e-3) for (*_, one), (*_, other) in zip(ours, eager))
+        assert all(one == pytest.approx(other, abs=1e-4) for (*_, one), (*_, other) in zip(ours, eager))
         news = []
         for tokens, parents, *_ in ours:
             # Of a chain a part is accepted; of a tree anything may be.

@@ -95,7 +95,7 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         for row, count in zip(commit.rows, commit.counts):
             self._left[row] -= count
         if self._draft is None:
-            if self._longest:
+            if self._longest and not self.controller.is_resting:
                 self._count(commit, 0.0)
             self._unread.add(commit)
             if self._unread.num_commits >= _MOST_HELD:

@@ -24,19 +24,20 @@ class TrialBudget:
         """Seconds that may be spent; 0 if more was."""
         return max(self._seconds or 0.0, 0.0)
 
-    def earn(self, cycle_seconds: float, plain_seconds: float, reading_seconds: float) -> None:
-        """Adds the share of a cycle.
+    def earn(self, cycle_seconds: float, plain_seconds: float, reading_seconds: float, num_cycles: int = 1) -> None:
+        """Adds the share of one cycle, or of several equal ones.
 
         Args:
-            cycle_seconds (`float`): Of the cycle.
+            cycle_seconds (`float`): Of a cycle.
             plain_seconds (`float`): Of one without drafts.
             reading_seconds (`float`): In which a drafter would read what it has not read yet.
+            num_cycles (`int`): Such cycles.
         """
         if self._seconds is None:
             self._seconds = FIRST_BUDGET * plain_seconds
         most = LARGEST_BUDGET * plain_seconds + reading_seconds
-        self._seconds = min(self._seconds + TRIAL_SHARE * cycle_seconds, most)
-        self._num_cycles += 1
+        self._seconds = min(self._seconds + TRIAL_SHARE * num_cycles * cycle_seconds, most)
+        self._num_cycles += num_cycles
 
     def pays(self, price: float) -> bool:
         """`True` if a trial that costs so many seconds may be made."""

@@ -63,6 +63,8 @@ LEAST_GAIN = 1.015
 # Choosing costs little beside a cycle: cycles between two plans with drafts and without, drafts between two sizes.
 PLAN_EVERY = 4
 PLAIN_PLAN_EVERY = 8
+# Nor does watching: cycles between two that are timed where nothing is drafted, a divisor of those between plans.
+PLAIN_OBSERVE_EVERY = 4
 SIZE_EVERY = 8
 # A useless drafter costs the first call little: one this many times slower than none is measured once only.
 CLEARLY_SLOWER = 2.0

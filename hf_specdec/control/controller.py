@@ -17,7 +17,16 @@ from operator import mul
 
 from .acceptance import AcceptanceModel, RowOutcome
 from .budget import TrialBudget
-from .constants import CHEAP, CLEARLY_SLOWER, HYSTERESIS, LEAST_GAIN, NEGLIGIBLE, PLAIN_PLAN_EVERY, PLAN_EVERY
+from .constants import (
+    CHEAP,
+    CLEARLY_SLOWER,
+    HYSTERESIS,
+    LEAST_GAIN,
+    NEGLIGIBLE,
+    PLAIN_OBSERVE_EVERY,
+    PLAIN_PLAN_EVERY,
+    PLAN_EVERY,
+)
 from .plan import Plan, make_plan
 from .profile import ControlProfile
 from .tree_size import TreeSize
@@ -41,6 +50,8 @@ class SpeculationController:
         length (`int`): The limit that is used outside of trials.
         tree_size (`TreeSize`, *optional*): Chooses how many nodes of trees are verified.
         num_cycles (`int`): Cycles for which limits were asked.
+        is_resting (`bool`): True where the last limits are those of a plan without drafts that still stands. Such
+            cycles need not be observed.
     """
 
     kind = "adaptive length"
@@ -69,6 +80,8 @@ class SpeculationController:
         self._first_cycles = [self.usual, 0, self.usual, 0] if is_first_call else []
         self._budget = TrialBudget(None if is_first_call else profile.budget)
         self._num_unread, self._left = 0, None
+        self.is_resting = False
+        self._num_rested = 0  # cycles since the last one that was observed
         self._trial: int | None = None  # the limit that is being tried
         self._follow_up: int | None = None  # a trial that has just paid
         self._last_used = [0] * (most + 1)
@@ -100,7 +113,9 @@ class SpeculationController:
 
     def _choose(self, rows: list[int]) -> int:
         self._trial = None
-        if self._cap == 0:
+        self.is_resting = self._may_rest(rows)
+        if self._cap == 0 or self.is_resting:
+            self._num_rested += self.is_resting
             return 0
         if len(self._first_cycles) == 2 and self._is_clearly_slower(rows):
             self._first_cycles = []
@@ -116,6 +131,12 @@ class SpeculationController:
             self._row_limits = self._plan.row_limits(self.length) if self.length and len(rows) > 1 else {}
         self._trial = self._affordable_trial(self._plan, is_new)
         return self.length if self._trial is None else self._trial
+
+    def _may_rest(self, rows: list[int]) -> bool:
+        """True if nothing is drafted, and neither a new plan nor a measurement is due."""
+        if self.length or self._plan is None or self._first_cycles or self._follow_up is not None:
+            return False
+        return self.num_cycles % PLAIN_OBSERVE_EVERY != 0 and self._plan.rows == rows
 
     def _planned(self, rows: list[int]) -> Plan:
         return make_plan(self.latency, self.acceptance, rows, self._costs(rows), self._num_unread, self._left)
@@ -143,7 +164,8 @@ class SpeculationController:
     def _affordable_trial(self, plan: Plan, is_new_plan: bool) -> int | None:
         """A length to try instead of the chosen one, if there is one that the budget pays for."""
         again, self._follow_up = self._follow_up, None
-        self._budget.earn(plan.seconds[self.length], plan.seconds[0], self._reading_price)
+        cycles, self._num_rested = 1 + self._num_rested, 0
+        self._budget.earn(plan.seconds[self.length], plan.seconds[0], self._reading_price, cycles)
         # Rows that have ended since may allow less.
         if again is not None and again <= self._cap and again != self.length and self._is_affordable(plan, again):
             return again

@@ -20,6 +20,7 @@ class ScheduledLength:
     kind = "length by batch size"
     why_none = "batch_size"
     tree_size = None  # trees stay whole
+    is_resting = False
 
     def __init__(self, most_tokens: Callable[[int], int]):
         self.most_tokens = most_tokens

@@ -42,13 +42,15 @@ class RecurrentState:
     Attributes:
         conv_states (`dict[int, torch.Tensor]`): The last inputs of each convolution, `(R, channels, K)`.
         recurrent_states (`dict[int, torch.Tensor]`): Each `(R, ...)`.
+        num_read (`int`): Tokens of a row that the first convolution has read.
     """
 
     record_past = False
 
-    def __init__(self, conv_states: dict | None = None, recurrent_states: dict | None = None):
+    def __init__(self, conv_states: dict | None = None, recurrent_states: dict | None = None, num_read: int = 0):
         self.conv_states: dict[int, torch.Tensor] = conv_states or {}
         self.recurrent_states: dict[int, torch.Tensor] = recurrent_states or {}
+        self.num_read = num_read
 
     def __bool__(self) -> bool:
         return bool(self.conv_states or self.recurrent_states)
@@ -74,6 +76,8 @@ class RecurrentState:
     def update_conv_state(self, conv_states, layer_idx: int = 0, state_idx: int = 0, conv_kernel_size=None, **kwargs):
         """Appends inputs `(R, channels, W)`; returns them after those that were kept, with which they are read."""
         past = self.get_conv_state(layer_idx, state_idx)
+        if state_idx == 0:
+            self.num_read += conv_states.shape[-1]
         if past is None:
             size = conv_kernel_size or conv_states.shape[-1]
             seen = F.pad(conv_states, (max(size - conv_states.shape[-1], 0), 0))
@@ -118,7 +122,9 @@ class RecurrentState:
 
     def clone(self) -> RecurrentState:
         """A holder of copies."""
-        return RecurrentState(*({key: state.clone() for key, state in part.items()} for part in self._parts))
+        return RecurrentState(
+            *({key: state.clone() for key, state in part.items()} for part in self._parts), self.num_read
+        )
 
     @property
     def _parts(self) -> tuple[dict, dict]:

@@ -15,7 +15,7 @@ Shapes: R rows, T nodes of a verification, W tokens read by a layer (replayed an
 from __future__ import annotations
 
 import inspect
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import get_ident
@@ -23,6 +23,8 @@ from threading import get_ident
 import torch
 import torch.nn.functional as F
 from transformers.cache_utils import DynamicCache
+
+from .chunks import own_chunks
 
 
 # Replayed tokens of a row that set off moving its state. Replaying costs arithmetic, moving reads the weights again.
@@ -122,9 +124,8 @@ class RecurrentState:
 
     def clone(self) -> RecurrentState:
         """A holder of copies."""
-        return RecurrentState(
-            *({key: state.clone() for key, state in part.items()} for part in self._parts), self.num_read
-        )
+        copies = ({key: state.clone() for key, state in part.items()} for part in self._parts)
+        return RecurrentState(*copies, self.num_read)
 
     @property
     def _parts(self) -> tuple[dict, dict]:
@@ -182,10 +183,9 @@ class _ConvolutionReading(_Reading):
 
 
 def _entry(entries: dict, key) -> torch.Tensor | None:
-    try:
+    with suppress(KeyError):
         return entries[key]
-    except KeyError:
-        return None
+    return None
 
 
 def _on(index: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -275,10 +275,11 @@ class RecurrentLayers:
 
     @contextmanager
     def reading(self, nodes: int):
-        """Lets one forward of the model read `nodes` tokens a row in the block; the states stay where they are."""
+        """Lets a forward of the model read `nodes` tokens a row in the block; the states stay where they are."""
         moves = self._moves(MAX_REPLAY)
         self.plan = _Plan(nodes, [0] * len(self.replayed) if moves else list(self.replayed), moves)
         with ExitStack() as hooks:
+            hooks.enter_context(own_chunks([mixer.module for mixer in self._mixers], _Reading))
             for mixer in self._mixers:
                 for handle in mixer.hook():
                     hooks.callback(handle.remove)

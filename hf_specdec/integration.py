@@ -430,6 +430,7 @@ _UNSUPPORTED = {
 _UNSUPPORTED_ARGUMENTS = {
     "assistant_model": "Pass the draft model as `assistant` or `spec_model` instead.",
     "assistant_tokenizer": "Draft models with another tokenizer are not supported.",
+    "cache_params": "It does not tell how many tokens it has read. Give the whole text as the prompt.",
     "custom_generate": "It replaces the decoding loop, and so does speculation.",
 }
 
@@ -507,6 +508,7 @@ def _prepare_stop_strings(model: PreTrainedModel, arguments: dict[str, Any], str
 # Arguments of the target's forward that the loop sets itself, or that only concern its output.
 _SET_BY_THE_LOOP = {
     "attention_mask",
+    "cache_params",
     "cache_position",
     "inputs_embeds",
     "logits_to_keep",

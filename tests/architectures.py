@@ -190,6 +190,7 @@ SPECIAL = {
         "zero_expert_num": 2,
         "moe_topk": 2,
     },
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16},
     "mellum": _SLIDING,
     "minicpm3": _LATENT,
     "minimax_m3_vl_text": _CALM,
@@ -256,11 +257,12 @@ LAYERS = {
     "zaya": ["hybrid"],
 }
 
-# Types with a recurrent state beside attention.
+# Types with a recurrent state, most of them beside attention.
 RECURRENT = {
     "bailing_hybrid",
     "bamba",
     "falcon_h1",
+    "falcon_mamba",
     "granitemoehybrid",
     "inkling2_text",
     "inkling_text",
@@ -269,6 +271,8 @@ RECURRENT = {
     "lfm2",
     "lfm2_moe",
     "lfm3",
+    "mamba",
+    "mamba2",
     "nemotron_h",
     "olmo_hybrid",
     "qwen3_5",
@@ -320,12 +324,9 @@ UNSUPPORTED = {
     "blt": ("groups bytes into patches", {}),
     "cpmant": ("reads the whole text again", {}),
     "deepseek_v4": (_RECURRENT, {}),
-    "falcon_mamba": (_NO_CACHE, {}),
     "florence2": (_TWO_PARTS, {}),
     "git": ("image slots in front of the padding", {}),
     "glm5_next": ("pools keys by their places", {}),
-    "mamba": (_NO_CACHE, {}),
-    "mamba2": (_NO_CACHE, {}),
     "minimax": (_RECURRENT, {}),
     "openai-gpt": (_NO_CACHE, {}),
     "pix2struct": (_TWO_PARTS, {}),

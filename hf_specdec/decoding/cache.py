@@ -347,14 +347,21 @@ class SlotCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         if layer_idx == 0:
-            # Asked about the cache as a whole; its first layers may have a recurrent state and no slots.
-            return next((layer.length for layer in self.layers if layer.is_initialized), 0)
+            # Asked about the cache as a whole; its first layers may have a recurrent state and no slots, or all.
+            return next((layer.length for layer in self.layers if layer.is_initialized), self._num_read)
         return self.layers[layer_idx].length if layer_idx < len(self.layers) else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         if layer_idx < len(self.layers) and self.layers[layer_idx].is_sliding:
             return self.layers[layer_idx].get_mask_sizes(query_length)
         return self.get_seq_length(layer_idx) + query_length, 0
+
+    @property
+    def _num_read(self) -> int:
+        """Tokens of a row that the recurrent layers have read, where no layer attends."""
+        if self.lengths:
+            return max(self.lengths)
+        return max((layer.recurrent.num_read for layer in self.layers), default=0)
 
     # Recurrent layers. Their mixers come here during the prefill, and to `RecurrentLayers` later.
 

@@ -27,7 +27,7 @@ from ..kernels.products import fast_products
 from ..protocol import Prompt
 from ..target_facts import decoder_layers, layers_owner
 from .cache import SlotCache, check_room
-from .profile import check_reach
+from .profile import check_reach, model_profile
 from .request import Request
 from .target import PositionCounter, SlotModel
 
@@ -64,7 +64,7 @@ def read_prompts(request: Request, target: SlotModel, max_length: int) -> tuple[
     given, mask = request.prompt_slots(target.cache.get_seq_length()), kwargs.get("attention_mask")
     check_reach(model, [given] if mask is None else mask.ne(0).sum(1).tolist(), room)
     check_room(kwargs.get("past_key_values"), request.batch_size, given + room)
-    kwargs["past_key_values"] = target.cache
+    kwargs[target.profile.cache_name] = target.cache
     first = {} if request.between_chunks is None else _read_first_chunks(request, target, kwargs)
     # The prompts may be read in chunks.
     with target.taps.captured(joined=True) as states, watched_prefill(model) as received, fast_products(model):
@@ -77,7 +77,11 @@ def read_prompts(request: Request, target: SlotModel, max_length: int) -> tuple[
     states |= {key: torch.cat([*parts, states[key]], dim=1) for key, parts in first.items()}
     inputs = next_inputs(model, output, input_ids, kwargs)
     num_slots = target.cache.get_seq_length()
-    continuation = Continuation.read(model, inputs, received, num_slots, given, request.batch_size)
+    mask = inputs.get("attention_mask")
+    if mask is None and not target.profile.attends and kwargs.get("attention_mask") is not None:
+        # Padding is kept out of a recurrent state while the prompt is read, and no mask is needed after it.
+        mask = torch.nn.functional.pad(kwargs["attention_mask"], (0, 1), value=1)
+    continuation = Continuation.read(model, inputs, mask, received, num_slots, given, request.batch_size)
     check_reach(model, continuation.next_positions, room)
     continuation.start_slots(target, range(request.batch_size))
     # The last token is never read.
@@ -212,17 +216,25 @@ class Continuation:
 
     @classmethod
     def read(
-        cls, model: torch.nn.Module, inputs: dict, received: Received, num_slots: int, given: int, batch_size: int
+        cls,
+        model: torch.nn.Module,
+        inputs: dict,
+        mask: torch.Tensor | None,
+        received: Received,
+        num_slots: int,
+        given: int,
+        batch_size: int,
     ) -> Continuation:
         """Derives it from the next forward's inputs and what the prefill's forward received.
 
         Args:
+            mask (`torch.Tensor` of shape `(B, S + 1)`, *optional*): Of the next forward, or what it would be.
             given (`int`): Slots that `generate()` knows of.
 
         Raises:
             UnsupportedModelError: The slots, or the positions, cannot be told from them.
         """
-        starts, num_hidden, hidden = _hidden_slots(model, inputs.get("attention_mask"), num_slots, batch_size)
+        starts, num_hidden, hidden = _hidden_slots(model, mask, num_slots, batch_size)
         positions, counter = inputs.get("position_ids"), None
         if positions is None and received.last_positions is not None:
             positions = received.last_positions + 1
@@ -346,7 +358,8 @@ class ContinuationCheck:
         # Dropout makes every forward another one.
         if key in _checked or model.training or os.environ.get(CHECK_VARIABLE, "1") == "0":
             return None
-        inputs = {**continuation.inputs, "input_ids": tokens[:, None], "past_key_values": cache, "return_dict": True}
+        inputs = {**continuation.inputs, "input_ids": tokens[:, None], "return_dict": True}
+        inputs[model_profile(model).cache_name] = cache
         with cache.kept(DynamicCache(config=model.config.get_text_config(decoder=True))):
             logits = model(**inputs).logits
         return cls(model, key, logits[:, -1])

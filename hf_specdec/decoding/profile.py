@@ -13,6 +13,10 @@ from .masks import FULL, Span
 from .recurrent import mixers
 
 
+# Names of forwards for their cache: those with attention, and those with recurrent layers alone.
+KEYS_AND_VALUES, STATES_ALONE = "past_key_values", "cache_params"
+
+
 @dataclass(frozen=True)
 class ModelProfile:
     """Facts about a model that the loop needs, read from its class and config once.
@@ -27,6 +31,7 @@ class ModelProfile:
         takes_position_ids (`bool`): Its forward has the argument `position_ids`.
         takes_logits_to_keep (`bool`): Its forward has the argument `logits_to_keep`.
         is_recurrent (`bool`): Some of its layers have a recurrent state, which cannot branch.
+        cache_name (`str`): The argument of its forward that takes the cache.
     """
 
     spans: tuple[Span, ...]
@@ -36,6 +41,12 @@ class ModelProfile:
     takes_position_ids: bool
     takes_logits_to_keep: bool
     is_recurrent: bool = False
+    cache_name: str = KEYS_AND_VALUES
+
+    @property
+    def attends(self) -> bool:
+        """Tells whether some of its layers keep keys and values, and read a mask."""
+        return self.cache_name == KEYS_AND_VALUES
 
     @property
     def supports_trees(self) -> bool:
@@ -123,21 +134,26 @@ def _read_profile(model, role) -> ModelProfile:
             "the speculative arguments out to use plain generate()."
         )
     parameters = inspect.signature(model.forward).parameters
-    if "past_key_values" not in parameters:
+    cache_name = next((name for name in (KEYS_AND_VALUES, STATES_ALONE) if name in parameters), None)
+    if cache_name is None or (cache_name == STATES_ALONE and not is_recurrent):
         raise UnsupportedModelError(
             f"{name} keeps no key/value cache (its forward has no `past_key_values`), which speculation needs of the "
             f"{role}. Leave the speculative arguments out to use plain generate()."
         )
+    attends = cache_name == KEYS_AND_VALUES
     spans, keys = _read_spans(text_config, layer_types, is_recurrent)
     takes_flat_mask = text_config.model_type == "bloom" or bool(getattr(text_config, "alibi", False))
     return ModelProfile(
         spans=spans,
         layer_types=keys,
-        counts_slots="position_ids" not in parameters or takes_flat_mask or text_config.model_type in _COUNT_SLOTS,
+        counts_slots=(
+            (attends and "position_ids" not in parameters) or takes_flat_mask or text_config.model_type in _COUNT_SLOTS
+        ),
         takes_flat_mask=takes_flat_mask,
         takes_position_ids="position_ids" in parameters,
         takes_logits_to_keep="logits_to_keep" in parameters,
         is_recurrent=is_recurrent,
+        cache_name=cache_name,
     )
 
 

@@ -15,7 +15,7 @@ Shapes: R rows, T nodes of a verification, W tokens read by a layer (replayed an
 from __future__ import annotations
 
 import inspect
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import get_ident
@@ -23,6 +23,8 @@ from threading import get_ident
 import torch
 import torch.nn.functional as F
 from transformers.cache_utils import DynamicCache
+
+from .chunks import own_chunks
 
 
 # Replayed tokens of a row that set off moving its state. Replaying costs arithmetic, moving reads the weights again.
@@ -42,13 +44,15 @@ class RecurrentState:
     Attributes:
         conv_states (`dict[int, torch.Tensor]`): The last inputs of each convolution, `(R, channels, K)`.
         recurrent_states (`dict[int, torch.Tensor]`): Each `(R, ...)`.
+        num_read (`int`): Tokens of a row that the first convolution has read.
     """
 
     record_past = False
 
-    def __init__(self, conv_states: dict | None = None, recurrent_states: dict | None = None):
+    def __init__(self, conv_states: dict | None = None, recurrent_states: dict | None = None, num_read: int = 0):
         self.conv_states: dict[int, torch.Tensor] = conv_states or {}
         self.recurrent_states: dict[int, torch.Tensor] = recurrent_states or {}
+        self.num_read = num_read
 
     def __bool__(self) -> bool:
         return bool(self.conv_states or self.recurrent_states)
@@ -74,6 +78,8 @@ class RecurrentState:
     def update_conv_state(self, conv_states, layer_idx: int = 0, state_idx: int = 0, conv_kernel_size=None, **kwargs):
         """Appends inputs `(R, channels, W)`; returns them after those that were kept, with which they are read."""
         past = self.get_conv_state(layer_idx, state_idx)
+        if state_idx == 0:
+            self.num_read += conv_states.shape[-1]
         if past is None:
             size = conv_kernel_size or conv_states.shape[-1]
             seen = F.pad(conv_states, (max(size - conv_states.shape[-1], 0), 0))
@@ -118,7 +124,8 @@ class RecurrentState:
 
     def clone(self) -> RecurrentState:
         """A holder of copies."""
-        return RecurrentState(*({key: state.clone() for key, state in part.items()} for part in self._parts))
+        copies = ({key: state.clone() for key, state in part.items()} for part in self._parts)
+        return RecurrentState(*copies, self.num_read)
 
     @property
     def _parts(self) -> tuple[dict, dict]:
@@ -176,10 +183,9 @@ class _ConvolutionReading(_Reading):
 
 
 def _entry(entries: dict, key) -> torch.Tensor | None:
-    try:
+    with suppress(KeyError):
         return entries[key]
-    except KeyError:
-        return None
+    return None
 
 
 def _on(index: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -269,10 +275,11 @@ class RecurrentLayers:
 
     @contextmanager
     def reading(self, nodes: int):
-        """Lets one forward of the model read `nodes` tokens a row in the block; the states stay where they are."""
+        """Lets a forward of the model read `nodes` tokens a row in the block; the states stay where they are."""
         moves = self._moves(MAX_REPLAY)
         self.plan = _Plan(nodes, [0] * len(self.replayed) if moves else list(self.replayed), moves)
         with ExitStack() as hooks:
+            hooks.enter_context(own_chunks([mixer.module for mixer in self._mixers], _Reading))
             for mixer in self._mixers:
                 for handle in mixer.hook():
                     hooks.callback(handle.remove)

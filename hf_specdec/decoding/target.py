@@ -217,7 +217,7 @@ class SlotModel:
     def prefill(self, input_ids: torch.LongTensor, starts: list[int]) -> None:
         """Reads left-padded prompts of shape `(R, P)` into empty slots; their logits are not kept."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        inputs = {"input_ids": input_ids, "past_key_values": self.cache, "use_cache": True, "return_dict": True}
+        inputs = {"input_ids": input_ids, self.profile.cache_name: self.cache, "use_cache": True, "return_dict": True}
         if any(starts):
             first = upload(starts, input_ids.device)[:, None]
             inputs["attention_mask"] = (positions >= first).long()
@@ -323,7 +323,7 @@ class SlotModel:
         return output, forward.layers
 
     def _read(self, tokens, positions, masks, forward: VerificationForward, num_logits: int) -> SlotOutput:
-        inputs = {"input_ids": tokens, "past_key_values": self.cache, "use_cache": True, "return_dict": True}
+        inputs = {"input_ids": tokens, self.profile.cache_name: self.cache, "use_cache": True, "return_dict": True}
         inputs["attention_mask"] = masks
         if num_logits < tokens.shape[1] and self.profile.takes_logits_to_keep:
             inputs["logits_to_keep"] = num_logits
@@ -365,6 +365,8 @@ class SlotModel:
 
     def _masks(self, topology: TreeTopology, forward: VerificationForward, rows: RowState):
         columns = forward.columns
+        if not self.profile.attends:
+            return None
         if self.profile.takes_flat_mask:
             slots = torch.arange(columns, device=topology.depths.device)
             lengths = rows.lengths_on(slots.device)[:, None]

@@ -12,10 +12,15 @@ from transformers import PreTrainedModel
 from ..target_facts import hidden_size, vocabulary_size
 
 
+# Of heads where the target has none: the usual size of small models.
+_HEAD_DIM = 64
+
+
 def layer_sizes(target: PreTrainedModel, size: int, intermediate_size: int, num_layers: int) -> dict[str, Any]:
     """Returns the sizes of Llama layers of hidden size `size` for a target; an `intermediate_size` of 0 is its own."""
     text = target.config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
+    # Targets without attention have none.
+    heads = getattr(text, "num_attention_heads", None) or max(size // _HEAD_DIM, 1)
     rope = getattr(text, "rope_parameters", None) or {}
     return {
         "hidden_size": size,

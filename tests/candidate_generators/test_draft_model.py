@@ -15,10 +15,10 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoConfig,
     GPTNeoForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -259,7 +259,7 @@ class TestArchitectures:
     @pytest.mark.parametrize(
         "draft",
         [
-            MambaForCausalLM(MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=1)),
+            RwkvForCausalLM(RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=2)),
             T5ForConditionalGeneration(T5Config(vocab_size=VOCAB_SIZE, d_model=16, d_ff=16, num_layers=1)),
         ],
         ids=lambda draft: type(draft).__name__,

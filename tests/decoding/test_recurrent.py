@@ -27,7 +27,7 @@ from tests.threads import in_threads
 # makes queries, keys and values), chosen among the last inputs, chosen among the steps of a mixer.
 WAYS = ["qwen3_next", "falcon_h1", "zaya", "lfm2", "jamba", "nemotron_h"]
 REPLAYING = ["qwen3_next", "falcon_h1", "zaya"]
-GENERATING = ["qwen3_next", "qwen3_5", "lfm2", "falcon_h1", "bamba", "nemotron_h", "jamba"]
+GENERATING = ["qwen3_next", "qwen3_5", "lfm2", "falcon_h1", "bamba", "nemotron_h", "jamba", "mamba", "mamba2"]
 
 PROMPTS = [9, 4, 7]
 STARTS = [max(PROMPTS) - length for length in PROMPTS]

@@ -75,8 +75,8 @@ STUDIES = (
         r"\w+-\w+-demo",
         compared,
         "hf-specdec demo --dtype {dtype} --json",
-        notes="Lengths adapt. The model has 3.9 million parameters and soon repeats itself, so its text is easy to "
-        "draft.",
+        notes="Greedy. The model has 3.9 million parameters and soon repeats itself, so its text is easy to draft. "
+        "Identical output is checked in float32.",
         see=("demo",),
     ),
     Study(
@@ -207,6 +207,7 @@ STUDIES = (
             block_to_target="block / target's forward",
             draft="draft",
             tokens_per_cycle="tokens per cycle",
+            accepted_per_position="accepted at each position, %",
             speed="speed relative to plain",
             draft_to_target="draft / target's forward",
             rest_share="outside of forwards",

@@ -151,6 +151,8 @@ def _cell(key: str, value: Any) -> str:
     if isinstance(value, list):
         if key.endswith("range"):
             return _between(value)
+        if key.endswith("per_position"):
+            return ", ".join(f"{100 * share:.0f}" for share in value)
         first, *rest = value
         # A median with its range, or two figures.
         return f"{_cell(key, first)} ({_between(rest) if len(rest) > 1 else _cell(key, rest[0])})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 
 class Patch:
@@ -69,7 +70,7 @@ def _chain(function: Callable) -> Iterator[Callable]:
         function = getattr(function, "__wrapped__", None)
 
 
-def original_generate(model_class: type):
+def original_generate(model_class: type) -> Callable[..., Any]:
     """The `generate` of a model class without the speculative arguments."""
     generate = model_class.generate
     patch = _patch_of(generate)

@@ -62,7 +62,7 @@ class AssistedSide:
         model_outputs: Any = None,
         is_first_iteration: bool = False,
         model_kwargs: dict[str, Any] | None = None,
-        **others,
+        **others: Any,
     ) -> torch.LongTensor:
         """Text and draft of shape `(1, L + N)`.
 

@@ -12,7 +12,7 @@ Shapes: R active rows, h hidden size of the network, U its vocabulary.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -68,7 +68,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         """Shape of the drafts of the call; a chain if tokens are sampled."""
         raise NotImplementedError(f"{type(self).__name__} must implement plan_drafts().")
 
-    def make_entries(self, **slots) -> DraftEntries:
+    def make_entries(self, **slots: Any) -> DraftEntries:
         """Slots of the text; takes what [`DraftEntries`] takes beside the network."""
         return DraftEntries(self.network, **slots)
 

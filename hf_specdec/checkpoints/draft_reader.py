@@ -134,11 +134,11 @@ class DraftReader(CheckpointReader):
         "sliding_window": COUNT,
         "target_hidden_size": COUNT,
     }
-    unused: ClassVar[re.Pattern]
+    unused: ClassVar[re.Pattern[str]]
     token_tables: ClassVar[tuple[str, ...]] = ("embed_tokens.weight", "lm_head.weight")
     usual: Mapping[str, float]
 
-    def check(self):
+    def check(self) -> None:
         super().check()
         # In the config of the layers it is a copy of what is said of the target.
         own = [block for block in self.places if block is not self.header.config.get("transformer_layer_config")]
@@ -336,14 +336,14 @@ class DraftReader(CheckpointReader):
 
     # Tensors
 
-    def fitted(self, name, tensor, shape):
+    def fitted(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         if name in self.token_tables and tensor.shape[1:] == shape[1:]:
             missing = shape[0] - len(tensor)
             # Ids that only the target's padding has are embedded as zeros.
             return F.pad(tensor, (0, 0, 0, missing)) if missing > 0 else tensor[: shape[0]]
         return tensor
 
-    def judge_left_over(self, names):
+    def judge_left_over(self, names: Sequence[str]) -> None:
         if unknown := [name for name in names if not self.unused.fullmatch(name)]:
             self.judge_unknown(unknown)
 

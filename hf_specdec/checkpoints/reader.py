@@ -66,7 +66,7 @@ class CheckpointReader:
     def __init__(self, header: Header):
         self.header, self.name = header, header.name
         blocks = (header.config.get(key) if key else header.config for key in self.blocks)
-        self.places = tuple(block for block in blocks if isinstance(block, Mapping))
+        self.places: tuple[Mapping[str, Any], ...] = tuple(block for block in blocks if isinstance(block, Mapping))
         self.stored = self._stored_names()
         self.tables: dict[str, torch.Tensor] = {}
 

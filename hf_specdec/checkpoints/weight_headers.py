@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointFormatError
 from ..threads import cached_property
@@ -118,7 +118,7 @@ class RemoteFile(io.RawIOBase):
     def tell(self) -> int:
         return self._position
 
-    def readinto(self, buffer) -> int:
+    def readinto(self, buffer: Any) -> int:
         count = min(len(buffer), self._size - self._position)
         data = self._get(self._position, count) if count > 0 else b""
         buffer[: len(data)] = data

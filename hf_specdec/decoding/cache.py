@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
@@ -199,7 +199,9 @@ class SlotLayer(CacheLayerMixin):
         self.capacity = buffer.shape[2]
         return buffer
 
-    def update(self, key_states, value_states, plan: WritePlan | None = None):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, plan: WritePlan | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if plan is None:
@@ -341,7 +343,9 @@ class SlotCache(Cache):
             if layer.is_initialized and layer.capacity < columns:
                 layer.grow(columns)
 
-    def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else self._layer(layer_idx)
         return layer.update(key_states, value_states, self.plan)
 
@@ -384,10 +388,14 @@ class SlotCache(Cache):
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         return self._prefilled_state(layer_idx).get_recurrent_state(layer_idx, state_idx)
 
-    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs):
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
         return self._prefilled_state(layer_idx).update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs):
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
         return self._prefilled_state(layer_idx).update_recurrent_state(recurrent_states, layer_idx, state_idx)
 
     @contextmanager

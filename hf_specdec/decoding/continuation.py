@@ -41,7 +41,9 @@ _ROUNDING, _COARSE_ROUNDING = 0.005, 0.1
 _checked: set[tuple[type, bool]] = set()
 
 
-def read_prompts(request: Request, target: SlotModel, max_length: int) -> tuple[Any, dict, Continuation]:
+def read_prompts(
+    request: Request, target: SlotModel, max_length: int
+) -> tuple[Any, dict[Any, torch.Tensor], Continuation]:
     """Lets the target read the prompts into its slots, by transformers' own prefill, and starts the slots.
 
     Args:
@@ -125,11 +127,11 @@ class Received:
 
     # Torch calls hooks without keyword arguments in another thread, while this one takes them back.
 
-    def on_model(self, module, args, kwargs=None):
+    def on_model(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
         if get_ident() == self.thread:
             self.cache = kwargs.get("past_key_values")
 
-    def on_reader(self, module, args, kwargs=None):
+    def on_reader(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
         if get_ident() != self.thread or kwargs is None:
             return
         positions = {**dict(zip(_parameters(type(module)), args)), **kwargs}.get("position_ids")
@@ -166,7 +168,9 @@ def _parameters(module_class: type) -> tuple[str, ...]:
     return tuple(inspect.signature(module_class.forward).parameters)[1:]
 
 
-def next_inputs(model: torch.nn.Module, output: Any, input_ids: torch.LongTensor, model_kwargs: dict) -> dict:
+def next_inputs(
+    model: torch.nn.Module, output: Any, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """Arguments of the forward that follows the prefill in plain generation, for one token of every row.
 
     Args:
@@ -202,7 +206,7 @@ class Continuation:
         counter (`PositionCounter`, *optional*): Says the positions, in the place of starts and offsets.
     """
 
-    inputs: dict
+    inputs: dict[str, Any]
     num_slots: int
     starts: list[int]
     num_others: list[int]
@@ -212,7 +216,13 @@ class Continuation:
 
     @classmethod
     def read(
-        cls, model: torch.nn.Module, inputs: dict, received: Received, num_slots: int, given: int, batch_size: int
+        cls,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        received: Received,
+        num_slots: int,
+        given: int,
+        batch_size: int,
     ) -> Continuation:
         """Derives it from the next forward's inputs and what the prefill's forward received.
 

@@ -71,7 +71,7 @@ class ModelGraphs:
         self._owner: Callable[[], CallGraphs | None] = lambda: None
         self._lock = Lock()
 
-    def acquire(self, call: CallGraphs, backend: CaptureBackend, state: tuple) -> bool:
+    def acquire(self, call: CallGraphs, backend: CaptureBackend, state: tuple[Any, ...]) -> bool:
         """Gives the graphs to a call, unless another one has them.
 
         Args:
@@ -172,7 +172,7 @@ class CallGraphs:
 
     def run_on_slots(
         self,
-        key: tuple,
+        key: tuple[Any, ...],
         make_inputs: Callable[[], Any],
         fill: Callable[[Any], None],
         read: Callable[[Any, int], Any],
@@ -193,7 +193,7 @@ class CallGraphs:
 
     def run(
         self,
-        key: tuple,
+        key: tuple[Any, ...],
         make_inputs: Callable[[], Any],
         fill: Callable[[Any], None],
         read: Callable[[Any], Any],

@@ -190,7 +190,14 @@ class Judge:
     def __init__(self, verifier: Verifier, is_alone: bool):
         self._verifier, self._is_alone = verifier, is_alone
 
-    def verify(self, draft, logits, rows, positions, meanwhile=None) -> Verdict:
+    def verify(
+        self,
+        draft: DraftTree,
+        logits: torch.Tensor,
+        rows: list[int],
+        positions: list[int],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Verdict:
         return self._verifier.verify(draft, logits, [0] if self._is_alone else rows, positions, meanwhile)
 
 

@@ -19,10 +19,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import get_ident
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from transformers.cache_utils import DynamicCache
+
+
+if TYPE_CHECKING:
+    from .cache import SlotCache
 
 
 # Replayed tokens of a row that set off moving its state. Replaying costs arithmetic, moving reads the weights again.
@@ -46,7 +51,11 @@ class RecurrentState:
 
     record_past = False
 
-    def __init__(self, conv_states: dict | None = None, recurrent_states: dict | None = None):
+    def __init__(
+        self,
+        conv_states: dict[int, torch.Tensor] | None = None,
+        recurrent_states: dict[int, torch.Tensor] | None = None,
+    ):
         self.conv_states: dict[int, torch.Tensor] = conv_states or {}
         self.recurrent_states: dict[int, torch.Tensor] = recurrent_states or {}
 
@@ -71,7 +80,14 @@ class RecurrentState:
     def layers(self) -> _Everywhere:
         return _Everywhere(self)
 
-    def update_conv_state(self, conv_states, layer_idx: int = 0, state_idx: int = 0, conv_kernel_size=None, **kwargs):
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int = 0,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """Appends inputs `(R, channels, W)`; returns them after those that were kept, with which they are read."""
         past = self.get_conv_state(layer_idx, state_idx)
         if past is None:
@@ -86,7 +102,9 @@ class RecurrentState:
     def _keep_inputs(self, state_idx: int, seen: torch.Tensor, size: int) -> None:
         self.conv_states[state_idx] = seen[..., -size:].clone(memory_format=torch.contiguous_format)
 
-    def update_recurrent_state(self, recurrent_states, layer_idx: int = 0, state_idx: int = 0, **kwargs):
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int = 0, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
         past = self.get_recurrent_state(layer_idx, state_idx)
         new = recurrent_states if past is None else recurrent_states.to(past.dtype)
         self.recurrent_states[state_idx] = new
@@ -254,7 +272,7 @@ class RecurrentLayers:
             of them in front of its own.
     """
 
-    def __init__(self, model: torch.nn.Module, cache, batch_size: int):
+    def __init__(self, model: torch.nn.Module, cache: SlotCache, batch_size: int):
         self.cache = cache
         self.replayed = [0] * batch_size
         self.plan: _Plan | None = None
@@ -328,15 +346,15 @@ class RecurrentLayers:
         index = torch.tensor([row])
         return {layer: state.rows(index) for layer, state in self.states.items()}
 
-    def mark(self) -> tuple:
+    def mark(self) -> tuple[Any, ...]:
         """State of the rows, for `return_to`. Tensors are never written to, so none is copied."""
         states = {layer: state.copy() for layer, state in self.states.items()}
         return list(self.replayed), states, [mixer.inputs for mixer in self._mixers]
 
-    def return_to(self, mark: tuple) -> None:
+    def return_to(self, mark: tuple[Any, ...]) -> None:
         """Forgets what was read since. The rows must be the same."""
         replayed, states, inputs = mark
-        self.replayed = list(replayed)
+        self.replayed: list[int] = list(replayed)
         for layer, state in states.items():
             self.states[layer].put(state)
         for mixer, own in zip(self._mixers, inputs):
@@ -573,7 +591,7 @@ def _updates_state(module_class: type) -> bool:
     return code is not None and not {"update_conv_state", "update_recurrent_state"}.isdisjoint(code.co_names)
 
 
-def load_state(layer) -> RecurrentState:
+def load_state(layer: Any) -> RecurrentState:
     """A copy of what a recurrent layer of a `DynamicCache` holds."""
     sizes = layer.conv_kernel_size
     return RecurrentState(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,8 +45,8 @@ class SlotOutput:
     """Result of a forward over slots: `logits` `(R, T, V)` and the states asked for, each `(R, T, H)`."""
 
     logits: torch.Tensor
-    hidden_states: dict = field(default_factory=dict)
-    all_hidden_states: tuple | None = None
+    hidden_states: dict[int | str, torch.Tensor] = field(default_factory=dict)
+    all_hidden_states: tuple[torch.Tensor, ...] | None = None
 
 
 _NO_LIMIT = torch.iinfo(torch.long).max
@@ -136,7 +137,13 @@ class SlotModel:
     # Attention that the tree kernel cannot compute falls back to masks by itself.
     _fits_kernel = True
 
-    def __init__(self, model, cache: SlotCache, states: tuple = (), forward_kwargs: dict | None = None):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        cache: SlotCache,
+        states: tuple[int | str, ...] = (),
+        forward_kwargs: dict[str, Any] | None = None,
+    ):
         self.model = model
         self.cache = cache
         self.profile = model_profile(model)
@@ -152,7 +159,7 @@ class SlotModel:
             cache.last_recurrent_layer = max(module.layer_idx for module in mixers(model))
         self.states = states
         self.taps = StateTaps(model, states)
-        self.forward_kwargs = forward_kwargs or {}
+        self.forward_kwargs: dict[str, Any] = forward_kwargs or {}
         self.row_inputs: dict[str, torch.Tensor] = {}
         self._needs_no_masks = False
         # That of the hidden states; a model's first parameter may belong to a vision tower of another type.
@@ -301,7 +308,7 @@ class SlotModel:
         states = {key: state[:rows, :nodes] for key, state in states.items()}
         return SlotOutput(logits[:rows, logits_from:nodes], states)
 
-    def read_static(self, nodes: NodeInputs, columns: int) -> tuple[SlotOutput, Counter]:
+    def read_static(self, nodes: NodeInputs, columns: int) -> tuple[SlotOutput, Counter[str]]:
         """Forward from tensors that stay where they are, for a capture; nothing else changes with the text.
 
         Args:

@@ -10,6 +10,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ class DraftEntries(DraftSlots):
     # True if committed tokens have to be read before rows join.
     joins_read = False
 
-    def __init__(self, network: nn.Module, starts: list[int], offsets: list[int], capacity: int, **options):
+    def __init__(self, network: nn.Module, starts: list[int], offsets: list[int], capacity: int, **options: Any):
         super().__init__(network, starts, offsets, capacity, **options)
         self.dtype, self.span = network.dtype, network.span
 

@@ -94,7 +94,9 @@ class RowGraphs:
         """Lets what comes up repeatedly run as a graph from now on; the arguments are those of [`begin_graphs`]."""
         self._graphs = begin_graphs(self._network, self._shared, config, session)
 
-    def run(self, key: tuple, read: Callable[..., Any], values: dict[str, torch.Tensor], constants: Any = None) -> Any:
+    def run(
+        self, key: tuple[Any, ...], read: Callable[..., Any], values: dict[str, torch.Tensor], constants: Any = None
+    ) -> Any:
         """Runs the network on some tensors, in a graph where there is one.
 
         Args:

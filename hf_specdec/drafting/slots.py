@@ -40,7 +40,7 @@ class Entries(NamedTuple):
     """
 
     tokens: torch.LongTensor
-    states: dict
+    states: dict[int | str, torch.Tensor]
     counts: list[int]
 
 
@@ -118,7 +118,7 @@ class DraftSlots:
 
     def replay(
         self,
-        key: tuple,
+        key: tuple[Any, ...],
         new: Entries,
         width: int,
         ahead: int,
@@ -209,11 +209,13 @@ class DraftInputs:
         limits (`torch.LongTensor` of shape `(R,)`): Largest depth of each row's draft.
     """
 
-    def __init__(self, rows: int, count: int, states: dict, device: torch.device, constants: Any = None):
+    def __init__(
+        self, rows: int, count: int, states: dict[int | str, torch.Tensor], device: torch.device, constants: Any = None
+    ):
         # A call may run in inference mode, and a later one outside of it.
         with torch.inference_mode(False):
             self.tokens = torch.zeros((rows, count), dtype=torch.long, device=device)
-            self.states = {
+            self.states: dict[int | str, torch.Tensor] = {
                 key: torch.zeros((rows, count, state.shape[-1]), dtype=state.dtype, device=device)
                 for key, state in states.items()
             }

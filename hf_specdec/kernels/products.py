@@ -87,7 +87,7 @@ class Shape(NamedTuple):
 
 
 # For each shape at which torch's way is not always the fastest: the fastest for each number of rows.
-ways_of_shapes: dict[tuple, tuple[Callable[..., torch.Tensor], ...]] = {}
+ways_of_shapes: dict[tuple[Any, ...], tuple[Callable[..., torch.Tensor], ...]] = {}
 # For each shape that has been measured, a digit for each measured number of rows.
 _known: dict[str, str] = {}
 _prepared: WeakKeyDictionary[nn.Module, Prepared] = WeakKeyDictionary()

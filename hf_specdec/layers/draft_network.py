@@ -54,7 +54,7 @@ class TargetParts:
             self._last[name] = find(target)
         return self._last[name]
 
-    def __deepcopy__(self, memo: dict) -> TargetParts:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TargetParts:
         return self
 
     def __getstate__(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -214,7 +214,7 @@ class DFlashReader(DraftReader):
     unsupported = _UNSUPPORTED
     instead = "Pass a DFlash draft."
     # Buffers, what only training needs, and a head that foresees how many drafts are kept.
-    unused = re.compile(r"d2t|t2d|.*inv_freq|verifier_.*|confidence_head\..*")
+    unused: ClassVar[re.Pattern[str]] = re.compile(r"d2t|t2d|.*inv_freq|verifier_.*|confidence_head\..*")
     token_tables = (*DraftReader.token_tables, f"{_MARKOV}.weight", "markov_head.markov_w2.weight")
 
     def __init__(self, header: Header):
@@ -227,7 +227,7 @@ class DFlashReader(DraftReader):
 
     # What it is
 
-    def check(self):
+    def check(self) -> None:
         super().check()
         least = 1 if self.predicts_next else 2
         if self.block_size < least:
@@ -252,11 +252,11 @@ class DFlashReader(DraftReader):
         return "DSpark" in architecture(self.header.config) or "dspark" in kinds if found is None else found
 
     @property
-    def num_draft_tokens(self):
+    def num_draft_tokens(self) -> int | None:
         return (self.block_size if self.predicts_next else self.block_size - 1) or None
 
     @property
-    def needs(self):
+    def needs(self) -> TargetNeeds:
         ids, vocab_size = self._stated_layer_ids(), self.stated_vocab_size
         if self.header.shapes is None:
             width = self.setting("target_hidden_size") or self.setting("hidden_size")
@@ -331,7 +331,7 @@ class DFlashReader(DraftReader):
             )
         return found
 
-    def rope_parameters(self):
+    def rope_parameters(self) -> dict[str, Any]:
         # Copied from targets: drafts count along one axis and rotate whole heads.
         left_out = ("mrope_interleaved", "partial_rotary_factor")
         return {name: value for name, value in super().rope_parameters().items() if name not in left_out}
@@ -394,11 +394,11 @@ class DFlashReader(DraftReader):
 
     # Tensors
 
-    def absolute_ids(self, table, vocab_size):
+    def absolute_ids(self, table: torch.LongTensor, vocab_size: int) -> torch.LongTensor:
         # Whatever its shape.
         return super().absolute_ids(table.flatten(), vocab_size)
 
-    def judge_unknown(self, names):
+    def judge_unknown(self, names: Sequence[str]) -> None:
         raise self.wrong(
             f"has {len(names)} tensors that no DFlash draft with this config has: {listed(names)}",
             "Pass a checkpoint of a published DFlash format.",

@@ -77,7 +77,7 @@ class DFlashNetwork(DraftNetwork):
     def __init__(self, config: DFlashConfig):
         super().__init__(config)
         self._state_keys = tuple(layer + 1 for layer in config.target_layer_ids)
-        self.target_hidden_states: tuple = tuple(dict.fromkeys(self._state_keys))
+        self.target_hidden_states: tuple[int | str, ...] = tuple(dict.fromkeys(self._state_keys))
         self._layer_views = tuple(map(config.view, range(config.num_hidden_layers)))
         self.views: tuple[BlockView, ...] = tuple(dict.fromkeys(self._layer_views))
         size = config.hidden_size
@@ -230,7 +230,9 @@ class GivenContext:
     def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]]):
         self.layers = layers
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs):
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the layer, then those of the block; nothing is kept."""
         known_keys, known_values = self.layers[layer_idx]
         return torch.cat((known_keys, keys), dim=2), torch.cat((known_values, values), dim=2)

@@ -15,14 +15,14 @@ class DraftModelReader(CheckpointReader):
     noun = "draft model"
     blocks = ("", "text_config")
 
-    def rename(self, stored):
+    def rename(self, stored: str) -> str:
         return stored
 
     @property
-    def needs(self):
+    def needs(self) -> TargetNeeds:
         return TargetNeeds(vocab_size=self.setting("vocab_size"))
 
-    def check(self):
+    def check(self) -> None:
         # What it computes is for transformers to know.
         pass
 

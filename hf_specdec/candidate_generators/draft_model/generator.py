@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
@@ -181,7 +181,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self.rows: list[int] = []  # the rows that are drafted for; one leaves when it gets too long
         self.pending: list[list[int]] = []  # committed tokens of each that have not been fed
         self.num_fed_drafts: list[int] = []  # draft tokens of the last cycle in the cache
-        self.mark: tuple | None = None  # where a recurrent draft model stood before them
+        self.mark: tuple[Any, ...] | None = None  # where a recurrent draft model stood before them
 
     def prefill(self, prompt: Prompt) -> None:
         tokens = prompt.input_ids

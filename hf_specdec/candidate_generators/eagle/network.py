@@ -60,7 +60,7 @@ class EagleNetwork(DraftNetwork):
 
     def __init__(self, config: EagleConfig):
         super().__init__(config)
-        self.target_hidden_states: tuple = config.aux_layer_ids or ("last",)
+        self.target_hidden_states: tuple[int | str, ...] = config.aux_layer_ids or ("last",)
         self.span = Span("sliding", config.sliding_window) if config.sliding_window else FULL
         size = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
@@ -89,7 +89,7 @@ class EagleNetwork(DraftNetwork):
             self.config = replace(self.config, own_embedding=False)
         return self
 
-    def fuse(self, states: dict) -> torch.Tensor:
+    def fuse(self, states: dict[int | str, torch.Tensor]) -> torch.Tensor:
         """Input `hidden` of `forward` for entries with states of the target.
 
         Args:
@@ -185,7 +185,7 @@ class Eagle3Network(EagleNetwork):
     def _layer(self, index):
         return (EagleLayer if index else FirstEagle3Layer)(self.config, index)
 
-    def fuse(self, states):
+    def fuse(self, states: dict[int | str, torch.Tensor]) -> torch.Tensor:
         fused = self.input_norm(super().fuse(states))
         if self.fc_norm:
             chunks = fused.split(self.config.target_hidden_size, dim=-1)

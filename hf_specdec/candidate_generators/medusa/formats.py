@@ -13,7 +13,7 @@ Shapes: K heads, L layers, H hidden size, V vocabulary of the target, U rows of 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,7 @@ class MedusaReader(CheckpointReader):
     def _what(self) -> str:
         return f"{self.num_heads} Medusa heads with {self.num_layers} layers"
 
-    def check(self):
+    def check(self) -> None:
         super().check()
         if self.num_heads:
             parts = ("weight", "bias") if self.has_bias else ("weight",)
@@ -167,14 +167,14 @@ class MedusaReader(CheckpointReader):
             self.fitting,
         )
 
-    def sources(self, name, shape):
+    def sources(self, name: str, shape: tuple[int, ...]) -> Sequence[Sequence[str]]:
         kind, _, layer = name.partition(".")
         names = self._lm_head_names
         if kind != "lm_heads":
             names = self._names_of("weight" if kind == "weights" else "bias", int(layer))
         return [[name] for name in names]
 
-    def fitted(self, name, tensor, shape):
+    def fitted(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         if name != "lm_heads" or tensor.dim() != 2:
             return tensor
         tokens = self.tables.get("token_map")

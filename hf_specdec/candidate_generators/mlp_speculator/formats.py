@@ -120,7 +120,7 @@ class MLPSpeculatorReader(CheckpointReader):
     def num_draft_tokens(self) -> int:
         return self.config.n_predict
 
-    def check(self):
+    def check(self) -> None:
         super().check()
         config = self.config
         if self.header.shapes is None:

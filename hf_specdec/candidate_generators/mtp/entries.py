@@ -9,6 +9,7 @@ Shapes: R active rows, T entries, W entries of the window, h hidden size, V voca
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,7 @@ class LayerEntries(DraftEntries):
     """
 
     def __init__(
-        self, network: MtpNetwork, depth: int, starts: list[int], offsets: list[int], capacity: int, **options
+        self, network: MtpNetwork, depth: int, starts: list[int], offsets: list[int], capacity: int, **options: Any
     ):
         super().__init__(network, starts, offsets, capacity, **options, num_layers=depth)
         self.depth = depth

@@ -88,7 +88,9 @@ class MtpNetwork(DraftModule):
         sizes = hidden_size(target_model), vocabulary_size(target_model)
         self.needs = TargetNeeds(None, *sizes, model_type=_model_type(target_model))
         num_target_layers = len(decoder_layers(target_model))
-        self.target_hidden_states: tuple = (num_target_layers if config.layout.before_norm else "last",)
+        self.target_hidden_states: tuple[int | str, ...] = (
+            num_target_layers if config.layout.before_norm else "last",
+        )
         parts = _layer_config(target_model, config)
         self.span = _span(parts)
         size, count = parts.hidden_size, config.num_projections
@@ -126,7 +128,7 @@ class MtpNetwork(DraftModule):
         target = self._target
         return target.embedding, target.head, target.norm, target.rotary
 
-    def fuse(self, states: dict) -> torch.Tensor:
+    def fuse(self, states: dict[int | str, torch.Tensor]) -> torch.Tensor:
         """Input `hidden` of `forward` for entries with states of the target.
 
         Args:
@@ -290,7 +292,7 @@ class HalfLayer(nn.Module):
         self.input_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, stream: torch.Tensor, **attention) -> torch.Tensor:
+    def forward(self, stream: torch.Tensor, **attention: Any) -> torch.Tensor:
         """The stream `(R, T, h)` after the layer; `attention` is what decoder layers of transformers take."""
         stream = stream + self.self_attn(hidden_states=self.input_layernorm(stream), **attention)[0]
         return stream + self.mlp(self.post_attention_layernorm(stream))

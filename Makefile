@@ -40,3 +40,4 @@ quality: setup
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/python -m tools.type_completeness

@@ -25,6 +25,7 @@ from .settings import ACTIVATION, COUNT, MAPPING, NAMES, POSITIVE
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
+    from .settings import Kind
 
 
 # The rotary embeddings that drafts have, and what each needs; some configs have other names for them.
@@ -122,7 +123,7 @@ class DraftReader(CheckpointReader):
     noun = "draft"
     kinds: ClassVar[tuple[str, ...]]
     kind_keys: ClassVar[tuple[str, ...]] = ("speculators_model_type",)
-    settings = CheckpointReader.settings | {
+    settings: ClassVar[dict[str, Kind]] = CheckpointReader.settings | {
         "hidden_act": ACTIVATION,
         "layer_types": NAMES,
         "max_position_embeddings": COUNT,

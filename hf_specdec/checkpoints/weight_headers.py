@@ -44,7 +44,9 @@ class TensorTable(Mapping[str, tuple[int, ...]]):
         file_of: Mapping[str, str],
         headers: Mapping[str, Mapping[str, StoredTensor] | None] | None = None,
     ):
-        self.files, self.source, self.file_of = files, source, file_of
+        self.files = files
+        self.source = source
+        self.file_of = file_of
         self._headers = dict(headers or {})
 
     def __getitem__(self, name: str) -> tuple[int, ...]:

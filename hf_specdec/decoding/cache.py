@@ -151,13 +151,13 @@ class SlotLayer(CacheLayerMixin):
 
     def __init__(self, capacity: int, limit: int | None = None, take: Callable | None = None):
         super().__init__()
-        self.capacity = capacity
+        self.capacity: int = capacity
         self.limit = limit
         self._take = take
         self.length = 0
         self.window: int | None = None
         self.indexer_keys: torch.Tensor | None = None
-        self.recurrent = RecurrentState()
+        self.recurrent: RecurrentState = RecurrentState()
         self._plan: WritePlan | None = None
 
     @property
@@ -206,7 +206,7 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if plan is None:
             plan = WritePlan(self.length + key_states.shape[2], self.length)
-            self.length = plan.columns
+            self.length: int = plan.columns
         if plan.columns > self.capacity:
             self.grow(plan.columns)
         self._plan = plan
@@ -291,7 +291,7 @@ class SlotCache(Cache):
 
     def __init__(self, capacity: int, limit: int | None = None):
         super().__init__(layers=[])
-        self.capacity = capacity
+        self.capacity: int = capacity
         self.limit = limit
         self.store: SlotStore | None = None
         self.lengths: list[int] = []  # of the prefill none
@@ -494,15 +494,16 @@ class CapturedCache(SlotCache):
 
     def __init__(self, cache: SlotCache, columns: int, ends: torch.LongTensor):
         vars(self).update(vars(cache))
-        self.columns, self.ends = columns, ends
+        self.columns = columns
+        self.ends = ends
 
     def plan_write(self, nodes: int, ahead: int = 0) -> WritePlan:
-        self.plan = WritePlan.on_device(self.columns, self.ends + ahead, nodes)
+        self.plan: WritePlan = WritePlan.on_device(self.columns, self.ends + ahead, nodes)
         return self.plan
 
     def commit(self, counts: torch.LongTensor, path: None = None) -> None:
         """Keeps the first `counts` nodes `(R,)` of the last forward."""
-        self.ends = self.ends + counts
+        self.ends: torch.Tensor = self.ends + counts
 
 
 def check_room(cache: Cache | None, batch_size: int, columns: int) -> None:

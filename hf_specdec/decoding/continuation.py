@@ -122,8 +122,9 @@ class Received:
     """
 
     def __init__(self):
-        self.cache = self.last_positions = None
-        self.thread = get_ident()
+        self.cache: Any = None
+        self.last_positions: torch.Tensor | None = None
+        self.thread: int = get_ident()
 
     # Torch calls hooks without keyword arguments in another thread, while this one takes them back.
 
@@ -340,7 +341,9 @@ class ContinuationCheck:
     """
 
     def __init__(self, model: torch.nn.Module, key: tuple[type, bool], expected: torch.Tensor):
-        self.model, self.key, self.expected = model, key, expected
+        self.model = model
+        self.key = key
+        self.expected = expected
 
     @classmethod
     def begin(

@@ -41,11 +41,11 @@ class OutputRecorder:
 
     def __init__(self, batch_size: int, config: GenerationConfig):
         wants_dict = config.return_dict_in_generate
-        self.scores = StepRecorder(batch_size) if wants_dict and config.output_scores else None
-        self.logits = StepRecorder(batch_size) if wants_dict and config.output_logits else None
-        self.wants_states = bool(wants_dict and config.output_hidden_states)
+        self.scores: StepRecorder | None = StepRecorder(batch_size) if wants_dict and config.output_scores else None
+        self.logits: StepRecorder | None = StepRecorder(batch_size) if wants_dict and config.output_logits else None
+        self.wants_states: bool = bool(wants_dict and config.output_hidden_states)
         self.prompt_states: tuple[Any, ...] | None = None
-        self.wants_steps = self.wants_states or self.scores is not None or self.logits is not None
+        self.wants_steps: bool = self.wants_states or self.scores is not None or self.logits is not None
         self._batch_size = batch_size
         self._states: list[StepRecorder] = []
 

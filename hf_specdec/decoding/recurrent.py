@@ -19,15 +19,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers.cache_utils import DynamicCache
-
-
-if TYPE_CHECKING:
-    from .cache import SlotCache
 
 
 # Replayed tokens of a row that set off moving its state. Replaying costs arithmetic, moving reads the weights again.
@@ -37,6 +33,7 @@ MAX_REPLAY = 16
 _STEPWISE = ("falcon_mamba", "jamba", "mamba", "zamba")
 
 _NO_LIMITS = (0.0, float("inf"))
+_States = dict[int, torch.Tensor]
 
 
 class RecurrentState:
@@ -51,11 +48,7 @@ class RecurrentState:
 
     record_past = False
 
-    def __init__(
-        self,
-        conv_states: dict[int, torch.Tensor] | None = None,
-        recurrent_states: dict[int, torch.Tensor] | None = None,
-    ):
+    def __init__(self, conv_states: _States | None = None, recurrent_states: _States | None = None):
         self.conv_states: dict[int, torch.Tensor] = conv_states or {}
         self.recurrent_states: dict[int, torch.Tensor] = recurrent_states or {}
 
@@ -81,12 +74,7 @@ class RecurrentState:
         return _Everywhere(self)
 
     def update_conv_state(
-        self,
-        conv_states: torch.Tensor,
-        layer_idx: int = 0,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-        **kwargs: Any,
+        self, conv_states: torch.Tensor, layer_idx: int = 0, state_idx: int = 0, conv_kernel_size: Any = None, **_: Any
     ) -> torch.Tensor:
         """Appends inputs `(R, channels, W)`; returns them after those that were kept, with which they are read."""
         past = self.get_conv_state(layer_idx, state_idx)
@@ -272,7 +260,7 @@ class RecurrentLayers:
             of them in front of its own.
     """
 
-    def __init__(self, model: torch.nn.Module, cache: SlotCache, batch_size: int):
+    def __init__(self, model: torch.nn.Module, cache: Any, batch_size: int):
         self.cache = cache
         self.replayed = [0] * batch_size
         self.plan: _Plan | None = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,10 @@ from .recurrent import RecurrentLayers, RecurrentState, mixers
 from .states import StateTaps
 
 
+if TYPE_CHECKING:
+    from .profile import ModelProfile
+
+
 @dataclass
 class SlotOutput:
     """Result of a forward over slots: `logits` `(R, T, V)` and the states asked for, each `(R, T, H)`."""
@@ -64,11 +68,16 @@ class NodeInputs:
     def __init__(self, rows: int, nodes: int, device: torch.device):
         # A call may run in inference mode, and a later one outside of it.
         with torch.inference_mode(False):
+            self.tokens: torch.Tensor
+            self.ancestors: torch.Tensor
+            self.depths: torch.Tensor
             self.tokens, self.ancestors, self.depths = (
                 torch.zeros((rows, nodes), dtype=torch.long, device=device) for _ in range(3)
             )
             # Each part begins at a multiple of 16 bytes, for which kernels are compiled in any case.
             self._rows = torch.zeros((4, rows + rows % 2), dtype=torch.long, device=device)
+        self.lengths: torch.Tensor
+        self.starts: torch.Tensor
         self.lengths, self.starts, self._first_positions, self._last_positions = self._rows[:, :rows]
 
     def fill(
@@ -146,19 +155,19 @@ class SlotModel:
     ):
         self.model = model
         self.cache = cache
-        self.profile = model_profile(model)
+        self.profile: ModelProfile = model_profile(model)
         self.starts: list[int] = []
         self.offsets: list[int] = []
         self.hidden: torch.BoolTensor | None = None
         self.counter: PositionCounter | None = None
         self.max_position: int | None = None
-        self.attention_layers: Counter = Counter()
+        self.attention_layers: Counter[str] = Counter()
         self.graphs: CallGraphs | None = None
         self.recurrent: RecurrentLayers | None = None
         if self.profile.is_recurrent:
             cache.last_recurrent_layer = max(module.layer_idx for module in mixers(model))
         self.states = states
-        self.taps = StateTaps(model, states)
+        self.taps: StateTaps = StateTaps(model, states)
         self.forward_kwargs: dict[str, Any] = forward_kwargs or {}
         self.row_inputs: dict[str, torch.Tensor] = {}
         self._needs_no_masks = False

@@ -18,7 +18,7 @@ class SweepingController(SpeculationController):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self.tree_size = None
+        self.tree_size: None = None
 
     def _choose(self, rows: list[int]) -> int:
         return self.most - self.num_cycles % (self.most + 1)

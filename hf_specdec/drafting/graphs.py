@@ -55,7 +55,7 @@ class RowInputs:
     def __init__(self, rows: int, values: dict[str, torch.Tensor], device: torch.device, constants: Any = None):
         # A call may run in inference mode, and a later one outside of it.
         with torch.inference_mode(False):
-            self.tensors = {
+            self.tensors: dict[str, torch.Tensor] = {
                 name: torch.zeros((rows, *value.shape[1:]), dtype=value.dtype, device=device)
                 for name, value in values.items()
             }

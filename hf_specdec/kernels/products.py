@@ -36,7 +36,7 @@ from .few_rows import DTYPES, linear, linears, takes, takes_weight
 logger = logging.get_logger(__name__)
 
 # Switch of all measurements. The environment variable HF_SPECDEC_KERNELS=torch leaves all products to torch.
-measures = HAS_LLVM and CHOICE != "torch"
+measures: bool = HAS_LLVM and CHOICE != "torch"
 
 # Bytes of a matrix below which calls cost more than arithmetic, and of the matrices that are read in turn: more than
 # caches hold, where the model has so many. Beyond 16 rows arithmetic weighs more, and fewer tell as much.

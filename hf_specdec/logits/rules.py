@@ -114,7 +114,8 @@ class TypicalRule(StandardRule):
 
     def __init__(self, uniforms: RowUniforms | None, threshold: float, alpha: float):
         super().__init__(uniforms)
-        self.threshold, self.alpha = threshold, alpha
+        self.threshold = threshold
+        self.alpha = alpha
 
     def judge(self, draft: DraftTree, scores: torch.Tensor, rows: list[int], positions: list[int]) -> Acceptance:
         return accept_typical(draft, scores, self.threshold, self.alpha)
@@ -143,7 +144,7 @@ class SyntheticRule(StandardRule):
     ):
         super().__init__(uniforms)
         self.accept_uniforms = accept_uniforms
-        self.rates = torch.tensor(conditional_rates(rates), device=accept_uniforms.device)
+        self.rates: torch.Tensor = torch.tensor(conditional_rates(rates), device=accept_uniforms.device)
         self.least_depth = least_depth
 
     @classmethod

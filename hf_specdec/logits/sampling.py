@@ -27,7 +27,7 @@ class DraftSampler:
     """
 
     def __init__(self, stack: ProcessorStack, sequences: Any, uniforms: RowUniforms | None, vocab_size: int):
-        self.stack = stack.known_only()
+        self.stack: ProcessorStack = stack.known_only()
         self.sequences = sequences
         self.uniforms = uniforms
         self.vocab_size = vocab_size

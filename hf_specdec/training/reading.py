@@ -169,7 +169,8 @@ class TargetReader:
     """
 
     def __init__(self, target: PreTrainedModel | None, states: tuple[int | str, ...]):
-        self.target, self.states = target, states
+        self.target = target
+        self.states = states
         self._kept: dict[Any, torch.Tensor] = {}
         if states:
             target.requires_grad_(False).eval()

@@ -75,7 +75,7 @@ class Recipe(Options, ABC):
     kl_weight: float
 
     @property
-    def target_hidden_states(self) -> tuple:
+    def target_hidden_states(self) -> tuple[int | str, ...]:
         """Hidden states of the target that the loss needs; if none, the target reads nothing."""
         return ("last",) if self.kl_weight else ()
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
+from typing import TYPE_CHECKING
 
 from ...control import ControlProfile
 from ...control.acceptance import PositionRates, RatingFactor, RowOutcome
@@ -26,6 +27,10 @@ from ...control.constants import (
     ROW_RATING_WEIGHT,
     WINDOW,
 )
+
+
+if TYPE_CHECKING:
+    from ...control.latency import LatencyModel
 
 
 @dataclass
@@ -64,9 +69,9 @@ class DrafterChoice:
 
     def __init__(self, profile: ControlProfile, num_rows: int, length: int):
         self.profile = profile
-        self.latency = profile.latency.for_another_call()
+        self.latency: LatencyModel = profile.latency.for_another_call()
         # One rate for all rows: what differs between them is what is retrieved.
-        self.accepted = PositionRates(length, WINDOW, FIRST_RATE, profile.accepted, CALLS_WEIGHT)
+        self.accepted: PositionRates = PositionRates(length, WINDOW, FIRST_RATE, profile.accepted, CALLS_WEIGHT)
         self._num_first = 0 if self.latency.draft else FIRST_DRAFTS
         self._budget = TrialBudget(profile.budget)
         self._trial: _Trial | None = None

@@ -40,6 +40,7 @@ from ...checkpoints.settings import COUNT, FLAG, INDICES, POSITIVE
 
 if TYPE_CHECKING:
     from ...checkpoints.checkpoint import Checkpoint
+    from ...checkpoints.settings import Kind
 
 
 logger = logging.get_logger(__name__)
@@ -178,10 +179,10 @@ class EagleReader(DraftReader):
     """
 
     noun = "head"
-    kinds = ("eagle", "eagle3")
+    kinds: ClassVar[tuple[str, ...]] = ("eagle", "eagle3")
     # Some formats have the config of a model, that of the layers, inside of it.
-    blocks = ("transformer_layer_config", "model", "", "eagle_config")
-    settings = DraftReader.settings | {
+    blocks: ClassVar[tuple[str, ...]] = ("transformer_layer_config", "model", "", "eagle_config")
+    settings: ClassVar[dict[str, Kind]] = DraftReader.settings | {
         **dict.fromkeys(("aux_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids"), INDICES),
         **dict.fromkeys(("fc_norm", "use_aux_norm", "norm_before_fc", "norm_before_residual", "norm_output"), FLAG),
         **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm"), FLAG),
@@ -195,7 +196,7 @@ class EagleReader(DraftReader):
         "embed_requires_grad enable_sp_ulysses fusion_bias has_lm_head hot_vocab_size num_aux_* num_eagle_features "
         "parallel_draft_heads_num_layers target_model_type truncated_vocab_size ttt_* use_aux_hidden_state"
     )
-    renamed = {
+    renamed: ClassVar[Mapping[str, str]] = {
         "midlayer.": "layers.0.",
         "transformer.": "layers.0.",
         "fusion_fc.": "fc.",
@@ -204,11 +205,15 @@ class EagleReader(DraftReader):
         "aux_norm_mid.": "fc_norm.1.",
         "aux_norm_high.": "fc_norm.2.",
     }
-    unsupported = _UNSUPPORTED
+    unsupported: ClassVar[tuple[Unsupported, ...]] = _UNSUPPORTED
     instead = "Pass an EAGLE-1, EAGLE-2 or EAGLE-3 head with layers of the Llama kind."
     # Buffers, what only training needs, and EAGLE-1's copy of the target's lm_head.
     unused: ClassVar[re.Pattern[str]] = re.compile(r"d2t|t2d|token_map|.*inv_freq|verifier_.*|lm_head\.weight")
-    usual = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
+    usual: ClassVar[dict[str, float | int]] = {
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+    }
 
     def __init__(self, header: Header, aux_layer_ids: Sequence[int] | None = None):
         super().__init__(header)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -52,7 +52,7 @@ class MedusaReader(CheckpointReader):
     """
 
     noun = "heads"
-    settings = CheckpointReader.settings | {
+    settings: ClassVar[dict[str, Kind]] = CheckpointReader.settings | {
         "base_model_name_or_path": NAME,
         "logit_scale": POSITIVE,
         "medusa_num_heads": COUNT,
@@ -61,7 +61,7 @@ class MedusaReader(CheckpointReader):
         "truncated_vocab_size": COUNT,
     }
     notes = "max_paths max_seq_len medusa_accuracies medusa_fc_bias medusa_num_layers topk"
-    weight_files = MEDUSA_FILES
+    weight_files: ClassVar[tuple[str, ...]] = MEDUSA_FILES
 
     def __init__(self, header: Header):
         super().__init__(header)
@@ -69,10 +69,10 @@ class MedusaReader(CheckpointReader):
         for self._block, self._lm_head in _NAMES:
             if blocks := _numbers(f"{self._block}.weight", self.stored):
                 own = _numbers(self._lm_head, self.stored)
-                self.num_heads = 1 + max(head for head, *_ in [*blocks, *own])
-                self.num_layers = 1 + max(layer for _, layer in blocks)
-                self.has_bias = bool(_numbers(f"{self._block}.bias", self.stored))
-                self.num_lm_heads = 0 if not own else 1 if self.setting("original_lm_head") else self.num_heads
+                self.num_heads: int = 1 + max(head for head, *_ in [*blocks, *own])
+                self.num_layers: int = 1 + max(layer for _, layer in blocks)
+                self.has_bias: bool = bool(_numbers(f"{self._block}.bias", self.stored))
+                self.num_lm_heads: int = 0 if not own else 1 if self.setting("original_lm_head") else self.num_heads
                 self.check_count(self.num_heads * self.num_layers, self._what)
                 break
 

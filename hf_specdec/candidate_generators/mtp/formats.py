@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers.utils import logging
@@ -35,6 +35,7 @@ from ...threads import cached_property
 
 if TYPE_CHECKING:
     from ...checkpoints.checkpoint import Checkpoint
+    from ...checkpoints.settings import Kind
 
 
 logger = logging.get_logger(__name__)
@@ -220,15 +221,19 @@ class MtpReader(CheckpointReader):
     """
 
     noun = "MTP layers"
-    blocks = ("", "text_config", "transformer_layer_config")
-    settings = CheckpointReader.settings | {"quantization_config": MAPPING, WIDTH_KEY: COUNT}
+    blocks: ClassVar[tuple[str, ...]] = ("", "text_config", "transformer_layer_config")
+    settings: ClassVar[dict[str, Kind]] = CheckpointReader.settings | {
+        "quantization_config": MAPPING,
+        WIDTH_KEY: COUNT,
+    }
     notes = " ".join(_COUNT_KEYS) + " *loss* num_speculative_steps target_model_type transformer_layer_config"
     sizes_by, fitting = "the target asks", "Pass the MTP layers of this target."
-    weight_files = (MTP_FILES, *WEIGHT_FILES)
-    target_files = MTP_FILES
+    weight_files: ClassVar[tuple[str, ...]] = (MTP_FILES, *WEIGHT_FILES)
+    target_files: ClassVar[str | None] = MTP_FILES
 
     def __init__(self, header: Header, num_target_layers: int | None = None, in_float32: Iterable[str] = ()):
-        self.num_target_layers, self.layout = num_target_layers, None
+        self.num_target_layers = num_target_layers
+        self.layout: MtpLayout | None = None
         self._in_float32 = tuple(in_float32)
         super().__init__(header)
 
@@ -369,7 +374,7 @@ class MtpReader(CheckpointReader):
 class AssistantReader(CheckpointReader):
     """A small model of transformers that reads the keys and values of its target."""
 
-    settings = CheckpointReader.settings | {"backbone_hidden_size": COUNT}
+    settings: ClassVar[dict[str, Kind]] = CheckpointReader.settings | {"backbone_hidden_size": COUNT}
 
     @property
     def needs(self) -> TargetNeeds:

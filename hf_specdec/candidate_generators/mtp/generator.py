@@ -11,7 +11,7 @@ DeepSeek-V3 (arXiv:2412.19437, section 2.2) and its successors have them; what a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
@@ -66,7 +66,15 @@ class MtpCandidateGenerator(AutoregressiveCandidateGenerator):
 
     options_class = MtpOptions
     default_num_speculative_tokens = 3
-    loaded_by = ("model", "revision", "subfolder", "cache_dir", "dtype", "device", "quantization")
+    loaded_by: ClassVar[tuple[str, ...]] = (
+        "model",
+        "revision",
+        "subfolder",
+        "cache_dir",
+        "dtype",
+        "device",
+        "quantization",
+    )
 
     @classmethod
     def load(

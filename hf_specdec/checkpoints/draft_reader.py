@@ -373,7 +373,7 @@ def projections(*parts: str) -> tuple[str, ...]:
 
 
 def stored_vocabulary(tensors: Mapping[str, torch.Tensor], vocab_size: int) -> dict[str, torch.Tensor]:
-    """The tensors of a network with `d2t` and `t2d`, as files have them, in the place of its table of ids.
+    """Returns a network's tensors as files store them: with `d2t` and `t2d` in place of its table of ids.
 
     Args:
         tensors (`Mapping[str, torch.Tensor]`): Its state dict.

@@ -35,8 +35,8 @@ class Place(NamedTuple):
 class SlotStore:
     """Buffers of keys and values that outlive a call, so that graphs find them in their place.
 
-    There may be several places, for calls of different lengths: those that were used last, as long as together they
-    are at most twice as large as the largest one.
+    There may be several places, for calls of different lengths. The most recently used ones are kept, as long as
+    together they are at most twice as large as the largest one.
 
     Args:
         on_dropped (`Callable`): Called with a place whose buffers have to make way.

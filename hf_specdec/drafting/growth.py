@@ -143,7 +143,7 @@ class RowLimits:
 
 
 class CapturedLimits:
-    """[`RowLimits`] inside of a graph: a tensor; the draft is as deep as the graph, whatever the rows' limits are.
+    """[`RowLimits`] inside a graph: limits in a tensor, and drafts as deep as the graph, whatever the limits are.
 
     Args:
         depths (`torch.LongTensor` of shape `(R,)`): Largest depth of each row.

@@ -255,7 +255,7 @@ def _write(file: Path) -> None:
 
 
 class OwnForward:
-    """Takes the place of a module's forward, for which its class's own products are not the fastest.
+    """Replaces the forward of a module for whose shapes another product than its class's own is the fastest.
 
     Args:
         module (`nn.Module`): A linear layer, or one with the weights of experts.

@@ -57,9 +57,9 @@ class DrafterChoice:
 
         sum_b (m_b - r_b) / lambda - T_draft - (T_verify(nodes with its drafts) - T_verify(nodes without))
 
-    It is asked where that is positive, as soon as what was lost without it outweighs the reading of the text that it
-    does not know yet. If not, it is still tried now and then where little was retrieved, because text and costs
-    change: for a small part of all time.
+    It is asked where that is positive, once the time lost without it outweighs reading the text that it has missed.
+    Otherwise it is still tried now and then where little was retrieved, since text and costs change. These trials
+    take a small part of all time.
 
     Args:
         profile (`ControlProfile`): Of the second drafter, from earlier calls; learns from this one when it is closed.

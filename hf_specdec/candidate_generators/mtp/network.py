@@ -133,7 +133,7 @@ class MtpNetwork(DraftModule):
         """Input `hidden` of `forward` for entries with states of the target.
 
         Args:
-            states (`dict`): For the key in `target_hidden_states` a tensor of shape `(R, T, h)`.
+            states (`dict`): A tensor of shape `(R, T, h)` for the key in `target_hidden_states`.
 
         Returns:
             `torch.Tensor` of shape `(R, T, h)`, in the dtype and on the device of the layers.

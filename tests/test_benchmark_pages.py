@@ -59,3 +59,19 @@ def test_several_files_of_never_slower(tmp_path, monkeypatch):
     assert "## Target smollm2, sampled, float32" in page
     assert "never_slower.py --target smollm2 --sample --dtype float32" in page
     assert page.count("| chat | 1.50 (1.25 to 2.00) | 3 |") == 2
+
+
+def test_a_sampled_run_with_batches_and_heads(tmp_path, monkeypatch):
+    content = json.loads((benchmark_pages.RESULTS / "cpu-epyc-smollm2-heads.json").read_text(encoding="utf-8"))
+    del content["command"]
+    content["settings"] |= {"batch_sizes": [1, 4], "decoding": "sampled", "sampling": {"do_sample": True}}
+    for number, row in enumerate(content["rows"]):
+        row["batch_size"] = 1 if number % 2 else 4
+        del row["same_texts"], row["num_texts"]
+    (tmp_path / "cpu-epyc-smollm2-sampled.json").write_text(json.dumps(content), encoding="utf-8")
+    monkeypatch.setattr(benchmark_pages, "RESULTS", tmp_path)
+    page = benchmark_pages.pages()["smollm2.md"]
+    assert "## Sampled, float32" in page
+    assert "--stock --heads heads/smollm2 --batch-sizes 1,4 --sample --json" in page
+    assert "| method | batch | all |" in page
+    assert "texts as plain" not in page

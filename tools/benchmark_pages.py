@@ -86,7 +86,7 @@ STUDIES = (
         "lookup?",
         r"\w+-\w+-smollm2-.+",
         compared,
-        "hf-specdec demo --model smollm2 --dtype {dtype} --stock --heads heads/smollm2 --json",
+        "hf-specdec demo --model smollm2 --dtype {dtype} --stock{heads_option}{sizes_option}{sample_option} --json",
         heading="{decoding}, {dtype}, at most {max_new_tokens} new tokens",
         notes="`ngram` with no drafts for any batch is the loop alone. In bfloat16 two tokens may be equally likely "
         "up to rounding; whether texts are those of plain generation is decided in float32.",
@@ -363,11 +363,16 @@ def _facts(content: Content) -> dict[str, Any]:
     """Values for headings and commands, from all levels of a file."""
     environment = content.get("environment", {})
     settings = {**environment.get("options", {}), **content.get("settings", {})}
-    sampled = content.get("sample", False)
+    sampled = content.get("sample") or settings.get("sampling", {}).get("do_sample")
+    sizes = settings.get("batch_sizes", [1])
+    rows = content["rows"] if "settings" in content else []
+    has_heads = any("model" in row.get("settings", {}) for row in rows)
     found = {
         "target": "demo",
         "decoding": "sampled" if sampled else "greedy",
         "sample_option": " --sample" if sampled else "",
+        "heads_option": " --heads heads/smollm2" if has_heads else "",
+        "sizes_option": f" --batch-sizes {','.join(map(str, sizes))}" if sizes != [1] else "",
         "dtype": "float32",
         **settings,
         **environment,

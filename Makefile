@@ -32,6 +32,7 @@ docs: setup
 
 style: setup
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format hf_specdec tests benchmarks tools
+	$(BIN)/python -m tools.benchmark_pages
 	$(BIN)/python -m tools.method_tables
 
 quality: setup
@@ -39,3 +40,4 @@ quality: setup
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/python -m tools.type_completeness

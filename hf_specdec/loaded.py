@@ -113,9 +113,12 @@ class TargetRecord:
 
     def __init__(self, target_model: torch.nn.Module):
         self._target = ref(target_model)
-        self.found, self.refused = Recent(_MOST_FOUND), Recent(_MOST_FOUND)
-        self.learnt, self.checked = Recent(_MOST_LEARNT), Recent(_MOST_LEARNT)
-        self.searching, self.lock = Lock(), Lock()
+        self.found: Recent[Any] = Recent(_MOST_FOUND)
+        self.refused: Recent[float] = Recent(_MOST_FOUND)
+        self.learnt: Recent[Any] = Recent(_MOST_LEARNT)
+        self.checked: Recent[Any] = Recent(_MOST_LEARNT)
+        self.searching: Lock = Lock()
+        self.lock: Lock = Lock()
         self._places: OrderedDict[Hashable, _Place] = OrderedDict()
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 
 class Patch:
@@ -20,13 +21,15 @@ class Patch:
     """
 
     def __init__(self, owner: type, name: str, wrap: Callable):
-        self.owner, self.name, self.is_active = owner, name, True
+        self.owner = owner
+        self.name = name
+        self.is_active = True
         self._is_own = name in vars(owner)
-        self.original = getattr(owner, name)
+        self.original: Any = getattr(owner, name)
         while (patch := _patch_of(self.original)) is not None and not patch.is_active:
             # One of ours that was buried, and has come to the surface.
             self.original = patch.original
-        self.function = functools.wraps(self.original)(wrap(self.original, self))
+        self.function: Any = functools.wraps(self.original)(wrap(self.original, self))
         self.function.patch = self
         setattr(owner, name, self.function)
 
@@ -44,7 +47,7 @@ class Patch:
 
     def take_back(self) -> None:
         """Puts the original back, or if something is around the function, lets it only call the original."""
-        self.is_active = False
+        self.is_active: bool = False
         # From here on it looks like the original, too.
         self.function.__doc__ = self.original.__doc__
         vars(self.function).pop("__signature__", None)
@@ -69,7 +72,7 @@ def _chain(function: Callable) -> Iterator[Callable]:
         function = getattr(function, "__wrapped__", None)
 
 
-def original_generate(model_class: type):
+def original_generate(model_class: type) -> Callable[..., Any]:
     """The `generate` of a model class without the speculative arguments."""
     generate = model_class.generate
     patch = _patch_of(generate)

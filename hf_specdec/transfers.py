@@ -78,7 +78,7 @@ def holding() -> Iterator[dict[int, Any]]:
         _holding.values = None
 
 
-def upload(values: Sequence, device: torch.device) -> torch.LongTensor:
+def upload(values: Sequence[Any], device: torch.device) -> torch.LongTensor:
     """Integers, nested or not, as a tensor on `device`; the host goes on at once."""
     if device.type == "cpu":
         return torch.tensor(values, dtype=torch.long)

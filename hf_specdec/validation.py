@@ -181,7 +181,7 @@ _KINDS = {
 _ANYTHING = _Kind("a list", lambda value: True)
 
 
-def types_of(hint: Any) -> tuple:
+def types_of(hint: Any) -> tuple[Any, ...]:
     """The members of a union, or the one type that is no union."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 

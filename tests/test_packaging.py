@@ -8,6 +8,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+
+from hf_specdec import __version__
 
 
 ROOT = Path(__file__).parents[1]
@@ -46,5 +49,21 @@ def test_the_sdist_also_has_the_documentation(distributions):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames() if name.count("/")}
     assert names > files_of_the_package()
-    assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "docs/cli.md", "docs/call.png"} <= names
+    assert {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "docs/cli.md",
+        "docs/call.png",
+    } <= names
     assert not [name for name in names if name.startswith(("tests", "tools", "benchmarks", "heads"))]
+
+
+def test_citations_name_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert citation["version"] == __version__
+    assert f"version = {{{__version__}}}," in (ROOT / "docs" / "releases.md").read_text(encoding="utf-8")
+    assert f"\n## {__version__} " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ from hf_specdec.method import Method, built_in_methods, preferred_methods
 from hf_specdec.settings import describe_settings, option_fields
 from hf_specdec.training.options import flags_of, options_of
 from hf_specdec.training.run import recipes
-from tools import support_tables
+from tools import benchmark_pages, support_tables
 from tools.command_tables import commands, options_table
 
 
@@ -123,6 +123,7 @@ def recipes_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "methods": methods_table,
     "navigation": navigation,
+    "benchmarks": benchmark_pages.navigation,
     "common settings": settings_table,
     "settings of methods": settings_of_methods,
     "preferred methods": preference_table,

@@ -145,7 +145,7 @@ def warm_up(
     """Lets every way of decoding generate the first batch of every size.
 
     Returns:
-        By batch size the reason of each way that cannot run.
+        For each batch size, the ways that cannot run, with the reason.
 
     Raises:
         SpecConfigError: Plain generation cannot.

@@ -96,7 +96,7 @@ def read_prompts(source: str, max_new_tokens: int = 256, per_kind: int | None = 
     return first
 
 
-def as_chat(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, **options) -> list[Prompt]:
+def as_chat(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[Prompt]:
     """The prompts as the user's message in the chat template, to be tokenised without special tokens.
 
     Args:

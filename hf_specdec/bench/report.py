@@ -89,7 +89,7 @@ def described_machine(environment: Mapping[str, Any]) -> str:
 def make_rows(
     model: PreTrainedModel, decoders: Sequence[Decoder], found: Measurement, *, greedy: bool
 ) -> list[dict[str, Any]]:
-    """A row for each batch size and way of decoding that could run, plain generation first.
+    """Makes a row for each batch size and each way of decoding that could run, plain generation first.
 
     Args:
         model (`PreTrainedModel`): The target.

@@ -10,6 +10,7 @@ useless does not even read the prompt.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from transformers.utils import logging
 
@@ -21,6 +22,11 @@ from ..drafting.defer import UnreadText
 from ..drafts import DraftTree
 from ..protocol import Commit, DraftStep, Lookups, Prompt, VerifiedNodes
 from .base import CandidateGenerator
+
+
+if TYPE_CHECKING:
+    from ..protocol import Session
+    from ..settings.config import SpeculativeConfig
 
 
 logger = logging.get_logger(__name__)
@@ -38,12 +44,14 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
     """
 
     def __init__(self, generator: CandidateGenerator, controller: SpeculationController | ScheduledLength):
-        self.generator, self.controller = generator, controller
-        self.session, self.config = generator.session, generator.config
-        self.num_speculative_tokens = generator.num_speculative_tokens
-        self.target_hidden_states = generator.target_hidden_states
-        self.num_best_tokens = generator.num_best_tokens
-        self.samples_drafts = generator.samples_drafts
+        self.generator = generator
+        self.controller = controller
+        self.session: Session | None = generator.session
+        self.config: SpeculativeConfig | None = generator.config
+        self.num_speculative_tokens: int = generator.num_speculative_tokens
+        self.target_hidden_states: tuple[int | str, ...] = generator.target_hidden_states
+        self.num_best_tokens: int = generator.num_best_tokens
+        self.samples_drafts: bool | None = generator.samples_drafts
         self._clock = CycleClock(self.session.device)
         self._unread = UnreadText(generator)
         self._num_read = 0

@@ -23,6 +23,7 @@ from .base import CandidateGenerator
 
 
 if TYPE_CHECKING:
+    from ..settings.config import SpeculativeConfig
     from ..speculator import Speculator
 
 
@@ -47,7 +48,8 @@ class AssistedSide:
     """
 
     def __init__(self, generator: CandidateGenerator, target: torch.nn.Module | None = None):
-        self.given, self.target = generator, target
+        self.given = generator
+        self.target = target
         self.generator: CandidateGenerator | None = None  # what drafts, once the call has begun
         self.num_matches = 0
         self._seen_length = self._start = 0
@@ -62,7 +64,7 @@ class AssistedSide:
         model_outputs: Any = None,
         is_first_iteration: bool = False,
         model_kwargs: dict[str, Any] | None = None,
-        **others,
+        **others: Any,
     ) -> torch.LongTensor:
         """Text and draft of shape `(1, L + N)`.
 
@@ -210,7 +212,8 @@ class UnboundCandidateGenerator(CandidateGenerator):
     """
 
     def __init__(self, speculator: Speculator):
-        self.speculator, self.config = speculator, speculator.config
+        self.speculator = speculator
+        self.config: SpeculativeConfig = speculator.config
 
     def bind(self, session: Session) -> CandidateGenerator:
         super().bind(session)
@@ -260,7 +263,7 @@ class StockCandidateGenerator(CandidateGenerator):
         self.generator.get_candidates(prompt.input_ids)
 
     def observe(self, commit: Commit) -> None:
-        self.input_ids = torch.cat([self.input_ids, commit.tokens], dim=1)
+        self.input_ids: torch.Tensor = torch.cat([self.input_ids, commit.tokens], dim=1)
         # The scores are not kept; transformers' own generators decide by the number of matches.
         self.generator.update_candidate_strategy(self.input_ids, None, commit.num_accepted[0])
 

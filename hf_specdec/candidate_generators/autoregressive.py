@@ -12,7 +12,7 @@ Shapes: R active rows, h hidden size of the network, U its vocabulary.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from .base import CandidateGenerator
 
 
 if TYPE_CHECKING:
+    from ..drafts.static import Level
     from ..settings import SpeculativeConfig
 
 
@@ -49,16 +50,19 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
 
     def __init__(self, config: SpeculativeConfig, resources: nn.Module, session: Session):
         super().__init__(config, resources, session)
-        self.network, self.device = resources, resources.device
-        self.target_hidden_states = resources.target_hidden_states
-        self.samples_drafts = self.asks_to_sample
-        self.plan = self.plan_drafts()
-        self.num_reads = self.plan.num_reads
-        self.shape = self.plan if isinstance(self.plan, DynamicTree) else self.plan.levels(self.device)
-        self.threshold = confidence_threshold(config, session)
-        self.num_speculative_tokens = self.plan.max_depth
+        self.network: Any = resources
+        self.device: torch.device = resources.device
+        self.target_hidden_states: tuple[int | str, ...] = resources.target_hidden_states
+        self.samples_drafts: bool | None = self.asks_to_sample
+        self.plan: TokenTree | DynamicTree = self.plan_drafts()
+        self.num_reads: int = self.plan.num_reads
+        self.shape: DynamicTree | tuple[Level, ...] = (
+            self.plan if isinstance(self.plan, DynamicTree) else self.plan.levels(self.device)
+        )
+        self.threshold: float = confidence_threshold(config, session)
+        self.num_speculative_tokens: int = self.plan.max_depth
         self.check_sampled_length()
-        self.most_committed = self.plan.max_depth + 1  # entries of a row that a cycle leaves to be read
+        self.most_committed: int = self.plan.max_depth + 1  # entries of a row that a cycle leaves to be read
         self.entries: DraftEntries | None = None
         self.pending: Commit | None = None  # read by the next draft
         self.hidden: torch.Tensor | None = None  # (R, h): states that the last entries hand on
@@ -68,7 +72,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         """Shape of the drafts of the call; a chain if tokens are sampled."""
         raise NotImplementedError(f"{type(self).__name__} must implement plan_drafts().")
 
-    def make_entries(self, **slots) -> DraftEntries:
+    def make_entries(self, **slots: Any) -> DraftEntries:
         """Slots of the text; takes what [`DraftEntries`] takes beside the network."""
         return DraftEntries(self.network, **slots)
 

@@ -51,7 +51,8 @@ class Checkpoint:
     """
 
     def __init__(self, config: SpeculativeConfig, weight_files: Sequence[str] = WEIGHT_FILES):
-        self.name, self.files = config.model, RepoFiles.of(config)
+        self.name: str | None = config.model
+        self.files: RepoFiles = RepoFiles.of(config)
         settings = self.files.config
         file = self.files.first_of(weight_files)
         if file is None:
@@ -69,7 +70,7 @@ class Checkpoint:
             for part in self.files.parts(file):
                 self._pickled |= self._unpickled(self.files.pickled_path(part))
             shapes = {name: tuple(tensor.shape) for name, tensor in self._pickled.items()}
-        self.header = Header(self.name, settings, shapes, file)
+        self.header: Header = Header(self.name, settings, shapes, file)
 
     def _unpickled(self, file: Path) -> dict[str, torch.Tensor]:
         try:

@@ -25,6 +25,7 @@ from .settings import ACTIVATION, COUNT, MAPPING, NAMES, POSITIVE
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
+    from .settings import Kind
 
 
 # The rotary embeddings that drafts have, and what each needs; some configs have other names for them.
@@ -122,7 +123,7 @@ class DraftReader(CheckpointReader):
     noun = "draft"
     kinds: ClassVar[tuple[str, ...]]
     kind_keys: ClassVar[tuple[str, ...]] = ("speculators_model_type",)
-    settings = CheckpointReader.settings | {
+    settings: ClassVar[dict[str, Kind]] = CheckpointReader.settings | {
         "hidden_act": ACTIVATION,
         "layer_types": NAMES,
         "max_position_embeddings": COUNT,
@@ -134,11 +135,11 @@ class DraftReader(CheckpointReader):
         "sliding_window": COUNT,
         "target_hidden_size": COUNT,
     }
-    unused: ClassVar[re.Pattern]
+    unused: ClassVar[re.Pattern[str]]
     token_tables: ClassVar[tuple[str, ...]] = ("embed_tokens.weight", "lm_head.weight")
     usual: Mapping[str, float]
 
-    def check(self):
+    def check(self) -> None:
         super().check()
         # In the config of the layers it is a copy of what is said of the target.
         own = [block for block in self.places if block is not self.header.config.get("transformer_layer_config")]
@@ -336,14 +337,14 @@ class DraftReader(CheckpointReader):
 
     # Tensors
 
-    def fitted(self, name, tensor, shape):
+    def fitted(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         if name in self.token_tables and tensor.shape[1:] == shape[1:]:
             missing = shape[0] - len(tensor)
             # Ids that only the target's padding has are embedded as zeros.
             return F.pad(tensor, (0, 0, 0, missing)) if missing > 0 else tensor[: shape[0]]
         return tensor
 
-    def judge_left_over(self, names):
+    def judge_left_over(self, names: Sequence[str]) -> None:
         if unknown := [name for name in names if not self.unused.fullmatch(name)]:
             self.judge_unknown(unknown)
 
@@ -372,7 +373,7 @@ def projections(*parts: str) -> tuple[str, ...]:
 
 
 def stored_vocabulary(tensors: Mapping[str, torch.Tensor], vocab_size: int) -> dict[str, torch.Tensor]:
-    """The tensors of a network with `d2t` and `t2d`, as files have them, in the place of its table of ids.
+    """Returns a network's tensors as files store them: with `d2t` and `t2d` in place of its table of ids.
 
     Args:
         tensors (`Mapping[str, torch.Tensor]`): Its state dict.

@@ -155,9 +155,12 @@ class RepoFiles:
         token: str | bool | None = None,
         local_files_only: bool = False,
     ):
-        self.name, self.revision, self.subfolder = str(name), revision, subfolder or ""
-        self.cache_dir, self.token = cache_dir, token
-        self.folder = Path(self.name, self.subfolder) if os.path.isdir(self.name) else None
+        self.name: str = str(name)
+        self.revision = revision
+        self.subfolder: str = subfolder or ""
+        self.cache_dir = cache_dir
+        self.token = token
+        self.folder: Path | None = Path(self.name, self.subfolder) if os.path.isdir(self.name) else None
         self.is_offline = local_files_only or is_offline_mode()
         # Once a file has come from a commit, all others come from the same.
         self._commit: str | None = None
@@ -246,7 +249,7 @@ class RepoFiles:
             if not is_outage(error.__cause__) or self._cached("config.json") is None:
                 raise
             logger.warning(f"{error} What is in the cache is used.")
-            self.is_offline = True
+            self.is_offline: bool = True
             return None
 
     @property

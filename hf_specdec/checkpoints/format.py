@@ -111,7 +111,7 @@ class TensorNames:
     """Names of tensors without the wrappers, to be asked in the language of the formats."""
 
     def __init__(self, stored: Iterable[str]):
-        self.stored = {unwrapped(name): name for name in stored}
+        self.stored: dict[str, str] = {unwrapped(name): name for name in stored}
 
     def has(self, names: str) -> bool:
         """True where one of the spellings in `names` is there."""

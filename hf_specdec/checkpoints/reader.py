@@ -64,10 +64,11 @@ class CheckpointReader:
     target_files: ClassVar[str | None] = None
 
     def __init__(self, header: Header):
-        self.header, self.name = header, header.name
+        self.header = header
+        self.name: str = header.name
         blocks = (header.config.get(key) if key else header.config for key in self.blocks)
-        self.places = tuple(block for block in blocks if isinstance(block, Mapping))
-        self.stored = self._stored_names()
+        self.places: tuple[Mapping[str, Any], ...] = tuple(block for block in blocks if isinstance(block, Mapping))
+        self.stored: dict[str, str] = self._stored_names()
         self.tables: dict[str, torch.Tensor] = {}
 
     # What detection and inspection ask

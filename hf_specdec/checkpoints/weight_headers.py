@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointFormatError
 from ..threads import cached_property
@@ -44,7 +44,9 @@ class TensorTable(Mapping[str, tuple[int, ...]]):
         file_of: Mapping[str, str],
         headers: Mapping[str, Mapping[str, StoredTensor] | None] | None = None,
     ):
-        self.files, self.source, self.file_of = files, source, file_of
+        self.files = files
+        self.source = source
+        self.file_of = file_of
         self._headers = dict(headers or {})
 
     def __getitem__(self, name: str) -> tuple[int, ...]:
@@ -118,7 +120,7 @@ class RemoteFile(io.RawIOBase):
     def tell(self) -> int:
         return self._position
 
-    def readinto(self, buffer) -> int:
+    def readinto(self, buffer: Any) -> int:
         count = min(len(buffer), self._size - self._position)
         data = self._get(self._position, count) if count > 0 else b""
         buffer[: len(data)] = data

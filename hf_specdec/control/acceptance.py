@@ -83,7 +83,8 @@ class Rate:
     def __init__(self, mean: float = 0.0, weight: float = 0.0):
         self.mean = self._recent = mean
         self.weight = weight
-        self.count = self.num_successes = 0
+        self.count: int = 0
+        self.num_successes: int = 0
         self._last, self._run = False, 0
 
     def observe(self, outcome: bool, window: int) -> bool:
@@ -100,7 +101,9 @@ class Rate:
         self.weight = min(self.weight + 1, window)
         self.mean += (outcome - self.mean) / self.weight
         if is_change:
-            self.mean, self.weight, self._run = self._recent, WEIGHT_OF_RECENT, 0
+            self.mean: float = self._recent
+            self.weight: float = WEIGHT_OF_RECENT
+            self._run = 0
         return is_change
 
     def expected(self, prior: float, prior_weight: float) -> float:
@@ -163,8 +166,10 @@ class PositionRates:
     ):
         self.window = window
         means = _expected(map(Rate, past.means, past.weights), prior)
-        self.prior = means[0] if means else prior
-        self.rates = [Rate(mean, min(weight, most_weight)) for mean, weight in zip(means[:most], past.weights)]
+        self.prior: float = means[0] if means else prior
+        self.rates: list[Rate] = [
+            Rate(mean, min(weight, most_weight)) for mean, weight in zip(means[:most], past.weights)
+        ]
         self.rates += [Rate() for _ in range(most - len(self.rates))]
 
     def observe(self, reached: int, num_known: int) -> None:
@@ -201,10 +206,12 @@ class AcceptanceModel:
         drafted_before: PastRates = PastRates(),
     ):
         window, most_weight = WINDOW * num_rows, CALLS_WEIGHT * num_rows
-        self.accepted = PositionRates(most, window, FIRST_RATE, accepted_before, most_weight)
-        self.drafted = PositionRates(most, window, 1.0, drafted_before, most_weight)
+        self.accepted: PositionRates = PositionRates(most, window, FIRST_RATE, accepted_before, most_weight)
+        self.drafted: PositionRates = PositionRates(most, window, 1.0, drafted_before, most_weight)
         own_rows = range(num_rows) if num_rows > 1 else ()
-        self.rows = {row: (PositionRates(most, WINDOW), PositionRates(most, WINDOW)) for row in own_rows}
+        self.rows: dict[int, tuple[PositionRates, PositionRates]] = {
+            row: (PositionRates(most, WINDOW), PositionRates(most, WINDOW)) for row in own_rows
+        }
 
     def restart(self, rows: Sequence[int]) -> None:
         """Forgets the own rates of rows whose texts begin."""

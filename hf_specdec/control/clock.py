@@ -55,7 +55,7 @@ class CycleClock:
         is_cuda = device.type == "cuda"
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if is_cuda else None
         self._device = device
-        self.now = clock_of(device)
+        self.now: Callable[[], float] = clock_of(device)
         self._marks: list[float] = []
         self._has_read = False
         self._captures = 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
+from typing import TYPE_CHECKING
 
 from .acceptance import AcceptanceModel, RowOutcome
 from .budget import TrialBudget
@@ -30,6 +31,10 @@ from .constants import (
 from .plan import Plan, make_plan
 from .profile import ControlProfile
 from .tree_size import TreeSize
+
+
+if TYPE_CHECKING:
+    from .latency import LatencyModel
 
 
 class SpeculationController:
@@ -64,13 +69,14 @@ class SpeculationController:
         usual: int | None = None,
         most_tokens: Callable[[int], int] | None = None,
     ):
-        self.profile = profile = profile or ControlProfile()
+        profile = profile or ControlProfile()
+        self.profile: ControlProfile = profile
         self.most = most
-        self.usual = most if usual is None else min(usual, most)
+        self.usual: int = most if usual is None else min(usual, most)
         self._most_tokens = most_tokens
         self._cap = most  # of the present number of rows
-        self.latency = profile.latency.for_another_call()
-        self.acceptance = AcceptanceModel(most, num_rows, profile.accepted, profile.drafted)
+        self.latency: LatencyModel = profile.latency.for_another_call()
+        self.acceptance: AcceptanceModel = AcceptanceModel(most, num_rows, profile.accepted, profile.drafted)
         self.tree_size: TreeSize | None = TreeSize(self.latency, profile.rating_factor)
         self.length = self.num_cycles = 0
         self._plan: Plan | None = None
@@ -113,7 +119,7 @@ class SpeculationController:
 
     def _choose(self, rows: list[int]) -> int:
         self._trial = None
-        self.is_resting = self._may_rest(rows)
+        self.is_resting: bool = self._may_rest(rows)
         if self._cap == 0 or self.is_resting:
             self._num_rested += self.is_resting
             return 0
@@ -127,7 +133,7 @@ class SpeculationController:
         is_new = self._plan is None or self._plan.rows != rows or self.num_cycles % every == 0
         if is_new:
             self._plan = self._planned(rows)
-            self.length = self._best_length(self._plan)
+            self.length: int = self._best_length(self._plan)
             self._row_limits = self._plan.row_limits(self.length) if self.length and len(rows) > 1 else {}
         self._trial = self._affordable_trial(self._plan, is_new)
         return self.length if self._trial is None else self._trial

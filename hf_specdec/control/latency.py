@@ -130,7 +130,7 @@ class Pace:
     def observe(self, factor: float) -> None:
         factor = min(max(factor, 1 / LARGEST_PACE), LARGEST_PACE)
         self._last.append(factor)
-        self.factor = min(sorted(self._last)[len(self._last) // 2], FAR * factor)
+        self.factor: float = min(sorted(self._last)[len(self._last) // 2], FAR * factor)
 
 
 class LatencyModel:
@@ -149,8 +149,9 @@ class LatencyModel:
     def __init__(self):
         self.draft: dict[int, TimeTable] = {}
         self.verify: dict[int, TimeTable] = {}
-        self.pace, self.draft_pace = Pace(), Pace()
-        self.reading = TimeTable()
+        self.pace: Pace = Pace()
+        self.draft_pace: Pace = Pace()
+        self.reading: TimeTable = TimeTable()
         self.nodes: dict[int, float] = {}
         self._draft_levels: dict[tuple[int, int], list[float]] = {}  # of rows and largest depths, until the next draft
 

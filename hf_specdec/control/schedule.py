@@ -6,6 +6,7 @@ The loop drops rows that have finished, so the number of rows falls in a call, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from .acceptance import RowOutcome
 
@@ -32,7 +33,7 @@ class ScheduledLength:
     def join(self, rows: list[int]) -> None:
         """Nothing is known of any row."""
 
-    def observe(self, outcomes: list[RowOutcome], *costs) -> None:
+    def observe(self, outcomes: list[RowOutcome], *costs: Any) -> None:
         """Learns nothing."""
 
     def close(self) -> None:

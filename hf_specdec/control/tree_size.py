@@ -35,7 +35,7 @@ class TreeSize:
     def __init__(self, latency: LatencyModel, factor: float = 1.0):
         self.latency = latency
         self.size: int | None = None
-        self.rating = RatingFactor(factor)
+        self.rating: RatingFactor = RatingFactor(factor)
         self._probabilities: list[float] = []
         self._arriving: PendingRead | None = None
         self._depth = 0  # of the draft whose probabilities arrive

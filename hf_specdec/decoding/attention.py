@@ -14,10 +14,10 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -57,7 +57,15 @@ class TreeMask:
         """The span as arguments of [`tree_attention`]."""
         return {_LIMIT_OF_SPAN[self.span.kind]: self.span.size} if self.span.kind != "full" else {}
 
-    def attend(self, query, key, value, scale=None, softcap=None, sinks=None) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attention of shape `(R, T, H, D)`; the arguments are those of [`tree_attention`]."""
         return tree_attention(query, key, value, self.tree, scale, softcap=softcap or 0.0, sinks=sinks, **self.limits)
 
@@ -83,7 +91,7 @@ class VerificationForward:
 
     tree: SlotTree | None = None
     columns: int = 0
-    layers: Counter = field(default_factory=Counter)
+    layers: Counter[str] = field(default_factory=Counter)
     _spans: dict = field(default_factory=dict)
     _folded: dict = field(default_factory=dict)
 
@@ -125,12 +133,21 @@ def running(forward: VerificationForward):
         _running.reset(token)
 
 
-def folding_masks():
+def folding_masks() -> AbstractContextManager[None]:
     """Lets `slot_attention` fold query heads into positions inside of the block, and each mask once for all layers."""
     return running(VerificationForward())
 
 
-def slot_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of `query` `(R, H, T, D)` over `key`, `value` `(R, K, S, D)` with an additive mask `(R | 1, 1, T, S)`.
 
     `attention_mask=None` means full attention if the module is not causal. Returns the output of shape `(R, T, H, D)`
@@ -159,7 +176,16 @@ def slot_attention(module, query, key, value, attention_mask, dropout=0.0, scali
     return output.reshape(rows, heads, nodes, -1).transpose(1, 2).contiguous(), None
 
 
-def eager_slot_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+def eager_slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of models that run eagerly: what the kernel cannot express goes to the model's own function."""
     output = _tree_attention(query, key, value, attention_mask, dropout, scaling, kwargs)
     if output is not None:
@@ -211,7 +237,7 @@ _BEYOND_KERNEL: dict[str, Callable[[_Call], bool]] = {
 }
 
 
-def describe_layers(layers: Counter) -> str:
+def describe_layers(layers: Counter[str]) -> str:
     """Names of what computed the attention of the counted layers."""
     if len(layers) <= 1:
         return next(iter(layers), "masked")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
@@ -22,7 +22,7 @@ from ..errors import SpecConfigError, UnsupportedModelError
 from ..kernels._triton import use_triton
 from ..kernels.cache import WritePlan, move_slots, write_slots
 from ..transfers import upload
-from .recurrent import RecurrentState, load_state
+from .recurrent_state import RecurrentState, load_state
 
 
 class Place(NamedTuple):
@@ -35,8 +35,8 @@ class Place(NamedTuple):
 class SlotStore:
     """Buffers of keys and values that outlive a call, so that graphs find them in their place.
 
-    There may be several places, for calls of different lengths: those that were used last, as long as together they
-    are at most twice as large as the largest one.
+    There may be several places, for calls of different lengths. The most recently used ones are kept, as long as
+    together they are at most twice as large as the largest one.
 
     Args:
         on_dropped (`Callable`): Called with a place whose buffers have to make way.
@@ -151,13 +151,13 @@ class SlotLayer(CacheLayerMixin):
 
     def __init__(self, capacity: int, limit: int | None = None, take: Callable | None = None):
         super().__init__()
-        self.capacity = capacity
+        self.capacity: int = capacity
         self.limit = limit
         self._take = take
         self.length = 0
         self.window: int | None = None
         self.indexer_keys: torch.Tensor | None = None
-        self.recurrent = RecurrentState()
+        self.recurrent: RecurrentState = RecurrentState()
         self._plan: WritePlan | None = None
 
     @property
@@ -199,12 +199,14 @@ class SlotLayer(CacheLayerMixin):
         self.capacity = buffer.shape[2]
         return buffer
 
-    def update(self, key_states, value_states, plan: WritePlan | None = None):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, plan: WritePlan | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if plan is None:
             plan = WritePlan(self.length + key_states.shape[2], self.length)
-            self.length = plan.columns
+            self.length: int = plan.columns
         if plan.columns > self.capacity:
             self.grow(plan.columns)
         self._plan = plan
@@ -289,7 +291,7 @@ class SlotCache(Cache):
 
     def __init__(self, capacity: int, limit: int | None = None):
         super().__init__(layers=[])
-        self.capacity = capacity
+        self.capacity: int = capacity
         self.limit = limit
         self.store: SlotStore | None = None
         self.lengths: list[int] = []  # of the prefill none
@@ -341,7 +343,9 @@ class SlotCache(Cache):
             if layer.is_initialized and layer.capacity < columns:
                 layer.grow(columns)
 
-    def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else self._layer(layer_idx)
         return layer.update(key_states, value_states, self.plan)
 
@@ -391,10 +395,14 @@ class SlotCache(Cache):
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         return self._prefilled_state(layer_idx).get_recurrent_state(layer_idx, state_idx)
 
-    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs):
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
         return self._prefilled_state(layer_idx).update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs):
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
         return self._prefilled_state(layer_idx).update_recurrent_state(recurrent_states, layer_idx, state_idx)
 
     @contextmanager
@@ -493,15 +501,16 @@ class CapturedCache(SlotCache):
 
     def __init__(self, cache: SlotCache, columns: int, ends: torch.LongTensor):
         vars(self).update(vars(cache))
-        self.columns, self.ends = columns, ends
+        self.columns = columns
+        self.ends = ends
 
     def plan_write(self, nodes: int, ahead: int = 0) -> WritePlan:
-        self.plan = WritePlan.on_device(self.columns, self.ends + ahead, nodes)
+        self.plan: WritePlan = WritePlan.on_device(self.columns, self.ends + ahead, nodes)
         return self.plan
 
     def commit(self, counts: torch.LongTensor, path: None = None) -> None:
         """Keeps the first `counts` nodes `(R,)` of the last forward."""
-        self.ends = self.ends + counts
+        self.ends: torch.Tensor = self.ends + counts
 
 
 def check_room(cache: Cache | None, batch_size: int, columns: int) -> None:

@@ -29,15 +29,17 @@ class NoWaiting(TorchDispatchMode):
         super().__init__()
         self._functions = _NothingFromLists()
 
-    def __enter__(self):
+    def __enter__(self) -> NoWaiting:
         self._functions.__enter__()
         return super().__enter__()
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._functions.__exit__(*error)
 
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if operation.overloadpacket in _WAITING or _picks_by_mask(operation, args):
             raise CannotCaptureError(f"{operation} waits for the device")
@@ -69,7 +71,7 @@ FROM_LISTS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_ten
 INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
-def parts_of_index(index: Any) -> tuple:
+def parts_of_index(index: Any) -> tuple[Any, ...]:
     return index if isinstance(index, tuple) else (index,)
 
 
@@ -98,7 +100,7 @@ _COPIES = {aten._to_copy, aten.copy_}
 _PICKING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
 
 
-def picks_from_host(operation, args) -> bool:
+def picks_from_host(operation: Any, args: tuple[Any, ...]) -> bool:
     """Tells whether a tensor on a device is indexed by one on the host."""
     if operation.overloadpacket not in _PICKING or args[0].device.type == "cpu":
         return False
@@ -152,7 +154,7 @@ class CudaBackend(CaptureBackend):
         self._stream: torch.cuda.Stream | None = None
         self._last_call: torch.cuda.Event | None = None
 
-    def capture(self, run):
+    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         with _capture_lock, torch.cuda.device(self.device):
             if self._stream is None:
                 # One for all captures: each stream has a workspace of its own.
@@ -199,15 +201,15 @@ class CudaBackend(CaptureBackend):
         graph.capture_end()
         return graph, output
 
-    def forget(self):
+    def forget(self) -> None:
         # A pool ends with the last of its graphs.
         self._pool = None
 
-    def begin_call(self):
+    def begin_call(self) -> None:
         if self._last_call is not None:
             torch.cuda.current_stream(self.device).wait_event(self._last_call)
 
-    def end_call(self):
+    def end_call(self) -> None:
         self._last_call = torch.cuda.current_stream(self.device).record_event()
 
 

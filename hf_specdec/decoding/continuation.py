@@ -41,7 +41,9 @@ _ROUNDING, _COARSE_ROUNDING = 0.005, 0.1
 _checked: set[tuple[type, bool]] = set()
 
 
-def read_prompts(request: Request, target: SlotModel, max_length: int) -> tuple[Any, dict, Continuation]:
+def read_prompts(
+    request: Request, target: SlotModel, max_length: int
+) -> tuple[Any, dict[Any, torch.Tensor], Continuation]:
     """Lets the target read the prompts into its slots, by transformers' own prefill, and starts the slots.
 
     Args:
@@ -124,16 +126,17 @@ class Received:
     """
 
     def __init__(self):
-        self.cache = self.last_positions = None
-        self.thread = get_ident()
+        self.cache: Any = None
+        self.last_positions: torch.Tensor | None = None
+        self.thread: int = get_ident()
 
     # Torch calls hooks without keyword arguments in another thread, while this one takes them back.
 
-    def on_model(self, module, args, kwargs=None):
+    def on_model(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
         if get_ident() == self.thread:
             self.cache = kwargs.get("past_key_values")
 
-    def on_reader(self, module, args, kwargs=None):
+    def on_reader(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
         if get_ident() != self.thread or kwargs is None:
             return
         positions = {**dict(zip(_parameters(type(module)), args)), **kwargs}.get("position_ids")
@@ -170,7 +173,9 @@ def _parameters(module_class: type) -> tuple[str, ...]:
     return tuple(inspect.signature(module_class.forward).parameters)[1:]
 
 
-def next_inputs(model: torch.nn.Module, output: Any, input_ids: torch.LongTensor, model_kwargs: dict) -> dict:
+def next_inputs(
+    model: torch.nn.Module, output: Any, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """Arguments of the forward that follows the prefill in plain generation, for one token of every row.
 
     Args:
@@ -206,7 +211,7 @@ class Continuation:
         counter (`PositionCounter`, *optional*): Says the positions, in the place of starts and offsets.
     """
 
-    inputs: dict
+    inputs: dict[str, Any]
     num_slots: int
     starts: list[int]
     num_others: list[int]
@@ -218,7 +223,7 @@ class Continuation:
     def read(
         cls,
         model: torch.nn.Module,
-        inputs: dict,
+        inputs: dict[str, Any],
         mask: torch.Tensor | None,
         received: Received,
         num_slots: int,
@@ -342,7 +347,9 @@ class ContinuationCheck:
     """
 
     def __init__(self, model: torch.nn.Module, key: tuple[type, bool], expected: torch.Tensor):
-        self.model, self.key, self.expected = model, key, expected
+        self.model = model
+        self.key = key
+        self.expected = expected
 
     @classmethod
     def begin(

@@ -19,7 +19,7 @@ from ..metrics import SpecDecodingStats
 from .cache import SlotCache, fill_cache
 from .continuation import Continuation
 from .output import OutputRecorder
-from .recurrent import store_states
+from .recurrent_state import store_states
 from .request import Request
 from .sequences import Sequences
 from .target import SlotModel

@@ -11,6 +11,7 @@ Shapes: R rows, T nodes, H hidden size, Q query heads, K key/value heads, D head
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,10 @@ _MAX_HIDDEN_SIZE_ON_GPU = 1024
 
 
 def slot_model(
-    model: nn.Module, cache: SlotCache, states: tuple = (), forward_kwargs: dict | None = None
+    model: nn.Module,
+    cache: SlotCache,
+    states: tuple[int | str, ...] = (),
+    forward_kwargs: dict[str, Any] | None = None,
 ) -> SlotModel:
     """The fastest way to drive `model` over slots; the arguments are those of [`SlotModel`].
 
@@ -65,7 +69,7 @@ def is_plain_llama(model: PreTrainedModel) -> bool:
 class FunctionalSlotModel(SlotModel):
     """Drives a model for which `is_plain_llama` holds. Its prompt goes through the model's own forward."""
 
-    def __init__(self, model, cache: SlotCache, states: tuple = ()):
+    def __init__(self, model: torch.nn.Module, cache: SlotCache, states: tuple[int | str, ...] = ()):
         super().__init__(model, cache, states)
         decoder = model.get_decoder()
         self._embedding = decoder.embed_tokens.weight
@@ -88,7 +92,7 @@ class FunctionalSlotModel(SlotModel):
         rows, tree = self._place(tokens, topology)
         is_uniform, nodes, columns = rows.is_uniform, tokens.shape[1], self.cache.plan.columns
         spans = self.profile.spans
-        self.attention_layers = Counter({} if tree is None else {TREE_KERNEL: len(self._layers)})
+        self.attention_layers: Counter[str] = Counter({} if tree is None else {TREE_KERNEL: len(self._layers)})
         if tree is not None:
             masks = [TreeMask(tree, span) for span in spans]
         elif nodes == 1 and is_uniform and self._has_full_span:

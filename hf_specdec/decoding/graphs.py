@@ -61,17 +61,17 @@ class ModelGraphs:
     """
 
     def __init__(self):
-        self.store = SlotStore(self._drop_place)
+        self.store: SlotStore = SlotStore(self._drop_place)
         self.outputs = SharedOutputs()
-        self.forwards: dict[tuple, CapturedForward] = {}
-        self.uses: Counter = Counter()
+        self.forwards: dict[tuple[Any, ...], CapturedForward] = {}
+        self.uses: Counter[tuple[Any, ...]] = Counter()
         self.why_eager: str | None = None
         self.backend: CaptureBackend | None = None
-        self._state: tuple | None = None
+        self._state: tuple[Any, ...] | None = None
         self._owner: Callable[[], CallGraphs | None] = lambda: None
         self._lock = Lock()
 
-    def acquire(self, call: CallGraphs, backend: CaptureBackend, state: tuple) -> bool:
+    def acquire(self, call: CallGraphs, backend: CaptureBackend, state: tuple[Any, ...]) -> bool:
         """Gives the graphs to a call, unless another one has them.
 
         Args:
@@ -102,11 +102,11 @@ class ModelGraphs:
     def _drop_place(self, place: Place) -> None:
         self._keep_forwards(lambda key: key[0] != place)
 
-    def _keep_forwards(self, stays: Callable[[tuple], bool]) -> None:
+    def _keep_forwards(self, stays: Callable[[tuple[Any, ...]], bool]) -> None:
         self.forwards = {key: captured for key, captured in self.forwards.items() if stays(key)}
         self.uses = Counter({key: count for key, count in self.uses.items() if stays(key)})
         if not self.forwards:
-            self.outputs = SharedOutputs()
+            self.outputs: SharedOutputs = SharedOutputs()
             if self.backend is not None:
                 self.backend.forget()
 
@@ -143,7 +143,8 @@ class CallGraphs:
         why_eager: str | None = None,
         shared: tuple[torch.nn.Module, ...] = (),
     ):
-        self.num_replays = self.num_captures = 0
+        self.num_replays: int = 0
+        self.num_captures: int = 0
         self._largest = largest
         self._name = type(model).__name__
         self._why_eager = why_eager
@@ -172,7 +173,7 @@ class CallGraphs:
 
     def run_on_slots(
         self,
-        key: tuple,
+        key: tuple[Any, ...],
         make_inputs: Callable[[], Any],
         fill: Callable[[Any], None],
         read: Callable[[Any, int], Any],
@@ -193,7 +194,7 @@ class CallGraphs:
 
     def run(
         self,
-        key: tuple,
+        key: tuple[Any, ...],
         make_inputs: Callable[[], Any],
         fill: Callable[[Any], None],
         read: Callable[[Any], Any],

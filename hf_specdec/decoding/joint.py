@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -59,19 +60,22 @@ class Row:
     judge: Judge
 
     def __init__(self, request: Request, seed: int, number: int):
-        self.request, self.seed, self.number = request, seed, number
-        self.samples = bool(request.generation_config.do_sample)
-        self.stack = ProcessorStack(request.logits_processor)
-        self.signature = self.stack.signature
+        self.request = request
+        self.seed = seed
+        self.number = number
+        self.samples: bool = bool(request.generation_config.do_sample)
+        self.stack: ProcessorStack = ProcessorStack(request.logits_processor)
+        self.signature: tuple[Any, ...] | None = self.stack.signature
         self.is_cancelled = False
         self.restart()
 
     def restart(self) -> None:
         """Forgets all but the prompt."""
-        self.sequences = Sequences(self.request.input_ids, self.request.pad_token)
-        self.stop = StopRules(self.request.stopping_criteria, self.sequences)
+        self.sequences: Sequences = Sequences(self.request.input_ids, self.request.pad_token)
+        self.stop: StopRules = StopRules(self.request.stopping_criteria, self.sequences)
         # The first token comes from the prompt.
-        self.stats, self.error = SpecDecodingStats(batch_size=1, num_committed_tokens=1), None
+        self.stats: SpecDecodingStats = SpecDecodingStats(batch_size=1, num_committed_tokens=1)
+        self.error = None
 
     @property
     def length(self) -> int:
@@ -106,7 +110,7 @@ class Row:
         try:
             return self.stop.append([0], [tokens])[0]
         except Exception as error:  # noqa: BLE001 - of any kind: the user's criteria raise what they like
-            self.error = error
+            self.error: None | Exception = error
             return tokens[:1]
 
 
@@ -119,7 +123,8 @@ class JointSequences:
     """
 
     def __init__(self, table: list[Row | None], prompt_length: int):
-        self.table, self.prompt_length = table, prompt_length
+        self.table = table
+        self.prompt_length = prompt_length
 
     def row(self, row: int) -> torch.LongTensor:
         return self.table[row].sequences.row(0)
@@ -136,7 +141,8 @@ class JointStop:
     num_cut_back = 0
 
     def __init__(self, sequences: JointSequences, table: list[Row | None], max_length: int):
-        self.sequences, self.max_length = sequences, max_length
+        self.sequences = sequences
+        self.max_length = max_length
         self._table = table
 
     @property
@@ -190,7 +196,14 @@ class Judge:
     def __init__(self, verifier: Verifier, is_alone: bool):
         self._verifier, self._is_alone = verifier, is_alone
 
-    def verify(self, draft, logits, rows, positions, meanwhile=None) -> Verdict:
+    def verify(
+        self,
+        draft: DraftTree,
+        logits: torch.Tensor,
+        rows: list[int],
+        positions: list[int],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Verdict:
         return self._verifier.verify(draft, logits, [0] if self._is_alone else rows, positions, meanwhile)
 
 
@@ -312,7 +325,7 @@ class JointLoop(DecodingLoop):
     def __init__(self, request: Request, speculator: DrafterSource, rows: list[Row], num_places: int):
         self.table: list[Row | None] = [None] * num_places
         self.progress: CallProgress | None = None
-        self.uniforms = RowUniforms(0, request.device)
+        self.uniforms: RowUniforms = RowUniforms(0, request.device)
         self._checks: list[tuple[ContinuationCheck, int, list[int]]] = []
         sequences = JointSequences(self.table, request.input_ids.shape[1])
         most = max(row.most_tokens - row.length for row in rows)
@@ -343,7 +356,7 @@ class JointLoop(DecodingLoop):
             is_first (`bool`): There is no other loop, so this one goes on by itself. It alone is reported to those who
                 listen, and has graphs.
         """
-        self.began = perf_counter()
+        self.began: float = perf_counter()
         if is_first:
             self._use_graphs()
         self.verifier.rule.check_depth(self.generator.num_speculative_tokens)
@@ -380,8 +393,8 @@ class JointLoop(DecodingLoop):
         self.generator.join(other.generator, numbers)
         for theirs, number in numbers.items():
             self.verifier.enter(other.table[theirs], number)
-        self.rows = [*self.rows, *numbers.values()]
-        self.anchors = torch.cat([self.anchors, other.anchors])
+        self.rows: list[int] = [*self.rows, *numbers.values()]
+        self.anchors: torch.Tensor = torch.cat([self.anchors, other.anchors])
         if other.check is not None:
             self._checks.append((other.check, first, other.rows))
         self.stats.add(other.stats)

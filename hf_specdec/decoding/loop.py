@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import ExitStack, closing
 from functools import partial
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -39,6 +39,12 @@ from .request import Request
 from .sequences import Sequences, StopRules
 from .target import SlotModel, SlotOutput, call_graphs
 from .tracing import Tracer
+
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .continuation import Continuation
 
 
 class DecodingLoop:
@@ -69,23 +75,30 @@ class DecodingLoop:
         num_places: int | None = None,
     ):
         config = request.generation_config
-        self.request, self.model, self.device = request, request.model, request.device
+        self.request = request
+        self.model: nn.Module = request.model
+        self.device: torch.device = request.device
         self.rows = list(range(request.batch_size))
-        self.recorder = OutputRecorder(request.batch_size, config)
+        self.recorder: OutputRecorder = OutputRecorder(request.batch_size, config)
         if texts is None:
             sequences = Sequences(request.input_ids, request.pad_token)
             stop = StopRules(request.stopping_criteria, sequences, self.recorder.scores)
             texts = sequences, stop, ProcessorStack(request.logits_processor)
+        self.sequences: Any
+        self.stop: Any
+        self.stack: ProcessorStack
         self.sequences, self.stop, self.stack = texts
-        self.streamer = ColumnStreamer(request.streamer, self.sequences, self.stop)
-        self.deferred = DeferredWork(self.device)
+        self.streamer: ColumnStreamer = ColumnStreamer(request.streamer, self.sequences, self.stop)
+        self.deferred: DeferredWork = DeferredWork(self.device)
         self.check: ContinuationCheck | None = None
         self.tracer: Tracer | None = None
 
         origin = dict(getattr(speculator, "origin", {}))
-        self.settings = getattr(speculator, "config", None)
-        self.is_adaptive = getattr(speculator, "is_adaptive", False)
-        self.stats = SpecDecodingStats(method=speculator.method, batch_size=request.batch_size, drafter=origin)
+        self.settings: Any = getattr(speculator, "config", None)
+        self.is_adaptive: bool = getattr(speculator, "is_adaptive", False)
+        self.stats: SpecDecodingStats = SpecDecodingStats(
+            method=speculator.method, batch_size=request.batch_size, drafter=origin
+        )
         profile = model_profile(self.model)
         uniforms = self._uniforms() if config.do_sample else None
         session = Session(
@@ -101,8 +114,8 @@ class DecodingLoop:
         self.stats.num_spec_tokens = self.generator.num_speculative_tokens
         with ExitStack() as if_it_fails:
             if_it_fails.callback(self.generator.close)
-            self.verifier = self._verifier(uniforms, profile)
-            self.target = self._slot_target()
+            self.verifier: Verifier = self._verifier(uniforms, profile)
+            self.target: SlotModel = self._slot_target()
             if_it_fails.pop_all()
 
     def run(self) -> torch.LongTensor | SpeculativeOutput:
@@ -157,8 +170,9 @@ class DecodingLoop:
     def _prefill(self) -> None:
         """The target reads the prompts and gives each row its first token; then the drafter reads them."""
         began = perf_counter()
+        self.continuation: Continuation
         output, states, self.continuation = read_prompts(self.request, self.target, self.stop.max_length)
-        self.ended = EndedRows(self.request, self.target, self.continuation, self.sequences)
+        self.ended: EndedRows = EndedRows(self.request, self.target, self.continuation, self.sequences)
         self.stats.num_target_forwards += 1
         self.streamer.put_prompts(self.request.input_ids)
         # The first token is committed like every other: a verification without drafts, of the prompt's last node.
@@ -263,8 +277,8 @@ class DecodingLoop:
         keep = compact(finished)
         self.target.keep_rows(keep)
         self.generator.keep_rows(keep)
-        self.rows = [self.rows[index] for index in keep]
-        self.anchors = select_rows(self.anchors, keep)
+        self.rows: list[int] = [self.rows[index] for index in keep]
+        self.anchors: torch.Tensor = select_rows(self.anchors, keep)
 
     def _idle_forward(self) -> None:
         """A forward whose result is not used: other ranks still need this one's shards."""

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..logits.recorder import StepRecorder
 from ..logits.verifier import take_nodes
 from ..metrics import SpecDecodingStats
+
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import GenerationConfig
 
 
 @dataclass
@@ -34,17 +39,24 @@ class OutputRecorder:
         wants_steps (`bool`): Something is returned for each token.
     """
 
-    def __init__(self, batch_size: int, config):
+    def __init__(self, batch_size: int, config: GenerationConfig):
         wants_dict = config.return_dict_in_generate
-        self.scores = StepRecorder(batch_size) if wants_dict and config.output_scores else None
-        self.logits = StepRecorder(batch_size) if wants_dict and config.output_logits else None
-        self.wants_states = bool(wants_dict and config.output_hidden_states)
+        self.scores: StepRecorder | None = StepRecorder(batch_size) if wants_dict and config.output_scores else None
+        self.logits: StepRecorder | None = StepRecorder(batch_size) if wants_dict and config.output_logits else None
+        self.wants_states: bool = bool(wants_dict and config.output_hidden_states)
         self.prompt_states: tuple[Any, ...] | None = None
-        self.wants_steps = self.wants_states or self.scores is not None or self.logits is not None
+        self.wants_steps: bool = self.wants_states or self.scores is not None or self.logits is not None
         self._batch_size = batch_size
         self._states: list[StepRecorder] = []
 
-    def add(self, rows, path, counts, logits, hidden_states) -> None:
+    def add(
+        self,
+        rows: list[int],
+        path: torch.Tensor,
+        counts: list[int],
+        logits: torch.Tensor,
+        hidden_states: Any,
+    ) -> None:
         """Adds the first `counts[i]` nodes of each row's `path` `(R, M)`.
 
         From a forward with logits `(R, T, V)` and, per layer, hidden states `(R, T, H)`. Scores are added by others.

@@ -15,16 +15,16 @@ Shapes: R rows, T nodes of a verification, W tokens read by a layer (replayed an
 from __future__ import annotations
 
 import inspect
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import get_ident
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from transformers.cache_utils import DynamicCache
 
 from .chunks import own_chunks
+from .recurrent_state import ConvolutionReading, Reading, RecurrentState, on_device_of
 
 
 # Replayed tokens of a row that set off moving its state. Replaying costs arithmetic, moving reads the weights again.
@@ -34,162 +34,6 @@ MAX_REPLAY = 16
 _STEPWISE = ("falcon_mamba", "jamba", "mamba", "zamba")
 
 _NO_LIMITS = (0.0, float("inf"))
-
-
-class RecurrentState:
-    """The states of one layer in all rows, in the form in which transformers' mixers ask a cache for them.
-
-    It answers as the cache (5.18 and later) and as the layer of a cache (before).
-
-    Attributes:
-        conv_states (`dict[int, torch.Tensor]`): The last inputs of each convolution, `(R, channels, K)`.
-        recurrent_states (`dict[int, torch.Tensor]`): Each `(R, ...)`.
-        num_read (`int`): Tokens of a row that the first convolution has read.
-    """
-
-    record_past = False
-
-    def __init__(self, conv_states: dict | None = None, recurrent_states: dict | None = None, num_read: int = 0):
-        self.conv_states: dict[int, torch.Tensor] = conv_states or {}
-        self.recurrent_states: dict[int, torch.Tensor] = recurrent_states or {}
-        self.num_read = num_read
-
-    def __bool__(self) -> bool:
-        return bool(self.conv_states or self.recurrent_states)
-
-    # As a cache
-
-    def get_conv_state(self, layer_idx: int = 0, state_idx: int = 0) -> torch.Tensor | None:
-        return _entry(self.conv_states, state_idx)
-
-    def get_recurrent_state(self, layer_idx: int = 0, state_idx: int = 0) -> torch.Tensor | None:
-        return _entry(self.recurrent_states, state_idx)
-
-    def has_previous_state(self, layer_idx: int = 0, state_idx: int | None = None) -> bool:
-        return bool(self)
-
-    def is_recording_past(self, layer_idx: int = 0) -> bool:
-        return False
-
-    @property
-    def layers(self) -> _Everywhere:
-        return _Everywhere(self)
-
-    def update_conv_state(self, conv_states, layer_idx: int = 0, state_idx: int = 0, conv_kernel_size=None, **kwargs):
-        """Appends inputs `(R, channels, W)`; returns them after those that were kept, with which they are read."""
-        past = self.get_conv_state(layer_idx, state_idx)
-        if state_idx == 0:
-            self.num_read += conv_states.shape[-1]
-        if past is None:
-            size = conv_kernel_size or conv_states.shape[-1]
-            seen = F.pad(conv_states, (max(size - conv_states.shape[-1], 0), 0))
-        else:
-            size = past.shape[-1]
-            seen = torch.cat([past, conv_states], dim=-1)
-        self._keep_inputs(state_idx, seen, size)
-        return seen
-
-    def _keep_inputs(self, state_idx: int, seen: torch.Tensor, size: int) -> None:
-        self.conv_states[state_idx] = seen[..., -size:].clone(memory_format=torch.contiguous_format)
-
-    def update_recurrent_state(self, recurrent_states, layer_idx: int = 0, state_idx: int = 0, **kwargs):
-        past = self.get_recurrent_state(layer_idx, state_idx)
-        new = recurrent_states if past is None else recurrent_states.to(past.dtype)
-        self.recurrent_states[state_idx] = new
-        return new
-
-    # By rows
-
-    def rows(self, index: torch.Tensor) -> RecurrentState:
-        """A copy of some rows."""
-        return RecurrentState(
-            *({key: state[_on(index, state)] for key, state in part.items()} for part in self._parts)
-        )
-
-    def put(self, other: RecurrentState, index: torch.Tensor | None = None) -> None:
-        """Takes over the states of `other`, as all rows or as those of the index. Tensors are never written to."""
-        for own, new in zip(self._parts, other._parts):
-            for key, state in new.items():
-                own[key] = state if index is None else own[key].index_copy(0, _on(index, state), state)
-
-    def join(self, other: RecurrentState) -> None:
-        """Takes over the rows of `other` after its own."""
-        for own, new in zip(self._parts, other._parts):
-            for key, state in new.items():
-                own[key] = torch.cat([own[key], state.to(own[key])])
-
-    def copy(self) -> RecurrentState:
-        """Another holder of the same tensors."""
-        return RecurrentState(*map(dict, self._parts))
-
-    def clone(self) -> RecurrentState:
-        """A holder of copies."""
-        copies = ({key: state.clone() for key, state in part.items()} for part in self._parts)
-        return RecurrentState(*copies, self.num_read)
-
-    @property
-    def _parts(self) -> tuple[dict, dict]:
-        return self.conv_states, self.recurrent_states
-
-
-class _Everywhere:
-    """The layers of a cache that holds one layer, whatever its number."""
-
-    def __init__(self, state: RecurrentState):
-        self.state = state
-
-    def __getitem__(self, layer_idx: int) -> RecurrentState:
-        return self.state
-
-    def __len__(self) -> int:
-        return 1 << 30
-
-
-class _Entries(dict):
-    """Begins as another dict, and keeps what is put into it to itself.
-
-    Reading one token, fused kernels write into the states that they are given; those they get as copies.
-    """
-
-    def __init__(self, source: dict, copies: bool):
-        super().__init__()
-        self.source, self.copies = source, copies
-
-    def __missing__(self, key):
-        if not self.copies:
-            return self.source[key]
-        self[key] = self.source[key].clone()
-        return self[key]
-
-
-class _Reading(RecurrentState):
-    """Successor of a state, by reading `tokens` more tokens of every row, while the state itself stays."""
-
-    def __init__(self, start: RecurrentState, tokens: int):
-        super().__init__()
-        self.start = start
-        self.conv_states = _Entries(start.conv_states, copies=tokens == 1)
-        self.recurrent_states = _Entries(start.recurrent_states, copies=tokens == 1)
-
-    def __bool__(self) -> bool:
-        return bool(self.start)
-
-
-class _ConvolutionReading(_Reading):
-    """Keeps all inputs `(R, channels, K + T)`, from which follows the state after every token."""
-
-    def _keep_inputs(self, state_idx: int, seen: torch.Tensor, size: int) -> None:
-        self.conv_states[state_idx] = seen
-
-
-def _entry(entries: dict, key) -> torch.Tensor | None:
-    with suppress(KeyError):
-        return entries[key]
-    return None
-
-
-def _on(index: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return index.to(other.device, non_blocking=True)
 
 
 @dataclass
@@ -260,7 +104,7 @@ class RecurrentLayers:
             of them in front of its own.
     """
 
-    def __init__(self, model: torch.nn.Module, cache, batch_size: int):
+    def __init__(self, model: torch.nn.Module, cache: Any, batch_size: int):
         self.cache = cache
         self.replayed = [0] * batch_size
         self.plan: _Plan | None = None
@@ -279,7 +123,7 @@ class RecurrentLayers:
         moves = self._moves(MAX_REPLAY)
         self.plan = _Plan(nodes, [0] * len(self.replayed) if moves else list(self.replayed), moves)
         with ExitStack() as hooks:
-            hooks.enter_context(own_chunks([mixer.module for mixer in self._mixers], _Reading))
+            hooks.enter_context(own_chunks([mixer.module for mixer in self._mixers], Reading))
             for mixer in self._mixers:
                 for handle in mixer.hook():
                     hooks.callback(handle.remove)
@@ -335,15 +179,15 @@ class RecurrentLayers:
         index = torch.tensor([row])
         return {layer: state.rows(index) for layer, state in self.states.items()}
 
-    def mark(self) -> tuple:
+    def mark(self) -> tuple[Any, ...]:
         """State of the rows, for `return_to`. Tensors are never written to, so none is copied."""
         states = {layer: state.copy() for layer, state in self.states.items()}
         return list(self.replayed), states, [mixer.inputs for mixer in self._mixers]
 
-    def return_to(self, mark: tuple) -> None:
+    def return_to(self, mark: tuple[Any, ...]) -> None:
         """Forgets what was read since. The rows must be the same."""
         replayed, states, inputs = mark
-        self.replayed = list(replayed)
+        self.replayed: list[int] = list(replayed)
         for layer, state in states.items():
             self.states[layer].put(state)
         for mixer, own in zip(self._mixers, inputs):
@@ -355,15 +199,15 @@ class _Mixer:
 
     Attributes:
         state (`RecurrentState`): At a committed token of each row.
-        after (`_Reading`, *optional*): What it becomes by the last forward.
+        after (`Reading`, *optional*): What it becomes by the last forward.
         inputs (`dict[str, torch.Tensor]`): What was read since `state`, each `(R, W, ...)`, if it may be replayed.
     """
 
-    reading: type[_Reading] = _Reading
+    reading: type[Reading] = Reading
 
     def __init__(self, layers: RecurrentLayers, module: torch.nn.Module):
         self.layers, self.module, self.state = layers, module, layers.states[module.layer_idx]
-        self.after: _Reading | None = None
+        self.after: Reading | None = None
         self.inputs: dict[str, torch.Tensor] = {}
         signature = inspect.signature(inspect.unwrap(type(module).forward))
         self._names = [name for name in signature.parameters if name != "self"]
@@ -408,7 +252,7 @@ class _Mixer:
         """Replays `count` tokens of some rows and keeps the state after them."""
 
     def keep_rows(self, index: torch.Tensor) -> None:
-        self.inputs = {name: value[_on(index, value)] for name, value in self.inputs.items()}
+        self.inputs = {name: value[on_device_of(index, value)] for name, value in self.inputs.items()}
 
     def add_rows(self, count: int) -> None:
         """Makes room for rows that have nothing to replay."""
@@ -457,10 +301,10 @@ class _ReplayingMixer(_Mixer):
         everyone = len(rows) == len(self.layers.replayed)
         index = None if everyone else torch.tensor(rows)
         inputs = {
-            name: value[:, :count] if everyone else value[_on(index, value), :count]
+            name: value[:, :count] if everyone else value[on_device_of(index, value), :count]
             for name, value in self.inputs.items()
         }
-        after = _Reading(self.state if everyone else self.state.rows(index), count)
+        after = Reading(self.state if everyone else self.state.rows(index), count)
         self.module.forward(**{**self._arguments, **inputs, self._cache_name: after})
         self.state.put(after, index)
 
@@ -468,7 +312,7 @@ class _ReplayingMixer(_Mixer):
 class _Convolution(_Mixer):
     """A short convolution, whose state is its last inputs."""
 
-    reading = _ConvolutionReading
+    reading = ConvolutionReading
 
     def commit(self, counts, whole):
         for key, seen in self.after.conv_states.items():
@@ -483,7 +327,7 @@ def _windows(seen: torch.Tensor, starts: list[int], size: int) -> torch.Tensor:
     if len(set(starts)) == 1:
         return seen[..., starts[0] : starts[0] + size].contiguous()
     columns = torch.tensor(starts)[:, None] + torch.arange(size)
-    return seen.gather(2, _on(columns, seen)[:, None].expand(-1, seen.shape[1], -1))
+    return seen.gather(2, on_device_of(columns, seen)[:, None].expand(-1, seen.shape[1], -1))
 
 
 class _StepwiseMixer(_Mixer):
@@ -497,7 +341,7 @@ class _StepwiseMixer(_Mixer):
         super().__init__(layers, module)
         self._thread = get_ident()
         self._step: int | None = None
-        self._states: list[_Reading] = []
+        self._states: list[Reading] = []
         self._first = [child for name, child in module.named_children() if name.startswith("in_proj")]
         self._projected: dict[torch.nn.Module, torch.Tensor] = {}
         self._collected: list[torch.Tensor] = []
@@ -533,7 +377,7 @@ class _StepwiseMixer(_Mixer):
         self._projected = {projection: projection(hidden) for projection in self._first} if nodes > 1 else {}
         for step in range(nodes):
             self._step = step if nodes > 1 else None
-            self.after = _Reading(self.after, 1)
+            self.after = Reading(self.after, 1)
             self._states.append(self.after)
             call = {**arguments, "hidden_states": hidden[:, step : step + 1], cache_name: self.after}
             # The last one is left to the module's own call.
@@ -578,23 +422,3 @@ def mixers(model: torch.nn.Module) -> list[torch.nn.Module]:
 def _updates_state(module_class: type) -> bool:
     code = getattr(inspect.unwrap(module_class.forward), "__code__", None)
     return code is not None and not {"update_conv_state", "update_recurrent_state"}.isdisjoint(code.co_names)
-
-
-def load_state(layer) -> RecurrentState:
-    """A copy of what a recurrent layer of a `DynamicCache` holds."""
-    sizes = layer.conv_kernel_size
-    return RecurrentState(
-        {key: state[..., -sizes[key] :].clone() for key, state in layer.conv_states.items() if state is not None},
-        {key: state.clone() for key, state in layer.recurrent_states.items() if state is not None},
-    )
-
-
-def store_states(cache: DynamicCache, rows: list[dict[int, RecurrentState]]) -> None:
-    """Fills the recurrent layers of a cache with what `RecurrentLayers.row_states` returned for each row."""
-    for layer_idx, state in rows[0].items():
-        for key in state.conv_states:
-            joined = torch.cat([row[layer_idx].conv_states[key] for row in rows])
-            cache.update_conv_state(joined, layer_idx, state_idx=key, conv_kernel_size=joined.shape[-1])
-        for key in state.recurrent_states:
-            joined = torch.cat([row[layer_idx].recurrent_states[key] for row in rows])
-            cache.update_recurrent_state(joined, layer_idx, state_idx=key)

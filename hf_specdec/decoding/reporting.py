@@ -68,7 +68,7 @@ class ColumnStreamer:
     def put_prompts(self, input_ids: torch.LongTensor) -> None:
         if self._streamer is not None:
             self._streamer.put(input_ids.cpu())
-            self.has_shown = True
+            self.has_shown: bool = True
 
     def put_columns(self) -> None:
         """Hands over the columns that have become ready."""

@@ -41,8 +41,8 @@ class Request:
 
     model: torch.nn.Module
     input_ids: torch.LongTensor
-    logits_processor: list
-    stopping_criteria: list
+    logits_processor: list[Any]
+    stopping_criteria: list[Any]
     generation_config: GenerationConfig
     model_kwargs: dict[str, Any]
     streamer: Any = None

@@ -31,9 +31,9 @@ class Sequences:
 
     def __init__(self, input_ids: torch.LongTensor, pad_token_id: int):
         self.pad_token_id = pad_token_id
-        self.device = input_ids.device
-        self.prompt_length = input_ids.shape[1]
-        self.lengths = [self.prompt_length] * input_ids.shape[0]
+        self.device: torch.device = input_ids.device
+        self.prompt_length: int = input_ids.shape[1]
+        self.lengths: list[int] = [self.prompt_length] * input_ids.shape[0]
         self._tokens = self._padded(input_ids.cpu().numpy(), self.prompt_length + 256)
 
     def _padded(self, tokens: np.ndarray, columns: int) -> np.ndarray:
@@ -100,18 +100,18 @@ class StopRules:
 
     def __init__(self, criteria: StoppingCriteriaList, sequences: Sequences, scores: StepRecorder | None = None):
         self.sequences = sequences
-        self.max_length = min(c.max_length for c in criteria if type(c) is MaxLengthCriteria)
-        self.eos_tokens = {
+        self.max_length: int = min(c.max_length for c in criteria if type(c) is MaxLengthCriteria)
+        self.eos_tokens: set[int] = {
             int(token) for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.reshape(-1)
         }
         self._times = [c for c in criteria if type(c) is MaxTimeCriteria]
         self._strings = StoppingCriteriaList(c for c in criteria if type(c) is StopStringCriteria)
         built_in = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
         self._others = StoppingCriteriaList(c for c in criteria if type(c) not in built_in)
-        self.rows_end_alone = any(hasattr(c, "eos_token_id") for c in criteria)
+        self.rows_end_alone: bool = any(hasattr(c, "eos_token_id") for c in criteria)
         self.ends: list[int | None] = [None] * len(sequences.lengths)
         self.all_finished = False
-        self.num_cut_back = 0
+        self.num_cut_back: int = 0
         self._num_judged = sequences.prompt_length
         self._scores = scores
         self._steps: list[torch.Tensor] = []
@@ -156,7 +156,7 @@ class StopRules:
         if self._times and any(bool(c(self.sequences.prefix(1, row=0), None)) for c in self._times):
             self._end_all()
         if None not in self.ends:
-            self.all_finished = self.rows_end_alone or min(self.sequences.lengths) >= max(self.ends)
+            self.all_finished: bool = self.rows_end_alone or min(self.sequences.lengths) >= max(self.ends)
         if self.all_finished and not self.rows_end_alone:
             for row in range(len(self.ends)):
                 self._cut_back(row, max(self.ends))

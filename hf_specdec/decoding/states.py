@@ -37,8 +37,9 @@ def captured_states(model: torch.nn.Module, keys: tuple, joined: bool = False):
 class StateTaps:
     """Places in a model where the states of `captured_states` are found, for those who capture them repeatedly."""
 
-    def __init__(self, model: torch.nn.Module, keys: tuple):
-        self.model, self.keys = model, keys
+    def __init__(self, model: torch.nn.Module, keys: tuple[int | str, ...]):
+        self.model = model
+        self.keys = keys
         self._taps = [(key, module, enters) for key in keys for module, enters in _taps(model, key)]
 
     @contextmanager

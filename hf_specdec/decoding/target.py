@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +36,13 @@ from .cache import SlotCache, padded_rows
 from .graphs import CallGraphs, graphs_for
 from .masks import RowState, ancestor_bits, node_masks, node_positions, slot_tree
 from .profile import MASK_OF_LAYER_TYPE, WITHOUT_ATTENTION, model_profile
-from .recurrent import RecurrentLayers, RecurrentState, mixers
+from .recurrent import RecurrentLayers, mixers
+from .recurrent_state import RecurrentState
 from .states import StateTaps
+
+
+if TYPE_CHECKING:
+    from .profile import ModelProfile
 
 
 @dataclass
@@ -44,8 +50,8 @@ class SlotOutput:
     """Result of a forward over slots: `logits` `(R, T, V)` and the states asked for, each `(R, T, H)`."""
 
     logits: torch.Tensor
-    hidden_states: dict = field(default_factory=dict)
-    all_hidden_states: tuple | None = None
+    hidden_states: dict[int | str, torch.Tensor] = field(default_factory=dict)
+    all_hidden_states: tuple[torch.Tensor, ...] | None = None
 
 
 _NO_LIMIT = torch.iinfo(torch.long).max
@@ -63,11 +69,16 @@ class NodeInputs:
     def __init__(self, rows: int, nodes: int, device: torch.device):
         # A call may run in inference mode, and a later one outside of it.
         with torch.inference_mode(False):
+            self.tokens: torch.Tensor
+            self.ancestors: torch.Tensor
+            self.depths: torch.Tensor
             self.tokens, self.ancestors, self.depths = (
                 torch.zeros((rows, nodes), dtype=torch.long, device=device) for _ in range(3)
             )
             # Each part begins at a multiple of 16 bytes, for which kernels are compiled in any case.
             self._rows = torch.zeros((4, rows + rows % 2), dtype=torch.long, device=device)
+        self.lengths: torch.Tensor
+        self.starts: torch.Tensor
         self.lengths, self.starts, self._first_positions, self._last_positions = self._rows[:, :rows]
 
     def fill(
@@ -136,23 +147,29 @@ class SlotModel:
     # Attention that the tree kernel cannot compute falls back to masks by itself.
     _fits_kernel = True
 
-    def __init__(self, model, cache: SlotCache, states: tuple = (), forward_kwargs: dict | None = None):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        cache: SlotCache,
+        states: tuple[int | str, ...] = (),
+        forward_kwargs: dict[str, Any] | None = None,
+    ):
         self.model = model
         self.cache = cache
-        self.profile = model_profile(model)
+        self.profile: ModelProfile = model_profile(model)
         self.starts: list[int] = []
         self.offsets: list[int] = []
         self.hidden: torch.BoolTensor | None = None
         self.counter: PositionCounter | None = None
         self.max_position: int | None = None
-        self.attention_layers: Counter = Counter()
+        self.attention_layers: Counter[str] = Counter()
         self.graphs: CallGraphs | None = None
         self.recurrent: RecurrentLayers | None = None
         if self.profile.is_recurrent:
             cache.last_recurrent_layer = max(module.layer_idx for module in mixers(model))
         self.states = states
-        self.taps = StateTaps(model, states)
-        self.forward_kwargs = forward_kwargs or {}
+        self.taps: StateTaps = StateTaps(model, states)
+        self.forward_kwargs: dict[str, Any] = forward_kwargs or {}
         self.row_inputs: dict[str, torch.Tensor] = {}
         self._needs_no_masks = False
         # That of the hidden states; a model's first parameter may belong to a vision tower of another type.
@@ -301,7 +318,7 @@ class SlotModel:
         states = {key: state[:rows, :nodes] for key, state in states.items()}
         return SlotOutput(logits[:rows, logits_from:nodes], states)
 
-    def read_static(self, nodes: NodeInputs, columns: int) -> tuple[SlotOutput, Counter]:
+    def read_static(self, nodes: NodeInputs, columns: int) -> tuple[SlotOutput, Counter[str]]:
         """Forward from tensors that stay where they are, for a capture; nothing else changes with the text.
 
         Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,9 +16,9 @@ from ..speculator import Speculator
 class SweepingController(SpeculationController):
     """Goes through all limits from cycle to cycle, downwards, none included; trees stay whole."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self.tree_size = None
+        self.tree_size: None = None
 
     def _choose(self, rows: list[int]) -> int:
         return self.most - self.num_cycles % (self.most + 1)

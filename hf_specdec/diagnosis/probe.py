@@ -101,7 +101,11 @@ class Acceptance:
 
 
 def measure_acceptance(
-    model: PreTrainedModel, speculator: Speculator, batches: Sequence[Batch], wiring: Wiring | None = None, **sampling
+    model: PreTrainedModel,
+    speculator: Speculator,
+    batches: Sequence[Batch],
+    wiring: Wiring | None = None,
+    **sampling: Any,
 ) -> Acceptance:
     """Lets the target write and the drafter draft at every token.
 

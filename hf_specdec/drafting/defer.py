@@ -51,7 +51,7 @@ class UnreadText:
         self._prompt: Prompt | None = None
         self._rows: list[int] = []  # those of the prompt's rows that are left
         self._commits: list[Commit] = []
-        self.num_tokens = 0
+        self.num_tokens: int = 0
 
     @property
     def num_commits(self) -> int:

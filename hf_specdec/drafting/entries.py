@@ -10,6 +10,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,13 +40,14 @@ class DraftEntries(DraftSlots):
         num_read (`int`): Nodes of the current draft that have been read.
     """
 
-    num_read = 0
+    num_read: int = 0
     # True if committed tokens have to be read before rows join.
     joins_read = False
 
-    def __init__(self, network: nn.Module, starts: list[int], offsets: list[int], capacity: int, **options):
+    def __init__(self, network: nn.Module, starts: list[int], offsets: list[int], capacity: int, **options: Any):
         super().__init__(network, starts, offsets, capacity, **options)
-        self.dtype, self.span = network.dtype, network.span
+        self.dtype: torch.dtype = network.dtype
+        self.span: Any = network.span
 
     # Kept entries
 

@@ -55,7 +55,7 @@ class RowInputs:
     def __init__(self, rows: int, values: dict[str, torch.Tensor], device: torch.device, constants: Any = None):
         # A call may run in inference mode, and a later one outside of it.
         with torch.inference_mode(False):
-            self.tensors = {
+            self.tensors: dict[str, torch.Tensor] = {
                 name: torch.zeros((rows, *value.shape[1:]), dtype=value.dtype, device=device)
                 for name, value in values.items()
             }
@@ -94,7 +94,9 @@ class RowGraphs:
         """Lets what comes up repeatedly run as a graph from now on; the arguments are those of [`begin_graphs`]."""
         self._graphs = begin_graphs(self._network, self._shared, config, session)
 
-    def run(self, key: tuple, read: Callable[..., Any], values: dict[str, torch.Tensor], constants: Any = None) -> Any:
+    def run(
+        self, key: tuple[Any, ...], read: Callable[..., Any], values: dict[str, torch.Tensor], constants: Any = None
+    ) -> Any:
         """Runs the network on some tensors, in a graph where there is one.
 
         Args:

@@ -109,7 +109,8 @@ class RowLimits:
     """
 
     def __init__(self, depths: list[int], threshold: float):
-        self.depths, self.threshold = depths, threshold
+        self.depths = depths
+        self.threshold = threshold
         self.deepest = max(depths)
 
     def stop_low_confidence(self, log_probs: torch.FloatTensor, depth: int) -> None:
@@ -123,8 +124,10 @@ class RowLimits:
             return
         # Waits for the device: forwards that are not needed are not launched.
         is_probable = (log_probs.amax(1) > math.log(self.threshold)).tolist()
-        self.depths = [limit if goes_on else min(limit, depth) for limit, goes_on in zip(self.depths, is_probable)]
-        self.deepest = max(self.depths)
+        self.depths: list[int] = [
+            limit if goes_on else min(limit, depth) for limit, goes_on in zip(self.depths, is_probable)
+        ]
+        self.deepest: int = max(self.depths)
 
     def within(self, log_probs: torch.FloatTensor, sizes: list[int]) -> torch.FloatTensor:
         """Log-probabilities `(R, C)` of candidates, -inf for those that are too deep for their row.
@@ -140,7 +143,7 @@ class RowLimits:
 
 
 class CapturedLimits:
-    """[`RowLimits`] inside of a graph: a tensor; the draft is as deep as the graph, whatever the rows' limits are.
+    """[`RowLimits`] inside a graph: limits in a tensor, and drafts as deep as the graph, whatever the limits are.
 
     Args:
         depths (`torch.LongTensor` of shape `(R,)`): Largest depth of each row.
@@ -149,12 +152,14 @@ class CapturedLimits:
     """
 
     def __init__(self, depths: torch.LongTensor, deepest: int, threshold: float):
-        self.depths, self.deepest, self.threshold = depths, deepest, threshold
+        self.depths = depths
+        self.deepest = deepest
+        self.threshold = threshold
 
     def stop_low_confidence(self, log_probs: torch.FloatTensor, depth: int) -> None:
         if self.threshold:
             is_probable = log_probs.amax(1) > math.log(self.threshold)
-            self.depths = torch.where(is_probable, self.depths, self.depths.clamp(max=depth))
+            self.depths: torch.Tensor = torch.where(is_probable, self.depths, self.depths.clamp(max=depth))
 
     def within(self, log_probs: torch.FloatTensor, sizes: list[int]) -> torch.FloatTensor:
         ends = torch.zeros_like(self.depths)

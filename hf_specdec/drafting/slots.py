@@ -40,7 +40,7 @@ class Entries(NamedTuple):
     """
 
     tokens: torch.LongTensor
-    states: dict
+    states: dict[int | str, torch.Tensor]
     counts: list[int]
 
 
@@ -90,8 +90,10 @@ class DraftSlots:
         graphs: CallGraphs | None = None,
         num_layers: int | None = None,
     ):
-        self.network, self.device, self.graphs = network, network.device, graphs
-        self.cache = SlotCache(capacity)
+        self.network = network
+        self.device: torch.device = network.device
+        self.graphs = graphs
+        self.cache: SlotCache = SlotCache(capacity)
         store = None if graphs is None else graphs.store
         layers = range(num_layers or len(network.layers))
         takes = [None if store is None else partial(store.take, layer) for layer in layers]
@@ -100,7 +102,10 @@ class DraftSlots:
         self._place_rows(starts, offsets)
 
     def _place_rows(self, starts: list[int], offsets: list[int]) -> None:
-        self.starts, self.offsets = starts, offsets
+        self.starts = starts
+        self.offsets = offsets
+        self.first_slots: torch.Tensor
+        self.leads: torch.Tensor
         self.first_slots, self.leads = upload(self.host_places(), self.device)[..., None]
 
     def host_places(self) -> list[list[int]]:
@@ -118,7 +123,7 @@ class DraftSlots:
 
     def replay(
         self,
-        key: tuple,
+        key: tuple[Any, ...],
         new: Entries,
         width: int,
         ahead: int,
@@ -209,16 +214,23 @@ class DraftInputs:
         limits (`torch.LongTensor` of shape `(R,)`): Largest depth of each row's draft.
     """
 
-    def __init__(self, rows: int, count: int, states: dict, device: torch.device, constants: Any = None):
+    def __init__(
+        self, rows: int, count: int, states: dict[int | str, torch.Tensor], device: torch.device, constants: Any = None
+    ):
         # A call may run in inference mode, and a later one outside of it.
         with torch.inference_mode(False):
-            self.tokens = torch.zeros((rows, count), dtype=torch.long, device=device)
-            self.states = {
+            self.tokens: torch.Tensor = torch.zeros((rows, count), dtype=torch.long, device=device)
+            self.states: dict[int | str, torch.Tensor] = {
                 key: torch.zeros((rows, count, state.shape[-1]), dtype=state.dtype, device=device)
                 for key, state in states.items()
             }
             self._rows = torch.zeros((5, rows), dtype=torch.long, device=device)
+        self.ends: torch.Tensor
+        self.counts: torch.Tensor
+        self.limits: torch.Tensor
         self.ends, self.counts, self.limits = self._rows[:3]
+        self.first_slots: torch.Tensor
+        self.leads: torch.Tensor
         self.first_slots, self.leads = self._rows[3:, :, None]
         self._constants = constants
 
@@ -248,10 +260,10 @@ class KnownPrompt:
     def __init__(self, prompt: Prompt):
         num_tokens = prompt.input_ids.shape[1]
         self.prompt = prompt
-        self.count = min(prompt.num_states - 1, num_tokens)
+        self.count: int = min(prompt.num_states - 1, num_tokens)
         first = max(num_tokens - 1 - self.count, 0)
-        self.starts = [max(start - first, 0) for start in prompt.starts]
-        self.offsets = [max(first - start, 0) for start in prompt.starts]
+        self.starts: list[int] = [max(start - first, 0) for start in prompt.starts]
+        self.offsets: list[int] = [max(first - start, 0) for start in prompt.starts]
 
     def slots(
         self, network: torch.nn.Module, config: SpeculativeConfig, session: Session, num_ahead: int

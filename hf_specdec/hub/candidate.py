@@ -121,7 +121,7 @@ _REASONS = {
 }
 
 
-def rank(candidate: Candidate) -> tuple:
+def rank(candidate: Candidate) -> tuple[Any, ...]:
     """Sort key of candidates, the best first; unusable ones come last."""
     return (
         bool(candidate.problems),

@@ -131,7 +131,7 @@ def _about_it(message: str, name: str) -> str:
     return f"It {message.removeprefix(subject)}" if message.startswith(subject) else message
 
 
-def detect_checkpoint(name: str | os.PathLike[str], **location) -> Detection:
+def detect_checkpoint(name: str | os.PathLike[str], **location: Any) -> Detection:
     """Detects what a folder or repository is; `location` is what [`RepoFiles`] takes."""
     return detect(RepoFiles(name, **location))
 

@@ -118,12 +118,15 @@ class Search:
         method: str | None = None,
         trusted_owners: Sequence[str] | None = None,
     ):
-        self.target, self.access, self.limit = target, access or Access(), limit
-        self.method, self.trusted_owners = method, trusted_owners
+        self.target = target
+        self.access: Access = access or Access()
+        self.limit = limit
+        self.method = method
+        self.trusted_owners = trusted_owners
         self.notes: list[str] = []
         self.rejected: list[str] = []
         # Names of the target, each with the relation of the drafters made for it; more are found during the search.
-        self.names = {target.repo_id: "exact"} if target.repo_id else {}
+        self.names: dict[str, str] = {target.repo_id: "exact"} if target.repo_id else {}
         self._seen: set[tuple[Any, ...]] = set()
 
     def usable(self) -> Iterator[Candidate]:

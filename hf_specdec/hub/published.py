@@ -63,7 +63,7 @@ def settings_to_publish(config: SpeculativeConfig, *, with_place: bool) -> dict[
     return {key: value for key, value in settings.items() if key in names}
 
 
-def published_config(settings: Any, source: str, *, with_place: bool = False, **place) -> SpeculativeConfig:
+def published_config(settings: Any, source: str, *, with_place: bool = False, **place: Any) -> SpeculativeConfig:
     """The configuration of published settings, as far as a stranger's word counts.
 
     Args:
@@ -80,7 +80,7 @@ def published_config(settings: Any, source: str, *, with_place: bool = False, **
     return config_of(believed(settings, source, with_place=with_place), source, **place)
 
 
-def config_of(flat: dict[str, Any], source: str, **place) -> SpeculativeConfig:
+def config_of(flat: dict[str, Any], source: str, **place: Any) -> SpeculativeConfig:
     """The configuration of settings that have been sifted."""
     try:
         if takes_model(flat.get("method")) and flat.get("model") is None:

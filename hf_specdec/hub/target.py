@@ -48,7 +48,7 @@ class Access:
         """The target, with local files only."""
         return replace(self, local_files_only=True)
 
-    def files(self, name: str, **location) -> RepoFiles:
+    def files(self, name: str, **location: Any) -> RepoFiles:
         """Files of a checkpoint; `location` is `revision` and `subfolder`."""
         return RepoFiles(name, **asdict(self), **location)
 
@@ -72,7 +72,7 @@ class Target:
     num_bytes: int | None = None
 
     @classmethod
-    def of_model(cls, model) -> Target:
+    def of_model(cls, model: Any) -> Target:
         """A loaded model."""
         source = model.config
         return cls(

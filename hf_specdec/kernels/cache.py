@@ -67,7 +67,7 @@ def flat_slots(slots: torch.LongTensor, heads: int, capacity: int) -> torch.Long
 
 
 def write_slots(buffers: Sequence[torch.Tensor], states: Sequence[torch.Tensor], plan: WritePlan) -> None:
-    """Writes what a layer has made of the new tokens to their slots.
+    """Writes a layer's states of the new tokens, such as keys and values, to their slots.
 
     Args:
         buffers (`Sequence[torch.Tensor]`): One or two, such as keys and values, each `(B, H, C, D)` and contiguous.

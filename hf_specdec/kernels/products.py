@@ -36,7 +36,7 @@ from .few_rows import DTYPES, linear, linears, takes, takes_weight
 logger = logging.get_logger(__name__)
 
 # Switch of all measurements. The environment variable HF_SPECDEC_KERNELS=torch leaves all products to torch.
-measures = HAS_LLVM and CHOICE != "torch"
+measures: bool = HAS_LLVM and CHOICE != "torch"
 
 # Bytes of a matrix below which calls cost more than arithmetic, and of the matrices that are read in turn: more than
 # caches hold, where the model has so many. Beyond 16 rows arithmetic weighs more, and fewer tell as much.
@@ -87,7 +87,7 @@ class Shape(NamedTuple):
 
 
 # For each shape at which torch's way is not always the fastest: the fastest for each number of rows.
-ways_of_shapes: dict[tuple, tuple[Callable[..., torch.Tensor], ...]] = {}
+ways_of_shapes: dict[tuple[Any, ...], tuple[Callable[..., torch.Tensor], ...]] = {}
 # For each shape that has been measured, a digit for each measured number of rows.
 _known: dict[str, str] = {}
 _prepared: WeakKeyDictionary[nn.Module, Prepared] = WeakKeyDictionary()
@@ -255,7 +255,7 @@ def _write(file: Path) -> None:
 
 
 class OwnForward:
-    """Takes the place of a module's forward, for which its class's own products are not the fastest.
+    """Replaces the forward of a module for whose shapes another product than its class's own is the fastest.
 
     Args:
         module (`nn.Module`): A linear layer, or one with the weights of experts.

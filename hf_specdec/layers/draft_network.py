@@ -54,7 +54,7 @@ class TargetParts:
             self._last[name] = find(target)
         return self._last[name]
 
-    def __deepcopy__(self, memo: dict) -> TargetParts:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TargetParts:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -175,8 +175,8 @@ class DraftNetwork(DraftModule):
     def __init__(self, config: DraftConfig):
         super().__init__()
         self.config = config
-        self.rotary_emb = rotary_embedding(config)
-        self.angles = RotaryAngles(self.rotary_emb)
+        self.rotary_emb: LlamaRotaryEmbedding = rotary_embedding(config)
+        self.angles: RotaryAngles = RotaryAngles(self.rotary_emb)
 
     def with_settings(self, **settings: Any) -> DraftNetwork:
         """Copies the network with other settings in its config; the copy shares its weights."""

@@ -179,8 +179,10 @@ class DecoderLayer(DirectModule):
         post_attention_layernorm: nn.Module,
     ):
         super().__init__()
-        self.self_attn, self.mlp = self_attn, mlp
-        self.input_layernorm, self.post_attention_layernorm = input_layernorm, post_attention_layernorm
+        self.self_attn = self_attn
+        self.mlp = mlp
+        self.input_layernorm = input_layernorm
+        self.post_attention_layernorm = post_attention_layernorm
 
     @classmethod
     def of(cls, layer: nn.Module, layer_idx: int) -> DecoderLayer:
@@ -247,10 +249,18 @@ class RotaryAttention(DirectModule):
         is_causal: bool = True,
     ):
         super().__init__()
-        self.head_dim, self.groups, self.layer_idx, self.is_causal = head_dim, groups, layer_idx, is_causal
-        self.scaling = head_dim**-0.5 if scaling is None else scaling
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = q_proj, k_proj, v_proj, o_proj
+        self.head_dim = head_dim
+        self.groups = groups
+        self.layer_idx = layer_idx
+        self.is_causal = is_causal
+        self.scaling: float = head_dim**-0.5 if scaling is None else scaling
+        self.q_proj = q_proj
+        self.k_proj = k_proj
+        self.v_proj = v_proj
+        self.o_proj = o_proj
         if head_norms is not None:
+            self.q_norm: nn.Module
+            self.k_norm: nn.Module
             self.q_norm, self.k_norm = head_norms
 
     @classmethod
@@ -370,7 +380,10 @@ class GatedMLP(DirectModule):
 
     def __init__(self, gate_proj: nn.Module, up_proj: nn.Module, down_proj: nn.Module, act_fn: nn.Module):
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = gate_proj, up_proj, down_proj, act_fn
+        self.gate_proj = gate_proj
+        self.up_proj = up_proj
+        self.down_proj = down_proj
+        self.act_fn = act_fn
 
     @classmethod
     def new(cls, config: LayerSizes, biases: Container[str] = ()) -> GatedMLP:
@@ -397,7 +410,7 @@ class RMSNorm(DirectModule):
 
     def __init__(self, size: int, eps: float, weight: nn.Parameter | None = None):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size)) if weight is None else weight
+        self.weight: nn.Parameter = nn.Parameter(torch.ones(size)) if weight is None else weight
         self.variance_epsilon = eps
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ Shapes: R rows, T tokens, D head size.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from torch import nn
 _STATIC_KINDS = ("default", "linear", "llama3", "yarn")
 
 
-def has_static_frequencies(parameters: Mapping | None) -> bool:
+def has_static_frequencies(parameters: Mapping[str, Any] | None) -> bool:
     """Tells whether an embedding with these `rope_parameters` has the same frequencies at every length."""
     return (parameters or {}).get("rope_type", "default") in _STATIC_KINDS
 

@@ -11,6 +11,7 @@ Shapes: R rows, L tokens so far, V vocabulary.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from transformers.generation import logits_process as hf
@@ -61,8 +62,8 @@ class ProcessorStack:
         self.processors = processors
         self._run = LogitsProcessorList(map(without_sort, processors))
         kinds = [type(processor) for processor in processors]
-        self.reads_tokens = any(kind not in _POSITION_INDEPENDENT for kind in kinds)
-        self.knows_all = all(kind in _POSITION_INDEPENDENT or kind in _ROW_WISE for kind in kinds)
+        self.reads_tokens: bool = any(kind not in _POSITION_INDEPENDENT for kind in kinds)
+        self.knows_all: bool = all(kind in _POSITION_INDEPENDENT or kind in _ROW_WISE for kind in kinds)
 
     def __bool__(self) -> bool:
         return len(self.processors) > 0
@@ -74,7 +75,7 @@ class ProcessorStack:
         return [kind.__name__ for kind in kinds if kind not in _POSITION_INDEPENDENT and kind not in _ROW_WISE]
 
     @property
-    def signature(self) -> tuple | None:
+    def signature(self) -> tuple[Any, ...] | None:
         """Equal for stacks that make the same of all scores; `None` where more than the scores is read."""
         if self.reads_tokens:
             return None

@@ -51,7 +51,7 @@ class RowUniforms:
         if not 0 <= seed < 2**64:
             raise ValueError(f"The seed must be from 0 to 2**64 - 1, got {seed}.")
         self.seed = seed
-        self.device = torch.device(device)
+        self.device: torch.device = torch.device(device)
         purposes = (TARGET, ACCEPT, DRAFT)
         self._by_position = [_Stream(seed, purpose, space=0, width=1024) for purpose in purposes]
         self._by_node = [_Stream(seed, purpose, space=1, width=16 * NODES_PER_ANCHOR) for purpose in purposes]

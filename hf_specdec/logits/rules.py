@@ -67,13 +67,15 @@ class StandardRule:
             return reject_chain(draft, probs, self.uniforms.at(ACCEPT, rows, positions, draft.size), target_uniforms)
         return reject_tree(draft, probs, self.uniforms.for_nodes(rows, positions, draft.size), target_uniforms)
 
-    def choices(self, draft, scores, rows, positions) -> torch.LongTensor:
+    def choices(
+        self, draft: DraftTree, scores: torch.Tensor, rows: list[int], positions: list[int]
+    ) -> torch.LongTensor:
         """The target's own token after each node, `(R, T)`."""
         if self.uniforms is None:
             return best_tokens(scores)
         return sample_from_probs(scores.softmax(-1), self.target_uniforms(draft, rows, positions))
 
-    def target_uniforms(self, draft, rows, positions) -> torch.FloatTensor:
+    def target_uniforms(self, draft: DraftTree, rows: list[int], positions: list[int]) -> torch.FloatTensor:
         """The number of each node's draw, `(R, T)`: that of the position after it."""
         drawn = self.uniforms.at(TARGET, rows, positions, draft.topology.max_depth + 1)
         return drawn.gather(1, draft.topology.depths.expand(len(rows), -1))
@@ -89,7 +91,7 @@ class BlockRule(StandardRule):
     name = "block"
     judges_whole_drafts = True
 
-    def judge(self, draft, scores, rows, positions) -> Acceptance:
+    def judge(self, draft: DraftTree, scores: torch.Tensor, rows: list[int], positions: list[int]) -> Acceptance:
         if draft.probs is None or not draft.is_chain:
             return super().judge(draft, scores, rows, positions)
         # By node and not by position: a position that a later test gave up is judged again in the next cycle.
@@ -112,9 +114,10 @@ class TypicalRule(StandardRule):
 
     def __init__(self, uniforms: RowUniforms | None, threshold: float, alpha: float):
         super().__init__(uniforms)
-        self.threshold, self.alpha = threshold, alpha
+        self.threshold = threshold
+        self.alpha = alpha
 
-    def judge(self, draft, scores, rows, positions) -> Acceptance:
+    def judge(self, draft: DraftTree, scores: torch.Tensor, rows: list[int], positions: list[int]) -> Acceptance:
         return accept_typical(draft, scores, self.threshold, self.alpha)
 
 
@@ -141,7 +144,7 @@ class SyntheticRule(StandardRule):
     ):
         super().__init__(uniforms)
         self.accept_uniforms = accept_uniforms
-        self.rates = torch.tensor(conditional_rates(rates), device=accept_uniforms.device)
+        self.rates: torch.Tensor = torch.tensor(conditional_rates(rates), device=accept_uniforms.device)
         self.least_depth = least_depth
 
     @classmethod
@@ -164,7 +167,7 @@ class SyntheticRule(StandardRule):
                 f"{depth + 1}."
             )
 
-    def judge(self, draft, scores, rows, positions) -> Acceptance:
+    def judge(self, draft: DraftTree, scores: torch.Tensor, rows: list[int], positions: list[int]) -> Acceptance:
         accept_uniforms = self.accept_uniforms.at(ACCEPT, rows, positions, len(self.rates))
         return accept_synthetic(draft, self.rates, accept_uniforms, self.choices(draft, scores, rows, positions))
 

@@ -7,6 +7,8 @@ Shapes: R rows, V target vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..kernels.sampling import sample_from_probs
@@ -24,8 +26,8 @@ class DraftSampler:
         vocab_size (`int`): V, the width of the target's logits.
     """
 
-    def __init__(self, stack: ProcessorStack, sequences, uniforms: RowUniforms | None, vocab_size: int):
-        self.stack = stack.known_only()
+    def __init__(self, stack: ProcessorStack, sequences: Any, uniforms: RowUniforms | None, vocab_size: int):
+        self.stack: ProcessorStack = stack.known_only()
         self.sequences = sequences
         self.uniforms = uniforms
         self.vocab_size = vocab_size

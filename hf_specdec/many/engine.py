@@ -89,7 +89,7 @@ class Engine:
         self._loop: JointLoop | None = None
         self._waiting: deque[Row] = deque()
         self._ended: list[Row] = []
-        self.stats = SpecDecodingStats()
+        self.stats: SpecDecodingStats = SpecDecodingStats()
 
     @property
     def is_idle(self) -> bool:

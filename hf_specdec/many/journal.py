@@ -31,7 +31,7 @@ class Journal:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
+        self.path: Path = Path(path)
         self._known: dict[int, dict[str, Any]] = {}
         end = self._read() if self.path.exists() else 0
         self._file = self.path.open("r+b" if self.path.exists() else "w+b")

@@ -62,8 +62,11 @@ class RequestReader:
         seed: int | None = None,
         num_places: int = 1,
     ):
-        self.model, self.tokenizer, self._given_seed, self._num_places = model, tokenizer, seed, num_places
-        self.arguments = {**arguments, "return_dict_in_generate": False}
+        self.model = model
+        self.tokenizer = tokenizer
+        self._given_seed = seed
+        self._num_places = num_places
+        self.arguments: dict[str, Any | bool] = {**arguments, "return_dict_in_generate": False}
         _check(self.arguments)
         self._stop_strings: Recent[StopStringCriteria] = Recent(64)
         self._seed = None if seed is None else seed_of(seed)

@@ -62,7 +62,7 @@ class IntervalLog(Listener, CallObserver):
 
     def close(self) -> None:
         """Logs what has been generated since the last line, if anything was, and nothing from then on."""
-        self.seconds = math.inf
+        self.seconds: float = math.inf
         with self._lock:
             line = self._end_interval() if self._sums.num_committed_tokens else None
         if line is not None:

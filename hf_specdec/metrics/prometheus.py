@@ -97,18 +97,18 @@ class PrometheusMetrics(Listener):
         def counter(name: str, help: str, *labels: str) -> Counter:
             return add(Counter, name, help, *_LABELS, *labels)
 
-        self.calls = counter("spec_decode_num_calls", "Speculative generate() calls that began.")
-        self.counters = {field: counter(*named) for field, named in _COUNTERS.items()}
-        self.accepted_per_position = counter(
+        self.calls: Counter = counter("spec_decode_num_calls", "Speculative generate() calls that began.")
+        self.counters: dict[str, Counter] = {field: counter(*named) for field, named in _COUNTERS.items()}
+        self.accepted_per_position: Counter = counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position in their draft.", "position"
         )
-        self.without_drafts = counter(
+        self.without_drafts: Counter = counter(
             "spec_decode_num_cycles_without_drafts", "Cycles in which no row had a draft, by reason.", "reason"
         )
-        self.spec_tokens = add(
+        self.spec_tokens: Any = add(
             Gauge, "spec_decode_num_spec_tokens", "Speculation length k of the last call.", *_LABELS
         )
-        self.histograms = {
+        self.histograms: dict[str, Any] = {
             key: add(Histogram, name, help, *_LABELS, buckets=buckets)
             for key, (name, help, buckets) in _HISTOGRAMS.items()
         }
@@ -244,7 +244,7 @@ def start_http_server(
     addr: str | None = None,
     registry: CollectorRegistry | None = None,
     model_name: str | None = None,
-):
+) -> tuple[Any, Any]:
     """Enables the metrics and serves them at `http://addr:port/metrics` from a daemon thread.
 
     With `PROMETHEUS_MULTIPROC_DIR` set and no registry given, the metrics of all processes are served as their sums.

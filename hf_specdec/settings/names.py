@@ -78,13 +78,13 @@ def options_class(method: str) -> type[Any]:
     return resolve_candidate_generator(method).options_class
 
 
-def options_in(options: Any) -> list[Field]:
+def options_in(options: Any) -> list[Field[Any]]:
     """The fields of an options class or object that are options; of a combination those of its parts."""
     described = getattr(options, "option_fields", None)
     return [item for item in described or fields(options) if item.init]
 
 
-def option_fields(method: str) -> list[Field]:
+def option_fields(method: str) -> list[Field[Any]]:
     """The fields of a method's own options; none of a method that does not exist."""
     try:
         return options_in(options_class(method))
@@ -92,12 +92,12 @@ def option_fields(method: str) -> list[Field]:
         return []
 
 
-def key_of(item: Field) -> str:
+def key_of(item: Field[Any]) -> str:
     """The flat name of an option."""
     return item.metadata.get("key", item.name)
 
 
-def default_of(item: Field) -> Any:
+def default_of(item: Field[Any]) -> Any:
     """The default of an option, made anew where it has a factory."""
     return item.default if item.default_factory is MISSING else item.default_factory()
 
@@ -184,7 +184,7 @@ def _spellings(options_class: type[Any]) -> dict[str, _Spelling]:
     return found
 
 
-def names_of(item: Field) -> set[str]:
+def names_of(item: Field[Any]) -> set[str]:
     """The names that an option may be given by: its flat name, that of its field, older ones, and those of engines."""
     others = item.metadata.get("engine_names", ()), item.metadata.get("former_names", ())
     return {key_of(item), item.name, *others[0], *others[1]}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -60,7 +60,7 @@ class AutoregressiveRecipe(CycleRecipe):
     noise: float = 0.0
 
     muon = True
-    target_hidden_states = ("last",)
+    target_hidden_states: ClassVar[tuple[int | str, ...]] = ("last",)
     num_drafts = 4
 
     def step_loss(

@@ -26,7 +26,7 @@ class HeadsRecipe(Recipe):
     """
 
     num_ranks: ClassVar[int] = 1
-    target_hidden_states = ("last",)
+    target_hidden_states: ClassVar[tuple[int | str, ...]] = ("last",)
 
     head_decay: float
     max_positions: int | None

@@ -151,7 +151,7 @@ def shared_option(name: str, default: Any) -> Any:
 # ------------------------------------------------------------------------------------------------- reading options
 
 
-def options_of(options: type) -> Iterator[tuple[Field, Any]]:
+def options_of(options: type) -> Iterator[tuple[Field[Any], Any]]:
     """Yields the options of a dataclass and their types, without `None`."""
     hints = hints_of(options)
     for item in fields(options):
@@ -160,7 +160,7 @@ def options_of(options: type) -> Iterator[tuple[Field, Any]]:
             yield item, kinds[0] if NoneType in kinds else hints[item.name]
 
 
-def flags_of(item: Field, kind: Any) -> tuple[str, ...]:
+def flags_of(item: Field[Any], kind: Any) -> tuple[str, ...]:
     """Returns the flags of an option, switches with both of theirs: "--muon/--no-muon"."""
     name = item.name.replace("_", "-")
     can_be_off = kind is bool and item.default is not False

@@ -114,7 +114,7 @@ class Reading:
 
     tokens: torch.LongTensor
     counted: torch.BoolTensor
-    states: dict = field(default_factory=dict)
+    states: dict[int | str, torch.Tensor] = field(default_factory=dict)
     head: nn.Module | None = None
 
     def flat_states(self) -> torch.Tensor:
@@ -168,8 +168,9 @@ class TargetReader:
         states (`tuple`): Hidden states to capture, see [`captured_states`].
     """
 
-    def __init__(self, target: PreTrainedModel | None, states: tuple):
-        self.target, self.states = target, states
+    def __init__(self, target: PreTrainedModel | None, states: tuple[int | str, ...]):
+        self.target = target
+        self.states = states
         self._kept: dict[Any, torch.Tensor] = {}
         if states:
             target.requires_grad_(False).eval()

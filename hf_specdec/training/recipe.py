@@ -75,11 +75,11 @@ class Recipe(Options, ABC):
     kl_weight: float
 
     @property
-    def target_hidden_states(self) -> tuple:
+    def target_hidden_states(self) -> tuple[int | str, ...]:
         """Hidden states of the target that the loss needs; if none, the target reads nothing."""
         return ("last",) if self.kl_weight else ()
 
-    def states_for(self, network: nn.Module) -> tuple:
+    def states_for(self, network: nn.Module) -> tuple[int | str, ...]:
         """Returns the hidden states that the loss or the network needs."""
         return tuple(dict.fromkeys((*self.target_hidden_states, *getattr(network, "target_hidden_states", ()))))
 

@@ -129,10 +129,12 @@ class TrainingRun:
     """
 
     def __init__(self, recipe: Recipe, options: RunOptions, folder: str | Path, cpu: bool = False):
-        self.recipe, self.options, self.folder = recipe, options, Path(folder)
+        self.recipe = recipe
+        self.options = options
+        self.folder: Path = Path(folder)
         find_sources(options.data)
         self._check_folder()
-        self.accelerator = Accelerator(cpu=cpu)
+        self.accelerator: Accelerator = Accelerator(cpu=cpu)
         if options.batch_size % self.accelerator.num_processes:
             raise SpecConfigError(
                 f"`batch_size`={options.batch_size} cannot be divided among {self.accelerator.num_processes} "

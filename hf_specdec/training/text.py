@@ -47,7 +47,7 @@ def load_documents(
     Reads the documents of `data`, one source after the other.
 
     Args:
-        data (`Sequence[str]`): Files (.txt, .md, .py: one document each; .jsonl, .parquet: one a record), folders of
+        data (`Sequence[str]`): Files (.txt, .md, .py: one document each; .jsonl, .parquet: one per record), folders of
             such files, or ids of the `datasets` library, whose split may follow a colon (`name:train`).
         tokenizer (`PreTrainedTokenizerBase`): The target's.
         column (`str`, *optional*): Column of records to read: text, or a chat as a list of messages. By default the

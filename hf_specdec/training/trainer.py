@@ -46,16 +46,18 @@ class RunState:
     """
 
     def __init__(self, folder: Path | None = None, identity: dict[str, Any] | None = None):
-        self.folder, self.identity = folder, identity or {}
+        self.folder = folder
+        self.identity: dict[str, Any] = identity or {}
         self.losses: list[float] = []
-        self.seconds = 0.0
+        self.seconds: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return {"identity": self.identity, "seconds": self.seconds, "losses": self.losses}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_identity(self.identity, state["identity"])
-        self.seconds, self.losses = state["seconds"], list(state["losses"])
+        self.seconds = state["seconds"]
+        self.losses = list(state["losses"])
 
     def begin(self, accelerator: Accelerator, resume: bool) -> None:
         """Loads the state of the folder if the run is to be resumed."""

@@ -7,7 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_specdec.decoding.chunks import own_chunks
-from hf_specdec.decoding.recurrent import RecurrentState, mixers
+from hf_specdec.decoding.recurrent import mixers
+from hf_specdec.decoding.recurrent_state import RecurrentState
 from tests.architectures import tiny_model
 
 

@@ -11,7 +11,7 @@ Shapes: B active rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...control import ControlProfile
 from ...control.acceptance import RowOutcome
@@ -50,13 +50,18 @@ class CombinedCandidateGenerator(CandidateGenerator):
         model: CandidateGenerator,
         profile: ControlProfile,
     ):
-        self.config, self.options, self.session = config, config.options, session
-        self.retrieval, self.model = retrieval, model
-        self.num_speculative_tokens = max(self.retrieval.num_speculative_tokens, self.model.num_speculative_tokens)
-        self.target_hidden_states = self.model.target_hidden_states
-        self.num_best_tokens = self.model.num_best_tokens
-        self.samples_drafts = self.model.samples_drafts
-        self.choice = DrafterChoice(profile, session.batch_size, model.num_speculative_tokens)
+        self.config = config
+        self.options: Any = config.options
+        self.session = session
+        self.retrieval = retrieval
+        self.model = model
+        self.num_speculative_tokens: int = max(
+            self.retrieval.num_speculative_tokens, self.model.num_speculative_tokens
+        )
+        self.target_hidden_states: tuple[int | str, ...] = self.model.target_hidden_states
+        self.num_best_tokens: int = self.model.num_best_tokens
+        self.samples_drafts: bool | None = self.model.samples_drafts
+        self.choice: DrafterChoice = DrafterChoice(profile, session.batch_size, model.num_speculative_tokens)
         self._clock = CycleClock(session.device)
         self._unread = UnreadText(self.model)
         self._cycle: _Cycle | None = None

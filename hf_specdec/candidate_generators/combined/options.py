@@ -44,7 +44,7 @@ class CombinedOptions(Options):
         raise AttributeError(f"The options of '{'+'.join(vars(self).get('methods', ()))}' have no `{name}`.")
 
     @property
-    def option_fields(self) -> tuple[Field, ...]:
+    def option_fields(self) -> tuple[Field[Any], ...]:
         """The fields of all options."""
         return _fields_of(self.retrieval, self.model)
 
@@ -52,7 +52,7 @@ class CombinedOptions(Options):
 _OWN_FIELD = CombinedOptions.__dataclass_fields__["retrieval_num_speculative_tokens"]
 
 
-def _fields_of(retrieval: Any, model: Any) -> tuple[Field, ...]:
+def _fields_of(retrieval: Any, model: Any) -> tuple[Field[Any], ...]:
     """The fields of two options classes or objects, and the one of combinations."""
     # Both may be of one class.
     return tuple(dict.fromkeys((*fields(model), *fields(retrieval), _OWN_FIELD)))
@@ -70,8 +70,10 @@ class CombinedOptionsClass:
     """
 
     def __init__(self, methods: tuple[str, str], retrieval: type, model: type):
-        self.methods, self.retrieval, self.model = methods, retrieval, model
-        self.option_fields = _fields_of(retrieval, model)
+        self.methods = methods
+        self.retrieval = retrieval
+        self.model = model
+        self.option_fields: tuple[Field[Any], ...] = _fields_of(retrieval, model)
         self._check_names()
 
     def _check_names(self) -> None:

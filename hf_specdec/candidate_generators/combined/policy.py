@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
+from typing import TYPE_CHECKING
 
 from ...control import ControlProfile
 from ...control.acceptance import PositionRates, RatingFactor, RowOutcome
@@ -26,6 +27,10 @@ from ...control.constants import (
     ROW_RATING_WEIGHT,
     WINDOW,
 )
+
+
+if TYPE_CHECKING:
+    from ...control.latency import LatencyModel
 
 
 @dataclass
@@ -52,9 +57,9 @@ class DrafterChoice:
 
         sum_b (m_b - r_b) / lambda - T_draft - (T_verify(nodes with its drafts) - T_verify(nodes without))
 
-    It is asked where that is positive, as soon as what was lost without it outweighs the reading of the text that it
-    does not know yet. If not, it is still tried now and then where little was retrieved, because text and costs
-    change: for a small part of all time.
+    It is asked where that is positive, once the time lost without it outweighs reading the text that it has missed.
+    Otherwise it is still tried now and then where little was retrieved, since text and costs change. These trials
+    take a small part of all time.
 
     Args:
         profile (`ControlProfile`): Of the second drafter, from earlier calls; learns from this one when it is closed.
@@ -64,9 +69,9 @@ class DrafterChoice:
 
     def __init__(self, profile: ControlProfile, num_rows: int, length: int):
         self.profile = profile
-        self.latency = profile.latency.for_another_call()
+        self.latency: LatencyModel = profile.latency.for_another_call()
         # One rate for all rows: what differs between them is what is retrieved.
-        self.accepted = PositionRates(length, WINDOW, FIRST_RATE, profile.accepted, CALLS_WEIGHT)
+        self.accepted: PositionRates = PositionRates(length, WINDOW, FIRST_RATE, profile.accepted, CALLS_WEIGHT)
         self._num_first = 0 if self.latency.draft else FIRST_DRAFTS
         self._budget = TrialBudget(profile.budget)
         self._trial: _Trial | None = None

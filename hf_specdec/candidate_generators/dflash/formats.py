@@ -15,10 +15,10 @@ L layers of the draft, N decoder layers of the target, B tokens of a block.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -30,6 +30,7 @@ from ...checkpoints.settings import COUNT, FLAG, INDEX, INDICES, NAME, count_up_
 
 if TYPE_CHECKING:
     from ...checkpoints.checkpoint import Checkpoint
+    from ...checkpoints.settings import Kind
 
 
 _MARKOV = "markov_head.markov_w1"
@@ -191,9 +192,10 @@ class DFlashReader(DraftReader):
         header (`Header`): Of any of the formats.
     """
 
-    kinds, kind_keys = ("dflash", "dspark"), ("speculators_model_type", "projector_type")
-    blocks = ("dflash_config", "", "transformer_layer_config")
-    settings = DraftReader.settings | {
+    kinds: ClassVar[tuple[str, ...]] = ("dflash", "dspark")
+    kind_keys: ClassVar[tuple[str, ...]] = ("speculators_model_type", "projector_type")
+    blocks: ClassVar[tuple[str, ...]] = ("dflash_config", "", "transformer_layer_config")
+    settings: ClassVar[dict[str, Kind]] = DraftReader.settings | {
         **dict.fromkeys(("aux_hidden_state_layer_ids", "target_layer_ids"), INDICES),
         **dict.fromkeys(("block_size", "num_denoising_steps", "dflash_num_denoising_steps"), BLOCK),
         **dict.fromkeys(("causal", "causal_head", "is_causal", "sliding_window_non_causal"), FLAG),
@@ -210,24 +212,32 @@ class DFlashReader(DraftReader):
         "eagle_aux_hidden_state_layer_ids emb_dim embed_requires_grad gru_hidden_dim lambda_base_* max_anchors "
         "num_anchors pure_draft_prefix_len swa_window_size target_model_type use_aux_hidden_state"
     )
-    renamed = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
-    unsupported = _UNSUPPORTED
+    renamed: ClassVar[Mapping[str, str]] = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+    unsupported: ClassVar[tuple[Unsupported, ...]] = _UNSUPPORTED
     instead = "Pass a DFlash draft."
     # Buffers, what only training needs, and a head that foresees how many drafts are kept.
-    unused = re.compile(r"d2t|t2d|.*inv_freq|verifier_.*|confidence_head\..*")
-    token_tables = (*DraftReader.token_tables, f"{_MARKOV}.weight", "markov_head.markov_w2.weight")
+    unused: ClassVar[re.Pattern[str]] = re.compile(r"d2t|t2d|.*inv_freq|verifier_.*|confidence_head\..*")
+    token_tables: ClassVar[tuple[str, ...]] = (
+        *DraftReader.token_tables,
+        f"{_MARKOV}.weight",
+        "markov_head.markov_w2.weight",
+    )
 
     def __init__(self, header: Header):
         super().__init__(header)
-        self.is_speculators = "speculators_model_type" in header.config
+        self.is_speculators: bool = "speculators_model_type" in header.config
         # Of transformers' own kind.
-        self.is_native = header.config.get("model_type") == "muse_glimmer_assistant"
+        self.is_native: bool = header.config.get("model_type") == "muse_glimmer_assistant"
         theta, epsilon = (500000.0, 1e-5) if self.is_native else (1000000.0, 1e-6)
-        self.usual = {"rope_theta": theta, "rms_norm_eps": epsilon, "max_position_embeddings": 32768}
+        self.usual: dict[str, float | int] = {
+            "rope_theta": theta,
+            "rms_norm_eps": epsilon,
+            "max_position_embeddings": 32768,
+        }
 
     # What it is
 
-    def check(self):
+    def check(self) -> None:
         super().check()
         least = 1 if self.predicts_next else 2
         if self.block_size < least:
@@ -252,11 +262,11 @@ class DFlashReader(DraftReader):
         return "DSpark" in architecture(self.header.config) or "dspark" in kinds if found is None else found
 
     @property
-    def num_draft_tokens(self):
+    def num_draft_tokens(self) -> int | None:
         return (self.block_size if self.predicts_next else self.block_size - 1) or None
 
     @property
-    def needs(self):
+    def needs(self) -> TargetNeeds:
         ids, vocab_size = self._stated_layer_ids(), self.stated_vocab_size
         if self.header.shapes is None:
             width = self.setting("target_hidden_size") or self.setting("hidden_size")
@@ -331,7 +341,7 @@ class DFlashReader(DraftReader):
             )
         return found
 
-    def rope_parameters(self):
+    def rope_parameters(self) -> dict[str, Any]:
         # Copied from targets: drafts count along one axis and rotate whole heads.
         left_out = ("mrope_interleaved", "partial_rotary_factor")
         return {name: value for name, value in super().rope_parameters().items() if name not in left_out}
@@ -394,11 +404,11 @@ class DFlashReader(DraftReader):
 
     # Tensors
 
-    def absolute_ids(self, table, vocab_size):
+    def absolute_ids(self, table: torch.LongTensor, vocab_size: int) -> torch.LongTensor:
         # Whatever its shape.
         return super().absolute_ids(table.flatten(), vocab_size)
 
-    def judge_unknown(self, names):
+    def judge_unknown(self, names: Sequence[str]) -> None:
         raise self.wrong(
             f"has {len(names)} tensors that no DFlash draft with this config has: {listed(names)}",
             "Pass a checkpoint of a published DFlash format.",

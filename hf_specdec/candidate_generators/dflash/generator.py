@@ -14,7 +14,7 @@ V that of the target.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +102,15 @@ class DFlashCandidateGenerator(CandidateGenerator):
     options_class = DFlashOptions
     # What most published blocks yield; in a call it is what the draft's own block does.
     default_num_speculative_tokens = 15
-    loaded_by = ("model", "revision", "subfolder", "cache_dir", "dtype", "device", "quantization")
+    loaded_by: ClassVar[tuple[str, ...]] = (
+        "model",
+        "revision",
+        "subfolder",
+        "cache_dir",
+        "dtype",
+        "device",
+        "quantization",
+    )
     loaded_by += ("dflash_mask_token_id",)
 
     @classmethod
@@ -121,12 +129,14 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def __init__(self, config: SpeculativeConfig, resources: DFlashNetwork, session: Session):
         super().__init__(config, resources, session)
         self.network = network = resources
-        self.device = network.device
-        self.target_hidden_states = network.target_hidden_states
-        self.mask_token_id = _mask_token_id(self.options, network)
+        self.device: torch.device = network.device
+        self.target_hidden_states: tuple[int | str, ...] = network.target_hidden_states
+        self.mask_token_id: int = _mask_token_id(self.options, network)
+        self.block_size: int
+        self.num_speculative_tokens: int
         self.block_size, self.num_speculative_tokens = _sizes(config, network)
-        self.num_steps = _num_steps(self.options, network)
-        self.tree_budget = self.options.num_draft_nodes
+        self.num_steps: int = _num_steps(self.options, network)
+        self.tree_budget: int | None = self.options.num_draft_nodes
         self.samples_drafts = self.asks_to_sample
         self._settle_contradictions()
         self.check_sampled_length()
@@ -137,7 +147,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """Gives up what the call or the draft has no room for, and says so."""
         notes = self.session.notes
         if self.samples_drafts and self.num_steps > 1:
-            self.samples_drafts = False
+            self.samples_drafts: bool | None = False
             notes.append("draft tokens are chosen, not drawn: several denoising steps have no distribution")
         if not self.tree_budget:
             return

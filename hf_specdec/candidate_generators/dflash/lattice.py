@@ -116,7 +116,7 @@ def prefix_nodes(
         limits (`torch.LongTensor` of shape `(R,)`): Largest depth of each row.
 
     Returns:
-        `tuple`: The nodes' tokens and parents `(R, N)`. Of these the first `num_prefixes` of a row count.
+        `tuple`: The nodes' tokens and parents `(R, N)`. Only the first `num_prefixes` of a row count.
     """
     log_probs = log_probs.nan_to_num(nan=_IMPOSSIBLE, neginf=_IMPOSSIBLE)
     return _from_levels(tokens, log_probs, budget, limits)

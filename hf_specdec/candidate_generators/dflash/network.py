@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -48,6 +48,7 @@ from .formats import BlockView, DFlashConfig, DFlashReader
 
 
 if TYPE_CHECKING:
+    from ...checkpoints.draft_reader import DraftConfig
     from ...settings import SpeculativeConfig
 
 
@@ -72,23 +73,25 @@ class DFlashNetwork(DraftNetwork):
     """
 
     spec_method = "dflash"
-    states_keys = ("target_layer_ids", "aux_hidden_state_layer_ids")
+    states_keys: ClassVar[tuple[str, ...]] = ("target_layer_ids", "aux_hidden_state_layer_ids")
 
     def __init__(self, config: DFlashConfig):
         super().__init__(config)
         self._state_keys = tuple(layer + 1 for layer in config.target_layer_ids)
-        self.target_hidden_states: tuple = tuple(dict.fromkeys(self._state_keys))
+        self.target_hidden_states: tuple[int | str, ...] = tuple(dict.fromkeys(self._state_keys))
         self._layer_views = tuple(map(config.view, range(config.num_hidden_layers)))
         self.views: tuple[BlockView, ...] = tuple(dict.fromkeys(self._layer_views))
         size = config.hidden_size
         own_rows = config.num_embeddings
         self.embed_tokens = None if own_rows is None else nn.Embedding(own_rows, size)
-        self.fc = nn.Linear(len(self._state_keys) * config.target_hidden_size, size, bias=False)
-        self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DFlashLayer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = RMSNorm(size, config.rms_norm_eps)
+        self.fc: nn.Linear = nn.Linear(len(self._state_keys) * config.target_hidden_size, size, bias=False)
+        self.hidden_norm: RMSNorm = RMSNorm(size, config.rms_norm_eps)
+        self.layers: nn.ModuleList = nn.ModuleList(
+            DFlashLayer(config, index) for index in range(config.num_hidden_layers)
+        )
+        self.norm: RMSNorm = RMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
-        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.markov_head: MarkovHead | None = MarkovHead(config) if config.markov_rank else None
         self.register_buffer("token_ids", torch.arange(config.draft_vocab_size) if config.has_token_ids else None)
         self._target: _ScaledParts | None = None
 
@@ -111,7 +114,7 @@ class DFlashNetwork(DraftNetwork):
         if self.lm_head is not None and self.token_ids is None and target.has_plain_head:
             if is_copy(self.lm_head.weight, target.head.weight):
                 self.lm_head = None
-                self.config = replace(self.config, own_head=False)
+                self.config: DraftConfig = replace(self.config, own_head=False)
         return self
 
     # The text
@@ -216,8 +219,8 @@ class MarkovHead(nn.Module):
 
     def __init__(self, config: DFlashConfig):
         super().__init__()
-        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
+        self.markov_w1: nn.Embedding = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2: nn.Linear = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
 
     def forward(self, tokens: torch.LongTensor) -> torch.Tensor:
         """Corrections `(..., U)` of the logits after the target's tokens `(...)`."""
@@ -230,7 +233,9 @@ class GivenContext:
     def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]]):
         self.layers = layers
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs):
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the layer, then those of the block; nothing is kept."""
         known_keys, known_values = self.layers[layer_idx]
         return torch.cat((known_keys, keys), dim=2), torch.cat((known_values, values), dim=2)

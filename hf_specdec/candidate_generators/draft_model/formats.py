@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import ClassVar
 
 from ...checkpoints.format import Format
 from ...checkpoints.header import TargetNeeds
@@ -13,16 +14,16 @@ class DraftModelReader(CheckpointReader):
     """A causal language model, which transformers loads."""
 
     noun = "draft model"
-    blocks = ("", "text_config")
+    blocks: ClassVar[tuple[str, ...]] = ("", "text_config")
 
-    def rename(self, stored):
+    def rename(self, stored: str) -> str:
         return stored
 
     @property
-    def needs(self):
+    def needs(self) -> TargetNeeds:
         return TargetNeeds(vocab_size=self.setting("vocab_size"))
 
-    def check(self):
+    def check(self) -> None:
         # What it computes is for transformers to know.
         pass
 

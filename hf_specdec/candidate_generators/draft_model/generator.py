@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
@@ -133,7 +133,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
     options_class = DraftModelOptions
     default_num_speculative_tokens = 5
     most_speculative_tokens = 12
-    loaded_by = (*_LOADING, "same_tokenizer")
+    loaded_by: ClassVar[tuple[str, ...]] = (*_LOADING, "same_tokenizer")
 
     @classmethod
     def load(
@@ -157,11 +157,11 @@ class DraftModelCandidateGenerator(CandidateGenerator):
     def __init__(self, config: SpeculativeConfig, resources: DraftModel, session: Session):
         super().__init__(config, resources, session)
         model = resources.model
-        self.device = model.device
+        self.device: torch.device = model.device
         self._tokens_ahead = 0 if session.device.type == "cpu" else 1
-        self.vocabularies = resources.vocabularies
+        self.vocabularies: Vocabularies = resources.vocabularies
         # The stock protocol has no sampler; it verifies drafts as point masses.
-        self.sampler = session.sampler or _plain_sampler(self.vocabularies.target_size)
+        self.sampler: DraftSampler = session.sampler or _plain_sampler(self.vocabularies.target_size)
         own_limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if own_limit and config.max_model_len and config.max_model_len > own_limit:
             raise SpecConfigError(
@@ -174,14 +174,14 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             self._note(ignored)
         self._limiting = min(limits, key=limits.get)
         self.longest = limits[self._limiting]
-        self.samples_drafts = not self.sampler.is_greedy and self.options.draft_sample_method != "greedy"
+        self.samples_drafts: bool | None = not self.sampler.is_greedy and self.options.draft_sample_method != "greedy"
         self.check_sampled_length()
         self.model: SlotModel = slot_model(model, SlotCache(0))
         self.model.max_position = self.longest - 1
         self.rows: list[int] = []  # the rows that are drafted for; one leaves when it gets too long
         self.pending: list[list[int]] = []  # committed tokens of each that have not been fed
         self.num_fed_drafts: list[int] = []  # draft tokens of the last cycle in the cache
-        self.mark: tuple | None = None  # where a recurrent draft model stood before them
+        self.mark: tuple[Any, ...] | None = None  # where a recurrent draft model stood before them
 
     def prefill(self, prompt: Prompt) -> None:
         tokens = prompt.input_ids

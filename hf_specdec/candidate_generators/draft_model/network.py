@@ -222,7 +222,7 @@ class Vocabularies:
 
 
 def match_vocabularies(
-    draft_model, target_model, assume_same: bool = False, location: dict[str, Any] | None = None
+    draft_model: Any, target_model: Any, assume_same: bool = False, location: dict[str, Any] | None = None
 ) -> Vocabularies:
     """Checks that draft and target speak the same tokens; their logits may be padded to different widths.
 

@@ -7,7 +7,7 @@ Distillation minimises KL(target || draft), best on the target's own text, which
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ class DraftModelRecipe(DraftModelTraining, Recipe):
     """
 
     method = "draft_model"
-    weight_decay = 0.1
+    weight_decay: ClassVar[float] = 0.1
     muon = True
     num_drafts = 4
 

@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from transformers.utils import logging
@@ -40,6 +40,7 @@ from ...checkpoints.settings import COUNT, FLAG, INDICES, POSITIVE
 
 if TYPE_CHECKING:
     from ...checkpoints.checkpoint import Checkpoint
+    from ...checkpoints.settings import Kind
 
 
 logger = logging.get_logger(__name__)
@@ -178,10 +179,10 @@ class EagleReader(DraftReader):
     """
 
     noun = "head"
-    kinds = ("eagle", "eagle3")
+    kinds: ClassVar[tuple[str, ...]] = ("eagle", "eagle3")
     # Some formats have the config of a model, that of the layers, inside of it.
-    blocks = ("transformer_layer_config", "model", "", "eagle_config")
-    settings = DraftReader.settings | {
+    blocks: ClassVar[tuple[str, ...]] = ("transformer_layer_config", "model", "", "eagle_config")
+    settings: ClassVar[dict[str, Kind]] = DraftReader.settings | {
         **dict.fromkeys(("aux_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids"), INDICES),
         **dict.fromkeys(("fc_norm", "use_aux_norm", "norm_before_fc", "norm_before_residual", "norm_output"), FLAG),
         **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm"), FLAG),
@@ -195,7 +196,7 @@ class EagleReader(DraftReader):
         "embed_requires_grad enable_sp_ulysses fusion_bias has_lm_head hot_vocab_size num_aux_* num_eagle_features "
         "parallel_draft_heads_num_layers target_model_type truncated_vocab_size ttt_* use_aux_hidden_state"
     )
-    renamed = {
+    renamed: ClassVar[Mapping[str, str]] = {
         "midlayer.": "layers.0.",
         "transformer.": "layers.0.",
         "fusion_fc.": "fc.",
@@ -204,11 +205,15 @@ class EagleReader(DraftReader):
         "aux_norm_mid.": "fc_norm.1.",
         "aux_norm_high.": "fc_norm.2.",
     }
-    unsupported = _UNSUPPORTED
+    unsupported: ClassVar[tuple[Unsupported, ...]] = _UNSUPPORTED
     instead = "Pass an EAGLE-1, EAGLE-2 or EAGLE-3 head with layers of the Llama kind."
     # Buffers, what only training needs, and EAGLE-1's copy of the target's lm_head.
-    unused = re.compile(r"d2t|t2d|token_map|.*inv_freq|verifier_.*|lm_head\.weight")
-    usual = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
+    unused: ClassVar[re.Pattern[str]] = re.compile(r"d2t|t2d|token_map|.*inv_freq|verifier_.*|lm_head\.weight")
+    usual: ClassVar[dict[str, float | int]] = {
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+    }
 
     def __init__(self, header: Header, aux_layer_ids: Sequence[int] | None = None):
         super().__init__(header)
@@ -224,7 +229,7 @@ class EagleReader(DraftReader):
         queries = self.shape(f"{FIRST_LAYER}.self_attn.q_proj.weight") or ()
         return "eagle3" if queries[1:] == (2 * self.hidden_size,) else "eagle"
 
-    def check(self):
+    def check(self) -> None:
         super().check()
         if self.header.shapes is None:
             return
@@ -243,11 +248,11 @@ class EagleReader(DraftReader):
         return self.method == "eagle" or "fc.weight" not in self.stored
 
     @property
-    def own_head(self):
+    def own_head(self) -> bool:
         return self.method == "eagle3" and super().own_head
 
     @property
-    def needs(self):
+    def needs(self) -> TargetNeeds:
         width, ids = self.setting("target_hidden_size"), self._stated_ids()
         if self.header.shapes is None:
             return TargetNeeds(None, width or self.setting("hidden_size"), self.stated_vocab_size)
@@ -289,7 +294,7 @@ class EagleReader(DraftReader):
     def _is_norm(self, name: str) -> bool:
         return name.endswith(".weight") and len(self.shape(name)) == 1 and not self.unused.fullmatch(name)
 
-    def rope_parameters(self):
+    def rope_parameters(self) -> dict[str, Any]:
         parameters = super().rope_parameters()
         if original := self.setting("original_max_position_embeddings"):
             parameters.setdefault("original_max_position_embeddings", original)
@@ -368,21 +373,21 @@ class EagleReader(DraftReader):
 
     # Tensors
 
-    def read_token_ids(self, checkpoint, target):
+    def read_token_ids(self, checkpoint: Checkpoint, target: TargetSizes) -> torch.LongTensor | None:
         # EAGLE-1 has no vocabulary of its own.
         return None if self.method == "eagle" else super().read_token_ids(checkpoint, target)
 
-    def absolute_ids(self, table, vocab_size):
+    def absolute_ids(self, table: torch.LongTensor, vocab_size: int) -> torch.LongTensor:
         ids = super().absolute_ids(table, vocab_size)
         if is_selection(ids, vocab_size) or not is_selection(table, vocab_size):
             return ids
         logger.warning(f"'{self.name}': `d2t` holds ids, where the format has distances; it is read as ids.")
         return table
 
-    def judge_unknown(self, names):
+    def judge_unknown(self, names: Sequence[str]) -> None:
         logger.warning(f"'{self.name}': {len(names)} tensors are not used: {listed(names)}.")
 
-    def fitted(self, name, tensor, shape):
+    def fitted(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         if name.startswith("fc.") and 0 < len(tensor) - shape[0] <= _MAX_EXTRA_ROWS:
             return tensor[: shape[0]].clone()
         return super().fitted(name, tensor, shape)

@@ -9,7 +9,7 @@ the draft's own confidence, EAGLE-3 (arXiv:2503.01840) has another network. The 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -48,7 +48,16 @@ class EagleCandidateGenerator(AutoregressiveCandidateGenerator):
 
     options_class = EagleOptions
     default_num_speculative_tokens = 4
-    loaded_by = ("model", "revision", "subfolder", "cache_dir", "dtype", "device", "quantization", "aux_layer_ids")
+    loaded_by: ClassVar[tuple[str, ...]] = (
+        "model",
+        "revision",
+        "subfolder",
+        "cache_dir",
+        "dtype",
+        "device",
+        "quantization",
+        "aux_layer_ids",
+    )
 
     @classmethod
     def load(

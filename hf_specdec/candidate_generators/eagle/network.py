@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ from .formats import EagleConfig, EagleReader, stored_tensors
 
 
 if TYPE_CHECKING:
+    from ...checkpoints.draft_reader import DraftConfig
     from ...settings import SpeculativeConfig
 
 
@@ -60,14 +61,18 @@ class EagleNetwork(DraftNetwork):
 
     def __init__(self, config: EagleConfig):
         super().__init__(config)
-        self.target_hidden_states: tuple = config.aux_layer_ids or ("last",)
-        self.span = Span("sliding", config.sliding_window) if config.sliding_window else FULL
+        self.target_hidden_states: tuple[int | str, ...] = config.aux_layer_ids or ("last",)
+        self.span: Span = Span("sliding", config.sliding_window) if config.sliding_window else FULL
         size = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
-        self.fc = nn.Linear(config.fc_inputs, size, "fc" in config.biases) if config.has_fc else nn.Identity()
-        self.layers = nn.ModuleList(map(self._layer, range(config.num_hidden_layers)))
-        self.norm = _norm(config, "norm", size)
-        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
+        self.fc: nn.Module = (
+            nn.Linear(config.fc_inputs, size, "fc" in config.biases) if config.has_fc else nn.Identity()
+        )
+        self.layers: nn.ModuleList = nn.ModuleList(map(self._layer, range(config.num_hidden_layers)))
+        self.norm: nn.Module = _norm(config, "norm", size)
+        self.lm_head: nn.Linear | None = (
+            nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
+        )
         self.register_buffer("token_ids", torch.arange(config.draft_vocab_size) if config.has_token_ids else None)
         self._target: TargetParts | None = None
 
@@ -86,10 +91,10 @@ class EagleNetwork(DraftNetwork):
         self._target = TargetParts(target_model)
         if self.embed_tokens is not None and is_copy(self.embed_tokens.weight, self._target.embedding.weight):
             self.embed_tokens = None
-            self.config = replace(self.config, own_embedding=False)
+            self.config: DraftConfig = replace(self.config, own_embedding=False)
         return self
 
-    def fuse(self, states: dict) -> torch.Tensor:
+    def fuse(self, states: dict[int | str, torch.Tensor]) -> torch.Tensor:
         """Input `hidden` of `forward` for entries with states of the target.
 
         Args:
@@ -171,21 +176,21 @@ class Eagle3Network(EagleNetwork):
         fc_norm (`nn.ModuleList`): Norms over each of them, in EAGLE-3.1; empty in others.
     """
 
-    unreliable_flags = ("norm_output", "norm_before_residual")
-    states_keys = ("aux_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids")
+    unreliable_flags: ClassVar[tuple[str, ...]] = ("norm_output", "norm_before_residual")
+    states_keys: ClassVar[tuple[str, ...]] = ("aux_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids")
     states_setting = "aux_layer_ids"
 
     def __init__(self, config: EagleConfig):
         super().__init__(config)
         size, count = config.target_hidden_size, config.num_states
-        self.input_norm = _norm(config, "input_norm", count * size)
+        self.input_norm: nn.Module = _norm(config, "input_norm", count * size)
         chunks = range(count) if "fc_norm.0" in config.norms else ()
-        self.fc_norm = nn.ModuleList(_norm(config, f"fc_norm.{index}", size) for index in chunks)
+        self.fc_norm: nn.ModuleList = nn.ModuleList(_norm(config, f"fc_norm.{index}", size) for index in chunks)
 
     def _layer(self, index):
         return (EagleLayer if index else FirstEagle3Layer)(self.config, index)
 
-    def fuse(self, states):
+    def fuse(self, states: dict[int | str, torch.Tensor]) -> torch.Tensor:
         fused = self.input_norm(super().fuse(states))
         if self.fc_norm:
             chunks = fused.split(self.config.target_hidden_size, dim=-1)
@@ -238,7 +243,7 @@ class FirstEagle3Layer(EagleLayer):
 
     def __init__(self, config: EagleConfig, index: int):
         super().__init__(config, index)
-        self.hidden_norm = _norm(config, f"layers.{index}.hidden_norm", config.hidden_size)
+        self.hidden_norm: nn.Module = _norm(config, f"layers.{index}.hidden_norm", config.hidden_size)
 
 
 def _norm(config: EagleConfig, name: str, size: int) -> nn.Module:

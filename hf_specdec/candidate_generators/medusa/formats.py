@@ -13,9 +13,9 @@ Shapes: K heads, L layers, H hidden size, V vocabulary of the target, U rows of 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -52,7 +52,7 @@ class MedusaReader(CheckpointReader):
     """
 
     noun = "heads"
-    settings = CheckpointReader.settings | {
+    settings: ClassVar[dict[str, Kind]] = CheckpointReader.settings | {
         "base_model_name_or_path": NAME,
         "logit_scale": POSITIVE,
         "medusa_num_heads": COUNT,
@@ -61,7 +61,7 @@ class MedusaReader(CheckpointReader):
         "truncated_vocab_size": COUNT,
     }
     notes = "max_paths max_seq_len medusa_accuracies medusa_fc_bias medusa_num_layers topk"
-    weight_files = MEDUSA_FILES
+    weight_files: ClassVar[tuple[str, ...]] = MEDUSA_FILES
 
     def __init__(self, header: Header):
         super().__init__(header)
@@ -69,10 +69,10 @@ class MedusaReader(CheckpointReader):
         for self._block, self._lm_head in _NAMES:
             if blocks := _numbers(f"{self._block}.weight", self.stored):
                 own = _numbers(self._lm_head, self.stored)
-                self.num_heads = 1 + max(head for head, *_ in [*blocks, *own])
-                self.num_layers = 1 + max(layer for _, layer in blocks)
-                self.has_bias = bool(_numbers(f"{self._block}.bias", self.stored))
-                self.num_lm_heads = 0 if not own else 1 if self.setting("original_lm_head") else self.num_heads
+                self.num_heads: int = 1 + max(head for head, *_ in [*blocks, *own])
+                self.num_layers: int = 1 + max(layer for _, layer in blocks)
+                self.has_bias: bool = bool(_numbers(f"{self._block}.bias", self.stored))
+                self.num_lm_heads: int = 0 if not own else 1 if self.setting("original_lm_head") else self.num_heads
                 self.check_count(self.num_heads * self.num_layers, self._what)
                 break
 
@@ -80,7 +80,7 @@ class MedusaReader(CheckpointReader):
     def _what(self) -> str:
         return f"{self.num_heads} Medusa heads with {self.num_layers} layers"
 
-    def check(self):
+    def check(self) -> None:
         super().check()
         if self.num_heads:
             parts = ("weight", "bias") if self.has_bias else ("weight",)
@@ -167,14 +167,14 @@ class MedusaReader(CheckpointReader):
             self.fitting,
         )
 
-    def sources(self, name, shape):
+    def sources(self, name: str, shape: tuple[int, ...]) -> Sequence[Sequence[str]]:
         kind, _, layer = name.partition(".")
         names = self._lm_head_names
         if kind != "lm_heads":
             names = self._names_of("weight" if kind == "weights" else "bias", int(layer))
         return [[name] for name in names]
 
-    def fitted(self, name, tensor, shape):
+    def fitted(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         if name != "lm_heads" or tensor.dim() != 2:
             return tensor
         tokens = self.tables.get("token_map")

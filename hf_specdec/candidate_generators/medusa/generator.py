@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -122,7 +122,7 @@ class RankCounts:
             self._num_drafts += len(lengths)
             if self._num_drafts >= self._next_review:
                 self._next_review = 2 * self._num_drafts
-                self.accuracies = self._review(self._counts.tolist())
+                self.accuracies: list[list[float]] = self._review(self._counts.tolist())
 
     def _review(self, counts: list[list[int]]) -> list[list[float]]:
         return [
@@ -150,9 +150,17 @@ class MedusaCandidateGenerator(CandidateGenerator):
     """Drafts one tree for all rows."""
 
     options_class = MedusaOptions
-    target_hidden_states = ("last",)
-    samples_drafts = False
-    loaded_by = ("model", "revision", "subfolder", "cache_dir", "dtype", "device", "quantization")
+    target_hidden_states: ClassVar[tuple[int | str, ...]] = ("last",)
+    samples_drafts: bool | None = False
+    loaded_by: ClassVar[tuple[str, ...]] = (
+        "model",
+        "revision",
+        "subfolder",
+        "cache_dir",
+        "dtype",
+        "device",
+        "quantization",
+    )
 
     @classmethod
     def load(
@@ -171,18 +179,19 @@ class MedusaCandidateGenerator(CandidateGenerator):
 
     def __init__(self, config: SpeculativeConfig, resources: MedusaResources, session: Session):
         super().__init__(config, resources, session)
-        self.heads, self.lm_head = resources.heads, resources.target.head
+        self.heads: MedusaHeads = resources.heads
+        self.lm_head: Any = resources.target.head
         asked = self.options.num_draft_nodes
         self.num_nodes = asked or _NUM_NODES
-        self.node_cost = node_cost(session, self.heads.weights[0].dtype) if asked is None else 0.0
+        self.node_cost: float = node_cost(session, self.heads.weights[0].dtype) if asked is None else 0.0
         tree = chosen_tree(config, self.heads)
-        self.counts = resources.counts if tree is None and self._measures() else None
+        self.counts: RankCounts | None = resources.counts if tree is None and self._measures() else None
         self._accuracies = self.counts.accuracies if self.counts else self.heads.accuracies
         self.tree = self._fitting(tree or self._default_tree())
-        self.num_speculative_tokens = self.heads.num_heads if self.counts else self.tree.max_depth
+        self.num_speculative_tokens: int = self.heads.num_heads if self.counts else self.tree.max_depth
         self.hidden: torch.Tensor | None = None  # (B, H), from which each row's anchor was predicted
         self.candidates: torch.LongTensor | None = None  # (D, B, C), of the last draft, to be counted
-        self.graphs = RowGraphs(self.heads, (self.lm_head,) if self.heads.lm_heads is None else ())
+        self.graphs: RowGraphs = RowGraphs(self.heads, (self.lm_head,) if self.heads.lm_heads is None else ())
 
     def _measures(self) -> bool:
         """The tree follows what is counted. Rules that accept wrong tokens would be counted as right ones."""
@@ -245,7 +254,7 @@ class MedusaCandidateGenerator(CandidateGenerator):
         self.counts.add(self.candidates, tokens, lengths)
         if self.counts.accuracies is not self._accuracies:
             self._accuracies = self.counts.accuracies
-            self.tree = self._default_tree()
+            self.tree: TokenTree = self._default_tree()
 
     def keep_rows(self, keep: list[int]) -> None:
         if self.hidden is not None:

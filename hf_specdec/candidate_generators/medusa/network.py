@@ -80,15 +80,21 @@ class MedusaHeads(nn.Module):
         logit_scale: float = 1.0,
     ):
         super().__init__()
-        self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        self.num_heads, self.num_layers = num_heads, num_layers
-        self.lm_head_size = lm_head_size or vocab_size
+        self.hidden_size = hidden_size
+        self.vocab_size = vocab_size
+        self.num_heads = num_heads
+        self.num_layers = num_layers
+        self.lm_head_size: int = lm_head_size or vocab_size
         self.logit_scale = logit_scale
-        self.weights = nn.ParameterList(torch.zeros(num_heads, hidden_size, hidden_size) for _ in range(num_layers))
-        self.biases = nn.ParameterList(torch.zeros(num_heads, hidden_size) for _ in range(num_layers if bias else 0))
+        self.weights: nn.ParameterList = nn.ParameterList(
+            torch.zeros(num_heads, hidden_size, hidden_size) for _ in range(num_layers)
+        )
+        self.biases: nn.ParameterList = nn.ParameterList(
+            torch.zeros(num_heads, hidden_size) for _ in range(num_layers if bias else 0)
+        )
         num_lm_heads = 1 if one_lm_head else num_heads
         shape = (num_lm_heads, self.lm_head_size, hidden_size)
-        self.lm_heads = nn.Parameter(torch.zeros(shape)) if own_lm_heads else None
+        self.lm_heads: nn.Parameter | None = nn.Parameter(torch.zeros(shape)) if own_lm_heads else None
         token_map = torch.arange(self.lm_head_size) if has_token_map else None
         self.register_buffer("token_map", token_map)
         self.accuracies: list[list[float]] | None = None

@@ -12,7 +12,7 @@ import math
 import re
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from ...checkpoints.format import Format, Unsupported
 from ...checkpoints.header import TargetNeeds
@@ -77,14 +77,14 @@ class MLPSpeculatorReader(CheckpointReader):
     """A checkpoint with the stages of an MLP speculator."""
 
     noun = "MLP speculator"
-    settings = CheckpointReader.settings | {
+    settings: ClassVar[dict[str, Kind]] = CheckpointReader.settings | {
         **dict.fromkeys(("emb_dim", "vocab_size"), COUNT),
         **dict.fromkeys(("n_predict", "n_candidates"), MOST_DRAFTED),
         **dict.fromkeys(("tie_weights", "scale_input"), FLAG),
         "inner_dim": INDEX,
     }
     notes = "top_k_tokens_per_head"
-    unsupported = (
+    unsupported: ClassVar[tuple[Unsupported, ...]] = (
         Unsupported("is an LSTM speculator (Arctic)", _LSTM, _FORGET),
         Unsupported("is an Arctic MLP speculator, whose stages may be deeper than the published ones", _RNN),
     )
@@ -120,7 +120,7 @@ class MLPSpeculatorReader(CheckpointReader):
     def num_draft_tokens(self) -> int:
         return self.config.n_predict
 
-    def check(self):
+    def check(self) -> None:
         super().check()
         config = self.config
         if self.header.shapes is None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -131,9 +131,17 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
     """Drafts chains and trees."""
 
     options_class = MLPSpeculatorOptions
-    target_hidden_states = ("last",)
+    target_hidden_states: ClassVar[tuple[int | str, ...]] = ("last",)
     default_num_speculative_tokens = _CHAIN_LENGTH
-    loaded_by = ("model", "revision", "subfolder", "cache_dir", "dtype", "device", "quantization")
+    loaded_by: ClassVar[tuple[str, ...]] = (
+        "model",
+        "revision",
+        "subfolder",
+        "cache_dir",
+        "dtype",
+        "device",
+        "quantization",
+    )
 
     @classmethod
     def load(
@@ -158,18 +166,20 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
 
     def __init__(self, config: SpeculativeConfig, resources: LoadedSpeculator, session: Session):
         super().__init__(config, resources, session)
-        self.speculator, self.stages = resources.speculator, resources.stages
-        self.last_token = resources.vocab_size - 1 if resources.unknown_tokens else None
+        self.speculator: MLPSpeculator = resources.speculator
+        self.stages: list[MLPStage] = resources.stages
+        self.last_token: int | None = resources.vocab_size - 1 if resources.unknown_tokens else None
         weight = self.stages[0].projection
-        self.device, self.dtype = weight.device, weight.dtype
-        self.samples_drafts = self.asks_to_sample
-        self.plan = _plan(config, resources, session, self.chain_only_reason)
-        self.is_steered = self.plan.is_chain and (self.samples_drafts or _has_processors(session))
-        self.num_speculative_tokens = self.plan.max_depth
+        self.device: torch.device = weight.device
+        self.dtype: torch.dtype = weight.dtype
+        self.samples_drafts: bool | None = self.asks_to_sample
+        self.plan: TokenTree | GrowthPlan = _plan(config, resources, session, self.chain_only_reason)
+        self.is_steered: bool = self.plan.is_chain and (self.samples_drafts or _has_processors(session))
+        self.num_speculative_tokens: int = self.plan.max_depth
         self.states: torch.Tensor | None = None  # (B, H): of each row, what its anchor was predicted from
-        self.graphs = RowGraphs(self.speculator)
+        self.graphs: RowGraphs = RowGraphs(self.speculator)
         # Targets of other vocabularies may share the network.
-        self.vocabulary = resources.vocab_size, self.last_token
+        self.vocabulary: tuple[int, int | None] = resources.vocab_size, self.last_token
 
     @property
     def num_draft_nodes(self) -> int:

@@ -53,10 +53,10 @@ class MLPSpeculator(nn.Module):
         # Stage 0 reads the target's width, so that tied projections are two.
         projections = min(2, config.n_predict) if config.tie_weights else config.n_predict
         inputs = [config.emb_dim] + [size] * (projections - 1)
-        self.emb = nn.ModuleList(nn.Embedding(vocab_size, size) for _ in range(stages))
-        self.proj = nn.ModuleList(nn.Linear(width, size, bias=False) for width in inputs)
-        self.head = nn.ModuleList(nn.Linear(size, vocab_size, bias=False) for _ in range(stages))
-        self.ln = nn.ModuleList(_ScaleAndShift(size) for _ in range(stages))
+        self.emb: nn.ModuleList = nn.ModuleList(nn.Embedding(vocab_size, size) for _ in range(stages))
+        self.proj: nn.ModuleList = nn.ModuleList(nn.Linear(width, size, bias=False) for width in inputs)
+        self.head: nn.ModuleList = nn.ModuleList(nn.Linear(size, vocab_size, bias=False) for _ in range(stages))
+        self.ln: nn.ModuleList = nn.ModuleList(_ScaleAndShift(size) for _ in range(stages))
         self._token_weight = config.embedding_weight / config.state_weight
         self.reset_parameters()
 

@@ -9,6 +9,7 @@ Shapes: R active rows, T entries, W entries of the window, h hidden size, V voca
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,7 @@ class LayerEntries(DraftEntries):
     """
 
     def __init__(
-        self, network: MtpNetwork, depth: int, starts: list[int], offsets: list[int], capacity: int, **options
+        self, network: MtpNetwork, depth: int, starts: list[int], offsets: list[int], capacity: int, **options: Any
     ):
         super().__init__(network, starts, offsets, capacity, **options, num_layers=depth)
         self.depth = depth
@@ -61,7 +62,9 @@ class LayerEntries(DraftEntries):
             self._window = Entries(places.of(old.tokens, new.tokens), states, counts)
         return self._window
 
-    def read(self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: list[int] | torch.LongTensor):
+    def read(
+        self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: list[int] | torch.LongTensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads the window with the first layer; the arguments are those of one layer."""
         return self.read_window(0, tokens, hidden, counts)
 
@@ -90,9 +93,12 @@ class LayerEntries(DraftEntries):
         super().skip(counts)
 
     def begin_draft(self, num_nodes: int) -> None:
-        self._shifted, self.num_read = self._tokens, 0
+        self._shifted = self._tokens
+        self.num_read: int = 0
 
-    def read_nodes(self, tokens: torch.LongTensor, hidden: torch.Tensor, parents: torch.LongTensor):
+    def read_nodes(
+        self, tokens: torch.LongTensor, hidden: torch.Tensor, parents: torch.LongTensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads the window with the next layer; the arguments are those of one node after the one read before."""
         self.num_read += 1
         self._shifted = self._shift(self._shifted, tokens)
@@ -194,7 +200,8 @@ class LayerEntries(DraftEntries):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         here = self._here
         outputs = self.network(tokens, hidden, here.positions, self._mask, self.cache, layer, here.bound)
-        self.layer, self._handed_on = layer, outputs[0]
+        self.layer: int = layer
+        self._handed_on = outputs[0]
         return outputs
 
 

@@ -16,9 +16,10 @@ Shapes: h hidden size, N decoder layers of the target, K MTP layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers.utils import logging
@@ -30,6 +31,11 @@ from ...checkpoints.settings import COUNT, INDICES, MAPPING
 from ...errors import CheckpointFormatError, shown
 from ...target_facts import CACHE_READERS
 from ...threads import cached_property
+
+
+if TYPE_CHECKING:
+    from ...checkpoints.checkpoint import Checkpoint
+    from ...checkpoints.settings import Kind
 
 
 logger = logging.get_logger(__name__)
@@ -215,15 +221,19 @@ class MtpReader(CheckpointReader):
     """
 
     noun = "MTP layers"
-    blocks = ("", "text_config", "transformer_layer_config")
-    settings = CheckpointReader.settings | {"quantization_config": MAPPING, WIDTH_KEY: COUNT}
+    blocks: ClassVar[tuple[str, ...]] = ("", "text_config", "transformer_layer_config")
+    settings: ClassVar[dict[str, Kind]] = CheckpointReader.settings | {
+        "quantization_config": MAPPING,
+        WIDTH_KEY: COUNT,
+    }
     notes = " ".join(_COUNT_KEYS) + " *loss* num_speculative_steps target_model_type transformer_layer_config"
     sizes_by, fitting = "the target asks", "Pass the MTP layers of this target."
-    weight_files = (MTP_FILES, *WEIGHT_FILES)
-    target_files = MTP_FILES
+    weight_files: ClassVar[tuple[str, ...]] = (MTP_FILES, *WEIGHT_FILES)
+    target_files: ClassVar[str | None] = MTP_FILES
 
     def __init__(self, header: Header, num_target_layers: int | None = None, in_float32: Iterable[str] = ()):
-        self.num_target_layers, self.layout = num_target_layers, None
+        self.num_target_layers = num_target_layers
+        self.layout: MtpLayout | None = None
         self._in_float32 = tuple(in_float32)
         super().__init__(header)
 
@@ -235,11 +245,11 @@ class MtpReader(CheckpointReader):
         return stored
 
     @classmethod
-    def count_in_target(cls, header):
+    def count_in_target(cls, header: Header) -> int:
         return len(cls(header).stored_layers)
 
     @classmethod
-    def family_misfits(cls, needs, target_config):
+    def family_misfits(cls, needs: TargetNeeds, target_config: Mapping[str, Any]) -> Iterator[str]:
         kind = target_config.get("model_type")
         # The type of what multimodal configs nest is often left out.
         kinds = (kind, f"{kind}_text")
@@ -248,7 +258,7 @@ class MtpReader(CheckpointReader):
         if not set(kinds) & set(SUPPORTED_MODEL_TYPES):
             yield f"The MTP layers of targets of the model_type '{kind}' are not supported."
 
-    def check(self):
+    def check(self) -> None:
         super().check()
         if self.header.shapes is None:
             return
@@ -267,14 +277,14 @@ class MtpReader(CheckpointReader):
             )
 
     @property
-    def needs(self):
+    def needs(self) -> TargetNeeds:
         layer, own = self.header.config.get("transformer_layer_config"), self.header.config.get("target_model_type")
         kind = layer.get("model_type") if isinstance(layer, Mapping) else own
         sizes = (self.setting(key) for key in ("hidden_size", "vocab_size"))
         return TargetNeeds(None, *sizes, model_type=kind if isinstance(kind, str) else None)
 
     @property
-    def num_draft_tokens(self):
+    def num_draft_tokens(self) -> int | None:
         # One layer drafts any number of tokens.
         return self.num_layers if self.num_layers > 1 else super().num_draft_tokens
 
@@ -305,10 +315,10 @@ class MtpReader(CheckpointReader):
 
     # Tensors
 
-    def name_in_file(self, name):
+    def name_in_file(self, name: str) -> str:
         return self.layout.stored_name(name, self.num_target_layers)
 
-    def sources(self, name, shape):
+    def sources(self, name: str, shape: tuple[int, ...]) -> Sequence[Sequence[str]]:
         # Experts are stored one by one, and computed together.
         if name in self.stored or not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
             return [[name]]
@@ -316,19 +326,21 @@ class MtpReader(CheckpointReader):
         parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
         return [[f"{prefix}.{expert}.{part}.weight" for part in parts] for expert in range(shape[0])]
 
-    def weight(self, checkpoint, name, dtype, device):
+    def weight(
+        self, checkpoint: Checkpoint, name: str, dtype: torch.dtype | None, device: torch.device | None
+    ) -> torch.Tensor:
         dtype = torch.float32 if any(part in name for part in self._in_float32) else dtype
         if name + _SCALE not in self.stored:
             return super().weight(checkpoint, name, dtype, device)
         weight, scales = (checkpoint.read(self.stored[part], torch.float32, device) for part in (name, name + _SCALE))
         return self._scaled(weight, scales).to(dtype or torch.bfloat16)
 
-    def fitted(self, name, tensor, shape):
+    def fitted(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         # Some files hold it transposed.
         is_turned = name.startswith("eh_proj.") and tuple(tensor.shape) == shape[::-1]
         return tensor.t().contiguous() if is_turned else tensor
 
-    def judge_left_over(self, names):
+    def judge_left_over(self, names: Sequence[str]) -> None:
         names = {name: self.stored[name] for name in names if _number(name) < self.num_layers}
         if unused := [stored for name, stored in names.items() if name.removesuffix(_SCALE) in names]:
             logger.warning(f"'{self.name}': {len(unused)} tensors of MTP layers are not used: {listed(unused)}.")
@@ -362,14 +374,14 @@ class MtpReader(CheckpointReader):
 class AssistantReader(CheckpointReader):
     """A small model of transformers that reads the keys and values of its target."""
 
-    settings = CheckpointReader.settings | {"backbone_hidden_size": COUNT}
+    settings: ClassVar[dict[str, Kind]] = CheckpointReader.settings | {"backbone_hidden_size": COUNT}
 
     @property
-    def needs(self):
+    def needs(self) -> TargetNeeds:
         width = self.setting("backbone_hidden_size") or self.setting("hidden_size")
         return TargetNeeds(None, width, self.setting("vocab_size"))
 
-    def check(self):
+    def check(self) -> None:
         # transformers loads and drives it.
         pass
 

@@ -11,7 +11,7 @@ DeepSeek-V3 (arXiv:2412.19437, section 2.2) and its successors have them; what a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
@@ -66,7 +66,15 @@ class MtpCandidateGenerator(AutoregressiveCandidateGenerator):
 
     options_class = MtpOptions
     default_num_speculative_tokens = 3
-    loaded_by = ("model", "revision", "subfolder", "cache_dir", "dtype", "device", "quantization")
+    loaded_by: ClassVar[tuple[str, ...]] = (
+        "model",
+        "revision",
+        "subfolder",
+        "cache_dir",
+        "dtype",
+        "device",
+        "quantization",
+    )
 
     @classmethod
     def load(
@@ -104,7 +112,7 @@ class MtpCandidateGenerator(AutoregressiveCandidateGenerator):
         length, vocab_size = self.default_num_speculative_tokens, self.network.needs.vocab_size
         return draft_shape(self.config, vocab_size, self.session, self.chain_only_reason, length)
 
-    def make_entries(self, **slots) -> DraftEntries:
+    def make_entries(self, **slots: Any) -> DraftEntries:
         if self.mode == "chain":
             return LayerEntries(self.network, self.plan.max_depth, **slots)
         return DraftEntries(self.network, **slots, num_layers=1)

@@ -86,11 +86,13 @@ class MtpNetwork(DraftModule):
         super().__init__()
         self.config = config
         sizes = hidden_size(target_model), vocabulary_size(target_model)
-        self.needs = TargetNeeds(None, *sizes, model_type=_model_type(target_model))
+        self.needs: TargetNeeds = TargetNeeds(None, *sizes, model_type=_model_type(target_model))
         num_target_layers = len(decoder_layers(target_model))
-        self.target_hidden_states: tuple = (num_target_layers if config.layout.before_norm else "last",)
+        self.target_hidden_states: tuple[int | str, ...] = (
+            num_target_layers if config.layout.before_norm else "last",
+        )
         parts = _layer_config(target_model, config)
-        self.span = _span(parts)
+        self.span: Span = _span(parts)
         size, count = parts.hidden_size, config.num_projections
         projections = [nn.Linear(2 * size, size, bias=config.has_bias) for _ in range(count)]
         layers = [_decoder_layer(target_model, parts, config, index) for index in range(config.num_layers)]
@@ -100,12 +102,13 @@ class MtpNetwork(DraftModule):
         def norms(count: int) -> nn.ModuleList:
             return nn.ModuleList(norm(size, eps=parts.rms_norm_eps) for _ in range(count))
 
-        self.enorm, self.hnorm = norms(count), norms(count)
-        self.eh_proj = nn.ModuleList(projections)
+        self.enorm: nn.ModuleList = norms(count)
+        self.hnorm: nn.ModuleList = norms(count)
+        self.eh_proj: nn.ModuleList = nn.ModuleList(projections)
         if self._is_llama:
             layers = [DecoderLayer.of(layer, index) for index, layer in enumerate(layers)]
-        self.layers = nn.ModuleList(layers)
-        self.norm = norms(0 if config.layout.before_norm else count)
+        self.layers: nn.ModuleList = nn.ModuleList(layers)
+        self.norm: nn.ModuleList = norms(0 if config.layout.before_norm else count)
         self._layer_types = getattr(parts, "layer_types", None)
         self.attach(target_model)
 
@@ -126,11 +129,11 @@ class MtpNetwork(DraftModule):
         target = self._target
         return target.embedding, target.head, target.norm, target.rotary
 
-    def fuse(self, states: dict) -> torch.Tensor:
+    def fuse(self, states: dict[int | str, torch.Tensor]) -> torch.Tensor:
         """Input `hidden` of `forward` for entries with states of the target.
 
         Args:
-            states (`dict`): For the key in `target_hidden_states` a tensor of shape `(R, T, h)`.
+            states (`dict`): A tensor of shape `(R, T, h)` for the key in `target_hidden_states`.
 
         Returns:
             `torch.Tensor` of shape `(R, T, h)`, in the dtype and on the device of the layers.
@@ -285,12 +288,12 @@ class HalfLayer(nn.Module):
         super().__init__()
         whole = decoder_layers(target_model)[-1]
         norm = type(target_model.get_decoder().norm)
-        self.self_attn = type(whole.self_attn[0])(config, index)
-        self.mlp = type(whole.mlps[0])(config)
-        self.input_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn: Any = type(whole.self_attn[0])(config, index)
+        self.mlp: Any = type(whole.mlps[0])(config)
+        self.input_layernorm: Any = norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm: Any = norm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, stream: torch.Tensor, **attention) -> torch.Tensor:
+    def forward(self, stream: torch.Tensor, **attention: Any) -> torch.Tensor:
         """The stream `(R, T, h)` after the layer; `attention` is what decoder layers of transformers take."""
         stream = stream + self.self_attn(hidden_states=self.input_layernorm(stream), **attention)[0]
         return stream + self.mlp(self.post_attention_layernorm(stream))

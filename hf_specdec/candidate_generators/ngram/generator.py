@@ -6,7 +6,7 @@ Saxena, "Prompt Lookup Decoding" (2023); the rule with `prompt_lookup_max` is th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ...drafts import DraftTree
 from ...errors import SpecConfigError
@@ -123,13 +123,13 @@ class NgramCandidateGenerator(CandidateGenerator):
 
     options_class = NgramOptions
     default_num_speculative_tokens = 24
-    samples_drafts = False
+    samples_drafts: bool | None = False
     estimates_acceptance = True
-    loaded_by = ()
+    loaded_by: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: SpeculativeConfig, resources: Any, session: Session):
         super().__init__(config, resources, session)
-        self.lookups = Lookups()
+        self.lookups: Lookups = Lookups()
         self._indexes: dict[int, NgramIndex] = {}
         self._rows: list[int] = []
         self._best: list[tuple[int, int]] = []  # of each row's last draft: its longest match, and the tokens from it

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -76,7 +76,7 @@ class SuccessorTable:
     """
 
     def __init__(self, vocab_size: int):
-        self.successors = np.full((vocab_size, NUM_SUCCESSORS), -1, dtype=np.int32)
+        self.successors: np.ndarray[Any, Any] = np.full((vocab_size, NUM_SUCCESSORS), -1, dtype=np.int32)
         self._lock = Lock()
 
     def learn(self, tokens: Sequence[int], best: np.ndarray) -> None:
@@ -143,8 +143,8 @@ class RecyclingCandidateGenerator(CandidateGenerator):
     options_class = RecyclingOptions
     default_num_speculative_tokens = _MAX_DEPTH
     num_best_tokens = NUM_SUCCESSORS
-    samples_drafts = False
-    loaded_by = ()
+    samples_drafts: bool | None = False
+    loaded_by: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def load(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> SuccessorTable:
@@ -158,8 +158,8 @@ class RecyclingCandidateGenerator(CandidateGenerator):
     def __init__(self, config: SpeculativeConfig, resources: SuccessorTable, session: Session):
         super().__init__(config, resources, session)
         self.table = resources
-        self.tree = self._chosen_tree()
-        self.num_speculative_tokens = self.tree.max_depth
+        self.tree: TokenTree = self._chosen_tree()
+        self.num_speculative_tokens: int = self.tree.max_depth
         self._log_probs = list(map(math.log, self.tree.prior_probs))
         self._anchors: list[int] = []
 

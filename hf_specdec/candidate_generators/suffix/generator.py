@@ -15,7 +15,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from packaging.version import Version
@@ -318,10 +318,10 @@ class SuffixCandidateGenerator(CandidateGenerator):
     """
 
     options_class = SuffixOptions
-    default_num_speculative_tokens = SuffixOptions.max_tree_depth
-    samples_drafts = False
+    default_num_speculative_tokens: ClassVar[int] = SuffixOptions.max_tree_depth
+    samples_drafts: bool | None = False
     estimates_acceptance = True
-    loaded_by = (
+    loaded_by: ClassVar[tuple[str, ...]] = (
         "suffix_decoding_max_tree_depth",
         "suffix_decoding_max_cached_requests",
         "suffix_decoding_max_cached_tokens",
@@ -356,7 +356,8 @@ class SuffixCandidateGenerator(CandidateGenerator):
 
     def __init__(self, config: SpeculativeConfig, resources: SuffixCache, session: Session):
         super().__init__(config, resources, session)
-        self.cache, self.lookups = resources, Lookups()
+        self.cache = resources
+        self.lookups: Lookups = Lookups()
         self._call = next(_CALLS)
         self._requests: list[tuple[int, int]] = []
         self._contexts: list[list[int]] = []

@@ -1,0 +1,196 @@
+"""The state of a recurrent layer, which sums up all tokens that were read, and what becomes of it by reading more.
+
+Shapes: R rows, W tokens read by a layer, K kernel size.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.cache_utils import DynamicCache
+
+
+_States = dict[int, torch.Tensor]
+
+
+class RecurrentState:
+    """The states of one layer in all rows, in the form in which transformers' mixers ask a cache for them.
+
+    It answers as the cache (5.18 and later) and as the layer of a cache (before).
+
+    Attributes:
+        conv_states (`dict[int, torch.Tensor]`): The last inputs of each convolution, `(R, channels, K)`.
+        recurrent_states (`dict[int, torch.Tensor]`): Each `(R, ...)`.
+        num_read (`int`): Tokens of a row that the first convolution has read.
+    """
+
+    record_past = False
+
+    def __init__(self, conv_states: _States | None = None, recurrent_states: _States | None = None, num_read: int = 0):
+        self.conv_states: dict[int, torch.Tensor] = conv_states or {}
+        self.recurrent_states: dict[int, torch.Tensor] = recurrent_states or {}
+        self.num_read = num_read
+
+    def __bool__(self) -> bool:
+        return bool(self.conv_states or self.recurrent_states)
+
+    # As a cache
+
+    def get_conv_state(self, layer_idx: int = 0, state_idx: int = 0) -> torch.Tensor | None:
+        return _entry(self.conv_states, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int = 0, state_idx: int = 0) -> torch.Tensor | None:
+        return _entry(self.recurrent_states, state_idx)
+
+    def has_previous_state(self, layer_idx: int = 0, state_idx: int | None = None) -> bool:
+        return bool(self)
+
+    def is_recording_past(self, layer_idx: int = 0) -> bool:
+        return False
+
+    @property
+    def layers(self) -> _Everywhere:
+        return _Everywhere(self)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int = 0, state_idx: int = 0, conv_kernel_size: Any = None, **_: Any
+    ) -> torch.Tensor:
+        """Appends inputs `(R, channels, W)`; returns them after those that were kept, with which they are read."""
+        past = self.get_conv_state(layer_idx, state_idx)
+        if state_idx == 0:
+            self.num_read += conv_states.shape[-1]
+        if past is None:
+            size = conv_kernel_size or conv_states.shape[-1]
+            seen = F.pad(conv_states, (max(size - conv_states.shape[-1], 0), 0))
+        else:
+            size = past.shape[-1]
+            seen = torch.cat([past, conv_states], dim=-1)
+        self._keep_inputs(state_idx, seen, size)
+        return seen
+
+    def _keep_inputs(self, state_idx: int, seen: torch.Tensor, size: int) -> None:
+        self.conv_states[state_idx] = seen[..., -size:].clone(memory_format=torch.contiguous_format)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int = 0, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        past = self.get_recurrent_state(layer_idx, state_idx)
+        new = recurrent_states if past is None else recurrent_states.to(past.dtype)
+        self.recurrent_states[state_idx] = new
+        return new
+
+    # By rows
+
+    def rows(self, index: torch.Tensor) -> RecurrentState:
+        """A copy of some rows."""
+        return RecurrentState(
+            *({key: state[on_device_of(index, state)] for key, state in part.items()} for part in self._parts)
+        )
+
+    def put(self, other: RecurrentState, index: torch.Tensor | None = None) -> None:
+        """Takes over the states of `other`, as all rows or as those of the index. Tensors are never written to."""
+        for own, new in zip(self._parts, other._parts):
+            for key, state in new.items():
+                own[key] = state if index is None else own[key].index_copy(0, on_device_of(index, state), state)
+
+    def join(self, other: RecurrentState) -> None:
+        """Takes over the rows of `other` after its own."""
+        for own, new in zip(self._parts, other._parts):
+            for key, state in new.items():
+                own[key] = torch.cat([own[key], state.to(own[key])])
+
+    def copy(self) -> RecurrentState:
+        """Another holder of the same tensors."""
+        return RecurrentState(*map(dict, self._parts))
+
+    def clone(self) -> RecurrentState:
+        """A holder of copies."""
+        copies = ({key: state.clone() for key, state in part.items()} for part in self._parts)
+        return RecurrentState(*copies, self.num_read)
+
+    @property
+    def _parts(self) -> tuple[dict, dict]:
+        return self.conv_states, self.recurrent_states
+
+
+class _Everywhere:
+    """The layers of a cache that holds one layer, whatever its number."""
+
+    def __init__(self, state: RecurrentState):
+        self.state = state
+
+    def __getitem__(self, layer_idx: int) -> RecurrentState:
+        return self.state
+
+    def __len__(self) -> int:
+        return 1 << 30
+
+
+class _Entries(dict):
+    """Begins as another dict, and keeps what is put into it to itself.
+
+    Reading one token, fused kernels write into the states that they are given; those they get as copies.
+    """
+
+    def __init__(self, source: dict, copies: bool):
+        super().__init__()
+        self.source, self.copies = source, copies
+
+    def __missing__(self, key):
+        if not self.copies:
+            return self.source[key]
+        self[key] = self.source[key].clone()
+        return self[key]
+
+
+class Reading(RecurrentState):
+    """Successor of a state, by reading `tokens` more tokens of every row, while the state itself stays."""
+
+    def __init__(self, start: RecurrentState, tokens: int):
+        super().__init__()
+        self.start = start
+        self.conv_states = _Entries(start.conv_states, copies=tokens == 1)
+        self.recurrent_states = _Entries(start.recurrent_states, copies=tokens == 1)
+
+    def __bool__(self) -> bool:
+        return bool(self.start)
+
+
+class ConvolutionReading(Reading):
+    """Keeps all inputs `(R, channels, K + T)`, from which follows the state after every token."""
+
+    def _keep_inputs(self, state_idx: int, seen: torch.Tensor, size: int) -> None:
+        self.conv_states[state_idx] = seen
+
+
+def _entry(entries: dict, key) -> torch.Tensor | None:
+    with suppress(KeyError):
+        return entries[key]
+    return None
+
+
+def on_device_of(index: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return index.to(other.device, non_blocking=True)
+
+
+def load_state(layer: Any) -> RecurrentState:
+    """A copy of what a recurrent layer of a `DynamicCache` holds."""
+    sizes = layer.conv_kernel_size
+    return RecurrentState(
+        {key: state[..., -sizes[key] :].clone() for key, state in layer.conv_states.items() if state is not None},
+        {key: state.clone() for key, state in layer.recurrent_states.items() if state is not None},
+    )
+
+
+def store_states(cache: DynamicCache, rows: list[dict[int, RecurrentState]]) -> None:
+    """Fills the recurrent layers of a cache with what `RecurrentLayers.row_states` returned for each row."""
+    for layer_idx, state in rows[0].items():
+        for key in state.conv_states:
+            joined = torch.cat([row[layer_idx].conv_states[key] for row in rows])
+            cache.update_conv_state(joined, layer_idx, state_idx=key, conv_kernel_size=joined.shape[-1])
+        for key in state.recurrent_states:
+            joined = torch.cat([row[layer_idx].recurrent_states[key] for row in rows])
+            cache.update_recurrent_state(joined, layer_idx, state_idx=key)

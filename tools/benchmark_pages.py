@@ -1,0 +1,462 @@
+"""The pages under Benchmarks, made from the figures in `benchmarks/results/`.
+
+python -m tools.benchmark_pages           # writes docs/benchmarks/ anew
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.benchmark_tables import (
+    Content,
+    Row,
+    Table,
+    columns,
+    compared,
+    counted,
+    few_rows,
+    loops,
+    markdown,
+    never_slower,
+)
+
+
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks"
+
+# ------------------------------------------------------------------------------------------------------------- studies
+
+
+@dataclass(frozen=True)
+class Study:
+    """A page: one question, and the files that answer it.
+
+    Attributes:
+        name, title, question (`str`): Of the page.
+        files (`str`): Regular expression of the files' stems.
+        read (`Callable`): Reader of their shape.
+        command (`str`): The program, unless a file names its own `command`. Of one that is gone from the repository
+            this is its successor.
+        is_gone (`bool`): The program that measured is no longer part of the repository.
+        heading (`str`): Of a file, filled in from its content and environment.
+        notes (`str`): What one must know to read the tables.
+        see (`tuple[str, ...]`): Pages that draw conclusions.
+    """
+
+    name: str
+    title: str
+    question: str
+    files: str
+    read: Callable[[Content], Iterator[Table]]
+    command: str
+    is_gone: bool = False
+    heading: str = "{machine}, {dtype}"
+    notes: str = ""
+    see: tuple[str, ...] = ()
+
+    def sources(self) -> dict[str, Content]:
+        """Contents of the files by their stems, sorted."""
+        found = (path for path in sorted(RESULTS.glob("*.json")) if re.fullmatch(self.files, path.stem))
+        return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in found}
+
+
+_TREES = "Trees are named by levels, children of a node and nodes, the anchor included (the published code's counts)."
+
+STUDIES = (
+    Study(
+        "demo_model",
+        "Every method on the demo's model",
+        "How fast is each method on the embedded model, beside plain `generate()`?",
+        r"\w+-\w+-demo",
+        compared,
+        "hf-specdec demo --dtype {dtype} --json",
+        notes="Greedy. The model has 3.9 million parameters and soon repeats itself, so its text is easy to draft. "
+        "Identical output is checked in float32.",
+        see=("demo",),
+    ),
+    Study(
+        "smollm2",
+        "A real model: SmolLM2-135M",
+        "How fast are methods and heads on a real model, beside plain `generate()` and transformers' own prompt "
+        "lookup?",
+        r"\w+-\w+-smollm2-.+",
+        compared,
+        "hf-specdec demo --model smollm2 --dtype {dtype} --stock{heads_option}{sizes_option}{sample_option} --json",
+        heading="{decoding}, {dtype}, at most {max_new_tokens} new tokens",
+        notes="`ngram` with no drafts for any batch is the loop alone. In bfloat16 two tokens may be equally likely "
+        "up to rounding; whether texts are those of plain generation is decided in float32.",
+        see=("demo", "choose"),
+    ),
+    Study(
+        "overhead",
+        "Beside transformers' own assisted generation",
+        "How fast is this package's loop, beside transformers' own with the same drafts and beside plain "
+        "`generate()`?",
+        r"\w+-\w+-overhead.*",
+        loops,
+        "python benchmarks/overhead.py --json overhead.json",
+        heading="Targets {targets}; contexts {contexts}; batches {batch_sizes}",
+        notes="Decoding alone, without the prefill; greedy; fixed lengths. `demo` is the embedded model, `random` one "
+        'of 190 M random parameters with scripted drafts, four of five right. "Same rule" is transformers\' rule of '
+        "prompt lookup, with as many drafts. Transformers' loop takes one row only.",
+        see=("performance",),
+    ),
+    Study(
+        "many",
+        "Many requests",
+        "What does it bring to keep a batch full, beside batches of fixed size?",
+        r"\w+-\w+-many.*",
+        columns(
+            side="side",
+            forwards="forwards of the target",
+            ratio="speed relative to static plain",
+            identical="same texts",
+        ),
+        "python benchmarks/many.py --requests {requests} --places {places} --stock",
+        heading="{requests} requests in {places} places, {wanted_tokens} new tokens",
+        notes='Process time. "Static" batches go in the given order; "refill" is `generate_many()`; "stock" is '
+        "transformers' own continuous batching, whose forwards are not counted.",
+        see=("many",),
+    ),
+    Study(
+        "never_slower",
+        "Adaptive length beside plain generation",
+        'Is `num_speculative_tokens="auto"` ever slower than plain `generate()`, and how far is it from the best '
+        "fixed length?",
+        r"\w+-\w+-never-slower.*",
+        never_slower,
+        "python benchmarks/never_slower.py --target {target}{sample_option} --dtype {dtype}",
+        heading="Target {target}, {decoding}, {dtype}",
+        notes="Medians of the rounds' ratios, with their range. The sides take turns of some cycles each. The aims "
+        "are 0.97 of plain generation in hostile cases and 0.95 of the best fixed length in friendly ones. The loop "
+        "without drafts is faster than `generate()` on a small model, and would hide what drafts lose.",
+        see=("control",),
+    ),
+    Study(
+        "few_rows",
+        "Matrix products of few rows on a CPU",
+        "What does a product over few rows cost, beside torch's and the memory bandwidth?",
+        r"\w+-\w+-few-rows",
+        few_rows,
+        "python benchmarks/few_rows.py --json few_rows.json",
+        see=("kernels",),
+    ),
+    Study(
+        "judging",
+        "Judging sampled drafts",
+        "What does it cost to judge a sampled draft, for all nodes at once or along the path alone?",
+        r"\w+-\w+-judging",
+        columns(
+            draft="draft",
+            warpers="warpers",
+            milliseconds_with_transformers="transformers' warpers, ms",
+            all_nodes="all nodes / that",
+            path="the path / that",
+            chosen="chosen",
+        ),
+        "python benchmarks/judging.py --json judging.json",
+        heading="{machine}, {vocabulary} tokens in the vocabulary",
+        see=("verification",),
+    ),
+    Study(
+        "heads",
+        "Shapes of Medusa and MLP speculator drafts",
+        "Which shape of a draft pays with the demo's Medusa heads and MLP speculator?",
+        r"\w+-\w+-heads-\w+",
+        compared,
+        "python benchmarks/run.py medusa mlp_speculator",
+        is_gone=True,
+        notes="Eight prompts, at most 128 new tokens each, one row, fixed drafts. Static trees of the MLP speculator "
+        "are built from the accuracies of the Medusa heads.",
+        see=("medusa", "mlp_speculator"),
+    ),
+    Study(
+        "eagle",
+        "Shapes of EAGLE-3 drafts",
+        "Which shape of a draft pays with the demo's EAGLE-3 head, and when should drafting stop?",
+        r"\w+-\w+-eagle-calls",
+        columns(
+            draft="draft",
+            threshold="stops below",
+            tokens_per_cycle="tokens per cycle",
+            drafted_per_cycle="drafted per cycle",
+            time="time relative to no threshold",
+            speed="speed relative to plain",
+        ),
+        "python benchmarks/run.py eagle eagle3 early-stop",
+        is_gone=True,
+        heading="{machine}",
+        notes=f"Eight prompts of 96 new tokens, greedy, one row, process time. {_TREES}",
+        see=("eagle",),
+    ),
+    Study(
+        "dflash",
+        "DFlash: blocks, steps, trees",
+        "Whole blocks, several denoising steps, or trees? And what does a block cost beside a chain?",
+        r"\w+-\w+-dflash",
+        columns(
+            block="block",
+            block_ms="block, ms",
+            chain_ms="chain, ms",
+            chain_to_block="chain / block",
+            block_to_target="block / target's forward",
+            draft="draft",
+            tokens_per_cycle="tokens per cycle",
+            accepted_per_position="accepted at each position, %",
+            speed="speed relative to plain",
+            draft_to_target="draft / target's forward",
+            rest_share="outside of forwards",
+        ),
+        "python benchmarks/run.py dflash",
+        is_gone=True,
+        heading="{machine}",
+        notes='One row, greedy, process time. "Masks alone" and "tokens revealed" are two drafts of three layers for '
+        "a target of four, trained with masks alone and with some tokens revealed; the third is the demo's. The "
+        "blocks have random weights: three layers for a target of sixteen, hidden size 512.",
+        see=("dflash",),
+    ),
+    Study(
+        "mtp",
+        "MTP: all layers, or the first one again and again",
+        "How far does one layer draft, beside transformers' `use_mtp=True`?",
+        r"\w+-\w+-mtp",
+        columns(
+            target="target",
+            layers="layers",
+            batch_size="batch",
+            side="side",
+            tokens_per_cycle="tokens per cycle",
+            to_plain="speed relative to plain",
+            to_stock="relative to transformers",
+            call_to_stock="whole call, relative to transformers",
+        ),
+        "python benchmarks/run.py mtp",
+        is_gone=True,
+        notes="The targets are the tests' checkpoints as they are (3 layers), and with 21 further layers that add "
+        "nothing. `chain` has one token from each layer, as transformers' loop has; `reuse k` applies the first layer "
+        "k times. transformers' takes one row only.",
+        see=("mtp",),
+    ),
+    Study(
+        "retrieval",
+        "Trees of retrieved drafts",
+        "Are trees of `ngram` and `suffix` better than chains?",
+        r"\w+-\w+-retrieval-trees",
+        columns(
+            side="side",
+            tokens_per_cycle="tokens per cycle",
+            nodes_per_cycle="drafted per cycle",
+            ratio="speed relative to the chain",
+            ratio_range="range",
+        ),
+        "python benchmarks/run.py retrieval",
+        is_gone=True,
+        notes="Process time, three rounds, which vary by 5 to 10 %.",
+        see=("ngram", "suffix"),
+    ),
+    Study(
+        "ngram",
+        "Rules and costs of prompt lookup",
+        "Which rule of lookup finds the most tokens, and what does a lookup cost?",
+        r"\w+-\w+-ngram",
+        columns(
+            context="context",
+            one_row="one row, microseconds",
+            row_of_16="a row of 16",
+            transformers="transformers' lookup",
+            ratio="transformers' / ours",
+            cold_ratio="the same, caches cold",
+            build_ms="indexing the prompt once, ms",
+            rule="rule",
+            edit="edits: tokens per step (drafted)",
+            code="new code: tokens per step (drafted)",
+        ),
+        "python benchmarks/run.py retrieval",
+        is_gone=True,
+        heading="{machine}",
+        notes="A known text takes the place of the target's output: edited files and halves of files of Python's "
+        "standard library.",
+        see=("ngram",),
+    ),
+    Study(
+        "trees",
+        "Cost of verifying a tree",
+        "What does it cost to verify 1 to 64 nodes, as a chain and as a tree?",
+        r"\w+-\w+-trees",
+        columns(
+            shape="shape",
+            nodes="verified nodes",
+            forward_ratio="forward relative to one node",
+            cycle_ratio="cycle relative to no draft",
+            topology_ms="topology, ms",
+            acceptance_ms="acceptance, ms",
+            commit_ms="commit, ms",
+        ),
+        "python benchmarks/gpu.py --sections verification",
+        is_gone=True,
+        heading="{machine}, context 512",
+        notes="Cycles without a drafter: forward, acceptance, commit of three accepted tokens. Verified nodes include "
+        "the anchor. `random` has 17 layers of random weights.",
+        see=("trees", "medusa"),
+    ),
+    Study(
+        "acceptance_rules",
+        "Block verification beside the standard rule",
+        "How much does block verification accept beyond the standard rule?",
+        r"\w+-\w+-acceptance-rules",
+        columns(
+            temperature="temperature",
+            k="draft tokens",
+            standard="`standard`: tokens per verification",
+            block="`block`",
+            ratio="block / standard",
+            standard_error="standard error",
+            lowest_ratio="lowest of a seed",
+            time_ratio="processor time per token",
+        ),
+        "python benchmarks/run.py rules",
+        is_gone=True,
+        heading="{machine}",
+        notes="The demo's target and draft model, eight prompts, 16 rows each of 64 new tokens, 6 seeds, float32.",
+        see=("verification",),
+    ),
+    Study(
+        "metrics",
+        "Cost of metrics",
+        "What do records, the log line and Prometheus cost?",
+        r"\w+-\w+-metrics-cost",
+        columns(side="side", ratio="CPU time", microseconds="microseconds per cycle", share="share of a cycle"),
+        "",
+        is_gone=True,
+        notes="`ngram` on the demo's target, one row, 100 rounds; cycles of 5.4 ms. CPU time is relative to a loop "
+        "without any bookkeeping; single rounds lie far apart, so the microseconds, taken alone, are the better "
+        "measure.",
+        see=("metrics",),
+    ),
+    Study(
+        "simulated_control",
+        "Adaptive length in simulated worlds",
+        "How much throughput is lost to the search for the best length, where costs and rates are known?",
+        r"simulated-control",
+        columns(case="case", worlds="worlds", mean="mean", quantile_95="95 of 100 lose less than", worst="most"),
+        "pytest tests/control",
+        is_gone=True,
+        heading="Simulated",
+        notes="Part of the best fixed length's throughput that is lost, with length 0 among the candidates; negative "
+        "numbers beside plain decoding are gains. At most 12 draft tokens; drafts that cost 0.005 to 1.5 of a plain "
+        "cycle; acceptance rates from 0 to 0.97; costs of verification that are flat, linear, steep, or like float32 "
+        "on a CPU; one or two times in a hundred are ten times too long.",
+        see=("control",),
+    ),
+)
+
+
+# --------------------------------------------------------------------------------------------------------------- pages
+
+
+def _facts(content: Content) -> dict[str, Any]:
+    """Values for headings and commands, from all levels of a file."""
+    environment = content.get("environment", {})
+    settings = {**environment.get("options", {}), **content.get("settings", {})}
+    sampled = content.get("sample") or settings.get("sampling", {}).get("do_sample")
+    sizes = settings.get("batch_sizes", [1])
+    rows = content["rows"] if "settings" in content else []
+    has_heads = any("model" in row.get("settings", {}) for row in rows)
+    found = {
+        "target": "demo",
+        "decoding": "sampled" if sampled else "greedy",
+        "sample_option": " --sample" if sampled else "",
+        "heads_option": " --heads heads/smollm2" if has_heads else "",
+        "sizes_option": f" --batch-sizes {','.join(map(str, sizes))}" if sizes != [1] else "",
+        "dtype": "float32",
+        **settings,
+        **environment,
+        **{key: value for key, value in content.items() if isinstance(value, (str, int))},
+        "machine": _machine(environment) or "Version 0.1.0",
+    }
+    return {key: ", ".join(map(str, value)) if isinstance(value, list) else value for key, value in found.items()}
+
+
+def _machine(environment: Row) -> str:
+    return environment.get("gpu") or environment.get("cpu") or ""
+
+
+def _environment(content: Content) -> str:
+    found = content.get("environment")
+    if found is None:
+        return "Measured with version 0.1.0; date, machine and versions were not written down."
+    matmul = found.get("float32_matmul_precision", "highest")
+    dtype = [found["dtype"] if matmul == "highest" else f'{found["dtype"]} ("{matmul}")'] if "dtype" in found else []
+    names = {"hf_specdec": "hf_specdec", "torch": "torch", "transformers": "transformers", "python": "Python"}
+    versions = ", ".join(f"{name} {found[key]}" for key, name in names.items())
+    load = f"load average {found['load_average']}"
+    place = f"{counted(found['threads'], 'thread')} of {counted(found['cores'], 'core')}"
+    return f"{found['date'][:10]}; {'; '.join([_machine(found), place, *dtype])}; {versions}; {load}."
+
+
+def _page(study: Study) -> str:
+    parts = [f"# {study.title}", study.question, *([study.notes] if study.notes else [])]
+    if study.see:
+        links = " and ".join(f"[{name}](../{name}.md)" for name in study.see)
+        parts.append(f"Conclusions: {links}.")
+    if study.is_gone:
+        again = f" `{study.command}` asks the same question." if study.command else ""
+        parts.append(f"The program that measured this is no longer part of the repository.{again}")
+    for stem, content in study.sources().items():
+        facts = _facts(content)
+        heading = study.heading.format_map(facts)
+        parts += [
+            f"## {heading[0].upper()}{heading[1:]}",
+            f"{_environment(content)} Figures: `benchmarks/results/{stem}.json`.",
+        ]
+        if not study.is_gone:
+            command = content.get("command") or study.command.format_map(facts)
+            parts.append(f"```\n{command}\n```")
+        parts += map(markdown, study.read(content))
+    return "\n\n".join(parts) + "\n"
+
+
+def _index() -> str:
+    rows = []
+    for study in STUDIES:
+        environments = [content.get("environment", {}) for content in study.sources().values()]
+        dates = sorted({found["date"][:10] for found in environments if found})
+        machines = ", ".join(dict.fromkeys(filter(None, map(_machine, environments))))
+        when = " to ".join(dict.fromkeys([dates[0], dates[-1]])) if dates else "version 0.1.0"
+        rows.append({"question": f"[{study.title}]({study.name}.md)", "measured": when, "on": machines})
+    text = (
+        "Every page compares with a baseline that was measured in the same run, with the sides in turn, and says "
+        "when, on which machine, with which versions and by which command. Compare ratios: milliseconds are those of "
+        "one, often busy, machine. [Performance](../performance.md) sums up the results, and says what has not been "
+        "measured."
+    )
+    return f"# Benchmarks\n\n{text}\n\n{markdown(Table('', rows))}\n"
+
+
+def pages() -> dict[str, str]:
+    """Texts of all pages by file name."""
+    return {"index.md": _index(), **{f"{study.name}.md": _page(study) for study in STUDIES}}
+
+
+def navigation() -> str:
+    """Lines of the site's navigation."""
+    return "\n".join(f"      - {json.dumps(study.title)}: benchmarks/{study.name}.md" for study in STUDIES)
+
+
+def main() -> None:
+    PAGES.mkdir(exist_ok=True)
+    made = pages()
+    for path in PAGES.glob("*.md"):
+        if path.name not in made:
+            path.unlink()
+    for name, text in made.items():
+        (PAGES / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

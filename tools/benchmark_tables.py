@@ -1,0 +1,176 @@
+"""Readers of the files in `benchmarks/results/`, one for each shape, and the tables that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+
+Row = Mapping[str, Any]
+Content = Mapping[str, Any]
+
+
+class Table(NamedTuple):
+    """Rows with the same columns, and a caption."""
+
+    caption: str
+    rows: list[Row]
+
+
+# ------------------------------------------------------------------------------------------------------------- readers
+
+
+def columns(**heads: str) -> Callable[[Content], Iterator[Table]]:
+    """Reader of the common shape: rows of plain values, alone or in groups (a case with its sides).
+
+    Args:
+        heads: Heads by key, of the columns that are shown, in their order. A key with blanks is written with `_`.
+    """
+
+    def shown(row: Row) -> Row:
+        row = {key.replace(" ", "_").replace("/", "_"): value for key, value in row.items()}
+        return {head: _cell(key, row[key]) for key, head in heads.items() if key in row}
+
+    def read(content: Content) -> Iterator[Table]:
+        for groups in content.values():
+            if not (isinstance(groups, list) and groups and isinstance(groups[0], dict)):
+                continue
+            nested = [(group, group.get("rows") or group.get("sides")) for group in groups]
+            if nested[0][1] is None:
+                nested = [({}, groups)]
+            for group, rows in nested:
+                if found := [cells for cells in map(shown, rows) if len(cells) > 1]:
+                    yield Table(_caption(group), found)
+
+    return read
+
+
+def compared(content: Content) -> Iterator[Table]:
+    """Reader of `hf-specdec bench` and `hf-specdec demo`: speed-ups over plain generation, by kind of prompt."""
+    many = len({row.get("batch_size", 1) for row in content["rows"]}) > 1
+    rows = []
+    for row in content["rows"]:
+        cells = {"method": _named(row), **({"batch": row["batch_size"]} if many else {})}
+        cells["all"] = _gain(row)
+        cells |= {kind: _gain(part) for kind, part in row.get("kinds", {}).items()}
+        spread = row.get("speedup_range") or [row["spread"]["speedup"][side] for side in ("low", "high")]
+        cells["range over rounds"] = _between(spread) if spread[0] < spread[1] else ""
+        if row.get("num_texts"):
+            cells["texts as plain"] = f"{row['same_texts']} of {row['num_texts']}"
+        rows.append(cells)
+    yield Table("Speed-up over plain `generate()`, tokens per cycle in brackets", rows)
+
+
+def few_rows(content: Content) -> Iterator[Table]:
+    """Reader of `few_rows.py`: the least and the most over all matrices."""
+    heads = {
+        "to_single_row_of_torch": "time / torch's over one row",
+        "to_torch": "time / torch's over as many",
+        "to_bandwidth": "part of the memory bandwidth",
+    }
+    cases = sorted({(row["dtype"], row["threads"]) for row in content["rows"]}, reverse=True)
+    for dtype, threads in cases:
+        of_case = [row for row in content["rows"] if (row["dtype"], row["threads"]) == (dtype, threads)]
+        rows = []
+        for count in sorted({row["rows"] for row in of_case}):
+            same = [row for row in of_case if row["rows"] == count]
+            spans = {head: [limit(row[key] for row in same) for limit in (min, max)] for key, head in heads.items()}
+            rows.append({"rows": count, **{head: _between(span) for head, span in spans.items()}})
+        models = ", ".join(dict.fromkeys(row["model"] for row in of_case))
+        yield Table(f"{dtype}, {counted(threads, 'thread')}: least and most over the matrices of {models}", rows)
+
+
+def never_slower(content: Content) -> Iterator[Table]:
+    """Reader of `never_slower.py`: hostile cases beside plain generation, friendly ones beside the best length."""
+    hostile: dict[str, dict[str, Any]] = {}
+    friendly = []
+    for row in content["rows"]:
+        ratio = f"{row['ratio']:.2f} ({_between(row['ratio_range'])})"
+        if row["kind"] == "friendly":
+            beside = {"best fixed length": row["beside"].removeprefix("k="), "speed relative to it": ratio}
+            friendly.append({"friendly case": row["case"], **beside, "rounds": row["rounds"]})
+        else:
+            cells = hostile.setdefault(row["case"], {"hostile case": row["case"]})
+            cells[f"speed relative to {row['beside']}"] = ratio
+            # The last column.
+            cells.pop("rounds", None)
+            cells["rounds"] = row["rounds"]
+    for rows in (list(hostile.values()), friendly):
+        if rows:
+            yield Table("", rows)
+
+
+def loops(content: Content) -> Iterator[Table]:
+    """Reader of `overhead.py`: our sides beside transformers' loop with the same drafts and plain generation."""
+    results = content["results"]
+    for target in dict.fromkeys(result["case"]["target"] for result in results):
+        rows = []
+        for case, side in ((result["case"], side) for result in results for side in result["sides"]):
+            if case["target"] == target and side["side"].startswith("ours"):
+                cells = {key: case[key] for key in ("precision", "context")} | {"batch": case["batch_size"]}
+                cells["side"] = side["side"].removeprefix("ours: ")
+                cells["speed relative to transformers"] = _cell("", side["ratio_to_rival"])
+                cells["relative to plain"] = _cell("", side["ratio_to_plain"])
+                cells |= {f"{part}, ms": _cell("", side[f"{part}_ms"]) for part in ("cycle", "outside")}
+                rows.append(cells)
+        yield Table(f"Target `{target}`", rows)
+
+
+def _named(row: Row) -> str:
+    settings = dict(row.get("settings") or {})
+    name = settings.pop("method", row["method"])
+    settings.pop("model", None)
+    if name.startswith("stock_"):
+        name = f"transformers' own {name.removeprefix('stock_').replace('_', ' ')}"
+    return ", ".join([name, *(f"{key} = {value}" for key, value in settings.items())])
+
+
+def _gain(row: Row) -> str:
+    return f"{row['speedup']:.2f} ({row['mean_acceptance_length']:.2f})"
+
+
+def _caption(group: Row) -> str:
+    facts = {**group, **group.get("case", {})}
+    plain = [(key, value) for key, value in facts.items() if isinstance(value, (str, int)) and key != "rounds"]
+    texts = (value if isinstance(value, str) else f"{key.replace('_', ' ')} {value}" for key, value in plain)
+    return ", ".join(texts)
+
+
+# --------------------------------------------------------------------------------------------------------------- cells
+
+
+def _cell(key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        if key.endswith("share"):
+            return f"{100 * value:.2f} %"
+        return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
+    if isinstance(value, list):
+        if key.endswith("range"):
+            return _between(value)
+        if key.endswith("per_position"):
+            return ", ".join(f"{100 * share:.0f}" for share in value)
+        first, *rest = value
+        # A median with its range, or two figures.
+        return f"{_cell(key, first)} ({_between(rest) if len(rest) > 1 else _cell(key, rest[0])})"
+    return str(value)
+
+
+def _between(limits: list[float]) -> str:
+    return f"{limits[0]:.2f} to {limits[1]:.2f}"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def markdown(table: Table) -> str:
+    # Columns of which no row has a value are left out.
+    heads = [head for head in dict.fromkeys(head for row in table.rows for head in row)]
+    heads = [head for head in heads if any(row.get(head, "") != "" for row in table.rows)]
+    lines = [heads, ["---"] * len(heads), *([str(row.get(head, "")) for head in heads] for row in table.rows)]
+    text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return f"{table.caption}:\n\n{text}" if table.caption else text

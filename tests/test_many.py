@@ -464,7 +464,8 @@ def test_a_run_that_was_stopped_goes_on(model, tmp_path):
     assert all(again[index].stats.num_committed_tokens == 6 for index in seen)
     entries = [json.loads(line) for line in path.read_text().splitlines()]
     # What has failed is tried again.
-    assert sorted(entry["index"] for entry in entries) == [0, 1, 2, 3, 5]
+    assert sorted(entry["index"] for entry in entries if entry["error"] is None) == [0, 1, 2, 3, 5]
+    assert {entry["error"] for entry in entries if entry["index"] == 4} == {"ZeroDivisionError"}
     with nothing_runs(model):
         assert [own.tokens for own in run(model, requests[:4], journal=path, max_new_tokens=6)] == [
             own.tokens for own in again[:4]

@@ -19,6 +19,7 @@ from .demo import demo_command
 from .discover import discover_command
 from .doctor import doctor_command
 from .generate import generate_command
+from .generate_many import generate_many_command
 from .inspect import inspect_command
 from .publish import card_command, export_command
 from .train import train_command
@@ -44,6 +45,7 @@ app.command("discover")(discover_command)
 app.command("doctor")(doctor_command)
 app.command("export-custom-generate")(export_command)
 app.command("generate")(generate_command)
+app.command("generate-many")(generate_many_command)
 app.command("inspect")(inspect_command)
 app.command("train")(train_command)
 app.command("verify")(verify_command)

@@ -21,7 +21,7 @@ from ..threads import Recent, cached_property
 
 
 # How a dict names its prompt.
-_PROMPTS = ("input_ids", "text", "messages")
+_PROMPTS = ("input_ids", "text", "prompt", "messages")
 
 # What the rows of one loop cannot have: the values that are harmless, and what to do instead.
 _UNSUPPORTED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import json
@@ -606,6 +607,50 @@ def test_errors_of_requests_and_of_the_manager(model, manager):
     assert isinstance(manager.error, TypeError)
     with pytest.raises(SpecConfigError, match="stopping"):
         manager.add_request(prompt(0))
+
+
+def test_results_for_an_event_loop(model, manager):
+    async def listen() -> dict[str, list]:
+        heard = {name: [] for name in ("streaming", "whole", "cancelled", "given up")}
+        ended = asyncio.Queue()
+
+        def hear(name, output):
+            heard[name].append(output)
+            if output is None or output.is_finished():
+                ended.put_nowait(name)
+
+        for number, name in enumerate(heard):
+            manager.register_result_handler(name, partial(hear, name))
+            length = 8 if number < 2 else 400
+            manager.add_request(prompt(number), name, length, streaming=name == "streaming", eos_token_id=-1)
+        await ended.get(), await ended.get()
+        manager.cancel_request("cancelled")
+        assert await ended.get() == "cancelled"
+        manager.stop(hard_stop=True)
+        assert await ended.get() == "given up"
+        return heard
+
+    heard = asyncio.run(asyncio.wait_for(listen(), 60))
+    assert heard["cancelled"] == heard["given up"] == [None]
+    (whole,) = heard["whole"]
+    assert whole.generated_tokens == alone(model, prompt(1), max_new_tokens=8)
+    assert whole.finish_reason == "length"
+    *parts, last = heard["streaming"]
+    assert parts
+    assert {part.finish_reason for part in parts} == {None}
+    assert last.generated_tokens == alone(model, prompt(0), max_new_tokens=8)
+    # Nothing is kept for those who ask otherwise.
+    assert manager.get_result(timeout=0.01) is None
+
+
+def test_a_request_names_no_drafter(model, manager):
+    for own in ({"spec_method": "suffix"}, {"spec_model": "user/head"}, {"speculative": "suffix"}):
+        with pytest.raises(SpecConfigError, match="for all requests"):
+            manager.add_request(prompt(0), **own)
+        (result,) = run(model, [{"input_ids": prompt(0), **own}])
+        assert "for all requests" in str(result.error)
+    with pytest.raises(SpecConfigError, match="num_speculative_tokens"):
+        manager.add_request(prompt(0), num_speculative_tokens=-1)
 
 
 def test_what_was_added_is_finished(model):

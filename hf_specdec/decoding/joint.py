@@ -46,6 +46,7 @@ class Row:
     Args:
         request (`Request`): Prepared for a batch of one, without padding.
         seed, number (`int`): Its random numbers are those of row `number` in a call with this seed.
+        most_draft_tokens (`int`, *optional*): Depth that its drafts may have at most; 0 for none.
 
     Attributes:
         sequences, stop, stack: Its text, its stopping rules and its processors.
@@ -58,8 +59,9 @@ class Row:
 
     judge: Judge
 
-    def __init__(self, request: Request, seed: int, number: int):
+    def __init__(self, request: Request, seed: int, number: int, most_draft_tokens: int | None = None):
         self.request, self.seed, self.number = request, seed, number
+        self.most_draft_tokens = most_draft_tokens
         self.samples = bool(request.generation_config.do_sample)
         self.stack = ProcessorStack(request.logits_processor)
         self.signature = self.stack.signature
@@ -81,6 +83,12 @@ class Row:
     def most_tokens(self) -> int:
         """Tokens that it may come to, the prompt included."""
         return self.stop.max_length
+
+    def depth(self, depth: int) -> int:
+        """How deep its next draft may be, of a drafter's depth: one token more is committed with every draft."""
+        if self.most_draft_tokens is not None:
+            depth = min(depth, self.most_draft_tokens)
+        return max(min(depth, self.most_tokens - 1 - self.length), 0)
 
     @property
     def has_ended(self) -> bool:
@@ -433,8 +441,7 @@ class JointLoop(DecodingLoop):
         return verifier
 
     def _step(self) -> DraftStep:
-        depth, rows = self.generator.num_speculative_tokens, [self.table[row] for row in self.rows]
-        depths = [max(min(depth, row.most_tokens - 1 - row.length), 0) for row in rows]
+        depths = [self.table[row].depth(self.generator.num_speculative_tokens) for row in self.rows]
         return DraftStep(self.rows, self.anchors, self._positions(1), depths)
 
     def _verify(self, draft: DraftTree) -> SlotOutput:

@@ -24,6 +24,9 @@ PASTED = ["get_started.md", "reproducibility.md", "troubleshooting.md"]
 PASTED += [f"howto/{path.name}" for path in sorted((DOCS / "howto").glob("*.md"))]
 
 
+# Extras whose packages a page needs.
+NEEDED = {"howto/serving.md": "fastapi"}
+
 # Pages whose readers have a model and its inputs already.
 CONTINUED = ["index.md", "picture.md"]
 
@@ -47,6 +50,8 @@ def fresh_process(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("fresh_process")
 def test_examples_run(page):
     """Each page on its own, in order, in one namespace."""
+    if page in NEEDED:
+        pytest.importorskip(NEEDED[page])
     found, namespace = blocks(page), {"__name__": "page"}
     if page in CONTINUED:
         namespace |= {"hf_specdec": hf_specdec, "model": demo.load_target(), "tokenizer": demo.load_tokenizer()}

@@ -43,6 +43,9 @@ class SpeculativeBatchingManager:
         max_tokens_in_flight (`int`, *optional*), tokenizer, seed, arguments: As for
             [`~many.generate.generate_many`].
 
+    Attributes:
+        error (`Exception`, *optional*): What has ended the thread, other than `stop`.
+
     Raises:
         SpecConfigError: The arguments cannot be honoured.
         UnsupportedModelError: The target's architecture cannot be driven by the loop.
@@ -62,6 +65,7 @@ class SpeculativeBatchingManager:
         asked = SpeculativeArguments(**{name: arguments.pop(name, None) for name in ARGUMENTS})
         if generation_config is not None:
             arguments["generation_config"] = generation_config
+        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self._reader = RequestReader(model, arguments, tokenizer, seed, batch_size)
         speculator = speculator_of_many(model, self._reader.arguments, asked)
         self._reader.check()
@@ -125,6 +129,14 @@ class SpeculativeBatchingManager:
         self.stop(hard_stop=kind is not None)
 
     # Requests
+
+    def encode(self, prompt: Any) -> list[int]:
+        """Tokens of a prompt of any kind.
+
+        Raises:
+            SpecConfigError: It cannot be read.
+        """
+        return self._reader.read(prompt)[0]
 
     def add_request(
         self,

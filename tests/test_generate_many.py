@@ -76,6 +76,7 @@ def test_every_line_is_answered(files):
         length = settings.get("max_new_tokens", LENGTH)
         plain = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=length)[0, len(ids) :].tolist()
         assert entry["tokens"] == plain
+        assert entry["num_prompt_tokens"] == len(ids)
         assert entry["text"] == tokenizer.decode(plain, skip_special_tokens=True)
         assert entry["error"] is None
     report = json.loads(result.stdout)

@@ -175,7 +175,8 @@ class ManyResults(Iterator[RequestResult]):
         index, key = self._indices.pop(id(row))
         tokens, tokenizer = row.tokens, self._reader.tokenizer
         text = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
-        self._keep(RequestResult(index, tokens, text, row.finish_reason, row.error, row.stats), key)
+        length = row.sequences.prompt_length
+        self._keep(RequestResult(index, tokens, text, row.finish_reason, row.error, length, row.stats), key)
 
     def _keep(self, result: RequestResult, key: str | None) -> None:
         if self._journal is not None:

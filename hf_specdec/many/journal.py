@@ -1,7 +1,7 @@
 """A file of results, one JSON object a line, from which a run that was stopped goes on.
 
-An entry has `index`, `key` (of prompt and settings), `tokens`, `text`, `finish_reason`, `error` (a message, or null)
-and `stats` (counts). Where an index stands twice, the later entry is valid.
+An entry has `index`, `key` (of prompt and settings), `num_prompt_tokens`, `tokens`, `text`, `finish_reason`, `error`
+(a message, or null) and `stats` (counts). Where an index stands twice, the later entry is valid.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .results import RequestResult
 
 # What is kept of a result's statistics.
 _COUNTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_committed_tokens", "num_row_cycles")
-_ENTRY = ("index", "key", "tokens", "text", "finish_reason", "error", "stats")
+_ENTRY = ("index", "key", "num_prompt_tokens", "tokens", "text", "finish_reason", "error", "stats")
 
 
 class Journal:
@@ -62,13 +62,16 @@ class Journal:
                 "requests and settings of the run that wrote it, or another file."
             )
         stats = SpecDecodingStats(batch_size=1, **entry["stats"])
-        return RequestResult(index, entry["tokens"], entry["text"], entry["finish_reason"], None, stats)
+        return RequestResult(
+            index, entry["tokens"], entry["text"], entry["finish_reason"], None, entry["num_prompt_tokens"], stats
+        )
 
     def add(self, result: RequestResult, key: str | None) -> None:
         """Writes a result; `key` is that of its prompt and settings, if it could be read."""
         entry = {
             "index": result.index,
             "key": key,
+            "num_prompt_tokens": result.num_prompt_tokens,
             "tokens": result.tokens,
             "text": result.text,
             "finish_reason": result.finish_reason,

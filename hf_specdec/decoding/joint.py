@@ -21,7 +21,7 @@ import torch
 from ..drafts import DraftTree
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowUniforms
-from ..logits.rules import StandardRule, acceptance_rule
+from ..logits.rules import StandardRule
 from ..logits.sampling import DraftSampler, fit_width
 from ..logits.verifier import Verdict, Verifier
 from ..metrics import SpecDecodingStats
@@ -431,10 +431,9 @@ class JointLoop(DecodingLoop):
         return self.uniforms
 
     def _verifier(self, uniforms: RowUniforms | None, profile: ModelProfile) -> JointVerifier:
-        def make_rule(uniforms: RowUniforms | None) -> StandardRule:
-            return acceptance_rule(self.generator.config, self.generator.samples_drafts, uniforms, self._uniforms)
-
-        verifier = JointVerifier(self.table, self.stop, make_rule, self.uniforms, make_rule(uniforms))
+        verifier = JointVerifier(
+            self.table, self.stop, self._acceptance_rule, self.uniforms, self._acceptance_rule(uniforms)
+        )
         self.stats.rejection_sample_method = verifier.rule.name
         if verifier.rule.note:
             self.stats.notes.append(verifier.rule.note)

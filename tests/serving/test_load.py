@@ -7,12 +7,11 @@ import gc
 import json
 from collections import Counter
 
-import httpx
 import psutil
 import pytest
 
 from hf_specdec import demo
-from tests.serving.conftest import Running, plain, serving, wait_until
+from tests.serving.servers import Running, httpx, plain, serving, wait_until
 
 
 PROMPTS = [prompt.text[-60:] for prompt in demo.prompts()]

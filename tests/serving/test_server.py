@@ -11,18 +11,23 @@ import sys
 import threading
 from pathlib import Path
 
-import httpx
 import pytest
 from typer.testing import CliRunner
 
 from hf_specdec import cli
-from tests.serving.conftest import plain, serving, wait_until
+from tests.serving.servers import httpx, plain, serving, wait_until
 
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "def read(path):"
 CHAT = [{"role": "system", "content": "def read(path):"}, {"role": "user", "content": [{"type": "text", "text": "x"}]}]
 LONG = {"max_tokens": 800, "spec_method": "off", "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def running():
+    with serving(max_prompt_tokens=200, max_new_tokens=400, max_body_bytes=4000) as running:
+        yield running
 
 
 def events(answer: httpx.Response) -> list[dict]:

@@ -87,12 +87,6 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.01)
 
 
-@pytest.fixture(scope="session")
-def running():
-    with serving(max_prompt_tokens=200, max_new_tokens=400, max_body_bytes=4000) as running:
-        yield running
-
-
 def plain(prompt: str, length: int) -> str:
     """What plain generation says."""
     tokenizer = demo.load_tokenizer()

@@ -84,10 +84,11 @@ def test_wrong_settings():
 
 @pytest.mark.slow
 def test_the_command(tasks, tmp_path):
-    arguments = ",".join(f"{name}={value}" for name, value in {**MODEL, **DRAFTER}.items() if name != "batch_size")
+    arguments = ",".join(f"{name}={value}" for name, value in {"dtype": "float32", **DRAFTER}.items())
+    arguments += f",pretrained={demo.target_path()}"
     command = [sys.executable, "-m", "hf_specdec.integrations.lm_eval", "run", "--model", "hf-specdec"]
     command += ["--model_args", arguments, "--tasks", "continue_code", "--include_path", str(tasks)]
-    command += ["--batch_size", "4", "--output_path", str(tmp_path)]
+    command += ["--device", "cpu", "--batch_size", "4", "--output_path", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -496,6 +496,19 @@ def test_listeners_are_told(model):
     assert made.calls[0]._repr_html_() is None
 
 
+def test_shards(model):
+    requests = [prompt(index) for index in range(5)]
+    settings = {"do_sample": True, "seed": 3}
+    whole = [result.tokens for result in run(model, requests, **settings)]
+    for rank in range(2):
+        share = run(model, requests, shard=(rank, 2), **settings)
+        assert [result.index for result in share] == list(range(rank, 5, 2))
+        assert [result.tokens for result in share] == whole[rank::2]
+    for wrong in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(SpecConfigError, match="rank, num_processes"):
+            run(model, requests, shard=wrong)
+
+
 def test_progress(model, capsys):
     run(model, [prompt(index) for index in range(3)], progress=True, max_new_tokens=2)
     assert "3/3" in capsys.readouterr().err

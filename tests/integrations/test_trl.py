@@ -10,6 +10,7 @@ import torch
 
 from hf_specdec import SpecConfigError, demo
 from hf_specdec.loaded import record_of
+from hf_specdec.many.batching import generate_batch
 
 
 pytest.importorskip("trl")
@@ -71,11 +72,18 @@ def logged(trained: GRPOTrainer, name: str) -> list[float]:
     return [entry[name] for entry in trained.state.log_history if name in entry]
 
 
-def test_drafters_change_no_text(prompts, tmp_path):
-    rewards = []
+def test_drafters_change_no_text(prompts, tmp_path, monkeypatch):
+    rewards, batches = [], []
+
+    def counting(*args, **kwargs):
+        batches.append(generate_batch(*args, **kwargs))
+        return batches[-1]
+
+    monkeypatch.setattr("hf_specdec.many.batching.generate_batch", counting)
     eagle3 = {"method": "eagle3", "model": demo.drafter_path("eagle3"), "num_speculative_tokens": 4}
-    for generation in (NGRAM, {"speculative": eagle3}):
-        trained = trainer(prompts, tmp_path, generation)
+    batching = {"use_transformers_continuous_batching": True}
+    for generation, settings in ((NGRAM, {}), ({"speculative": eagle3}, {}), (NGRAM, batching)):
+        trained = trainer(prompts, tmp_path, generation, **settings)
         SpeculationCallback().add_to(trained)
         trained.train()
         rewards.append(logged(trained, "reward"))
@@ -83,8 +91,8 @@ def test_drafters_change_no_text(prompts, tmp_path):
         assert min(logged(trained, "speculation/acceptance_length")) > 1
         assert min(logged(trained, "speculation/draft_tokens")) > 0
         assert trained.model.training
-    assert rewards[0] == rewards[1]
-    assert len(rewards[0]) == STEPS
+    assert rewards[0] == rewards[1] == rewards[2]
+    assert len(rewards[0]) == len(batches) == STEPS
 
 
 def test_texts_of_older_policies_are_forgotten(prompts, tmp_path):

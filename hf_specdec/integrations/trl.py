@@ -135,8 +135,6 @@ class SpeculationCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         taken, self._unlogged = self._unlogged, SpecDecodingStats()
-        # Generations of the present step.
-        taken.add(self._counting.total)
         if logs is None or not taken.num_row_cycles:
             return
         figures = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -87,7 +89,7 @@ def serve_command(
         raise SpecConfigError(f"The API key is empty. Give --api-key or {API_KEY_VARIABLE} a text, or neither.")
     limits = Limits(max_waiting, max_prompt_tokens, max_new_tokens, max_body_bytes, timeout)
     place = Place(model, dtype, device, threads, trust_remote_code)
-    with num_threads(place.num_threads):
+    with _bound(host, port) as listening, num_threads(place.num_threads):
         target, tokenizer = place.load()
         speculator = load_drafter(target, place.is_embedded, method, spec_model, num_speculative_tokens, config)
         manager = SpeculativeBatchingManager(
@@ -102,14 +104,27 @@ def serve_command(
         if host not in LOOPBACK and api_key is None:
             say(f"Everybody who reaches {host} may use this server: there is no --api-key.", "yellow", stderr=True)
         app = build_app(service, api_key, LOOPBACK if host in LOOPBACK else ("*",))
-        server = uvicorn.Server(
-            uvicorn.Config(app, host, port, log_level="info", timeout_graceful_shutdown=grace, server_header=False)
-        )
+        server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=grace, server_header=False))
         # uvicorn ends open answers first, and then hands the signal on.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        try:
-            server.run()
-        except KeyboardInterrupt:
-            pass
-    if not server.started:
-        raise SpecConfigError(f"The server cannot listen on {host}:{port}. Name a free --port of this machine.")
+        say(f"Serving {service.name} at http://{host}:{listening.getsockname()[1]}", stderr=True)
+        with suppress(KeyboardInterrupt):
+            server.run([listening])
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket of this address, on which nobody is served yet.
+
+    Raises:
+        SpecConfigError: It cannot be had.
+    """
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        return listening
+    except OSError as error:
+        listening.close()
+        raise SpecConfigError(
+            f"The server cannot listen on {host}:{port}: {error}. Name a free --port, and a --host of this machine."
+        ) from error

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -222,12 +223,23 @@ def test_a_server_whose_model_has_failed():
 # --------------------------------------------------------------------------------------------------------- the command
 
 
+def is_up(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 def test_the_command_ends_open_answers_first():
     command = [sys.executable, "-m", "hf_specdec", "serve", "--port", "0", "--spec-method", "ngram", "-k", "4"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    # Whatever happens, nobody waits for ever.
+    timer = threading.Timer(120, process.kill)
+    timer.start()
     try:
         address = next(found[0] for line in process.stderr if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
+        wait_until(lambda: is_up(address))
         fields = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0, "stream": True}
         with httpx.stream("POST", f"{address}/v1/completions", json=fields, timeout=60) as answer:
             lines = answer.iter_lines()
@@ -237,8 +249,18 @@ def test_the_command_ends_open_answers_first():
         process.stderr.read()
         assert process.wait(60) == 0
     finally:
+        timer.cancel()
         process.kill()
         process.stderr.close()
+
+
+def test_a_port_that_is_taken():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = CliRunner().invoke(cli.app, ["serve", "--port", str(taken.getsockname()[1])])
+    assert result.exit_code == 2
+    assert "Name a free --port" in " ".join(result.stderr.split())
 
 
 def test_without_the_extra(monkeypatch):

@@ -332,6 +332,19 @@ def _names_method(config: Any) -> bool:
     return config is not None and getattr(config, "method", config) != AUTO
 
 
+def age_texts(target_model: torch.nn.Module, most_age: int) -> int:
+    """Makes the texts that a target's drafters remember older by one, such as the responses in the trees of `suffix`.
+
+    Args:
+        target_model (`PreTrainedModel`): The target.
+        most_age (`int`): Texts that have become older than this are forgotten; 0 forgets all.
+
+    Returns:
+        `int`: How many were forgotten.
+    """
+    return sum(entry.generator_class.age_texts(entry.resources, most_age) for entry in record_of(target_model).loaded)
+
+
 def forget_speculators(target_model: torch.nn.Module | None = None) -> None:
     """Frees what was loaded for one target, or for all: draft weights, caches of past responses, CUDA graphs.
 

@@ -9,6 +9,7 @@ import pydoc
 import subprocess
 import sys
 import threading
+import warnings
 import weakref
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ import hf_specdec
 from hf_specdec import (
     SpecConfigError,
     SpeculativeConfig,
+    UnsupportedModelError,
     forget_speculators,
     integration,
     load_speculator,
@@ -513,3 +515,16 @@ def test_prompts_on_another_device_are_moved_to_the_model():
     assert integration._move_to_model(elsewhere, arguments) == torch.device("cpu")
     assert {arguments[name].device.type for name in ("input_ids", "attention_mask")} == {"meta"}
     assert integration._move_to_model(elsewhere, arguments) is None
+
+
+def test_gradient_checkpointing_is_named(inputs):
+    model = tiny_llama(seed=7)
+    with warnings.catch_warnings():
+        # transformers is about to rename it.
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable()
+    model.train()
+    with pytest.raises(UnsupportedModelError, match="gradient checkpointing turns the cache off"):
+        model.generate(**inputs, max_new_tokens=4, spec_method="ngram")
+    model.eval()
+    assert model.generate(**inputs, max_new_tokens=4, spec_method="ngram").shape[1] > inputs["input_ids"].shape[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import json
@@ -464,7 +465,8 @@ def test_a_run_that_was_stopped_goes_on(model, tmp_path):
     assert all(again[index].stats.num_committed_tokens == 6 for index in seen)
     entries = [json.loads(line) for line in path.read_text().splitlines()]
     # What has failed is tried again.
-    assert sorted(entry["index"] for entry in entries) == [0, 1, 2, 3, 5]
+    assert sorted(entry["index"] for entry in entries if entry["error"] is None) == [0, 1, 2, 3, 5]
+    assert {entry["error"] for entry in entries if entry["index"] == 4} == {"ZeroDivisionError"}
     with nothing_runs(model):
         assert [own.tokens for own in run(model, requests[:4], journal=path, max_new_tokens=6)] == [
             own.tokens for own in again[:4]
@@ -492,6 +494,19 @@ def test_listeners_are_told(model):
     with pytest.raises(SpecConfigError, match="took turns"):
         made.calls[0].to_html()
     assert made.calls[0]._repr_html_() is None
+
+
+def test_shards(model):
+    requests = [prompt(index) for index in range(5)]
+    settings = {"do_sample": True, "seed": 3}
+    whole = [result.tokens for result in run(model, requests, **settings)]
+    for rank in range(2):
+        share = run(model, requests, shard=(rank, 2), **settings)
+        assert [result.index for result in share] == list(range(rank, 5, 2))
+        assert [result.tokens for result in share] == whole[rank::2]
+    for wrong in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(SpecConfigError, match="rank, num_processes"):
+            run(model, requests, shard=wrong)
 
 
 def test_progress(model, capsys):
@@ -605,6 +620,50 @@ def test_errors_of_requests_and_of_the_manager(model, manager):
     assert isinstance(manager.error, TypeError)
     with pytest.raises(SpecConfigError, match="stopping"):
         manager.add_request(prompt(0))
+
+
+def test_results_for_an_event_loop(model, manager):
+    async def listen() -> dict[str, list]:
+        heard = {name: [] for name in ("streaming", "whole", "cancelled", "given up")}
+        ended = asyncio.Queue()
+
+        def hear(name, output):
+            heard[name].append(output)
+            if output is None or output.is_finished():
+                ended.put_nowait(name)
+
+        for number, name in enumerate(heard):
+            manager.register_result_handler(name, partial(hear, name))
+            length = 8 if number < 2 else 400
+            manager.add_request(prompt(number), name, length, streaming=name == "streaming", eos_token_id=-1)
+        await ended.get(), await ended.get()
+        manager.cancel_request("cancelled")
+        assert await ended.get() == "cancelled"
+        manager.stop(hard_stop=True)
+        assert await ended.get() == "given up"
+        return heard
+
+    heard = asyncio.run(asyncio.wait_for(listen(), 60))
+    assert heard["cancelled"] == heard["given up"] == [None]
+    (whole,) = heard["whole"]
+    assert whole.generated_tokens == alone(model, prompt(1), max_new_tokens=8)
+    assert whole.finish_reason == "length"
+    *parts, last = heard["streaming"]
+    assert parts
+    assert {part.finish_reason for part in parts} == {None}
+    assert last.generated_tokens == alone(model, prompt(0), max_new_tokens=8)
+    # Nothing is kept for those who ask otherwise.
+    assert manager.get_result(timeout=0.01) is None
+
+
+def test_a_request_names_no_drafter(model, manager):
+    for own in ({"spec_method": "suffix"}, {"spec_model": "user/head"}, {"speculative": "suffix"}):
+        with pytest.raises(SpecConfigError, match="for all requests"):
+            manager.add_request(prompt(0), **own)
+        (result,) = run(model, [{"input_ids": prompt(0), **own}])
+        assert "for all requests" in str(result.error)
+    with pytest.raises(SpecConfigError, match="num_speculative_tokens"):
+        manager.add_request(prompt(0), num_speculative_tokens=-1)
 
 
 def test_what_was_added_is_finished(model):

@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import BloomConfig, BloomForCausalLM, LogitsProcessor, StoppingCriteria
 
-from hf_specdec import SpecConfigError, SpecDecError, SpeculativeConfig, Speculator, record
+from hf_specdec import SpecConfigError, SpecDecError, SpeculativeConfig, Speculator, generate_many, record
 from hf_specdec.candidate_generators.base import NoDrafts
 from hf_specdec.logits import rules
 from hf_specdec.logits.randomness import ACCEPT, TARGET, RowUniforms
@@ -416,6 +416,23 @@ class TestStatistics:
         assert as_dict["notes"] == stats.notes
         assert f"[sampled, {name} acceptance]" in str(stats)
         assert all(note in str(stats) for note in stats.notes)
+
+    @pytest.mark.parametrize("name", RULES)
+    def test_a_model_that_is_trained_writes_its_own_text(self, model, inputs, name):
+        speculator = sampled_speculator(4, widths=(1,) * 4, **RULES[name])
+        model.train()
+        try:
+            if name == "block":
+                assert sample(model, inputs, speculator, return_dict_in_generate=True).speculative.is_lossless
+                return
+            with pytest.raises(SpecConfigError, match="off policy"):
+                sample(model, inputs, speculator)
+            (result,) = generate_many(
+                model, [inputs["input_ids"][0]], do_sample=True, max_new_tokens=4, assistant=speculator
+            )
+            assert "off policy" in str(result.error)
+        finally:
+            model.eval()
 
     def test_standard_needs_no_word(self, model, inputs):
         stats = sample(model, inputs, sampled_speculator(), return_dict_in_generate=True).speculative

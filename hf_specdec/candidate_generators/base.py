@@ -152,6 +152,15 @@ class CandidateGenerator(HfCandidateGenerator):
         return 0
 
     @classmethod
+    def age_texts(cls, resources: Any, most_age: int) -> int:
+        """Makes the texts that are remembered from past calls older by one, and forgets those older than `most_age`.
+
+        Returns:
+            `int`: How many were forgotten.
+        """
+        return 0
+
+    @classmethod
     def stock_assistant(cls, resources: Any) -> torch.nn.Module | None:
         """A draft model that only transformers' own assisted decoding can drive, not this package's loop."""
         return None

@@ -19,8 +19,10 @@ from .demo import demo_command
 from .discover import discover_command
 from .doctor import doctor_command
 from .generate import generate_command
+from .generate_many import generate_many_command
 from .inspect import inspect_command
 from .publish import card_command, export_command
+from .serve import serve_command
 from .train import train_command
 from .verify import verify_command
 from .warm_up import warm_up_command
@@ -44,7 +46,9 @@ app.command("discover")(discover_command)
 app.command("doctor")(doctor_command)
 app.command("export-custom-generate")(export_command)
 app.command("generate")(generate_command)
+app.command("generate-many")(generate_many_command)
 app.command("inspect")(inspect_command)
+app.command("serve")(serve_command)
 app.command("train")(train_command)
 app.command("verify")(verify_command)
 app.command("warm-up")(warm_up_command)

@@ -10,14 +10,14 @@ import typer
 
 from ..arguments import is_off
 from ..errors import SpecConfigError, counted
-from .common import JsonOption, as_length, reporting, say, show
+from .common import JsonOption, reporting, say, show
+from .drafter import ConfigOption, LengthOption, MethodOption, SpecModelOption, load_drafter
 from .target import (
-    ANY_SPEC,
     EMBEDDED,
-    EMBEDDED_SPEC,
     DeviceOption,
     Dtype,
     DtypeOption,
+    ModelOption,
     Place,
     ThreadsOption,
     TrustOption,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ..speculator import Speculator
 
 
+MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to generate.")]
 _PANEL = "Sampling"
 SampleOption = Annotated[
     bool,
@@ -79,31 +80,12 @@ def generate_command(
         str | None, typer.Argument(help="The prompt; '-' reads it from standard input.", show_default=False)
     ] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Target model: a repo id or a folder; 'demo' is the embedded one.")
-    ] = EMBEDDED,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="Speculation method, 'auto' for one that is found, or 'off'. Left out: that of --config or "
-            "--spec-model; without them the embedded draft model for the embedded target, and ngram for others."
-        ),
-    ] = None,
-    spec_model: Annotated[str | None, typer.Option(help="Draft model: a repo id or a folder.")] = None,
-    num_speculative_tokens: Annotated[
-        str | None,
-        typer.Option(
-            "--num-speculative-tokens",
-            "-k",
-            help="Draft tokens per cycle; fixed: the method's own. Left out: what pays.",
-        ),
-    ] = None,
-    config: Annotated[
-        str | None, typer.Option(help="Speculation settings as JSON, or the path of a JSON file or a saved folder.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to generate.")
-    ] = 256,
+    model: ModelOption = EMBEDDED,
+    method: MethodOption = None,
+    spec_model: SpecModelOption = None,
+    num_speculative_tokens: LengthOption = None,
+    config: ConfigOption = None,
+    max_new_tokens: MaxNewTokensOption = 256,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     top_k: TopKOption = None,
@@ -142,7 +124,7 @@ def generate_command(
                 "a model that was trained on chats."
             )
         (batch,) = tokenised([Prompt("prompt", text)], target, tokenizer, 1, raw=not chat)
-        speculator = _load_speculator(target, place.is_embedded, method, spec_model, num_speculative_tokens, config)
+        speculator = load_drafter(target, place.is_embedded, method, spec_model, num_speculative_tokens, config)
         if seed is not None:
             torch.manual_seed(seed)
         tokens, statistics = _generate(
@@ -183,39 +165,9 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 def _check_page(path: Path, method: str | None) -> None:
     """Refuses a page that could not be drawn or written, before anything is loaded."""
     if is_off(method):
-        raise SpecConfigError(f"--html draws drafts, and --method {method} makes none. Leave one of them out.")
+        raise SpecConfigError(f"--html draws drafts, and --spec-method {method} makes none. Leave one of them out.")
     if path.is_dir() or not path.parent.is_dir():
         raise SpecConfigError(f"The page '{path}' cannot be written. Give --html a file in a folder that exists.")
-
-
-def _load_speculator(
-    target: PreTrainedModel,
-    embedded: bool,
-    method: str | None,
-    spec_model: str | None,
-    length: str | None,
-    config: str | None,
-) -> Speculator | None:
-    """The speculator that the options mean; `None` for plain generation."""
-    if is_off(method):
-        given = {"--spec-model": spec_model, "--num-speculative-tokens": length, "--config": config}
-        extra = [option for option, value in given.items() if value is not None]
-        if extra:
-            raise SpecConfigError(f"--method {method} generates without drafts. Leave out {' and '.join(extra)}.")
-        return None
-    from .. import demo
-    from ..loader import load_speculator
-    from ..method import parts_of
-
-    if method is None and spec_model is None and config is None:
-        method = EMBEDDED_SPEC if embedded else ANY_SPEC
-    settings = {"method": method, "model": spec_model, "num_speculative_tokens": as_length(length)}
-    if embedded and spec_model is None and config is None:
-        *_, drafting = parts_of(method)
-        settings |= demo.settings().get(drafting, {})
-        if drafting != method:
-            settings["method"] = method
-    return load_speculator(target, config, **settings)
 
 
 def _generate(

@@ -39,6 +39,9 @@ class Dtype(str, Enum):
     float16 = "float16"
 
 
+ModelOption = Annotated[
+    str, typer.Option("--model", "-m", help="Target model: a repo id or a folder; 'demo' is the embedded one.")
+]
 DtypeOption = Annotated[
     Dtype, typer.Option(help="Data type of the target. auto: the checkpoint's; float32 for the embedded model.")
 ]

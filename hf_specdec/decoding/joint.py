@@ -22,7 +22,7 @@ import torch
 from ..drafts import DraftTree
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowUniforms
-from ..logits.rules import StandardRule, acceptance_rule
+from ..logits.rules import StandardRule
 from ..logits.sampling import DraftSampler, fit_width
 from ..logits.verifier import Verdict, Verifier
 from ..metrics import SpecDecodingStats
@@ -47,6 +47,7 @@ class Row:
     Args:
         request (`Request`): Prepared for a batch of one, without padding.
         seed, number (`int`): Its random numbers are those of row `number` in a call with this seed.
+        most_draft_tokens (`int`, *optional*): Depth that its drafts may have at most; 0 for none.
 
     Attributes:
         sequences, stop, stack: Its text, its stopping rules and its processors.
@@ -59,10 +60,11 @@ class Row:
 
     judge: Judge
 
-    def __init__(self, request: Request, seed: int, number: int):
+    def __init__(self, request: Request, seed: int, number: int, most_draft_tokens: int | None = None):
         self.request = request
         self.seed = seed
         self.number = number
+        self.most_draft_tokens = most_draft_tokens
         self.samples: bool = bool(request.generation_config.do_sample)
         self.stack: ProcessorStack = ProcessorStack(request.logits_processor)
         self.signature: tuple[Any, ...] | None = self.stack.signature
@@ -85,6 +87,12 @@ class Row:
     def most_tokens(self) -> int:
         """Tokens that it may come to, the prompt included."""
         return self.stop.max_length
+
+    def depth(self, depth: int) -> int:
+        """How deep its next draft may be, of a drafter's depth: one token more is committed with every draft."""
+        if self.most_draft_tokens is not None:
+            depth = min(depth, self.most_draft_tokens)
+        return max(min(depth, self.most_tokens - 1 - self.length), 0)
 
     @property
     def has_ended(self) -> bool:
@@ -436,18 +444,16 @@ class JointLoop(DecodingLoop):
         return self.uniforms
 
     def _verifier(self, uniforms: RowUniforms | None, profile: ModelProfile) -> JointVerifier:
-        def make_rule(uniforms: RowUniforms | None) -> StandardRule:
-            return acceptance_rule(self.generator.config, self.generator.samples_drafts, uniforms, self._uniforms)
-
-        verifier = JointVerifier(self.table, self.stop, make_rule, self.uniforms, make_rule(uniforms))
+        verifier = JointVerifier(
+            self.table, self.stop, self._acceptance_rule, self.uniforms, self._acceptance_rule(uniforms)
+        )
         self.stats.rejection_sample_method = verifier.rule.name
         if verifier.rule.note:
             self.stats.notes.append(verifier.rule.note)
         return verifier
 
     def _step(self) -> DraftStep:
-        depth, rows = self.generator.num_speculative_tokens, [self.table[row] for row in self.rows]
-        depths = [max(min(depth, row.most_tokens - 1 - row.length), 0) for row in rows]
+        depths = [self.table[row].depth(self.generator.num_speculative_tokens) for row in self.rows]
         return DraftStep(self.rows, self.anchors, self._positions(1), depths)
 
     def _verify(self, draft: DraftTree) -> SlotOutput:

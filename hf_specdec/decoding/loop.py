@@ -19,7 +19,7 @@ from ..drafts import DraftTree, chain_topology
 from ..errors import SpecConfigError
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowUniforms
-from ..logits.rules import acceptance_rule
+from ..logits.rules import StandardRule, acceptance_rule
 from ..logits.sampling import DraftSampler
 from ..logits.verifier import Verdict, Verifier, take_nodes
 from ..metrics import SpecDecodingStats, begin_call, watch_acceptance
@@ -323,8 +323,14 @@ class DecodingLoop:
     def _uniforms(self) -> RowUniforms:
         return RowUniforms(self.request.draw_seed(), self.device)
 
+    def _acceptance_rule(self, uniforms: RowUniforms | None) -> StandardRule:
+        generator = self.generator
+        return acceptance_rule(
+            generator.config, generator.samples_drafts, uniforms, self._uniforms, self.request.model.training
+        )
+
     def _verifier(self, uniforms: RowUniforms | None, profile: ModelProfile) -> Verifier:
-        rule = acceptance_rule(self.generator.config, self.generator.samples_drafts, uniforms, self._uniforms)
+        rule = self._acceptance_rule(uniforms)
         self.stats.rejection_sample_method = rule.name
         if rule.note:
             self.stats.notes.append(rule.note)

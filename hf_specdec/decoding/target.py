@@ -196,9 +196,17 @@ class SlotModel:
             UnsupportedModelError: The prompt has left nothing in the cache.
         """
         if self.cache.get_seq_length() == 0:
+            remedy = "Leave the speculative arguments out to use plain generate()."
+            if self.model.training and any(
+                getattr(one, "gradient_checkpointing", False) for one in self.model.modules()
+            ):
+                remedy = (
+                    "In training mode gradient checkpointing turns the cache off. Disable it, or call model.eval(), "
+                    "for the time of the call."
+                )
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} has put no keys and values of the prompt into the cache it was given, "
-                "which speculation needs. Leave the speculative arguments out to use plain generate()."
+                f"which speculation needs. {remedy}"
             )
 
     def start_slots(

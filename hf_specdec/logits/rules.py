@@ -177,6 +177,7 @@ def acceptance_rule(
     draws: bool | None,
     uniforms: RowUniforms | None,
     new_uniforms: Callable[[], RowUniforms],
+    is_training: bool = False,
 ) -> StandardRule:
     """The rule of one call. For a greedy target `block` and `typical` are the standard rule.
 
@@ -185,8 +186,17 @@ def acceptance_rule(
         draws (`bool`, *optional*): Drafts are drawn; where they are not, `block` is the standard rule.
         uniforms (`RowUniforms`, *optional*): Random numbers of the call; `None` for a greedy target.
         new_uniforms (`Callable`): Makes random numbers where a greedy call needs some.
+        is_training (`bool`): The target is in training mode.
+
+    Raises:
+        SpecConfigError: The text of a target that is trained would not be its own.
     """
     rule = _make_rule(config, draws, uniforms, new_uniforms)
+    if rule.note and is_training:
+        raise SpecConfigError(
+            f"rejection_sample_method='{rule.name}' is not for a model in training mode: its text would be off policy "
+            f"({rule.note}). Use 'standard' or 'block', or call model.eval() if nothing is trained on the text."
+        )
     if rule.note:
         logger.warning_once(f"rejection_sample_method='{rule.name}': {rule.note}.")
     return rule

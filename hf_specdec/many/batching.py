@@ -28,13 +28,15 @@ _UNSUPPORTED = {"return_logprobs": "Log-probabilities are not kept. Leave it out
 
 @dataclass
 class SpeculativeGenerationOutput(GenerationOutput):
-    """`GenerationOutput` with one more field.
+    """`GenerationOutput` with two more fields.
 
     Args:
         speculative (`SpecDecodingStats`): What was drafted and accepted for the request.
+        finish_reason (`str`, *optional*): "stop", "length" or "error", once it has ended.
     """
 
     speculative: SpecDecodingStats | None = None
+    finish_reason: str | None = None
 
 
 def generate_batch(
@@ -92,7 +94,7 @@ def generate_batch(
     results = generate_many(model, prompts, places, progress=progress_bar, in_order=True, seed=seed, **kwargs)
     outputs = {}
     for name, prompt, result in zip(names, prompts, results):
-        output = output_of(name, list(prompt), result.tokens, result.error, result.stats)
+        output = output_of(name, list(prompt), result.tokens, result.error, result.stats, result.finish_reason)
         output.created_time, output.lifespan = began, (began, perf_counter())
         outputs[name] = output
     return outputs
@@ -104,10 +106,10 @@ def output_of(
     tokens: list[int],
     error: Exception | None,
     stats: SpecDecodingStats,
-    has_ended: bool = True,
+    finish_reason: str | None,
 ) -> SpeculativeGenerationOutput:
-    """A request's output, at its end or on the way."""
-    status = RequestStatus.FINISHED if has_ended else RequestStatus.DECODING
+    """A request's output, at its end or, without a `finish_reason`, on the way."""
+    status = RequestStatus.DECODING if finish_reason is None else RequestStatus.FINISHED
     return SpeculativeGenerationOutput(
         request_id=name,
         prompt_ids=prompt,
@@ -115,6 +117,7 @@ def output_of(
         error=None if error is None else str(error) or type(error).__name__,
         status=status if error is None else RequestStatus.FAILED,
         speculative=stats,
+        finish_reason=finish_reason,
     )
 
 

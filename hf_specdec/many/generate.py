@@ -29,9 +29,10 @@ def generate_many(
     max_tokens_in_flight: int | None = None,
     in_order: bool = False,
     tokenizer: Any = None,
-    journal: str | os.PathLike[str] | None = None,
+    journal: str | os.PathLike[str] | Journal | None = None,
     progress: bool = False,
     seed: int | None = None,
+    shard: tuple[int, int] = (0, 1),
     **generate_arguments: Any,
 ) -> ManyResults:
     """Generates for many requests, with or without speculation, while keeping the batch full.
@@ -49,11 +50,13 @@ def generate_many(
             included, which bounds the memory of the cache.
         in_order (`bool`): Results come in the order of the requests, not as they end. Those that end earlier wait.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): For texts, chats, stop strings, and the text of results.
-        journal (`str` or `os.PathLike`, *optional*): A file that gets every result. If it has some from a run of the
-            same requests that was stopped, these are returned from there.
+        journal (`str`, `os.PathLike` or `Journal`, *optional*): A file that gets every result. If it has some from a
+            run of the same requests that was stopped, these are returned from there.
         progress (`bool`): Show a bar.
         seed (`int`, *optional*): Of the requests that sample and name none; each has numbers of its own. Without it
             torch's generator is asked, as in `generate()`.
+        shard (`tuple[int, int]`): `(rank, num_processes)`: take only every `num_processes`-th request, from `rank`
+            on. Indices, and so sampled texts of one `seed`, are those of the whole.
         generate_arguments: All else that `generate()` takes, the speculative arguments among them, for all requests.
             Processors and criteria that remember something are copied for each request.
 
@@ -72,15 +75,20 @@ def generate_many(
     check_room(batch_size, max_tokens_in_flight)
     if isinstance(requests, (str, bytes, dict)) or not isinstance(requests, Iterable):
         raise SpecConfigError(f"`requests` takes several requests, such as a list, got {shown(requests)}.")
+    rank, num_processes = shard
+    if not 0 <= rank < num_processes:
+        raise SpecConfigError(
+            f"`shard` takes (rank, num_processes) with 0 <= rank < num_processes, got {shown(shard)}."
+        )
     asked = SpeculativeArguments(**{name: generate_arguments.pop(name, None) for name in ARGUMENTS})
     reader = RequestReader(model, generate_arguments, tokenizer, seed, batch_size)
     speculator = speculator_of_many(model, reader.arguments, asked)
     reader.check()
     engine = Engine(model, speculator, reader, batch_size, max_tokens_in_flight)
-    size = len(requests) if hasattr(requests, "__len__") else None
-    return ManyResults(
-        engine, reader, requests, in_order, None if journal is None else Journal(journal), progress, size
-    )
+    if journal is not None and not isinstance(journal, Journal):
+        journal = Journal(journal)
+    size = len(range(rank, len(requests), num_processes)) if hasattr(requests, "__len__") else None
+    return ManyResults(engine, reader, requests, (rank, num_processes), in_order, journal, progress, size)
 
 
 class ManyResults(Iterator[RequestResult]):
@@ -95,17 +103,19 @@ class ManyResults(Iterator[RequestResult]):
         engine: Engine,
         reader: RequestReader,
         requests: Iterable[Any],
+        shard: tuple[int, int],
         in_order: bool,
         journal: Journal | None,
         progress: bool,
         size: int | None,
     ):
         self._engine, self._reader, self._journal = engine, reader, journal
+        self._rank, self._num_processes = shard
         self._requests, self._num_taken = iter(requests), 0
         self._indices: dict[int, tuple[int, str]] = {}  # by id of a row: number and key of its request
         self._ready: deque[RequestResult] = deque()
         self._early: dict[int, RequestResult] | None = {} if in_order else None
-        self._num_given = 0
+        self._next_given = self._rank
         self._has_more = True
         self._bar = _bar(size) if progress else None
 
@@ -137,15 +147,16 @@ class ManyResults(Iterator[RequestResult]):
                 self._has_more = False
                 return
             index, self._num_taken = self._num_taken, self._num_taken + 1
-            self._begin(index, request)
+            if index % self._num_processes == self._rank:
+                self._begin(index, request)
 
     def _begin(self, index: int, request: Any) -> None:
-        known = None
+        known = key = None
         try:
             tokens, settings = self._reader.read(request)
             key = key_of(tokens, {**self._reader.written_settings, **settings})
         except Exception as error:  # noqa: BLE001 - of any kind: it is this request's
-            self._give(RequestResult(index, [], None, "error", error))
+            self._keep(RequestResult(index, [], None, "error", error), key)
             return
         if self._journal is not None:
             known = self._journal.find(index, key)
@@ -156,7 +167,7 @@ class ManyResults(Iterator[RequestResult]):
             row = self._reader.row(index, tokens, settings)
             self._engine.add(row)
         except Exception as error:  # noqa: BLE001 - as above
-            self._give(RequestResult(index, [], None, "error", error))
+            self._keep(RequestResult(index, [], None, "error", error), key)
             return
         self._indices[id(row)] = index, key
 
@@ -164,7 +175,10 @@ class ManyResults(Iterator[RequestResult]):
         index, key = self._indices.pop(id(row))
         tokens, tokenizer = row.tokens, self._reader.tokenizer
         text = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
-        result = RequestResult(index, tokens, text, row.finish_reason, row.error, row.stats)
+        length = row.sequences.prompt_length
+        self._keep(RequestResult(index, tokens, text, row.finish_reason, row.error, length, row.stats), key)
+
+    def _keep(self, result: RequestResult, key: str | None) -> None:
         if self._journal is not None:
             self._journal.add(result, key)
         self._give(result)
@@ -176,9 +190,9 @@ class ManyResults(Iterator[RequestResult]):
             self._ready.append(result)
             return
         self._early[result.index] = result
-        while self._num_given in self._early:
-            self._ready.append(self._early.pop(self._num_given))
-            self._num_given += 1
+        while self._next_given in self._early:
+            self._ready.append(self._early.pop(self._next_given))
+            self._next_given += self._num_processes
 
     def close(self) -> None:
         """Ends the run; requests that have not ended are given up."""

@@ -1,10 +1,15 @@
-"""A file of results, one JSON object a line, from which a run that was stopped goes on."""
+"""A file of results, one JSON object a line, from which a run that was stopped goes on.
+
+An entry has `index`, `key` (of prompt and settings), `num_prompt_tokens`, `tokens`, `text`, `finish_reason`, `error`
+(a message, or null) and `stats` (counts). Where an index stands twice, the later entry is valid.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,7 @@ from .results import RequestResult
 
 # What is kept of a result's statistics.
 _COUNTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_committed_tokens", "num_row_cycles")
-_ENTRY = ("key", "tokens", "finish_reason", "text", "stats")
+_ENTRY = ("index", "key", "num_prompt_tokens", "tokens", "text", "finish_reason", "error", "stats")
 
 
 class Journal:
@@ -25,35 +30,22 @@ class Journal:
 
     Args:
         path (`str` or `os.PathLike`): The file, made if needed. A last line that was cut off is taken out.
+        others (`Iterable[str | os.PathLike]`): Further files, such as those of other processes, that are only read.
 
     Raises:
-        SpecConfigError: The file is something else.
+        SpecConfigError: A file is something else.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], others: Iterable[str | os.PathLike[str]] = ()):
         self.path: Path = Path(path)
         self._known: dict[int, dict[str, Any]] = {}
-        end = self._read() if self.path.exists() else 0
+        for other in others:
+            self._known |= read_entries(other)[0]
+        known, end = read_entries(self.path) if self.path.exists() else ({}, 0)
+        self._known |= known
         self._file = self.path.open("r+b" if self.path.exists() else "w+b")
         self._file.truncate(end)
         self._file.seek(end)
-
-    def _read(self) -> int:
-        """Reads the whole lines; where they end."""
-        end = 0
-        for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), start=1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                entry = json.loads(line)
-                self._known[entry["index"]] = {name: entry[name] for name in _ENTRY}
-            except (ValueError, KeyError, TypeError) as error:
-                raise SpecConfigError(
-                    f"Line {number} of {self.path} is no result of a request. Pass the journal of an earlier run, or "
-                    "a file that does not exist."
-                ) from error
-            end += len(line)
-        return end
 
     def find(self, index: int, key: str) -> RequestResult | None:
         """The result of a request, if it is there.
@@ -62,7 +54,7 @@ class Journal:
             SpecConfigError: That of another request is.
         """
         entry = self._known.get(index)
-        if entry is None:
+        if entry is None or entry["error"] is not None:
             return None
         if entry["key"] != key:
             raise SpecConfigError(
@@ -70,18 +62,20 @@ class Journal:
                 "requests and settings of the run that wrote it, or another file."
             )
         stats = SpecDecodingStats(batch_size=1, **entry["stats"])
-        return RequestResult(index, entry["tokens"], entry["text"], entry["finish_reason"], None, stats)
+        return RequestResult(
+            index, entry["tokens"], entry["text"], entry["finish_reason"], None, entry["num_prompt_tokens"], stats
+        )
 
-    def add(self, result: RequestResult, key: str) -> None:
-        """Writes a result, unless the request has failed."""
-        if result.error is not None:
-            return
+    def add(self, result: RequestResult, key: str | None) -> None:
+        """Writes a result; `key` is that of its prompt and settings, if it could be read."""
         entry = {
             "index": result.index,
             "key": key,
+            "num_prompt_tokens": result.num_prompt_tokens,
             "tokens": result.tokens,
             "text": result.text,
             "finish_reason": result.finish_reason,
+            "error": None if result.error is None else str(result.error) or type(result.error).__name__,
             "stats": {name: getattr(result.stats, name) for name in _COUNTS},
         }
         self._file.write(json.dumps(entry).encode() + b"\n")
@@ -89,6 +83,28 @@ class Journal:
 
     def close(self) -> None:
         self._file.close()
+
+
+def read_entries(path: str | os.PathLike[str]) -> tuple[dict[int, dict[str, Any]], int]:
+    """The whole lines of a journal by index, and the number of bytes that they take.
+
+    Raises:
+        SpecConfigError: The file is something else.
+    """
+    entries, end = {}, 0
+    for number, line in enumerate(Path(path).read_bytes().splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            entry = json.loads(line)
+            entries[entry["index"]] = {name: entry[name] for name in _ENTRY}
+        except (ValueError, KeyError, TypeError) as error:
+            raise SpecConfigError(
+                f"Line {number} of {path} is no result of a request. Pass the journal of an earlier run, or a file "
+                "that does not exist."
+            ) from error
+        end += len(line)
+    return entries, end
 
 
 def key_of(tokens: list[int], settings: dict[str, Any]) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -17,7 +18,7 @@ from ..integration import speculator_of_many
 from ..metrics import SpecDecodingStats
 from .batching import SpeculativeGenerationOutput, output_of
 from .engine import Engine, check_room
-from .requests import RequestReader
+from .requests import RequestReader, check_settings
 
 
 # Seconds after which an iterator looks whether anything can still come.
@@ -42,6 +43,9 @@ class SpeculativeBatchingManager:
         max_tokens_in_flight (`int`, *optional*), tokenizer, seed, arguments: As for
             [`~many.generate.generate_many`].
 
+    Attributes:
+        error (`Exception`, *optional*): What has ended the thread, other than `stop`.
+
     Raises:
         SpecConfigError: The arguments cannot be honoured.
         UnsupportedModelError: The target's architecture cannot be driven by the loop.
@@ -61,6 +65,7 @@ class SpeculativeBatchingManager:
         asked = SpeculativeArguments(**{name: arguments.pop(name, None) for name in ARGUMENTS})
         if generation_config is not None:
             arguments["generation_config"] = generation_config
+        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self._reader = RequestReader(model, arguments, tokenizer, seed, batch_size)
         speculator = speculator_of_many(model, self._reader.arguments, asked)
         self._reader.check()
@@ -76,6 +81,7 @@ class SpeculativeBatchingManager:
         self._thread: threading.Thread | None = None
         self._rows: dict[int, tuple[str, Row]] = {}  # by id, in the thread alone
         self._streaming: dict[str, int] = {}  # tokens that have been shown
+        self._handlers: dict[str, Callable[[SpeculativeGenerationOutput | None], None]] = {}
         self.error: Exception | None = None
 
     # The thread's life
@@ -124,6 +130,14 @@ class SpeculativeBatchingManager:
 
     # Requests
 
+    def encode(self, prompt: Any) -> list[int]:
+        """Tokens of a prompt of any kind.
+
+        Raises:
+            SpecConfigError: It cannot be read.
+        """
+        return self._reader.read(prompt)[0]
+
     def add_request(
         self,
         input_ids: Any,
@@ -146,6 +160,7 @@ class SpeculativeBatchingManager:
         """
         given = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
         settings |= {name: value for name, value in given.items() if value is not None}
+        check_settings(settings)
         tokens, own = self._reader.read(input_ids)
         with self._news:
             if self._is_stopping:
@@ -212,6 +227,26 @@ class SpeculativeBatchingManager:
             if output.is_finished():
                 return
 
+    def register_result_handler(
+        self, request_id: str, callback: Callable[[SpeculativeGenerationOutput | None], Any]
+    ) -> None:
+        """Hands the results of a request to an event loop, the running one, instead of keeping them.
+
+        Args:
+            request_id (`str`): The request, before it is added.
+            callback (`Callable`): Called in the event loop with each result, and with `None` where the request was
+                cancelled or given up and nothing more comes.
+        """
+        loop = asyncio.get_running_loop()
+
+        def hand_over(output: SpeculativeGenerationOutput | None) -> None:
+            # Who has closed the loop does not wait any more.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(callback, output)
+
+        with self._news:
+            self._handlers[request_id] = hand_over
+
     # In the thread
 
     def _run(self) -> None:
@@ -226,7 +261,7 @@ class SpeculativeBatchingManager:
             for name, row in self._rows.values():
                 self._give(name, row, error)
             for name, _, tokens, _ in self._added:
-                self._add_result(output_of(name, tokens, [], error, SpecDecodingStats(batch_size=1)))
+                self._add_result(_failed(name, tokens, error))
         finally:
             self._end()
 
@@ -250,7 +285,7 @@ class SpeculativeBatchingManager:
                 row = self._reader.row(number, tokens, settings)
                 self._engine.add(row)
             except Exception as error:  # noqa: BLE001 - of any kind: it is this request's
-                self._add_result(output_of(name, tokens, [], error, SpecDecodingStats(batch_size=1)))
+                self._add_result(_failed(name, tokens, error))
                 continue
             self._rows[id(row)] = name, row
         for name, row in list(self._rows.values()):
@@ -268,21 +303,28 @@ class SpeculativeBatchingManager:
             shown_before = self._streaming.get(name)
             if shown_before is not None and len(tokens := row.tokens) > shown_before:
                 self._streaming[name] = len(tokens)
-                self._add_result(self._output(name, row, None, has_ended=False))
+                self._add_result(self._output(name, row, None, None))
 
     def _give(self, name: str, row: Row, error: Exception | None) -> None:
-        self._add_result(self._output(name, row, error, has_ended=True))
+        self._add_result(self._output(name, row, error, row.finish_reason if error is row.error else "error"))
 
     @staticmethod
-    def _output(name: str, row: Row, error: Exception | None, has_ended: bool) -> SpeculativeGenerationOutput:
+    def _output(
+        name: str, row: Row, error: Exception | None, finish_reason: str | None
+    ) -> SpeculativeGenerationOutput:
         prompt = row.request.input_ids[0].tolist()
-        return output_of(name, prompt, row.tokens, error, row.stats, has_ended)
+        return output_of(name, prompt, row.tokens, error, row.stats, finish_reason)
 
     def _add_result(self, output: SpeculativeGenerationOutput) -> None:
         with self._news:
+            handler = self._handlers.get(output.request_id)
             if output.is_finished():
                 self._names.discard(output.request_id)
                 self._streaming.pop(output.request_id, None)
+                self._handlers.pop(output.request_id, None)
+            if handler is not None:
+                handler(output)
+                return
             self._results[self._num_results] = output
             self._num_results += 1
             self._news.notify_all()
@@ -291,6 +333,8 @@ class SpeculativeBatchingManager:
         with self._news:
             self._names.discard(name)
             self._streaming.pop(name, None)
+            if (handler := self._handlers.pop(name, None)) is not None:
+                handler(None)
             self._news.notify_all()
 
     def _end(self) -> None:
@@ -303,4 +347,12 @@ class SpeculativeBatchingManager:
                 self._added.clear()
                 self._names.clear()
                 self._streaming.clear()
+                for handler in self._handlers.values():
+                    handler(None)
+                self._handlers.clear()
                 self._news.notify_all()
+
+
+def _failed(name: str, tokens: list[int], error: Exception) -> SpeculativeGenerationOutput:
+    """The output of a request that has never been decoded."""
+    return output_of(name, tokens, [], error, SpecDecodingStats(batch_size=1), "error")

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from ..arguments import ARGUMENTS
+from ..arguments import ARGUMENTS, is_off
 from ..decoding.joint import Row
 from ..decoding.profile import check_reach
 from ..decoding.request import Request
@@ -18,10 +18,14 @@ from ..errors import SpecConfigError, shown
 from ..integration import prepare_request
 from ..logits.randomness import seed_from_torch
 from ..threads import Recent, cached_property
+from ..validation import Bounds, checked
 
 
 # How a dict names its prompt.
-_PROMPTS = ("input_ids", "text", "messages")
+_PROMPTS = ("input_ids", "text", "prompt", "messages")
+
+# Of the speculative arguments, those that a request may have: to switch its drafts off, or to bound their length.
+_OWN_DRAFTS = ("spec_method", "num_speculative_tokens")
 
 # What the rows of one loop cannot have: the values that are harmless, and what to do instead.
 _UNSUPPORTED = {
@@ -112,12 +116,7 @@ class RequestReader:
                 raise SpecConfigError(f"A request needs one of {known}, got {shown(list(request))}.")
             request = settings[named[0]]
             settings = {name: value for name, value in settings.items() if name not in _PROMPTS}
-            shared = [name for name in (*ARGUMENTS, "generation_config") if name in settings]
-            if shared:
-                raise SpecConfigError(
-                    f"`{shared[0]}` is for all requests. Pass it to the run; a request has single settings."
-                )
-            _check(settings)
+            check_settings(settings)
         return self._tokens(request), settings
 
     def _tokens(self, prompt: Any) -> list[int]:
@@ -161,6 +160,10 @@ class RequestReader:
         """
         settings = dict(settings)
         own_seed = settings.pop("seed", None)
+        is_plain, most_draft_tokens = (
+            is_off(settings.pop("spec_method", None)),
+            settings.pop("num_speculative_tokens", None),
+        )
         arguments = {**self.arguments, **settings, **self._own_objects(settings)}
         input_ids = torch.tensor([tokens], device=self.model.device)
         arguments |= {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
@@ -174,7 +177,7 @@ class RequestReader:
         elif request.generation_config.do_sample:
             # As a call does, and the same in all processes that hold parts of the target.
             seed = self._seed = request.draw_seed() if self._seed is None else self._seed
-        row = Row(request, seed, number)
+        row = Row(request, seed, number, 0 if is_plain else most_draft_tokens)
         # A loop of several rows may read any of them beside the others.
         reach = ([1], row.most_tokens - 1) if self._num_places > 1 else ([len(tokens)], row.most_tokens - len(tokens))
         check_reach(self.model, *reach)
@@ -249,6 +252,24 @@ class RequestReader:
         vars(config).update(settings)
         others = {name: value for name, value in arguments.items() if name not in settings}
         return {**others, "generation_config": config}
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Checks the settings that a request has for itself.
+
+    Raises:
+        SpecConfigError: One of them is for all requests, or not for requests of one loop.
+    """
+    method, length = settings.get("spec_method"), settings.get("num_speculative_tokens")
+    if method is not None and not is_off(method):
+        raise SpecConfigError(
+            f"`spec_method`={shown(method)} is for all requests. Pass it to the run; a request may say 'off'."
+        )
+    checked("num_speculative_tokens", length, int | None, Bounds(least=0))
+    shared = [name for name in (*ARGUMENTS, "generation_config") if name in settings and name not in _OWN_DRAFTS]
+    if shared:
+        raise SpecConfigError(f"`{shared[0]}` is for all requests. Pass it to the run; a request has single settings.")
+    _check(settings)
 
 
 def seed_of(seed: int) -> int:

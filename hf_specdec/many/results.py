@@ -17,6 +17,7 @@ class RequestResult:
         text (`str`, *optional*): The same as text, where there is a tokenizer.
         finish_reason (`str`): "stop" (an end token, a stop string or another criterion), "length", or "error".
         error (`Exception`, *optional*): Why it has failed. What was generated before is in `tokens`.
+        num_prompt_tokens (`int`): Tokens of the prompt; 0 if it could not be read.
         stats (`SpecDecodingStats`): What was drafted and accepted for it. Forwards and seconds are shared, and 0 here.
     """
 
@@ -25,4 +26,5 @@ class RequestResult:
     text: str | None
     finish_reason: str
     error: Exception | None = None
+    num_prompt_tokens: int = 0
     stats: SpecDecodingStats = field(default_factory=lambda: SpecDecodingStats(batch_size=1), repr=False)

@@ -47,6 +47,19 @@ def test_oldest_responses_leave_when_tokens_exceed_the_bound():
     assert [recalls(cache, responses[name]) for name in range(3)] == [False, True, True]
 
 
+def test_responses_grow_old():
+    cache = SuffixCache()
+    respond(cache, "first", [1, 2, 3, 4])
+    assert cache.age_responses(2) == 0
+    respond(cache, "second", [11, 12, 13, 14])
+    assert cache.age_responses(2) == 0
+    assert cache.age_responses(2) == 1
+    assert cache.cached_requests == ["second"]
+    assert [recalls(cache, tokens) for tokens in ([1, 2, 3, 4], [11, 12, 13, 14])] == [False, True]
+    assert cache.age_responses(0) == 1
+    assert cache.num_cached_tokens == 0
+
+
 def test_response_beyond_the_bound_keeps_its_own_tree():
     cache = SuffixCache(max_cached_tokens=10)
     respond(cache, "old", [1, 2, 3, 4])

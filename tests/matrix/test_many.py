@@ -69,6 +69,18 @@ def test_as_many_tokens_are_accepted_as_alone(row):
     assert sum(result.stats.num_accepted_tokens for result in together) > 0
 
 
+def test_requests_bound_their_drafts(row):
+    own = [{"spec_method": "off"}, {"num_speculative_tokens": 0}, {"num_speculative_tokens": 1}, {}]
+    given = [{**request, **own[index % 4]} for index, request in enumerate(requests())]
+    results = many(fresh_speculator(settings_of(row)).at_full_length(), given)
+    assert [result.tokens for result in results] == alone()
+    for index, result in enumerate(results):
+        stats = result.stats
+        assert index % 4 > 1 or stats.num_draft_tokens == 0
+        assert index % 4 > 2 or stats.num_accepted_tokens <= stats.num_drafts
+    assert sum(result.stats.num_accepted_tokens for result in results[3::4]) > 0
+
+
 def test_sampled_texts_depend_on_the_request_alone(row):
     own = settings_of(row)
     first = many(fresh_speculator(own), requests(), do_sample=True)

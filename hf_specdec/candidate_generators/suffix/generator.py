@@ -150,6 +150,7 @@ class SuffixCache:
         self._library: SuffixDecodingCache = library(max_tree_depth, -1 if self._caches_responses else 0)
         self._responses: OrderedDict[Hashable, array] = OrderedDict()
         self._num_cached_tokens = 0
+        self._age, self._born = 0, {}  # by response: how old the cache was when it came
         # The garbage collector may stop the requests of a forgotten generator in the thread that holds it.
         self._lock = Lock()
 
@@ -284,6 +285,21 @@ class SuffixCache:
             self._num_cached_tokens -= len(self._responses.pop(req_id, ()))
             self._library.evict_cached_response(req_id)
 
+    def age_responses(self, most_age: int) -> int:
+        """Makes all responses older by one; evicts those that are older than `most_age`.
+
+        Returns:
+            `int`: How many were evicted.
+        """
+        checked("most_age", most_age, int, Bounds(least=0))
+        with self._lock:
+            self._born = {req_id: self._born.get(req_id, self._age) for req_id in self._responses}
+            self._age += 1
+            old = [req_id for req_id, born in self._born.items() if self._age - born > most_age]
+            for req_id in old:
+                self.evict_cached_response(req_id)
+            return len(old)
+
     def _evict_beyond_bounds(self) -> None:
         while self._num_cached_tokens > self.max_cached_tokens or 0 < self.max_cached_requests < len(self._responses):
             self.evict_cached_response(next(iter(self._responses)))
@@ -349,6 +365,10 @@ class SuffixCandidateGenerator(CandidateGenerator):
         return SuffixCache(
             options.max_tree_depth, options.max_cached_requests, options.max_cached_tokens, vocab_size=vocab_size
         )
+
+    @classmethod
+    def age_texts(cls, resources: SuffixCache, most_age: int) -> int:
+        return resources.age_responses(most_age)
 
     @classmethod
     def text_bytes(cls, resources: SuffixCache) -> int:

@@ -1,0 +1,130 @@
+"""`hf-specdec serve`: a model behind OpenAI's interface, for a handful of users."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from contextlib import suppress
+from typing import Annotated
+
+import typer
+
+from ..errors import MissingDependencyError, SpecConfigError
+from .common import reporting, say
+from .drafter import ConfigOption, LengthOption, MethodOption, SpecModelOption, load_drafter
+from .generate_many import RowsOption, TokensInFlightOption
+from .target import EMBEDDED, DeviceOption, Dtype, DtypeOption, Place, ThreadsOption, TrustOption
+
+
+API_KEY_VARIABLE = "HF_SPECDEC_API_KEY"
+
+_PANEL = "Limits"
+
+
+@reporting
+def serve_command(
+    model: Annotated[
+        str, typer.Argument(help="Target model: a repo id or a folder; 'demo' is the embedded one.")
+    ] = EMBEDDED,
+    method: MethodOption = None,
+    spec_model: SpecModelOption = None,
+    num_speculative_tokens: LengthOption = None,
+    config: ConfigOption = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option("--served-model-name", help="Name of the model for clients. Left out: MODEL.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=API_KEY_VARIABLE,
+            help=f"What clients send as bearer token. Better in {API_KEY_VARIABLE}: others see arguments.",
+        ),
+    ] = None,
+    batch_size: RowsOption = 8,
+    max_tokens_in_flight: TokensInFlightOption = None,
+    max_waiting: Annotated[
+        int,
+        typer.Option(min=0, rich_help_panel=_PANEL, help="Requests that may wait; others are refused with 429."),
+    ] = 64,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, rich_help_panel=_PANEL, help="Tokens of a prompt. Left out: the model's.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=1, rich_help_panel=_PANEL, help="Most tokens of an answer.")
+    ] = 1024,
+    max_body_bytes: Annotated[int, typer.Option(min=1, rich_help_panel=_PANEL, help="Bytes of a request's body.")] = 1
+    << 20,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, rich_help_panel=_PANEL, help="Seconds from a request to the end of its answer.")
+    ] = 600.0,
+    grace: Annotated[
+        int, typer.Option(min=0, rich_help_panel=_PANEL, help="Seconds for open answers when the server is stopped.")
+    ] = 30,
+    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Serve a model with speculation: /v1/chat/completions, /v1/completions, /metrics, /health.
+
+    All requests share the drafter. One may bound its drafts (num_speculative_tokens) or switch them off
+    (spec_method "off"), and never names a model.
+    """
+    try:
+        import uvicorn
+
+        from ..serving.app import LOOPBACK, build_app
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"The server needs FastAPI and uvicorn ({error}). Install them: pip install 'hf-specdec[serve]'"
+        ) from error
+    from ..bench.machine import num_threads
+    from ..many.manager import SpeculativeBatchingManager
+    from ..serving.service import Limits, Service
+
+    if api_key is not None and not api_key.strip():
+        raise SpecConfigError(f"The API key is empty. Give --api-key or {API_KEY_VARIABLE} a text, or neither.")
+    limits = Limits(max_waiting, max_prompt_tokens, max_new_tokens, max_body_bytes, timeout)
+    place = Place(model, dtype, device, threads, trust_remote_code)
+    with _bound(host, port) as listening, num_threads(place.num_threads):
+        target, tokenizer = place.load()
+        speculator = load_drafter(target, place.is_embedded, method, spec_model, num_speculative_tokens, config)
+        manager = SpeculativeBatchingManager(
+            target,
+            batch_size=batch_size,
+            max_tokens_in_flight=max_tokens_in_flight,
+            tokenizer=tokenizer,
+            max_new_tokens=max_new_tokens,
+            **({"spec_method": "off"} if speculator is None else {"assistant": speculator}),
+        )
+        service = Service(manager, name or model, limits)
+        if host not in LOOPBACK and api_key is None:
+            say(f"Everybody who reaches {host} may use this server: there is no --api-key.", "yellow", stderr=True)
+        app = build_app(service, api_key, LOOPBACK if host in LOOPBACK else ("*",))
+        server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=grace, server_header=False))
+        # uvicorn ends open answers first, and then hands the signal on.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        say(f"Serving {service.name} at http://{host}:{listening.getsockname()[1]}", stderr=True)
+        with suppress(KeyboardInterrupt):
+            server.run([listening])
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket of this address, on which nobody is served yet.
+
+    Raises:
+        SpecConfigError: It cannot be had.
+    """
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        return listening
+    except OSError as error:
+        listening.close()
+        raise SpecConfigError(
+            f"The server cannot listen on {host}:{port}: {error}. Name a free --port, and a --host of this machine."
+        ) from error

@@ -1,0 +1,164 @@
+"""TRL: what speculation brings while a model is trained on its own texts, and drafters that keep up with it.
+
+`GRPOConfig(generation_kwargs={"spec_method": ...})` is all that speculation itself needs. Its texts have the
+distribution of the model as it is, so training stays on policy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from ..arguments import ARGUMENTS, is_off
+from ..errors import SpecConfigError, shown
+from ..loader import age_texts, forget_speculators
+from ..metrics import SpecDecodingStats
+from ..metrics.listeners import CallObserver, Listener, add_listener, remove_listener
+from ..validation import Bounds, checked
+
+
+logger = logging.get_logger(__name__)
+
+
+class _Counting(Listener, CallObserver):
+    """Adds up what all calls count."""
+
+    def __init__(self):
+        self.total = SpecDecodingStats()
+
+    def begin_call(self, stats: SpecDecodingStats, model_name: str) -> CallObserver:
+        return self
+
+    def end_prefill(self, new: SpecDecodingStats) -> None:
+        self.total.add(new)
+
+    def end_cycle(self, new: SpecDecodingStats, seconds: float) -> None:
+        self.total.add(new)
+
+    def end_call(self, new: SpecDecodingStats) -> None:
+        self.total.add(new)
+
+    def take(self) -> SpecDecodingStats:
+        """What was counted since the last time."""
+        taken, self.total = self.total, SpecDecodingStats()
+        return taken
+
+
+class SpeculationCallback(TrainerCallback):
+    """Logs what is accepted in training, and sees to drafters that the model has left behind.
+
+    ```python
+    SpeculationCallback(most_text_age=4, least_acceptance_length=1.2).add_to(trainer)
+    trainer.train()
+    ```
+
+    The log gets `speculation/acceptance_length` (tokens per verification and row), `speculation/acceptance_rate` and
+    `speculation/draft_tokens`, of all generations since the last log.
+
+    Args:
+        most_text_age (`int`, *optional*): Steps for which `suffix` remembers a response; older ones are those of
+            another policy. Without it all are kept that its settings allow.
+        least_acceptance_length (`float`, *optional*): A drafter whose mean acceptance length over `window` steps falls
+            below this has grown stale.
+        window (`int`): Steps that are looked at together.
+        refresh (`Callable`, *optional*): Called with the model when the drafter has grown stale, such as a function
+            that trains the head anew and saves it in its place; then the drafter is loaded again. Without it
+            speculation is switched off.
+    """
+
+    def __init__(
+        self,
+        most_text_age: int | None = None,
+        least_acceptance_length: float | None = None,
+        window: int = 16,
+        refresh: Callable[[Any], None] | None = None,
+    ):
+        checked("most_text_age", most_text_age, int | None, Bounds(least=0))
+        checked("window", window, int, Bounds(least=1))
+        if least_acceptance_length is not None and not least_acceptance_length >= 1:
+            raise SpecConfigError(
+                f"`least_acceptance_length` is at least 1, a token per verification, got {least_acceptance_length}."
+            )
+        if refresh is not None and least_acceptance_length is None:
+            raise SpecConfigError("`refresh` is called below `least_acceptance_length`. Say what is too little.")
+        self._most_text_age, self._least, self._refresh = most_text_age, least_acceptance_length, refresh
+        self._window, self._steps = window, deque[SpecDecodingStats](maxlen=window)
+        self._counting, self._unlogged = _Counting(), SpecDecodingStats()
+        self._trainer: Any = None
+
+    def add_to(self, trainer: Any) -> SpeculationCallback:
+        """Makes it the first callback of a trainer: those that report come after it.
+
+        Raises:
+            SpecConfigError: The trainer does not generate with transformers, without speculation, or off policy.
+        """
+        if getattr(trainer, "use_vllm", False):
+            raise SpecConfigError("With `use_vllm` nothing is generated here. Set vLLM's own speculative decoding.")
+        config = getattr(trainer, "generation_config", None)
+        asked = {name: value for name in ARGUMENTS if (value := getattr(config, name, None)) is not None}
+        if not asked or any(map(is_off, asked.values())):
+            raise SpecConfigError(
+                "The trainer generates without speculation. Pass `generation_kwargs` with a `spec_method` to its "
+                "config."
+            )
+        settings = asked.get("speculative")
+        rule = settings.get("rejection_sample_method") if isinstance(settings, Mapping) else None
+        if rule not in (None, "standard", "block"):
+            raise SpecConfigError(
+                f"rejection_sample_method={shown(rule)} changes the distribution of texts, which would be off policy. "
+                "Leave it out, or take 'block'."
+            )
+        self._trainer = trainer
+        trainer.callback_handler.callbacks.insert(0, self)
+        return self
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        add_listener(self._counting)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        remove_listener(self._counting)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        new = self._counting.take()
+        self._unlogged.add(new)
+        model = self._trainer.accelerator.unwrap_model(model)
+        if self._most_text_age is not None:
+            age_texts(model, self._most_text_age)
+        # Of steps that use earlier texts once more there is nothing to see.
+        if self._least is not None and new.num_drafts:
+            self._steps.append(new)
+            self._see_to(model, self._least)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        taken, self._unlogged = self._unlogged, SpecDecodingStats()
+        if logs is None or not taken.num_row_cycles:
+            return
+        figures = {
+            "speculation/acceptance_length": taken.mean_acceptance_length,
+            "speculation/acceptance_rate": taken.acceptance_rate,
+            "speculation/draft_tokens": taken.num_draft_tokens,
+        }
+        logs.update(figures)
+        if state.log_history:
+            state.log_history[-1].update(figures)
+
+    def _see_to(self, model: Any, least: float) -> None:
+        """Has a stale drafter refreshed, or speculation switched off."""
+        if len(self._steps) < self._window:
+            return
+        length = SpecDecodingStats.total(self._steps).mean_acceptance_length
+        if length >= least:
+            return
+        self._steps.clear()
+        found = f"The drafter has grown stale: {length:.2f} tokens per verification over {self._window} steps"
+        if self._refresh is None:
+            logger.warning(f"{found}. Speculation is switched off.")
+            self._trainer.generation_config.spec_method = "off"
+            return
+        logger.warning(f"{found}. It is refreshed.")
+        self._refresh(model)
+        forget_speculators(model)

@@ -1,0 +1,147 @@
+"""Requests from a file of JSON lines, answered by one process or several, each of which takes its share.
+
+Every process keeps a journal beside the output, `OUTPUT.part-RANK`. When all have ended, the first one merges them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from ..errors import SpecConfigError, shown
+from .journal import Journal, read_entries
+
+
+# Shares of a run may take longer or shorter by hours, in which nobody is stuck.
+_MOST_WAITING = timedelta(days=30)
+
+
+def read_requests(path: Path) -> tuple[list[Any], list[Any]]:
+    """The requests of a file, and what their lines have under `id`.
+
+    Args:
+        path (`Path`): JSON lines, each a request as [`~many.generate.generate_many`] takes them.
+
+    Raises:
+        SpecConfigError: The file cannot be read, or a line is no request.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecConfigError(f"The requests in '{path}' cannot be read: {error}") from error
+    requests, ids = [], []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            request = json.loads(line)
+        except ValueError as error:
+            raise SpecConfigError(
+                f"Line {number} of '{path}' is no JSON: {error}. Write one request a line."
+            ) from error
+        if not isinstance(request, (str, list, dict)):
+            raise SpecConfigError(
+                f"Line {number} of '{path}' is no request but {shown(request)}. Write a text, a list of token ids, a "
+                'list of messages, or an object such as {"prompt": "...", "max_new_tokens": 64}.'
+            )
+        ids.append(request.pop("id", None) if isinstance(request, dict) else None)
+        requests.append(request)
+    if not requests:
+        raise SpecConfigError(f"There is no request in '{path}'. Write one a line, as JSON.")
+    return requests, ids
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a run: those that torchrun or `accelerate launch` have started, or this one.
+
+    Attributes:
+        rank (`int`): Number of this process.
+        size (`int`): Number of processes.
+        local_rank (`int`): Number of this process on its machine, which names its GPU.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def of_environment(cls) -> Processes:
+        return cls(
+            *(int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+        )
+
+    def wait(self) -> None:
+        """Returns when all processes have come here."""
+        if self.size == 1:
+            return
+        from torch import distributed
+
+        if not distributed.is_initialized():
+            distributed.init_process_group("gloo", timeout=_MOST_WAITING)
+        distributed.barrier()
+
+
+class Output:
+    """The file of results, and the journals beside it.
+
+    Args:
+        path (`Path`): The file. It appears when all requests have ended.
+
+    Raises:
+        SpecConfigError: It is there already, or there is no place for it.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.parts = sorted(path.parent.glob(f"{path.name}.part-*"))
+        if not path.parent.is_dir() or path.is_dir():
+            raise SpecConfigError(f"The results cannot be written to '{path}'. Name a file in a folder that exists.")
+        if path.exists() and not self.parts:
+            raise SpecConfigError(f"There are results in '{path}' already. Remove the file, or name another one.")
+
+    def journal(self, rank: int) -> Journal:
+        """The journal of a process, which knows what all processes of an earlier run have done."""
+        own = self.path.with_name(f"{self.path.name}.part-{rank}")
+        return Journal(own, [part for part in self.parts if part != own])
+
+    def merge(self, ids: list[Any]) -> dict[str, int]:
+        """Writes the file from the journals, in the order of the requests.
+
+        The journals are removed, unless a request has failed: then another run tries those again.
+
+        Args:
+            ids (`list`): What each result gets as `id`, unless that is `None`.
+
+        Returns:
+            `dict[str, int]`: Numbers of requests, of those that have failed, and of tokens.
+        """
+        entries: dict[int, dict[str, Any]] = {}
+        parts = sorted(self.path.parent.glob(f"{self.path.name}.part-*"))
+        for part in parts:
+            for index, entry in read_entries(part)[0].items():
+                # One process may have failed where another one of an earlier run had not.
+                if index not in entries or entry["error"] is None:
+                    entries[index] = entry
+        temporary = self.path.with_name(f"{self.path.name}.unfinished")
+        with temporary.open("w", encoding="utf-8") as file:
+            for index, own_id in enumerate(ids):
+                entry = {name: value for name, value in entries[index].items() if name != "key"}
+                named = {} if own_id is None else {"id": own_id}
+                file.write(json.dumps({**named, **entry}, ensure_ascii=False) + "\n")
+        os.replace(temporary, self.path)
+        counts = [entry["stats"] for entry in entries.values()]
+        report = {
+            "num_requests": len(ids),
+            "num_failed": sum(entry["error"] is not None for entry in entries.values()),
+            "num_tokens": sum(len(entry["tokens"]) for entry in entries.values()),
+            **{name: sum(one[name] for one in counts) for name in ("num_draft_tokens", "num_accepted_tokens")},
+        }
+        if not report["num_failed"]:
+            for part in parts:
+                part.unlink()
+        return report

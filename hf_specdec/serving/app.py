@@ -1,0 +1,254 @@
+"""The HTTP interface of a service."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import prometheus_client
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from ..metrics import prometheus
+from .bodies import ChatBody, CompletionBody, Form, GenerationBody
+from .service import RETRY_AFTER, Answer, RefusedError, Service
+
+
+LOOPBACK = ("127.0.0.1", "localhost")
+
+# Seconds for a body to arrive.
+_BODY_SECONDS = 30.0
+
+# Seconds in which a client has to read what was sent last.
+_READING_SECONDS = 30.0
+
+_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def build_app(service: Service, api_key: str | None = None, hosts: tuple[str, ...] = ("*",)) -> FastAPI:
+    """The application that serves a model.
+
+    Args:
+        service (`Service`): The model; its manager runs while the application does.
+        api_key (`str`, *optional*): What clients have to send as `Authorization: Bearer ...`, for all but `/health`.
+        hosts (`tuple[str, ...]`): Names by which the server may be asked. On a loopback address these bar pages of
+            strangers in the user's own browser.
+    """
+    registry = prometheus_client.CollectorRegistry()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        prometheus.enable(registry, service.name)
+        service.manager.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(service.manager.destroy)
+            prometheus.disable(registry)
+
+    app = FastAPI(title="hf_specdec", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    registry.register(_ServiceMetrics(service))
+    prometheus_client.ProcessCollector(registry=registry)
+
+    app.add_middleware(_Guard, api_key=api_key, max_body_bytes=service.limits.max_body_bytes)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
+
+    @app.exception_handler(RefusedError)
+    async def refuse(request: Request, error: RefusedError) -> JSONResponse:
+        return _error(error.status, error.message, error.code)
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse_body(request: Request, error: RequestValidationError) -> JSONResponse:
+        service.outcomes["refused"] += 1
+        return _error(400, _first_mistake(error), "invalid_request")
+
+    @app.exception_handler(HTTPException)
+    async def refuse_path(request: Request, error: HTTPException) -> JSONResponse:
+        return _error(error.status_code, str(error.detail), "invalid_request")
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatBody, request: Request) -> JSONResponse | StreamingResponse:
+        return await _respond(service, request, body, body.prompt, is_chat=True)
+
+    @app.post("/v1/completions", response_model=None)
+    async def complete(body: CompletionBody, request: Request) -> JSONResponse | StreamingResponse:
+        return await _respond(service, request, body, body.prompt, is_chat=False)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [{"id": service.name, "object": "model", "owned_by": "hf_specdec"}]}
+
+    @app.get("/health", response_model=None)
+    async def health() -> JSONResponse:
+        is_well = service.manager.is_running()
+        return JSONResponse({"status": "ok" if is_well else "stopped"}, 200 if is_well else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(prometheus_client.generate_latest(registry), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    return app
+
+
+# Answers
+
+
+async def _respond(
+    service: Service, request: Request, body: GenerationBody, prompt: Any, is_chat: bool
+) -> JSONResponse | StreamingResponse:
+    answer = await _unless_left(request, service.begin(body, prompt, body.stream))
+    if answer is None:
+        return JSONResponse(None)
+    form = Form(f"{'chatcmpl' if is_chat else 'cmpl'}-{answer.id}", service.name, is_chat)
+    if body.stream:
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        return _AnswerResponse(answer, _events(answer, form, with_usage))
+    try:
+        text = await _unless_left(request, _text_of(answer))
+        return JSONResponse(None if text is None else form.whole(text, answer.finish_reason, answer.usage()))
+    finally:
+        answer.close()
+
+
+async def _text_of(answer: Answer) -> str:
+    return "".join([part async for part in answer.parts()])
+
+
+async def _unless_left(request: Request, coroutine: Any) -> Any:
+    """What the coroutine returns; `None`, and the coroutine is cancelled, if the client leaves before."""
+    work, leaving = asyncio.ensure_future(coroutine), asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        leaving.cancel()
+        work.cancel()
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events(answer: Answer, form: Form, with_usage: bool) -> AsyncIterator[str]:
+    """Server-sent events of an answer."""
+    try:
+        yield _event(form.chunk(None))
+        async for part in answer.parts():
+            yield _event(form.chunk(part))
+        yield _event(form.chunk(None, answer.finish_reason))
+        if with_usage:
+            yield _event(form.usage_chunk(answer.usage()))
+    except RefusedError as error:
+        yield _event(_error_body(error.status, error.message, error.code))
+    yield "data: [DONE]\n\n"
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+class _AnswerResponse(StreamingResponse):
+    """Events of an answer, which is closed with the connection, whether a client has read any of them or not."""
+
+    def __init__(self, answer: Answer, events: AsyncIterator[str]):
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._answer = answer
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            # Who does not read gives the place back, too.
+            await asyncio.wait_for(
+                super().__call__(scope, receive, send), self._answer.seconds_left + _READING_SECONDS
+            )
+        finally:
+            self._answer.close()
+
+
+# Errors
+
+
+def _error(status: int, message: str, code: str) -> JSONResponse:
+    headers = {429: {"Retry-After": str(RETRY_AFTER)}, 401: {"WWW-Authenticate": "Bearer"}}.get(status)
+    return JSONResponse(_error_body(status, message, code), status, headers)
+
+
+def _error_body(status: int, message: str, code: str) -> dict[str, Any]:
+    kind = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def _first_mistake(error: RequestValidationError) -> str:
+    found = error.errors()[0]
+    where = ".".join(str(part) for part in found["loc"][1:] if isinstance(part, (str, int)))
+    return f"{where}: {found['msg']}" if where else found["msg"]
+
+
+class _Guard:
+    """Lets in who has the key, with a body of limited size that arrives in time."""
+
+    def __init__(self, app: Any, api_key: str | None, max_body_bytes: int):
+        self._app, self._max_body_bytes = app, max_body_bytes
+        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = dict(scope["headers"])
+        if self._expected is not None and scope["path"] != "/health":
+            if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+                refusal = _error(401, "The API key is missing or wrong.", "invalid_api_key")
+                return await refusal(scope, receive, send)
+        try:
+            body = await asyncio.wait_for(self._read(receive), _BODY_SECONDS)
+        except asyncio.TimeoutError:
+            return await _error(408, "The body has not arrived in time.", "timeout")(scope, receive, send)
+        if body is None:
+            refusal = _error(413, f"A body has at most {self._max_body_bytes} bytes.", "body_too_large")
+            return await refusal(scope, receive, send)
+        message: dict[str, Any] | None = {"type": "http.request", "body": body, "more_body": False}
+
+        async def replay() -> Any:
+            nonlocal message
+            first, message = message, None
+            return await receive() if first is None else first
+
+        return await self._app(scope, replay, send)
+
+    async def _read(self, receive: Any) -> bytes | None:
+        """The body; `None` if it is too large."""
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if len(body) > self._max_body_bytes:
+                return None
+            if not message.get("more_body", False):
+                return body
+
+
+class _ServiceMetrics:
+    """How many requests there are, and what became of others, for Prometheus."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    def collect(self):
+        service = self._service
+        running = GaugeMetricFamily("hf_specdec_server_open_requests", "Requests that are decoded or wait.")
+        running.add_metric([], service.num_open)
+        yield running
+        ended = CounterMetricFamily(
+            "hf_specdec_server_requests", "Requests by what became of them.", labels=["outcome"]
+        )
+        for outcome, count in sorted(service.outcomes.items()):
+            ended.add_metric([outcome], count)
+        yield ended

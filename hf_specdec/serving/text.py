@@ -1,0 +1,60 @@
+"""Text of an answer as its tokens come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+# Decoders show it for bytes that are no character yet.
+_UNFINISHED = "\ufffd"
+
+
+class GrowingText:
+    """Decodes tokens that arrive in parts, up to the first stop string.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): Of the model.
+        stop (`list[str]`): The text ends before the first of these.
+
+    Attributes:
+        has_stopped (`bool`): There was one.
+    """
+
+    def __init__(self, tokenizer: Any, stop: list[str]):
+        self._tokenizer, self.stop = tokenizer, stop
+        self._text, self._num_shown = "", 0
+        # Tokens from `_first` on are decoded; those in front of `_read` have been before, and are only the context.
+        self._first = self._read = 0
+        self.has_stopped = False
+
+    def add(self, tokens: list[int], is_last: bool) -> str:
+        """Returns what is certain of the text and has not been returned.
+
+        Args:
+            tokens (`list[int]`): All tokens so far.
+            is_last (`bool`): No more come.
+        """
+        before, now = self._decode(tokens[self._first : self._read]), self._decode(tokens[self._first :])
+        if is_last or (len(now) > len(before) and not now.endswith(_UNFINISHED)):
+            self._text += now[len(before) :]
+            self._first, self._read = self._read, len(tokens)
+        end = self._end(is_last)
+        new, self._num_shown = self._text[self._num_shown : end], max(end, self._num_shown)
+        return new
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def _end(self, is_last: bool) -> int:
+        """Where the certain text ends: before a stop string, or what may become one."""
+        ends = [place for stop in self.stop if (place := self._text.find(stop, self._num_shown)) >= 0]
+        if ends:
+            self.has_stopped = True
+            return min(ends)
+        if is_last:
+            return len(self._text)
+        longest = max(map(len, self.stop), default=1) - 1
+        for length in range(min(longest, len(self._text) - self._num_shown), 0, -1):
+            if any(stop.startswith(self._text[-length:]) for stop in self.stop):
+                return len(self._text) - length
+        return len(self._text)

@@ -1,0 +1,284 @@
+"""The server, over real connections."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_specdec import cli
+from tests.serving.servers import httpx, plain, serving, wait_until
+
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "def read(path):"
+CHAT = [{"role": "system", "content": "def read(path):"}, {"role": "user", "content": [{"type": "text", "text": "x"}]}]
+LONG = {"max_tokens": 800, "spec_method": "off", "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def running():
+    with serving(max_prompt_tokens=200, max_new_tokens=400, max_body_bytes=4000) as running:
+        yield running
+
+
+def events(answer: httpx.Response) -> list[dict]:
+    lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+def test_completions_are_those_of_generate(running):
+    answer = running.complete(max_tokens=40).json()
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "demo"
+    (choice,) = answer["choices"]
+    assert choice["text"] == plain(PROMPT, 40)
+    assert choice["finish_reason"] == "length"
+    usage = answer["usage"]
+    assert usage["completion_tokens"] == 40
+    assert usage["total_tokens"] == 40 + usage["prompt_tokens"]
+    assert usage["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+    ids = running.service.manager.tokenizer(PROMPT)["input_ids"]
+    assert running.text(ids, max_tokens=40) == choice["text"]
+
+
+def test_streams_are_the_same_text(running):
+    whole = running.complete(max_tokens=40).json()
+    fields = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stream": True}
+    with running.client.stream("POST", "/v1/completions", json=fields) as answer:
+        parts = events(answer)
+    assert len(parts) > 3
+    assert "".join(part["choices"][0]["text"] for part in parts) == whole["choices"][0]["text"]
+    assert [part["choices"][0]["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    fields["stream_options"] = {"include_usage": True}
+    with running.client.stream("POST", "/v1/completions", json=fields) as answer:
+        assert events(answer)[-1]["usage"] == whole["usage"]
+
+
+def test_chats(running):
+    body = {"messages": CHAT, "max_completion_tokens": 10, "temperature": 0}
+    answer = running.client.post("/v1/chat/completions", json=body).json()
+    message = answer["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": plain("# def read(path):\n# x\n", 10)}
+    with running.client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as streamed:
+        first, *parts, last = events(streamed)
+    assert first["object"] == "chat.completion.chunk"
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert "".join(part["choices"][0]["delta"]["content"] for part in parts) == message["content"]
+    assert last["choices"][0]["finish_reason"] == "length"
+
+
+def test_stop_strings(running):
+    text = plain(PROMPT, 40)
+    (stop,) = re.findall(r"^    def \w+", text, re.MULTILINE)[:1]
+    answer = running.complete(max_tokens=40, stop=["nowhere", stop]).json()["choices"][0]
+    assert answer["text"] == text[: text.index(stop)]
+    assert answer["finish_reason"] == "stop"
+    wait_until(lambda: running.service.num_open == 0)
+
+
+def test_requests_bound_their_drafts(running):
+    def details(**fields):
+        answer = running.complete(max_tokens=40, **fields).json()
+        return answer["choices"][0]["text"], answer["usage"]["completion_tokens_details"]
+
+    text, drafted = details()
+    for fields in ({"spec_method": "off"}, {"num_speculative_tokens": 0}):
+        nothing = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+        assert details(**fields) == (text, nothing)
+    text_of_one, one = details(num_speculative_tokens=1)
+    assert text_of_one == text
+    assert 0 < sum(one.values()) < sum(drafted.values())
+
+
+def test_seeds(running):
+    def drawn(**fields):
+        return running.text(temperature=1.0, top_k=50, max_tokens=30, **fields)
+
+    assert drawn(seed=3) == drawn(seed=3)
+    assert len({drawn(seed=3), drawn(seed=4), drawn(), drawn()}) == 4
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"spec_model": "user/head"}, "spec_model: Extra"),
+        ({"speculative": {"method": "ngram"}}, "speculative: Extra"),
+        ({"generation_config": "{}"}, "generation_config: Extra"),
+        ({"spec_method": "ngram"}, "spec_method.*'off'"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens: .*greater than or equal to 0"),
+        ({"n": 2}, "n: "),
+        ({"temperature": -1}, "temperature: "),
+        ({"max_tokens": 0}, "max_tokens: "),
+        ({"max_tokens": 401}, "At most 400 tokens"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [1 << 40]}, "all from 0 to"),
+        ({"prompt": [5] * 201}, "201 tokens, more than the 200"),
+    ],
+)
+def test_bad_requests(running, fields, message):
+    assert re.search(message, running.error(**{"prompt": PROMPT, **fields}))
+    assert running.service.num_open == 0
+
+
+def test_bad_bodies_and_paths(running):
+    client = running.client
+    assert "model_not_found" in running.complete(model="other").text
+    assert client.post("/v1/completions", content="{", headers={"content-type": "application/json"}).status_code == 400
+    assert client.post("/v1/completions", content='{"prompt": "x"}').status_code == 400
+    assert (
+        client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": [{}]}]}).status_code == 400
+    )
+    assert running.error("x" * 5000, status=413) == "A body has at most 4000 bytes."
+    assert client.post("/load_model", json={"model": "other"}).status_code == 404
+    # A page in the user's browser that has got a name of its own for 127.0.0.1.
+    assert client.get("/v1/models", headers={"host": "stranger.example"}).status_code == 400
+    assert client.get("/v1/models").json()["data"][0]["id"] == "demo"
+
+
+def test_positions_of_the_model(running, monkeypatch):
+    monkeypatch.setattr(running.service, "_positions", 20)
+    assert "20 positions" in running.error(max_tokens=18)
+    # Without a length of its own an answer gets what is left.
+    fields = {"prompt": PROMPT, "temperature": 0}
+    usage = running.client.post("/v1/completions", json=fields).json()["usage"]
+    assert usage["total_tokens"] == 20
+
+
+def test_api_key():
+    with serving(api_key="secret") as running:
+        assert running.error(status=401) == "The API key is missing or wrong."
+        for path, status in (("/health", 200), ("/metrics", 401), ("/v1/models", 401)):
+            assert running.client.get(path).status_code == status
+        running.client.headers["Authorization"] = "Bearer secret"
+        assert running.text() == plain(PROMPT, 12)
+
+
+# -------------------------------------------------------------------------------------------------- places and leaving
+
+
+def test_too_many_requests_and_clients_that_leave():
+    with serving(batch_size=1, max_waiting=1) as running:
+        service, fields = running.service, {"prompt": PROMPT, **LONG}
+        with running.client.stream("POST", "/v1/completions", json={**fields, "stream": True}) as first:
+            lines = first.iter_lines()
+            assert next(lines).startswith("data: ")
+            waiting = threading.Thread(target=running.complete, kwargs={"max_tokens": 2})
+            waiting.start()
+            wait_until(lambda: service.num_open == 2)
+            refused = running.complete()
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+        # The first one has left: who waits gets its place, long before its 800 tokens are there.
+        waiting.join()
+        with pytest.raises(httpx.ReadTimeout):
+            running.client.post("/v1/completions", json=fields, timeout=0.2)
+        wait_until(lambda: service.num_open == 0)
+        wait_until(lambda: not service.manager._names)
+        assert service.outcomes == {"left": 2, "answered": 1, "refused": 1}
+        assert running.text() == plain(PROMPT, 12)
+
+
+def test_answers_that_take_too_long():
+    with serving(batch_size=1, timeout=0.3) as running:
+        assert running.error(status=504, **LONG) == "The answer has taken more than 0.3 seconds."
+        wait_until(lambda: not running.service.manager._names)
+        assert running.service.outcomes == {"timeout": 1}
+
+
+def test_metrics_and_health(running):
+    before = running.service.outcomes["answered"]
+    running.complete(max_tokens=40)
+    metrics = running.client.get("/metrics").text
+    assert f'hf_specdec_server_requests_total{{outcome="answered"}} {before + 1:.1f}' in metrics
+    assert 'num_accepted_tokens_total{method="ngram",model_name="demo"}' in metrics
+    assert running.client.get("/health").json() == {"status": "ok"}
+
+
+def test_a_server_whose_model_has_failed():
+    with serving() as running:
+        running.service.manager._engine.step = None
+        assert "has failed" in running.error(status=503)
+        assert running.client.get("/health").status_code == 503
+        assert "no more" in running.error(status=503)
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+def is_up(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_the_command_ends_open_answers_first():
+    command = [sys.executable, "-m", "hf_specdec", "serve", "--port", "0", "--spec-method", "ngram", "-k", "4"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    # Whatever happens, nobody waits for ever.
+    timer = threading.Timer(120, process.kill)
+    timer.start()
+    try:
+        address = next(found[0] for line in process.stderr if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
+        wait_until(lambda: is_up(address))
+        fields = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=fields, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        process.stderr.read()
+        assert process.wait(60) == 0
+    finally:
+        timer.cancel()
+        process.kill()
+        process.stderr.close()
+
+
+def test_a_port_that_is_taken():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = CliRunner().invoke(cli.app, ["serve", "--port", str(taken.getsockname()[1])])
+    assert result.exit_code == 2
+    assert "Name a free --port" in " ".join(result.stderr.split())
+
+
+def test_without_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    result = CliRunner().invoke(cli.app, ["serve"])
+    assert result.exit_code == 2
+    assert "pip install 'hf-specdec[serve]'" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--api-key", " "], "The API key is empty"),
+        (["--spec-method", "off", "-k", "3"], "generates without drafts"),
+        (["--spec-method", "nothing"], "nothing"),
+    ],
+)
+def test_bad_options(arguments, message):
+    result = CliRunner().invoke(cli.app, ["serve", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr

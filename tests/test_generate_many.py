@@ -1,0 +1,154 @@
+"""`hf-specdec generate-many`: a file of requests to a file of results, in one process and in several."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_specdec import cli, demo
+from hf_specdec.many.files import Output
+
+
+ROOT = Path(__file__).parents[1]
+DRAFTING = ("--spec-method", "ngram", "-k", "4")
+LENGTH = 10
+REQUESTS = [
+    "def read(path):",
+    {"prompt": "import os\nimport ", "max_new_tokens": 5, "id": "second"},
+    {"input_ids": [264, 329, 632]},
+    {"text": "class Reader:\n", "do_sample": True, "id": 4},
+    "for line in file:\n    for line in ",
+]
+
+
+@pytest.fixture
+def files(tmp_path) -> tuple[Path, Path]:
+    """A file of requests, and a place for the results."""
+    return written(tmp_path / "in.jsonl", REQUESTS), tmp_path / "out.jsonl"
+
+
+def written(path: Path, requests: list) -> Path:
+    path.write_text("\n".join(map(json.dumps, requests)) + "\n")
+    return path
+
+
+def options(source: Path, target: Path) -> list[str]:
+    return ["generate-many", "-i", str(source), "-o", str(target), "-n", str(LENGTH), "-b", "2", *DRAFTING]
+
+
+def invoke(source: Path, target: Path, *more: str):
+    return CliRunner().invoke(cli.app, [*options(source, target), *more])
+
+
+def entries(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def torchrun(num_processes: int, source: Path, target: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [*launcher, "-m", "hf_specdec", *options(source, target)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_every_line_is_answered(files):
+    result = invoke(*files, "--json")
+    assert result.exit_code == 0, result.stderr
+    found = entries(files[1])
+    assert [entry["index"] for entry in found] == list(range(5))
+    assert [entry.get("id") for entry in found] == [None, "second", None, 4, None]
+    model, tokenizer = demo.load_target(), demo.load_tokenizer()
+    for request, entry in zip(REQUESTS, found):
+        if isinstance(request, dict) and request.get("do_sample"):
+            continue
+        settings = request if isinstance(request, dict) else {"text": request}
+        text = settings.get("text", settings.get("prompt"))
+        ids = settings.get("input_ids") or tokenizer(text)["input_ids"]
+        length = settings.get("max_new_tokens", LENGTH)
+        plain = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=length)[0, len(ids) :].tolist()
+        assert entry["tokens"] == plain
+        assert entry["num_prompt_tokens"] == len(ids)
+        assert entry["text"] == tokenizer.decode(plain, skip_special_tokens=True)
+        assert entry["error"] is None
+    report = json.loads(result.stdout)
+    assert report["num_requests"] == 5
+    assert report["num_failed"] == 0
+    assert report["num_tokens"] == sum(len(entry["tokens"]) for entry in found)
+    assert report["num_accepted_tokens"] == sum(entry["stats"]["num_accepted_tokens"] for entry in found) > 0
+    # Nothing but the results is left.
+    assert sorted(path.name for path in files[1].parent.iterdir()) == ["in.jsonl", "out.jsonl"]
+    again = invoke(*files)
+    assert again.exit_code == 2
+    assert "results in" in again.stderr
+
+
+def test_what_has_failed_is_tried_again(files):
+    source, target = files
+    written(source, [*REQUESTS[:2], {"prompt": "x", "nonsense": 3}, {"prompt": "x", "stop_strings": 3}])
+    result = invoke(source, target)
+    assert result.exit_code == 1
+    assert "2 requests failed" in result.stderr
+    found = entries(target)
+    assert [entry["finish_reason"] for entry in found] == ["length", "length", "error", "error"]
+    assert "nonsense" in found[2]["error"]
+    written(source, [*REQUESTS[:2], {"prompt": "x"}, {"prompt": "y"}])
+    assert invoke(source, target).exit_code == 0
+    assert [entry["tokens"] for entry in entries(target)[:2]] == [entry["tokens"] for entry in found[:2]]
+    assert all(entry["error"] is None for entry in entries(target))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('"one"\n{"prompt": \n', "Line 2 of .* is no JSON"),
+        ('"one"\n\n3\n', "Line 3 of .* is no request but 3"),
+        ("\n", "There is no request"),
+    ],
+)
+def test_files_that_are_no_requests(files, content, message):
+    files[0].write_text(content)
+    result = invoke(*files)
+    assert result.exit_code == 2
+    assert re.search(message, " ".join(result.stderr.split()))
+    assert not files[1].exists()
+
+
+def test_processes_share_the_requests(files):
+    source, target = files
+    torchrun(2, source, target)
+    alone = target.with_name("alone.jsonl")
+    assert invoke(source, alone).exit_code == 0
+    # Sampled texts, too, whose random numbers are named after the request.
+    assert [entry["tokens"] for entry in entries(target)] == [entry["tokens"] for entry in entries(alone)]
+    assert [entry.get("id") for entry in entries(target)] == [entry.get("id") for entry in entries(alone)]
+
+
+def test_a_run_of_several_processes_goes_on_in_one(files, monkeypatch):
+    source, target = files
+    for rank in (1, 2):
+        # The shares of two of three processes, which were stopped before the merge.
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        with monkeypatch.context() as patch:
+            patch.setattr("hf_specdec.many.files.Processes.wait", lambda self: None)
+            assert invoke(source, target).exit_code == 0
+    assert not target.exists()
+    parts = {part.name: len(entries(part)) for part in Output(target).parts}
+    assert parts == {"out.jsonl.part-1": 2, "out.jsonl.part-2": 1}
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("WORLD_SIZE")
+    result = invoke(source, target)
+    assert result.exit_code == 0
+    assert [entry["index"] for entry in entries(target)] == list(range(5))
+    alone = target.with_name("alone.jsonl")
+    assert invoke(source, alone).exit_code == 0
+    assert [entry["tokens"] for entry in entries(alone)] == [entry["tokens"] for entry in entries(target)]

@@ -30,6 +30,8 @@ CHECKPOINTS = {
     DEMO / "mlp_speculator": ("mlp-speculator", 4, 0),
     DEMO / "mtp": ("mtp", None, 0),
     FIXTURES / "dflash/default_layer_ids_b4": ("dflash-zlab", 3, 0),
+    FIXTURES / "dflash/dflash2_full_b8": ("dflash2", 7, 0),
+    FIXTURES / "dflash/dflash2_sliding_b5": ("dflash2", 4, 0),
     FIXTURES / "dflash/dspark_vanilla_b5": ("dspark-deepspec", 5, 0),
     FIXTURES / "dflash/jetspec_b8": ("dflash-zlab", 7, 0),
     FIXTURES / "dflash/qwen3_random_b8": ("dflash-zlab", 7, 0),
@@ -62,7 +64,12 @@ CHECKPOINTS = {
     FIXTURES / "mtp/qwen3_5/target": ("causal-lm", None, 1),
     FIXTURES / "mtp/qwen3_next/target": ("causal-lm", None, 1),
 }
-METHOD_OF = {"causal-lm": "draft_model", "dspark-deepspec": "dflash", "mlp-speculator": "mlp_speculator"}
+METHOD_OF = {
+    "causal-lm": "draft_model",
+    "dflash2": "dflash",
+    "dspark-deepspec": "dflash",
+    "mlp-speculator": "mlp_speculator",
+}
 every_checkpoint = pytest.mark.parametrize(
     "path", CHECKPOINTS, ids=lambda path: "/".join(path.parts[-3 if path.name == "target" else -2 :])
 )
@@ -286,7 +293,6 @@ def test_speculators_of_other_kinds(tmp_path, name):
         ("eagle-cohere", "Cohere layer"),
         ("eagle-minicpm", "MiniCPM layer"),
         ("eagle-mtp", "layer for multi-token prediction"),
-        ("dflash2", "DFlash2"),
         ("domino", "Domino"),
         ("xpress", "XPress"),
         ("lilicorr", "LiLiCorr"),

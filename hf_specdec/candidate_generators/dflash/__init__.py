@@ -40,6 +40,7 @@ class DFlashTraining(Options):
 METHODS = (
     Method(
         name="dflash",
+        aliases=("dflash2",),
         noun="DFlash draft",
         drafts_from="hidden states of several layers: a whole block in one forward",
         folder=__name__,

@@ -35,7 +35,7 @@ from .denoising import Denoising, keep_counts
 from .formats import BlockView
 from .lattice import Lattice, Prefixes, best_candidates, best_prefixes, prefix_nodes
 from .network import DFlashNetwork, check_mask_token, fitting_network, load_dflash
-from .selector import Edges, walk_on
+from .selector import Edges
 
 
 if TYPE_CHECKING:
@@ -238,7 +238,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """
         if not (self.samples_drafts or self.tree_budget):
             return self._chain_tokens(text, anchors, count)
-        logits, output = self._first_logits(text, anchors, count)
+        output = self._first_output(text, anchors, count)
+        logits = self.network.logits(output)
         if self.network.candidate_selector is None:
             if self.samples_drafts:
                 return logits
@@ -257,10 +258,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return candidates.draft(self.tree_budget, limits, self.draft_tree_top_k, device)
         return best_prefixes(candidates.to(device), self.tree_budget, limits, self.draft_tree_top_k)
 
-    def _logits(
+    def _output(
         self, text: DraftText, anchors: torch.LongTensor, masked: torch.LongTensor, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits `(R, count, U)` of the first positions that predict, and the network's output `(R, count, h)` there.
+    ) -> torch.Tensor:
+        """The network's output `(R, count, h)` at the first positions that predict.
 
         Args:
             text (`DraftText`): Ready for a block.
@@ -270,13 +271,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """
         tokens = torch.cat((anchors[:, None], masked[:, : self.block_size - 1]), dim=1)
         tokens = F.pad(tokens, (0, self.block_size - tokens.shape[1]), value=self.mask_token_id)
-        output = self.network.predicting(text.read_block(tokens))[:, :count]
-        return self.network.logits(output), output
+        return self.network.predicting(text.read_block(tokens))[:, :count]
 
-    def _first_logits(
-        self, text: DraftText, anchors: torch.LongTensor, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._logits(text, anchors, anchors.new_empty((len(anchors), 0)), count)
+    def _first_output(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.Tensor:
+        return self._output(text, anchors, anchors.new_empty((len(anchors), 0)), count)
 
     def _chain_tokens(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
         """The first tokens of the block, at least `count`, `(R, K)`."""
@@ -288,16 +286,12 @@ class DFlashCandidateGenerator(CandidateGenerator):
             count = network.config.num_drafts(self.block_size)
         state = Denoising.start(len(anchors), count, self.mask_token_id, self.device)
         for keep in keep_counts(count, self.num_steps):
-            logits, output = self._logits(text, anchors, state.inputs, count)
-            if network.candidate_selector is None:
-                state.update(logits, keep, network.token_ids)
-            else:
-                walk_on(state, network.candidate_selector, logits, output, anchors, keep)
+            network.denoise(state, self._output(text, anchors, state.inputs, count), anchors, keep)
         return state.tokens
 
     def _corrected_tokens(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
         """The best tokens, each by the logits that the token before it has corrected."""
-        (logits, _), tokens = self._first_logits(text, anchors, count), [anchors]
+        logits, tokens = self.network.logits(self._first_output(text, anchors, count)), [anchors]
         for position in range(count):
             best = best_tokens(logits[:, position] + self.network.markov_head(tokens[-1]))
             tokens.append(self.network.target_ids(best))

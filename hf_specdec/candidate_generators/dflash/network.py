@@ -54,8 +54,9 @@ from ...layers.llama import (
     rotate,
     with_query_groups,
 )
+from .denoising import Denoising
 from .formats import BlockView, DFlashConfig, DFlashReader
-from .selector import CandidateSelector
+from .selector import CandidateSelector, walk_on
 
 
 if TYPE_CHECKING:
@@ -217,6 +218,21 @@ class DFlashNetwork(DraftNetwork):
         if cap := self.config.logit_softcap:
             logits = cap * torch.tanh(logits / cap)
         return logits.unflatten(0, output.shape[:-1])
+
+    def denoise(self, state: Denoising, output: torch.Tensor, anchors: torch.LongTensor, keep: int) -> None:
+        """One denoising step.
+
+        Args:
+            state (`Denoising`): The blocks.
+            output (`torch.Tensor` of shape `(R, K, h)`): `forward`'s output at the positions that predict.
+            anchors (`torch.LongTensor` of shape `(R,)`): First tokens of the blocks.
+            keep (`int`): As for [`Denoising.update`].
+        """
+        logits = self.logits(output)
+        if self.candidate_selector is None:
+            state.update(logits, keep, self.token_ids)
+        else:
+            walk_on(state, self.candidate_selector, logits, output, anchors, keep)
 
     def save(self, folder: str | Path) -> None:
         """Writes `config.json` and `model.safetensors` in the layout of the first publishers; makes the folder."""

@@ -23,7 +23,7 @@ from .lattice import Lattice
 
 
 class CandidateSelector(nn.Module):
-    """Scores of candidates; a new one adds nothing to their logits.
+    """Scores of candidates; a new one adds next to nothing to their logits.
 
     Args:
         config (`DFlashConfig`): Has `selector_rank`, `selector_top_k`.
@@ -34,7 +34,8 @@ class CandidateSelector(nn.Module):
         shape = config.vocab_size, config.selector_rank
         self.top_k = config.selector_top_k
         self.predecessor_codebook = nn.Parameter(torch.randn(shape))
-        self.successor_codebook = nn.Parameter(torch.zeros(shape))
+        # Of zeros alone the other parts would learn nothing at first.
+        self.successor_codebook = nn.Parameter(1e-3 * torch.randn(shape))
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
 
     def forward(
@@ -48,12 +49,18 @@ class CandidateSelector(nn.Module):
             anchors (`torch.LongTensor` of shape `(R,)`): Tokens before the first position.
             known (`Known`, *optional*): Tokens that stand already at some of the positions.
         """
-        values, tokens = _best(logits, min(self.top_k, logits.shape[-1]))
+        values, tokens = self.best(logits)
         if known is not None:
             # Whichever candidate is chosen there, it is this one.
             tokens = torch.where(known.where[..., None], known.tokens[..., None], tokens)
         steps = self.scores(tokens, self.before(anchors, tokens), output)
         return Edges(tokens, values.float()[:, :, None] + steps)
+
+    def best(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.LongTensor]:
+        """The largest logits and their tokens, `(..., k)` each; of equal ones the lower id comes first."""
+        ids = logits.topk(min(self.top_k, logits.shape[-1])).indices.sort(dim=-1).values
+        best = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+        return best.values, ids.gather(-1, best.indices)
 
     @staticmethod
     def before(anchors: torch.LongTensor, tokens: torch.LongTensor) -> torch.LongTensor:
@@ -122,13 +129,6 @@ class Edges(NamedTuple):
         best = self.scores.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
         tokens = self.tokens[:, :, None].expand_as(best.indices).gather(3, best.indices)
         return Lattice(tokens, best.values, best.indices)
-
-
-def _best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.LongTensor]:
-    """The largest logits and their tokens, `(R, K, k)` each; of equal ones the lower id comes first."""
-    ids = logits.topk(count).indices.sort(dim=-1).values
-    best = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
-    return best.values, ids.gather(-1, best.indices)
 
 
 def walk_on(

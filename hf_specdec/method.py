@@ -116,7 +116,7 @@ def built_in_methods() -> tuple[Method, ...]:
 
 
 class Training(NamedTuple):
-    """A kind of drafter that can be trained: its method and noun, reference to the recipe, dataclass of its options."""
+    """A kind of drafter that can be trained: its method and noun, its recipe, the dataclass of the options."""
 
     method: Method
     noun: str

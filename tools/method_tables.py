@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from hf_specdec.hub import trust
-from hf_specdec.method import built_in_methods, Method, preferred_methods, trainings
+from hf_specdec.method import Method, built_in_methods, preferred_methods, trainings
 from hf_specdec.settings import describe_settings, option_fields
 from hf_specdec.training.options import flags_of, options_of
 from hf_specdec.training.run import recipes

@@ -46,9 +46,7 @@ def reads(*layers):
 
 # (checkpoint, change of its tensors, of its config, what the message says)
 UNSUPPORTED = [
-    (EAGLE3, ones("mask_hidden", 2, 2), {}, "several tokens in one forward"),
-    (EAGLE3, None, {"speculators_model_type": "peagle"}, "several tokens in one forward"),
-    (EAGLE3, None, {"eagle_config": {"parallel_draft_step": 4}}, "several tokens in one forward"),
+    (EAGLE3, None, {"eagle_config": {"parallel_draft_step": 4}}, "heads of their own.*parallel drafting"),
     (EAGLE1, both(ones("eh_proj.weight", 2, 2), ones("enorm.weight", 2)), {}, "multi-token prediction"),
     (EAGLE3, ones(f"{ATTENTION}q_a_proj.weight", 2, 2), {}, "multi-head latent attention"),
     (EAGLE1, None, {"layernorms": True}, "norms before `fc` .*layernorms"),
@@ -81,6 +79,8 @@ UNSUPPORTED = [
 ]
 
 MISSING = [
+    (EAGLE3, None, {"speculators_model_type": "peagle"}, "lacks 1 tensors of a P-EAGLE head: mask_hidden"),
+    (EAGLE3, ones("mask_hidden", 2, 2), {}, "is a P-EAGLE head .*which token its masks are"),
     (EAGLE1, without("fc.weight"), {}, "no EAGLE head.*`fc.weight`.*name the method"),
     *[
         (EAGLE3, without(f"midlayer.{part}.weight"), {}, f"lacks 1 tensors of .*: layers.0.{part}")

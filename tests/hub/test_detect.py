@@ -39,6 +39,7 @@ CHECKPOINTS = {
     FIXTURES / "dflash/trained_for_refinement_b8": ("dflash-zlab", 7, 0),
     FIXTURES / "eagle/eagle1_llama": ("eagle-safeailab", None, 0),
     FIXTURES / "eagle/eagle3_llama": ("eagle3-safeailab", None, 0),
+    FIXTURES / "eagle/eagle3_peagle": ("peagle-speculators", 5, 0),
     FIXTURES / "eagle/eagle3_qwen3": ("eagle3-angelslim", None, 0),
     FIXTURES / "eagle/eagle3_specforge": ("eagle3-specforge", None, 0),
     FIXTURES / "eagle/eagle3_speculators": ("eagle3-speculators", 3, 0),
@@ -69,6 +70,7 @@ METHOD_OF = {
     "dflash2": "dflash",
     "dspark-deepspec": "dflash",
     "mlp-speculator": "mlp_speculator",
+    "peagle-speculators": "eagle3",
 }
 every_checkpoint = pytest.mark.parametrize(
     "path", CHECKPOINTS, ids=lambda path: "/".join(path.parts[-3 if path.name == "target" else -2 :])
@@ -286,8 +288,6 @@ def test_speculators_of_other_kinds(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("peagle", "P-EAGLE"),
-        ("peagle-speculators", "P-EAGLE"),
         ("eagle3-mla", "MLA"),
         ("eagle-llama4", "Llama-4 layer"),
         ("eagle-cohere", "Cohere layer"),

@@ -78,7 +78,10 @@ EXAMPLES = {
         ["encoder.fc.weight", "encoder.output_norm_enc.weight", "norm.weight"],
     ),
     "dflash-zlab": (classes("DFlashDraftModel", dflash_config={"mask_token_id": 3}, draft_vocab_size=9), DFLASH),
-    "peagle-speculators": (classes("PEagleDraftModel", speculators_model_type="peagle"), EAGLE_3_LAYERS),
+    "peagle-speculators": (
+        classes("PEagleDraftModel", speculators_model_type="peagle"),
+        [*EAGLE_3_LAYERS, "mask_hidden"],
+    ),
     "peagle": (classes("PeagleLlamaForCausalLM"), [*EAGLE_3, "mask_hidden"]),
     "eagle3-speculators": (classes("Eagle3DraftModel", speculators_model_type="eagle3"), EAGLE_3_LAYERS),
     "eagle3-mla": (

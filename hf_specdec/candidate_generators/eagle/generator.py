@@ -2,7 +2,7 @@
 
 EAGLE-1 (Li et al. 2024, arXiv:2401.15077) has static trees, EAGLE-2 (arXiv:2406.16858, section 4) grows a tree from
 the draft's own confidence, EAGLE-3 (arXiv:2503.01840) has another network. The checkpoint decides the network
-([`~candidate_generators.eagle.network`]); every network drafts every shape, see
+([`~candidate_generators.eagle.network`]); every network but P-EAGLE's drafts every shape, see
 [`~candidate_generators.autoregressive`].
 """
 
@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...drafting.growth import DynamicTree
+from ...drafting.chain import SteeredChain
+from ...drafting.growth import DynamicTree, RowLimits
 from ...drafting.shape import ExtrapolationOptions, draft_shape
-from ...drafts import TokenTree
+from ...drafts import DraftTree, TokenTree
+from ...logits.acceptance import best_tokens
+from ...protocol import DraftStep
 from ...validation import MOST_DRAFT_TOKENS, setting
 from ..autoregressive import AutoregressiveCandidateGenerator
 from .network import EagleNetwork, fitting_network, load_eagle
+from .parallel import MaskedReading
 
 
 if TYPE_CHECKING:
@@ -44,7 +48,10 @@ class EagleOptions(ExtrapolationOptions):
 
 
 class EagleCandidateGenerator(AutoregressiveCandidateGenerator):
-    """Drafts chains, static and dynamic trees; small batches get a dynamic tree where the settings name no shape."""
+    """Drafts chains, static and dynamic trees; small batches get a dynamic tree where the settings name no shape.
+
+    P-EAGLE heads draft chains, all tokens at once, see [`~candidate_generators.eagle.parallel`].
+    """
 
     options_class = EagleOptions
     default_num_speculative_tokens = 4
@@ -59,11 +66,46 @@ class EagleCandidateGenerator(AutoregressiveCandidateGenerator):
         return fitting_network(draft_model, config, target_model)
 
     def plan_drafts(self) -> TokenTree | DynamicTree:
+        config = self.network.config
+        is_parallel = config.mask_token_id is not None
+        self.masked = MaskedReading(self.network) if is_parallel else None
         return draft_shape(
             self.config,
-            self.network.config.draft_vocab_size,
+            config.draft_vocab_size,
             self.session,
-            self.chain_only_reason,
-            self.default_num_speculative_tokens,
-            prefers_trees=True,
+            "the head drafts all tokens at once" if is_parallel else self.chain_only_reason,
+            config.num_parallel_tokens or self.default_num_speculative_tokens,
+            prefers_trees=not is_parallel,
         )
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        limits = RowLimits(self.draft_depths(step), self.threshold)
+        if self.masked is None or limits.deepest <= 0:
+            return super().propose(step)
+        logits, device = self._logits_at_once(limits), self.session.device
+        if self.samples_drafts:
+            chain = SteeredChain(self.session.sampler, step.rows, step.lengths)
+            for depth in range(limits.deepest):
+                chain.choose(chain.scores(self.network.target_logits(logits[:, depth]).to(device)))
+            return chain.draft(limits.depths)
+        best = best_tokens(logits)
+        if self.threshold:
+            paths = logits.log_softmax(-1, dtype=torch.float32).gather(2, best[..., None])[..., 0].cumsum(1)
+            for depth in range(1, limits.deepest):
+                limits.stop_low_confidence(paths[:, depth - 1 : depth], depth)
+        return DraftTree.chain(self.network.target_ids(best).to(device)[:, : limits.deepest], limits.depths)
+
+    def _logits_at_once(self, limits: RowLimits) -> torch.Tensor:
+        """Logits `(R, K, U)` of the first tokens of the drafts."""
+        new, num_masks = self._take_pending(), limits.deepest - 1
+        if new is None:
+            # What was committed has been read.
+            assert self.logits is not None, "nothing has been committed"
+            logits = self.logits[:, None]
+            masks = self.masked.read_masks(self.entries, len(logits), num_masks) if num_masks else logits[:, :0]
+            return torch.cat((logits, masks), dim=1)
+        most = self.plan.max_depth - 1
+        replayed = self.masked.replay(self.entries, new, self.most_committed, most, limits.depths)
+        self.hidden, logits = replayed or self.masked.read(self.entries, new, num_masks)
+        self.logits = logits[:, 0]
+        return logits[:, : limits.deepest]

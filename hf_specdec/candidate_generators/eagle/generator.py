@@ -18,7 +18,7 @@ from ...drafting.growth import DynamicTree, RowLimits
 from ...drafting.shape import ExtrapolationOptions, draft_shape
 from ...drafts import DraftTree, TokenTree
 from ...logits.acceptance import best_tokens
-from ...protocol import DraftStep
+from ...protocol import DraftStep, Session
 from ...validation import MOST_DRAFT_TOKENS, setting
 from ..autoregressive import AutoregressiveCandidateGenerator
 from .network import EagleNetwork, fitting_network, load_eagle
@@ -50,7 +50,7 @@ class EagleOptions(ExtrapolationOptions):
 class EagleCandidateGenerator(AutoregressiveCandidateGenerator):
     """Drafts chains, static and dynamic trees; small batches get a dynamic tree where the settings name no shape.
 
-    P-EAGLE heads draft chains, all tokens at once, see [`~candidate_generators.eagle.parallel`].
+    With P-EAGLE heads it is a [`ParallelEagleCandidateGenerator`].
     """
 
     options_class = EagleOptions
@@ -65,23 +65,35 @@ class EagleCandidateGenerator(AutoregressiveCandidateGenerator):
             return load_eagle(config, target_model)
         return fitting_network(draft_model, config, target_model)
 
+    def __new__(cls, config: SpeculativeConfig, resources: EagleNetwork, session: Session) -> EagleCandidateGenerator:
+        is_parallel = resources.config.mask_token_id is not None
+        return super().__new__(ParallelEagleCandidateGenerator if is_parallel else cls)
+
     def plan_drafts(self) -> TokenTree | DynamicTree:
-        config = self.network.config
-        is_parallel = config.mask_token_id is not None
-        self.masked = MaskedReading(self.network) if is_parallel else None
         return draft_shape(
             self.config,
-            config.draft_vocab_size,
+            self.network.config.draft_vocab_size,
             self.session,
-            "the head drafts all tokens at once" if is_parallel else self.chain_only_reason,
-            config.num_parallel_tokens or self.default_num_speculative_tokens,
-            prefers_trees=not is_parallel,
+            self.chain_only_reason,
+            self.default_num_speculative_tokens,
+            prefers_trees=True,
         )
+
+
+class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
+    """Drafts chains with P-EAGLE heads, all tokens at once, see [`~candidate_generators.eagle.parallel`]."""
+
+    def plan_drafts(self) -> TokenTree | DynamicTree:
+        self.masked = MaskedReading(self.network)
+        config, reason = self.network.config, "the head drafts all tokens at once"
+        return draft_shape(self.config, config.draft_vocab_size, self.session, reason, config.num_parallel_tokens)
 
     def propose(self, step: DraftStep) -> DraftTree:
         limits = RowLimits(self.draft_depths(step), self.threshold)
-        if self.masked is None or limits.deepest <= 0:
-            return super().propose(step)
+        if limits.deepest <= 0:
+            # There will never be room again.
+            self.pending = None
+            return DraftTree.empty(len(step.rows), self.session.device)
         logits, device = self._logits_at_once(limits), self.session.device
         if self.samples_drafts:
             chain = SteeredChain(self.session.sampler, step.rows, step.lengths)

@@ -152,11 +152,9 @@ class DFlashConfig(DraftConfig):
             own["num_denoising_steps"] = self.num_denoising_steps
         # By itself a layer is causal if and only if it slides.
         if any(self.view(layer).causal != slides for layer, slides in enumerate(sliding)):
-            own["causal"] = self.view(0).causal
+            config["is_causal"] = self.view(0).causal
         if self.predicts_next:
             markov = {"markov_rank": self.markov_rank, "markov_head_type": "vanilla"}
-            if "causal" in own:
-                markov["is_causal"] = own.pop("causal")
             return {"architectures": ["Qwen3DSparkModel"], **config, **own, **markov}
         if self.selector_rank:
             own |= {name: getattr(self, name) for name in _OF_DFLASH2}

@@ -55,7 +55,7 @@ _SHAPES = {
     "dflash denoising": {"dflash_num_denoising_steps": 3},
     "dflash tree": {"num_draft_nodes": 12},
     "dflash siblings": {"num_draft_nodes": 12, "draft_tree_top_k": 3},
-    "dflash selector": {},
+    "dflash selector": {"num_draft_nodes": 0},
     "dflash selector tree": {"num_draft_nodes": 12},
     "mtp": {},
     "mtp reuse": {"mtp_mode": "reuse", "num_speculative_tokens": 4},

@@ -109,6 +109,7 @@ class TestOfficialRuns:
         beginning, _, last = run.rpartition(".")
         prompt = expected[f"{beginning}.input_ids" if beginning else "input_ids"]
         text = expected[f"{beginning}.generate.output_ids" if beginning else f"{run}.output_ids"]
+        shape = {"num_draft_nodes": 0, **shape}
         if "ddtree" in run:
             shape = {"num_draft_nodes": int(last.removeprefix("ddtree"))}
         if "tree_w" in run:
@@ -140,7 +141,7 @@ class TestOfficialRuns:
     def test_rounds_with_forced_acceptance(self, name):
         """Drafts, and the keys and values that are kept of the text."""
         target, folder, expected = published(name)
-        speculator = load_speculator(target, model=folder)
+        speculator = load_speculator(target, model=folder, num_draft_nodes=0)
         network = speculator.resources
         generator = speculator.candidate_generator(Session(1, 1000, torch.device("cpu")))
         prompt = expected["input_ids"] if "input_ids" in expected else expected["prompt0.input_ids"]
@@ -369,7 +370,7 @@ class TestAgainstRecomputation:
 
     def generator(self, network, num_rows=3, **shape):
         session = Session(num_rows, 1000, torch.device("cpu"))
-        return speculator_for(network, **shape).candidate_generator(session)
+        return speculator_for(network, **{"num_draft_nodes": 0, **shape}).candidate_generator(session)
 
     @every_network
     @pytest.mark.parametrize(
@@ -601,6 +602,28 @@ class TestSettings:
         generator = speculator_for(random_network(**NETWORKS["corrections"]), num_draft_nodes=4)
         notes = generator.candidate_generator(call := session()).session.notes
         assert notes == call.notes == ["chains instead of trees: the draft's tokens depend on each other"]
+
+    def test_drafts_that_were_made_for_trees(self):
+        """Where nothing is said, and a verification is not wide already."""
+        cases = (
+            ("full", {}, 1, 0),
+            ("window", {}, 1, 0),
+            ("causal", {}, 1, 20),
+            ("causal", {}, 2, 0),
+            ("causal", {"num_draft_nodes": 0}, 1, 0),
+            ("causal", {"num_speculative_tokens": 4}, 1, 0),
+            ("causal", {"dflash_num_denoising_steps": 2}, 1, 0),
+            ("selector", {}, 1, 20),
+            ("selector", {"num_draft_nodes": 7}, 3, 7),
+            ("next_token", {}, 1, 0),
+        )
+        for name, settings, num_rows, budget in cases:
+            call = Session(num_rows, 100, torch.device("cpu"))
+            generator = speculator_for(random_network(**NETWORKS[name]), **settings).candidate_generator(call)
+            assert (generator.tree_budget, call.notes) == (budget, []), (name, settings)
+        chains_only = Session(1, 100, torch.device("cpu"), supports_trees=False)
+        generator = speculator_for(random_network(**NETWORKS["causal"])).candidate_generator(chains_only)
+        assert (generator.tree_budget, chains_only.notes) == (0, [])
 
     def test_length_for_other_engines(self):
         for settings, length in (({}, 15), ({"dflash_block_size": 8}, 7), ({"num_speculative_tokens": 3}, 3)):

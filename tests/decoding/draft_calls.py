@@ -141,7 +141,7 @@ CASES = {
     "dflash tree": ("dflash/reduced_vocabulary", {"num_draft_nodes": 12, "num_speculative_tokens": 3}),
     "dflash corrections": ("dflash/corrections", {"num_speculative_tokens": 4}),
     "dflash siblings": ("dflash/full", {"num_draft_nodes": 9, "draft_tree_top_k": 3}),
-    "dflash selector": ("dflash/selector", {}),
+    "dflash selector": ("dflash/selector", {"num_draft_nodes": 0}),
     "dflash selector tree": ("dflash/selector_window_and_scales", {"num_draft_nodes": 12}),
     "medusa": ("medusa/own_lm_heads", {"num_draft_nodes": 12}),
     "medusa chain": ("medusa/targets_lm_head", {"num_speculative_tokens": 3}),

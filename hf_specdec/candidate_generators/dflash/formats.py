@@ -131,6 +131,11 @@ class DFlashConfig(DraftConfig):
         """The target that it was made for."""
         return TargetNeeds(None, self.target_hidden_size, self.vocab_size, self.num_target_layers)
 
+    @property
+    def suits_trees(self) -> bool:
+        """Made for trees: with a selector, or as JetSpec's with causal blocks whose layers have no window."""
+        return self.selector_rank > 0 or (bool(self.views) and set(self.views) == {BlockView(causal=True)})
+
     def view(self, layer: int) -> BlockView:
         return self.views[layer] if self.views else BlockView()
 

@@ -14,7 +14,7 @@ V that of the target.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,18 @@ if TYPE_CHECKING:
 
 
 logger = logging.get_logger(__name__)
+
+
+class _UsualTree(NamedTuple):
+    """Tree of drafts that were made for trees, where the settings name nothing, and the largest batch that has it."""
+
+    num_nodes: int
+    most_rows: int
+
+
+# By device type. Measured on a CPU (`benchmarks/blocks.py`); elsewhere half of JetSpec's own.
+_TREE = _UsualTree(num_nodes=63, most_rows=4)
+_TREES = {"cpu": _UsualTree(num_nodes=20, most_rows=1)}
 
 
 @dataclass(frozen=True)
@@ -77,9 +89,11 @@ class DFlashOptions(Options):
         least=0,
         published=True,
     )
-    num_draft_nodes: int = setting(
-        0,
-        "Nodes of the tree of the most probable prefixes of a block. 0 drafts the block as a chain.",
+    num_draft_nodes: int | None = setting(
+        None,
+        "Nodes of the tree of the most probable prefixes of a block. 0 drafts the block as a chain. Left out, a "
+        f"chain; for DFlash 2 and JetSpec drafts without a `num_speculative_tokens` {_TREES['cpu'].num_nodes} for a "
+        f"single row on a CPU, {_TREE.num_nodes} for up to {_TREE.most_rows} rows elsewhere.",
         least=0,
         most=MAX_NODES,
         published=True,
@@ -140,12 +154,23 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.mask_token_id = _mask_token_id(self.options, network)
         self.block_size, self.num_speculative_tokens = _sizes(config, network)
         self.num_steps = _num_steps(self.options, network)
-        self.tree_budget, self.draft_tree_top_k = self.options.num_draft_nodes, self.options.draft_tree_top_k
         self.samples_drafts = self.asks_to_sample
+        self.tree_budget, self.draft_tree_top_k = self._tree_budget(), self.options.draft_tree_top_k
         self._settle_contradictions()
         self.check_sampled_length()
         self.text: DraftText | None = None
         self.pending: Commit | None = None  # read by the next draft
+
+    def _tree_budget(self) -> int:
+        """Nodes of the trees; 0 for chains."""
+        asked = self.options.num_draft_nodes
+        if asked is not None:
+            return asked
+        usual = _TREES.get(self.session.device.type, _TREE)
+        names_chain = self.config.fixed_length is not None or self.num_steps > 1
+        if names_chain or self.chain_only_reason or self.session.batch_size > usual.most_rows:
+            return 0
+        return usual.num_nodes if self.network.config.suits_trees else 0
 
     def _settle_contradictions(self) -> None:
         """Gives up what the call or the draft has no room for, and says so."""

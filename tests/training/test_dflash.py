@@ -82,7 +82,7 @@ class TestBlocks:
 
 
 def selector_loss(network, output, before, token):
-    """What the selector has to say of a token after another one, where it is a candidate."""
+    """Loss of the selector for a token after another one, where it is a candidate."""
     selector, logits = network.candidate_selector, network.logits(output[None])[0]
     candidates = logits.argsort(descending=True)[: selector.top_k].tolist()
     if token not in candidates:

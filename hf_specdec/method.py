@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import SpecConfigError, did_you_mean, shown
 from .threads import cached_property
@@ -50,6 +50,8 @@ class Method:
         formats (`str`, *optional*): Module with its checkpoint formats, `FORMATS`.
         recipe (`str`, *optional*): Reference to the recipe that trains it.
         training (`type`, *optional*): Dataclass of the recipe's options.
+        further_recipes (`Mapping`): Further kinds of drafters that it can train, by name: what they are, reference to
+            the recipe, and dataclass of its options.
         vllm (`str`, *optional*): Its name in vLLM's `--speculative-config`.
         sglang (`str`, *optional*): Its SGLang `--speculative-algorithm`.
         sglang_counts_steps (`bool`): SGLang also takes its number of steps and children.
@@ -80,6 +82,7 @@ class Method:
     formats: str | None = None
     recipe: str | None = None
     training: type | None = None
+    further_recipes: Mapping[str, tuple[str, str, type]] = field(default_factory=dict)
     vllm: str | None = None
     sglang: str | None = None
     sglang_counts_steps: bool = False
@@ -110,6 +113,26 @@ def methods() -> Mapping[str, Method]:
 def built_in_methods() -> tuple[Method, ...]:
     """The methods of this package, those that need least first."""
     return tuple(method for method in _all_methods().values() if method.is_built_in)
+
+
+class Training(NamedTuple):
+    """A kind of drafter that can be trained: its method and noun, its recipe, the dataclass of the options."""
+
+    method: Method
+    noun: str
+    recipe: str
+    options: type
+
+
+def trainings() -> dict[str, Training]:
+    """All kinds of drafters that can be trained, by name; most are called like their methods."""
+    found: dict[str, Training] = {}
+    for method in built_in_methods():
+        if method.recipe is not None and method.training is not None:
+            found[method.name] = Training(method, method.noun, method.recipe, method.training)
+        for name, further in method.further_recipes.items():
+            found[name] = Training(method, *further)
+    return found
 
 
 def preferred_methods() -> tuple[Method, ...]:

@@ -57,7 +57,7 @@ SHAPES = {
         "drawn": {"mtp_mode": "reuse", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"},
     },
     "dflash": {
-        "chain": {},
+        "chain": {"num_draft_nodes": 0},
         "dynamic": {"num_draft_nodes": 8},
         "drawn": {"draft_sample_method": "probabilistic"},
     },

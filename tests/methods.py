@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,6 +54,9 @@ _SHAPES = {
     "dflash part of a block": {"dflash_block_size": 6, "num_speculative_tokens": 3},
     "dflash denoising": {"dflash_num_denoising_steps": 3},
     "dflash tree": {"num_draft_nodes": 12},
+    "dflash siblings": {"num_draft_nodes": 12, "draft_tree_top_k": 3},
+    "dflash selector": {"num_draft_nodes": 0},
+    "dflash selector tree": {"num_draft_nodes": 12},
     "mtp": {},
     "mtp reuse": {"mtp_mode": "reuse", "num_speculative_tokens": 4},
     "mtp reuse tree": {"mtp_mode": "reuse", "draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 8},
@@ -71,6 +75,10 @@ _SHAPES |= {
     for method in built_in_methods()
     if not any(method.name in parts_of(name) for name in _SHAPES if "+" in name)
 }
+
+# Rows with another checkpoint than their method's: what it is, and where.
+_DFLASH2 = Path(__file__).parent / "fixtures" / "demo" / "drafters" / "dflash2"
+OTHER_CHECKPOINTS = {name: ("a DFlash 2 draft", str(_DFLASH2)) for name in ("dflash selector", "dflash selector tree")}
 
 # Settings that make a method draft chains where it would draft trees.
 _CHAINS = {
@@ -98,6 +106,9 @@ EXEMPT = {
         **{name: "rows draft from each other's text" for name in _SHAPES if "suffix" in name or "recycling" in name},
         **{name: "its parts take turns by the number of the row" for name in _SHAPES if "ngram+" in name},
     },
+    "test_drawn_drafts_that_lie_about_their_distribution_are_noticed": {
+        "dflash selector": "too few of its drafts are accepted for so few rows to show it",
+    },
     "test_rows_join_where_forwards_are_graphs": {
         name: "its graphs are those of another row" for name in _SHAPES if " " in name or "+" in name
     },
@@ -112,7 +123,7 @@ EXEMPT = {
 def settings_of(name: str, **settings) -> dict:
     """The settings of a row of the table, for `generate(speculative=...)`."""
     method = name.partition(" ")[0]
-    path = CHECKPOINTS.get(parts_of(method)[-1])
+    _, path = OTHER_CHECKPOINTS.get(name, (None, CHECKPOINTS.get(parts_of(method)[-1])))
     model = {} if path is None else {"model": path, **({"same_tokenizer": True} if "draft_model" in method else {})}
     return {"method": method, **model, **_SHAPES[name], **settings}
 
@@ -132,7 +143,11 @@ def exemption(name: str, test: str) -> str | None:
     """The reason why a test of `tests/matrix` does not apply to a row; `None` where it does."""
     if "drawn" in test and not draws(name):
         return "its drafts are chosen"
-    if "drawn" in test and (" " in name or "+" in name and name not in _DRAWN_COMBINATIONS):
+    if (
+        "drawn" in test
+        and name != "dflash selector"
+        and (" " in name or "+" in name and name not in _DRAWN_COMBINATIONS)
+    ):
         return "drawn drafts are the chains of another row"
     return EXEMPT.get(test, {}).get(name)
 

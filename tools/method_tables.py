@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from hf_specdec.hub import trust
-from hf_specdec.method import Method, built_in_methods, preferred_methods
+from hf_specdec.method import Method, built_in_methods, preferred_methods, trainings
 from hf_specdec.settings import describe_settings, option_fields
 from hf_specdec.training.options import flags_of, options_of
 from hf_specdec.training.run import recipes
@@ -111,12 +111,11 @@ def _listed(names) -> str:
 
 def recipes_table() -> str:
     rows = ["| method | trains | options |", "|---|---|---|"]
-    by_name = {method.name: method for method in built_in_methods()}
     for name, recipe in recipes().items():
         # Every method has that one.
         options = [each for each in options_of(recipe) if each[0].name != "kl_weight"]
         flags = [f"`{'/'.join(flags_of(item, kind))}`" for item, kind in options]
-        rows.append(f"| `{name}` | {by_name[name].noun} | {', '.join(flags)} |")
+        rows.append(f"| `{name}` | {trainings()[name].noun} | {', '.join(flags)} |")
     return "\n".join(rows)
 
 

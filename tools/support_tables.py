@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import (
 
 from hf_specdec.method import built_in_methods
 from tests import architectures
-from tests.methods import EVERYTHING, exemption, settings_of
+from tests.methods import EVERYTHING, OTHER_CHECKPOINTS, exemption, settings_of
 from tests.test_architectures import WITHOUT, WITHOUT_LAST
 
 
@@ -115,7 +115,9 @@ def _form(row: str) -> str:
     settings = {
         key: value for key, value in settings_of(row).items() if key not in ("method", "model", "same_tokenizer")
     }
-    return ", ".join(f"`{key}={value}`" for key, value in settings.items()) or "the defaults"
+    checkpoint, _ = OTHER_CHECKPOINTS.get(row, (None, None))
+    forms = [*([checkpoint] if checkpoint else []), *(f"`{key}={value}`" for key, value in settings.items())]
+    return ", ".join(forms) or "the defaults"
 
 
 def _listed(names: Iterable[str]) -> str:

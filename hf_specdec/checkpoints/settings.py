@@ -37,6 +37,7 @@ INDICES = Kind(
     lambda value: isinstance(value, list) and all(is_int(v) and abs(v) <= MOST for v in value), "a list of integers"
 )
 POSITIVE = Kind(lambda value: is_number(value) and 0 < value < 1e38, "a positive number")
+NUMBER = Kind(lambda value: is_number(value) and abs(value) < 1e38, "a number")
 FLAG = Kind(lambda value: isinstance(value, bool), "true or false")
 NAME = Kind(lambda value: isinstance(value, str), "a name")
 NAMES = Kind(lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value), "a list of names")

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_origin
 import typer
 
 from ..errors import counted
-from ..method import built_in_methods
+from ..method import trainings
 from ..training.options import TextOptions, TrainingOptions, flags_of, options_of, parsed
 from .common import JsonOption, reporting, say, show, with_parameters
 from .target import Dtype, DtypeOption, Place, TrustOption
@@ -41,7 +41,7 @@ def _run_parameters() -> Iterator[inspect.Parameter]:
 
 
 def _options_of_methods() -> dict[str, type]:
-    return {method.name: method.training for method in built_in_methods() if method.training}
+    return {name: training.options for name, training in trainings().items()}
 
 
 def _recipe_parameters(known: Mapping[str, type]) -> Iterator[inspect.Parameter]:

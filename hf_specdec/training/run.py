@@ -22,7 +22,7 @@ from rich.progress import Progress
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..errors import SpecConfigError
-from ..method import built_in_methods
+from ..method import trainings
 from .continuations import continue_prompts, draw_prompts
 from .options import TextOptions, TrainingOptions
 from .reading import Rows, TargetReader
@@ -40,13 +40,13 @@ _FREE_SETTINGS = ("epochs", "keep_states", "resume", "save_every")
 
 
 def recipes() -> dict[str, type[Recipe]]:
-    """Imports the recipes, by the names of their methods."""
-    return {method.name: method.load(method.recipe) for method in built_in_methods() if method.recipe}
+    """Imports the recipes, by name."""
+    return {name: training.method.load(training.recipe) for name, training in trainings().items()}
 
 
 def make_recipe(method: str, options: Mapping[str, Any]) -> Recipe:
     """
-    Makes the recipe of a method with some of its options.
+    Makes the recipe of this name with some of its options.
 
     Raises:
         SpecConfigError: There is no such recipe, or the options do not belong to it or contradict each other.

@@ -33,7 +33,7 @@ from tests.test_sampling import (
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "dflash"
 ROUNDS = ("qwen3_random_b8", "default_layer_ids_b4", "trained_b8", "trained_for_refinement_b8", "dspark_vanilla_b5")
-ROUNDS += ("jetspec_b8",)
+ROUNDS += ("jetspec_b8", "dflash2_full_b8", "dflash2_sliding_b5")
 
 
 @cache
@@ -85,12 +85,16 @@ class TestOfficialRuns:
             ("qwen3_random_b8", "generate_b4", {"dflash_block_size": 4}),
             ("qwen3_random_b8", "generate_b4", {"num_speculative_tokens": 3}),
             ("default_layer_ids_b4", "generate", {}),
+            ("dflash2_full_b8", "prompt0.generate_b4", {"dflash_block_size": 4}),
+            ("dflash2_sliding_b5", "prompt0.generate_b3", {"num_speculative_tokens": 2}),
             *(
                 (name, f"prompt{row}.{run}", shape)
                 for name, runs in (
                     ("trained_b8", ("generate", "refine2", "refine3", "ddtree7", "ddtree16")),
                     ("trained_for_refinement_b8", ("generate", "refine2", "refine3", "refine5", "ddtree16")),
-                    ("jetspec_b8", ("generate",)),
+                    ("jetspec_b8", ("generate", "tree_w4_n15", "tree_w7_n30")),
+                    ("dflash2_full_b8", ("generate",)),
+                    ("dflash2_sliding_b5", ("generate",)),
                 )
                 for run in runs
                 for row in range(4)
@@ -105,8 +109,13 @@ class TestOfficialRuns:
         beginning, _, last = run.rpartition(".")
         prompt = expected[f"{beginning}.input_ids" if beginning else "input_ids"]
         text = expected[f"{beginning}.generate.output_ids" if beginning else f"{run}.output_ids"]
+        shape = {"num_draft_nodes": 0, **shape}
         if "ddtree" in run:
             shape = {"num_draft_nodes": int(last.removeprefix("ddtree"))}
+        if "tree_w" in run:
+            # Theirs count the anchor.
+            width, size = (int(number[1:]) for number in last.split("_")[1:])
+            shape = {"num_draft_nodes": size - 1, "draft_tree_top_k": width}
         with record(trace=True) as made:
             # Some tokens more, so that the room left does not limit the last drafts.
             output = target.generate(
@@ -120,7 +129,7 @@ class TestOfficialRuns:
         lengths = expected[f"{run}.acceptance_lengths"].tolist()
         traces = rows_of(made.calls[0])[: len(lengths)]
         assert [trace.num_accepted + 1 for trace in traces] == lengths
-        if "refine" in run:
+        if f"{run}.block_tokens" in expected:
             blocks = expected[f"{run}.block_tokens"].tolist()
             assert [trace.draft_tokens for trace in traces[: len(blocks)]] == blocks
         if "ddtree" in run and run.startswith("prompt0"):
@@ -132,7 +141,7 @@ class TestOfficialRuns:
     def test_rounds_with_forced_acceptance(self, name):
         """Drafts, and the keys and values that are kept of the text."""
         target, folder, expected = published(name)
-        speculator = load_speculator(target, model=folder)
+        speculator = load_speculator(target, model=folder, num_draft_nodes=0)
         network = speculator.resources
         generator = speculator.candidate_generator(Session(1, 1000, torch.device("cpu")))
         prompt = expected["input_ids"] if "input_ids" in expected else expected["prompt0.input_ids"]
@@ -180,10 +189,11 @@ class Recomputed:
         for index, layer in enumerate(network.layers):
             attention, view = layer.self_attn, config.view(index)
             normed = norm(layer.input_layernorm, stream)
-            both = torch.cat([self.fused, normed])
+            read = self.convolved(layer, "attention_conv", normed, 0, normed)
+            both = torch.cat([self.fused, read])
             queries, keys, values = (
                 projection(x).view(len(x), -1, config.head_dim).transpose(0, 1)
-                for projection, x in ((attention.q_proj, normed), (attention.k_proj, both), (attention.v_proj, both))
+                for projection, x in ((attention.q_proj, read), (attention.k_proj, both), (attention.v_proj, both))
             )
             queries, keys = norm(attention.q_norm, queries), norm(attention.k_norm, keys)
             queries = apply_rotary_pos_emb(queries[None], queries[None], cosine[:, length:], sine[:, length:])[0][0]
@@ -195,16 +205,64 @@ class Recomputed:
             seen &= distance.abs() < (view.window or 1000)
             weights = queries @ keys.transpose(1, 2) / config.head_dim**0.5
             attended = weights.masked_fill(~seen, -torch.inf).softmax(-1) @ values
-            stream = stream + attention.o_proj(attended.transpose(0, 1).flatten(1))
-            stream = stream + layer.mlp(norm(layer.post_attention_layernorm, stream))
-        logits = network.logits(norm(network.norm, stream))
+            attended = attention.o_proj(attended.transpose(0, 1).flatten(1))
+            stream = stream + self.convolved(layer, "attention_conv", normed, 1, attended)
+            normed = norm(layer.post_attention_layernorm, stream)
+            output = layer.mlp(self.convolved(layer, "mlp_conv", normed, 0, normed))
+            stream = stream + self.convolved(layer, "mlp_conv", normed, 1, output)
+        output = norm(network.norm, stream)
+        logits, self.output = network.logits(output), output[1:]
+        if network.candidate_selector is not None:
+            head = network._target.head.weight
+            logits = config.logit_scale * (output @ head.T)
+            logits = config.logit_softcap * (logits / config.logit_softcap).tanh() if config.logit_softcap else logits
         return logits if config.predicts_next else logits[1:]
+
+    def convolved(self, layer, name, normed, side, values):
+        """One side of a convolution, tap by tap."""
+        if not self.network.config.conv_kernel_size:
+            return values
+        convolution, taps = getattr(layer, name), self.network.config.conv_kernel_size
+        group = self.network.config.conv_group_size
+        kernels = (normed @ convolution.kernel_projection.weight.T).view(len(normed), 2, taps, -1)
+        result = torch.zeros_like(values)
+        for row in range(len(values)):
+            for tap in range(min(taps, row + 1)):
+                of_groups = [part for part in kernels[row, side, tap] for _ in range(group)]
+                result[row] += (convolution.base_kernel[side, tap] + torch.stack(of_groups)) * values[row - tap]
+        return result
+
+    def candidates(self, row):
+        """The best tokens of a position, of equal ones the lower ids first."""
+        return sorted(range(len(row)), key=lambda token: (-row[token].item(), token))[
+            : self.network.config.selector_top_k
+        ]
+
+    def scores(self, rows, position, previous, candidates):
+        """Scores of candidates after a token."""
+        selector = self.network.candidate_selector
+        before = selector.predecessor_codebook[previous] * selector.hidden_projection(self.output[position])
+        return torch.stack([rows[position][c] + before @ selector.successor_codebook[c] for c in candidates])
+
+    def walk(self, rows, known):
+        """Tokens of a walk and their probabilities among the candidates; `known` tokens by position are kept."""
+        previous, tokens, sureness = self.anchor.item(), [], []
+        for position, row in enumerate(rows):
+            candidates = self.candidates(row)
+            scores = self.scores(rows, position, previous, candidates)
+            best = scores.argmax().item()
+            previous = known.get(position, candidates[best])
+            tokens.append(previous)
+            sureness.append(scores.softmax(-1)[best].item())
+        return tokens, sureness
 
     def masks(self, block_size):
         return torch.full((block_size - 1,), self.network.config.mask_token_id)
 
     def chain(self, block_size, count):
         rows, previous, found = self.logits(self.masks(block_size)), self.anchor, []
+        if self.network.candidate_selector is not None:
+            return prefixes(self.walk(rows, {})[0][:count])
         for row in rows[:count]:
             if self.network.markov_head is not None:
                 head = self.network.markov_head
@@ -219,16 +277,22 @@ class Recomputed:
         tokens, sureness, known = [None] * size, [0.0] * size, set()
         for step in range(num_steps):
             inputs = [tokens[i] if i in known else self.network.config.mask_token_id for i in range(size)]
-            for i, row in enumerate(self.logits(torch.tensor(inputs)).softmax(-1)):
-                if i not in known:
-                    tokens[i] = self.network.target_ids(row.argmax()).item()
-                    sureness[i] = row.max().item()
+            rows = self.logits(torch.tensor(inputs))
+            if self.network.candidate_selector is None:
+                best = [self.network.target_ids(row.argmax()).item() for row in rows]
+                sure = [row.max().item() for row in rows.softmax(-1)]
+            else:
+                best, sure = self.walk(rows, {i: tokens[i] for i in known})
+            for i in set(range(size)) - known:
+                tokens[i], sureness[i] = best[i], sure[i]
             keep = -(-size * (step + 1) // num_steps)
             known = set(sorted(range(size), key=lambda i: -sureness[i])[:keep])
         return prefixes(tokens[:count])
 
     def tree(self, block_size, budget, depth):
         """The most probable of all prefixes of the first tokens."""
+        if self.network.candidate_selector is not None:
+            return self.tree_of_walks(block_size, budget, depth)
         log_probs = self.logits(self.masks(block_size))[:depth].log_softmax(-1)
         values, ids = log_probs.sort(descending=True)
         ids, values = self.network.target_ids(ids).tolist(), values.double().tolist()
@@ -238,6 +302,18 @@ class Recomputed:
                 ranked.append((-sum(values[i][r] for i, r in enumerate(ranks)), ranks))
         best = [ranks for _, ranks in sorted(ranked)[:budget]]
         return [tuple(ids[i][r] for i, r in enumerate(ranks)) for ranks in best]
+
+    def tree_of_walks(self, block_size, budget, depth):
+        rows = self.logits(self.masks(block_size))
+        found, last = [], [(0.0, ())]
+        for position in range(depth):
+            candidates, longer = self.candidates(rows[position]), []
+            for total, path in last:
+                previous = path[-1] if path else self.anchor.item()
+                log_probs = self.scores(rows, position, previous, candidates).double().log_softmax(-1)
+                longer += [(total + p.item(), (*path, c)) for p, c in zip(log_probs, candidates)]
+            found, last = found + longer, longer
+        return [path for _, path in sorted(found, key=lambda prefix: -prefix[0])[:budget]]
 
 
 def norm(layer, hidden):
@@ -249,6 +325,7 @@ def prefixes(tokens):
     return [tuple(tokens[: count + 1]) for count in range(len(tokens))]
 
 
+SELECTOR = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 5}
 NETWORKS = {
     "full": {},
     "window_and_full": {"views": (BlockView(4, True), BlockView())},
@@ -256,6 +333,15 @@ NETWORKS = {
     "causal": {"views": (BlockView(None, True), BlockView(None, True))},
     "reduced_vocabulary": {"known": list(range(1, 40, 3))},
     "biases": {"attention_bias": True, "target_layer_ids": (2, -1, 0), "num_hidden_layers": 1},
+    "selector": SELECTOR,
+    "selector_window_and_scales": {
+        **SELECTOR,
+        "conv_kernel_size": 2,
+        "views": (BlockView(4), BlockView()),
+        "embedding_scale": 0.5,
+        "logit_scale": 1.5,
+        "logit_softcap": 6.0,
+    },
     "next_token": {"predicts_next": True, "block_size": 6},
     "corrections": {"predicts_next": True, "block_size": 6, "markov_rank": 4},
     "corrections_reduced": {"predicts_next": True, "block_size": 6, "markov_rank": 4, "known": list(range(0, 40, 2))},
@@ -269,9 +355,12 @@ def random_network(seed=0, **settings):
     network = draft(32, 40, num_embeddings=41, mask_token_id=40, num_target_layers=3, **settings)
     if network.lm_head is None:
         network.attach(tiny_llama(vocab_size=40).requires_grad_(False))
-    for weight in network.parameters():
+    for name, weight in network.named_parameters():
         # Clear choices, and norms and biases that are no constants.
-        weight.mul_(2.0) if weight.dim() == 2 else weight.add_(0.2 * torch.randn_like(weight))
+        if "_conv." in name or "_selector." in name:
+            weight.normal_(0.0, 0.3 if "_conv." in name else 1.0)
+        else:
+            weight.mul_(2.0) if weight.dim() == 2 else weight.add_(0.2 * torch.randn_like(weight))
     return network.requires_grad_(False)
 
 
@@ -281,7 +370,7 @@ class TestAgainstRecomputation:
 
     def generator(self, network, num_rows=3, **shape):
         session = Session(num_rows, 1000, torch.device("cpu"))
-        return speculator_for(network, **shape).candidate_generator(session)
+        return speculator_for(network, **{"num_draft_nodes": 0, **shape}).candidate_generator(session)
 
     @every_network
     @pytest.mark.parametrize(
@@ -316,10 +405,10 @@ class TestAgainstRecomputation:
             for row, paths in enumerate(drafts_of(generator, texts)):
                 assert paths == Recomputed(network, texts[row], states[row]).chain(block, count)
 
-    @pytest.mark.parametrize("name", ["full", "window_and_full", "reduced_vocabulary"])
+    @pytest.mark.parametrize("name", ["full", "window_and_full", "reduced_vocabulary", "selector"])
     @pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 9])
     def test_denoising(self, name, num_steps):
-        network = random_network(**NETWORKS[name])
+        network = random_network(**NETWORKS[name], num_denoising_steps=9)
         texts, states = random_rows(network, self.LENGTHS, seed=5)
         for shape, block, count in (
             ({}, 7, 6),
@@ -332,7 +421,10 @@ class TestAgainstRecomputation:
                 recomputed = Recomputed(network, texts[row], states[row])
                 assert paths == recomputed.denoised(block, num_steps, count)
 
-    @pytest.mark.parametrize("name", ["full", "window_and_full", "reduced_vocabulary", "next_token"])
+    @pytest.mark.parametrize(
+        "name",
+        ["full", "window_and_full", "reduced_vocabulary", "next_token", "selector", "selector_window_and_scales"],
+    )
     @pytest.mark.parametrize(("budget", "depth"), [(1, 4), (5, 1), (12, 4)])
     def test_tree(self, name, budget, depth):
         network = random_network(**NETWORKS[name])
@@ -409,7 +501,34 @@ def small_draft(**settings):
     return network.attach(target).requires_grad_(False)
 
 
+def small_selector():
+    """A draft with a selector that has a strong say, of fewer candidates than tokens, for the same target."""
+    target = small_model()
+    torch.manual_seed(3)
+    settings = {"num_target_layers": 1, "target_layer_ids": (-1, 0), **SELECTOR, "selector_top_k": 3}
+    network = draft(target.config.hidden_size, V, mask_token_id=3, block_size=4, **settings)
+    with torch.no_grad():
+        network.candidate_selector.successor_codebook.normal_()
+    return network.attach(target).requires_grad_(False)
+
+
 class TestSampling:
+    @pytest.mark.parametrize("rule", ["standard", "block"])
+    @pytest.mark.parametrize("name", ["temperature", "top_k"])
+    def test_drawn_walks_keep_the_distribution(self, name, rule):
+        speculator = speculator_for(
+            small_selector(), draft_sample_method="probabilistic", rejection_sample_method=rule
+        )
+        counts, stats = sampled_counts(SETTINGS[name], speculator)
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS[name])) > P_VALUE
+        assert stats.num_accepted_tokens > 500
+
+    @pytest.mark.parametrize("shape", [{}, {"num_draft_nodes": 6}, {"num_draft_nodes": 6, "draft_tree_top_k": 2}])
+    def test_walks_and_trees_that_are_chosen_keep_the_distribution(self, shape):
+        counts, stats = sampled_counts(SETTINGS["temperature"], speculator_for(small_selector(), **shape))
+        assert chi_square_pvalue(counts, exact_distribution(SETTINGS["temperature"])) > P_VALUE
+        assert stats.num_accepted_tokens > 300
+
     def test_drawn_drafts_that_depend_on_each_other_keep_the_distribution(self):
         speculator = speculator_for(
             small_draft(predicts_next=True, markov_rank=3),
@@ -483,6 +602,28 @@ class TestSettings:
         generator = speculator_for(random_network(**NETWORKS["corrections"]), num_draft_nodes=4)
         notes = generator.candidate_generator(call := session()).session.notes
         assert notes == call.notes == ["chains instead of trees: the draft's tokens depend on each other"]
+
+    def test_drafts_that_were_made_for_trees(self):
+        """Where nothing is said, and a verification is not wide already."""
+        cases = (
+            ("full", {}, 1, 0),
+            ("window", {}, 1, 0),
+            ("causal", {}, 1, 20),
+            ("causal", {}, 2, 0),
+            ("causal", {"num_draft_nodes": 0}, 1, 0),
+            ("causal", {"num_speculative_tokens": 4}, 1, 0),
+            ("causal", {"dflash_num_denoising_steps": 2}, 1, 0),
+            ("selector", {}, 1, 20),
+            ("selector", {"num_draft_nodes": 7}, 3, 7),
+            ("next_token", {}, 1, 0),
+        )
+        for name, settings, num_rows, budget in cases:
+            call = Session(num_rows, 100, torch.device("cpu"))
+            generator = speculator_for(random_network(**NETWORKS[name]), **settings).candidate_generator(call)
+            assert (generator.tree_budget, call.notes) == (budget, []), (name, settings)
+        chains_only = Session(1, 100, torch.device("cpu"), supports_trees=False)
+        generator = speculator_for(random_network(**NETWORKS["causal"])).candidate_generator(chains_only)
+        assert (generator.tree_budget, chains_only.notes) == (0, [])
 
     def test_length_for_other_engines(self):
         for settings, length in (({}, 15), ({"dflash_block_size": 8}, 7), ({"num_speculative_tokens": 3}, 3)):

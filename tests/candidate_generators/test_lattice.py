@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from hf_specdec.candidate_generators.dflash import lattice
-from hf_specdec.candidate_generators.dflash.lattice import best_candidates, best_prefixes
+from hf_specdec.candidate_generators.dflash.lattice import Lattice, best_candidates, best_prefixes
 from hf_specdec.drafts import DraftTree, node_depths
 from tests.pairs import every_pair
 
 
-RECORDED = load_file(Path(__file__).parents[1] / "fixtures" / "dflash" / "trained_b8" / "expected.safetensors")
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "dflash"
+RECORDED = load_file(FIXTURES / "trained_b8" / "expected.safetensors")
+JETSPEC = load_file(FIXTURES / "jetspec_b8" / "expected.safetensors")
 
 # Devices whose trees come from a heap on the host; without the CPU its trees are built on the device.
 WAYS = {"heap": ("cpu",), "levels": ()}
@@ -31,14 +33,15 @@ def way(request, monkeypatch):
     monkeypatch.setattr(lattice, "_HOST_DEVICES", WAYS[request.param])
 
 
-def numbered_tokens(log_probs: torch.Tensor) -> torch.LongTensor:
-    """Tokens that say where they stand: 100 * position + rank."""
+def numbered(log_probs: torch.Tensor) -> Lattice:
+    """Candidates whose tokens say where they stand: 100 * position + rank."""
     rows, depth, width = log_probs.shape
-    return (100 * torch.arange(depth)[:, None] + torch.arange(width)).expand(rows, depth, width)
+    tokens = 100 * torch.arange(depth)[:, None] + torch.arange(width)
+    return Lattice.independent(tokens.expand(rows, depth, width), log_probs)
 
 
 def rank_paths(tree: DraftTree) -> list[list[tuple[int, ...]]]:
-    """Every row's nodes as their ranks from the anchor on, of drafts of `numbered_tokens`."""
+    """Every row's nodes as their ranks from the anchor on, of drafts of `numbered`."""
     rows = []
     for tokens, parents in zip(tree.token_lists(), tree.parent_lists()):
         paths: list[tuple[int, ...]] = []
@@ -52,7 +55,7 @@ def rank_paths(tree: DraftTree) -> list[list[tuple[int, ...]]]:
 
 
 def drafted_paths(log_probs: torch.Tensor, budget: int, limits=None) -> list[list[tuple[int, ...]]]:
-    return rank_paths(best_prefixes(numbered_tokens(log_probs), log_probs, budget, limits))
+    return rank_paths(best_prefixes(numbered(log_probs), budget, limits))
 
 
 def all_prefixes(log_probs: list[list[float]], budget: int) -> list[tuple[int, ...]]:
@@ -128,7 +131,7 @@ class TestPrefixes:
         rows, depth = log_probs.shape[:2]
         limits = data.draw(st.lists(st.integers(0, depth + 1), min_size=rows, max_size=rows))
         expected = [all_prefixes(row[:limit], budget) for row, limit in zip(lists(log_probs), limits)]
-        tree = best_prefixes(numbered_tokens(log_probs), log_probs, budget, limits)
+        tree = best_prefixes(numbered(log_probs), budget, limits)
         assert rank_paths(tree) == expected
         # Of the padding too.
         assert (tree.parents < torch.arange(tree.size)).all()
@@ -162,7 +165,7 @@ class TestPrefixes:
 
     def test_more_room_than_prefixes(self):
         log_probs = random_lattice(2, 2, 3)
-        tree = best_prefixes(numbered_tokens(log_probs), log_probs, 500, [2, 1])
+        tree = best_prefixes(numbered(log_probs), 500, [2, 1])
         assert [len(row) for row in tree.token_lists()] == [12, 3]
         assert tree.num_nodes.tolist() == [12, 3]
         assert tree.size == 12
@@ -180,22 +183,124 @@ class TestPrefixes:
 
     @pytest.mark.parametrize(("budget", "limits"), [(0, None), (4, [0, 0])])
     def test_nothing_to_draft(self, budget, limits):
-        tree = best_prefixes(torch.zeros(2, 3, 4).long(), torch.zeros(2, 3, 4), budget, limits)
+        tree = best_prefixes(numbered(torch.zeros(2, 3, 4)), budget, limits)
         assert tree.token_lists() == [[], []]
 
     def test_topology_follows(self):
         log_probs = random_lattice(3, 5, 16)
-        tree = best_prefixes(numbered_tokens(log_probs), log_probs, 16, [5, 3, 1])
+        tree = best_prefixes(numbered(log_probs), 16, [5, 3, 1])
         depths = tree.topology.depths.expand(3, -1)
         for row, parents in enumerate(tree.parent_lists()):
             assert depths[row, 1 : len(parents) + 1].tolist() == node_depths(parents)
         assert tree.max_depths()[2] == 1
 
+    @settings(max_examples=30)
+    @given(lattices(), st.integers(1, 30), st.none() | st.integers(1, 5))
+    def test_log_probabilities_of_the_prefixes(self, log_probs, budget, siblings):
+        tree = best_prefixes(numbered(log_probs), budget, siblings=siblings)
+        if tree.is_chain:
+            return
+        for scores, paths, found in zip(lists(log_probs), rank_paths(tree), tree.path_log_probs.tolist()):
+            expected = [sum(scores[level][rank] for level, rank in enumerate(path)) for path in paths]
+            np.testing.assert_allclose(found[: len(paths)], expected, rtol=1e-6)
+            assert found[len(paths) :] == [-math.inf] * (len(found) - len(paths))
+
+
+@st.composite
+def lattices_with_tables(draw):
+    """Few positions whose candidates depend on the one before, of tokens that are not those of their ranks."""
+    rows, depth, width = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    scores = torch.randn((rows, depth, width, width), generator=generator).log_softmax(-1)
+    best = scores.sort(-1, descending=True)
+    return Lattice(best.indices + 10 * torch.arange(depth)[:, None, None], best.values, best.indices)
+
+
+def paths_through(lattice: Lattice, row: int) -> list[tuple[float, tuple[int, ...], tuple[int, ...]]]:
+    """All prefixes of a row: log-probability, ranks, tokens."""
+    tokens, log_probs, tables = (part[row].tolist() for part in lattice)
+    found, last = [], [(0.0, (), (), 0)]
+    for level in range(len(tokens)):
+        last = [
+            (
+                total + log_probs[level][table][rank],
+                (*ranks, rank),
+                (*path, tokens[level][table][rank]),
+                tables[level][table][rank],
+            )
+            for total, ranks, path, table in last
+            for rank in range(len(tokens[level][table]))
+        ]
+        found += [prefix[:3] for prefix in last]
+    return found
+
+
+def token_paths(tree: DraftTree) -> list[list[tuple[int, ...]]]:
+    rows = []
+    for tokens, parents in zip(tree.token_lists(), tree.parent_lists()):
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(tokens, parents):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        rows.append(paths)
+    return rows
+
+
+class TestTables:
+    @settings(max_examples=60)
+    @given(lattices_with_tables(), st.integers(1, 100), st.data())
+    def test_best_of_all(self, lattice, budget, data):
+        limits = [data.draw(st.integers(0, 5)) for _ in lattice.tokens]
+        found = token_paths(best_prefixes(lattice, budget, limits))
+        for row, limit in enumerate(limits):
+            prefixes = [prefix for prefix in paths_through(lattice, row) if len(prefix[1]) <= limit]
+            best = sorted(prefixes, key=lambda prefix: (-prefix[0], prefix[1]))[:budget]
+            assert found[row] == [path for _, _, path in best]
+
+
+def accumulated(lattice: Lattice, row: int, width: int, budget: int, limit: int) -> list[tuple[int, ...]]:
+    """JetSpec's "accum_logp": the best node leaves the heap, and its children are nodes and enter."""
+    totals = {path: (total, ranks) for total, ranks, path in paths_through(lattice, row) if max(ranks) < width}
+    nodes: list[tuple[int, ...]] = []
+    heap: list[tuple[float, tuple[int, ...], tuple[int, ...]]] = [(0.0, (), ())]
+    while heap and len(nodes) < budget:
+        _, _, path = heapq.heappop(heap)
+        if len(path) == limit:
+            continue
+        children = [child for child in totals if len(child) == len(path) + 1 and child[:-1] == path]
+        for child in sorted(children, key=lambda child: totals[child][1])[: budget - len(nodes)]:
+            nodes.append(child)
+            heapq.heappush(heap, (-totals[child][0], totals[child][1], child))
+    return nodes
+
+
+class TestSiblings:
+    @settings(max_examples=60)
+    @given(lattices_with_tables(), st.integers(1, 60), st.integers(1, 5), st.data())
+    def test_all_children_at_once(self, lattice, budget, siblings, data):
+        limits = [data.draw(st.integers(0, 4)) for _ in lattice.tokens]
+        tree = best_prefixes(lattice, budget, limits, siblings)
+        for row, (limit, paths) in enumerate(zip(limits, token_paths(tree))):
+            depth = lattice.tokens.shape[1]
+            assert paths == accumulated(lattice, row, siblings, budget, min(limit, depth))
+        # Of the padding too.
+        assert (tree.parents < torch.arange(tree.size)).all()
+
+    @pytest.mark.parametrize(("width", "size"), [(4, 15), (7, 30)])
+    def test_recorded_trees_of_jetspec(self, width, size):
+        """Theirs count the anchor."""
+        tree = best_prefixes(best_candidates(JETSPEC["r0.draft_logits"], width), size - 1, siblings=width)
+        recorded = {part: JETSPEC[f"tree_w{width}_n{size}.{part}"][1:] for part in ("token_ids", "parents", "depths")}
+        assert tree.token_lists() == [recorded["token_ids"].tolist()]
+        assert tree.parent_lists() == [(recorded["parents"] - 1).tolist()]
+        assert node_depths(tree.parent_lists()[0]) == recorded["depths"].tolist()
+        expected = JETSPEC[f"tree_w{width}_n{size}.cum_logprob"][None, 1:]
+        torch.testing.assert_close(tree.path_log_probs, expected, atol=1e-5, rtol=1e-5)
+
 
 class TestRecordedTrees:
     @pytest.mark.parametrize("budget", [7, 16])
     def test_tree_of_a_trained_draft(self, budget):
-        tree = best_prefixes(*best_candidates(RECORDED["r0.draft_logits"], budget), budget)
+        tree = best_prefixes(best_candidates(RECORDED["r0.draft_logits"], budget), budget)
         assert tree.token_lists() == [RECORDED[f"ddtree{budget}.node_token_ids"].tolist()]
         parents = tree.parent_lists()[0]
         assert parents == (RECORDED[f"ddtree{budget}.parents"][1:] - 1).tolist()
@@ -206,7 +311,7 @@ class TestCandidates:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_log_probabilities(self, dtype):
         logits = (torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
-        tokens, log_probs = best_candidates(logits, 5)
+        tokens, log_probs = (part[:, :, 0] for part in best_candidates(logits, 5)[:2])
         expected = logits.double().log_softmax(-1)
         assert log_probs.dtype == torch.float32
         np.testing.assert_allclose(log_probs, expected.gather(2, tokens), atol=1e-6)
@@ -214,25 +319,25 @@ class TestCandidates:
 
     def test_large_logits(self):
         logits = torch.tensor([[[1000.0, 999.0, -1000.0]]])
-        _, log_probs = best_candidates(logits, 3)
+        log_probs = best_candidates(logits, 3).log_probs
         expected = logits.double().log_softmax(-1)
-        np.testing.assert_allclose(log_probs[0, 0], expected[0, 0], rtol=1e-6)
+        np.testing.assert_allclose(log_probs[0, 0, 0], expected[0, 0], rtol=1e-6)
 
     def test_few_tokens_and_other_ids(self):
-        tokens, log_probs = best_candidates(torch.tensor([[[0.0, 2.0, 1.0]]]), 10, ids=torch.tensor([7, 8, 9]))
-        assert tokens.tolist() == [[[8, 9, 7]]]
-        assert log_probs.shape == (1, 1, 3)
+        found = best_candidates(torch.tensor([[[0.0, 2.0, 1.0]]]), 10, ids=torch.tensor([7, 8, 9]))
+        assert found.tokens.tolist() == [[[[8, 9, 7]]]]
+        assert found.log_probs.shape == (1, 1, 1, 3)
 
     def test_logits_that_are_no_distribution_draft_last(self):
         logits = torch.zeros(1, 2, 4)
         logits[0, 1, 2] = math.nan
-        tokens, log_probs = best_candidates(logits, 4)
-        tree = best_prefixes(tokens, log_probs, 6)
+        tree = best_prefixes(best_candidates(logits, 4), 6)
         assert node_depths(tree.parent_lists()[0])[:4] == [1, 1, 1, 1]
 
 
-def test_nothing_waits_for_the_device():
+@pytest.mark.parametrize("siblings", [None, 5])
+def test_nothing_waits_for_the_device(siblings):
     # Reading a value of a tensor that has none is an error.
     logits = torch.empty(2, 5, 100, device="meta", dtype=torch.bfloat16)
-    tree = best_prefixes(*best_candidates(logits, 12), 12, [5, 1])
+    tree = best_prefixes(best_candidates(logits, 12), 12, [5, 1], siblings)
     assert tree.tokens.shape == tree.parents.shape == (2, 12)

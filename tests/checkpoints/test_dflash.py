@@ -20,6 +20,7 @@ from hf_specdec import CheckpointFormatError
 from hf_specdec.candidate_generators.dflash.formats import BlockView, default_layer_ids
 from hf_specdec.candidate_generators.dflash.network import GivenContext
 from hf_specdec.decoding.states import captured_states
+from hf_specdec.hub.detect import detect_checkpoint
 from tests.candidate_generators.test_dflash import NETWORKS, random_network
 from tests.checkpoints import heads
 from tests.checkpoints.heads import (
@@ -38,7 +39,7 @@ from tests.models import TINY, letter_tokenizer, tiny_llama
 
 
 RANDOM = "dflash/qwen3_random_b8"
-NAMES = [name for name in HEADS if name.startswith("dflash/") and "jetspec" not in name]
+NAMES = [name for name in HEADS if name.startswith("dflash/")]
 SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 
@@ -60,8 +61,11 @@ def block_output(network, name=RANDOM):
     fused = network.fuse(dict(zip(network.target_hidden_states, parts)))
     length, tokens = fused.shape[1], expected["r0.block_input_ids"]
     context = GivenContext(network.context(fused, torch.arange(length)[None]))
-    positions = (length + torch.arange(tokens.shape[1]))[None]
-    return network(tokens, positions, {view: None for view in network.views}, context), expected
+    positions = torch.arange(length + tokens.shape[1])
+    distance = positions[length:, None] - positions
+    masks = {view: torch.zeros(distance.shape).masked_fill_(view.hidden(distance), -1e9) for view in network.views}
+    masks = {view: mask[None, None] for view, mask in masks.items()}
+    return network(tokens, positions[None, length:], masks, context), expected
 
 
 class TestPublishedNumbers:
@@ -168,6 +172,136 @@ class TestOfSpeculators:
         sliding = {"layer_types": SLIDING, "sliding_window": 32, "use_sliding_window": True}
         folder = as_speculators(tmp_path, layer_settings=sliding, sliding_window_non_causal=non_causal)
         assert load(folder, target).config.views == (first, first, BlockView())
+
+
+class TestDFlash2:
+    """Convolutions and selector against the published numbers, and the spellings of their files."""
+
+    NAMES = ("dflash/dflash2_full_b8", "dflash/dflash2_sliding_b5")
+
+    @pytest.mark.parametrize("name", NAMES)
+    @torch.no_grad()
+    def test_scores_walk_and_samples(self, name):
+        network = published(name)
+        output, expected = block_output(network, name)
+        output, anchors = network.predicting(output), expected["r0.block_input_ids"][:, 0]
+        edges = network.candidate_selector(network.logits(output), output, anchors)
+        assert torch.equal(edges.tokens, expected["r0.candidate_ids"])
+        torch.testing.assert_close(edges.scores, expected["r0.edge_scores"], **CLOSE)
+        places = edges.walk()
+        assert torch.equal(edges.tokens_at(places), expected["r0.draft_tokens"])
+        assert torch.equal(edges.tokens[..., 0], expected["r0.unary_tokens"])
+        before = torch.cat((torch.zeros_like(places[:, :1]), places[:, :-1]), dim=1)[..., None, None]
+        scores = edges.scores.gather(2, before.expand(-1, -1, 1, edges.tokens.shape[2]))[:, :, 0]
+        torch.testing.assert_close(scores, expected["r0.selector_scores"], **CLOSE)
+        for index in range(2):
+            path, temperature = expected[f"sample{index}.path"], expected[f"sample{index}.temperature"]
+            places = torch.zeros_like(anchors)
+            for position in range(path.shape[1]):
+                logits = edges.logits_after(position, places, network.config.vocab_size)
+                probs = (logits / temperature).softmax(-1)
+                on_candidates = probs.gather(1, edges.tokens[:, position])
+                torch.testing.assert_close(on_candidates, expected[f"sample{index}.q"][:, position], **CLOSE)
+                assert torch.count_nonzero(probs) <= edges.tokens.shape[2]
+                places = edges.places_of(position, path[:, position])
+
+    @pytest.mark.parametrize("name", NAMES)
+    @torch.no_grad()
+    def test_convolutions(self, name):
+        expected = expected_of(name)
+        convolution = published(name).layers[0].attention_conv
+        seen = []
+
+        def operation(convolved):
+            seen.append(convolved)
+            return expected["r0.layer0.conv_out_input"]
+
+        output = convolution(expected["r0.layer0.conv_in_input"], operation)
+        torch.testing.assert_close(seen[0], expected["r0.layer0.conv_in_output"], **CLOSE)
+        torch.testing.assert_close(output, expected["r0.layer0.conv_out_output"], **CLOSE)
+
+    @torch.no_grad()
+    def test_blocks_in_a_row_and_blocks_shorter_than_the_taps(self):
+        convolution = published(self.NAMES[1]).layers[0].attention_conv
+        blocks = torch.randn(4, 5, 48)
+        together = convolution(blocks.view(1, 20, 48), torch.tanh, block_size=5)
+        torch.testing.assert_close(together.view(4, 5, 48), convolution(blocks, torch.tanh), **CLOSE)
+        # A convolution looks back alone.
+        for size in (1, 2):
+            shorter = convolution(blocks[:, :size], torch.tanh)
+            torch.testing.assert_close(shorter, convolution(blocks, torch.tanh)[:, :size], **CLOSE)
+
+    @pytest.mark.parametrize(
+        ("config", "change"),
+        [
+            ({}, lambda tensors: {f"{name}.weight" if "codebook" in name else name: x for name, x in tensors.items()}),
+            ({"architectures": ["DFlash2BeamDraftModel"]}, None),
+            ({"architectures": ["DFlashDraftModel"]}, None),
+            ({"architectures": ["Qwen3ForCausalLM"]}, None),
+            (
+                {f"dflash_config.{key}": None for key in ("conv_kernel_size", "conv_group_size", "selector_top_k")}
+                | {"conv_kernel_size": 2, "selector_top_k": 8},
+                None,
+            ),
+        ],
+        ids=["weight", "beam", "class of dflash", "class of a model", "keys at the top"],
+    )
+    def test_other_spellings(self, tmp_path, config, change):
+        folder = copy_of(self.NAMES[0], tmp_path / "draft", config, change)
+        found = detect_checkpoint(folder)
+        assert (found.method, found.format, found.problems) == ("dflash", "dflash2", ())
+        same_network(load(folder, loaded_target(HEADS[self.NAMES[0]])), published(self.NAMES[0]))
+
+    def test_scales(self, tmp_path):
+        scales = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 5.0}
+        folder = copy_of(self.NAMES[0], tmp_path / "draft", scales)
+        network, plain = load(folder, loaded_target(HEADS[self.NAMES[0]])), published(self.NAMES[0])
+        tokens, output = torch.arange(6)[None], torch.randn(1, 3, 48)
+        torch.testing.assert_close(network.embed(tokens), 2 * plain.embed(tokens))
+        torch.testing.assert_close(network.logits(output), 5 * (plain.logits(output) / 10).tanh())
+        off = load(
+            copy_of(self.NAMES[0], tmp_path / "off", {"final_logit_softcapping": -1}),
+            loaded_target(HEADS[self.NAMES[0]]),
+        )
+        torch.testing.assert_close(off.logits(output), plain.logits(output))
+
+    @pytest.mark.parametrize(
+        ("non_causal", "causal"), [(None, False), (True, False), (False, True)], ids=["left out", "true", "false"]
+    )
+    @pytest.mark.parametrize("has_copies", [False, True])
+    def test_of_speculators(self, tmp_path, non_causal, causal, has_copies):
+        name = self.NAMES[1]
+        layers, tensors, target = settings_of(name), tensors_of(HEADS[name]), loaded_target(HEADS[name])
+        inner = layers.pop("dflash_config")
+        layers.pop("is_causal")
+        ids = [layer + 1 for layer in inner.pop("target_layer_ids")]
+        if has_copies:
+            tensors["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
+            tensors["lm_head.weight"] = target.get_output_embeddings().weight.detach().clone()
+        config = {
+            "speculators_model_type": "dflash2",
+            "architectures": ["DFlash2DraftModel"],
+            "aux_hidden_state_layer_ids": ids,
+            "sample_from_anchor": False,
+            "transformer_layer_config": layers,
+            **inner,
+        }
+        if non_causal is not None:
+            config["sliding_window_non_causal"] = non_causal
+        folder = write(tmp_path / "draft", tensors, config)
+        found = detect_checkpoint(folder)
+        assert (found.method, found.format, found.num_draft_tokens, found.problems) == (
+            "dflash",
+            "dflash2-speculators",
+            4,
+            (),
+        )
+        network = load(folder, target)
+        assert network.config.views == (BlockView(12, causal),) * 2
+        if not causal:
+            same_network(network, published(name))
+        config.pop("selector_top_k")
+        assert load(write(tmp_path / "usual", tensors, config), target).config.selector_top_k == 16
 
 
 def test_transformers_own_format(tmp_path):

@@ -14,6 +14,7 @@ from tests.models import tiny_llama
 
 EAGLE1, EAGLE3 = "eagle/eagle1_llama", "eagle/eagle3_llama"
 DFLASH, DSPARK = "dflash/qwen3_random_b8", "dflash/dspark_vanilla_b5"
+DFLASH2, CONVOLUTION = "dflash/dflash2_full_b8", "layers.0.attention_conv"
 MEDUSA, MERGED = "medusa/v2_shared_lm_head_safetensors", "medusa/merged_v1"
 MEDUSA_VLLM, MEDUSA_CUT = "medusa/vllm_converted", "medusa/vllm_truncated_vocab"
 MLP, MLP_TIED = "mlp_speculator/untied_plain", "mlp_speculator/tied_plain"
@@ -45,9 +46,7 @@ def reads(*layers):
 
 # (checkpoint, change of its tensors, of its config, what the message says)
 UNSUPPORTED = [
-    (EAGLE3, ones("mask_hidden", 2, 2), {}, "several tokens in one forward"),
-    (EAGLE3, None, {"speculators_model_type": "peagle"}, "several tokens in one forward"),
-    (EAGLE3, None, {"eagle_config": {"parallel_draft_step": 4}}, "several tokens in one forward"),
+    (EAGLE3, None, {"eagle_config": {"parallel_draft_step": 4}}, "heads of their own.*parallel drafting"),
     (EAGLE1, both(ones("eh_proj.weight", 2, 2), ones("enorm.weight", 2)), {}, "multi-token prediction"),
     (EAGLE3, ones(f"{ATTENTION}q_a_proj.weight", 2, 2), {}, "multi-head latent attention"),
     (EAGLE1, None, {"layernorms": True}, "norms before `fc` .*layernorms"),
@@ -59,8 +58,9 @@ UNSUPPORTED = [
     (EAGLE1, None, class_of("EagleLlama4ForCausalLM"), "Llama-4 layer"),
     (EAGLE1, None, class_of("EagleCohereForCausalLM"), "Cohere layer"),
     (EAGLE1, ones("input_norm1.weight", 2), {}, "MiniCPM layer"),
-    (DFLASH, None, class_of("DFlash2DraftModel"), "DFlash2"),
-    (DFLASH, ones("layers.0.mlp_conv.base_kernel", 2), {}, "DFlash2"),
+    (DFLASH2, put("d2t", torch.arange(9)), {}, "DFlash 2 draft .*with a vocabulary of its own"),
+    (DFLASH2, None, {"dflash_config.sample_from_anchor": True}, "DFlash 2 draft .*predict the next token"),
+    (DFLASH2, ones("markov_head.markov_w1.weight", 200, 4), {}, "DFlash 2 draft .*with a Markov head"),
     (DFLASH, None, class_of("LiLiCorrDraftModel"), "LiLiCorr"),
     (DFLASH, None, {"dflash_config": {"projector_type": "domino"}}, "Domino"),
     (DFLASH, None, class_of("Qwen3XPressModel"), "XPress"),
@@ -79,6 +79,8 @@ UNSUPPORTED = [
 ]
 
 MISSING = [
+    (EAGLE3, None, {"speculators_model_type": "peagle"}, "lacks 1 tensors of a P-EAGLE head: mask_hidden"),
+    (EAGLE3, ones("mask_hidden", 2, 2), {}, "is a P-EAGLE head .*which token its masks are"),
     (EAGLE1, without("fc.weight"), {}, "no EAGLE head.*`fc.weight`.*name the method"),
     *[
         (EAGLE3, without(f"midlayer.{part}.weight"), {}, f"lacks 1 tensors of .*: layers.0.{part}")
@@ -93,6 +95,12 @@ MISSING = [
     (DFLASH, without("fc.weight"), {}, "lacks 1 tensors of a DFlash draft: fc.weight"),
     (DFLASH, without("layers.2.mlp.up_proj.weight"), {}, "tensors of the draft: layers.2.mlp.up_proj.weight"),
     (DFLASH, without("layers.1."), {}, r"has the layers \[0, 2\], not all from 0 on"),
+    (DFLASH, None, class_of("DFlash2DraftModel"), "lacks 7 tensors of a DFlash 2 draft: candidate_selector"),
+    (DFLASH, None, {"dflash_config.conv_kernel_size": 2}, "lacks 7 tensors of a DFlash 2 draft"),
+    (DFLASH, ones(f"{CONVOLUTION}.base_kernel", 2, 2, 64), {}, "lacks 6 tensors of a DFlash 2 draft"),
+    (DFLASH2, without("candidate_selector"), {}, "lacks 3 tensors of a DFlash 2 draft: candidate_selector"),
+    (DFLASH2, without("_conv."), {}, "lacks 4 tensors of a DFlash 2 draft: layers.0.attention_conv"),
+    (DFLASH2, without("layers.1.mlp_conv"), {}, "lacks 2 tensors of the draft: layers.1.mlp_conv"),
     (DSPARK, without("markov_w1"), {}, "lacks 1 tensors of its Markov head: markov_head.markov_w1.weight"),
     (MEDUSA, without("1.0.linear"), {}, r"lacks 2 tensors.*1\.0\.linear"),
     (MEDUSA, without("2.0.linear.bias"), {}, r"lacks 1 tensors.*2\.0\.linear\.bias"),
@@ -142,6 +150,9 @@ SHAPES = [
     (DFLASH, rows("norm.weight", 3), {}, r"norm.weight of the shape \[3\]"),
     (DFLASH, rows("layers.1.self_attn.q_proj.weight", 32), {}, r"of the shape \[32, 64\].*ask for \[64, 64\]"),
     (DFLASH, rows("layers.0.self_attn.q_proj.weight", 20), {}, "20 rows of q_proj.*heads of 16"),
+    (DFLASH2, ones(f"{CONVOLUTION}.base_kernel", 2, 48), {}, r"shape \[2, 48\] and 24 rows .*no groups of 48"),
+    (DFLASH2, ones(f"{CONVOLUTION}.kernel_projection.weight", 20, 48), {}, "20 rows of `kernel_projection`"),
+    (DFLASH2, ones("layers.1.mlp_conv.base_kernel", 2, 3, 48), {}, r"of the shape \[2, 3, 48\].*for \[2, 2, 48\]"),
     (DFLASH, ones("gate.weight", 2), {}, "1 tensors that no DFlash draft.*gate.weight"),
     (MEDUSA, ones("1.0.linear.weight", 64, 32), {}, r"1\.0\.linear\.weight of the shape \[64, 32\].*\[64, 64\]"),
     (MEDUSA, ones("0.0.linear.bias", 63), {}, r"\[63\].*\[64\]"),
@@ -254,6 +265,12 @@ SETTINGS = [
     wrong_setting(DFLASH, "rms_norm_eps", "small", POSITIVE),
     wrong_setting(DFLASH, "hidden_act", "wiggle", "the name of an activation function"),
     (DFLASH, None, {"block_size": 1}, "`block_size`=1, and needs at least 2"),
+    (DFLASH, None, {"dflash_config.output_multiplier": 2}, "`output_multiplier`=2 .*for DFlash 2 drafts alone"),
+    (DFLASH2, None, {"dflash_config.conv_group_size": 4}, "`conv_group_size`=4 .* its tensors have 8"),
+    (DFLASH2, None, {"dflash_config.selector_rank": 8}, "`selector_rank`=8 .* its tensors have 16"),
+    (DFLASH2, None, {"dflash_config.selector_top_k": None}, "does not say `selector_top_k`"),
+    wrong_setting(DFLASH2, "selector_top_k", 257, f"{COUNT} of at most 256", INNER),
+    wrong_setting(DFLASH2, "final_logit_softcapping", "30", "a number"),
     (DFLASH, None, {"shift_label": True}, "`shift_label` without `sample_from_anchor`"),
     (DFLASH, None, {"dflash_config.projector_type": "mystery"}, r"of the kind 'mystery' \(`projector_type`\)"),
     (DFLASH, None, {"layer_types": ["full_attention"]}, "`layer_types`.*for each of its 3 layers"),

@@ -21,6 +21,7 @@ from hf_specdec.speculator import Speculator
 from tests.candidate_generators import test_dflash as dflash_cases
 from tests.candidate_generators import test_eagle as eagle_cases
 from tests.candidate_generators import test_mtp as mtp_cases
+from tests.candidate_generators import test_peagle as peagle_cases
 from tests.candidate_generators.by_hand import padded
 
 
@@ -95,6 +96,7 @@ KINDS = {
         lambda name: dflash_cases.random_network(**dflash_cases.NETWORKS[name]), dflash_cases.speculator_for
     ),
     "eagle": Kind(lambda name: eagle_cases.random_network(**eagle_cases.NETWORKS[name]), eagle_cases.speculator_for),
+    "peagle": Kind(lambda name: peagle_cases.random_head(SIZE, 32, mask=39), peagle_cases.speculator_for),
     "medusa": Kind(random_heads, medusa_speculator, lambda heads: (heads.hidden_size, SIZE)),
     "mlp_speculator": Kind(random_stages, mlp_speculator, lambda network: (network.config.emb_dim, SIZE)),
     "mtp": Kind(
@@ -124,6 +126,7 @@ CASES = {
     "eagle3 static tree": ("eagle/eagle3", {"speculative_token_tree": eagle_cases.STATIC}),
     "eagle3 improbable tree": ("eagle/eagle3", {**TREE, "draft_min_path_prob": 0.2}),
     "eagle3 improbable chain": ("eagle/eagle3", {"num_speculative_tokens": 4, "draft_min_path_prob": 0.2}),
+    "peagle": ("peagle", {"num_speculative_tokens": 4}),
     "window": ("eagle/window", TREE),
     "window static tree": ("eagle/window", {"speculative_token_tree": eagle_cases.STATIC}),
     "mtp layers": ("mtp", {"mtp_mode": "chain"}),
@@ -137,6 +140,9 @@ CASES = {
     "dflash denoising": ("dflash/reduced_vocabulary", {"dflash_num_denoising_steps": 3}),
     "dflash tree": ("dflash/reduced_vocabulary", {"num_draft_nodes": 12, "num_speculative_tokens": 3}),
     "dflash corrections": ("dflash/corrections", {"num_speculative_tokens": 4}),
+    "dflash siblings": ("dflash/full", {"num_draft_nodes": 9, "draft_tree_top_k": 3}),
+    "dflash selector": ("dflash/selector", {"num_draft_nodes": 0}),
+    "dflash selector tree": ("dflash/selector_window_and_scales", {"num_draft_nodes": 12}),
     "medusa": ("medusa/own_lm_heads", {"num_draft_nodes": 12}),
     "medusa chain": ("medusa/targets_lm_head", {"num_speculative_tokens": 3}),
     "medusa measured": ("medusa/token_map", {"medusa_tree": "measured", "num_draft_nodes": 6}),

@@ -30,6 +30,8 @@ CHECKPOINTS = {
     DEMO / "mlp_speculator": ("mlp-speculator", 4, 0),
     DEMO / "mtp": ("mtp", None, 0),
     FIXTURES / "dflash/default_layer_ids_b4": ("dflash-zlab", 3, 0),
+    FIXTURES / "dflash/dflash2_full_b8": ("dflash2", 7, 0),
+    FIXTURES / "dflash/dflash2_sliding_b5": ("dflash2", 4, 0),
     FIXTURES / "dflash/dspark_vanilla_b5": ("dspark-deepspec", 5, 0),
     FIXTURES / "dflash/jetspec_b8": ("dflash-zlab", 7, 0),
     FIXTURES / "dflash/qwen3_random_b8": ("dflash-zlab", 7, 0),
@@ -37,6 +39,7 @@ CHECKPOINTS = {
     FIXTURES / "dflash/trained_for_refinement_b8": ("dflash-zlab", 7, 0),
     FIXTURES / "eagle/eagle1_llama": ("eagle-safeailab", None, 0),
     FIXTURES / "eagle/eagle3_llama": ("eagle3-safeailab", None, 0),
+    FIXTURES / "eagle/eagle3_peagle": ("peagle-speculators", 5, 0),
     FIXTURES / "eagle/eagle3_qwen3": ("eagle3-angelslim", None, 0),
     FIXTURES / "eagle/eagle3_specforge": ("eagle3-specforge", None, 0),
     FIXTURES / "eagle/eagle3_speculators": ("eagle3-speculators", 3, 0),
@@ -62,7 +65,13 @@ CHECKPOINTS = {
     FIXTURES / "mtp/qwen3_5/target": ("causal-lm", None, 1),
     FIXTURES / "mtp/qwen3_next/target": ("causal-lm", None, 1),
 }
-METHOD_OF = {"causal-lm": "draft_model", "dspark-deepspec": "dflash", "mlp-speculator": "mlp_speculator"}
+METHOD_OF = {
+    "causal-lm": "draft_model",
+    "dflash2": "dflash",
+    "dspark-deepspec": "dflash",
+    "mlp-speculator": "mlp_speculator",
+    "peagle-speculators": "eagle3",
+}
 every_checkpoint = pytest.mark.parametrize(
     "path", CHECKPOINTS, ids=lambda path: "/".join(path.parts[-3 if path.name == "target" else -2 :])
 )
@@ -279,14 +288,11 @@ def test_speculators_of_other_kinds(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("peagle", "P-EAGLE"),
-        ("peagle-speculators", "P-EAGLE"),
         ("eagle3-mla", "MLA"),
         ("eagle-llama4", "Llama-4 layer"),
         ("eagle-cohere", "Cohere layer"),
         ("eagle-minicpm", "MiniCPM layer"),
         ("eagle-mtp", "layer for multi-token prediction"),
-        ("dflash2", "DFlash2"),
         ("domino", "Domino"),
         ("xpress", "XPress"),
         ("lilicorr", "LiLiCorr"),

@@ -22,6 +22,7 @@ EAGLE = ["fc.weight", *(f"layers.0.{part}" for part in LAYER)]
 EAGLE_3 = ["fc.weight", "norm.weight", *(f"midlayer.{part}" for part in [*LAYER, "hidden_norm.weight"])]
 EAGLE_3_LAYERS = [name.replace("midlayer.", "layers.0.") for name in EAGLE_3]
 DFLASH = ["hidden_norm.weight", "norm.weight", *EAGLE, "layers.0.self_attn.q_norm.weight"]
+DFLASH_2 = [*DFLASH, "candidate_selector.successor_codebook", "layers.0.mlp_conv.base_kernel"]
 MODEL = ["model.embed_tokens.weight", "model.norm.weight", *(f"model.layers.0.{part}" for part in LAYER)]
 
 
@@ -65,7 +66,8 @@ EXAMPLES = {
     "dspark-gemma4": (classes("Gemma4DSparkModel"), DFLASH),
     "dspark-deepspec": (classes("Qwen3DSparkModel", draft_vocab_size=9), DFLASH),
     "dspark-specforge": (classes("DSparkDraftModel", dflash_config={"projector_type": "dspark"}), DFLASH),
-    "dflash2": (classes("DFlash2DraftModel", dflash_config={"conv_kernel_size": 2}), DFLASH),
+    "dflash2": (classes("DFlash2DraftModel", dflash_config={"conv_kernel_size": 2}), DFLASH_2),
+    "dflash2-speculators": (classes("DFlash2DraftModel", speculators_model_type="dflash2"), DFLASH_2),
     "domino": (classes("DFlashDraftModel", dflash_config={"projector_type": "domino"}), [*DFLASH, "prefix_gru.bias"]),
     "xpress": (classes("Qwen3XPressModel"), [*DFLASH, "xpress_head.mix.L"]),
     "lilicorr": (classes("LiLiCorrDraftModel", dflash_config={"lilicorr_rank": 4}), DFLASH),
@@ -76,7 +78,10 @@ EXAMPLES = {
         ["encoder.fc.weight", "encoder.output_norm_enc.weight", "norm.weight"],
     ),
     "dflash-zlab": (classes("DFlashDraftModel", dflash_config={"mask_token_id": 3}, draft_vocab_size=9), DFLASH),
-    "peagle-speculators": (classes("PEagleDraftModel", speculators_model_type="peagle"), EAGLE_3_LAYERS),
+    "peagle-speculators": (
+        classes("PEagleDraftModel", speculators_model_type="peagle"),
+        [*EAGLE_3_LAYERS, "mask_hidden"],
+    ),
     "peagle": (classes("PeagleLlamaForCausalLM"), [*EAGLE_3, "mask_hidden"]),
     "eagle3-speculators": (classes("Eagle3DraftModel", speculators_model_type="eagle3"), EAGLE_3_LAYERS),
     "eagle3-mla": (

@@ -116,13 +116,11 @@ def test_texts_of_strangers_stay_on_one_line(tmp_path):
 
 
 def test_what_cannot_be_used_at_all_fits_nothing(tmp_path):
-    save_file(
-        {"midlayer.hidden_norm.weight": torch.zeros(1), "mask_hidden": torch.zeros(1)}, tmp_path / "model.safetensors"
-    )
-    (tmp_path / "config.json").write_text('{"architectures": ["PeagleLlamaForCausalLM"]}')
+    save_file({"fc.bias": torch.zeros(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"architectures": ["EagleCohereForCausalLM"]}')
     found = inspect_checkpoint(tmp_path)
-    assert (found.found.format, found.fits) == ("peagle", None)
-    assert "P-EAGLE" in found.problems[0]
+    assert (found.found.format, found.fits) == ("eagle-cohere", None)
+    assert "Cohere layer" in found.problems[0]
     assert inspect_checkpoint(tmp_path, "demo").fits is False
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
+from hf_specdec.candidate_generators.dflash.recipe import DFlash2Recipe, DFlashRecipe
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
 from hf_specdec.candidate_generators.eagle.recipe import Eagle1Recipe, Eagle3Recipe
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
@@ -14,6 +14,7 @@ from tests.models import VOCAB_SIZE
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 BLOCKS = {"block_size": 5, "num_layers": 2, "target_layer_ids": (0, 1)}
+SELECTOR = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 12}
 RECIPES = {
     "medusa": MedusaRecipe(num_heads=3),
     "medusa with own lm_heads": MedusaRecipe(num_heads=2, num_layers=2, share_lm_head=False, kl_weight=0.5),
@@ -30,6 +31,10 @@ RECIPES = {
     "dflash, all anchors, distilled": DFlashRecipe(**BLOCKS, num_anchors=0, kl_weight=0.7, head_decay=0.7),
     "dflash, one layer": DFlashRecipe(block_size=4, num_layers=1, intermediate_size=24, mask_token_id=9),
     "dflash, revealed": DFlashRecipe(**BLOCKS, num_anchors=6, reveal_share=0.6, num_denoising_steps=2),
+    "dflash, selector": DFlash2Recipe(**BLOCKS, **SELECTOR, num_anchors=12),
+    "dflash, selector, revealed": DFlash2Recipe(
+        **BLOCKS, **SELECTOR, num_anchors=6, reveal_share=0.6, kl_weight=0.4, selector_weight=0.5
+    ),
     "mtp": MtpRecipe(),
     "mtp, narrow": MtpRecipe(ttt_steps=2, intermediate_size=24, kl_weight=0.5),
 }

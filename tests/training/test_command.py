@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from hf_specdec import cli
+from hf_specdec.method import trainings
 from hf_specdec.training.options import flags_of, options_of
 from hf_specdec.training.run import RunOptions, recipes
 from tests.models import VOCAB_SIZE, letter_tokenizer, prompts, tiny_llama
@@ -141,9 +142,12 @@ def test_help_names_every_option(monkeypatch):
     for options in (RunOptions, *recipes().values()):
         for flag in flags(options):
             assert all(f" {part}" in result.stdout.replace(",", " ") for part in flag.split("/"))
-    assert "Weight of a draft's loss relative to the one before it. (0.8; mlp_speculator: 0.9" in result.stdout
+    assert (
+        "Weight of a draft's loss relative to the one before it. (0.8; dflash, dflash2: 0.87; mlp_speculator: 0.9"
+        in result.stdout
+    )
     assert re.search(r"Options of (\w+, )*medusa(,| and) mlp_speculator ", result.stdout)
 
 
 def test_recipes_name_their_methods():
-    assert all(recipe.method == method for method, recipe in recipes().items())
+    assert all(recipe.method == trainings()[name].method.name for name, recipe in recipes().items())

@@ -37,9 +37,10 @@ def drafted(network, reading, row, place, masked):
 class TestBlocks:
     @pytest.mark.parametrize("piece", [1, 12, 128])
     @pytest.mark.parametrize("views", [(), (BlockView(), BlockView(4, True))], ids=["full", "sliding"])
-    def test_see_what_drafting_sees(self, piece, views, target, monkeypatch):
+    @pytest.mark.parametrize("name", ["dflash", "dflash, selector"])
+    def test_see_what_drafting_sees(self, name, piece, views, target, monkeypatch):
         monkeypatch.setattr(dflash, "_PIECE", piece)
-        recipe = RECIPES["dflash"]
+        recipe = RECIPES[name]
         network = recipe.build(target)
         network = enlarged(DFlashNetwork(replace(network.config, views=views)).attach(target) if views else network)
         reading = read(recipe, network, target)
@@ -80,6 +81,17 @@ class TestBlocks:
         assert full.sum(2).max() == 4
 
 
+def selector_loss(network, output, before, token):
+    """Loss of the selector for a token after another one, where it is a candidate."""
+    selector, logits = network.candidate_selector, network.logits(output[None])[0]
+    candidates = logits.argsort(descending=True)[: selector.top_k].tolist()
+    if token not in candidates:
+        return 0.0
+    projected = selector.predecessor_codebook[before] * selector.hidden_projection(output)
+    scores = torch.stack([logits[c] + projected @ selector.successor_codebook[c] for c in candidates])
+    return -scores.log_softmax(-1)[candidates.index(token)]
+
+
 @pytest.mark.parametrize("name", named("dflash"))
 def test_the_loss_is_that_of_blocks_read_one_by_one(name, target):
     recipe = RECIPES[name]
@@ -102,13 +114,17 @@ def test_the_loss_is_that_of_blocks_read_one_by_one(name, target):
             text = reading.tokens[row, place + 2 :].tolist()
             shown = revealed[row, index].tolist()
             masked = [text[at] if known else network.config.mask_token_id for at, known in enumerate(shown)]
-            log_probs = network.logits(drafted(network, reading, row, place, masked)).log_softmax(-1)
+            output = drafted(network, reading, row, place, masked)
+            log_probs = network.logits(output).log_softmax(-1)
             for mask, token in enumerate(text[: recipe.num_drafts]):
                 if shown[mask]:
                     continue
                 wanted = target_log_probs[row, place + 1 + mask]
                 divergence = (wanted.exp() * (wanted - log_probs[mask])).sum()
                 loss = recipe.kl_weight * divergence - (1 - recipe.kl_weight) * log_probs[mask, token]
+                if network.candidate_selector is not None:
+                    before = reading.tokens[row, place + 1 + mask]
+                    loss = loss + recipe.selector_weight * selector_loss(network, output[mask], before, token)
                 total = total + recipe.head_decay**mask * loss
                 weights += recipe.head_decay**mask
     torch.testing.assert_close(found, total / weights, atol=1e-5, rtol=1e-5)
@@ -154,7 +170,7 @@ class TestBuilding:
         assert mask_token_for(model) == VOCAB_SIZE + 1
 
 
-@pytest.mark.parametrize("name", ["dflash", "dflash, revealed", "dflash, one layer"])
+@pytest.mark.parametrize("name", ["dflash", "dflash, revealed", "dflash, one layer", "dflash, selector"])
 def test_what_is_saved(name, target, tmp_path):
     recipe = RECIPES[name]
     recipe.save(recipe.build(target), tmp_path, dtype=torch.bfloat16)
@@ -162,10 +178,40 @@ def test_what_is_saved(name, target, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     assert not {"embed_tokens.weight", "lm_head.weight"} & tensors.keys()
     assert tensors["fc.weight"].dtype == torch.bfloat16
-    assert config["architectures"] == ["DFlashDraftModel"]
+    kind = "DFlash2DraftModel" if "selector" in name else "DFlashDraftModel"
+    assert config["architectures"] == [kind]
     assert (config["block_size"], config["num_hidden_layers"]) == (recipe.block_size, recipe.num_layers)
     assert config["dflash_config"].get("num_denoising_steps") == recipe.num_denoising_steps
     assert config["dflash_config"]["mask_token_id"] == (recipe.mask_token_id or 0)
+
+
+def test_a_selector_begins_as_none_and_learns(target, data):
+    rows = pack(load_documents([str(data)], letter_tokenizer()), LENGTH, None)
+    settings = TrainingOptions(steps=120, learning_rate=1e-2, warmup_steps=5, bf16=False)
+    recipe = replace(RECIPES["dflash, selector"], num_anchors=8)
+    torch.manual_seed(1)
+    network, plain = recipe.build(target), DFlashRecipe(**BLOCKS)
+    torch.manual_seed(1)
+    plain_network = plain.build(target)
+    reader = TargetReader(target, recipe.states_for(network))
+    reading = reader.read(rows.once(32)[0])
+    anchors = reading.cycle_anchors()
+    same = dict(network.named_parameters())
+    with torch.no_grad():
+        for name, weight in plain_network.named_parameters():
+            same[name].copy_(weight)
+        states = {"last": 2}
+        plain_reading = TargetReader(target, plain.states_for(plain_network)).read(rows.once(32)[0])
+        plain_reading.states[states["last"]] = reading.states["last"]
+        assert torch.equal(
+            recipe.drafts(network, reading, anchors), plain.drafts(plain_network, plain_reading, anchors)
+        )
+    train(network, rows.batches(4, 0), recipe.objective(network, reader), settings)
+    everywhere = replace(recipe, num_anchors=0)
+    with torch.no_grad():
+        learned = everywhere.loss(network, reading)
+        network.candidate_selector.successor_codebook.zero_()
+        assert learned < 0.95 * everywhere.loss(network, reading)
 
 
 def test_revealing_teaches_to_use_known_tokens(target, data):

@@ -37,9 +37,23 @@ class DFlashTraining(Options):
     )
 
 
+@dataclass(frozen=True)
+class DFlash2Training(DFlashTraining):
+    """Options of training a DFlash 2 draft."""
+
+    conv_kernel_size: int = setting(2, "Taps of the convolutions along the block.", least=1)
+    conv_group_size: int = setting(
+        16, "Channels of the convolutions that share what is added to their taps by position.", least=1
+    )
+    selector_rank: int = setting(256, "Rank of the scores of candidates after the token before.", least=1)
+    selector_top_k: int = setting(16, "Candidates of a position.", least=1, most=256)
+    selector_weight: float = setting(1.0, "Weight of the loss of these scores beside that of the tokens.", least=0)
+
+
 METHODS = (
     Method(
         name="dflash",
+        aliases=("dflash2",),
         noun="DFlash draft",
         drafts_from="hidden states of several layers: a whole block in one forward",
         folder=__name__,
@@ -50,6 +64,7 @@ METHODS = (
         preferred_because="a whole block in one pass, of several layers",
         recipe="recipe:DFlashRecipe",
         training=DFlashTraining,
+        further_recipes={"dflash2": ("DFlash 2 draft", "recipe:DFlash2Recipe", DFlash2Training)},
         vllm="dflash",
         sglang="DFLASH",
         healthy_first_rate=0.4,

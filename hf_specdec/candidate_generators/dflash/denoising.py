@@ -14,6 +14,7 @@ Shapes: R rows, K masked positions of a block, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -97,13 +98,15 @@ class Denoising:
                 f"{num_positions} positions, got {tuple(logits.shape)} and {keep}."
             )
         predicted = _by_chunks(best_tokens, logits)
-        if ids is not None:
-            predicted = ids[predicted]
+        self.take(predicted if ids is None else ids[predicted], keep, lambda: confidences(logits))
+
+    def take(self, predicted: torch.LongTensor, keep: int, confidences: Callable[[], torch.FloatTensor]) -> None:
+        """One step by predicted tokens `(R, K)`; their `confidences` `(R, K)` are asked for where any are dropped."""
         self.tokens = torch.where(self.known, self.tokens, predicted)
-        if keep == num_positions:
+        if keep == self.tokens.shape[1]:
             self.known = torch.ones_like(self.known)
             return
-        self.confidences = torch.where(self.known, self.confidences, confidences(logits))
+        self.confidences = torch.where(self.known, self.confidences, confidences())
         # Not topk: it leaves open which of equal ones it takes.
         order = self.confidences.sort(dim=1, descending=True, stable=True).indices
         self.known = torch.zeros_like(self.known).scatter_(1, order[:, :keep], True)

@@ -1,7 +1,7 @@
 """The published formats of block drafters of the DFlash family, brought to one record and one set of tensor names.
 
     z-lab, SpecForge, ModelOpt      what is special lies under `dflash_config`, in early files beside it
-    speculators, types "dflash" and "dspark"
+    speculators, types "dflash", "dflash2" and "dspark"
                                     layers under `transformer_layer_config`; own embedding and lm_head, `d2t`
     DeepSpec (`Qwen3DSparkModel`)   everything at the top; own embedding and lm_head, `markov_head`
     transformers (Muse Glimmer)     everything at the top; `encoder.fc`, `encoder.output_norm_enc`
@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ...checkpoints.draft_reader import FIRST_LAYER, DraftConfig, DraftReader, projections, share_of
-from ...checkpoints.format import Format, Unsupported, architecture
+from ...checkpoints.format import Format, Unsupported, architecture, is_marked
 from ...checkpoints.header import Header, TargetNeeds, TargetSizes, listed
-from ...checkpoints.settings import COUNT, FLAG, INDEX, INDICES, NAME, count_up_to
+from ...checkpoints.settings import COUNT, FLAG, INDEX, INDICES, NAME, NUMBER, POSITIVE, count_up_to
+from ...errors import shown
+from ...threads import cached_property
 
 
 if TYPE_CHECKING:
@@ -35,10 +37,17 @@ if TYPE_CHECKING:
 
 _MARKOV = "markov_head.markov_w1"
 
+# Tables of DFlash 2's selector; some files write `.weight` after them.
+_CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
+_CONVOLUTIONS = (f"{FIRST_LAYER}.attention_conv", f"{FIRST_LAYER}.mlp_conv")
+
 # Steps of a checkpoint that declares to refine its blocks and does not say how often.
 _DENOISING_STEPS = 3
 
 _BLOCK_SIZE = 16
+
+# Candidates of a position where a config of speculators leaves them out.
+_SPECULATORS_TOP_K = 16
 
 # Tokens of a block, and forwards for one: published drafts have 16. Each token of a block has logits over the whole
 # vocabulary, so that a config must not be able to ask for any number.
@@ -84,6 +93,12 @@ class DFlashConfig(DraftConfig):
         predicts_next (`bool`): A position of the block predicts the token after it, so that the anchor's predicts
             the first one (DSpark). Otherwise every position predicts its own token, and the anchor none.
         markov_rank (`int`): Rank of the table of corrections by the token before (DSpark); 0: there is none.
+        conv_kernel_size, conv_group_size (`int`): Taps of the convolutions along the block, and channels that share
+            the part of a tap that depends on the position (DFlash 2); 0: there are none.
+        selector_rank, selector_top_k (`int`): Rank of the candidate selector, and candidates of a position (DFlash 2);
+            0: there is none. A draft with a selector has convolutions.
+        embedding_scale, logit_scale, logit_softcap (`float`): Factors of the embeddings and of the logits, and the cap
+            of these, 0 for none; with a selector they stand for all that the target does there.
         num_denoising_steps (`int`): Forwards for a block that the draft was trained for.
         attention_bias (`bool`): The projections of the attention have biases.
         num_embeddings (`int`, *optional*): Rows of the draft's own embedding; `None`: it shares the target's.
@@ -96,6 +111,13 @@ class DFlashConfig(DraftConfig):
     views: tuple[BlockView, ...] = ()
     predicts_next: bool = False
     markov_rank: int = 0
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
     num_denoising_steps: int = 1
     attention_bias: bool = False
     max_position_embeddings: int = 32768
@@ -109,6 +131,11 @@ class DFlashConfig(DraftConfig):
     def needs(self) -> TargetNeeds:
         """The target that it was made for."""
         return TargetNeeds(None, self.target_hidden_size, self.vocab_size, self.num_target_layers)
+
+    @property
+    def suits_trees(self) -> bool:
+        """Made for trees: with a selector, or as JetSpec's with causal blocks whose layers have no window."""
+        return self.selector_rank > 0 or (bool(self.views) and set(self.views) == {BlockView(causal=True)})
 
     def view(self, layer: int) -> BlockView:
         return self.views[layer] if self.views else BlockView()
@@ -131,14 +158,26 @@ class DFlashConfig(DraftConfig):
             own["num_denoising_steps"] = self.num_denoising_steps
         # By itself a layer is causal if and only if it slides.
         if any(self.view(layer).causal != slides for layer, slides in enumerate(sliding)):
-            own["causal"] = self.view(0).causal
+            config["is_causal"] = self.view(0).causal
         if self.predicts_next:
             markov = {"markov_rank": self.markov_rank, "markov_head_type": "vanilla"}
-            if "causal" in own:
-                markov["is_causal"] = own.pop("causal")
             return {"architectures": ["Qwen3DSparkModel"], **config, **own, **markov}
-        return {"architectures": ["DFlashDraftModel"], **config, "dflash_config": own}
+        if self.selector_rank:
+            own |= {name: getattr(self, name) for name in _OF_DFLASH2}
+            scales = {key: (getattr(self, name), usual) for key, (name, usual) in _SCALES.items()}
+            own |= {key: value for key, (value, usual) in scales.items() if value != usual}
+        name = "DFlash2DraftModel" if self.selector_rank else "DFlashDraftModel"
+        return {"architectures": [name], **config, "dflash_config": own}
 
+
+_OF_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+# Keys of DFlash 2, and the fields and usual values that they stand for.
+_SCALES = {
+    "input_embedding_scale": ("embedding_scale", 1),
+    "output_multiplier": ("logit_scale", 1),
+    "final_logit_softcapping": ("logit_softcap", 0),
+}
 
 _STORED_AS_THEY_ARE = ("attention_bias", "draft_vocab_size", "block_size", "num_target_layers")
 
@@ -150,14 +189,13 @@ def default_layer_ids(num_layers: int, num_target_layers: int) -> tuple[int, ...
     return tuple(round(1 + index * (num_target_layers - 4) / (num_layers - 1)) for index in range(num_layers))
 
 
-_DFLASH2 = ("architectures=.*DFlash2.*",)
+_DFLASH2 = ("architectures=.*DFlash2.*", "speculators_model_type=dflash2")
 _LILICORR = ("architectures=.*LiLiCorr.*",)
 _DOMINO = "architectures=.*Domino.*"
 _XPRESS = ("architectures=.*XPress.*",)
 _GEMMA4 = ("architectures=Gemma4DSpark.*",)
 
 _UNSUPPORTED = (
-    Unsupported("is a DFlash2 draft (convolutions along the block, candidate selector)", _DFLASH2, ("*_conv.*",)),
     Unsupported(
         "is a LiLiCorr draft (a transformer over the lattice of candidates)",
         (*_LILICORR, "lilicorr_rank", "lilicorr_top_k", "lilicorr_num_layers", "lilicorr_hidden_size"),
@@ -192,7 +230,7 @@ class DFlashReader(DraftReader):
         header (`Header`): Of any of the formats.
     """
 
-    kinds: ClassVar[tuple[str, ...]] = ("dflash", "dspark")
+    kinds: ClassVar[tuple[str, ...]] = ("dflash", "dflash2", "dspark")
     kind_keys: ClassVar[tuple[str, ...]] = ("speculators_model_type", "projector_type")
     blocks: ClassVar[tuple[str, ...]] = ("dflash_config", "", "transformer_layer_config")
     settings: ClassVar[dict[str, Kind]] = DraftReader.settings | {
@@ -201,6 +239,10 @@ class DFlashReader(DraftReader):
         **dict.fromkeys(("causal", "causal_head", "is_causal", "sliding_window_non_causal"), FLAG),
         **dict.fromkeys(("iterative_denoising", "sample_from_anchor", "shift_label", "use_sliding_window"), FLAG),
         **dict.fromkeys(("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"), INDEX),
+        **dict.fromkeys(_OF_DFLASH2, COUNT),
+        "selector_top_k": count_up_to(256),
+        **dict.fromkeys(("input_embedding_scale", "output_multiplier"), POSITIVE),
+        "final_logit_softcapping": NUMBER,
         "markov_rank": INDEX,
         "mask_token": NAME,
         "num_target_layers": COUNT,
@@ -212,7 +254,11 @@ class DFlashReader(DraftReader):
         "eagle_aux_hidden_state_layer_ids emb_dim embed_requires_grad gru_hidden_dim lambda_base_* max_anchors "
         "num_anchors pure_draft_prefix_len swa_window_size target_model_type use_aux_hidden_state"
     )
-    renamed: ClassVar[Mapping[str, str]] = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+    renamed: ClassVar[Mapping[str, str]] = {
+        "encoder.fc.": "fc.",
+        "encoder.output_norm_enc.": "hidden_norm.",
+        **{f"{name}.weight": name for name in _CODEBOOKS},
+    }
     unsupported: ClassVar[tuple[Unsupported, ...]] = _UNSUPPORTED
     instead = "Pass a DFlash draft."
     # Buffers, what only training needs, and a head that foresees how many drafts are kept.
@@ -221,6 +267,7 @@ class DFlashReader(DraftReader):
         *DraftReader.token_tables,
         f"{_MARKOV}.weight",
         "markov_head.markov_w2.weight",
+        *_CODEBOOKS,
     )
 
     def __init__(self, header: Header):
@@ -248,6 +295,40 @@ class DFlashReader(DraftReader):
             raise self.wrong("has `shift_label` without `sample_from_anchor` in its config.json", self.instead)
         if self.header.shapes is not None:
             self.require(_EVERY_DRAFT, "a DFlash draft")
+        self._check_dflash2()
+
+    def _check_dflash2(self) -> None:
+        """Refuses scales without a selector, and with one what no published draft has."""
+        if not self.is_dflash2:
+            stated = [key for key, (_, usual) in _SCALES.items() if self.setting(key) not in (None, usual)]
+            if stated:
+                raise self.wrong(
+                    f"has `{stated[0]}`={shown(self.setting(stated[0]))} in its config.json, which is supported for "
+                    "DFlash 2 drafts alone",
+                    self.instead,
+                )
+            return
+        if self.header.shapes is not None:
+            self.require(_EVERY_DFLASH2, "a DFlash 2 draft")
+        reasons = {
+            "positions that predict the next token (`sample_from_anchor`)": self.predicts_next,
+            "a vocabulary of its own (`d2t`)": {"d2t", "t2d"} & self.stored.keys(),
+            "a Markov head": any(name.startswith("markov_head.") for name in self.stored),
+        }
+        if found := [what for what, is_there in reasons.items() if is_there]:
+            raise self.wrong(
+                f"is a DFlash 2 draft (convolutions, candidate selector) with {found[0]}, which is not supported",
+                self.instead,
+            )
+        if self.header.shapes is not None:
+            self._dflash2_settings()
+
+    @cached_property
+    def is_dflash2(self) -> bool:
+        """True where config or tensors speak of convolutions or of a candidate selector."""
+        parts = re.compile(r"candidate_selector\..*|.*(attention|mlp)_conv\..*")
+        stated = any(self.stated(key) for key in _OF_DFLASH2)
+        return stated or is_marked(self.header.config, _DFLASH2) or any(map(parts.fullmatch, self.stored))
 
     @property
     def block_size(self) -> int:
@@ -313,6 +394,7 @@ class DFlashReader(DraftReader):
             views=self._views(),
             predicts_next=self.predicts_next,
             markov_rank=self._markov_rank(),
+            **(self._dflash2_settings() if self.is_dflash2 else {}),
             num_denoising_steps=self._num_denoising_steps(),
             attention_bias=f"{FIRST_LAYER}.self_attn.q_proj.bias" in self.stored,
             num_embeddings=max(embedding[0], target.vocab_size) if embedding else None,
@@ -323,6 +405,31 @@ class DFlashReader(DraftReader):
             return 0
         self.require([f"{_MARKOV}.weight"], "its Markov head")
         return self.linear(_MARKOV)[1]
+
+    def _dflash2_settings(self) -> dict[str, Any]:
+        """Sizes of convolutions and selector, by the tensors; where the config says others, it is wrong."""
+        shape = self.shape(f"{_CONVOLUTIONS[0]}.base_kernel") or ()
+        rows, _ = self.linear(f"{_CONVOLUTIONS[0]}.kernel_projection")
+        taps = shape[1] if len(shape) == 3 else 0
+        groups = rows // (2 * taps) if taps else 0
+        rank = self.matrix(_CODEBOOKS[0])[1]
+        if not groups or self.hidden_size % groups:
+            raise self.wrong(
+                f"has a `base_kernel` of the shape {list(shape)} and {rows} rows of `kernel_projection`, which make "
+                f"no groups of {self.hidden_size} channels",
+                "Pass an intact checkpoint.",
+            )
+        found = {"conv_kernel_size": taps, "conv_group_size": self.hidden_size // groups, "selector_rank": rank}
+        for key, value in found.items():
+            if self.setting(key) not in (None, value):
+                raise self.wrong(
+                    f"has `{key}`={self.setting(key)} in its config.json, and its tensors have {value}", "Correct it."
+                )
+        top_k = self.setting("selector_top_k") or (_SPECULATORS_TOP_K if self.is_speculators else None)
+        if top_k is None:
+            raise self.wrong("does not say `selector_top_k` in its config.json", "Add it there.")
+        scales = {name: self.setting(key) or usual for key, (name, usual) in _SCALES.items()}
+        return {**found, "selector_top_k": top_k, **scales, "logit_softcap": max(scales["logit_softcap"], 0)}
 
     def _num_denoising_steps(self) -> int:
         found = self.first_setting("num_denoising_steps", "dflash_num_denoising_steps")
@@ -372,7 +479,9 @@ class DFlashReader(DraftReader):
         if self.is_native:
             return False
         if self.is_speculators:
-            return not self.setting("sliding_window_non_causal")
+            non_causal = self.setting("sliding_window_non_causal")
+            # Left out, it stands for what its class has.
+            return not (self.is_dflash2 if non_causal is None else non_causal)
         return self.first_setting("is_causal", "causal", "causal_head")
 
     def _window(self, kinds: Sequence[str]) -> int | None:
@@ -417,20 +526,28 @@ class DFlashReader(DraftReader):
 
 _EVERY_DRAFT = ("fc.weight", "hidden_norm.weight", "norm.weight")
 _EVERY_DRAFT += projections("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+_EVERY_DFLASH2 = (*_CODEBOOKS, "candidate_selector.hidden_projection.weight")
+_EVERY_DFLASH2 += tuple(
+    f"{name}.{part}" for name in _CONVOLUTIONS for part in ("base_kernel", "kernel_projection.weight")
+)
 
 _PROJECTOR = "dflash_config.projector_type="
 _SHOWN = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
 
-_format = partial(Format, method="dflash", reader=DFlashReader)
+_SELECTOR = "candidate_selector."
+
+_format = partial(Format, method="dflash", reader=DFlashReader, without=(_SELECTOR,))
+_format2 = partial(_format, tensors=(*_SHOWN, _SELECTOR), without=())
 
 # The special before the usual.
 FORMATS = (
+    _format2("dflash2-speculators", "speculators", ("speculators_model_type=dflash2",)),
+    _format2("dflash2", "z-lab, inco, hf_specdec", _DFLASH2[:1]),
     _format("dspark-speculators", "speculators", ("speculators_model_type=dspark",), _SHOWN),
     _format("dflash-speculators", "speculators", ("speculators_model_type=dflash",), _SHOWN),
     _format("dspark-gemma4", "DeepSpec", _GEMMA4, _SHOWN),
     _format("dspark-deepspec", "DeepSpec", ("architectures=Qwen3DSpark.*",), _SHOWN),
     _format("dspark-specforge", "SpecForge", ("architectures=.*DSpark.*", _PROJECTOR + "dspark"), _SHOWN),
-    _format("dflash2", "z-lab, inco", _DFLASH2, _SHOWN),
     _format("domino", "SpecForge", (_DOMINO, _PROJECTOR + "domino"), _SHOWN),
     _format("xpress", "XPress", _XPRESS, _SHOWN),
     _format("lilicorr", "LiLiCorr", _LILICORR),

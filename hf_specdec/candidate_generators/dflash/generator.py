@@ -3,9 +3,9 @@
 The draft reads the text through the target's hidden states alone: its keys and values for a token are made once, when
 the token is committed, and kept. A cycle puts the block after them, the anchor and masks, and forgets it again. The
 tokens of the block are drafted as a chain, or the most probable prefixes as a tree (DDTree, arXiv:2604.12989). With
-several denoising steps the most confident tokens take the place of their masks and the rest is predicted again. On a
-GPU all of that is one graph; only sampled tokens are chosen outside of it, since logits processors of the user's come
-in between.
+several denoising steps the most confident tokens take the place of their masks and the rest is predicted again. With a
+candidate selector (DFlash 2) chains, trees and samples are walks through its scores. On a GPU all of that is one
+graph; only sampled tokens are chosen outside of it, since logits processors of the user's come in between.
 
 Shapes: R active rows, C new tokens of the text, K drafted positions, S slots of the draft's cache, U its vocabulary,
 V that of the target.
@@ -33,8 +33,9 @@ from ...validation import Options, draft_sample_method_field, setting
 from ..base import CandidateGenerator
 from .denoising import Denoising, keep_counts
 from .formats import BlockView
-from .lattice import best_candidates, best_prefixes, num_prefixes, prefix_nodes
+from .lattice import Lattice, Prefixes, best_candidates, best_prefixes, prefix_nodes
 from .network import DFlashNetwork, check_mask_token, fitting_network, load_dflash
+from .selector import Edges
 
 
 if TYPE_CHECKING:
@@ -42,6 +43,18 @@ if TYPE_CHECKING:
 
 
 logger = logging.get_logger(__name__)
+
+
+class _UsualTree(NamedTuple):
+    """Tree of drafts that were made for trees, where the settings name nothing, and the largest batch that has it."""
+
+    num_nodes: int
+    most_rows: int
+
+
+# By device type. Measured on a CPU (`benchmarks/blocks.py`); elsewhere half of JetSpec's own.
+_TREE = _UsualTree(num_nodes=63, most_rows=4)
+_TREES = {"cpu": _UsualTree(num_nodes=20, most_rows=1)}
 
 
 @dataclass(frozen=True)
@@ -76,13 +89,23 @@ class DFlashOptions(Options):
         least=0,
         published=True,
     )
-    num_draft_nodes: int = setting(
-        0,
-        "Nodes of the tree of the most probable prefixes of a block. 0 drafts the block as a chain.",
+    num_draft_nodes: int | None = setting(
+        None,
+        "Nodes of the tree of the most probable prefixes of a block. 0 drafts the block as a chain. Left out, a "
+        f"chain; for DFlash 2 and JetSpec drafts without a `num_speculative_tokens` {_TREES['cpu'].num_nodes} for a "
+        f"single row on a CPU, {_TREE.num_nodes} for up to {_TREE.most_rows} rows elsewhere.",
         least=0,
         most=MAX_NODES,
         published=True,
         former_names={"dflash_tree_budget": 0},
+    )
+    draft_tree_top_k: int | None = setting(
+        None,
+        "With `num_draft_nodes`: children that a node of the tree gets at once, the most probable node first "
+        "(JetSpec). Left out, the most probable prefixes, whatever their parents are.",
+        least=1,
+        most=64,
+        published=True,
     )
     draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("greedy")
 
@@ -93,6 +116,11 @@ class DFlashOptions(Options):
                 f"`num_draft_nodes`={self.num_draft_nodes} makes a tree out of the probabilities of one "
                 f"forward, and `dflash_num_denoising_steps`={self.dflash_num_denoising_steps} asks for several. Leave "
                 "one out."
+            )
+        if self.draft_tree_top_k and not self.num_draft_nodes:
+            raise SpecConfigError(
+                f"`draft_tree_top_k`={self.draft_tree_top_k} is about a tree, and without `num_draft_nodes` a chain "
+                "is drafted. Name both, or neither."
             )
 
 
@@ -136,12 +164,23 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.num_speculative_tokens: int
         self.block_size, self.num_speculative_tokens = _sizes(config, network)
         self.num_steps: int = _num_steps(self.options, network)
-        self.tree_budget: int | None = self.options.num_draft_nodes
         self.samples_drafts = self.asks_to_sample
+        self.tree_budget, self.draft_tree_top_k = self._tree_budget(), self.options.draft_tree_top_k
         self._settle_contradictions()
         self.check_sampled_length()
         self.text: DraftText | None = None
         self.pending: Commit | None = None  # read by the next draft
+
+    def _tree_budget(self) -> int:
+        """Nodes of the trees; 0 for chains."""
+        asked = self.options.num_draft_nodes
+        if asked is not None:
+            return asked
+        usual = _TREES.get(self.session.device.type, _TREE)
+        names_chain = self.config.fixed_length is not None or self.num_steps > 1
+        if names_chain or self.chain_only_reason or self.session.batch_size > usual.most_rows:
+            return 0
+        return usual.num_nodes if self.network.config.suits_trees else 0
 
     def _settle_contradictions(self) -> None:
         """Gives up what the call or the draft has no room for, and says so."""
@@ -219,43 +258,45 @@ class DFlashCandidateGenerator(CandidateGenerator):
             self._read(new)
             self.text.begin_block(self.block_size)
             predicted = self._predict(self.text, step.anchor_tokens.to(self.device), max(limits))
+        if isinstance(predicted, Edges):
+            return self._sample_walk(predicted, step, limits)
         if self.samples_drafts:
             return self._sample_chain(predicted, step, limits)
         return self._tree(predicted, limits) if self.tree_budget else self._chain(predicted, limits)
 
-    def _predict(
-        self, text: DraftText, anchors: torch.LongTensor, count: int
-    ) -> torch.Tensor | tuple[torch.LongTensor, torch.FloatTensor]:
+    def _predict(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.Tensor | Edges | Lattice:
         """Predicts the first `count` tokens of the blocks that begin with `anchors` `(R,)`.
 
         Returns:
-            Logits `(R, count, U)` if tokens are sampled; tokens and log-probabilities of candidates for a tree, as
-            [`best_candidates`]; otherwise the tokens of a chain `(R, K)`, at least `count`.
+            If tokens are sampled, logits `(R, count, U)`, or scores of a selector; for a tree its candidates;
+            otherwise the tokens of a chain `(R, K)`, at least `count`.
         """
-        if self.samples_drafts:
-            return self._first_logits(text, anchors, count)
-        if self.tree_budget:
-            return best_candidates(self._first_logits(text, anchors, count), self.tree_budget, self.network.token_ids)
-        return self._chain_tokens(text, anchors, count)
+        if not (self.samples_drafts or self.tree_budget):
+            return self._chain_tokens(text, anchors, count)
+        output = self._first_output(text, anchors, count)
+        logits = self.network.logits(output)
+        if self.network.candidate_selector is None:
+            if self.samples_drafts:
+                return logits
+            return best_candidates(logits, self.draft_tree_top_k or self.tree_budget, self.network.token_ids)
+        edges = self.network.candidate_selector(logits, output, anchors)
+        return edges if self.samples_drafts else edges.lattice()
 
     def _chain(self, tokens: torch.LongTensor, limits: list[int]) -> DraftTree:
         device = self.session.device
         return DraftTree.chain(tokens[:, : max(limits)].to(device), limits)
 
-    def _tree(
-        self, candidates: PrefixNodes | tuple[torch.LongTensor, torch.FloatTensor], limits: list[int]
-    ) -> DraftTree:
+    def _tree(self, candidates: Prefixes | Lattice, limits: list[int]) -> DraftTree:
         """The most probable prefixes of the block."""
         device = self.session.device
-        if isinstance(candidates, PrefixNodes):
-            return candidates.draft(self.tree_budget, limits, device)
-        tokens, log_probs = candidates
-        return best_prefixes(tokens.to(device), log_probs.to(device), self.tree_budget, limits)
+        if isinstance(candidates, Prefixes):
+            return candidates.draft(self.tree_budget, limits, self.draft_tree_top_k, device)
+        return best_prefixes(candidates.to(device), self.tree_budget, limits, self.draft_tree_top_k)
 
-    def _logits(
+    def _output(
         self, text: DraftText, anchors: torch.LongTensor, masked: torch.LongTensor, count: int
     ) -> torch.Tensor:
-        """Logits `(R, count, U)` of the first positions that predict.
+        """The network's output `(R, count, h)` at the first positions that predict.
 
         Args:
             text (`DraftText`): Ready for a block.
@@ -265,11 +306,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """
         tokens = torch.cat((anchors[:, None], masked[:, : self.block_size - 1]), dim=1)
         tokens = F.pad(tokens, (0, self.block_size - tokens.shape[1]), value=self.mask_token_id)
-        output = self.network.predicting(text.read_block(tokens))
-        return self.network.logits(output[:, :count])
+        return self.network.predicting(text.read_block(tokens))[:, :count]
 
-    def _first_logits(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.Tensor:
-        return self._logits(text, anchors, anchors.new_empty((len(anchors), 0)), count)
+    def _first_output(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.Tensor:
+        return self._output(text, anchors, anchors.new_empty((len(anchors), 0)), count)
 
     def _chain_tokens(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
         """The first tokens of the block, at least `count`, `(R, K)`."""
@@ -281,12 +321,12 @@ class DFlashCandidateGenerator(CandidateGenerator):
             count = network.config.num_drafts(self.block_size)
         state = Denoising.start(len(anchors), count, self.mask_token_id, self.device)
         for keep in keep_counts(count, self.num_steps):
-            state.update(self._logits(text, anchors, state.inputs, count), keep, network.token_ids)
+            network.denoise(state, self._output(text, anchors, state.inputs, count), anchors, keep)
         return state.tokens
 
     def _corrected_tokens(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
         """The best tokens, each by the logits that the token before it has corrected."""
-        logits, tokens = self._first_logits(text, anchors, count), [anchors]
+        logits, tokens = self.network.logits(self._first_output(text, anchors, count)), [anchors]
         for position in range(count):
             best = best_tokens(logits[:, position] + self.network.markov_head(tokens[-1]))
             tokens.append(self.network.target_ids(best))
@@ -311,15 +351,25 @@ class DFlashCandidateGenerator(CandidateGenerator):
             tokens = chain.choose(scores)
         return chain.draft(limits)
 
+    def _sample_walk(self, edges: Edges, step: DraftStep, limits: list[int]) -> DraftTree:
+        """Samples a walk through the scores of a selector: each token given the one that was drawn before it."""
+        chain = SteeredChain(self.session.sampler, step.rows, step.lengths)
+        places = torch.zeros(len(limits), dtype=torch.long, device=self.device)
+        for depth in range(max(limits)):
+            logits = edges.logits_after(depth, places, self.network.config.vocab_size)
+            tokens = chain.choose(chain.scores(logits.to(self.session.device)))
+            places = edges.places_of(depth, tokens.to(self.device))
+        return chain.draft(limits)
+
     # Drafting in graphs
 
-    def _replay(self, new: Commit | None, limits: list[int]) -> torch.Tensor | PrefixNodes | None:
+    def _replay(self, new: Commit | None, limits: list[int]) -> torch.Tensor | Prefixes | Edges | None:
         """Reads new tokens and predicts the whole block in a graph; `None` where there is none to run."""
         if self.text.graphs is None or new is None:
             return None
-        kind = (self.block_size, self.num_speculative_tokens, self.num_steps, self.tree_budget, self.mask_token_id)
+        kind = (self.block_size, self.num_speculative_tokens, self.num_steps, self.mask_token_id)
         predicted = self.text.replay(
-            (*kind, self.samples_drafts),
+            (*kind, self.tree_budget, self.draft_tree_top_k, self.samples_drafts),
             Entries(new.tokens, new.hidden_states, new.counts),
             self.most_committed,
             self.block_size,
@@ -328,42 +378,19 @@ class DFlashCandidateGenerator(CandidateGenerator):
         )
         if predicted is None:
             return None
-        if isinstance(predicted, PrefixNodes):
+        if isinstance(predicted, (Prefixes, Edges)):
             return predicted.of_rows(len(limits))
         return predicted[: len(limits), : max(limits)]
 
-    def _captured_prediction(self, inputs: DraftInputs, columns: int) -> torch.Tensor | PrefixNodes:
+    def _captured_prediction(self, inputs: DraftInputs, columns: int) -> torch.Tensor | Prefixes | Edges:
         text = self.text.static(inputs, columns)
         text.extend(inputs.states, inputs.counts)
         text.begin_block(self.block_size)
         anchors = last_of_each(inputs.tokens, inputs.counts)
         predicted = self._predict(text, anchors, self.num_speculative_tokens)
-        if not self.tree_budget:
+        if not isinstance(predicted, Lattice):
             return predicted
-        tokens, log_probs = predicted
-        return PrefixNodes(*prefix_nodes(tokens, log_probs, self.tree_budget, inputs.limits), tokens.shape[-1])
-
-
-class PrefixNodes(NamedTuple):
-    """The most probable prefixes, made in a graph.
-
-    Attributes:
-        tokens, parents (`torch.LongTensor` of shape `(R, N)`): Of the nodes, as from [`prefix_nodes`].
-        width (`int`): C, candidates of each position.
-    """
-
-    tokens: torch.LongTensor
-    parents: torch.LongTensor
-    width: int
-
-    def of_rows(self, count: int) -> PrefixNodes:
-        return PrefixNodes(self.tokens[:count], self.parents[:count], self.width)
-
-    def draft(self, budget: int, limits: list[int], device: torch.device) -> DraftTree:
-        """The draft, each row cut to what it has room for."""
-        counts = [num_prefixes(self.width, limit, budget) for limit in limits]
-        tokens, parents = (values[:, : max(counts)].to(device) for values in (self.tokens, self.parents))
-        return DraftTree(tokens, parents, counts)
+        return prefix_nodes(predicted, self.tree_budget, inputs.limits, self.draft_tree_top_k)
 
 
 class DraftText(DraftSlots):
@@ -443,6 +470,11 @@ def _num_steps(options: DFlashOptions, network: DFlashNetwork) -> int:
     """
     config, asked = network.config, options.dflash_num_denoising_steps
     is_dspark = config.predicts_next or config.markov_rank > 0
+    if config.selector_rank and (asked or 1) > config.num_denoising_steps:
+        raise SpecConfigError(
+            f"`dflash_num_denoising_steps` must be at most {config.num_denoising_steps}, what this DFlash 2 draft "
+            f"declares, got {asked}: its selector was not trained on blocks of which tokens are known."
+        )
     trained = 1 if is_dspark else config.num_denoising_steps
     if asked is None:
         return 1 if options.num_draft_nodes else trained

@@ -11,20 +11,29 @@ and in every layer to the text before them, of which the draft knows the target'
 What depends on the text alone is computed once for every token. In DSpark (arXiv:2607.05147) a position predicts the
 token after it, the anchor's the first one, and a table of low rank corrects the logits by the token before.
 
-Shapes: R rows, T positions of a block (or of several), S slots
-of the cache, C tokens of the text, h and th hidden sizes of draft and target, A captured states, D head size, V
-vocabulary of the target, U that of the draft, r rank of the corrections.
+DFlash 2 wraps attention and MLP of every layer in convolutions along the block, and chooses tokens with a selector,
+see [`~candidate_generators.dflash.selector`]. With u what is normed before attention or MLP, and s counting positions
+back inside of the block:
+
+    kernels = W u                                     of each position, for both sides and every group g of channels
+    conv_i(x)[t, c] = sum_s (base_i[s, c] + kernels[t, i, s, g(c)]) x[t - s, c]
+    stream + conv_1(attention(conv_0(u)))             keys and values of the text pass through none
+
+Shapes: R rows, T positions of a block (or of several), S slots of the cache, C tokens of the text, h and th hidden
+sizes of draft and target, A captured states, D head size, V vocabulary of the target, U that of the draft, r rank of
+the corrections; B positions of one block, G groups of a convolution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -36,6 +45,7 @@ from ...errors import SpecConfigError
 from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, loaded_network, on_device_of
 from ...layers.llama import (
     DecoderLayer,
+    DirectModule,
     GatedMLP,
     KeyValueCache,
     RMSNorm,
@@ -44,7 +54,9 @@ from ...layers.llama import (
     rotate,
     with_query_groups,
 )
+from .denoising import Denoising
 from .formats import BlockView, DFlashConfig, DFlashReader
+from .selector import CandidateSelector, walk_on
 
 
 if TYPE_CHECKING:
@@ -67,7 +79,7 @@ class DFlashNetwork(DraftNetwork):
 
     Attributes:
         target_hidden_states (`tuple`): Keys of the target's states that `fuse` takes: i is what enters its decoder
-            layer i, see [`captured_states`].
+            layer i, "last" what leaves its final norm, see [`captured_states`].
         views (`tuple[BlockView, ...]`): What its layers see; `forward` takes a mask for each.
         token_ids (`torch.LongTensor` of shape `(U,)`): The target's id of each draft id; `None` where they are equal.
     """
@@ -77,7 +89,9 @@ class DFlashNetwork(DraftNetwork):
 
     def __init__(self, config: DFlashConfig):
         super().__init__(config)
-        self._state_keys = tuple(layer + 1 for layer in config.target_layer_ids)
+        # DFlash 2 was trained on transformers' states, of which the last one is normed.
+        normed = config.num_target_layers if config.selector_rank else None
+        self._state_keys = tuple("last" if layer + 1 == normed else layer + 1 for layer in config.target_layer_ids)
         self.target_hidden_states: tuple[int | str, ...] = tuple(dict.fromkeys(self._state_keys))
         self._layer_views = tuple(map(config.view, range(config.num_hidden_layers)))
         self.views: tuple[BlockView, ...] = tuple(dict.fromkeys(self._layer_views))
@@ -92,6 +106,7 @@ class DFlashNetwork(DraftNetwork):
         self.norm: RMSNorm = RMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
         self.markov_head: MarkovHead | None = MarkovHead(config) if config.markov_rank else None
+        self.candidate_selector: CandidateSelector | None = CandidateSelector(config) if config.selector_rank else None
         self.register_buffer("token_ids", torch.arange(config.draft_vocab_size) if config.has_token_ids else None)
         self._target: _ScaledParts | None = None
 
@@ -106,7 +121,8 @@ class DFlashNetwork(DraftNetwork):
 
         What is only a copy of the target's is given up.
         """
-        self._target = target = _ScaledParts(target_model)
+        # DFlash 2 has scales of its own.
+        self._target = target = _ScaledParts(target_model, is_scaled=self.candidate_selector is None)
         if self.embed_tokens is not None and target.has_plain_embedding:
             if is_copy(self.embed_tokens.weight, target.embedding.weight):
                 self.embed_tokens = None
@@ -151,6 +167,10 @@ class DFlashNetwork(DraftNetwork):
 
     # The block
 
+    def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
+        rows = super().embed(tokens)
+        return rows if self.config.embedding_scale == 1 else rows * self.config.embedding_scale
+
     def forward(
         self,
         tokens: torch.LongTensor,
@@ -158,6 +178,7 @@ class DFlashNetwork(DraftNetwork):
         masks: Mapping[BlockView, torch.Tensor | None],
         cache: KeyValueCache,
         bound: int | None = None,
+        block_size: int | None = None,
     ) -> torch.Tensor:
         """Reads blocks.
 
@@ -170,6 +191,7 @@ class DFlashNetwork(DraftNetwork):
             cache (`KeyValueCache`): Has the keys and values of the text, from `context`, and is given those of the
                 block: a `SlotCache` or [`GivenContext`].
             bound (`int`, *optional*): As in `context`.
+            block_size (`int`, *optional*): B, where rows have several blocks. By default T.
 
         Returns:
             `torch.Tensor` of shape `(R, T, h)`: what `logits` reads.
@@ -179,7 +201,7 @@ class DFlashNetwork(DraftNetwork):
         groups = self.config.num_attention_heads // self.config.num_key_value_heads
         masks = {view: with_query_groups(mask, groups) for view, mask in masks.items()}
         for layer, view in zip(self._modules["layers"], self._layer_views):
-            stream = layer(stream, angles, masks[view], cache)
+            stream = layer(stream, angles, masks[view], cache, block_size=block_size or tokens.shape[1])
         return self._modules["norm"](stream)
 
     def predicting(self, output: torch.Tensor) -> torch.Tensor:
@@ -194,7 +216,26 @@ class DFlashNetwork(DraftNetwork):
         # As a matrix: the product of a part of a block with its strides would copy the weights.
         rows = output.flatten(0, -2)
         logits = self._target.logits(rows).to(rows) if self.lm_head is None else self.lm_head(rows)
+        if self.config.logit_scale != 1:
+            logits = logits * self.config.logit_scale
+        if cap := self.config.logit_softcap:
+            logits = cap * torch.tanh(logits / cap)
         return logits.unflatten(0, output.shape[:-1])
+
+    def denoise(self, state: Denoising, output: torch.Tensor, anchors: torch.LongTensor, keep: int) -> None:
+        """One denoising step.
+
+        Args:
+            state (`Denoising`): The blocks.
+            output (`torch.Tensor` of shape `(R, K, h)`): `forward`'s output at the positions that predict.
+            anchors (`torch.LongTensor` of shape `(R,)`): First tokens of the blocks.
+            keep (`int`): As for [`Denoising.update`].
+        """
+        logits = self.logits(output)
+        if self.candidate_selector is None:
+            state.update(logits, keep, self.token_ids)
+        else:
+            walk_on(state, self.candidate_selector, logits, output, anchors, keep)
 
     def save(self, folder: str | Path) -> None:
         """Writes `config.json` and `model.safetensors` in the layout of the first publishers; makes the folder."""
@@ -202,7 +243,7 @@ class DFlashNetwork(DraftNetwork):
 
 
 class DFlashLayer(DecoderLayer):
-    """A decoder layer of the Qwen3 kind; without a mask, all of the text and of the block is seen."""
+    """A decoder layer of the Qwen3 kind, maybe with convolutions; without a mask, all of text and block is seen."""
 
     def __init__(self, config: DFlashConfig, index: int):
         biases = ("q_proj", "k_proj", "v_proj", "o_proj") if config.attention_bias else ()
@@ -212,6 +253,66 @@ class DFlashLayer(DecoderLayer):
             RMSNorm(config.hidden_size, config.rms_norm_eps),
             RMSNorm(config.hidden_size, config.rms_norm_eps),
         )
+        if config.conv_kernel_size:
+            self.attention_conv, self.mlp_conv = BlockConvolution(config), BlockConvolution(config)
+
+    def forward(self, stream, angles, mask, cache, attended=None, *, block_size: int | None = None) -> torch.Tensor:
+        parts = self._modules
+        if "attention_conv" not in parts:
+            return super().forward(stream, angles, mask, cache, attended)
+        attention, mlp = parts["self_attn"], parts["mlp"]
+        normed = parts["input_layernorm"](stream)
+        stream = stream + parts["attention_conv"](
+            normed, lambda convolved: attention(convolved, angles, mask, cache), block_size
+        )
+        normed = parts["post_attention_layernorm"](stream)
+        return stream + parts["mlp_conv"](normed, mlp, block_size)
+
+
+class BlockConvolution(DirectModule):
+    """Convolution along each block before and after an operation, with kernels that depend on what is read.
+
+    A channel has its own taps, and shares what is added to them by position with its group. Before the anchor there
+    is nothing. A new one changes nothing.
+    """
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        size, taps = config.hidden_size, config.conv_kernel_size
+        self.group_size = config.conv_group_size
+        self.base_kernel = nn.Parameter(F.pad(torch.ones(2, 1, size), (0, 0, 0, taps - 1)))
+        self.kernel_projection = nn.Linear(size, 2 * taps * (size // self.group_size), bias=False)
+        nn.init.zeros_(self.kernel_projection.weight)
+
+    def forward(
+        self, normed: torch.Tensor, operation: Callable[[torch.Tensor], torch.Tensor], block_size: int | None = None
+    ) -> torch.Tensor:
+        """
+        Args:
+            normed (`torch.Tensor` of shape `(R, T, h)`): What the operation would read without convolution.
+            operation (`Callable`): From `(R, T, h)` to `(R, T, h)`.
+            block_size (`int`, *optional*): B, by default T.
+
+        Returns:
+            `torch.Tensor` of shape `(R, T, h)`.
+        """
+        base = self._parameters["base_kernel"].unflatten(2, (-1, self.group_size))
+        kernels = project(self._modules["kernel_projection"], normed)
+        # (R, T, 2, taps, G, channels of a group)
+        kernels = kernels.view(*normed.shape[:2], *base.shape[:3], 1) + base
+        before, after = kernels.unbind(2)
+        return self._convolved(operation(self._convolved(normed, before, block_size)), after, block_size)
+
+    def _convolved(self, hidden: torch.Tensor, kernels: torch.Tensor, block_size: int | None) -> torch.Tensor:
+        size = block_size or hidden.shape[1]
+        # (R, blocks, B, G, channels of a group)
+        blocks = hidden.view(len(hidden), -1, size, *kernels.shape[3:])
+        kernels = kernels.unflatten(1, (-1, size))
+        total = kernels[..., 0, :, :] * blocks
+        for tap in range(1, min(kernels.shape[3], size)):
+            earlier = F.pad(blocks[:, :, :-tap], (0, 0, 0, 0, tap, 0))
+            total = total + kernels[..., tap, :, :] * earlier
+        return total.view_as(hidden)
 
 
 class MarkovHead(nn.Module):
@@ -242,10 +343,13 @@ class GivenContext:
 
 
 class _ScaledParts(TargetParts):
-    """Embedding and lm_head with the scaling that targets apply after them: drafts are trained with it."""
+    """Embedding and lm_head with the scaling that targets apply after them, if drafts are trained with it."""
 
-    def __init__(self, target_model: nn.Module):
+    def __init__(self, target_model: nn.Module, is_scaled: bool):
         super().__init__(target_model)
+        self._is_scaled, self._softcap, self._scale = is_scaled, None, 1
+        if not is_scaled:
+            return
         config = target_model.config.get_text_config(decoder=True)
         self._softcap = getattr(config, "final_logit_softcapping", None)
         factors = (getattr(config, name, None) for name in ("logit_scale", "output_multiplier"))
@@ -261,7 +365,7 @@ class _ScaledParts(TargetParts):
 
     def embed(self, tokens):
         """Embeds tokens as the target does, with its scaling. A norm after the table belongs to the target alone."""
-        if hasattr(self.embedding, "embed_norm"):
+        if not self._is_scaled or hasattr(self.embedding, "embed_norm"):
             return super().embed(tokens)
         return self.embedding(on_device_of(self.embedding, tokens))
 

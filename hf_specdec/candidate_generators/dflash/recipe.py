@@ -4,6 +4,8 @@ A block begins at an anchor, as in drafting: the token that was committed last, 
 of the text before the anchor, and itself. Every mask is to become the text's token of its place, and the loss of the
 j-th of them has the weight `head_decay`^(j - 1): a wrong token makes those after it worthless.
 
+A DFlash 2 draft also learns the scores of its selector, see [`DFlash2Recipe`].
+
 With `reveal_share` some blocks have the text's tokens in the place of a part of their masks, as in training masked
 diffusion (LLaDA, Nie et al. 2025, arXiv:2502.09992, section 2.2). Only such drafts gain from several denoising steps.
 
@@ -13,6 +15,7 @@ Shapes as in `recipe.py`; A anchors of a row, S tokens of a block, K = S - 1 mas
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +29,9 @@ from ...training.recipe import (
     CHUNK_LOGITS,
     CycleRecipe,
     no_loss,
+    sum_over_chunks,
 )
-from . import DFlashTraining
+from . import DFlash2Training, DFlashTraining
 from .denoising import Denoising, keep_counts
 from .formats import BlockView, DFlashConfig, default_layer_ids
 from .network import DFlashNetwork, GivenContext, mask_token_of, tokenizer_of
@@ -64,6 +68,11 @@ class DFlashRecipe(DFlashTraining, CycleRecipe):
     def num_drafts(self) -> int:
         return self.block_size - 1
 
+    @property
+    def further_parts(self) -> dict[str, Any]:
+        """Settings of the network beside those of every draft."""
+        return {}
+
     def check(self, target: PreTrainedModel) -> None:
         super().check(target)
         num_layers, num_tokens = len(decoder_layers(target)), target.get_input_embeddings().weight.shape[0]
@@ -94,6 +103,7 @@ class DFlashRecipe(DFlashTraining, CycleRecipe):
             target_layer_ids=self.target_layer_ids or tuple(sorted(set(usual))),
             num_target_layers=num_layers,
             num_denoising_steps=self.num_denoising_steps or (3 if self.reveal_share else 1),
+            **self.further_parts,
         )
         network = DFlashNetwork(config).attach(target)
         # The target's last layers, on what the deepest of the captured states says.
@@ -118,15 +128,29 @@ class DFlashRecipe(DFlashTraining, CycleRecipe):
             return total
         # The target predicts the tokens there.
         places = rows * reading.tokens.shape[1] + anchors[rows, blocks] + 1 + masks
-        return total + self.token_loss(
+        weights = self.head_decay**masks
+        total = total + self.token_loss(
             reading,
             network.logits,
             output[counting],
             labels[counting],
             places,
             network.config.draft_vocab_size,
-            weights=self.head_decay**masks,
+            weights=weights,
         )
+        before = reading.tokens.flatten()[places]
+        return total + self.further_loss(network, output[counting], labels[counting], before, weights)
+
+    def further_loss(
+        self,
+        network: DFlashNetwork,
+        output: torch.Tensor,
+        labels: torch.LongTensor,
+        before: torch.LongTensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor | float:
+        """Loss beside that of the tokens, by outputs `(N, h)`, tokens, those before them, and weights, `(N,)` each."""
+        return 0.0
 
     def draw_anchors(self, reading: Reading) -> torch.LongTensor:
         """Draws the anchors of this step, `(B, A)`."""
@@ -153,6 +177,41 @@ class DFlashRecipe(DFlashTraining, CycleRecipe):
         chunk = max(1, CHUNK_LOGITS // (len(anchors) * self.num_drafts * network.config.draft_vocab_size))
         drafts = [draft_blocks(network, context, reading, part) for part in anchors.split(chunk, 1)]
         return torch.cat(drafts, dim=1).movedim(2, 0)
+
+
+class DFlash2Recipe(DFlash2Training, DFlashRecipe):
+    """
+    A DFlash 2 draft, which begins as a DFlash draft: its convolutions change nothing, its selector next to nothing.
+    The selector learns beside the tokens, from the candidates after the text's own token, where the right one is among
+    them.
+    """
+
+    def check(self, target: PreTrainedModel) -> None:
+        super().check(target)
+        size = hidden_size(target)
+        if size % self.conv_group_size:
+            raise SpecConfigError(
+                f"`conv_group_size` must divide {size}, the hidden size of {type(target).__name__}, got "
+                f"{self.conv_group_size}."
+            )
+
+    @property
+    def further_parts(self) -> dict[str, Any]:
+        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        return {name: getattr(self, name) for name in names}
+
+    def further_loss(self, network, output, labels, before, weights) -> torch.Tensor:
+        selector = network.candidate_selector
+
+        def chunk_loss(part: slice) -> torch.Tensor:
+            values, tokens = selector.best(network.logits(output[part]))
+            scores = values.float() + selector.scores(tokens, before[part, None], output[part])[:, 0]
+            # Where none is right, nothing is learned.
+            is_right = tokens == labels[part, None]
+            return -(weights[part] * (scores.log_softmax(-1) * is_right).sum(-1)).sum()
+
+        losses = sum_over_chunks(chunk_loss, len(labels), network.config.draft_vocab_size)
+        return self.selector_weight * losses / weights.sum()
 
 
 def mask_token_for(target: PreTrainedModel) -> int:
@@ -211,7 +270,7 @@ def read_blocks(
     positions = (anchors[..., None] + 1 + torch.arange(size, device=anchors.device)).flatten(1)
     masks = {view: _mask(network, view, anchors, positions, context[0][0].shape[2]) for view in network.views}
     repeated = [tuple(part.repeat_interleave(pieces, dim=0) for part in layer) for layer in context]
-    output = network(tokens, positions, masks, GivenContext(repeated))
+    output = network(tokens, positions, masks, GivenContext(repeated), block_size=size)
     output = network.predicting(output.view(-1, size, output.shape[-1]))
     return output.view(rows, pieces * together, *output.shape[1:])[:, :count]
 
@@ -240,8 +299,9 @@ def draft_blocks(
     """Drafts the tokens `(B, A, K)` of the cycles at the anchors `(B, A)`, in as many steps as the draft has."""
     count, mask_token_id = network.config.num_drafts(network.config.block_size), network.config.mask_token_id
     state = Denoising.start(anchors.numel(), count, mask_token_id, anchors.device)
+    first = reading.tokens.gather(1, anchors + 1).flatten()
     for keep in keep_counts(count, network.config.num_denoising_steps):
         blocks = _blocks(reading, anchors, state.inputs.view(*anchors.shape, count))
         output = read_blocks(network, context, anchors, blocks)
-        state.update(network.logits(output.flatten(0, 1)), keep)
+        network.denoise(state, output.flatten(0, 1), first, keep)
     return state.tokens.view(*anchors.shape, count)

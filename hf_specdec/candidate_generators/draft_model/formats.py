@@ -8,6 +8,8 @@ from typing import ClassVar
 from ...checkpoints.format import Format
 from ...checkpoints.header import TargetNeeds
 from ...checkpoints.reader import CheckpointReader
+from ...checkpoints.settings import MOST, is_int
+from ...errors import shown
 
 
 class DraftModelReader(CheckpointReader):
@@ -25,7 +27,12 @@ class DraftModelReader(CheckpointReader):
 
     def check(self) -> None:
         # What it computes is for transformers to know.
-        pass
+        token, size = self.stated("pard_token"), self.setting("vocab_size")
+        if token is not None and not (is_int(token) and -1 <= token < (size or MOST)):
+            raise self.wrong(
+                f"has `pard_token`={shown(token)} in its config.json, and its vocabulary has {size} tokens",
+                "Correct it, or remove it to draft token by token.",
+            )
 
 
 _format = partial(Format, method="draft_model", reader=DraftModelReader, is_hint=True)

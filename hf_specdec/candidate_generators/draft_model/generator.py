@@ -5,12 +5,18 @@ of transformers with the target's tokenizer; the widths of the two vocabularies 
 Its keys and values stay in slots of their own from cycle to cycle: a cycle feeds the one or two tokens that the target
 has added, then one token a draft.
 
-Shapes: R rows that are drafted for, B active rows of the loop, T tokens fed, V vocabulary of the target.
+PARD (An et al. 2025, arXiv:2504.18583) trains such a model to predict several tokens at once: a cycle feeds all tokens
+that the target has added, then K - 1 mask tokens in the same forward, and drafts K tokens from the last K logits. The
+masks are forgotten. Each token has a distribution of its own, whatever is drawn before it.
+
+Shapes: R rows that are drafted for, B active rows of the loop, T tokens fed, K drafted tokens, V vocabulary of the
+target, W width of the draft's logits.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -33,7 +39,7 @@ from ...protocol import Commit, DraftStep, Prompt, Session
 from ...transfers import PendingRead, last_of_each, upload
 from ...validation import Options, draft_sample_method_field, setting
 from ..base import CandidateGenerator
-from .network import Vocabularies, checkpoint_location, load_draft_model, match_vocabularies
+from .network import Vocabularies, checkpoint_location, load_draft_model, mask_token_of, match_vocabularies
 
 
 if TYPE_CHECKING:
@@ -75,6 +81,9 @@ _SETTINGS_HERE = {
     "assistant_confidence_threshold": "draft_confidence_threshold",
 }
 
+# Tokens that a model with masks drafts where the settings name no number: published ones were trained with 8 to 16.
+_TOKENS_AT_ONCE = 8
+
 # Settings that say what to load and how.
 _LOADING = ("model", "revision", "code_revision", "subfolder", "cache_dir", "trust_remote_code")
 _LOADING += ("dtype", "device", "quantization")
@@ -91,10 +100,18 @@ def _check_nothing_to_load(config: SpeculativeConfig) -> None:
 
 @dataclass
 class DraftModel:
-    """Outlives a call: the loaded model, and the relation of its vocabulary to the target's."""
+    """Outlives a call.
+
+    Attributes:
+        model (`PreTrainedModel`): The loaded model.
+        vocabularies (`Vocabularies`): Relation of its vocabulary to the target's.
+        mask_token (`int`, *optional*): The token in whose places it drafts all tokens at once; `None`: it drafts one
+            token after the other.
+    """
 
     model: torch.nn.Module
     vocabularies: Vocabularies
+    mask_token: int | None = None
 
 
 def _ignored_settings(model: torch.nn.Module, config: SpeculativeConfig) -> str | None:
@@ -128,7 +145,7 @@ def _first_token(config: PreTrainedConfig) -> int:
 
 
 class DraftModelCandidateGenerator(CandidateGenerator):
-    """Drafts chains, one token after the other."""
+    """Drafts chains, one token after the other, or with a model that was trained for it all tokens at once."""
 
     options_class = DraftModelOptions
     default_num_speculative_tokens = 5
@@ -148,7 +165,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         with nullcontext() if location is None else checkpoint_errors(config.model):
             model_profile(draft_model, role="draft model")
             vocabularies = match_vocabularies(draft_model, target_model, config.options.same_tokenizer, location)
-        return DraftModel(draft_model, vocabularies)
+        return DraftModel(draft_model, vocabularies, mask_token_of(draft_model))
 
     @classmethod
     def network(cls, resources: DraftModel) -> torch.nn.Module:
@@ -160,6 +177,9 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self.device: torch.device = model.device
         self._tokens_ahead = 0 if session.device.type == "cpu" else 1
         self.vocabularies: Vocabularies = resources.vocabularies
+        self.mask_token: int | None = resources.mask_token
+        if self.mask_token is not None and config.fixed_length is None:
+            self.num_speculative_tokens = _TOKENS_AT_ONCE
         # The stock protocol has no sampler; it verifies drafts as point masses.
         self.sampler: DraftSampler = session.sampler or _plain_sampler(self.vocabularies.target_size)
         own_limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -276,8 +296,9 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         counts = upload(depths, self.session.device) if stops else depths
         chain = SteeredChain(self.sampler, self.rows, lengths, self.samples_drafts)
         have_stopped: deque[PendingRead] = deque()
-        logits = self._feed_pending()
+        next_logits = self._logits_at_once(max(depths)) if self.mask_token is not None else self._logits_one_by_one()
         for depth in range(max(depths)):
+            logits = next_logits(chain.tokens)
             scores = chain.scores(logits.to(self.session.device))
             tokens = chain.choose(scores)
             if stops:
@@ -286,10 +307,21 @@ class DraftModelCandidateGenerator(CandidateGenerator):
                 # A GPU is asked about the token before, so that it always has one more to work on.
                 if len(have_stopped) > self._tokens_ahead and have_stopped.popleft().get():
                     break
-            if depth + 1 < max(depths):
-                logits = self._feed(self._readable(tokens)[:, None])
-        self.num_fed_drafts = [len(chain.tokens) - 1] * len(self.rows)
+        self.num_fed_drafts = [0 if self.mask_token is not None else len(chain.tokens) - 1] * len(self.rows)
         return chain, counts
+
+    def _logits_one_by_one(self) -> Callable[[list[torch.LongTensor]], torch.Tensor]:
+        """The logits after drafted tokens, each fed when it has been chosen."""
+
+        def after(tokens: list[torch.LongTensor]) -> torch.Tensor:
+            return self._feed(self._readable(tokens[-1])[:, None]) if tokens else self._feed_pending()[:, 0]
+
+        return after
+
+    def _logits_at_once(self, count: int) -> Callable[[list[torch.LongTensor]], torch.Tensor]:
+        """The logits of all positions, from one forward with masks in the places of the drafted tokens."""
+        logits = self._feed_pending(count - 1)
+        return lambda tokens: logits[:, len(tokens)]
 
     def _stop_low_confidence(
         self, counts: torch.LongTensor, scores: torch.FloatTensor, tokens: torch.LongTensor, drafted: int
@@ -299,12 +331,18 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         is_low = confidence < self.options.confidence_threshold
         return torch.where(is_low, counts.clamp(max=drafted), counts)
 
-    def _feed_pending(self) -> torch.Tensor:
-        """Feeds what the target has committed since the last cycle; logits `(R, W)` after each row's anchor."""
+    def _feed_pending(self, num_masks: int = 0) -> torch.Tensor:
+        """Feeds what the target has committed since the last cycle, and masks after it.
+
+        Returns:
+            `torch.Tensor` of shape `(R, num_masks + 1, W)`: Logits after each row's anchor and after the masks.
+        """
         counts = list(map(len, self.pending))
-        width = max(counts)
+        masks = [self.mask_token] * num_masks
+        width = max(counts) + num_masks
         # Shorter rows are padded on the right: those slots lie after the row and are written again.
-        tokens = upload([row + row[-1:] * (width - len(row)) for row in self.pending], self.device)
+        rows = [row + (masks or row[-1:]) for row in self.pending]
+        tokens = upload([(row + row[-1:] * width)[:width] for row in rows], self.device)
         # Logits of what was committed in a pause would cost more than reading it.
         known = min(counts) - 1
         output = self.model.forward(self._readable(tokens), chain_topology(width - 1, self.device), logits_from=known)
@@ -312,7 +350,12 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         if self.model.recurrent is not None:
             self.mark = self.model.recurrent.mark()
         self.pending = [[] for _ in self.rows]
-        return last_of_each(output.logits, [count - known for count in counts])
+        if not num_masks:
+            return last_of_each(output.logits, [count - known for count in counts])[:, None]
+        places = upload(
+            [[count - known - 1 + index for index in range(num_masks + 1)] for count in counts], self.device
+        )
+        return output.logits.gather(1, places[..., None].expand(-1, -1, output.logits.shape[-1]))
 
     def _feed(self, tokens: torch.LongTensor) -> torch.Tensor:
         """Feeds one token a row; logits `(R, W)` after it."""

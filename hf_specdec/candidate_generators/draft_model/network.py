@@ -65,6 +65,31 @@ def load_draft_model(config: Any, target_model: torch.nn.Module) -> torch.nn.Mod
     return model.eval()
 
 
+def mask_token_of(model: torch.nn.Module) -> int | None:
+    """The mask token of a PARD model (`pard_token`); `None` for a model that drafts one token after the other.
+
+    Raises:
+        CheckpointFormatError: It is no token of the model.
+    """
+    token = getattr(model.config.get_text_config(decoder=True), "pard_token", None)
+    token = getattr(model.config, "pard_token", None) if token is None else token
+    # -1 says that it was trained without.
+    if token is None or token == -1:
+        return None
+    readable = model.get_input_embeddings().weight.shape[0]
+    if not is_int(token) or not 0 <= token < readable:
+        raise CheckpointFormatError(
+            f"The draft model '{model.config.name_or_path}' has `pard_token`={shown(token)} in its config.json, and "
+            f"its embedding has the tokens 0 to {readable - 1}. Correct it, or remove it to draft token by token."
+        )
+    if getattr(model.config, "pard2", False) or getattr(model.config, "spd_type", None) == "pard2":
+        logger.warning_once(
+            f"The draft model '{model.config.name_or_path}' is a PARD-2 model, of which the target's states "
+            "(warp_model.bin) are not read: it drafts from the tokens alone, and fewer drafts may be accepted."
+        )
+    return token
+
+
 def _checked_weights(files: RepoFiles) -> str:
     """The weight file of a model, or its index, when all that transformers will read has been checked and is here."""
     try:

@@ -8,6 +8,8 @@ Names and shapes of the tensors decide; the config only tells what they cannot. 
                                     fc, midlayer, norm, lm_head, d2t, t2d
     speculators, type "eagle3"; ModelOpt
                                     fc, layers.{i}, norm, lm_head, d2t, t2d, input_norm, fc_norm.{a}
+    P-EAGLE (speculators, type "peagle"; AWS)
+                                    the same or with midlayer, and mask_hidden
 
 Shapes: h and th hidden sizes of draft and target, A captured states, V vocabulary of the target, U that of the draft,
 N decoder layers of the target.
@@ -33,9 +35,9 @@ from ...checkpoints.draft_reader import (
     share_of,
     stored_vocabulary,
 )
-from ...checkpoints.format import Format, Unsupported
+from ...checkpoints.format import Format, Unsupported, is_marked
 from ...checkpoints.header import Header, TargetNeeds, TargetSizes, listed
-from ...checkpoints.settings import COUNT, FLAG, INDICES, POSITIVE
+from ...checkpoints.settings import COUNT, FLAG, INDEX, INDICES, POSITIVE
 
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ class EagleConfig(DraftConfig):
         norm_before_residual (`bool`): EAGLE-3's first layer adds to the normed state, not to the state itself.
         norm_output (`bool`): What is fed back has gone through the final norm.
         logit_scale (`float`): Factor of the logits.
+        mask_token_id (`int`, *optional*): Token of the masks with which a P-EAGLE head drafts all tokens at once.
+        num_parallel_tokens (`int`): Tokens that it was trained to draft so.
     """
 
     method: Literal["eagle", "eagle3"]
@@ -77,6 +81,8 @@ class EagleConfig(DraftConfig):
     norm_before_residual: bool = False
     norm_output: bool = False
     logit_scale: float = 1.0
+    mask_token_id: int | None = None
+    num_parallel_tokens: int = 0
 
     @property
     def num_states(self) -> int:
@@ -120,6 +126,12 @@ class EagleConfig(DraftConfig):
                     "use_last_layernorm": "norm" in self.norms,
                 },
             }
+        if self.mask_token_id is not None:
+            proposal = {"proposal_type": "greedy", "speculative_tokens": self.num_parallel_tokens}
+            config |= {
+                "mask_token_id": self.mask_token_id,
+                "speculators_config": {"proposal_methods": [proposal]},
+            }
         return config
 
 
@@ -137,14 +149,19 @@ _LLAMA4 = ("architectures=EagleLlama4.*",)
 _COHERE = ("architectures=EagleCohere.*",)
 _MINICPM = ("architectures=EagleMiniCPM.*",)
 _MTP = ("architectures=Eagle(DeepSeekMTP|MistralLarge3).*",)
-_PARALLEL = ("architectures=P[Ee]agle.*", "speculators_model_type=peagle")
-_PARALLEL += ("parallel_draft_step=(?!(0|1|False|True)$).+",)
+_PARALLEL = ("architectures=(?i:peagle).*", "speculators_model_type=peagle")
+_MASK = "mask_hidden"
+
+# Keys for the token of its masks.
+_MASK_TOKENS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+
+# Tokens that a head of this kind drafts where its config does not say how many it was trained for.
+_TOKENS_AT_ONCE = 7
 
 _UNSUPPORTED = (
     Unsupported(
-        "is a head that drafts several tokens in one forward (P-EAGLE, parallel drafting)",
-        _PARALLEL,
-        ("mask_hidden",),
+        "is a head whose tokens are drafted by heads of their own (ModelOpt's parallel drafting)",
+        ("parallel_draft_step=(?!(0|1|False|True)$).+",),
     ),
     Unsupported(
         "is a layer for multi-token prediction (`eh_proj`, `enorm`, `hnorm`)", _MTP, ("eh_proj.weight", "enorm.weight")
@@ -179,13 +196,14 @@ class EagleReader(DraftReader):
     """
 
     noun = "head"
-    kinds: ClassVar[tuple[str, ...]] = ("eagle", "eagle3")
+    kinds: ClassVar[tuple[str, ...]] = ("eagle", "eagle3", "peagle")
     # Some formats have the config of a model, that of the layers, inside of it.
-    blocks: ClassVar[tuple[str, ...]] = ("transformer_layer_config", "model", "", "eagle_config")
+    blocks: ClassVar[tuple[str, ...]] = ("dflash_config", "transformer_layer_config", "model", "", "eagle_config")
     settings: ClassVar[dict[str, Kind]] = DraftReader.settings | {
         **dict.fromkeys(("aux_layer_ids", "eagle_aux_hidden_state_layer_ids", "layer_ids"), INDICES),
         **dict.fromkeys(("fc_norm", "use_aux_norm", "norm_before_fc", "norm_before_residual", "norm_output"), FLAG),
         **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm"), FLAG),
+        **dict.fromkeys(_MASK_TOKENS, INDEX),
         "logit_scale": POSITIVE,
         "original_max_position_embeddings": COUNT,
         "partial_rotary_factor": POSITIVE,
@@ -193,6 +211,7 @@ class EagleReader(DraftReader):
     notes = (
         "eagle_config layernorms model parallel_draft_step quantization_config use_sliding_window "
         "*loss* draft_attn_impl draft_vocab_size eagle_decoder_type eagle_fc_bias eagle_freeze_base_model "
+        "dflash_config down_sample_* num_depths para_depths parallel_drafting "
         "embed_requires_grad enable_sp_ulysses fusion_bias has_lm_head hot_vocab_size num_aux_* num_eagle_features "
         "parallel_draft_heads_num_layers target_model_type truncated_vocab_size ttt_* use_aux_hidden_state"
     )
@@ -241,6 +260,27 @@ class EagleReader(DraftReader):
                 "Pass an EAGLE checkpoint, or name the method that this one is for.",
             )
         self.require(projections(), "the first layer")
+        if self.is_parallel:
+            self.require([_MASK], "a P-EAGLE head")
+            self._mask_token_id()
+
+    @property
+    def is_parallel(self) -> bool:
+        """True where it drafts all tokens at once."""
+        return _MASK in self.stored or is_marked(self.header.config, _PARALLEL)
+
+    def _mask_token_id(self) -> int:
+        found = self.first_setting(*_MASK_TOKENS)
+        if found is None:
+            raise self.wrong(
+                f"is a P-EAGLE head (`{_MASK}`) and does not say which token its masks are",
+                "Add `mask_token_id` to its config.json.",
+            )
+        return found
+
+    @property
+    def num_draft_tokens(self):
+        return super().num_draft_tokens or (_TOKENS_AT_ONCE if self.is_parallel else None)
 
     @property
     def reads_last_state(self) -> bool:
@@ -287,8 +327,15 @@ class EagleReader(DraftReader):
             norm_before_residual=bool(self.setting("norm_before_residual")),
             norm_output=self._norm_output("fc_norm.0" in norms),
             logit_scale=float(self.setting("logit_scale") or 1),
+            mask_token_id=self._mask_token_id() if self.is_parallel else None,
+            num_parallel_tokens=self.num_draft_tokens if self.is_parallel else 0,
         )
         self.require([f"{name}.weight" for name in self._required_norms(config)], "its norms")
+        if config.mask_token_id is not None and config.mask_token_id >= config.vocab_size:
+            raise self.wrong(
+                f"has the mask token {config.mask_token_id}, and its embedding has {config.vocab_size} tokens",
+                "Correct its config.json.",
+            )
         return config
 
     def _is_norm(self, name: str) -> bool:
@@ -390,6 +437,8 @@ class EagleReader(DraftReader):
     def fitted(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         if name.startswith("fc.") and 0 < len(tensor) - shape[0] <= _MAX_EXTRA_ROWS:
             return tensor[: shape[0]].clone()
+        if name == _MASK:
+            return tensor.flatten()
         return super().fitted(name, tensor, shape)
 
 
@@ -401,17 +450,12 @@ _LATENT = "|".join(f"{layer}.self_attn.kv_a_proj_with_mqa.weight" for layer in (
 _SPECFORGE = ("architectures=LlamaForCausalLMEagle3",)
 
 _eagle = partial(Format, method="eagle", reader=EagleReader)
-_eagle3 = partial(Format, method="eagle3", reader=EagleReader)
+_eagle3 = partial(Format, method="eagle3", reader=EagleReader, without=(_MASK,))
 
 # The special before the usual.
 FORMATS = (
-    _eagle3("peagle-speculators", "speculators", ("speculators_model_type=peagle",)),
-    _eagle3(
-        "peagle",
-        "AWS, ModelOpt",
-        ("architectures=P[Ee]agle.*", r"eagle_config.parallel_draft_step=([2-9]|\d\d+)"),
-        (*_EAGLE_3, "mask_hidden"),
-    ),
+    _eagle3("peagle-speculators", "speculators", ("speculators_model_type=peagle",), (*_EAGLE_3, _MASK), without=()),
+    _eagle3("peagle", "AWS, vLLM, SpecForge", _PARALLEL[:1], (*_EAGLE_3, _MASK), without=()),
     _eagle3("eagle3-speculators", "speculators", ("speculators_model_type=eagle3",), _EAGLE_3),
     _eagle3("eagle3-mla", "SpecForge, ModelOpt", _MLA, (*_EAGLE_3, _LATENT)),
     _eagle3("eagle3-specforge", "SpecForge, SGLang", _SPECFORGE, ("midlayer.hidden_norm.weight",)),

@@ -2,7 +2,7 @@
 
 EAGLE-1 (Li et al. 2024, arXiv:2401.15077) has static trees, EAGLE-2 (arXiv:2406.16858, section 4) grows a tree from
 the draft's own confidence, EAGLE-3 (arXiv:2503.01840) has another network. The checkpoint decides the network
-([`~candidate_generators.eagle.network`]); every network drafts every shape, see
+([`~candidate_generators.eagle.network`]); every network but P-EAGLE's drafts every shape, see
 [`~candidate_generators.autoregressive`].
 """
 
@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ...drafting.growth import DynamicTree
+from ...drafting.chain import SteeredChain
+from ...drafting.growth import DynamicTree, RowLimits
 from ...drafting.shape import ExtrapolationOptions, draft_shape
-from ...drafts import TokenTree
+from ...drafts import DraftTree, TokenTree
+from ...logits.acceptance import best_tokens
+from ...protocol import DraftStep, Session
 from ...validation import MOST_DRAFT_TOKENS, setting
 from ..autoregressive import AutoregressiveCandidateGenerator
 from .network import EagleNetwork, fitting_network, load_eagle
+from .parallel import MaskedReading
 
 
 if TYPE_CHECKING:
@@ -44,7 +48,10 @@ class EagleOptions(ExtrapolationOptions):
 
 
 class EagleCandidateGenerator(AutoregressiveCandidateGenerator):
-    """Drafts chains, static and dynamic trees; small batches get a dynamic tree where the settings name no shape."""
+    """Drafts chains, static and dynamic trees; small batches get a dynamic tree where the settings name no shape.
+
+    With P-EAGLE heads it is a [`ParallelEagleCandidateGenerator`].
+    """
 
     options_class = EagleOptions
     default_num_speculative_tokens = 4
@@ -67,6 +74,10 @@ class EagleCandidateGenerator(AutoregressiveCandidateGenerator):
             return load_eagle(config, target_model)
         return fitting_network(draft_model, config, target_model)
 
+    def __new__(cls, config: SpeculativeConfig, resources: EagleNetwork, session: Session) -> EagleCandidateGenerator:
+        is_parallel = resources.config.mask_token_id is not None
+        return super().__new__(ParallelEagleCandidateGenerator if is_parallel else cls)
+
     def plan_drafts(self) -> TokenTree | DynamicTree:
         return draft_shape(
             self.config,
@@ -76,3 +87,46 @@ class EagleCandidateGenerator(AutoregressiveCandidateGenerator):
             self.default_num_speculative_tokens,
             prefers_trees=True,
         )
+
+
+class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
+    """Drafts chains with P-EAGLE heads, all tokens at once, see [`~candidate_generators.eagle.parallel`]."""
+
+    def plan_drafts(self) -> TokenTree | DynamicTree:
+        self.masked = MaskedReading(self.network)
+        config, reason = self.network.config, "the head drafts all tokens at once"
+        return draft_shape(self.config, config.draft_vocab_size, self.session, reason, config.num_parallel_tokens)
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        limits = RowLimits(self.draft_depths(step), self.threshold)
+        if limits.deepest <= 0:
+            # There will never be room again.
+            self.pending = None
+            return DraftTree.empty(len(step.rows), self.session.device)
+        logits, device = self._logits_at_once(limits), self.session.device
+        if self.samples_drafts:
+            chain = SteeredChain(self.session.sampler, step.rows, step.lengths)
+            for depth in range(limits.deepest):
+                chain.choose(chain.scores(self.network.target_logits(logits[:, depth]).to(device)))
+            return chain.draft(limits.depths)
+        best = best_tokens(logits)
+        if self.threshold:
+            paths = logits.log_softmax(-1, dtype=torch.float32).gather(2, best[..., None])[..., 0].cumsum(1)
+            for depth in range(1, limits.deepest):
+                limits.stop_low_confidence(paths[:, depth - 1 : depth], depth)
+        return DraftTree.chain(self.network.target_ids(best).to(device)[:, : limits.deepest], limits.depths)
+
+    def _logits_at_once(self, limits: RowLimits) -> torch.Tensor:
+        """Logits `(R, K, U)` of the first tokens of the drafts."""
+        new, num_masks = self._take_pending(), limits.deepest - 1
+        if new is None:
+            # What was committed has been read.
+            assert self.logits is not None, "nothing has been committed"
+            logits = self.logits[:, None]
+            masks = self.masked.read_masks(self.entries, len(logits), num_masks) if num_masks else logits[:, :0]
+            return torch.cat((logits, masks), dim=1)
+        most = self.plan.max_depth - 1
+        replayed = self.masked.replay(self.entries, new, self.most_committed, most, limits.depths)
+        self.hidden, logits = replayed or self.masked.read(self.entries, new, num_masks)
+        self.logits = logits[:, 0]
+        return logits[:, : limits.deepest]

@@ -11,8 +11,9 @@ With W the fully connected layer `fc`:
                y = g + Attn([norm(e) ; norm(g)]),     x = y + MLP(norm(y))
                logits = lm_head (norm(x)),            fed back: x, in the place of g
 
-Further layers are ordinary ones. A norm or a bias is there if and only if its tensor is in the checkpoint; which, and
-what else a checkpoint says, is in [`EagleConfig`].
+P-EAGLE (arXiv:2602.01469) is an EAGLE-3 head with a trained state for masks, see
+[`~candidate_generators.eagle.parallel`]. Further layers are ordinary ones. A norm or a bias is there if and only if
+its tensor is in the checkpoint; which, and what else a checkpoint says, is in [`EagleConfig`].
 
 Shapes: R rows, T entries, S slots of the draft's cache, h and th hidden sizes of draft and target, A captured states,
 V vocabulary of the target, U that of the draft.
@@ -174,6 +175,7 @@ class Eagle3Network(EagleNetwork):
     Attributes:
         input_norm (`nn.Module`): Norm over all captured states together, in some variants.
         fc_norm (`nn.ModuleList`): Norms over each of them, in EAGLE-3.1; empty in others.
+        mask_hidden (`nn.Parameter` of shape `(A * th,)`): State of masks, in P-EAGLE alone.
     """
 
     unreliable_flags: ClassVar[tuple[str, ...]] = ("norm_output", "norm_before_residual")
@@ -186,6 +188,8 @@ class Eagle3Network(EagleNetwork):
         self.input_norm: nn.Module = _norm(config, "input_norm", count * size)
         chunks = range(count) if "fc_norm.0" in config.norms else ()
         self.fc_norm: nn.ModuleList = nn.ModuleList(_norm(config, f"fc_norm.{index}", size) for index in chunks)
+        if config.mask_token_id is not None:
+            self.mask_hidden: nn.Parameter = nn.Parameter(torch.zeros(count * size))
 
     def _layer(self, index):
         return (EagleLayer if index else FirstEagle3Layer)(self.config, index)
@@ -196,6 +200,11 @@ class Eagle3Network(EagleNetwork):
             chunks = fused.split(self.config.target_hidden_size, dim=-1)
             fused = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks)], dim=-1)
         return self.fc(fused)
+
+    def mask_state(self) -> torch.Tensor:
+        """The state `(1, 1, h)` of masks, made as those of the target are."""
+        parts = self.mask_hidden.split(self.config.target_hidden_size)
+        return self.fuse({key: part[None, None] for key, part in zip(self.target_hidden_states, parts)})
 
     def _read(self, embedded, hidden, attention):
         parts = self._modules

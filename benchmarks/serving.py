@@ -163,7 +163,7 @@ def main() -> None:
     console.print(table)
     if options.json is not None:
         report = {"environment": describe_environment(model.device, model.dtype), "method": options.method}
-        report |= {"places": options.places, "requests": options.requests, "figures": list(map(asdict, figures))}
+        report |= {"places": options.places, "requests": options.requests, "rows": list(map(asdict, figures))}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -1,0 +1,154 @@
+"""Grammar drafting: what the grammar of a call forces is drafted, and the few alternatives that it leaves.
+
+In structured output many tokens follow from the grammar alone: keys, quotes, separators, the rest of an enum's value
+("jump-forward", Zheng et al. 2024, "SGLang", arXiv:2312.07104, section 4). Engines that insert such text change the
+tokens of the output; as drafts, which the target verifies, they do not. No weights, no history.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...drafts import DraftTree, node_depths
+from ...logits.grammar.matchers import GrammarMatcher, alternatives
+from ...protocol import DraftStep, Lookups, Session
+from ...validation import Options, setting
+from ..base import CandidateGenerator
+
+
+if TYPE_CHECKING:
+    from ...settings import SpeculativeConfig
+
+
+# Estimated probability that the target writes forced text in the tokens that are drafted for it.
+_FORCED_PROB = 0.95
+
+_MAX_ALTERNATIVES = 16
+
+
+@dataclass(frozen=True)
+class GrammarOptions(Options):
+    """Options of `spec_method="grammar"`.
+
+    Raises:
+        SpecConfigError: A value is out of range.
+    """
+
+    most_alternatives: int = setting(
+        3,
+        "Most alternatives at a place of the grammar, such as the values of an enum, that are drafted side by side; "
+        "where there are more, the draft ends. 1 drafts forced tokens alone.",
+        least=1,
+        most=_MAX_ALTERNATIVES,
+        key="grammar_most_alternatives",
+        published=True,
+    )
+
+
+class GrammarCandidateGenerator(CandidateGenerator):
+    """Drafts forced tokens, and trees over few alternatives. Without a grammar in the call it drafts nothing."""
+
+    options_class = GrammarOptions
+    default_num_speculative_tokens = 16
+    samples_drafts = False
+    estimates_acceptance = True
+    leads = True
+    loaded_by = ()
+
+    def __init__(self, config: SpeculativeConfig, resources: Any, session: Session):
+        super().__init__(config, resources, session)
+        self.lookups = Lookups()
+        self._drafts: list[RowTree] = []
+        self._most_alternatives = self.options.most_alternatives if session.supports_trees else 1
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        sampler = self.session.sampler
+        matchers = [None] * len(step.rows) if sampler is None else sampler.matchers(step.rows)
+        most, rooms = self.shared_length(len(step.rows)), self.draft_depths(step)
+        self._drafts = [
+            RowTree([], [], []) if matcher is None else foreseen(matcher, room, most, self._most_alternatives)
+            for matcher, room in zip(matchers, rooms)
+        ]
+        if not any(matchers):
+            self._note_missing()
+        tokens, parents, log_probs = map(list, zip(*self._drafts))
+        self.lookups.count(tokens, rooms, 0, 0)
+        return DraftTree.from_lists(tokens, self.session.device, parents, log_probs)
+
+    def _note_missing(self) -> None:
+        note = (
+            "grammar drafts nothing: the call has no logits processor of a known grammar library. Pass one, such as "
+            "logits_processor=[hf_specdec.grammar(schema, tokenizer)]."
+        )
+        if note not in self.session.notes:
+            self.session.notes.append(note)
+
+    @property
+    def acceptance_probs(self) -> list[list[float]]:
+        """Sums of the nodes' probabilities by depth, if alternatives are equally probable."""
+        return [draft.probs_by_depth() for draft in self._drafts]
+
+
+class RowTree(tuple[list[int], list[int], list[float]]):
+    """The draft of a row: tokens, parents (-1: the anchor) and log-probabilities of the paths to them."""
+
+    def __new__(cls, tokens: list[int], parents: list[int], log_probs: list[float]):
+        return super().__new__(cls, (tokens, parents, log_probs))
+
+    def probs_by_depth(self) -> list[float]:
+        _, parents, log_probs = self
+        sums: list[float] = []
+        for depth, log_prob in zip(node_depths(parents), log_probs):
+            sums += [0.0] * (depth - len(sums))
+            sums[depth - 1] += math.exp(log_prob)
+        return sums
+
+
+def foreseen(matcher: GrammarMatcher, depth: int, most_nodes: int, most_alternatives: int) -> RowTree:
+    """The likeliest nodes of the tree of forced tokens and alternatives after a place in a grammar.
+
+    Args:
+        matcher (`GrammarMatcher`): The place; it is the same afterwards.
+        depth, most_nodes (`int`): Most tokens of a path, and nodes.
+        most_alternatives (`int`): Most children of a node.
+    """
+    here = list(matcher.tokens)
+    tokens: list[int] = []
+    parents: list[int] = []
+    log_probs: list[float] = []
+    order, mask = count(), np.empty(matcher.num_words, dtype=np.int32)
+    # Paths that go on: the least negative log-probability first, among equals the oldest.
+    open_paths: list[tuple[float, int, int, list[int]]] = [(0.0, next(order), -1, [])]
+    while open_paths and len(tokens) < most_nodes:
+        cost, _, node, path = heapq.heappop(open_paths)
+        if path:
+            parents.append(node)
+            node = len(tokens)
+            tokens.append(path[-1])
+            log_probs.append(-cost)
+        if path and path[-1] in matcher.stop_tokens:
+            continue
+        matcher.move_to(here + path)
+        for token in matcher.forced()[: max(min(depth - len(path), most_nodes - len(tokens)), 0)]:
+            cost -= math.log(_FORCED_PROB)
+            parents.append(node)
+            node = len(tokens)
+            tokens.append(token)
+            log_probs.append(-cost)
+            path = [*path, token]
+        if most_alternatives < 2 or len(path) >= depth or (path and path[-1] in matcher.stop_tokens):
+            continue
+        matcher.move_to(here + path)
+        matcher.fill(mask)
+        next_tokens = alternatives(matcher, mask, most_alternatives)
+        for token in next_tokens:
+            item = (cost + math.log(len(next_tokens)), next(order), node, [*path, token])
+            heapq.heappush(open_paths, item)
+    matcher.move_to(here)
+    return RowTree(tokens, parents, log_probs)

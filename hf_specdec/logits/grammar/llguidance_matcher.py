@@ -60,9 +60,9 @@ class LLGuidanceMatcher(GrammarMatcher):
     def pieces(self, tokens: Sequence[int]) -> list[bytes]:
         return [self._tokenizer.decode_bytes([token]) for token in tokens]
 
-    def forced(self) -> list[int]:
-        forced = [] if self.is_at_end else self.matcher.compute_ff_tokens()
-        return self.accepted_part(forced) if forced else super().forced()
+    def _foreseen(self) -> list[int]:
+        # The library keeps back tokens that could be longer if more text came.
+        return self.matcher.compute_ff_tokens() or self._tokenizer.tokenize_bytes(self.matcher.compute_ff_bytes())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -19,6 +19,9 @@ from ...errors import SpecDecError
 # Allowed tokens that are looked through for alternatives.
 _MOST_ALLOWED = 128
 
+# Tokens that are foreseen one by one; an automaton may say "end" for ever.
+_MOST_FORCED = 64
+
 
 class GrammarMatcher(ABC):
     """A row's place in a grammar, after the tokens that it has accepted.
@@ -121,30 +124,27 @@ class GrammarMatcher(ABC):
 
     def forced(self) -> list[int]:
         """Tokens that come next as far as can be foreseen. The target may still write their text in other tokens."""
-        forced: list[int] = []
-        mask = np.empty(self.num_words, dtype=np.int32)
-        while not self.is_at_end:
-            self.fill(mask)
-            token = only_token(mask)
-            if token is None or not self.accept(token):
+        begin = len(self.tokens)
+        while len(self.tokens) - begin < _MOST_FORCED and not self.is_at_end:
+            tokens = self._foreseen() or self._only_token()
+            if not tokens or not all(map(self.accept, tokens)) or tokens[-1] in self.stop_tokens:
                 break
-            forced.append(token)
-            if token in self.stop_tokens:
-                break
+        forced = self.tokens[begin:]
         self.rollback(len(forced))
         return forced
+
+    def _foreseen(self) -> list[int]:
+        """Tokens of text that has to come next, as far as the library knows it."""
+        return []
+
+    def _only_token(self) -> list[int]:
+        mask = np.empty(self.num_words, dtype=np.int32)
+        self.fill(mask)
+        return allowed_tokens(mask, most=1)
 
     def pieces(self, tokens: Sequence[int]) -> list[bytes] | None:
         """The text of each token; `None` where the library does not tell."""
         return None
-
-    def accepted_part(self, tokens: Sequence[int]) -> list[int]:
-        """The first tokens of a draft, as far as the grammar allows them."""
-        count = 0
-        while count < len(tokens) and self.accept(tokens[count]):
-            count += 1
-        self.rollback(count)
-        return list(tokens[:count])
 
 
 class RowDraft(NamedTuple):
@@ -195,12 +195,6 @@ def allows(mask: np.ndarray, token: int) -> bool:
     """Tells whether a mask int32 `(W,)` allows a token."""
     word = token >> 5
     return word < len(mask) and bool(int(mask[word]) >> (token & 31) & 1)
-
-
-def only_token(mask: np.ndarray) -> int | None:
-    """The one token that a mask int32 `(W,)` allows; `None` where it allows none or several."""
-    tokens = allowed_tokens(mask, most=1)
-    return tokens[0] if tokens else None
 
 
 def allowed_tokens(mask: np.ndarray, most: int) -> list[int]:

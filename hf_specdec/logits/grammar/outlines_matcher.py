@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ...threads import cached_property
 from .matchers import Grammar, GrammarMatcher, mask_of
 
 
@@ -21,10 +22,12 @@ class OutlinesMatcher(GrammarMatcher):
         index (`outlines_core.Index`): The automaton.
         num_words (`int`): W.
         masks (`dict[int, np.ndarray]`): Masks of states, shared by all rows.
+        stop_tokens (`frozenset[int]`): Tokens that end the text, as far as they are known.
     """
 
-    def __init__(self, index: Any, num_words: int, masks: dict[int, np.ndarray]):
+    def __init__(self, index: Any, num_words: int, masks: dict[int, np.ndarray], stop_tokens: frozenset[int]):
         super().__init__(num_words)
+        self.stop_tokens = stop_tokens
         self._index, self._masks = index, masks
         self._states = [index.get_initial_state()]
 
@@ -61,5 +64,12 @@ class OutlinesGrammar(Grammar):
     index: Any = None
     masks: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
 
+    @cached_property
+    def stop_tokens(self) -> frozenset[int]:
+        """The token that all final states allow, if it is one."""
+        allowed = [frozenset(self.index.get_allowed_tokens(state) or ()) for state in self.index.get_final_states()]
+        common = frozenset.intersection(*allowed) if allowed else frozenset()
+        return common if len(common) == 1 else frozenset()
+
     def matcher(self, row: int, prompt: Sequence[int]) -> OutlinesMatcher:
-        return OutlinesMatcher(self.index, self.num_words, self.masks)
+        return OutlinesMatcher(self.index, self.num_words, self.masks, self.stop_tokens)

@@ -61,11 +61,9 @@ class XGrammarMatcher(GrammarMatcher):
     def pieces(self, tokens: Sequence[int]) -> list[bytes]:
         return [self._grammar.vocabulary[token] for token in tokens]
 
-    def forced(self) -> list[int]:
-        text = "" if self.is_at_end else self._matcher.find_jump_forward_string()
-        if not text:
-            return super().forced()
-        return self.accepted_part(self._grammar.tokenizing(text, self.tokens[-1] if self.tokens else None))
+    def _foreseen(self) -> list[int]:
+        text = self._matcher.find_jump_forward_string()
+        return self._grammar.tokenizing(text, self.tokens[-1] if self.tokens else None) if text else []
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -135,23 +135,6 @@ def test_forced_text_takes_few_forwards(backend):
     assert call.stats.num_target_forwards <= (2 if backend == "llguidance" else 0.8 * tokens)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_few_alternatives_are_drafted_side_by_side(backend):
-    choices = ["it is red now", "it is blue now"]
-    call = {
-        most: drafted(
-            "grammar",
-            {"logits_processor": [own(backend, choices=choices)]},
-            1,
-            options={"grammar_most_alternatives": most},
-        )[1]
-        for most in (1, 2)
-    }
-    assert call[2].stats.num_target_forwards < call[1].stats.num_target_forwards
-    parents = [row.parents for cycle in call[2].cycles for row in cycle.rows]
-    assert any(len(set(row)) < len(row) for row in parents)
-
-
 def test_without_a_grammar_nothing_is_drafted():
     text, call = drafted("grammar", {}, 1)
     assert torch.equal(text, generated({}, 1))

@@ -122,7 +122,7 @@ def foreseen(matcher: GrammarMatcher, depth: int, most_nodes: int, most_alternat
     tokens: list[int] = []
     parents: list[int] = []
     log_probs: list[float] = []
-    order, mask = count(), np.empty(matcher.num_words, dtype=np.int32)
+    order = count()
     # Paths that go on: the least negative log-probability first, among equals the oldest.
     open_paths: list[tuple[float, int, int, list[int]]] = [(0.0, next(order), -1, [])]
     while open_paths and len(tokens) < most_nodes:
@@ -135,20 +135,37 @@ def foreseen(matcher: GrammarMatcher, depth: int, most_nodes: int, most_alternat
         if path and path[-1] in matcher.stop_tokens:
             continue
         matcher.move_to(here + path)
-        for token in matcher.forced()[: max(min(depth - len(path), most_nodes - len(tokens)), 0)]:
+        run, next_tokens = _run_and_choice(matcher, most_alternatives)
+        for token in run[: max(min(depth - len(path), most_nodes - len(tokens)), 0)]:
             cost -= math.log(_FORCED_PROB)
             parents.append(node)
             node = len(tokens)
             tokens.append(token)
             log_probs.append(-cost)
             path = [*path, token]
-        if most_alternatives < 2 or len(path) >= depth or (path and path[-1] in matcher.stop_tokens):
-            continue
-        matcher.move_to(here + path)
-        matcher.fill(mask)
-        next_tokens = alternatives(matcher, mask, most_alternatives)
-        for token in next_tokens:
-            item = (cost + math.log(len(next_tokens)), next(order), node, [*path, token])
-            heapq.heappush(open_paths, item)
+        if len(path) < depth:
+            for token in next_tokens:
+                item = (cost + math.log(len(next_tokens)), next(order), node, [*path, token])
+                heapq.heappush(open_paths, item)
     matcher.move_to(here)
     return RowTree(tokens, parents, log_probs)
+
+
+def _run_and_choice(matcher: GrammarMatcher, most_alternatives: int) -> tuple[list[int], list[int]]:
+    """The forced tokens after a place in a grammar, and the few tokens between which the target then chooses."""
+    run = matcher.forced()
+    if most_alternatives < 2 or (run and run[-1] in matcher.stop_tokens):
+        return run, []
+    begin, mask = len(matcher.tokens), np.empty(matcher.num_words, dtype=np.int32)
+    pieces = matcher.pieces(run[-1:])
+    # A blank at the end is mostly written together with the word after it, where that is one of a few words, unless
+    # the text has had blanks alone.
+    is_open = bool(pieces) and pieces[0].isspace() and run[-1] not in matcher.tokens
+    ends = [len(run) - 1, len(run)] if is_open else [len(run)]
+    for end in ends:
+        for token in run[len(matcher.tokens) - begin : end]:
+            matcher.accept(token)
+        matcher.fill(mask)
+        if next_tokens := alternatives(matcher, mask, most_alternatives):
+            return run[:end], next_tokens
+    return run, []

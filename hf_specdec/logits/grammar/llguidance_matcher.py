@@ -29,6 +29,7 @@ class LLGuidanceMatcher(GrammarMatcher):
     def __init__(self, matcher: Any, num_words: int, tokenizer: Any):
         super().__init__(num_words)
         self.matcher, self._tokenizer, self.stop_tokens = matcher, tokenizer, frozenset(tokenizer.eos_tokens)
+        self._num_uncounted = 0
 
     @property
     def is_at_end(self) -> bool:
@@ -36,10 +37,15 @@ class LLGuidanceMatcher(GrammarMatcher):
         return bool(self.tokens) and (self._num_after_end > 0 or self.tokens[-1] in self.stop_tokens)
 
     def _accept(self, token: int) -> bool:
+        if self.matcher.is_stopped():
+            # Only a stop token is left, which the library does not count.
+            self._num_uncounted = int(token in self.stop_tokens)
+            return token in self.stop_tokens
         return self.matcher.try_consume_tokens([token]) == 1
 
     def _rollback(self, count: int) -> None:
-        self.matcher.rollback(count)
+        self.matcher.rollback(count - self._num_uncounted)
+        self._num_uncounted = 0
 
     def fill(self, mask: np.ndarray) -> None:
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from ...settings import SpeculativeConfig
 
 
+# Least estimated probability that the first token of a lead is accepted.
+_SURE = 0.5
+
+
 class LedCandidateGenerator(CandidateGenerator):
     """Asks a method that leads, and another one for what comes after the tokens that the first is sure of.
 
@@ -58,7 +62,10 @@ class LedCandidateGenerator(CandidateGenerator):
 
     def propose(self, step: DraftStep) -> DraftTree:
         first = self.leading.propose(step)
-        leads = list(map(run_of, first.token_lists(), first.parent_lists()))
+        runs = map(run_of, first.token_lists(), first.parent_lists())
+        # After a mere guess the second method drafts from the text itself, beside the guess.
+        is_sure = [probs[:1] > [_SURE] for probs in self.leading.acceptance_probs]
+        leads = [run if sure else [] for run, sure in zip(runs, is_sure)]
         rooms = [max(room - len(lead), 0) for room, lead in zip(self.draft_depths(step), leads)]
         second = self.continuing.propose(replace(step, leads=leads, max_draft_tokens=rooms))
         self._has_led += sum(map(bool, first.counts()))

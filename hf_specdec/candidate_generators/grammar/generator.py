@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...drafts import DraftTree, node_depths
-from ...logits.grammar.matchers import GrammarMatcher, alternatives
-from ...protocol import DraftStep, Lookups, Session
+from ...logits.grammar.matchers import GrammarMatcher, allows, alternatives
+from ...protocol import Commit, DraftStep, Lookups, Session
 from ...validation import Options, setting
 from ..base import CandidateGenerator
 
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 
 # Estimated probability that the target writes forced text in the tokens that are drafted for it.
 _FORCED_PROB = 0.95
+
+# What ends a value in JSON, and the estimated probability that a value ends at its next token.
+_ENDS = ('"', ",", "}", "]")
+_END_PROB = 0.3
+# Values that are still going on then are long ones.
+_MOST_MISSES = 8
 
 _MAX_ALTERNATIVES = 16
 
@@ -49,6 +55,12 @@ class GrammarOptions(Options):
         key="grammar_most_alternatives",
         published=True,
     )
+    guesses_ends: bool = setting(
+        True,
+        "Where a value of JSON may end or go on, such as within a string, draft its end and what that forces.",
+        key="grammar_guesses_ends",
+        published=True,
+    )
 
 
 class GrammarCandidateGenerator(CandidateGenerator):
@@ -65,6 +77,9 @@ class GrammarCandidateGenerator(CandidateGenerator):
         super().__init__(config, resources, session)
         self.lookups = Lookups()
         self._drafts: list[RowTree] = []
+        # By row: guesses that were wrong, one after the other; and rows whose last draft is one.
+        self._num_misses: dict[int, int] = {}
+        self._guessed: list[int] = []
         self._most_alternatives = self.options.most_alternatives if session.supports_trees else 1
 
     def propose(self, step: DraftStep) -> DraftTree:
@@ -75,11 +90,33 @@ class GrammarCandidateGenerator(CandidateGenerator):
             RowTree([], [], []) if matcher is None else foreseen(matcher, room, most, self._most_alternatives)
             for matcher, room in zip(matchers, rooms)
         ]
+        self._guess(step.rows, matchers, [min(most, room) for room in rooms])
         if not any(matchers):
             self._note_missing()
         tokens, parents, log_probs = map(list, zip(*self._drafts))
         self.lookups.count(tokens, rooms, 0, 0)
         return DraftTree.from_lists(tokens, self.session.device, parents, log_probs)
+
+    def _guess(self, rows: list[int], matchers: list[GrammarMatcher | None], rooms: list[int]) -> None:
+        """Drafts ends of values for rows where nothing is foreseen, unless the last guesses have been wrong."""
+        self._guessed = []
+        for index, (row, matcher, room) in enumerate(zip(rows, matchers, rooms)):
+            if self._drafts[index][0]:
+                self._num_misses[row] = 0
+            elif matcher is not None and self.options.guesses_ends and self._num_misses.get(row, 0) < _MOST_MISSES:
+                tokens = end_of_value(matcher)[:room]
+                log_probs = [math.log(_END_PROB) + place * math.log(_FORCED_PROB) for place in range(len(tokens))]
+                self._drafts[index] = RowTree(tokens, list(range(-1, len(tokens) - 1)), log_probs)
+                self._guessed.append(row)
+
+    def observe(self, commit: Commit) -> None:
+        for row, num_accepted in zip(commit.rows, commit.num_accepted):
+            if row in self._guessed:
+                self._num_misses[row] = 0 if num_accepted else self._num_misses.get(row, 0) + 1
+
+    def join(self, other: GrammarCandidateGenerator, numbers: dict[int, int]) -> None:
+        for theirs, number in numbers.items():
+            self._num_misses[number] = other._num_misses.get(theirs, 0)
 
     def _note_missing(self) -> None:
         note = (
@@ -169,3 +206,28 @@ def _run_and_choice(matcher: GrammarMatcher, most_alternatives: int) -> tuple[li
         if next_tokens := alternatives(matcher, mask, most_alternatives):
             return run[:end], next_tokens
     return run, []
+
+
+def end_of_value(matcher: GrammarMatcher) -> list[int]:
+    """Tokens that end a value of JSON here, with the text that is forced then, as a tokenizer would write both."""
+    mask = np.empty(matcher.num_words, dtype=np.int32)
+    matcher.fill(mask)
+    for end in _ENDS:
+        tokens = matcher.tokenized(end)
+        if len(tokens) != 1 or not allows(mask, tokens[0]) or not matcher.accept(tokens[0]):
+            continue
+        forced = [token for token in matcher.forced() if token not in matcher.stop_tokens]
+        matcher.rollback(1)
+        pieces = matcher.pieces(forced)
+        if not pieces:
+            continue
+        try:
+            whole = matcher.tokenized(end + b"".join(pieces).decode())
+        except UnicodeDecodeError:
+            continue
+        count = 0
+        while count < len(whole) and matcher.accept(whole[count]):
+            count += 1
+        matcher.rollback(count)
+        return whole[:count]
+    return []

@@ -63,6 +63,9 @@ class LLGuidanceMatcher(GrammarMatcher):
         if chains:
             _fill_chains(chains)
 
+    def tokenized(self, text: str) -> list[int]:
+        return self._tokenizer.tokenize_str(text)
+
     def pieces(self, tokens: Sequence[int]) -> list[bytes]:
         return [self._tokenizer.decode_bytes([token]) for token in tokens]
 

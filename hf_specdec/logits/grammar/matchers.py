@@ -142,6 +142,10 @@ class GrammarMatcher(ABC):
         self.fill(mask)
         return allowed_tokens(mask, most=1)
 
+    def tokenized(self, text: str) -> list[int]:
+        """Tokens in which a text may come next; none where the library has no tokenizer."""
+        return []
+
     def pieces(self, tokens: Sequence[int]) -> list[bytes] | None:
         """The text of each token; `None` where the library does not tell."""
         return None

@@ -63,7 +63,10 @@ class XGrammarMatcher(GrammarMatcher):
 
     def _foreseen(self) -> list[int]:
         text = self._matcher.find_jump_forward_string()
-        return self._grammar.tokenizing(text, self.tokens[-1] if self.tokens else None) if text else []
+        return self.tokenized(text) if text else []
+
+    def tokenized(self, text: str) -> list[int]:
+        return self._grammar.tokenizing(text, self.tokens[-1] if self.tokens else None)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -152,7 +152,7 @@ def _params(names):
     return [pytest.param(name, marks=needs_library if "suffix" in name else ()) for name in names]
 
 
-METHODS = _params(method.name for method in built_in_methods())
+METHODS = _params(method.name for method in built_in_methods() if not method.needs_grammar)
 COMBINATIONS = _params(name for name in _SHAPES if "+" in name)
 # Methods that need a grammar draft nothing alone where there is none; `tests/test_grammar.py` has their rows.
 EVERYTHING = _params(name for name in _SHAPES if name not in NEED_GRAMMAR)

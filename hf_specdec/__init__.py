@@ -33,6 +33,7 @@ _LAZY = {
     "generate": "integration",
     "generate_batch": "many.batching",
     "generate_many": "many.generate",
+    "grammar": "logits.grammar.processor",
     "install": "hook",
     "load_speculator": "loader",
     "record": "metrics",
@@ -62,6 +63,7 @@ __all__ = [
     "generate",
     "generate_batch",
     "generate_many",
+    "grammar",
     "install",
     "load_speculator",
     "metrics",
@@ -81,6 +83,7 @@ if TYPE_CHECKING:
     from .hub.published import store_settings
     from .integration import generate
     from .loader import forget_speculators, load_speculator
+    from .logits.grammar.processor import grammar
     from .many.batching import generate_batch
     from .many.generate import generate_many
     from .many.manager import SpeculativeBatchingManager

@@ -37,6 +37,7 @@ class Method:
         folder (`str`): The package of its modules.
         weights (`str`, *optional*): What has to be loaded, with its article: "a head". `None`: nothing.
         takes_model (`bool`): Settings about a draft model can be given.
+        needs_grammar (`bool`): It drafts only where a grammar constrains the text.
         is_language_model (`bool`): The drafter is a whole language model, with a vocabulary of its own.
         in_target_checkpoint (`bool`): The drafter may be a part of the target's own checkpoint.
         drafts_static_trees (`bool`): `speculative_token_tree` gives its tree.
@@ -69,6 +70,7 @@ class Method:
     folder: str = ""
     weights: str | None = None
     takes_model: bool = True
+    needs_grammar: bool = False
     is_language_model: bool = False
     in_target_checkpoint: bool = False
     drafts_static_trees: bool = False
@@ -141,8 +143,8 @@ def preferred_methods() -> tuple[Method, ...]:
 
 
 def names_without_weights() -> list[str]:
-    """The methods of this package that need no weights and their combinations, the preferred one first."""
-    single = [method for method in preferred_methods() if not method.takes_model]
+    """The methods of this package that draft any text without weights, and their combinations, the preferred first."""
+    single = [method for method in preferred_methods() if not (method.takes_model or method.needs_grammar)]
     completing = [method for method in single if method.complements_copies]
     found: list[str] = []
     for method in single:

@@ -109,12 +109,15 @@ class DraftStep:
         anchor_tokens (`torch.LongTensor` of shape `(B,)`): The last committed token of each row.
         lengths (`list[int]` of length B): Committed tokens, prompt and anchor included, padding excluded.
         max_draft_tokens (`list[int]` of length B): Largest depth of each row's draft; 0 where nothing more fits.
+        leads (`list[list[int]]` of length B, *optional*): Tokens that another method has drafted after each row's
+            text. Only methods that say `continues_leads` are given some, and draft what comes after them.
     """
 
     rows: list[int]
     anchor_tokens: torch.LongTensor
     lengths: list[int]
     max_draft_tokens: list[int]
+    leads: list[list[int]] | None = None
 
 
 @dataclass

@@ -15,6 +15,8 @@ from hf_specdec.method import built_in_methods, parts_of
 from hf_specdec.settings import option_fields
 
 
+NEED_GRAMMAR = [method.name for method in built_in_methods() if method.needs_grammar]
+
 CHECKPOINTS = {method.name: demo.drafter_path(method.name) for method in built_in_methods() if method.demo}
 
 # Every way to draft, by a name that begins with the method: the settings beside the checkpoint.
@@ -60,9 +62,11 @@ _SHAPES = {
     "mtp": {},
     "mtp reuse": {"mtp_mode": "reuse", "num_speculative_tokens": 4},
     "mtp reuse tree": {"mtp_mode": "reuse", "draft_tree_depth": 4, "draft_tree_top_k": 3, "num_draft_nodes": 8},
+    "grammar": {},
     **{
         name: {}
         for name in (
+            *("grammar+ngram", "grammar+suffix", "grammar+eagle3"),
             *("ngram+recycling", "ngram+draft_model", "ngram+medusa", "ngram+eagle3", "ngram+dflash"),
             *("suffix+mlp_speculator", "suffix+eagle", "suffix+eagle3", "suffix+mtp"),
         )
@@ -104,7 +108,11 @@ EXEMPT = {
     },
     "test_as_many_tokens_are_accepted_as_alone": {
         **{name: "rows draft from each other's text" for name in _SHAPES if "suffix" in name or "recycling" in name},
-        **{name: "its parts take turns by the number of the row" for name in _SHAPES if "ngram+" in name},
+        **{
+            name: "its parts take turns by the number of the row"
+            for name in _SHAPES
+            if "ngram+" in name or name == "grammar+eagle3"
+        },
     },
     "test_drawn_drafts_that_lie_about_their_distribution_are_noticed": {
         "dflash selector": "too few of its drafts are accepted for so few rows to show it",
@@ -159,9 +167,10 @@ def _params(names):
     return [pytest.param(name, marks=needs_library if "suffix" in name else ()) for name in names]
 
 
-METHODS = _params(method.name for method in built_in_methods())
+METHODS = _params(method.name for method in built_in_methods() if not method.needs_grammar)
 COMBINATIONS = _params(name for name in _SHAPES if "+" in name)
-EVERYTHING = _params(_SHAPES)
+# Methods that need a grammar draft nothing alone where there is none; `tests/test_grammar.py` has their rows.
+EVERYTHING = _params(name for name in _SHAPES if name not in NEED_GRAMMAR)
 
 
 @cache

@@ -57,6 +57,8 @@ def _names(methods: list[Method]) -> str:
 def _needs(method: Method) -> str:
     if method.in_target_checkpoint:
         return "a target that has them"
+    if method.needs_grammar:
+        return "a grammar"
     if method.weights:
         return f"{method.weights}"
     return f"`{method.package}`" if method.package else "nothing"

@@ -94,13 +94,13 @@ def refused_table() -> str:
 
 
 def _rows_by_method() -> dict[str, list[str]]:
-    """Rows of `tests/methods.py` of each method, and those of all combinations."""
+    """Rows of `tests/methods.py` of each method that has some, and those of all combinations."""
     found: dict[str, list[str]] = {method.name: [] for method in built_in_methods()}
     found[_COMBINATIONS] = []
     for parameter in EVERYTHING:
         (row,) = parameter.values
         found[_COMBINATIONS if "+" in row else row.partition(" ")[0]].append(row)
-    return found
+    return {name: rows for name, rows in found.items() if rows}
 
 
 def _tests_of(tree: ast.Module) -> list[ast.FunctionDef]:

@@ -77,6 +77,8 @@ class CandidateGenerator(HfCandidateGenerator):
             known.
         estimates_acceptance (`bool`): `acceptance_probs` says how good the last drafts are, as the first part of a
             combination must.
+        leads (`bool`): In a combination its draft comes first, and that of a method which `continues_leads` after it.
+        continues_leads (`bool`): Its drafts go on after the tokens of `DraftStep.leads`.
         parts (`tuple[type, ...]`): The generators of which this one consists; the last one may have a draft model.
 
     Args:
@@ -92,6 +94,8 @@ class CandidateGenerator(HfCandidateGenerator):
     most_speculative_tokens: ClassVar[int | None] = None
 
     estimates_acceptance: ClassVar[bool] = False
+    leads: ClassVar[bool] = False
+    continues_leads: ClassVar[bool] = False
     parts: ClassVar[tuple[type[CandidateGenerator], ...]] = ()
     samples_drafts: bool | None = None
     # Generators without settings have the standard acceptance rule.

@@ -20,6 +20,9 @@ from typing import Any
 import torch
 
 from ..drafts import DraftTree
+from ..errors import SpecDecError
+from ..logits.grammar.matchers import GrammarMatcher
+from ..logits.grammar.rows import constrained
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowUniforms
 from ..logits.rules import StandardRule
@@ -66,7 +69,7 @@ class Row:
         self.number = number
         self.most_draft_tokens = most_draft_tokens
         self.samples: bool = bool(request.generation_config.do_sample)
-        self.stack: ProcessorStack = ProcessorStack(request.logits_processor)
+        self.stack: ProcessorStack = request.processor_stack()
         self.signature: tuple[Any, ...] | None = self.stack.signature
         self.is_cancelled = False
         self.restart()
@@ -137,6 +140,9 @@ class JointSequences:
     def row(self, row: int) -> torch.LongTensor:
         return self.table[row].sequences.row(0)
 
+    def tokens(self, row: int) -> list[int]:
+        return self.table[row].sequences.tokens(0)
+
 
 class JointStop:
     """The stopping rules of the rows in a table.
@@ -170,6 +176,23 @@ class JointStop:
 
 class JointSampler(DraftSampler):
     """Draws draft tokens for rows of different requests, each from what its own processors leave."""
+
+    def matchers(self, rows: list[int]) -> list[GrammarMatcher | None]:
+        return [self._matcher(self.sequences.table[row]) for row in rows]
+
+    @staticmethod
+    def _matcher(row: Row) -> GrammarMatcher | None:
+        if row.stack.grammar is None:
+            return None
+        try:
+            return row.stack.grammar.at(0, row.sequences.tokens(0))
+        except SpecDecError as error:
+            row.error = error
+            return None
+
+    def constrained(self, draft: DraftTree, rows: list[int]) -> DraftTree:
+        matchers = self.matchers(rows)
+        return constrained(draft, matchers) if any(matchers) else draft
 
     def scores(self, logits: torch.Tensor, rows: list[int], drafted: list[torch.LongTensor]) -> torch.Tensor:
         table = self.sequences.table

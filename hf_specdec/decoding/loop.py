@@ -83,7 +83,7 @@ class DecodingLoop:
         if texts is None:
             sequences = Sequences(request.input_ids, request.pad_token)
             stop = StopRules(request.stopping_criteria, sequences, self.recorder.scores)
-            texts = sequences, stop, ProcessorStack(request.logits_processor)
+            texts = sequences, stop, request.processor_stack()
         self.sequences: Any
         self.stop: Any
         self.stack: ProcessorStack
@@ -101,11 +101,12 @@ class DecodingLoop:
         )
         profile = model_profile(self.model)
         uniforms = self._uniforms() if config.do_sample else None
+        self.sampler = self.sampler_class(self.stack, self.sequences, uniforms, vocabulary_size(self.model))
         session = Session(
             batch_size=num_places or request.batch_size,
             max_length=self.stop.max_length,
             device=self.device,
-            sampler=self.sampler_class(self.stack, self.sequences, uniforms, vocabulary_size(self.model)),
+            sampler=self.sampler,
             supports_trees=profile.supports_trees,
             notes=self.stats.notes,
             group=request.processes,
@@ -153,7 +154,7 @@ class DecodingLoop:
     def _cycle(self) -> None:
         began = perf_counter()
         step = self._step()
-        draft = self._propose(step)
+        draft = self.sampler.constrained(self._propose(step), self.rows)
         drafted = perf_counter()
         output = self._verify(draft)
         # Waits for the device.
@@ -177,7 +178,7 @@ class DecodingLoop:
         self.streamer.put_prompts(self.request.input_ids)
         # The first token is committed like every other: a verification without drafts, of the prompt's last node.
         logits = output.logits[:, -1:].to(self.device)
-        draft = DraftTree.empty(self.request.batch_size, self.device)
+        draft = self.sampler.constrained(DraftTree.empty(self.request.batch_size, self.device), self.rows)
         verdict = self.verifier.verify(draft, logits, self.rows, self._positions(0))
         self.stats.num_committed_tokens += self.request.batch_size
         self.recorder.add(self.rows, verdict.path, verdict.counts, logits, output.get("hidden_states"))

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig
 
+from ..logits.grammar.rows import RowGrammars
+from ..logits.processors import ProcessorStack
 from ..logits.randomness import seed_from_torch
+from ..target_facts import vocabulary_size
 from .profile import REPEATED_INPUTS, is_text_only
 
 
@@ -76,6 +79,17 @@ class Request:
         if group is not None:
             torch.distributed.broadcast_object_list(shared, group=group, group_src=0)
         return shared[0]
+
+    def processor_stack(self) -> ProcessorStack:
+        """The processors of the call.
+
+        Raises:
+            SpecConfigError: A grammar among them is of another vocabulary, or admits nothing.
+        """
+        processors, found = self.logits_processor, None
+        if processors:
+            found = RowGrammars.found(processors, self.input_ids, vocabulary_size(self.model))
+        return ProcessorStack(processors, found)
 
     @property
     def keeps_cache(self) -> bool:

@@ -64,6 +64,10 @@ class Sequences:
         """A row's tokens so far, left padding included, shape `(L,)`."""
         return self.prefix(self.lengths[row], row)[0]
 
+    def tokens(self, row: int) -> list[int]:
+        """A row's tokens so far, left padding included, on the host."""
+        return self._tokens[row, : self.lengths[row]].tolist()
+
     def new_columns(self, first: int, last: int) -> torch.LongTensor:
         """Generated columns `first` to `last - 1` of all rows, on the host."""
         return torch.from_numpy(self._tokens[:, self.prompt_length + first : self.prompt_length + last])

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from ..threads import cached_property
@@ -55,6 +56,8 @@ class DraftTree:
         node_counts (`list[int]`, *optional*): `num_nodes` on the host.
         why_empty (`str`): For the statistics, where no row has a draft: "nothing_found", or why none was tried.
         drafters (`list[str]`, *optional*): The method that made each row's draft, where several share the work.
+        masks (`list[np.ndarray]`, *optional*): Of each row `(1 + its nodes, W)`, int32: the tokens that its grammar
+            allows after the anchor and every node; `None` for rows without a grammar.
     """
 
     tokens: torch.LongTensor
@@ -71,6 +74,7 @@ class DraftTree:
     node_counts: list[int] | None = field(default=None, init=False, repr=False)
     why_empty: str = field(default="nothing_found", init=False, repr=False)
     drafters: list[str] | None = field(default=None, init=False, repr=False)
+    masks: list[np.ndarray | None] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.batch_size, self.size = self.tokens.shape
@@ -175,7 +179,7 @@ class DraftTree:
         """The drafts of some rows; the host reads the shapes of all of them."""
         counts, parents = self.counts(), None if self.is_chain or self.shape is not None else self.parent_lists()
         lists, index = self.node_lists, upload(rows, self.tokens.device)
-        return DraftTree(
+        some = DraftTree(
             self.tokens.index_select(0, index),
             self.parents if self.parents.dim() == 1 else self.parents.index_select(0, index),
             [counts[row] for row in rows],
@@ -185,6 +189,8 @@ class DraftTree:
             shape=self.shape,
             node_parents=None if parents is None else [parents[row] for row in rows],
         )
+        some.masks = None if self.masks is None else [self.masks[row] for row in rows]
+        return some
 
     def without_probs(self) -> DraftTree:
         """A copy without its distributions, for those who keep it when they are not needed any more."""

@@ -1,9 +1,10 @@
 """The host's logits processors, sorted by what they look at.
 
-Processors that read only the scores run vectorised over all nodes of a draft. Those that read the tokens before a
-position must be shown exactly the sequence that plain generation would have shown them, so they run along the
-accepted path, position by position. Processors that this package does not know may keep state or depend on their
-place in the batch; they see whole batches of equal length, once per position, as in plain generation.
+Processors that read only the scores run vectorised over all nodes of a draft, and so do the masks of a grammar that
+this package knows. Those that read the tokens before a position must be shown exactly the sequence that plain
+generation would have shown them, so they run along the accepted path, position by position. Processors that this
+package does not know may keep state or depend on their place in the batch; they see whole batches of equal length,
+once per position, as in plain generation.
 
 Shapes: R rows, L tokens so far, V vocabulary.
 """
@@ -13,10 +14,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessorList
 
+from .grammar.rows import RowGrammars
 from .warpers import without_sort
 
 
@@ -56,14 +59,24 @@ class ProcessorStack:
 
     Args:
         processors (`LogitsProcessorList`): What `generate()` prepared: penalties, user processors, warpers.
+        grammar (`RowGrammars`, *optional*): That of one of the processors, in whose place its masks are applied.
+
+    Attributes:
+        reads_tokens (`bool`): One of them reads the tokens before a position, a grammar included.
+        walks (`bool`): One that is not the grammar does so.
+        knows_all (`bool`): All of them are known, so each row can be processed by itself, at any position.
     """
 
-    def __init__(self, processors: LogitsProcessorList):
-        self.processors = processors
+    def __init__(self, processors: LogitsProcessorList, grammar: RowGrammars | None = None):
+        self.processors, self.grammar = processors, grammar
         self._run = LogitsProcessorList(map(without_sort, processors))
-        kinds = [type(processor) for processor in processors]
-        self.reads_tokens: bool = any(kind not in _POSITION_INDEPENDENT for kind in kinds)
+        kinds = [type(processor) for processor in processors if not self._is_grammar(processor)]
+        self.walks: bool = any(kind not in _POSITION_INDEPENDENT for kind in kinds)
+        self.reads_tokens: bool = self.walks or grammar is not None
         self.knows_all: bool = all(kind in _POSITION_INDEPENDENT or kind in _ROW_WISE for kind in kinds)
+
+    def _is_grammar(self, processor) -> bool:
+        return self.grammar is not None and processor is self.grammar.processor
 
     def __bool__(self) -> bool:
         return len(self.processors) > 0
@@ -71,8 +84,11 @@ class ProcessorStack:
     @property
     def unknown_names(self) -> list[str]:
         """Types of the processors that this package does not know."""
-        kinds = [type(processor) for processor in self.processors]
-        return [kind.__name__ for kind in kinds if kind not in _POSITION_INDEPENDENT and kind not in _ROW_WISE]
+        return [type(processor).__name__ for processor in self.processors if not self._is_known(processor)]
+
+    def _is_known(self, processor) -> bool:
+        kind = type(processor)
+        return kind in _POSITION_INDEPENDENT or kind in _ROW_WISE or self._is_grammar(processor)
 
     @property
     def signature(self) -> tuple[Any, ...] | None:
@@ -85,40 +101,55 @@ class ProcessorStack:
 
     def known_only(self) -> ProcessorStack:
         """Leaves out the unknown ones: what a draft model may apply to its own logits without anyone noticing."""
-        known = [p for p in self.processors if type(p) in _POSITION_INDEPENDENT or type(p) in _ROW_WISE]
-        return ProcessorStack(LogitsProcessorList(known))
+        return ProcessorStack(LogitsProcessorList(filter(self._is_known, self.processors)), self.grammar)
 
-    def all_nodes(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scores of all nodes at once, shape `(..., V)`, float32. Only for stacks that do not read tokens."""
+    def all_nodes(self, logits: torch.Tensor, masks: np.ndarray | None = None) -> torch.Tensor:
+        """Scores of all nodes at once, shape `(..., V)`, float32. Only for stacks that do not walk.
+
+        Args:
+            logits (`torch.Tensor` of shape `(..., V)`): Their logits.
+            masks (`np.ndarray` of shape `(..., W)`, *optional*): The masks of all nodes, for a stack with a grammar.
+        """
         scores = logits.float()
         if not self.processors:
             return scores
         flat = scores.reshape(-1, scores.shape[-1])
         no_tokens = torch.empty((flat.shape[0], 0), dtype=torch.long, device=flat.device)
-        return self._run(no_tokens, flat.clone()).view(scores.shape)
+        run = self._run if masks is None else self._masking(self._run, masks.reshape(-1, masks.shape[-1]))
+        return run(no_tokens, flat.clone()).view(scores.shape)
 
-    def rows(self, sequences: list[torch.LongTensor], logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    def rows(
+        self,
+        sequences: list[torch.LongTensor],
+        logits: torch.Tensor,
+        rows: list[int],
+        masks: np.ndarray | None = None,
+    ) -> torch.Tensor:
         """Scores of one position of each row.
 
         Args:
             sequences (`list[torch.LongTensor]`): Each row's tokens so far, padding included, shape `(L,)`.
             logits (`torch.Tensor` of shape `(R, V)`): Logits of the position after them.
             rows (`list[int]`): Index of each row in the call's batch.
+            masks (`np.ndarray` of shape `(R, W)`, *optional*): The grammar's masks, where they are known already.
 
         Returns:
             `torch.FloatTensor` of shape `(R, V)`.
         """
-        if not self.reads_tokens:
-            return self.all_nodes(logits)
+        if self.grammar is not None and masks is None:
+            masks = self.grammar.masks_after(sequences, rows)
+        if not self.walks:
+            return self.all_nodes(logits, masks)
         groups: dict[int, list[int]] = {}
         for index, sequence in enumerate(sequences):
             groups.setdefault(len(sequence), []).append(index)
         if len(groups) == 1:
-            return self._for(rows)(torch.stack(sequences), logits.float().clone())
+            return self._for(rows, masks)(torch.stack(sequences), logits.float().clone())
         scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         for members in groups.values():
             tokens = torch.stack([sequences[index] for index in members])
-            processors = self._for([rows[index] for index in members])
+            of_members = None if masks is None else masks[members]
+            processors = self._for([rows[index] for index in members], of_members)
             scores[members] = processors(tokens, logits[members].float())
         return scores
 
@@ -133,10 +164,15 @@ class ProcessorStack:
         batch[rows] = logits.float()
         return self._run(tokens, batch)[rows]
 
-    def _for(self, rows: list[int]) -> LogitsProcessorList:
+    def _for(self, rows: list[int], masks: np.ndarray | None) -> LogitsProcessorList:
         """The processors with their per-row settings cut to these rows."""
-        selected = [_select_rows(processor, rows) for processor in self._run]
-        return LogitsProcessorList(selected)
+        selected = LogitsProcessorList(_select_rows(processor, rows) for processor in self._run)
+        return selected if masks is None else self._masking(selected, masks)
+
+    def _masking(self, run: LogitsProcessorList, masks: np.ndarray) -> LogitsProcessorList:
+        """The processors with masks `(M, W)` in the place of the grammar's."""
+        masking = self.grammar.masking(masks)
+        return LogitsProcessorList(masking if self._is_grammar(processor) else processor for processor in run)
 
 
 def _hashable(value):

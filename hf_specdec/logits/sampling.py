@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 
+from ..drafts import DraftTree
 from ..kernels.sampling import sample_from_probs
+from .grammar.matchers import GrammarMatcher
+from .grammar.rows import constrained
 from .processors import ProcessorStack
 from .randomness import RowUniforms
 
@@ -28,6 +31,7 @@ class DraftSampler:
 
     def __init__(self, stack: ProcessorStack, sequences: Any, uniforms: RowUniforms | None, vocab_size: int):
         self.stack: ProcessorStack = stack.known_only()
+        self.grammar = stack.grammar
         self.sequences = sequences
         self.uniforms = uniforms
         self.vocab_size = vocab_size
@@ -35,6 +39,20 @@ class DraftSampler:
     @property
     def is_greedy(self) -> bool:
         return self.uniforms is None
+
+    def matchers(self, rows: list[int]) -> list[GrammarMatcher | None]:
+        """The places of rows in their grammars, after all that was committed; `None` for rows without one.
+
+        Raises:
+            SpecDecError: Something other than the grammar has chosen a token that it forbids.
+        """
+        if self.grammar is None:
+            return [None] * len(rows)
+        return [self.grammar.at(row, self.sequences.tokens(row)) for row in rows]
+
+    def constrained(self, draft: DraftTree, rows: list[int]) -> DraftTree:
+        """The drafts of rows as far as their grammars allow them, with the masks after all nodes."""
+        return draft if self.grammar is None else constrained(draft, self.matchers(rows))
 
     def scores(self, logits: torch.Tensor, rows: list[int], drafted: list[torch.LongTensor]) -> torch.Tensor:
         """Processed draft scores `(R, V)` in float32.

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ..drafts import DraftTree
@@ -81,7 +82,7 @@ class Verifier:
         if not self.stack.knows_all and len(self.stop.ends) > 1:
             names = ", ".join(self.stack.unknown_names)
             self.why_equal = f"logits processors that this package does not know ({names}) see the whole batch at once"
-        needs_walk = self.why_equal is not None or self.stack.reads_tokens
+        needs_walk = self.why_equal is not None or self.stack.walks
         self._walks = needs_walk and not self.rule.judges_whole_drafts
         self._scores_of_a_step = _PROCESSED_OF_A_STEP if self.stack else _SCORES_OF_A_STEP
         self._needs_scores = self.rule.uniforms is not None or bool(self.stack) or self.recorder is not None
@@ -147,8 +148,9 @@ class Verifier:
 
     def _node_scores(self, draft, logits, rows) -> torch.Tensor:
         """Scores of all nodes; processors that read tokens see each node after the tokens on its own path."""
-        if not self.stack.reads_tokens:
-            return self.stack.all_nodes(logits)
+        masks = None if self.stack.grammar is None else _padded_masks(draft, logits.shape[1])
+        if not self.stack.walks:
+            return self.stack.all_nodes(logits, masks)
         committed = [self.stop.sequences.row(row) for row in rows]
         sequences = [
             torch.cat([tokens, tokens.new_tensor(path)])
@@ -156,7 +158,8 @@ class Verifier:
             for path in paths
         ]
         rows_of_nodes = [row for row in rows for _ in range(logits.shape[1])]
-        return self.stack.rows(sequences, logits.flatten(0, 1), rows_of_nodes).view(logits.shape)
+        masks = None if masks is None else masks.reshape(-1, masks.shape[-1])
+        return self.stack.rows(sequences, logits.flatten(0, 1), rows_of_nodes, masks).view(logits.shape)
 
 
 class _Walk:
@@ -191,11 +194,15 @@ class _Walk:
         places = upload([active, [self.nodes[i] for i in active]], self.logits.device)
         logits = self.logits[places[0], places[1]]
         stack, sequences = self.verifier.stack, self.verifier.stop.sequences
-        if not stack.reads_tokens:
-            return stack.all_nodes(logits)
+        masks = None
+        if stack.grammar is not None:
+            assert self.draft.masks is not None, "a draft without the masks of its grammar"
+            masks = np.stack([self.draft.masks[i][self.nodes[i]] for i in active])
+        if not stack.walks:
+            return stack.all_nodes(logits, masks)
         rows = [self.rows[i] for i in active]
         if stack.knows_all or len(sequences.lengths) == 1:
-            return stack.rows([sequences.row(row) for row in rows], logits, rows)
+            return stack.rows([sequences.row(row) for row in rows], logits, rows, masks)
         length = max(sequences.lengths[row] for row in rows)
         return stack.whole_batch(sequences.prefix(length), logits, rows)
 
@@ -305,6 +312,15 @@ def _node_paths(draft: DraftTree) -> list[list[list[int]]]:
             paths.append([*paths[parent + 1], token])
         all_paths.append(paths + [[]] * (draft.size - len(tokens)))
     return all_paths
+
+
+def _padded_masks(draft: DraftTree, num_nodes: int) -> np.ndarray:
+    """The masks of all rows, `(R, T, W)`; padding may be followed by anything."""
+    assert draft.masks is not None, "a draft without the masks of its grammar"
+    masks = np.full((draft.batch_size, num_nodes, draft.masks[0].shape[1]), -1, dtype=np.int32)
+    for row, own in zip(masks, draft.masks):
+        row[: len(own)] = own
+    return masks
 
 
 def _checked(tokens: list[int]) -> list[int]:

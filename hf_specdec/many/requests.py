@@ -16,7 +16,9 @@ from ..decoding.profile import check_reach
 from ..decoding.request import Request
 from ..errors import SpecConfigError, shown
 from ..integration import prepare_request
+from ..logits.grammar.recognition import grammar_of
 from ..logits.randomness import seed_from_torch
+from ..target_facts import vocabulary_size
 from ..threads import Recent, cached_property
 from ..validation import Bounds, checked
 
@@ -184,13 +186,19 @@ class RequestReader:
         return row
 
     def _own_objects(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Copies of the processors and criteria of all requests: they may remember what they have seen."""
+        """Copies of the processors and criteria of all requests: they may remember what they have seen.
+
+        Grammars that are known are read, and not used, so requests may share them.
+        """
         copies = {}
+        processors: Any = self.arguments.get("logits_processor") or []
+        width = vocabulary_size(self.model)
+        shared = {id(one): one for one in processors if grammar_of(one, width) is not None}
         for name in ("logits_processor", "stopping_criteria"):
             if name in settings or self.arguments.get(name) is None:
                 continue
             try:
-                copies[name] = copy.deepcopy(self.arguments[name])
+                copies[name] = copy.deepcopy(self.arguments[name], dict(shared))
             except Exception as error:
                 raise SpecConfigError(
                     f"`{name}` cannot be copied for each request ({type(error).__name__}: {error}). Pass it in the "

@@ -14,6 +14,7 @@ from ...errors import SpecConfigError
 from ...protocol import Session
 from ..base import CandidateGenerator
 from .generator import CombinedCandidateGenerator
+from .led import LedCandidateGenerator
 from .options import CombinedOptions, CombinedOptionsClass
 
 
@@ -46,7 +47,8 @@ class Combination:
 
     Args:
         methods (`tuple[str, str]`): Their names.
-        parts (`tuple[type, type]`): The classes of their candidate generators: one that retrieves, one with weights.
+        parts (`tuple[type, type]`): The classes of their candidate generators: one that retrieves and one that drafts
+            everywhere, or one that leads and one that goes on from there.
         generator_class (`type`): Asks the two in a call.
 
     Raises:
@@ -55,7 +57,7 @@ class Combination:
 
     methods: tuple[str, str]
     parts: tuple[type[CandidateGenerator], type[CandidateGenerator]]
-    generator_class: type[CombinedCandidateGenerator] = CombinedCandidateGenerator
+    generator_class: type[CombinedCandidateGenerator | LedCandidateGenerator] = CombinedCandidateGenerator
     options_class: CombinedOptionsClass = field(init=False, compare=False)
 
     # The draft network, and in a call its generator, say which states they read, and whether drafts are sampled.
@@ -132,7 +134,7 @@ class Combination:
 
     def __call__(
         self, config: SpeculativeConfig, resources: CombinedResources, session: Session
-    ) -> CombinedCandidateGenerator:
+    ) -> CombinedCandidateGenerator | LedCandidateGenerator:
         """The candidate generator of a call."""
         loaded = (resources.retrieval, resources.model)
         retrieval, model = (
@@ -158,6 +160,9 @@ def combination(methods: tuple[str, ...]) -> Combination:
 
 @lru_cache
 def _combination(methods: tuple[str, ...], parts: tuple[type[CandidateGenerator], ...]) -> Combination:
+    first, *others = parts
+    if first.leads and len(others) == 1 and others[0].continues_leads:
+        return Combination(methods, parts, LedCandidateGenerator)
     _check_parts(methods, parts)
     return Combination(methods, parts)
 
@@ -176,7 +181,8 @@ def _check_parts(methods: tuple[str, ...], parts: tuple[type[CandidateGenerator]
         problem = f"names {len(parts)}"
     raise SpecConfigError(
         f"method='{name}': a combination has two methods, one that retrieves (ngram, suffix) and one that drafts "
-        f"everywhere, in this order, and this one {problem}. An example is 'suffix+eagle3'."
+        f"everywhere, in this order, and this one {problem}. An example is 'suffix+eagle3'. Before any other method "
+        "'grammar' can stand."
     )
 
 

@@ -125,6 +125,7 @@ class NgramCandidateGenerator(CandidateGenerator):
     default_num_speculative_tokens = 24
     samples_drafts: bool | None = False
     estimates_acceptance = True
+    continues_leads = True
     loaded_by: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: SpeculativeConfig, resources: Any, session: Session):
@@ -160,7 +161,10 @@ class NgramCandidateGenerator(CandidateGenerator):
         longest = self.shared_length(len(step.rows))
         self._best = []
         rooms = self.draft_depths(step)
-        drafts = [self._draft(self._indexes[row], longest, room) for row, room in zip(step.rows, rooms)]
+        leads = step.leads or [[]] * len(step.rows)
+        drafts = [
+            self._draft(self._indexes[row], lead, longest, room) for row, lead, room in zip(step.rows, leads, rooms)
+        ]
         tokens, parents = map(list, zip(*drafts)) if drafts else ([], [])
         num_indexed = sum(map(len, self._indexes.values()))
         self.lookups.count(tokens, rooms, num_indexed, _BYTES_PER_TOKEN * num_indexed)
@@ -192,14 +196,18 @@ class NgramCandidateGenerator(CandidateGenerator):
         limit = self.config.max_model_len
         return None if limit is None else (limit, "max_model_len")
 
-    def _draft(self, index: NgramIndex, longest: int, room: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of what followed the best matches, none deeper than `longest` and `room`."""
+    def _draft(self, index: NgramIndex, lead: list[int], longest: int, room: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of what followed the best matches, none deeper than `longest` and `room`.
+
+        Matches are those of the end of the text with `lead` after it.
+        """
         depth = min(longest, room)
         if depth <= 0:
             self._best.append((0, 0))
             return [], []
         is_tied = not self.options.has_fixed_range
-        matches = self._matches(index)
+        with index.after(lead) as has_room:
+            matches = self._matches(index) if has_room else []
         chains = [
             index.continuation(end, min(depth, _DRAFT_TOKENS_PER_MATCHED * match) if is_tied else depth)
             for match, end in matches

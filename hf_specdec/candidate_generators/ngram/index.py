@@ -15,6 +15,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -82,6 +83,20 @@ class NgramIndex:
             self._build(self._text + array("i", tokens))
         else:
             self._append(tokens)
+
+    @contextmanager
+    def after(self, tokens: Sequence[int]) -> Iterator[bool]:
+        """Lets the text end with these tokens for a while; `False`, and leaves it, where the index has no room."""
+        has_room = len(self._text) + len(tokens) <= self.max_tokens
+        state = self._newest, self._last_match
+        if has_room and tokens:
+            self._append(tokens)
+        try:
+            yield has_room
+        finally:
+            if has_room and tokens:
+                self._retract(len(tokens))
+                self._newest, self._last_match = state
 
     def continuation(self, end: int, count: int) -> list[int]:
         """Up to `count` tokens of the text from position `end` on."""
@@ -197,6 +212,12 @@ class NgramIndex:
             # Runs grow at the upper end of a bucket; a fixed step there leaves room for long ones.
             places.append(low + min((high - low) // 2, _FIRST_STEP) if index + 1 == len(bucket) else (low + high) // 2)
         self._newest = bucket, index
+
+    def _retract(self, count: int) -> None:
+        """Takes back the last tokens that were appended."""
+        for _ in range(count):
+            self._places.pop()
+            self._buckets[self._text.pop()].remove(len(self._text))
 
     def _gap(self, token: int, bucket: array, index: int) -> tuple[int, int]:
         """The free places between the prefixes that end with the tokens at `bucket[index - 1]` and `bucket[index]`."""

@@ -337,6 +337,7 @@ class SuffixCandidateGenerator(CandidateGenerator):
     default_num_speculative_tokens: ClassVar[int] = SuffixOptions.max_tree_depth
     samples_drafts: bool | None = False
     estimates_acceptance = True
+    continues_leads = True
     loaded_by: ClassVar[tuple[str, ...]] = (
         "suffix_decoding_max_tree_depth",
         "suffix_decoding_max_cached_requests",
@@ -403,8 +404,9 @@ class SuffixCandidateGenerator(CandidateGenerator):
         most_nodes = self.shared_length(len(step.rows))
         drafts, parents = [], []
         self._found, self._rooms = [], self.draft_depths(step)
-        for request, context, room in zip(self._requests, self._contexts, self._rooms):
-            draft_tokens, draft_parents = self._draft(request, context, room, most_nodes)
+        leads = step.leads or [[]] * len(step.rows)
+        for request, context, lead, room in zip(self._requests, self._contexts, leads, self._rooms):
+            draft_tokens, draft_parents = self._draft(request, self._tail(context + lead), room, most_nodes)
             drafts.append(draft_tokens)
             parents.append(draft_parents)
         self.lookups.count(drafts, self._rooms, self.cache.num_cached_tokens, self.cache.num_bytes)

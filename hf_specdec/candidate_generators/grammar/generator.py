@@ -1,0 +1,233 @@
+"""Grammar drafting: what the grammar of a call forces is drafted, and the few alternatives that it leaves.
+
+In structured output many tokens follow from the grammar alone: keys, quotes, separators, the rest of an enum's value
+("jump-forward", Zheng et al. 2024, "SGLang", arXiv:2312.07104, section 4). Engines that insert such text change the
+tokens of the output; as drafts, which the target verifies, they do not. No weights, no history.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...drafts import DraftTree, node_depths
+from ...logits.grammar.matchers import GrammarMatcher, allows, alternatives
+from ...protocol import Commit, DraftStep, Lookups, Session
+from ...validation import Options, setting
+from ..base import CandidateGenerator
+
+
+if TYPE_CHECKING:
+    from ...settings import SpeculativeConfig
+
+
+# Estimated probability that the target writes forced text in the tokens that are drafted for it.
+_FORCED_PROB = 0.95
+
+# What ends a value in JSON, and the estimated probability that a value ends at its next token.
+_ENDS = ('"', ",", "}", "]")
+_END_PROB = 0.3
+# Values that are still going on then are long ones.
+_MOST_MISSES = 8
+
+_MAX_ALTERNATIVES = 16
+
+
+@dataclass(frozen=True)
+class GrammarOptions(Options):
+    """Options of `spec_method="grammar"`.
+
+    Raises:
+        SpecConfigError: A value is out of range.
+    """
+
+    most_alternatives: int = setting(
+        3,
+        "Most alternatives at a place of the grammar, such as the values of an enum, that are drafted side by side; "
+        "where there are more, the draft ends. 1 drafts forced tokens alone.",
+        least=1,
+        most=_MAX_ALTERNATIVES,
+        key="grammar_most_alternatives",
+        published=True,
+    )
+    guesses_ends: bool = setting(
+        True,
+        "Where a value of JSON may end or go on, such as within a string, draft its end and what that forces.",
+        key="grammar_guesses_ends",
+        published=True,
+    )
+
+
+class GrammarCandidateGenerator(CandidateGenerator):
+    """Drafts forced tokens, and trees over few alternatives. Without a grammar in the call it drafts nothing."""
+
+    options_class = GrammarOptions
+    default_num_speculative_tokens = 16
+    samples_drafts = False
+    estimates_acceptance = True
+    leads = True
+    loaded_by = ()
+
+    def __init__(self, config: SpeculativeConfig, resources: Any, session: Session):
+        super().__init__(config, resources, session)
+        self.lookups = Lookups()
+        self._drafts: list[RowTree] = []
+        # By row: guesses that were wrong, one after the other; and rows whose last draft is one.
+        self._num_misses: dict[int, int] = {}
+        self._guessed: list[int] = []
+        self._most_alternatives = self.options.most_alternatives if session.supports_trees else 1
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        sampler = self.session.sampler
+        matchers = [None] * len(step.rows) if sampler is None else sampler.matchers(step.rows)
+        most, rooms = self.shared_length(len(step.rows)), self.draft_depths(step)
+        self._drafts = [
+            RowTree([], [], []) if matcher is None else foreseen(matcher, room, most, self._most_alternatives)
+            for matcher, room in zip(matchers, rooms)
+        ]
+        self._guess(step.rows, matchers, [min(most, room) for room in rooms])
+        if not any(matchers):
+            self._note_missing()
+        tokens, parents, log_probs = map(list, zip(*self._drafts))
+        self.lookups.count(tokens, rooms, 0, 0)
+        return DraftTree.from_lists(tokens, self.session.device, parents, log_probs)
+
+    def _guess(self, rows: list[int], matchers: list[GrammarMatcher | None], rooms: list[int]) -> None:
+        """Drafts ends of values for rows where nothing is foreseen, unless the last guesses have been wrong."""
+        self._guessed = []
+        for index, (row, matcher, room) in enumerate(zip(rows, matchers, rooms)):
+            if self._drafts[index][0]:
+                self._num_misses[row] = 0
+            elif matcher is not None and self.options.guesses_ends and self._num_misses.get(row, 0) < _MOST_MISSES:
+                tokens = end_of_value(matcher)[:room]
+                log_probs = [math.log(_END_PROB) + place * math.log(_FORCED_PROB) for place in range(len(tokens))]
+                self._drafts[index] = RowTree(tokens, list(range(-1, len(tokens) - 1)), log_probs)
+                self._guessed.append(row)
+
+    def observe(self, commit: Commit) -> None:
+        for row, num_accepted in zip(commit.rows, commit.num_accepted):
+            if row in self._guessed:
+                self._num_misses[row] = 0 if num_accepted else self._num_misses.get(row, 0) + 1
+
+    def join(self, other: GrammarCandidateGenerator, numbers: dict[int, int]) -> None:
+        for theirs, number in numbers.items():
+            self._num_misses[number] = other._num_misses.get(theirs, 0)
+
+    def _note_missing(self) -> None:
+        note = (
+            "grammar drafts nothing: the call has no logits processor of a known grammar library. Pass one, such as "
+            "logits_processor=[hf_specdec.grammar(schema, tokenizer)]."
+        )
+        if note not in self.session.notes:
+            self.session.notes.append(note)
+
+    @property
+    def acceptance_probs(self) -> list[list[float]]:
+        """Sums of the nodes' probabilities by depth, if alternatives are equally probable."""
+        return [draft.probs_by_depth() for draft in self._drafts]
+
+
+class RowTree(tuple[list[int], list[int], list[float]]):
+    """The draft of a row: tokens, parents (-1: the anchor) and log-probabilities of the paths to them."""
+
+    def __new__(cls, tokens: list[int], parents: list[int], log_probs: list[float]):
+        return super().__new__(cls, (tokens, parents, log_probs))
+
+    def probs_by_depth(self) -> list[float]:
+        _, parents, log_probs = self
+        sums: list[float] = []
+        for depth, log_prob in zip(node_depths(parents), log_probs):
+            sums += [0.0] * (depth - len(sums))
+            sums[depth - 1] += math.exp(log_prob)
+        return sums
+
+
+def foreseen(matcher: GrammarMatcher, depth: int, most_nodes: int, most_alternatives: int) -> RowTree:
+    """The likeliest nodes of the tree of forced tokens and alternatives after a place in a grammar.
+
+    Args:
+        matcher (`GrammarMatcher`): The place; it is the same afterwards.
+        depth, most_nodes (`int`): Most tokens of a path, and nodes.
+        most_alternatives (`int`): Most children of a node.
+    """
+    here = list(matcher.tokens)
+    tokens: list[int] = []
+    parents: list[int] = []
+    log_probs: list[float] = []
+    order = count()
+    # Paths that go on: the least negative log-probability first, among equals the oldest.
+    open_paths: list[tuple[float, int, int, list[int]]] = [(0.0, next(order), -1, [])]
+    while open_paths and len(tokens) < most_nodes:
+        cost, _, node, path = heapq.heappop(open_paths)
+        if path:
+            parents.append(node)
+            node = len(tokens)
+            tokens.append(path[-1])
+            log_probs.append(-cost)
+        if path and path[-1] in matcher.stop_tokens:
+            continue
+        matcher.move_to(here + path)
+        run, next_tokens = _run_and_choice(matcher, most_alternatives)
+        for token in run[: max(min(depth - len(path), most_nodes - len(tokens)), 0)]:
+            cost -= math.log(_FORCED_PROB)
+            parents.append(node)
+            node = len(tokens)
+            tokens.append(token)
+            log_probs.append(-cost)
+            path = [*path, token]
+        if len(path) < depth:
+            for token in next_tokens:
+                item = (cost + math.log(len(next_tokens)), next(order), node, [*path, token])
+                heapq.heappush(open_paths, item)
+    matcher.move_to(here)
+    return RowTree(tokens, parents, log_probs)
+
+
+def _run_and_choice(matcher: GrammarMatcher, most_alternatives: int) -> tuple[list[int], list[int]]:
+    """The forced tokens after a place in a grammar, and the few tokens between which the target then chooses."""
+    run = matcher.forced()
+    if most_alternatives < 2 or (run and run[-1] in matcher.stop_tokens):
+        return run, []
+    begin, mask = len(matcher.tokens), np.empty(matcher.num_words, dtype=np.int32)
+    pieces = matcher.pieces(run[-1:])
+    # A blank at the end is mostly written together with the word after it, where that is one of a few words, unless
+    # the text has had blanks alone.
+    is_open = bool(pieces) and pieces[0].isspace() and run[-1] not in matcher.tokens
+    ends = [len(run) - 1, len(run)] if is_open else [len(run)]
+    for end in ends:
+        for token in run[len(matcher.tokens) - begin : end]:
+            matcher.accept(token)
+        matcher.fill(mask)
+        if next_tokens := alternatives(matcher, mask, most_alternatives):
+            return run[:end], next_tokens
+    return run, []
+
+
+def end_of_value(matcher: GrammarMatcher) -> list[int]:
+    """Tokens that end a value of JSON here, with the text that is forced then, as a tokenizer would write both."""
+    mask = np.empty(matcher.num_words, dtype=np.int32)
+    matcher.fill(mask)
+    for end in _ENDS:
+        tokens = matcher.tokenized(end)
+        if len(tokens) != 1 or not allows(mask, tokens[0]) or not matcher.accept(tokens[0]):
+            continue
+        forced = [token for token in matcher.forced() if token not in matcher.stop_tokens]
+        matcher.rollback(1)
+        pieces = matcher.pieces(forced)
+        if not pieces:
+            continue
+        try:
+            whole = matcher.tokenized(end + b"".join(pieces).decode())
+        except UnicodeDecodeError:
+            continue
+        count = 0
+        while count < len(whole) and matcher.accept(whole[count]):
+            count += 1
+        matcher.rollback(count)
+        return whole[:count]
+    return []

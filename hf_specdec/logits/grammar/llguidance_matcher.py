@@ -1,0 +1,111 @@
+"""Grammars of llguidance: masks of the chains of many rows in parallel, and forced tokens.
+
+Shapes: N draft nodes of a row, T = N + 1 verified nodes, W words of a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from .matchers import Grammar, GrammarMatcher, RowDraft
+
+
+class LLGuidanceMatcher(GrammarMatcher):
+    """A row's place in a grammar of llguidance.
+
+    Args:
+        matcher (`llguidance.LLMatcher`): At its beginning.
+        num_words (`int`): W.
+        tokenizer (`llguidance.LLTokenizer`): Of the target.
+    """
+
+    def __init__(self, matcher: Any, num_words: int, tokenizer: Any):
+        super().__init__(num_words)
+        self.matcher, self._tokenizer, self.stop_tokens = matcher, tokenizer, frozenset(tokenizer.eos_tokens)
+        self._num_uncounted = 0
+
+    @property
+    def is_at_end(self) -> bool:
+        # The library says that it has stopped as soon as only a stop token is left.
+        return bool(self.tokens) and (self._num_after_end > 0 or self.tokens[-1] in self.stop_tokens)
+
+    def _accept(self, token: int) -> bool:
+        if self.matcher.is_stopped():
+            # Only a stop token is left, which the library does not count.
+            self._num_uncounted = int(token in self.stop_tokens)
+            return token in self.stop_tokens
+        return self.matcher.try_consume_tokens([token]) == 1
+
+    def _rollback(self, count: int) -> None:
+        self.matcher.rollback(count - self._num_uncounted)
+        self._num_uncounted = 0
+
+    def fill(self, mask: np.ndarray) -> None:
+        self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
+    @classmethod
+    def fill_drafts(cls, drafts: list[RowDraft]) -> None:
+        """Fills the masks of chains in one parallel call; those of trees, and of texts that end, node by node."""
+        chains = []
+        for draft in drafts:
+            matcher, is_chain = draft.matcher, list(draft.parents) == list(range(-1, len(draft.parents) - 1))
+            if draft.tokens and is_chain and not matcher.is_at_end and matcher.stop_tokens.isdisjoint(draft.tokens):
+                chains.append(draft)
+            else:
+                matcher.fill_nodes(draft.tokens, draft.parents, draft.masks)
+        if chains:
+            _fill_chains(chains)
+
+    def tokenized(self, text: str) -> list[int]:
+        return self._tokenizer.tokenize_str(text)
+
+    def pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        return [self._tokenizer.decode_bytes([token]) for token in tokens]
+
+    def _foreseen(self) -> list[int]:
+        # The library keeps back tokens that could be longer if more text came.
+        return self.matcher.compute_ff_tokens() or self._tokenizer.tokenize_bytes(self.matcher.compute_ff_bytes())
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LLGuidanceGrammar(Grammar):
+    """A grammar of llguidance.
+
+    Args:
+        tokenizer (`llguidance.LLTokenizer`): Of the target.
+        source (`str`): The grammar, as the library's `grammar_from` returns it.
+    """
+
+    library: str = "llguidance"
+    tokenizer: Any = None
+    source: str = ""
+
+    def matcher(self, row: int, prompt: Sequence[int]) -> LLGuidanceMatcher:
+        import llguidance
+
+        return LLGuidanceMatcher(llguidance.LLMatcher(self.tokenizer, self.source), self.num_words, self.tokenizer)
+
+
+def _fill_chains(chains: list[RowDraft]) -> None:
+    from llguidance.torch import fill_next_token_bitmask_par_with_draft_tokens
+
+    ends = list(accumulate(len(chain.masks) for chain in chains))
+    masks = np.concatenate([chain.masks for chain in chains])
+    jobs = [(chain.matcher.matcher, end - len(chain.masks), list(chain.tokens)) for chain, end in zip(chains, ends)]
+    fill_next_token_bitmask_par_with_draft_tokens(_executor(), jobs, torch.from_numpy(masks))
+    for chain, end in zip(chains, ends):
+        chain.masks[:] = masks[end - len(chain.masks) : end]
+
+
+@lru_cache(maxsize=1)
+def _executor() -> Any:
+    import llguidance
+
+    return llguidance.LLExecutor()

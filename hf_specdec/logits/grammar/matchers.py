@@ -1,0 +1,233 @@
+"""The contract with a grammar library: a grammar, and a row's place in it.
+
+Shapes: N draft nodes of a row, T = N + 1 verified nodes (node 0 is the anchor), W = ceil(V / 32) words of a mask over
+V tokens. Bit i of word w says whether token 32 w + i may come next, which is the libraries' own format.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...errors import SpecDecError
+
+
+# Allowed tokens that are looked through for alternatives.
+_MOST_ALLOWED = 128
+
+# Tokens that are foreseen one by one; an automaton may say "end" for ever.
+_MOST_FORCED = 64
+
+
+class GrammarMatcher(ABC):
+    """A row's place in a grammar, after the tokens that it has accepted.
+
+    Args:
+        num_words (`int`): W.
+
+    Attributes:
+        tokens (`list[int]`): The accepted tokens.
+    """
+
+    # Tokens after which the text has ended.
+    stop_tokens: frozenset[int] = frozenset()
+
+    def __init__(self, num_words: int):
+        self.num_words = num_words
+        self.tokens: list[int] = []
+        self._num_after_end = 0
+
+    @abstractmethod
+    def _accept(self, token: int) -> bool:
+        """Goes on with a token; `False`, and stays, where the grammar forbids it."""
+
+    @abstractmethod
+    def _rollback(self, count: int) -> None:
+        """Takes back the last tokens."""
+
+    @abstractmethod
+    def fill(self, mask: np.ndarray) -> None:
+        """Writes which tokens may come next, int32 `(W,)`; after the end what the library's users see there."""
+
+    @property
+    def is_at_end(self) -> bool:
+        """The library takes no more tokens."""
+        return False
+
+    def accept(self, token: int) -> bool:
+        """Goes on with a token; `False`, and stays, where the grammar forbids it. After the end any token will do."""
+        if self.is_at_end:
+            self._num_after_end += 1
+        elif not self._accept(token):
+            return False
+        self.tokens.append(token)
+        return True
+
+    def rollback(self, count: int) -> None:
+        """Takes back the last tokens."""
+        if count == 0:
+            return
+        del self.tokens[-count:]
+        after_end = min(count, self._num_after_end)
+        self._num_after_end -= after_end
+        if count > after_end:
+            self._rollback(count - after_end)
+
+    def move_to(self, tokens: Sequence[int]) -> None:
+        """Goes to the place after these tokens, from wherever it is.
+
+        Raises:
+            SpecDecError: The grammar forbids one of them.
+        """
+        shared = 0
+        for ours, theirs in zip(self.tokens, tokens):
+            if ours != theirs:
+                break
+            shared += 1
+        self.rollback(len(self.tokens) - shared)
+        for token in tokens[shared:]:
+            if not self.accept(token):
+                raise SpecDecError(
+                    f"The grammar does not allow token {token}, generated token {len(self.tokens) + 1} of its row: "
+                    "something after the grammar has chosen it. Look at the processors that follow the grammar's, and "
+                    "at forced tokens."
+                )
+
+    @classmethod
+    def fill_drafts(cls, drafts: list[RowDraft]) -> None:
+        """Fills the masks of the drafts of several rows, whose matchers are of this class."""
+        for draft in drafts:
+            draft.matcher.fill_nodes(draft.tokens, draft.parents, draft.masks)
+
+    def fill_nodes(self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray) -> None:
+        """Writes which tokens may come after the anchor and after each node that the grammar allows.
+
+        Args:
+            tokens, parents (`Sequence[int]` of length N): The draft, parents before their children, -1: the anchor.
+            masks (`np.ndarray` of shape `(T, W)`): Rows of other nodes stay as they are.
+        """
+        children: list[list[int]] = [[] for _ in range(len(tokens) + 1)]
+        for node, parent in enumerate(parents):
+            children[parent + 1].append(node)
+        self._fill_below(0, tokens, children, masks)
+
+    def _fill_below(self, node: int, tokens: Sequence[int], children: list[list[int]], masks: np.ndarray) -> None:
+        self.fill(masks[node])
+        for child in children[node]:
+            if allows(masks[node], tokens[child]) and self.accept(tokens[child]):
+                self._fill_below(child + 1, tokens, children, masks)
+                self.rollback(1)
+
+    def forced(self) -> list[int]:
+        """Tokens that come next as far as can be foreseen. The target may still write their text in other tokens."""
+        begin = len(self.tokens)
+        while len(self.tokens) - begin < _MOST_FORCED and not self.is_at_end:
+            tokens = self._foreseen() or self._only_token()
+            if not tokens or not all(map(self.accept, tokens)) or tokens[-1] in self.stop_tokens:
+                break
+        forced = self.tokens[begin:]
+        self.rollback(len(forced))
+        return forced
+
+    def _foreseen(self) -> list[int]:
+        """Tokens of text that has to come next, as far as the library knows it."""
+        return []
+
+    def _only_token(self) -> list[int]:
+        mask = np.empty(self.num_words, dtype=np.int32)
+        self.fill(mask)
+        return allowed_tokens(mask, most=1)
+
+    def tokenized(self, text: str) -> list[int]:
+        """Tokens in which a text may come next; none where the library has no tokenizer."""
+        return []
+
+    def pieces(self, tokens: Sequence[int]) -> list[bytes] | None:
+        """The text of each token; `None` where the library does not tell."""
+        return None
+
+
+class RowDraft(NamedTuple):
+    """The draft of a row, and the masks after its nodes.
+
+    Attributes:
+        matcher (`GrammarMatcher`): Where the row's text ends, the anchor included.
+        tokens, parents (`Sequence[int]` of length N): The draft, parents before their children, -1: the anchor.
+        masks (`np.ndarray` of shape `(T, W)`): To be filled; rows of nodes that cannot be reached stay as they are.
+    """
+
+    matcher: GrammarMatcher
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    masks: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Grammar(ABC):
+    """A compiled grammar.
+
+    Args:
+        library (`str`): Its library, as users know it.
+        vocab_size (`int`): Tokens of the vocabulary that it was compiled for.
+        allows_rest (`bool`): Tokens that its masks have no bits for are left as they are; else they are forbidden.
+    """
+
+    library: str
+    vocab_size: int
+    allows_rest: bool = False
+
+    @property
+    def num_words(self) -> int:
+        """W."""
+        return -(-self.vocab_size // 32)
+
+    @property
+    def num_grammars(self) -> int:
+        """One for all rows of a call, or as many as it must have rows."""
+        return 1
+
+    @abstractmethod
+    def matcher(self, row: int, prompt: Sequence[int]) -> GrammarMatcher:
+        """The beginning of the grammar, for a row of a call with these tokens in front of the text."""
+
+
+def allows(mask: np.ndarray, token: int) -> bool:
+    """Tells whether a mask int32 `(W,)` allows a token."""
+    word = token >> 5
+    return word < len(mask) and bool(int(mask[word]) >> (token & 31) & 1)
+
+
+def allowed_tokens(mask: np.ndarray, most: int) -> list[int]:
+    """The tokens that a mask int32 `(W,)` allows; none where there are more than `most`."""
+    (words,) = mask.nonzero()
+    if len(words) == 0 or len(words) > most:
+        return []
+    bits = np.unpackbits(mask[words].view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
+    places, offsets = bits.nonzero()
+    return [] if len(places) > most else (words[places] * 32 + offsets).tolist()
+
+
+def alternatives(matcher: GrammarMatcher, mask: np.ndarray, most: int) -> list[int]:
+    """The tokens between which a mask int32 `(W,)` leaves the choice, without beginnings of others among them.
+
+    None where these are more than `most`, or just one or none.
+    """
+    tokens = allowed_tokens(mask, _MOST_ALLOWED)
+    pieces = matcher.pieces(tokens) if len(tokens) > 1 else None
+    if pieces is not None:
+        by_text = sorted(zip(pieces, tokens))
+        # What begins others stands right in front of them.
+        following = [text for text, _ in by_text[1:]] + [b""]
+        tokens = [token for (text, token), after in zip(by_text, following) if text and not after.startswith(text)]
+    return tokens if 1 < len(tokens) <= most else []
+
+
+def mask_of(tokens: Any, num_words: int) -> np.ndarray:
+    """A mask int32 `(W,)` that allows the given tokens alone."""
+    bits = np.zeros(num_words * 32, dtype=np.uint8)
+    bits[np.asarray(list(tokens), dtype=np.int64)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)

@@ -1,0 +1,246 @@
+"""`hf_specdec.grammar()`: a logits processor that keeps a text within a JSON schema, a regex, a grammar or choices.
+
+Shapes: B rows, L tokens so far, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast
+from transformers.generation.logits_process import LogitsProcessor
+
+from ...errors import MissingDependencyError, SpecConfigError, shown
+from .masks import GrammarMask
+from .matchers import Grammar, GrammarMatcher
+
+
+# With one blank after commas and colons, and no other one between tokens of JSON: the text then has no free choice.
+_SEPARATORS = (", ", ": ")
+
+_BACKENDS = ("xgrammar", "llguidance")
+
+
+class GrammarLogitsProcessor(LogitsProcessor):
+    """Keeps generated text within a grammar. Made by [`grammar`].
+
+    Plain `generate()` takes it, too, one call at a time. It can be used again: tokens that do not continue those that
+    it was shown last begin a new text.
+
+    Args:
+        grammar (`Grammar`): The grammar.
+    """
+
+    def __init__(self, grammar: Grammar):
+        self.grammar = grammar
+        self._texts: list[_Text] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Scores `(B, V)` of which those of tokens that the grammar forbids after `input_ids` `(B, L)` are -inf.
+
+        A row that the grammar does not follow, as one that is padded after its end, is left as it is.
+        """
+        rows = input_ids.tolist()
+        if not self._goes_on(rows):
+            self._texts = [_Text(row, self.grammar.matcher(index, row)) for index, row in enumerate(rows)]
+        masks = np.full((len(rows), self.grammar.num_words), -1, dtype=np.int32)
+        for text, mask in zip(self._texts, masks):
+            if not text.has_left:
+                text.matcher.fill(mask)
+        return GrammarMask(masks, self.grammar.allows_rest)(input_ids, scores.clone())
+
+    def __deepcopy__(self, memo: dict) -> GrammarLogitsProcessor:
+        """A processor of the same grammar that has seen nothing."""
+        return GrammarLogitsProcessor(self.grammar)
+
+    def _goes_on(self, rows: list[list[int]]) -> bool:
+        """Takes in one token more of each text; `False` where these are others. Rows may have left the batch."""
+        if not rows or not rows[0]:
+            return False
+        texts, others = [], list(self._texts)
+        for row in rows:
+            text = next((text for text in others if text.tokens == row[:-1]), None)
+            if text is None:
+                return False
+            others.remove(text)
+            texts.append(text)
+        for text, row in zip(texts, rows):
+            text.append(row[-1])
+        self._texts = texts
+        return True
+
+
+class _Text:
+    """A row's tokens and its place in the grammar.
+
+    Args:
+        tokens (`list[int]`): Those so far, the prompt.
+        matcher (`GrammarMatcher`): The beginning of the grammar.
+    """
+
+    def __init__(self, tokens: list[int], matcher: GrammarMatcher):
+        self.tokens, self.matcher, self.has_left = tokens, matcher, False
+
+    def append(self, token: int) -> None:
+        self.tokens = [*self.tokens, token]
+        self.has_left = self.has_left or not self.matcher.accept(token)
+
+
+def grammar(
+    schema: Any = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    *,
+    regex: str | None = None,
+    lark: str | None = None,
+    choices: Sequence[str] | None = None,
+    backend: Literal["xgrammar", "llguidance"] | None = None,
+    flexible_whitespace: bool = False,
+) -> GrammarLogitsProcessor:
+    """Makes a logits processor that keeps generated text within a grammar, for `generate(logits_processor=[...])`.
+
+    Plain `generate()` takes it as well as speculative calls, with the same text. One processor serves any number of
+    calls, one after the other, and batches of any size.
+
+    Args:
+        schema (`dict`, `str` or pydantic model): A JSON schema, as an object, as JSON, or by what has a
+            `model_json_schema()`. Give one of `schema`, `regex`, `lark` and `choices`.
+        tokenizer (`PreTrainedTokenizerFast`): The target's tokenizer.
+        regex (`str`, *optional*): A regular expression for the whole text.
+        lark (`str`, *optional*): A context-free grammar in Lark's notation, from `start`.
+        choices (`Sequence[str]`, *optional*): The texts of which one is generated.
+        backend (`str`, *optional*): Library: "xgrammar" or "llguidance". Left out, the first that is installed.
+        flexible_whitespace (`bool`): Any whitespace between the tokens of JSON. If not, one blank after commas and
+            colons, which leaves fewer tokens to the target, and so more to drafts.
+
+    Raises:
+        SpecConfigError: No grammar or more than one is given, it cannot be read, admits nothing, or the tokenizer is
+            not a fast one.
+        MissingDependencyError: The library is not installed.
+    """
+    given = {"schema": schema, "regex": regex, "lark": lark, "choices": choices}
+    given = {kind: value for kind, value in given.items() if value is not None}
+    if len(given) != 1:
+        found = ", ".join(f"`{kind}`" for kind in given) or "none of them"
+        raise SpecConfigError(f"grammar() takes one of `schema`, `regex`, `lark` and `choices`, got {found}.")
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise SpecConfigError(
+            f"grammar() needs the target's fast tokenizer as `tokenizer`, got {shown(tokenizer)}. Load it with "
+            "AutoTokenizer.from_pretrained()."
+        )
+    ((kind, value),) = given.items()
+    if kind == "schema":
+        value = _schema(value)
+    if kind == "choices":
+        kind, value = "lark", _lark_of(value)
+    compile_grammar = _compile_xgrammar if _backend(backend) == "xgrammar" else _compile_llguidance
+    compiled = compile_grammar(kind, value, tokenizer, flexible_whitespace)
+    mask = np.full(compiled.num_words, -1, dtype=np.int32)
+    compiled.matcher(0, ()).fill(mask)
+    if not mask.any():
+        raise SpecConfigError(
+            f"The grammar `{kind}` admits nothing. Look for a pattern or schema that no text fits, and for characters "
+            "that the tokenizer lacks."
+        )
+    return GrammarLogitsProcessor(compiled)
+
+
+def _schema(value: Any) -> str:
+    """A JSON schema as JSON."""
+    if hasattr(value, "model_json_schema"):
+        value = value.model_json_schema()
+    elif hasattr(value, "json_schema"):
+        value = value.json_schema()
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise SpecConfigError(f"`schema` is no JSON: {error}. Pass a JSON schema, or its object.") from error
+    if not isinstance(value, dict):
+        raise SpecConfigError(
+            f"`schema` must be a JSON schema (an object or JSON) or a pydantic model, got {shown(value)}."
+        )
+    return json.dumps(value)
+
+
+def _lark_of(choices: Sequence[str]) -> str:
+    """The grammar of some texts."""
+    if isinstance(choices, str) or not choices or not all(isinstance(text, str) and text for text in choices):
+        raise SpecConfigError(f"`choices` must be texts, none of them empty, got {shown(choices)}.")
+    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choices)
+
+
+def _backend(asked: str | None) -> str:
+    if asked is not None and asked not in _BACKENDS:
+        raise SpecConfigError(f"`backend` must be one of {', '.join(_BACKENDS)}, got {shown(asked)}.")
+    found = next((name for name in ([asked] if asked else _BACKENDS) if find_spec(name) is not None), None)
+    if found is None:
+        raise MissingDependencyError(
+            f"grammar() needs the package {asked or ' or '.join(_BACKENDS)}, which is not installed. Install it with "
+            '`pip install "hf-specdec[grammar]"`.'
+        )
+    return found
+
+
+def _unreadable(kind: str, library: str, problem: object) -> SpecConfigError:
+    return SpecConfigError(f"{library} cannot read the grammar `{kind}`: {str(problem).strip()}")
+
+
+def _compile_xgrammar(kind: str, value: str, tokenizer: PreTrainedTokenizerFast, is_flexible: bool) -> Grammar:
+    import xgrammar
+
+    from .xgrammar_matcher import XGrammar
+
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
+    compiler = xgrammar.GrammarCompiler(info)
+    try:
+        if kind == "schema":
+            compiled = compiler.compile_json_schema(value, any_whitespace=is_flexible, separators=_SEPARATORS)
+        elif kind == "regex":
+            compiled = compiler.compile_regex(value)
+        else:
+            compiled = compiler.compile_lark(value)
+    except (RuntimeError, ValueError) as error:
+        raise _unreadable(kind, "xgrammar", error) from error
+    return XGrammar(vocab_size=len(tokenizer), compiled=(compiled,), tokenize=_continuing(tokenizer))
+
+
+def _continuing(tokenizer: PreTrainedTokenizerFast) -> Callable[[str, int | None], list[int]]:
+    """Token ids of a text after a token, as the tokenizer would have written both."""
+
+    def tokenize(text: str, after: int | None) -> list[int]:
+        if after is not None:
+            both = tokenizer.encode(f"{tokenizer.decode([after])}{text}", add_special_tokens=False)
+            if both[:1] == [after]:
+                return both[1:]
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    return tokenize
+
+
+def _compile_llguidance(kind: str, value: str, tokenizer: PreTrainedTokenizerFast, is_flexible: bool) -> Grammar:
+    import llguidance
+    from llguidance.hf import from_tokenizer
+
+    from .llguidance_matcher import LLGuidanceGrammar
+
+    item, key = _SEPARATORS
+    compact = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
+    matcher = llguidance.LLMatcher
+    try:
+        if kind == "schema":
+            source = matcher.grammar_from_json_schema(value, overrides=None if is_flexible else compact)
+        else:
+            source = matcher.grammar_from_regex(value) if kind == "regex" else matcher.grammar_from_lark(value)
+    except ValueError as error:
+        raise _unreadable(kind, "llguidance", error) from error
+    # Ids that no token has are between those of the tokenizer and the end of the vocabulary.
+    made = from_tokenizer(tokenizer, n_vocab=len(tokenizer))
+    problem = matcher(made, source).get_error()
+    if problem:
+        raise _unreadable(kind, "llguidance", problem)
+    return LLGuidanceGrammar(vocab_size=len(tokenizer), tokenizer=made, source=source)

@@ -1,0 +1,168 @@
+"""The grammar of a call's rows: masks in the place of the user's processor, and drafts that stay within them.
+
+Shapes: R rows, T verified nodes of a row (node 0 is the anchor), V vocabulary, W words of a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...drafts import DraftTree
+from ...errors import SpecConfigError, SpecDecError
+from ...transfers import upload
+from .masks import GrammarMask
+from .matchers import Grammar, GrammarMatcher, RowDraft, allows
+from .recognition import grammar_of
+
+
+class RowGrammars:
+    """The places of a call's rows in their grammar. The user's processor is not touched.
+
+    Args:
+        processor (`LogitsProcessor`): The user's.
+        grammar (`Grammar`): What it is.
+        prompt_length (`int`): Columns in front of the text.
+    """
+
+    def __init__(self, processor: Any, grammar: Grammar, prompt_length: int):
+        self.processor, self.grammar, self.prompt_length = processor, grammar, prompt_length
+        self._matchers: dict[int, GrammarMatcher] = {}
+
+    @classmethod
+    def found(cls, processors: Sequence[Any], prompts: torch.LongTensor, vocab_size: int) -> RowGrammars | None:
+        """The grammar among the processors of a call; `None` where there is none, or more than one.
+
+        Args:
+            processors (`Sequence`): The processors.
+            prompts (`torch.LongTensor` of shape `(R, P)`): The prompts.
+            vocab_size (`int`): V.
+
+        Raises:
+            SpecConfigError: It is of another vocabulary or number of rows, or admits no text.
+        """
+        known = [(processor, grammar_of(processor, vocab_size)) for processor in processors]
+        known = [(processor, grammar) for processor, grammar in known if grammar is not None]
+        if len(known) != 1:
+            return None
+        ((processor, grammar),) = known
+        if grammar.vocab_size > vocab_size:
+            raise SpecConfigError(
+                f"The grammar of {grammar.library} was made for a vocabulary of {grammar.vocab_size} tokens, and the "
+                f"target has {vocab_size}. Make it with the target's own tokenizer."
+            )
+        if grammar.num_grammars not in (1, len(prompts)):
+            raise SpecConfigError(
+                f"The logits processor of {grammar.library} has {grammar.num_grammars} grammars, and the batch "
+                f"{len(prompts)} rows. Give it one grammar for all rows, or one for each."
+            )
+        rows = cls(processor, grammar, prompts.shape[1])
+        for row, prompt in enumerate(prompts.tolist()):
+            if not rows.mask_after(row, prompt).any():
+                raise SpecConfigError(
+                    f"The grammar of {grammar.library} admits nothing, so row {row} cannot begin. Look for a pattern "
+                    "or schema that no text fits, and for characters that the tokenizer lacks."
+                )
+        return rows
+
+    def at(self, row: int, tokens: Sequence[int]) -> GrammarMatcher:
+        """The place of a row after its tokens, those of the prompt included.
+
+        Raises:
+            SpecDecError: The grammar forbids one of them.
+        """
+        matcher = self._matchers.get(row)
+        if matcher is None:
+            matcher = self._matchers[row] = self.grammar.matcher(row, tokens[: self.prompt_length])
+        matcher.move_to(tokens[self.prompt_length :])
+        return matcher
+
+    def mask_after(self, row: int, tokens: Sequence[int]) -> np.ndarray:
+        """Tokens that may follow, int32 `(W,)`: all of them where the row has left its grammar, as after its end."""
+        mask = np.full(self.grammar.num_words, -1, dtype=np.int32)
+        try:
+            self.at(row, tokens).fill(mask)
+        except SpecDecError:
+            mask[:] = -1
+        return mask
+
+    def masks_after(self, sequences: Sequence[torch.LongTensor], rows: Sequence[int]) -> np.ndarray:
+        """Masks `(R, W)` of rows after their tokens, each of shape `(L,)`."""
+        return np.stack([self.mask_after(row, tokens.tolist()) for row, tokens in zip(rows, sequences)])
+
+    def masking(self, masks: np.ndarray) -> GrammarMask:
+        """The processor for scores `(M, V)` with these masks `(M, W)`."""
+        return GrammarMask(masks, self.grammar.allows_rest)
+
+
+def constrained(draft: DraftTree, matchers: Sequence[GrammarMatcher | None]) -> DraftTree:
+    """Cuts drafts where the grammars of their rows forbid them, and gives them the masks after all their nodes.
+
+    Of tokens that were drawn a forbidden one stays, without what follows it: who has drawn it may not do without its
+    rejection, which the distribution of the next token depends on.
+
+    Args:
+        draft (`DraftTree`): The drafts.
+        matchers (`Sequence[GrammarMatcher]` of length R): The rows' places; `None` for rows without a grammar.
+    """
+    token_lists, parent_lists = draft.token_lists(), draft.parent_lists()
+    jobs = [
+        None if matcher is None else RowDraft(matcher, tokens, parents, _full(len(tokens) + 1, matcher.num_words))
+        for matcher, tokens, parents in zip(matchers, token_lists, parent_lists)
+    ]
+    by_kind: dict[type[GrammarMatcher], list[RowDraft]] = {}
+    for job in jobs:
+        if job is not None:
+            by_kind.setdefault(type(job.matcher), []).append(job)
+    for kind, drafts in by_kind.items():
+        kind.fill_drafts(drafts)
+    kept = [
+        list(range(len(tokens))) if job is None else _kept(job, draft.probs is not None)
+        for job, tokens in zip(jobs, token_lists)
+    ]
+    if any(len(nodes) < len(tokens) for nodes, tokens in zip(kept, token_lists)):
+        draft = _cut(draft, kept)
+    draft.masks = [
+        None if job is None else job.masks[[0, *(node + 1 for node in nodes)]] for job, nodes in zip(jobs, kept)
+    ]
+    return draft
+
+
+def _full(num_nodes: int, num_words: int) -> np.ndarray:
+    return np.full((num_nodes, num_words), -1, dtype=np.int32)
+
+
+def _kept(job: RowDraft, keeps_first_forbidden: bool) -> list[int]:
+    """The nodes of a row's draft that stay."""
+    # Whether children of the anchor and of each node can be accepted.
+    goes_on, kept = [True], []
+    for node, (token, parent) in enumerate(zip(job.tokens, job.parents)):
+        is_reached = goes_on[parent + 1]
+        is_allowed = is_reached and allows(job.masks[parent + 1], token)
+        goes_on.append(is_allowed and token not in job.matcher.stop_tokens)
+        if is_allowed or (is_reached and keeps_first_forbidden):
+            kept.append(node)
+    return kept
+
+
+def _cut(draft: DraftTree, kept: list[list[int]]) -> DraftTree:
+    """The kept nodes of each row, in their order."""
+    device, counts = draft.tokens.device, list(map(len, kept))
+    tokens = [[row[node] for node in nodes] for row, nodes in zip(draft.token_lists(), kept)]
+    parents = [_renumbered(row, nodes) for row, nodes in zip(draft.parent_lists(), kept)]
+    fewer = DraftTree.from_lists(tokens, device, parents)
+    if draft.probs is not None and fewer.size == 0:
+        fewer.probs = draft.probs[:, :0]
+    elif draft.probs is not None:
+        index = upload([nodes + [0] * (fewer.size - len(nodes)) for nodes in kept], device)
+        fewer.probs = draft.probs[torch.arange(len(counts), device=device)[:, None], index]
+    fewer.drafters, fewer.why_empty = draft.drafters, draft.why_empty
+    return fewer
+
+
+def _renumbered(parents: list[int], nodes: list[int]) -> list[int]:
+    places = {node: place for place, node in enumerate(nodes)}
+    return [places.get(parents[node], -1) for node in nodes]

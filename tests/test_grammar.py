@@ -1,0 +1,289 @@
+"""Structured output: a drafted text under a grammar is that of plain generation under the same grammar."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+import torch
+from transformers.generation.logits_process import LogitsProcessor
+
+import hf_specdec
+from hf_specdec import SpecConfigError, record
+from hf_specdec.logits.sampling import DraftSampler
+from tests.grammars import BACKENDS, COMPACT, LIBRARIES, SCHEMA, constraint, needs, own, tokenizer
+from tests.methods import demo_target, draws, fresh_speculator, needs_library, settings_of
+from tests.models import nothing_runs
+from tests.statistics import chi_square_pvalue
+
+
+NEW = 56
+TEXTS = ["def parse(line):\n    return ", "import json\n\nvalue = ", "class Colour:\n    name = ", "# known: "]
+
+DRAFTERS = [
+    *("ngram", "recycling", "draft_model", "medusa", "mlp_speculator", "eagle3 tree", "dflash", "mtp"),
+    *("grammar", "grammar+ngram", "grammar+eagle3"),
+    *(pytest.param(name, marks=needs_library) for name in ("suffix tree", "grammar+suffix")),
+]
+
+
+@pytest.fixture(autouse=True)
+def eager():
+    """Lets outlines mask without compiling a kernel."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@cache
+def inputs(batch_size: int) -> dict[str, torch.Tensor]:
+    encoded = tokenizer()(TEXTS[:batch_size], return_tensors="pt", padding=True, padding_side="left")
+    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+
+def generated(constraints: dict, batch_size: int, **settings) -> torch.LongTensor:
+    end = tokenizer().eos_token_id
+    call = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": end, "pad_token_id": end, **settings}
+    return demo_target().generate(**inputs(batch_size), **constraints, **call)
+
+
+@cache
+def plain(library: str, batch_size: int, **settings) -> torch.LongTensor:
+    return generated(constraint(library), batch_size, **settings)
+
+
+def drafted(row: str, constraints: dict, batch_size: int, options=None, **settings):
+    """The text with the drafts of a row of `tests/methods.py`, and the record of the call."""
+    speculator = fresh_speculator(settings_of(row, **(options or {})))
+    with record(trace=True) as made:
+        text = generated(constraints, batch_size, assistant=speculator, **settings)
+    return text, made.calls[0]
+
+
+def texts_of(output: torch.LongTensor, batch_size: int) -> list[str]:
+    return tokenizer().batch_decode(output[:, inputs(batch_size)["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("row", ["ngram", "grammar", "draft_model", "eagle3 tree"])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_text_is_that_of_plain_generation(library, row, batch_size):
+    text, call = drafted(row, constraint(library), batch_size)
+    assert torch.equal(text, plain(library, batch_size))
+    # With as much whitespace as it likes the target does not come to an end.
+    ended = [tokenizer().eos_token_id in row[-NEW:] for row in text.tolist()]
+    assert all(ended) or library not in COMPACT
+    for answer, has_ended in zip(texts_of(text, batch_size), ended):
+        assert not has_ended or json.loads(answer).keys() == SCHEMA["properties"].keys()
+    assert call.stats.num_accepted_tokens > 0 or row == "ngram"
+    assert not [note for note in call.stats.notes if "slowest" in note]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("row", DRAFTERS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_kind_of_drafter(backend, row, batch_size):
+    text, call = drafted(row, {"logits_processor": [own(backend)]}, batch_size)
+    assert torch.equal(text, plain(f"own {backend}", batch_size))
+    assert call.stats.num_committed_tokens > batch_size * 8
+    if "grammar" in row:
+        assert call.stats.num_accepted_tokens > 0.3 * call.stats.num_committed_tokens
+
+
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 1.3}, {"output_scores": True}], ids=["walk", "scores"])
+@pytest.mark.parametrize("row", ["grammar", "eagle3 tree"])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_order_among_processors(library, row, settings):
+    settings = {**settings, "return_dict_in_generate": True}
+    text, call = drafted(row, constraint(library), 4, **settings)
+    alone = plain(library, 4, **settings)
+    assert torch.equal(text.sequences, alone.sequences)
+    assert call.stats.num_accepted_tokens > 0
+    for ours, theirs in zip(text.scores or (), alone.scores or ()):
+        active = ~torch.isneginf(theirs[0])
+        assert torch.equal(torch.isneginf(ours[0]), ~active)
+        torch.testing.assert_close(ours[0][active], theirs[0][active], atol=1e-4, rtol=1e-4)
+
+
+class Unknown(LogitsProcessor):
+    """Adds a little to some scores, in a way that this package does not know."""
+
+    def __call__(self, input_ids, scores):
+        assert len({len(row) for row in input_ids}) == 1
+        return scores + (torch.arange(scores.shape[1]) % 3) * 0.5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_beside_an_unknown_processor_the_rows_advance_together(backend):
+    def both():
+        return {"logits_processor": [own(backend), Unknown()]}
+
+    text, call = drafted("grammar", both(), 4)
+    assert torch.equal(text, generated(both(), 4))
+    assert call.stats.num_accepted_tokens > 0
+    assert [note for note in call.stats.notes if "slowest" in note]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forced_text_takes_few_forwards(backend):
+    choices = ["the only text that may be written here"]
+    text, call = drafted("grammar", {"logits_processor": [own(backend, choices=choices)]}, 1)
+    assert texts_of(text, 1) == choices
+    tokens = call.stats.num_committed_tokens
+    assert tokens >= 8
+    # The demo's target writes in single letters where xgrammar lets it.
+    assert call.stats.num_target_forwards <= (2 if backend == "llguidance" else 0.8 * tokens)
+
+
+def test_without_a_grammar_nothing_is_drafted():
+    text, call = drafted("grammar", {}, 1)
+    assert torch.equal(text, generated({}, 1))
+    assert call.stats.num_drafts == 0
+    assert any("no logits processor of a known grammar" in note for note in call.stats.notes)
+
+
+@needs("xgrammar")
+def test_a_used_processor_of_xgrammar_serves_again():
+    constraints = constraint("xgrammar")
+    first, again = (drafted("grammar", constraints, size)[0] for size in (4, 1))
+    assert torch.equal(first, plain("xgrammar", 4))
+    assert torch.equal(again, plain("xgrammar", 1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_requests(backend):
+    end = tokenizer().eos_token_id
+    call = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": end, "pad_token_id": end}
+    # The first of them without a grammar.
+    free = {"prompt": tokenizer()(TEXTS[0])["input_ids"], "logits_processor": []}
+    prompts = [free, *({"prompt": tokenizer()(text)["input_ids"]} for text in TEXTS)]
+    results = hf_specdec.generate_many(
+        demo_target(),
+        [{"input_ids": each.pop("prompt"), **each} for each in prompts],
+        speculative=settings_of("grammar"),
+        batch_size=2,
+        logits_processor=[own(backend)],
+        **call,
+    )
+    results = sorted(results, key=lambda result: result.index)
+    for text, result in zip(TEXTS, results[1:]):
+        encoded = tokenizer()(text, return_tensors="pt")
+        alone = demo_target().generate(**encoded, **call, logits_processor=[own(backend)])
+        assert result.tokens == alone[0, encoded["input_ids"].shape[1] :].tolist()
+        assert result.stats.num_accepted_tokens > 0
+    assert results[0].stats.num_accepted_tokens == 0
+
+
+# Sampling
+
+CHOICES = ["yes", "no", "maybe not", "maybe so"]
+NUM_ROWS = 400
+SAMPLING = {"do_sample": True, "temperature": 1.5, "top_k": 0, "max_new_tokens": 12}
+
+
+@cache
+def exact(backend: str) -> dict[tuple[int, ...], float]:
+    """Probabilities of all texts under the choices, by the processor as plain generation calls it."""
+    prompt, end = inputs(1)["input_ids"], tokenizer().eos_token_id
+    open_paths, probs = {(): 1.0}, {}
+    while open_paths:
+        path, prob = open_paths.popitem()
+        text = torch.cat([prompt, torch.tensor([path]).long()], dim=1)
+        with torch.no_grad():
+            logits = demo_target()(text).logits[:, -1].float()
+        processor = own(backend, choices=CHOICES)
+        for length in range(prompt.shape[1], text.shape[1] + 1):
+            scores = processor(text[:, :length], logits)
+        for token, share in enumerate((scores[0].double() / SAMPLING["temperature"]).softmax(-1).tolist()):
+            if share > 0:
+                (probs if token == end else open_paths)[(*path, token)] = prob * share
+    return probs
+
+
+@pytest.mark.parametrize("row", ["grammar", "draft_model", "eagle3 chain", "mlp_speculator chain"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_distribution(backend, row):
+    """Chosen drafts, and drafts that are drawn, where the method can."""
+    torch.manual_seed(0)
+    options = {"draft_sample_method": "probabilistic"} if draws(row) else {}
+    speculator = fresh_speculator(settings_of(row, **{**options, "num_speculative_tokens": 3}))
+    prompt, end = inputs(1)["input_ids"].repeat(NUM_ROWS, 1), tokenizer().eos_token_id
+    processor = own(backend, choices=CHOICES)
+    call = {**SAMPLING, "eos_token_id": end, "pad_token_id": end, "return_dict_in_generate": True}
+    output = demo_target().generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        logits_processor=[processor],
+        assistant=speculator,
+        **call,
+    )
+    counts = dict.fromkeys(exact(backend), 0)
+    for tokens in output.sequences[:, prompt.shape[1] :].tolist():
+        # A text that is impossible must not pass.
+        counts[tuple(tokens[: tokens.index(end) + 1])] += 1
+    assert chi_square_pvalue(list(counts.values()), list(exact(backend).values())) > 1e-3
+    assert output.speculative.num_accepted_tokens > 0.1 * NUM_ROWS
+
+
+@pytest.mark.parametrize("row", ["draft_model", "eagle3 chain", "dflash", "mlp_speculator chain"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_drafts_are_drawn_under_the_mask(backend, row, monkeypatch):
+    """Forbidden tokens have no probability in the distributions that drafts were drawn from."""
+    seen = []
+    constrain = DraftSampler.constrained
+
+    def spy(sampler, draft, rows):
+        fewer = constrain(sampler, draft, rows)
+        if draft.size:
+            seen.append((draft, fewer))
+        return fewer
+
+    monkeypatch.setattr(DraftSampler, "constrained", spy)
+    torch.manual_seed(0)
+    options = {"draft_sample_method": "probabilistic", "num_speculative_tokens": 3}
+    drafted(row, {"logits_processor": [own(backend)]}, 1, options, do_sample=True, temperature=1.5, top_k=0)
+    assert len(seen) > 2
+    end = tokenizer().eos_token_id
+    for draft, fewer in seen:
+        assert draft.probs is not None
+        tokens = draft.token_lists()[0]
+        # What follows an end is of no use.
+        whole = tokens[: tokens.index(end) + 1] if end in tokens else tokens
+        assert fewer.token_lists()[0] == whole
+        masks = torch.from_numpy(fewer.masks[0][: len(whole)])
+        allowed = (masks[..., None] >> torch.arange(32, dtype=torch.int32) & 1).flatten(1)
+        assert (fewer.probs[0, : len(whole)][allowed[:, : fewer.probs.shape[-1]] == 0] == 0).all()
+
+
+# Errors
+
+
+@needs("xgrammar")
+def test_a_grammar_of_another_vocabulary_is_refused():
+    import xgrammar
+
+    info = xgrammar.TokenizerInfo([f"t{i}" for i in range(5000)], stop_token_ids=[0])
+    compiled = xgrammar.GrammarCompiler(info).compile_regex("t1t2")
+    processor = xgrammar.contrib.hf.LogitsProcessor(compiled)
+    with nothing_runs(demo_target()), pytest.raises(SpecConfigError, match=r"vocabulary of 5000 tokens.* 4096"):
+        drafted("ngram", {"logits_processor": [processor]}, 1)
+
+
+@needs("xgrammar")
+def test_a_grammar_that_admits_nothing_is_refused():
+    import xgrammar
+
+    info = xgrammar.TokenizerInfo(["a", "b", "end"], stop_token_ids=[2])
+    compiled = xgrammar.GrammarCompiler(info).compile_regex("c")
+    with nothing_runs(demo_target()), pytest.raises(SpecConfigError, match="admits nothing"):
+        drafted("ngram", {"logits_processor": [xgrammar.contrib.hf.LogitsProcessor(compiled)]}, 1)
+
+
+@needs("xgrammar")
+def test_a_number_of_grammars_that_is_not_that_of_the_rows_is_refused():
+    import xgrammar
+
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer(), vocab_size=4096)
+    compiled = [xgrammar.GrammarCompiler(info).compile_regex(pattern) for pattern in ("a", "b", "c")]
+    with nothing_runs(demo_target()), pytest.raises(SpecConfigError, match=r"3 grammars, and the batch 4 rows"):
+        drafted("ngram", {"logits_processor": [xgrammar.contrib.hf.LogitsProcessor(compiled)]}, 4)

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
 from ..errors import SpecConfigError, UnsupportedModelError
 from ..kernels._triton import use_triton
 from ..kernels.cache import WritePlan, move_slots, write_slots
+from ..kernels.heads import SlotWrite
 from ..transfers import upload
 from .recurrent import RecurrentState, load_state
 
@@ -200,6 +201,18 @@ class SlotLayer(CacheLayerMixin):
         return buffer
 
     def update(self, key_states, value_states, plan: WritePlan | None = None):
+        seen = self._prepare(key_states, value_states, plan)
+        self._write((self.keys, self.values), (key_states, value_states))
+        rows = key_states.shape[0]
+        return self.keys[:rows, :, seen], self.values[:rows, :, seen]
+
+    def begin_write(self, keys: torch.Tensor, values: torch.Tensor, plan: WritePlan) -> SlotWrite:
+        """Room for keys and values of the shapes of these, which the caller writes."""
+        seen = self._prepare(keys, values, plan)
+        return SlotWrite(self.keys, self.values, plan.starts(keys.device), seen)
+
+    def _prepare(self, key_states, value_states, plan: WritePlan | None) -> slice:
+        """Makes room where a plan says, or after what is there; returns the slots that are seen."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if plan is None:
@@ -208,9 +221,7 @@ class SlotLayer(CacheLayerMixin):
         if plan.columns > self.capacity:
             self.grow(plan.columns)
         self._plan = plan
-        self._write((self.keys, self.values), (key_states, value_states))
-        rows, slots = key_states.shape[0], slice(self._first(plan.columns) if self.window else 0, plan.columns)
-        return self.keys[:rows, :, slots], self.values[:rows, :, slots]
+        return slice(self._first(plan.columns) if self.window else 0, plan.columns)
 
     def _write(self, buffers: tuple[torch.Tensor, ...], states: tuple[torch.Tensor, ...]) -> None:
         """Writes states `(R, H, T, D)` to the slots of the plan; in rows of equal length they are one slice."""
@@ -344,6 +355,12 @@ class SlotCache(Cache):
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else self._layer(layer_idx)
         return layer.update(key_states, value_states, self.plan)
+
+    def begin_write(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> SlotWrite | None:
+        """Room for keys and values of the shapes of these; `None` in a prefill, where `update` stores them."""
+        if self.plan is None or self.plan.firsts is None:
+            return None
+        return self._layer(layer_idx).begin_write(keys, values, self.plan)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         if layer_idx == 0:

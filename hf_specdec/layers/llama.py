@@ -1,5 +1,8 @@
 """Decoder layers of the Llama family: RMS norm, rotary attention, RMS norm, gated MLP, each added to the stream.
 
+There may be norms of what is added as well, or those alone, and experts in the place of the MLP. On a GPU what lies
+between two products runs as one kernel: sums with norms, heads on their way to attention, activated gates.
+
 Draft networks are made of them, in drafting and in training, and small targets run through them. The names of their
 parts are those of checkpoints. A forward of a few tokens through a small layer is mostly module calls, not arithmetic,
 so a module of this file that has no hooks is called like a function, and reads its parts from where `nn.Module` keeps
@@ -24,12 +27,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.activations import ACT2FN
 
 from ..kernels import products
+from ..kernels.gates import GELU_TANH, SILU, gated
+from ..kernels.heads import Angles, KeyValueCache, place_heads
+from ..kernels.norms import Norm, add_norm, rms_norm
+from .structure import AttentionForm, LayerForm, attention_form, is_interleaved, is_packed_mlp, layer_form, norm_form
 
 
-# transformers' layers that compute this.
-_FAMILY = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-
-Angles = tuple[torch.Tensor, torch.Tensor]
 Module = TypeVar("Module", bound="DirectModule")
 
 
@@ -50,13 +53,6 @@ class LayerSizes(Protocol):
     def hidden_act(self) -> str: ...
     @property
     def rms_norm_eps(self) -> float: ...
-
-
-class KeyValueCache(Protocol):
-    """Storage of keys and values, such as a [`SlotCache`]."""
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, /) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `(R, K, S, D)` that a layer sees once the new ones `(R, K, T, D)` are stored."""
 
 
 class SlotMask(Protocol):
@@ -133,11 +129,32 @@ def is_published(definition: Any) -> bool:
     return definition.__module__.partition(".")[0] in ("torch", "transformers", "hf_specdec")
 
 
-def is_llama_layer(layer: nn.Module) -> bool:
-    """Tells whether [`DecoderLayer`] computes what this decoder layer of transformers does."""
-    if type(layer).__name__ not in _FAMILY or layer.self_attn.attention_dropout:
+def is_known_layer(layer: nn.Module) -> bool:
+    """Tells whether [`DecoderLayer`] computes what this decoder layer of transformers does in evaluation.
+
+    Modules in it may have been changed, see [`is_untouched`].
+    """
+    form, attention = layer_form(layer), getattr(layer, "self_attn", None)
+    if form is None or attention is None or attention_form(attention) is None or is_interleaved(attention) is None:
         return False
-    return all(map(is_untouched, layer.modules()))
+    norms = [layer._modules.get(name) for name in form if name is not None]
+    norms += [attention._modules[name] for name in _HEAD_NORMS if name in attention._modules]
+    return all(norm is not None and norm_form(norm) is not None for norm in norms)
+
+
+def is_llama_layer(layer: nn.Module) -> bool:
+    """Tells whether a decoder layer of transformers is one of Llama's kind, unchanged, with one MLP and no dropout."""
+    if not is_known_layer(layer) or layer.self_attn.attention_dropout or is_packed_mlp(layer.mlp) is not False:
+        return False
+    is_plain = attention_form(layer.self_attn) == AttentionForm() and not is_interleaved(layer.self_attn)
+    norms = [part for name, part in layer._modules.items() if name.endswith("norm")]
+    is_plain = (
+        is_plain and layer_form(layer) == DecoderLayer.form and {*map(norm_form, norms)} == {norm_form(norms[0])}
+    )
+    return is_plain and not norm_form(norms[0]).rounds_last and all(map(is_untouched, layer.modules()))
+
+
+_HEAD_NORMS = ("q_norm", "k_norm")
 
 
 def project(linear: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -163,18 +180,27 @@ def _is_plain(linear: nn.Module) -> bool:
     return type(linear) is nn.Linear and not is_hooked(linear) and "weight" in linear._parameters
 
 
+# What a layer has computed and nobody has added to the stream yet, and the norm that it goes through before.
+Pending = tuple[torch.Tensor, "nn.Module | None"]
+
+
 class DecoderLayer(DirectModule):
     """
     Args:
         self_attn (`RotaryAttention`): Attention.
-        mlp (`GatedMLP`): MLP.
+        mlp (`nn.Module`): MLP, or experts.
         input_layernorm, post_attention_layernorm (`nn.Module`): Norms of what they read; `nn.Identity` for none.
+
+    Attributes:
+        form (`LayerForm`): Names of its norms.
     """
+
+    form = LayerForm("input_layernorm", None, "post_attention_layernorm", None)
 
     def __init__(
         self,
         self_attn: RotaryAttention,
-        mlp: GatedMLP,
+        mlp: nn.Module,
         input_layernorm: nn.Module,
         post_attention_layernorm: nn.Module,
     ):
@@ -184,19 +210,17 @@ class DecoderLayer(DirectModule):
 
     @classmethod
     def of(cls, layer: nn.Module, layer_idx: int) -> DecoderLayer:
-        """The layer with the parameters of one of transformers', for which `is_llama_layer` holds.
+        """The layer with the parameters of one of transformers', for which `is_known_layer` holds.
 
         Args:
-            layer (`nn.Module`): The layer; its linear modules are taken as they are.
+            layer (`nn.Module`): The layer; its linear modules are taken as they are, and so are experts.
             layer_idx (`int`): Which layer of the cache it is.
         """
-        parts = {
-            "self_attn": RotaryAttention.of(layer.self_attn, layer_idx),
-            "mlp": GatedMLP.sharing(layer.mlp),
-            "input_layernorm": RMSNorm.sharing(layer.input_layernorm),
-            "post_attention_layernorm": RMSNorm.sharing(layer.post_attention_layernorm),
-        }
-        return cls.sharing(layer, _modules=parts)
+        form = layer_form(layer)
+        parts: dict[str, nn.Module] = {name: RMSNorm.of(layer._modules[name]) for name in form if name is not None}
+        parts["self_attn"] = RotaryAttention.of(layer.self_attn, layer_idx)
+        parts["mlp"] = layer.mlp if is_packed_mlp(layer.mlp) is None else GatedMLP.sharing(layer.mlp)
+        return cls.sharing(layer, _modules=parts, form=form)
 
     def forward(
         self,
@@ -214,10 +238,58 @@ class DecoderLayer(DirectModule):
             attended (`torch.Tensor` of shape `(R, T, X)`, *optional*): What attention reads, by default the normed
                 stream.
         """
-        parts = self._modules
-        attended = parts["input_layernorm"](stream) if attended is None else attended
-        stream = stream + parts["self_attn"](attended, angles, mask, cache)
-        return stream + parts["mlp"](parts["post_attention_layernorm"](stream))
+        return added(*self.advance(stream, None, angles, mask, cache, attended))
+
+    def advance(
+        self,
+        stream: torch.Tensor,
+        pending: Pending | None,
+        angles: Angles,
+        mask: torch.Tensor | SlotMask | None,
+        cache: KeyValueCache | None,
+        attended: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Pending]:
+        """The stream, and what the layer leaves to be added to it, together with the norm that comes next.
+
+        Args:
+            pending (`Pending`, *optional*): What the layer before has left.
+            stream, angles, mask, cache, attended: As for `forward`.
+        """
+        parts, form = self._modules, self.form
+        if attended is None:
+            before = parts[form.before_attention] if form.before_attention else None
+            stream, attended = added_and_normed(stream, pending, before)
+        elif pending is not None:
+            stream = added(stream, pending)
+        output = parts["self_attn"](attended, angles, mask, cache)
+        after = parts[form.after_attention] if form.after_attention else None
+        before = parts[form.before_mlp] if form.before_mlp else None
+        stream, read = added_and_normed(stream, (output, after), before)
+        return stream, (parts["mlp"](read), parts[form.after_mlp] if form.after_mlp else None)
+
+
+def added(stream: torch.Tensor, pending: Pending | None) -> torch.Tensor:
+    """The stream `(R, T, H)` with what is pending added to it."""
+    return added_and_normed(stream, pending, None)[0]
+
+
+def added_and_normed(
+    stream: torch.Tensor, pending: Pending | None, norm: nn.Module | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of the stream and what is pending, and the normed sum, as one kernel where the norms are plain."""
+    if pending is None:
+        return stream, stream if norm is None else norm(stream)
+    update, update_norm = pending
+    given, known = (update_norm, norm), (_plain_norm(update_norm), _plain_norm(norm))
+    if all(one is None or other is not None for one, other in zip(given, known)):
+        return add_norm(stream, update, *known)
+    stream = stream + (update if update_norm is None else update_norm(update))
+    return stream, stream if norm is None else norm(stream)
+
+
+def _plain_norm(module: nn.Module | None) -> Norm | None:
+    """The numbers of an [`RMSNorm`] that nothing hooks into; `None` for other modules."""
+    return module.norm if type(module) is RMSNorm and not is_hooked(module) else None
 
 
 class RotaryAttention(DirectModule):
@@ -230,7 +302,14 @@ class RotaryAttention(DirectModule):
         head_norms (`tuple[nn.Module, nn.Module]`, *optional*): Norms of each head of the queries and of the keys.
         scaling (`float`, *optional*): Factor of the scores, by default `D ** -0.5`.
         is_causal (`bool`): Without a mask, several tokens see each other in their order only.
+
+    Attributes:
+        form (`AttentionForm`): How its products and norms are made up.
+        is_interleaved (`bool`): Neighbours of a head turn together, and not its halves.
     """
+
+    form = AttentionForm()
+    is_interleaved = False
 
     def __init__(
         self,
@@ -256,10 +335,10 @@ class RotaryAttention(DirectModule):
     @classmethod
     def of(cls, attention: nn.Module, layer_idx: int) -> RotaryAttention:
         """The attention of one of transformers' layers, see [`DecoderLayer.of`]."""
-        norms = {name: RMSNorm.sharing(part) for name, part in attention._modules.items() if name.endswith("_norm")}
-        groups = attention.num_key_value_groups
-        parts = {**attention._modules, **norms}
-        return cls.sharing(attention, _modules=parts, groups=groups, layer_idx=layer_idx, is_causal=True)
+        norms = {name: RMSNorm.of(attention._modules[name]) for name in _HEAD_NORMS if name in attention._modules}
+        known = {"form": attention_form(attention), "is_interleaved": is_interleaved(attention)}
+        known |= {"groups": attention.num_key_value_groups, "layer_idx": layer_idx, "is_causal": True}
+        return cls.sharing(attention, _modules={**attention._modules, **norms}, **known)
 
     @classmethod
     def new(
@@ -313,17 +392,8 @@ class RotaryAttention(DirectModule):
         Returns:
             `torch.Tensor` of shape `(R, T, H)`.
         """
-        parts, rows, tokens = self._modules, hidden.shape[0], hidden.shape[1]
-        projected = project_together((parts["q_proj"], parts["k_proj"], parts["v_proj"]), hidden)
-        query, key, values = (part.view(rows, tokens, -1, self.head_dim) for part in projected)
-        if "q_norm" in parts:
-            query, key = parts["q_norm"](query), parts["k_norm"](key)
-        values = values.transpose(1, 2)
-        # One rotation of both takes less time than two.
-        turned = rotate(torch.cat((query, key), dim=2), *angles).transpose(1, 2)
-        query, keys = turned.split_with_sizes((query.shape[2], key.shape[2]), dim=1)
-        if cache is not None:
-            keys, values = cache.update(keys, values, self.layer_idx)
+        rows, tokens = hidden.shape[0], hidden.shape[1]
+        query, keys, values = self._placed(hidden, angles, cache)
         if mask is not None and not isinstance(mask, torch.Tensor):
             output = mask.attend(query, keys, values, self.scaling)
         elif mask is None and self.is_causal and tokens > 1:
@@ -335,7 +405,26 @@ class RotaryAttention(DirectModule):
             query = query.reshape(rows, keys.shape[1], self.groups * tokens, self.head_dim)
             output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self.scaling)
             output = output.reshape(rows, -1, tokens, self.head_dim).transpose(1, 2)
-        return project(parts["o_proj"], output.reshape(rows, tokens, -1))
+        return project(self._modules["o_proj"], output.reshape(rows, tokens, -1))
+
+    def _placed(self, hidden: torch.Tensor, angles: Angles, cache: KeyValueCache | None):
+        """Queries `(R, Q, T, D)` of `(R, T, X)`, and the keys and values `(R, K, S, D)` that they see."""
+        parts, rows, tokens = self._modules, hidden.shape[0], hidden.shape[1]
+        if self.form.is_packed:
+            joined = project(parts["qkv_proj"], hidden)
+            width = joined.shape[-1] // (self.groups + 2)
+            projected = joined.split((self.groups * width, width, width), dim=-1)
+        else:
+            projected = project_together((parts["q_proj"], parts["k_proj"], parts["v_proj"]), hidden)
+        if self.form.norms_whole:
+            projected = parts["q_norm"](projected[0]), parts["k_norm"](projected[1]), projected[2]
+        query, key, value = (part.view(rows, tokens, -1, self.head_dim) for part in projected)
+        norms = None
+        if "q_norm" in parts and not self.form.norms_whole:
+            norms = _plain_norm(parts["q_norm"]), _plain_norm(parts["k_norm"])
+            if None in norms:
+                query, key, norms = parts["q_norm"](query), parts["k_norm"](key), None
+        return place_heads((query, key, value), angles, norms, cache, self.layer_idx, self.is_interleaved)
 
     def keys(self, hidden: torch.Tensor) -> torch.Tensor:
         """Keys `(R, T, K, D)` of `(R, T, X)` before they are turned."""
@@ -347,11 +436,6 @@ class RotaryAttention(DirectModule):
         """Values `(R, K, T, D)` of `(R, T, X)`."""
         values = project(self._modules["v_proj"], hidden)
         return values.view(*hidden.shape[:2], -1, self.head_dim).transpose(1, 2)
-
-
-def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Heads `(R, T, heads, D)`, turned by signed angles that broadcast to `(R, T, 1, D)`, see [`~layers.rope`]."""
-    return heads * cosine + heads.roll(heads.shape[-1] // 2, -1) * sine
 
 
 def with_query_groups(mask: torch.Tensor | None, groups: int) -> torch.Tensor | None:
@@ -366,6 +450,8 @@ class GatedMLP(DirectModule):
     Args:
         gate_proj, up_proj, down_proj (`nn.Module`): Linear layers from H to the inner width, twice, and back.
         act_fn (`nn.Module`): The activation of the gate.
+
+    transformers' layers may have one product `gate_up_proj` for both, and then the activation as `activation_fn`.
     """
 
     def __init__(self, gate_proj: nn.Module, up_proj: nn.Module, down_proj: nn.Module, act_fn: nn.Module):
@@ -382,8 +468,19 @@ class GatedMLP(DirectModule):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         parts = self._modules
-        gate, up = project_together((parts["gate_proj"], parts["up_proj"]), hidden)
-        return project(parts["down_proj"], parts["act_fn"](gate) * up)
+        if "gate_up_proj" in parts:
+            gate, up = project(parts["gate_up_proj"], hidden).chunk(2, dim=-1)
+            activation = parts["activation_fn"]
+        else:
+            gate, up = project_together((parts["gate_proj"], parts["up_proj"]), hidden)
+            activation = parts["act_fn"]
+        kind = None if is_hooked(activation) else _ACTIVATIONS.get(type(activation))
+        return project(parts["down_proj"], gated(gate, up, activation, kind))
+
+
+_ACTIVATIONS = {
+    type(ACT2FN[name]): kind for name, kind in (("silu", SILU), ("swish", SILU), ("gelu_pytorch_tanh", GELU_TANH))
+}
 
 
 class RMSNorm(DirectModule):
@@ -393,15 +490,30 @@ class RMSNorm(DirectModule):
         size (`int`): Of the last dimension.
         eps (`float`): Added to the mean square.
         weight (`nn.Parameter`, *optional*): The weights `(size,)`; by default ones.
+
+    Attributes:
+        offset, rounds_last: Of [`Norm`].
     """
+
+    offset = 0.0
+    rounds_last = False
 
     def __init__(self, size: int, eps: float, weight: nn.Parameter | None = None):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size)) if weight is None else weight
         self.variance_epsilon = eps
 
+    @classmethod
+    def of(cls, norm: nn.Module) -> RMSNorm:
+        """The norm with the weights of one of transformers', for which `norm_form` is known."""
+        form = norm_form(norm)
+        eps = getattr(norm, form.eps)
+        return cls.sharing(norm, variance_epsilon=eps, offset=form.offset, rounds_last=form.rounds_last)
+
+    @property
+    def norm(self) -> Norm:
+        """Its numbers."""
+        return Norm(self._parameters["weight"], self.variance_epsilon, self.offset, self.rounds_last)
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self._parameters["weight"]
-        if hidden.dtype == torch.float32:
-            return torch.rms_norm(hidden, weight.shape, weight, self.variance_epsilon)
-        return weight * torch.rms_norm(hidden, weight.shape, None, self.variance_epsilon)
+        return rms_norm(hidden, self.norm)

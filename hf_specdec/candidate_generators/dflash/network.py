@@ -33,6 +33,7 @@ from ...checkpoints.draft_reader import stored_vocabulary
 from ...checkpoints.header import TargetSizes
 from ...checkpoints.loading import check_given, loads_checkpoint
 from ...errors import SpecConfigError
+from ...kernels.heads import rotate
 from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, loaded_network, on_device_of
 from ...layers.llama import (
     DecoderLayer,
@@ -41,7 +42,6 @@ from ...layers.llama import (
     RMSNorm,
     RotaryAttention,
     project,
-    rotate,
     with_query_groups,
 )
 from .formats import BlockView, DFlashConfig, DFlashReader
@@ -234,6 +234,9 @@ class GivenContext:
         """Keys and values of the layer, then those of the block; nothing is kept."""
         known_keys, known_values = self.layers[layer_idx]
         return torch.cat((known_keys, keys), dim=2), torch.cat((known_values, values), dim=2)
+
+    def begin_write(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> None:
+        """There are no slots."""
 
 
 class _ScaledParts(TargetParts):

@@ -36,9 +36,9 @@ from torch.utils._pytree import tree_iter
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hf_specdec import demo, load_speculator
-from hf_specdec.decoding import attention, cache, graphs, target
+from hf_specdec.decoding import attention, cache, functional, graphs, target
 from hf_specdec.decoding.loop import DecodingLoop
-from hf_specdec.kernels import _triton, acceptance, tree_attention
+from hf_specdec.kernels import _triton, acceptance, gates, heads, norms, tree_attention
 from hf_specdec.kernels import cache as cache_kernels
 from hf_specdec.layers.llama import DecoderLayer
 from hf_specdec.method import built_in_methods
@@ -161,14 +161,16 @@ class LaunchCounter(TorchDispatchMode):
     @contextmanager
     def attached(self, model: torch.nn.Module) -> Iterator[LaunchCounter]:
         """Counts calls of a model inside of `other_device`, through the classes and not any object."""
-        kinds = {DecoderLayer, *map(type, model.get_decoder().layers)}
-        layers = [(kind, "forward", self._layer) for kind in kinds]
+        kinds = {*map(type, model.get_decoder().layers)}
+        layers = [(DecoderLayer, "advance", self._layer), *((kind, "forward", self._layer) for kind in kinds)]
         places = [(DecodingLoop, "_cycle", self._cycle), (DecodingLoop, "_verify", self._verification)]
         with ExitStack() as stack:
             for owner, name, wrap in (*places, *layers):
                 stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
             for module in _READERS_OF_THE_DEVICE:
                 stack.enter_context(patch.object(module, "use_triton", _is_far))
+            for module in (gates, heads, norms):
+                stack.enter_context(patch.object(module, "fuses", _is_far))
             stack.enter_context(patch.object(graphs, "capture_backend", lambda device: CountingBackend(self)))
             # Unknown of a device that does not exist.
             stack.enter_context(patch.object(torch, "is_autocast_enabled", lambda *kind: False))
@@ -291,8 +293,8 @@ class CountingBackend(TapeBackend):
         return replay_counted, output
 
 
-_KERNEL_FILES = (acceptance, cache_kernels, tree_attention)
-_READERS_OF_THE_DEVICE = (*_KERNEL_FILES, attention, cache, target)
+_KERNEL_FILES = (acceptance, cache_kernels, gates, heads, norms, tree_attention)
+_READERS_OF_THE_DEVICE = (acceptance, cache_kernels, tree_attention, attention, cache, functional, target)
 
 
 def _is_far(*tensors: torch.Tensor | None) -> bool:

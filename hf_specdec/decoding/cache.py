@@ -356,10 +356,13 @@ class SlotCache(Cache):
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else self._layer(layer_idx)
         return layer.update(key_states, value_states, self.plan)
 
-    def begin_write(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> SlotWrite | None:
-        """Room for keys and values of the shapes of these; `None` in a prefill, where `update` stores them."""
-        if self.plan is None or self.plan.firsts is None:
-            return None
+    @property
+    def writes_slots(self) -> bool:
+        """Rows have their own lengths: not so in a prefill."""
+        return self.plan is not None and self.plan.firsts is not None
+
+    def begin_write(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> SlotWrite:
+        """Room for keys and values of the shapes of these, which the caller writes to the slots of the plan."""
         return self._layer(layer_idx).begin_write(keys, values, self.plan)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -26,9 +26,12 @@ def gated(
         activation (`Callable`): Computes the activation.
         kind (`str`, *optional*): `SILU` or `GELU_TANH`, where it is that. `None`: another one.
     """
-    if kind is None or not fuses(gate, up):
-        return activation(gate) * up
-    return _gated_triton(gate, up, kind)
+    run = _gated_triton if kind is not None and fuses(gate, up) else _gated_torch
+    return run(gate, up, activation, kind)
+
+
+def _gated_torch(gate, up, activation, kind):
+    return activation(gate) * up
 
 
 @triton.jit
@@ -58,7 +61,7 @@ def _gated_kernel(
     tl.store(output_ptr + row * SIZE + place, (active * up).to(output_ptr.dtype.element_ty), mask=place < SIZE)
 
 
-def _gated_triton(gate, up, kind):
+def _gated_triton(gate, up, activation, kind):
     size = gate.shape[-1]
     halves = [half.reshape(-1, size) for half in (gate, up)]
     halves = [half if half.stride(-1) == 1 else half.contiguous() for half in halves]

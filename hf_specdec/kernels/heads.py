@@ -38,13 +38,19 @@ class SlotWrite(NamedTuple):
 
 
 class KeyValueCache(Protocol):
-    """Storage of keys and values, such as a [`SlotCache`]."""
+    """Storage of keys and values, such as a [`SlotCache`].
+
+    Attributes:
+        writes_slots (`bool`): The next keys and values of each row go to slots of its own.
+    """
+
+    writes_slots: bool
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, /) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `(R, K, S, D)` that a layer sees once the new ones `(R, K, T, D)` are stored."""
 
-    def begin_write(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, /) -> SlotWrite | None:
-        """Room for new ones of the shapes of these; `None` where they are to be stored with `update`."""
+    def begin_write(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, /) -> SlotWrite:
+        """Room for new ones of the shapes of these, where `writes_slots` holds."""
 
 
 def place_heads(
@@ -71,22 +77,20 @@ def place_heads(
     """
     query, key, value = heads
     weights = () if norms is None else (norm.weight for norm in norms)
-    if cache is not None and fuses(query, key, value, *weights):
-        write = cache.begin_write(key.transpose(1, 2), value.transpose(1, 2), layer_idx)
-        if write is not None:
-            turned = _place_triton(heads, angles, norms, write, is_interleaved)
-            return turned, write.keys[: len(key), :, write.seen], write.values[: len(key), :, write.seen]
-    turned, keys = _turned(query, key, angles, norms, is_interleaved)
-    values = value.transpose(1, 2)
-    return turned, *((keys, values) if cache is None else cache.update(keys, values, layer_idx))
+    is_fused = cache is not None and fuses(query, key, value, *weights)
+    run = _place_triton if is_fused and cache.writes_slots else _place_torch
+    return run(heads, angles, norms, cache, layer_idx, is_interleaved)
 
 
-def _turned(query, key, angles, norms, is_interleaved):
+def _place_torch(heads, angles, norms, cache, layer_idx, is_interleaved):
+    query, key, value = heads
     if norms is not None:
         query, key = (rms_norm(part, norm) for part, norm in zip((query, key), norms))
     # One rotation of both takes less time than two.
     turned = rotate(torch.cat((query, key), dim=2), *angles, is_interleaved).to(query.dtype).transpose(1, 2)
-    return turned.split_with_sizes((query.shape[2], key.shape[2]), dim=1)
+    turned, keys = turned.split_with_sizes((query.shape[2], key.shape[2]), dim=1)
+    values = value.transpose(1, 2)
+    return turned, *((keys, values) if cache is None else cache.update(keys, values, layer_idx))
 
 
 def rotate(
@@ -214,7 +218,8 @@ def _turn_block(
     tl.store(written_ptr + tokens[:, None] * SIZE + place[None, :], turned.to(DTYPE), mask=is_place)
 
 
-def _place_triton(heads, angles, norms, write, is_interleaved):
+def _place_triton(heads, angles, norms, cache, layer_idx, is_interleaved):
+    write = cache.begin_write(*(part.transpose(1, 2) for part in heads[1:]), layer_idx)
     # Heads lie side by side.
     query, key, value = (part if part.stride()[2:] == (part.shape[3], 1) else part.contiguous() for part in heads)
     rows, tokens, query_heads, size = query.shape
@@ -236,4 +241,4 @@ def _place_triton(heads, angles, norms, write, is_interleaved):
             HAS_NORMS=norms is not None, OFFSET=query_norm.offset, ROUNDS_LAST=query_norm.rounds_last,
             IS_INTERLEAVED=is_interleaved, num_warps=2,
         )  # fmt: skip
-    return turned
+    return turned, write.keys[:rows, :, write.seen], write.values[:rows, :, write.seen]

@@ -115,11 +115,15 @@ def is_untouched(module: nn.Module) -> bool:
     return weight is None or weight.dim() != 2 or type(module) in (nn.Linear, nn.Embedding)
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """The model and all modules in it, in less time than `modules()`, and shared ones more than once."""
+def modules_of(model: nn.Module, left_out: Container[int] = ()) -> list[nn.Module]:
+    """The model and all modules in it, in less time than `modules()`, and shared ones more than once.
+
+    Args:
+        left_out (`Container[int]`): Ids of modules that are left out, with all in them.
+    """
     found = [model]
     for module in found:
-        found += [part for part in module._modules.values() if part is not None]
+        found += [part for part in module._modules.values() if part is not None and id(part) not in left_out]
     return found
 
 

@@ -27,7 +27,7 @@ def has_static_frequencies(parameters: Mapping | None) -> bool:
 def signed_angles(
     cosine: torch.Tensor, sine: torch.Tensor, is_interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and signed sine `(..., T, 1, A)` from those of transformers `(..., T, A)`, for the A numbers that turn."""
+    """Cosine and signed sine `(..., T, 1, A)` from those of transformers `(..., T, A)`."""
     half = sine.shape[-1] // 2
     if is_interleaved:
         sine = torch.stack((-sine[..., :half], sine[..., :half]), dim=-1).flatten(-2)

@@ -7,7 +7,6 @@ import torch
 from transformers.activations import ACT2FN
 
 from hf_specdec.kernels import _triton
-from hf_specdec.kernels.cache import WritePlan
 from hf_specdec.kernels.gates import GELU_TANH, SILU, _gated_triton, gated
 from hf_specdec.kernels.heads import SlotWrite, _place_triton, place_heads
 from hf_specdec.kernels.norms import Norm, _add_norm_torch, _add_norm_triton, add_norm, rms_norm
@@ -75,6 +74,8 @@ def angles_of(rows, tokens, size, dtype, is_interleaved):
 class Slots:
     """A cache of one layer."""
 
+    writes_slots = True
+
     def __init__(self, buffers, starts, columns):
         self.buffers, self.starts, self.columns = buffers, starts, columns
 
@@ -117,11 +118,11 @@ def test_heads(dtype, kind, size, turned, is_interleaved, is_packed, device):
         for place in ("cpu", device)
     ]
     expected = place_heads(heads, angles, norms, slots[0], 0, is_interleaved)
-    written = slots[1].begin_write(None, None, 0)
-    query = _place_triton(to(heads, device), to(angles, device), to(norms, device), written, is_interleaved)
-    torch.testing.assert_close(query.cpu(), expected[0], **CLOSE[dtype])
-    for ours, theirs in zip(slots[1].buffers, slots[0].buffers):
+    moved = (to(value, device) for value in (heads, angles, norms))
+    found = _place_triton(*moved, slots[1], 0, is_interleaved)
+    for ours, theirs in zip((*found, *slots[1].buffers), (*expected, *slots[0].buffers)):
         torch.testing.assert_close(ours.cpu(), theirs, **CLOSE[dtype])
+    for theirs in slots[0].buffers:
         assert theirs[:2, :, 3:12].any()
         assert not theirs[2].any()
     # Values pass as they are.
@@ -135,7 +136,7 @@ def test_heads_that_share_angles(device):
         for place in ("cpu", device)
     ]
     expected, *_ = place_heads(heads, angles, None, slots[0])
-    found = _place_triton(to(heads, device), to(angles, device), None, slots[1].begin_write(None, None, 0), False)
+    found, *_ = _place_triton(to(heads, device), to(angles, device), None, slots[1], 0, False)
     torch.testing.assert_close(found.cpu(), expected)
 
 
@@ -148,7 +149,7 @@ def test_heads_that_share_angles(device):
 def test_gates(dtype, kind, name, is_packed, device):
     gate, up = (drawn(2, 3, 2 * 72, dtype=dtype) * 3).chunk(2, -1)
     gate, up = (gate, up) if is_packed else (gate.contiguous(), up.contiguous())
-    found = _gated_triton(gate.to(device), up.to(device), kind)
+    found = _gated_triton(gate.to(device), up.to(device), None, kind)
     torch.testing.assert_close(found.cpu(), ACT2FN[name](gate) * up, **CLOSE[dtype])
 
 
@@ -185,16 +186,16 @@ def test_kernels_compile(compile_for, size):
     head_norms = (Norm(torch.empty(size, dtype=dtype), 1e-6),) * 2
     heads = tuple(torch.empty(2, 16, count, size, dtype=dtype) for count in (32, 8, 8))
     buffers = [torch.empty(4, 8, 1024, size, dtype=dtype) for _ in range(2)]
-    write = SlotWrite(*buffers, WritePlan(1024, None, [3, 5], 16).starts(stream.device), slice(0, 1024))
+    slots = Slots(buffers, torch.tensor([3, 5]), 1024)
     angles = (torch.empty(2, 16, 1, size, dtype=dtype),) * 2
     with compile_for() as kernels:
         _add_norm_triton(stream, None, None, norm)
         _add_norm_triton(stream, stream, None, norm)
         _add_norm_triton(stream, stream, sandwich, sandwich)
-        _place_triton(heads, angles, head_norms, write, False)
-        _place_triton(heads, angles, None, write, True)
+        _place_triton(heads, angles, head_norms, slots, 0, False)
+        _place_triton(heads, angles, None, slots, 0, True)
         for kind in (SILU, GELU_TANH):
-            _gated_triton(*inner.chunk(2, -1), kind)
+            _gated_triton(*inner.chunk(2, -1), None, kind)
     assert len(kernels) == 7
     if "ptx" in kernels[0].asm:
         # Sixteen bytes at a time.

@@ -227,6 +227,8 @@ class MarkovHead(nn.Module):
 class GivenContext:
     """Keys and values of a text, from `DFlashNetwork.context`, in the place of a cache: gradients pass through it."""
 
+    writes_slots = False
+
     def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]]):
         self.layers = layers
 
@@ -234,9 +236,6 @@ class GivenContext:
         """Keys and values of the layer, then those of the block; nothing is kept."""
         known_keys, known_values = self.layers[layer_idx]
         return torch.cat((known_keys, keys), dim=2), torch.cat((known_values, values), dim=2)
-
-    def begin_write(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> None:
-        """There are no slots."""
 
 
 class _ScaledParts(TargetParts):

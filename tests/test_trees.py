@@ -119,7 +119,8 @@ CASES = {
     "window": Case(lambda: tiny_mistral(sliding_window=3), is_lean=True),
     "window_own_forward": Case(lambda: hooked(tiny_mistral(sliding_window=3))),
     "window_of_two": Case(lambda: tiny_mistral(sliding_window=2), is_lean=True),
-    "sliding_and_full_layers": Case(tiny_gemma3),
+    "sliding_and_full_layers": Case(tiny_gemma3, is_lean=True),
+    "sliding_and_full_layers_own_forward": Case(lambda: hooked(tiny_gemma3())),
     "learned_positions": Case(tiny_gpt2),
 }
 

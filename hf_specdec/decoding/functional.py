@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,7 +86,7 @@ def _rope_parameters(config) -> dict:
     return parameters if all(isinstance(part, dict) for part in parameters.values()) else {"": parameters}
 
 
-def _called_as_they_are(decoder: nn.Module) -> Iterator[nn.Module]:
+def _called_as_they_are(decoder: Any) -> Iterator[nn.Module]:
     """Modules that run through their own calls: embeddings that scale, and experts."""
     if type(decoder.embed_tokens) is not nn.Embedding:
         yield decoder.embed_tokens

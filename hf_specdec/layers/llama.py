@@ -221,6 +221,7 @@ class DecoderLayer(DirectModule):
             layer_idx (`int`): Which layer of the cache it is.
         """
         form = layer_form(layer)
+        assert form is not None, "a layer that nobody knows"
         parts: dict[str, nn.Module] = {name: RMSNorm.of(layer._modules[name]) for name in form if name is not None}
         parts["self_attn"] = RotaryAttention.of(layer.self_attn, layer_idx)
         parts["mlp"] = layer.mlp if is_packed_mlp(layer.mlp) is None else GatedMLP.sharing(layer.mlp)

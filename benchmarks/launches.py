@@ -40,9 +40,11 @@ from hf_specdec.decoding import attention, cache, functional, graphs, target
 from hf_specdec.decoding.loop import DecodingLoop
 from hf_specdec.kernels import _triton, acceptance, gates, heads, norms, tree_attention
 from hf_specdec.kernels import cache as cache_kernels
+from hf_specdec.layers import llama
 from hf_specdec.layers.llama import DecoderLayer
 from hf_specdec.method import built_in_methods
 from tests.architectures import tiny_model
+from tests.kernels import references
 from tests.methods import settings_of
 from tests.other_device import Elsewhere, Wait, move, other_device
 from tests.tape import TapeBackend
@@ -169,8 +171,10 @@ class LaunchCounter(TorchDispatchMode):
                 stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
             for module in _READERS_OF_THE_DEVICE:
                 stack.enter_context(patch.object(module, "use_triton", _is_far))
-            for module in (gates, heads, norms):
-                stack.enter_context(patch.object(module, "fuses", _is_far))
+            stack.enter_context(patch.object(llama, "fuses", _is_far))
+            for name in ("add_norm", "place_heads", "gated"):
+                launcher = self._computed_by(getattr(llama, name), getattr(references, name))
+                stack.enter_context(patch.object(llama, name, launcher))
             stack.enter_context(patch.object(graphs, "capture_backend", lambda device: CountingBackend(self)))
             # Unknown of a device that does not exist.
             stack.enter_context(patch.object(torch, "is_autocast_enabled", lambda *kind: False))

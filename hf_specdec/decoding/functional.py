@@ -30,7 +30,6 @@ from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE
 from ..layers.llama import (
     DecoderLayer,
     GatedMLP,
-    Pending,
     RMSNorm,
     added,
     added_and_normed,
@@ -42,7 +41,7 @@ from ..layers.llama import (
     with_query_groups,
 )
 from ..layers.rope import RotaryAngles, has_static_frequencies
-from ..layers.structure import has_angles_by_type, is_packed_mlp, may_cap_logits, norm_form
+from ..layers.structure import form_of
 from .attention import TREE_KERNEL, TreeMask, attention_switch
 from .cache import SlotCache
 from .masks import FULL, node_masks
@@ -66,10 +65,10 @@ def slot_model(
 def has_lean_forward(model: PreTrainedModel) -> bool:
     """Tells whether `FunctionalSlotModel` computes exactly what the model's own forward does."""
     config = model.config
-    if not is_published(type(model)) or may_cap_logits(model) is None or config._attn_implementation != "sdpa":
+    if not is_published(type(model)) or form_of(model, "model") is None or config._attn_implementation != "sdpa":
         return False
     decoder = model.get_decoder()
-    is_known = has_angles_by_type(decoder) is not None and norm_form(decoder.norm) is not None
+    is_known = form_of(decoder, "decoder") is not None and form_of(decoder.norm, "norm") is not None
     if not is_known or getattr(config, "use_bidirectional_attention", False):
         return False
     if not all(map(has_static_frequencies, _rope_parameters(config).values())):
@@ -91,7 +90,7 @@ def _called_as_they_are(decoder: Any) -> Iterator[nn.Module]:
     if type(decoder.embed_tokens) is not nn.Embedding:
         yield decoder.embed_tokens
     for layer in decoder.layers:
-        if is_packed_mlp(layer.mlp) is None:
+        if form_of(layer.mlp, "mlp") is None:
             yield layer.mlp
 
 
@@ -112,11 +111,11 @@ class FunctionalSlotModel(SlotModel):
         types = self.profile.layer_types
         kinds = getattr(model.config, "layer_types", None) or [""] * len(self._layers)
         self._span_of_layer = [types.index(kind) if types else 0 for kind in kinds]
-        self._kinds = kinds if has_angles_by_type(decoder) else [None] * len(self._layers)
+        self._kinds = kinds if form_of(decoder, "decoder") else [None] * len(self._layers)
         self._angles = {
             kind: RotaryAngles(decoder.rotary_emb, kind, attention.is_interleaved) for kind in set(self._kinds)
         }
-        self._softcap = model.config.final_logit_softcapping if may_cap_logits(model) else None
+        self._softcap = model.config.final_logit_softcapping if form_of(model, "model") else None
         self._has_experts = not all(isinstance(layer.mlp, GatedMLP) for layer in self._layers)
 
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
@@ -167,7 +166,8 @@ class FunctionalSlotModel(SlotModel):
             positions, bound: As for [`RotaryAngles`].
             logits_from (`int`): The first node whose logits are wanted.
         """
-        stream, pending = self._embedded(tokens), None
+        is_plain, pending = type(self._embedding) is nn.Embedding, None
+        stream = F.embedding(tokens, self._embedding.weight) if is_plain else self._embedding(tokens)
         every_angle = {kind: angles(positions, stream, bound) for kind, angles in self._angles.items()}
         states = {}
         with fast_products(self.model) if self._has_experts else nullcontext():
@@ -182,20 +182,12 @@ class FunctionalSlotModel(SlotModel):
             pending = None
         if "last" not in self.states:
             # Sums and norms of nodes without logits are spared.
-            stream, pending = stream[:, logits_from:], _from(pending, logits_from)
+            stream = stream[:, logits_from:]
+            pending = None if pending is None else (pending[0][:, logits_from:], pending[1])
         normed = added_and_normed(stream, pending, self._norm)[1]
         if "last" in self.states:
             states["last"], normed = normed, normed[:, logits_from:]
-        return SlotOutput(self._capped(project(self._head, normed)), states)
-
-    def _embedded(self, tokens: torch.LongTensor) -> torch.Tensor:
-        if type(self._embedding) is nn.Embedding:
-            return F.embedding(tokens, self._embedding.weight)
-        return self._embedding(tokens)
-
-    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
-
-
-def _from(pending: Pending | None, first: int) -> Pending | None:
-    return None if pending is None else (pending[0][:, first:], pending[1])
+        logits = project(self._head, normed)
+        return SlotOutput(
+            logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap, states
+        )

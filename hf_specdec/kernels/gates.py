@@ -1,37 +1,39 @@
 """The activated gate of an MLP times its other half: `act(gate) * up`.
 
+[`~layers.llama`] has the same in torch.
+
 Shapes: I width of each half; all others are rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from ._triton import fuses, tl, triton
+from ._triton import tl, triton
 
 
 # Activations that the kernel knows.
 SILU, GELU_TANH = "silu", "gelu_tanh"
 
 
-def gated(
-    gate: torch.Tensor, up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor], kind: str | None = None
-) -> torch.Tensor:
-    """The product `(..., I)`, rounded to the dtype after the activation and after the product.
+def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    """The product `(..., I)` on a GPU, rounded to the dtype after the activation and after the product.
 
     Args:
         gate, up (`torch.Tensor` of shape `(..., I)`): The halves; parts of one tensor, or two.
-        activation (`Callable`): Computes the activation.
-        kind (`str`, *optional*): `SILU` or `GELU_TANH`, where it is that. `None`: another one.
+        kind (`str`): The activation, `SILU` or `GELU_TANH`.
     """
-    run = _gated_triton if kind is not None and fuses(gate, up) else _gated_torch
-    return run(gate, up, activation, kind)
-
-
-def _gated_torch(gate, up, activation, kind):
-    return activation(gate) * up
+    size = gate.shape[-1]
+    halves = [half.reshape(-1, size) for half in (gate, up)]
+    halves = [half if half.stride(-1) == 1 else half.contiguous() for half in halves]
+    output = gate.new_empty(gate.shape)
+    block = min(1024, triton.next_power_of_2(size))
+    with torch.cuda.device_of(gate):
+        _gated_kernel[(len(halves[0]), triton.cdiv(size, block))](
+            *halves, output, *(half.stride(0) for half in halves),
+            SIZE=size, BLOCK=block, IS_SILU=kind == SILU, num_warps=4,
+        )  # fmt: skip
+    return output
 
 
 @triton.jit
@@ -59,17 +61,3 @@ def _gated_kernel(
     active = gate / (1 + tl.exp2(-slope * LOG2_E))
     active = active.to(output_ptr.dtype.element_ty).to(tl.float32)
     tl.store(output_ptr + row * SIZE + place, (active * up).to(output_ptr.dtype.element_ty), mask=place < SIZE)
-
-
-def _gated_triton(gate, up, activation, kind):
-    size = gate.shape[-1]
-    halves = [half.reshape(-1, size) for half in (gate, up)]
-    halves = [half if half.stride(-1) == 1 else half.contiguous() for half in halves]
-    output = gate.new_empty(gate.shape)
-    block = min(1024, triton.next_power_of_2(size))
-    with torch.cuda.device_of(gate):
-        _gated_kernel[(len(halves[0]), triton.cdiv(size, block))](
-            *halves, output, *(half.stride(0) for half in halves),
-            SIZE=size, BLOCK=block, IS_SILU=kind == SILU, num_warps=4,
-        )  # fmt: skip
-    return output

@@ -3,7 +3,7 @@
     turned[i] = x[i] * cosine[i] + x[partner(i)] * sine[i]      for the first A of a head's D numbers
 
 Partners are the two halves of the turned part, or its neighbours. Sines have the sign that they have there, see
-[`~layers.rope`].
+[`~layers.rope`]. [`~layers.llama`] has the same in torch.
 
 Shapes: R rows, T tokens, Q query heads, K key/value heads, D head size, A numbers that turn, B allocated rows, C slots
 of a buffer, S slots that are seen.
@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ._triton import fuses, tl, triton
-from .norms import Norm, rms_norm
+from ._triton import tl, triton
+from .norms import Norm
 
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -56,53 +56,47 @@ class KeyValueCache(Protocol):
 def place_heads(
     heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     angles: Angles,
-    norms: tuple[Norm, Norm] | None = None,
-    cache: KeyValueCache | None = None,
-    layer_idx: int = 0,
-    is_interleaved: bool = False,
+    norms: tuple[Norm, Norm] | None,
+    cache: KeyValueCache,
+    layer_idx: int,
+    is_interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Norms and turns queries and keys, and stores keys and values.
+    """Norms and turns queries and keys, and writes keys and values to their slots, on a GPU.
 
     Args:
         heads (`tuple`): Queries `(R, T, Q, D)`, keys and values `(R, T, K, D)`.
         angles (`tuple`): Cosine and signed sine, each of a shape that broadcasts to `(R, T, 1, A)`.
         norms (`tuple[Norm, Norm]`, *optional*): Of each head of the queries, and of the keys.
-        cache (`KeyValueCache`, *optional*): Where keys and values go.
+        cache (`KeyValueCache`): Where keys and values go; `writes_slots` holds.
         layer_idx (`int`): Which layer of the cache it is.
         is_interleaved (`bool`): Partners are neighbours.
 
     Returns:
-        `tuple`: Queries `(R, Q, T, D)`, and keys and values `(R, K, S, D)` that they see: those of the cache, without
-        one the new ones.
+        `tuple`: Queries `(R, Q, T, D)`, and the keys and values `(R, K, S, D)` that they see.
     """
-    query, key, value = heads
-    weights = () if norms is None else (norm.weight for norm in norms)
-    is_fused = cache is not None and fuses(query, key, value, *weights)
-    run = _place_triton if is_fused and cache.writes_slots else _place_torch
-    return run(heads, angles, norms, cache, layer_idx, is_interleaved)
-
-
-def _place_torch(heads, angles, norms, cache, layer_idx, is_interleaved):
-    query, key, value = heads
-    if norms is not None:
-        query, key = (rms_norm(part, norm) for part, norm in zip((query, key), norms))
-    # One rotation of both takes less time than two.
-    turned = rotate(torch.cat((query, key), dim=2), *angles, is_interleaved).to(query.dtype).transpose(1, 2)
-    turned, keys = turned.split_with_sizes((query.shape[2], key.shape[2]), dim=1)
-    values = value.transpose(1, 2)
-    return turned, *((keys, values) if cache is None else cache.update(keys, values, layer_idx))
-
-
-def rotate(
-    heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, is_interleaved: bool = False
-) -> torch.Tensor:
-    """Heads `(R, T, heads, D)`, turned by signed angles that broadcast to `(R, T, 1, A)`, see [`~layers.rope`]."""
-    size = cosine.shape[-1]
-    if size < heads.shape[-1]:
-        turning, left = heads.tensor_split((size,), dim=-1)
-        return torch.cat((rotate(turning, cosine, sine, is_interleaved), left), dim=-1)
-    partners = heads.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if is_interleaved else heads.roll(size // 2, -1)
-    return heads * cosine + partners * sine
+    write = cache.begin_write(*(part.transpose(1, 2) for part in heads[1:]), layer_idx)
+    # Heads lie side by side.
+    query, key, value = (part if part.stride()[2:] == (part.shape[3], 1) else part.contiguous() for part in heads)
+    rows, tokens, query_heads, size = query.shape
+    cosine, sine = (angle.expand(rows, tokens, 1, -1) for angle in angles)
+    cosine, sine = (angle if angle.stride(-1) == 1 else angle.contiguous() for angle in (cosine, sine))
+    if cosine.stride() != sine.stride():
+        cosine, sine = cosine.contiguous(), sine.contiguous()
+    turned = query.new_empty((rows, query_heads, tokens, size))
+    query_norm, key_norm = norms or (Norm(query, 0.0),) * 2
+    kv_heads, block_t = key.shape[2], min(4, triton.next_power_of_2(tokens))
+    with torch.cuda.device_of(query):
+        _place_kernel[(rows, triton.cdiv(tokens, block_t), query_heads + 2 * kv_heads)](
+            query, key, value, cosine, sine, query_norm.weight, key_norm.weight, write.starts,
+            turned, write.keys, write.values,
+            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *cosine.stride()[:2],
+            query_norm.eps, key_norm.eps, tokens, write.keys.shape[2],
+            QUERY_HEADS=query_heads, KV_HEADS=kv_heads, SIZE=size, TURNED_SIZE=cosine.shape[-1],
+            BLOCK_T=block_t, BLOCK_D=triton.next_power_of_2(size),
+            HAS_NORMS=norms is not None, OFFSET=query_norm.offset, ROUNDS_LAST=query_norm.rounds_last,
+            IS_INTERLEAVED=is_interleaved, num_warps=2,
+        )  # fmt: skip
+    return turned, write.keys[:rows, :, write.seen], write.values[:rows, :, write.seen]
 
 
 @triton.jit(do_not_specialize=["num_tokens", "angles_stride_b"])
@@ -216,29 +210,3 @@ def _turn_block(
     sine = tl.load(sine_ptr + angles, mask=has_partner, other=0.0).to(tl.float32)
     turned = own * cosine + other * sine
     tl.store(written_ptr + tokens[:, None] * SIZE + place[None, :], turned.to(DTYPE), mask=is_place)
-
-
-def _place_triton(heads, angles, norms, cache, layer_idx, is_interleaved):
-    write = cache.begin_write(*(part.transpose(1, 2) for part in heads[1:]), layer_idx)
-    # Heads lie side by side.
-    query, key, value = (part if part.stride()[2:] == (part.shape[3], 1) else part.contiguous() for part in heads)
-    rows, tokens, query_heads, size = query.shape
-    cosine, sine = (angle.expand(rows, tokens, 1, -1) for angle in angles)
-    cosine, sine = (angle if angle.stride(-1) == 1 else angle.contiguous() for angle in (cosine, sine))
-    if cosine.stride() != sine.stride():
-        cosine, sine = cosine.contiguous(), sine.contiguous()
-    turned = query.new_empty((rows, query_heads, tokens, size))
-    query_norm, key_norm = norms or (Norm(query, 0.0),) * 2
-    kv_heads, block_t = key.shape[2], min(4, triton.next_power_of_2(tokens))
-    with torch.cuda.device_of(query):
-        _place_kernel[(rows, triton.cdiv(tokens, block_t), query_heads + 2 * kv_heads)](
-            query, key, value, cosine, sine, query_norm.weight, key_norm.weight, write.starts,
-            turned, write.keys, write.values,
-            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *cosine.stride()[:2],
-            query_norm.eps, key_norm.eps, tokens, write.keys.shape[2],
-            QUERY_HEADS=query_heads, KV_HEADS=kv_heads, SIZE=size, TURNED_SIZE=cosine.shape[-1],
-            BLOCK_T=block_t, BLOCK_D=triton.next_power_of_2(size),
-            HAS_NORMS=norms is not None, OFFSET=query_norm.offset, ROUNDS_LAST=query_norm.rounds_last,
-            IS_INTERLEAVED=is_interleaved, num_warps=2,
-        )  # fmt: skip
-    return turned, write.keys[:rows, :, write.seen], write.values[:rows, :, write.seen]

@@ -3,6 +3,8 @@
     sum    = stream + update                                  update may be normed itself before it is added
     normed = (w + offset) * sum / sqrt(mean(sum^2) + eps)
 
+[`~layers.llama`] has the same in torch.
+
 Shapes: H size of the last dimension; all others are rows.
 """
 
@@ -12,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ._triton import fuses, tl, triton
+from ._triton import tl, triton
 
 
 class Norm(NamedTuple):
@@ -31,45 +33,40 @@ class Norm(NamedTuple):
     rounds_last: bool = False
 
 
-def rms_norm(hidden: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """The normed `hidden` `(..., H)`."""
-    run = _add_norm_triton if fuses(hidden, norm.weight) else _add_norm_torch
-    return run(hidden, None, None, norm)[1]
-
-
 def add_norm(
-    stream: torch.Tensor, update: torch.Tensor, update_norm: Norm | None, norm: Norm | None
+    stream: torch.Tensor, update: torch.Tensor | None, update_norm: Norm | None, norm: Norm | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds what a layer has computed to the stream, and norms the sum.
+    """Adds what a layer has computed to the stream, and norms the sum, on a GPU.
 
     Args:
         stream (`torch.Tensor` of shape `(..., H)`): The stream.
-        update (`torch.Tensor` of shape `(..., H)`): What is added.
+        update (`torch.Tensor` of shape `(..., H)`, *optional*): What is added.
         update_norm (`Norm`, *optional*): Norm of it.
         norm (`Norm`, *optional*): Norm of the sum.
 
     Returns:
         `tuple`: The sum, and the normed sum; twice the sum where there is no norm. Sums are rounded to the dtype.
     """
-    weights = [None if given is None else given.weight for given in (update_norm, norm)]
-    run = _add_norm_triton if fuses(stream, update, *weights) else _add_norm_torch
-    return run(stream, update, update_norm, norm)
-
-
-def _add_norm_torch(stream, update, update_norm, norm):
-    if update is not None:
-        stream = stream + (update if update_norm is None else _normed_torch(update, update_norm))
-    return stream, stream if norm is None else _normed_torch(stream, norm)
-
-
-def _normed_torch(hidden: torch.Tensor, norm: Norm) -> torch.Tensor:
-    weight, eps, offset, rounds_last = norm
-    if rounds_last:
-        wide = weight.float() + offset if offset else weight.float()
-        return (torch.rms_norm(hidden.float(), weight.shape, None, eps) * wide).to(hidden.dtype)
-    if hidden.dtype == torch.float32:
-        return torch.rms_norm(hidden, weight.shape, weight, eps)
-    return weight * torch.rms_norm(hidden, weight.shape, None, eps)
+    size = stream.shape[-1]
+    rows = stream.reshape(-1, size)
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    updates = rows if update is None else update.reshape(-1, size)
+    updates = updates if updates.stride(-1) == 1 else updates.contiguous()
+    total = stream if update is None else torch.empty_like(rows, memory_format=torch.contiguous_format)
+    normed = total if norm is None else torch.empty_like(rows, memory_format=torch.contiguous_format)
+    unread = Norm(rows, 0.0)
+    ours, others = norm or unread, update_norm or unread
+    block = triton.next_power_of_2(size)
+    with torch.cuda.device_of(rows):
+        _add_norm_kernel[(len(rows),)](
+            rows, updates, others.weight, ours.weight, total, normed,
+            rows.stride(0), updates.stride(0), others.eps, ours.eps,
+            UPDATE_OFFSET=others.offset, UPDATE_ROUNDS_LAST=others.rounds_last,
+            OFFSET=ours.offset, ROUNDS_LAST=ours.rounds_last, SIZE=size, BLOCK=block,
+            HAS_UPDATE=update is not None, HAS_UPDATE_NORM=update_norm is not None, HAS_NORM=norm is not None,
+            num_warps=min(max(block // 512, 1), 8),
+        )  # fmt: skip
+    return total.view(stream.shape), normed.view(stream.shape)
 
 
 @triton.jit
@@ -131,26 +128,3 @@ def _add_norm_kernel(
     if HAS_NORM:
         normed = _normed(total, weight_ptr, eps, OFFSET, ROUNDS_LAST, SIZE, BLOCK, DTYPE)
         tl.store(normed_ptr + row * SIZE + place, normed, mask=is_place)
-
-
-def _add_norm_triton(stream, update, update_norm, norm):
-    size = stream.shape[-1]
-    rows = stream.reshape(-1, size)
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    updates = rows if update is None else update.reshape(-1, size)
-    updates = updates if updates.stride(-1) == 1 else updates.contiguous()
-    total = stream if update is None else torch.empty_like(rows, memory_format=torch.contiguous_format)
-    normed = total if norm is None else torch.empty_like(rows, memory_format=torch.contiguous_format)
-    unread = Norm(rows, 0.0)
-    ours, others = norm or unread, update_norm or unread
-    block = triton.next_power_of_2(size)
-    with torch.cuda.device_of(rows):
-        _add_norm_kernel[(len(rows),)](
-            rows, updates, others.weight, ours.weight, total, normed,
-            rows.stride(0), updates.stride(0), others.eps, ours.eps,
-            UPDATE_OFFSET=others.offset, UPDATE_ROUNDS_LAST=others.rounds_last,
-            OFFSET=ours.offset, ROUNDS_LAST=ours.rounds_last, SIZE=size, BLOCK=block,
-            HAS_UPDATE=update is not None, HAS_UPDATE_NORM=update_norm is not None, HAS_NORM=norm is not None,
-            num_warps=min(max(block // 512, 1), 8),
-        )  # fmt: skip
-    return total.view(stream.shape), normed.view(stream.shape)

@@ -26,11 +26,12 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.activations import ACT2FN
 
-from ..kernels import products
+from ..kernels import _triton, products
+from ..kernels._triton import fuses
 from ..kernels.gates import GELU_TANH, SILU, gated
 from ..kernels.heads import Angles, KeyValueCache, place_heads
-from ..kernels.norms import Norm, add_norm, rms_norm
-from .structure import AttentionForm, LayerForm, attention_form, is_interleaved, is_packed_mlp, layer_form, norm_form
+from ..kernels.norms import Norm, add_norm
+from .structure import AttentionForm, LayerForm, NormForm, form_of
 
 
 Module = TypeVar("Module", bound="DirectModule")
@@ -138,24 +139,24 @@ def is_known_layer(layer: nn.Module) -> bool:
 
     Modules in it may have been changed, see [`is_untouched`].
     """
-    form, attention = layer_form(layer), getattr(layer, "self_attn", None)
-    if form is None or attention is None or attention_form(attention) is None or is_interleaved(attention) is None:
+    form, attention = form_of(layer, "layer"), getattr(layer, "self_attn", None)
+    if form is None or attention is None or None in (form_of(attention, "attention"), form_of(attention, "rotation")):
         return False
     norms = [layer._modules.get(name) for name in form if name is not None]
     norms += [attention._modules[name] for name in _HEAD_NORMS if name in attention._modules]
-    return all(norm is not None and norm_form(norm) is not None for norm in norms)
+    return all(norm is not None and form_of(norm, "norm") is not None for norm in norms)
 
 
 def is_llama_layer(layer: nn.Module) -> bool:
     """Tells whether a decoder layer of transformers is one of Llama's kind, unchanged, with one MLP and no dropout."""
-    if not is_known_layer(layer) or layer.self_attn.attention_dropout or is_packed_mlp(layer.mlp) is not False:
+    if not is_known_layer(layer) or layer.self_attn.attention_dropout:
         return False
-    is_plain = attention_form(layer.self_attn) == AttentionForm() and not is_interleaved(layer.self_attn)
-    norms = [part for name, part in layer._modules.items() if name.endswith("norm")]
-    is_plain = (
-        is_plain and layer_form(layer) == DecoderLayer.form and {*map(norm_form, norms)} == {norm_form(norms[0])}
-    )
-    return is_plain and not norm_form(norms[0]).rounds_last and all(map(is_untouched, layer.modules()))
+    parts = {"layer": layer, "attention": layer.self_attn, "rotation": layer.self_attn, "mlp": layer.mlp}
+    expected = {"layer": DecoderLayer.form, "attention": AttentionForm(), "rotation": False, "mlp": False}
+    norms = [layer._modules[name] for name in DecoderLayer.form if name in layer._modules]
+    is_plain = {kind: form_of(part, kind) for kind, part in parts.items()} == expected
+    is_plain = is_plain and all(form_of(norm, "norm") == NormForm() for norm in norms)
+    return is_plain and all(map(is_untouched, layer.modules()))
 
 
 _HEAD_NORMS = ("q_norm", "k_norm")
@@ -220,11 +221,11 @@ class DecoderLayer(DirectModule):
             layer (`nn.Module`): The layer; its linear modules are taken as they are, and so are experts.
             layer_idx (`int`): Which layer of the cache it is.
         """
-        form = layer_form(layer)
+        form = form_of(layer, "layer")
         assert form is not None, "a layer that nobody knows"
         parts: dict[str, nn.Module] = {name: RMSNorm.of(layer._modules[name]) for name in form if name is not None}
         parts["self_attn"] = RotaryAttention.of(layer.self_attn, layer_idx)
-        parts["mlp"] = layer.mlp if is_packed_mlp(layer.mlp) is None else GatedMLP.sharing(layer.mlp)
+        parts["mlp"] = layer.mlp if form_of(layer.mlp, "mlp") is None else GatedMLP.sharing(layer.mlp)
         return cls.sharing(layer, _modules=parts, form=form)
 
     def forward(
@@ -285,11 +286,18 @@ def added_and_normed(
     if pending is None:
         return stream, stream if norm is None else norm(stream)
     update, update_norm = pending
-    given, known = (update_norm, norm), (_plain_norm(update_norm), _plain_norm(norm))
-    if all(one is None or other is not None for one, other in zip(given, known)):
-        return add_norm(stream, update, *known)
+    if _may_fuse(stream):
+        given, known = (update_norm, norm), (_plain_norm(update_norm), _plain_norm(norm))
+        is_plain = all(one is None or other is not None for one, other in zip(given, known))
+        if is_plain and fuses(stream, update, *(None if one is None else one.weight for one in known)):
+            return add_norm(stream, update, *known)
     stream = stream + (update if update_norm is None else update_norm(update))
     return stream, stream if norm is None else norm(stream)
+
+
+def _may_fuse(tensor: torch.Tensor) -> bool:
+    """Spares small models on a CPU the question of [`fuses`], which decides."""
+    return not tensor.is_cpu or _triton.CHOICE == "triton"
 
 
 def _plain_norm(module: nn.Module | None) -> Norm | None:
@@ -341,7 +349,7 @@ class RotaryAttention(DirectModule):
     def of(cls, attention: nn.Module, layer_idx: int) -> RotaryAttention:
         """The attention of one of transformers' layers, see [`DecoderLayer.of`]."""
         norms = {name: RMSNorm.of(attention._modules[name]) for name in _HEAD_NORMS if name in attention._modules}
-        known = {"form": attention_form(attention), "is_interleaved": is_interleaved(attention)}
+        known = {"form": form_of(attention, "attention"), "is_interleaved": form_of(attention, "rotation")}
         known |= {"groups": attention.num_key_value_groups, "layer_idx": layer_idx, "is_causal": True}
         return cls.sharing(attention, _modules={**attention._modules, **norms}, **known)
 
@@ -424,12 +432,17 @@ class RotaryAttention(DirectModule):
         if self.form.norms_whole:
             projected = parts["q_norm"](projected[0]), parts["k_norm"](projected[1]), projected[2]
         query, key, value = (part.view(rows, tokens, -1, self.head_dim) for part in projected)
-        norms = None
-        if "q_norm" in parts and not self.form.norms_whole:
-            norms = _plain_norm(parts["q_norm"]), _plain_norm(parts["k_norm"])
-            if None in norms:
-                query, key, norms = parts["q_norm"](query), parts["k_norm"](key), None
-        return place_heads((query, key, value), angles, norms, cache, self.layer_idx, self.is_interleaved)
+        has_norms = "q_norm" in parts and not self.form.norms_whole
+        if cache is not None and _may_fuse(hidden) and cache.writes_slots:
+            norms = (_plain_norm(parts["q_norm"]), _plain_norm(parts["k_norm"])) if has_norms else None
+            weights = [None if norm is None else norm.weight for norm in norms or ()]
+            if (norms is None or None not in norms) and fuses(query, key, value, *weights):
+                return place_heads((query, key, value), angles, norms, cache, self.layer_idx, self.is_interleaved)
+        if has_norms:
+            query, key = parts["q_norm"](query), parts["k_norm"](key)
+        query, keys = turned(query, key, angles, self.is_interleaved)
+        values = value.transpose(1, 2)
+        return query, *((keys, values) if cache is None else cache.update(keys, values, self.layer_idx))
 
     def keys(self, hidden: torch.Tensor) -> torch.Tensor:
         """Keys `(R, T, K, D)` of `(R, T, X)` before they are turned."""
@@ -441,6 +454,27 @@ class RotaryAttention(DirectModule):
         """Values `(R, K, T, D)` of `(R, T, X)`."""
         values = project(self._modules["v_proj"], hidden)
         return values.view(*hidden.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+
+def turned(
+    query: torch.Tensor, key: torch.Tensor, angles: Angles, is_interleaved: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries `(R, Q, T, D)` and keys `(R, K, T, D)` from those of tokens `(R, T, heads, D)`, turned by `angles`."""
+    # One rotation of both takes less time than two.
+    both = rotate(torch.cat((query, key), dim=2), *angles, is_interleaved).to(query.dtype).transpose(1, 2)
+    return both.split_with_sizes((query.shape[2], key.shape[2]), dim=1)
+
+
+def rotate(
+    heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, is_interleaved: bool = False
+) -> torch.Tensor:
+    """Heads `(R, T, heads, D)`, turned by signed angles that broadcast to `(R, T, 1, A)`, see [`~layers.rope`]."""
+    size = cosine.shape[-1]
+    if size < heads.shape[-1]:
+        turning, left = heads.tensor_split((size,), dim=-1)
+        return torch.cat((rotate(turning, cosine, sine, is_interleaved), left), dim=-1)
+    partners = heads.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if is_interleaved else heads.roll(size // 2, -1)
+    return heads * cosine + partners * sine
 
 
 def with_query_groups(mask: torch.Tensor | None, groups: int) -> torch.Tensor | None:
@@ -479,8 +513,9 @@ class GatedMLP(DirectModule):
         else:
             gate, up = project_together((parts["gate_proj"], parts["up_proj"]), hidden)
             activation = parts["act_fn"]
-        kind = None if is_hooked(activation) else _ACTIVATIONS.get(type(activation))
-        return project(parts["down_proj"], gated(gate, up, activation, kind))
+        kind = _ACTIVATIONS.get(type(activation)) if _may_fuse(gate) and not is_hooked(activation) else None
+        is_fused = kind is not None and fuses(gate, up)
+        return project(parts["down_proj"], gated(gate, up, kind) if is_fused else activation(gate) * up)
 
 
 _ACTIVATIONS = {
@@ -510,8 +545,8 @@ class RMSNorm(DirectModule):
 
     @classmethod
     def of(cls, norm: nn.Module) -> RMSNorm:
-        """The norm with the weights of one of transformers', for which `norm_form` is known."""
-        form = norm_form(norm)
+        """The norm with the weights of one of transformers', whose form is known."""
+        form = form_of(norm, "norm")
         eps = getattr(norm, form.eps)
         return cls.sharing(norm, variance_epsilon=eps, offset=form.offset, rounds_last=form.rounds_last)
 
@@ -521,4 +556,18 @@ class RMSNorm(DirectModule):
         return Norm(self._parameters["weight"], self.variance_epsilon, self.offset, self.rounds_last)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden, self.norm)
+        norm = self.norm
+        if _may_fuse(hidden) and fuses(hidden, norm.weight):
+            return add_norm(hidden, None, None, norm)[1]
+        return normed(hidden, norm)
+
+
+def normed(hidden: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """The normed `hidden` `(..., H)`, in torch."""
+    weight, eps, offset, rounds_last = norm
+    if rounds_last:
+        wide = weight.float() + offset if offset else weight.float()
+        return (torch.rms_norm(hidden.float(), weight.shape, None, eps) * wide).to(hidden.dtype)
+    if hidden.dtype == torch.float32:
+        return torch.rms_norm(hidden, weight.shape, weight, eps)
+    return weight * torch.rms_norm(hidden, weight.shape, None, eps)

@@ -14,9 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib import import_module
 from types import CodeType
-from typing import NamedTuple
-
-from torch import nn
+from typing import Any, NamedTuple
 
 
 class NormForm(NamedTuple):
@@ -76,7 +74,7 @@ _ATTENTIONS = {
     "olmo3.Olmo3Attention": AttentionForm(norms_whole=True),
 }
 
-# Whether neighbours turn together.
+# By file alone: whether neighbours turn together.
 _ROTATIONS = {"llama": False, "phi3": False, "olmo2": False, "glm4": True}
 
 # Whether one product makes both halves.
@@ -97,82 +95,47 @@ _MODELS = {
 }
 
 
-def norm_form(norm: nn.Module) -> NormForm | None:
-    """What is known of a norm; `None` for other modules."""
-    return _known_of(type(norm).forward, "_NORMS")
-
-
-def layer_form(layer: nn.Module) -> LayerForm | None:
-    """What is known of a decoder layer; `None` where it computes something else."""
-    return _known_of(type(layer).forward, "_LAYERS")
-
-
-def attention_form(attention: nn.Module) -> AttentionForm | None:
-    """What is known of an attention module; `None` where it computes something else."""
-    return _known_of(type(attention).forward, "_ATTENTIONS")
-
-
-def is_packed_mlp(mlp: nn.Module) -> bool | None:
-    """Tells whether a gated MLP makes both halves at once; `None` for other modules, such as experts."""
-    return _known_of(type(mlp).forward, "_MLPS")
-
-
-def is_interleaved(attention: nn.Module) -> bool | None:
-    """Tells whether neighbours of a head turn together; `None` for a rotation that is not known."""
-    rotation = _globals(type(attention).forward).get("apply_rotary_pos_emb")
-    return None if rotation is None else _known_rotation(rotation)
-
-
-def has_angles_by_type(decoder: nn.Module) -> bool | None:
-    """Tells whether each type of layer has angles of its own; `None` for a decoder that is not known."""
-    return _known_of(type(decoder).forward, "_DECODERS")
-
-
-def may_cap_logits(model: nn.Module) -> bool | None:
-    """Tells whether a causal language model may cap its logits; `None` for one that is not known."""
-    return _known_of(type(model).forward, "_MODELS")
-
-
-# Named by the functions that ask, so that answers can be kept.
 _TABLES: dict[str, Mapping] = {
-    "_NORMS": _NORMS,
-    "_LAYERS": _LAYERS,
-    "_ATTENTIONS": _ATTENTIONS,
-    "_MLPS": _MLPS,
-    "_DECODERS": _DECODERS,
-    "_MODELS": _MODELS,
+    "norm": _NORMS,
+    "layer": _LAYERS,
+    "attention": _ATTENTIONS,
+    "rotation": _ROTATIONS,
+    "mlp": _MLPS,
+    "decoder": _DECODERS,
+    "model": _MODELS,
 }
 
 
+def form_of(module: Any, kind: str) -> Any:
+    """The form of a module, `None` where it is not of this kind or computes something else.
+
+    Args:
+        module (`nn.Module`): The module.
+        kind (`str`): "norm" gives a [`NormForm`], "layer" a [`LayerForm`], "attention" an [`AttentionForm`];
+            "rotation" of attention tells whether neighbours of a head turn together, "mlp" whether one product makes
+            both halves, "decoder" whether each type of layer has angles of its own, and "model" whether logits may be
+            capped.
+    """
+    return _form_of(type(module).forward, kind)
+
+
 @lru_cache(maxsize=256)
-def _known_of(forward: Callable, table: str):
-    """What the table knows of a forward; files of other models are read only where none before is alike."""
-    for path, known in _TABLES[table].items():
+def _form_of(forward: Callable, kind: str) -> Any:
+    # Files of other models are read only where none before is alike.
+    for path, form in _TABLES[kind].items():
         file, _, name = path.partition(".")
-        if same_code(forward, getattr(_file(file), name).forward):
-            return known
+        known = import_module(f"transformers.models.{file}.modeling_{file}")
+        if kind == "rotation":
+            own = inspect.unwrap(forward).__globals__
+            pairs = [(own.get(part), getattr(known, part)) for part in ("apply_rotary_pos_emb", "rotate_half")]
+        else:
+            pairs = [(forward, getattr(known, name).forward)]
+        if all(same_code(*pair) for pair in pairs):
+            return form
     return None
 
 
-@lru_cache(maxsize=64)
-def _known_rotation(rotation: Callable) -> bool | None:
-    for file, known in _ROTATIONS.items():
-        theirs = _file(file)
-        halves = (_globals(rotation).get("rotate_half"), theirs.rotate_half)
-        if same_code(rotation, theirs.apply_rotary_pos_emb) and halves[0] and same_code(*halves):
-            return known
-    return None
-
-
-def _file(name: str):
-    return import_module(f"transformers.models.{name}.modeling_{name}")
-
-
-def _globals(function: Callable) -> dict:
-    return inspect.unwrap(function).__globals__
-
-
-def same_code(one: Callable, other: Callable) -> bool:
+def same_code(one: Any, other: Callable) -> bool:
     """Tells whether two functions have the same code but for their docstrings, and the names of their classes."""
     codes = [getattr(inspect.unwrap(function), "__code__", None) for function in (one, other)]
     return all(codes) and _described(codes[0]) == _described(codes[1])

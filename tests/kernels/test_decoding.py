@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_specdec.kernels import _triton, cache, gates, heads, norms, tree_attention
+from hf_specdec.kernels import _triton, cache, tree_attention
+from hf_specdec.layers import llama
 from tests.architectures import tiny_model
 from tests.kernels.conftest import watched
 from tests.models import prompts, scripted_for, tiny_llama, tiny_mistral
@@ -43,9 +44,9 @@ def launches(monkeypatch):
         (cache, "_write_triton"),
         (cache, "_move_triton"),
         (tree_attention, "_tree_attention_triton"),
-        (norms, "_add_norm_triton"),
-        (heads, "_place_triton"),
-        (gates, "_gated_triton"),
+        (llama, "add_norm"),
+        (llama, "place_heads"),
+        (llama, "gated"),
     )
 
 
@@ -63,8 +64,8 @@ def test_text_is_that_of_plain_generation(name, padding, device, launches, monke
     assert torch.equal(output.sequences.cpu(), text)
     assert 0 < output.speculative.num_accepted_tokens
     assert output.speculative.attention == "tree kernel"
-    fused = {"_place_triton", "_add_norm_triton", "_gated_triton"} if name in LEAN else {"_write_triton"}
+    fused = {"place_heads", "add_norm", "gated"} if name in LEAN else {"_write_triton"}
     if name == "mixtral":
         # Experts are called as they are.
-        fused.remove("_gated_triton")
+        fused.remove("gated")
     assert set(launches) == {"_move_triton", "_tree_attention_triton", *fused}

@@ -7,10 +7,12 @@ import torch
 from transformers.activations import ACT2FN
 
 from hf_specdec.kernels import _triton
-from hf_specdec.kernels.gates import GELU_TANH, SILU, _gated_triton, gated
-from hf_specdec.kernels.heads import SlotWrite, _place_triton, place_heads
-from hf_specdec.kernels.norms import Norm, _add_norm_torch, _add_norm_triton, add_norm, rms_norm
+from hf_specdec.kernels.gates import GELU_TANH, SILU, gated
+from hf_specdec.kernels.heads import SlotWrite, place_heads
+from hf_specdec.kernels.norms import Norm, add_norm
+from hf_specdec.layers.llama import GatedMLP, RMSNorm, added_and_normed
 from hf_specdec.layers.rope import signed_angles
+from tests.kernels import references
 
 
 # The interpreter cuts digits off where a GPU rounds.
@@ -54,8 +56,8 @@ def test_sums_and_norms(dtype, kind, parts, device):
     update = drawn(2, 3, 2 * size, dtype=dtype, seed=1)[..., size:] if "sum" in parts else None
     update_norm = norm_of(size, dtype, 2, **KINDS[kind]) if "normed sum" in parts else None
     norm = norm_of(size, dtype, 3, **KINDS[kind]) if parts.endswith("norm") else None
-    expected = _add_norm_torch(stream, update, update_norm, norm)
-    found = _add_norm_triton(*(to(value, device) for value in (stream, update, update_norm, norm)))
+    expected = references.add_norm(stream, update, update_norm, norm)
+    found = add_norm(*(to(value, device) for value in (stream, update, update_norm, norm)))
     for ours, theirs in zip(found, expected):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.cpu(), theirs, **CLOSE[dtype])
@@ -117,9 +119,9 @@ def test_heads(dtype, kind, size, turned, is_interleaved, is_packed, device):
         Slots([torch.zeros(shape, dtype=dtype).to(place) for _ in range(2)], starts.to(place), 12)
         for place in ("cpu", device)
     ]
-    expected = place_heads(heads, angles, norms, slots[0], 0, is_interleaved)
+    expected = references.place_heads(heads, angles, norms, slots[0], 0, is_interleaved)
     moved = (to(value, device) for value in (heads, angles, norms))
-    found = _place_triton(*moved, slots[1], 0, is_interleaved)
+    found = place_heads(*moved, slots[1], 0, is_interleaved)
     for ours, theirs in zip((*found, *slots[1].buffers), (*expected, *slots[0].buffers)):
         torch.testing.assert_close(ours.cpu(), theirs, **CLOSE[dtype])
     for theirs in slots[0].buffers:
@@ -135,8 +137,8 @@ def test_heads_that_share_angles(device):
         Slots([torch.zeros(2, 2, 9, 16).to(place) for _ in range(2)], torch.tensor([0, 4]).to(place), 9)
         for place in ("cpu", device)
     ]
-    expected, *_ = place_heads(heads, angles, None, slots[0])
-    found, *_ = _place_triton(to(heads, device), to(angles, device), None, slots[1], 0, False)
+    expected, *_ = references.place_heads(heads, angles, None, slots[0], 0, False)
+    found, *_ = place_heads(to(heads, device), to(angles, device), None, slots[1], 0, False)
     torch.testing.assert_close(found.cpu(), expected)
 
 
@@ -149,28 +151,29 @@ def test_heads_that_share_angles(device):
 def test_gates(dtype, kind, name, is_packed, device):
     gate, up = (drawn(2, 3, 2 * 72, dtype=dtype) * 3).chunk(2, -1)
     gate, up = (gate, up) if is_packed else (gate.contiguous(), up.contiguous())
-    found = _gated_triton(gate.to(device), up.to(device), None, kind)
+    found = gated(gate.to(device), up.to(device), kind)
     torch.testing.assert_close(found.cpu(), ACT2FN[name](gate) * up, **CLOSE[dtype])
 
 
 # The choice
 
 
-def test_references_run_where_gradients_or_dtypes_are_mixed(monkeypatch):
+def test_layers_run_in_torch_where_gradients_are_needed_or_dtypes_mixed(monkeypatch):
     """Kernels have no gradients; the choice is made before anything is launched."""
     monkeypatch.setattr(_triton, "CHOICE", "triton")
     monkeypatch.setattr(_triton, "IS_INTERPRETED", True)
     monkeypatch.setattr(_triton, "HAS_TRITON", True)
-    stream, norm = drawn(1, 2, 8).requires_grad_(), norm_of(8, torch.float32, 1)
+    stream, norm = drawn(1, 2, 8).requires_grad_(), RMSNorm(8, 1e-5)
     assert not _triton.fuses(stream.detach())
-    rms_norm(stream, norm).sum().backward()
+    linears = [torch.nn.Linear(8, 8) for _ in range(3)]
+    GatedMLP(*linears, torch.nn.SiLU())(norm(stream)).sum().backward()
     assert stream.grad.any()
-    gated(stream, stream, torch.nn.functional.silu, SILU).sum().backward()
+    assert norm.weight.grad.any()
     with torch.no_grad():
         assert _triton.fuses(stream, norm.weight)
         assert not _triton.fuses(stream, norm.weight.half())
         assert not _triton.fuses(stream.double())
-        _, mixed = add_norm(stream.half(), stream.half(), None, norm)
+        _, mixed = added_and_normed(stream.half(), (stream.half(), None), norm)
     assert mixed.dtype == torch.float32
 
 
@@ -189,13 +192,13 @@ def test_kernels_compile(compile_for, size):
     slots = Slots(buffers, torch.tensor([3, 5]), 1024)
     angles = (torch.empty(2, 16, 1, size, dtype=dtype),) * 2
     with compile_for() as kernels:
-        _add_norm_triton(stream, None, None, norm)
-        _add_norm_triton(stream, stream, None, norm)
-        _add_norm_triton(stream, stream, sandwich, sandwich)
-        _place_triton(heads, angles, head_norms, slots, 0, False)
-        _place_triton(heads, angles, None, slots, 0, True)
+        add_norm(stream, None, None, norm)
+        add_norm(stream, stream, None, norm)
+        add_norm(stream, stream, sandwich, sandwich)
+        place_heads(heads, angles, head_norms, slots, 0, False)
+        place_heads(heads, angles, None, slots, 0, True)
         for kind in (SILU, GELU_TANH):
-            _gated_triton(*inner.chunk(2, -1), None, kind)
+            gated(*inner.chunk(2, -1), kind)
     assert len(kernels) == 7
     if "ptx" in kernels[0].asm:
         # Sixteen bytes at a time.

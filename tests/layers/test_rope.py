@@ -7,8 +7,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from hf_specdec import demo, load_speculator
 from hf_specdec.candidate_generators.dflash.network import GivenContext
-from hf_specdec.kernels.heads import rotate
 from hf_specdec.layers.draft_network import rotary_embedding
+from hf_specdec.layers.llama import rotate
 from hf_specdec.layers.rope import RotaryAngles, signed_angles
 
 

@@ -33,7 +33,6 @@ from ...checkpoints.draft_reader import stored_vocabulary
 from ...checkpoints.header import TargetSizes
 from ...checkpoints.loading import check_given, loads_checkpoint
 from ...errors import SpecConfigError
-from ...kernels.heads import rotate
 from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, loaded_network, on_device_of
 from ...layers.llama import (
     DecoderLayer,
@@ -42,6 +41,7 @@ from ...layers.llama import (
     RMSNorm,
     RotaryAttention,
     project,
+    rotate,
     with_query_groups,
 )
 from .formats import BlockView, DFlashConfig, DFlashReader

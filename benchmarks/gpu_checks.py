@@ -291,4 +291,4 @@ def check_text(what: str, target: PreTrainedModel, settings: dict, batches: list
 
 def _through_modules():
     """Lets no model run through functions over its weights."""
-    return patch.object(functional, "_FAMILY", ())
+    return patch.object(functional, "has_lean_forward", lambda model: False)

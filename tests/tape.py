@@ -24,6 +24,7 @@ from hf_specdec.decoding.target import NodeInputs
 from hf_specdec.drafting import chain, growth
 from hf_specdec.drafting.graphs import RowInputs
 from hf_specdec.drafting.slots import DraftInputs
+from tests.other_device import Elsewhere
 
 
 class Tape(NoWaiting):
@@ -72,7 +73,8 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    inner = tensor.inner if isinstance(tensor, Elsewhere) else tensor
+    return inner.untyped_storage()._cdata
 
 
 def _is_view(operation) -> bool:

@@ -24,8 +24,8 @@ import gpu_models  # noqa: E402
 
 from hf_specdec import demo, generate, record  # noqa: E402
 from hf_specdec.bench.prompts import make_batches  # noqa: E402
+from hf_specdec.decoding import functional  # noqa: E402
 from hf_specdec.decoding.capture import CaptureBackend  # noqa: E402
-from hf_specdec.decoding.functional import is_plain_llama  # noqa: E402
 from hf_specdec.decoding.graphs import forget_graphs  # noqa: E402
 from hf_specdec.drafts import TokenTree  # noqa: E402
 from hf_specdec.errors import MissingDependencyError  # noqa: E402
@@ -339,8 +339,8 @@ def test_wrong_texts_are_seen():
 def test_a_small_model_also_runs_through_its_modules():
     target = demo.load_target()
     with gpu_checks._through_modules():
-        assert not is_plain_llama(target)
-    assert is_plain_llama(target)
+        assert not functional.has_lean_forward(target)
+    assert functional.has_lean_forward(target)
 
 
 def test_no_drafts_is_plain_decoding(models):

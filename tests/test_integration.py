@@ -449,7 +449,7 @@ class TestThreads:
     @pytest.mark.parametrize("lean", [True, False], ids=["lean_forward", "own_forward"])
     def test_one_speculator(self, model, method, lean, monkeypatch):
         if not lean:
-            monkeypatch.setattr(functional, "is_plain_llama", lambda model: False)
+            monkeypatch.setattr(functional, "has_lean_forward", lambda model: False)
         calls = [prompts(1 + index % 2, length=6 + index, seed=index) for index in range(4)]
         expected = [model.generate(**call, do_sample=False, max_new_tokens=24) for call in calls]
         settings = {} if method == "ngram" else {"draft_model": tiny_llama(seed=1, num_hidden_layers=1)}

@@ -119,7 +119,8 @@ CASES = {
     "window": Case(lambda: tiny_mistral(sliding_window=3), is_lean=True),
     "window_own_forward": Case(lambda: hooked(tiny_mistral(sliding_window=3))),
     "window_of_two": Case(lambda: tiny_mistral(sliding_window=2), is_lean=True),
-    "sliding_and_full_layers": Case(tiny_gemma3),
+    "sliding_and_full_layers": Case(tiny_gemma3, is_lean=True),
+    "sliding_and_full_layers_own_forward": Case(lambda: hooked(tiny_gemma3())),
     "learned_positions": Case(tiny_gpt2),
 }
 
@@ -242,7 +243,7 @@ class TestHiddenStates:
 
     def run(self, make, lean, walks, tree, batch_size, monkeypatch, **more):
         if not lean:
-            monkeypatch.setattr(functional, "is_plain_llama", lambda model: False)
+            monkeypatch.setattr(functional, "has_lean_forward", lambda model: False)
         # Weights of the usual size: large ones would make the last digits of a sum matter.
         model = make(initializer_range=0.1)
         inputs = prompts(batch_size, length=9)
@@ -287,7 +288,7 @@ class TestHiddenStates:
         torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
 
     def test_hooks_are_gone(self, monkeypatch):
-        monkeypatch.setattr(functional, "is_plain_llama", lambda model: False)
+        monkeypatch.setattr(functional, "has_lean_forward", lambda model: False)
         model = tiny_llama()
         inputs = prompts(1)
         text = model.generate(**inputs, max_new_tokens=8, do_sample=False)

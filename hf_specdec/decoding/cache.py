@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
 from ..errors import SpecConfigError, UnsupportedModelError
 from ..kernels._triton import use_triton
 from ..kernels.cache import WritePlan, move_slots, write_slots
+from ..kernels.heads import SlotWrite
 from ..transfers import upload
 from .recurrent_state import RecurrentState, load_state
 
@@ -202,6 +203,18 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, plan: WritePlan | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        seen = self._prepare(key_states, value_states, plan)
+        self._write((self.keys, self.values), (key_states, value_states))
+        rows = key_states.shape[0]
+        return self.keys[:rows, :, seen], self.values[:rows, :, seen]
+
+    def begin_write(self, keys: torch.Tensor, values: torch.Tensor, plan: WritePlan) -> SlotWrite:
+        """Room for keys and values of the shapes of these, which the caller writes."""
+        seen = self._prepare(keys, values, plan)
+        return SlotWrite(self.keys, self.values, plan.starts(keys.device), seen)
+
+    def _prepare(self, key_states: torch.Tensor, value_states: torch.Tensor, plan: WritePlan | None) -> slice:
+        """Makes room where a plan says, or after what is there; returns the slots that are seen."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if plan is None:
@@ -210,9 +223,7 @@ class SlotLayer(CacheLayerMixin):
         if plan.columns > self.capacity:
             self.grow(plan.columns)
         self._plan = plan
-        self._write((self.keys, self.values), (key_states, value_states))
-        rows, slots = key_states.shape[0], slice(self._first(plan.columns) if self.window else 0, plan.columns)
-        return self.keys[:rows, :, slots], self.values[:rows, :, slots]
+        return slice(self._first(plan.columns) if self.window else 0, plan.columns)
 
     def _write(self, buffers: tuple[torch.Tensor, ...], states: tuple[torch.Tensor, ...]) -> None:
         """Writes states `(R, H, T, D)` to the slots of the plan; in rows of equal length they are one slice."""
@@ -348,6 +359,15 @@ class SlotCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else self._layer(layer_idx)
         return layer.update(key_states, value_states, self.plan)
+
+    @property
+    def writes_slots(self) -> bool:
+        """Rows have their own lengths: not so in a prefill."""
+        return self.plan is not None and self.plan.firsts is not None
+
+    def begin_write(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> SlotWrite:
+        """Room for keys and values of the shapes of these, which the caller writes to the slots of the plan."""
+        return self._layer(layer_idx).begin_write(keys, values, self.plan)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         if layer_idx == 0:

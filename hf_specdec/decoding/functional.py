@@ -1,9 +1,11 @@
-"""A lean forward for dense models of the Llama family, on a GPU for the small ones.
+"""A lean forward for models of the Llama family, eagerly and as a graph.
 
-A forward of a few tokens through a small model is mostly module calls and small operations, not arithmetic. The layers
-of [`~layers.llama`] share the model's own weights and take half of the time or less, and the results are bit for bit
-those of the model's own forward over slots. Whatever is not exactly such a model (other classes, quantised layers,
-adapters, hooks, replaced forwards, another attention implementation) goes through its own forward.
+A forward of a few tokens through a small model is mostly module calls and small operations, not arithmetic, and on a
+GPU even large models wait for many small kernels. The layers of [`~layers.llama`] share the model's own weights. On a
+CPU they take half of the time or less, and the results are bit for bit those of the model's own forward over slots; on
+a GPU they launch a third of the kernels. A model is known by the code of its forwards, not by its name, see
+[`~layers.structure`]. Whatever is not exactly such a model (other code, quantised layers, adapters,
+hooks, replaced forwards, another attention implementation) goes through its own forward.
 
 Shapes: R rows, T nodes, H hidden size, Q query heads, K key/value heads, D head size, V vocabulary.
 """
@@ -11,6 +13,8 @@ Shapes: R rows, T nodes, H hidden size, Q query heads, K key/value heads, D head
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,20 +23,29 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafts import TreeTopology
+from ..kernels._triton import use_triton
+from ..kernels.cache import WritePlan
+from ..kernels.products import fast_products
 from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE
-from ..layers.llama import DecoderLayer, RMSNorm, is_published, is_untouched, modules_of, project
+from ..layers.llama import (
+    DecoderLayer,
+    GatedMLP,
+    RMSNorm,
+    added,
+    added_and_normed,
+    is_known_layer,
+    is_published,
+    is_untouched,
+    modules_of,
+    project,
+    with_query_groups,
+)
 from ..layers.rope import RotaryAngles, has_static_frequencies
+from ..layers.structure import form_of
 from .attention import TREE_KERNEL, TreeMask, attention_switch
 from .cache import SlotCache
 from .masks import FULL, node_masks
-from .target import SlotModel, SlotOutput
-
-
-# Classes whose layers are: RMS norm, rotary attention, RMS norm, gated MLP, each added to the stream.
-_FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-
-# Above this, on a GPU, the arithmetic weighs more than the calls, and the model's own forward may have better kernels.
-_MAX_HIDDEN_SIZE_ON_GPU = 1024
+from .target import NodeInputs, SlotModel, SlotOutput
 
 
 def slot_model(
@@ -46,35 +59,53 @@ def slot_model(
     Raises:
         UnsupportedModelError: The model's attention cannot take masks of a draft.
     """
-    if not forward_kwargs and is_plain_llama(model):
+    if not forward_kwargs and has_lean_forward(model):
         return FunctionalSlotModel(model, cache, states)
     attention_switch(model)  # before anything is read
     return SlotModel(model, cache, states, forward_kwargs)
 
 
-def is_plain_llama(model: PreTrainedModel) -> bool:
+def has_lean_forward(model: PreTrainedModel) -> bool:
     """Tells whether `FunctionalSlotModel` computes exactly what the model's own forward does."""
     config = model.config
-    if type(model).__name__ not in _FAMILY or not is_published(type(model)):
+    if not is_published(type(model)) or form_of(model, "model") is None or config._attn_implementation != "sdpa":
         return False
-    if config.hidden_size > _MAX_HIDDEN_SIZE_ON_GPU and model.device.type != "cpu":
+    decoder = model.get_decoder()
+    is_known = form_of(decoder, "decoder") is not None and form_of(decoder.norm, "norm") is not None
+    if not is_known or getattr(config, "use_bidirectional_attention", False):
         return False
-    if not has_static_frequencies(getattr(config, "rope_parameters", None)):
+    if not all(map(has_static_frequencies, _rope_parameters(config).values())):
         return False
-    if config._attn_implementation != "sdpa":
+    if not all(map(is_known_layer, decoder.layers)):
         return False
-    return all(not module.training and is_untouched(module) for module in modules_of(model))
+    called = {id(module) for module in _called_as_they_are(decoder)}
+    return all(not module.training and is_untouched(module) for module in modules_of(model, called))
+
+
+def _rope_parameters(config) -> dict:
+    """The settings of the rotary embeddings, by type of layer where each has its own."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return parameters if all(isinstance(part, dict) for part in parameters.values()) else {"": parameters}
+
+
+def _called_as_they_are(decoder: Any) -> Iterator[nn.Module]:
+    """Modules that run through their own calls: embeddings that scale, and experts."""
+    if type(decoder.embed_tokens) is not nn.Embedding:
+        yield decoder.embed_tokens
+    for layer in decoder.layers:
+        if form_of(layer.mlp, "mlp") is None:
+            yield layer.mlp
 
 
 class FunctionalSlotModel(SlotModel):
-    """Drives a model for which `is_plain_llama` holds. Its prompt goes through the model's own forward."""
+    """Drives a model for which `has_lean_forward` holds. Its prompt goes through the model's own forward."""
 
     def __init__(self, model: torch.nn.Module, cache: SlotCache, states: tuple[int | str, ...] = ()):
         super().__init__(model, cache, states)
         decoder = model.get_decoder()
-        self._embedding = decoder.embed_tokens.weight
+        self._embedding = decoder.embed_tokens
         self._head = model.get_output_embeddings()
-        self._norm = RMSNorm.sharing(decoder.norm)
+        self._norm = RMSNorm.of(decoder.norm)
         self._layers = [DecoderLayer.of(layer, index) for index, layer in enumerate(decoder.layers)]
         attention = self._layers[0].self_attn
         self._groups = attention.groups
@@ -83,7 +114,12 @@ class FunctionalSlotModel(SlotModel):
         types = self.profile.layer_types
         kinds = getattr(model.config, "layer_types", None) or [""] * len(self._layers)
         self._span_of_layer = [types.index(kind) if types else 0 for kind in kinds]
-        self._angles = RotaryAngles(decoder.rotary_emb)
+        self._kinds = kinds if form_of(decoder, "decoder") else [None] * len(self._layers)
+        self._angles = {
+            kind: RotaryAngles(decoder.rotary_emb, kind, attention.is_interleaved) for kind in set(self._kinds)
+        }
+        self._softcap: Any = model.config.final_logit_softcapping if form_of(model, "model") else None
+        self._has_experts = not all(isinstance(layer.mlp, GatedMLP) for layer in self._layers)
 
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
         replayed = None if self.graphs is None else self._replay(tokens, topology, logits_from)
@@ -101,23 +137,60 @@ class FunctionalSlotModel(SlotModel):
         else:
             # The query heads of a group become further positions of their key/value head.
             repeats = self._groups if nodes > 1 else 1
-            masks = node_masks(topology, rows, columns, spans, self._head.weight.dtype, repeats)
+            masks = node_masks(topology, rows, columns, spans, self._mask_dtype, repeats)
         first = self.cache.lengths[0] + self.offsets[0]
         is_inside = self.max_position is None or first + nodes <= self.max_position + 1
         if topology.is_chain and is_inside and is_uniform and len(set(self.offsets)) == 1:
             positions = slice(first, first + nodes)
         else:
             positions = self.positions(topology, rows)
-        stream = F.embedding(tokens, self._embedding)
-        angles = self._angles(positions, stream, columns + max(self.offsets))
+        return self._run(tokens, positions, masks, columns + max(self.offsets), logits_from)
+
+    def read_static(self, nodes: NodeInputs, columns: int) -> tuple[SlotOutput, Counter]:
+        self.cache.plan = WritePlan.on_device(columns, nodes.lengths, nodes.tokens.shape[1])
+        masks = [TreeMask(nodes.tree, span) for span in self.profile.spans]
+        if self._fits_kernel and use_triton(nodes.tokens):
+            return self._run(nodes.tokens, nodes.positions, masks), Counter({TREE_KERNEL: len(self._layers)})
+        additive = (mask.additive(columns, self._mask_dtype) for mask in masks)
+        masks = [with_query_groups(mask, self._groups) for mask in additive]
+        return self._run(nodes.tokens, nodes.positions, masks), Counter()
+
+    def _run(
+        self,
+        tokens: torch.LongTensor,
+        positions: torch.LongTensor | slice,
+        masks: list,
+        bound: int | None = None,
+        logits_from: int = 0,
+    ) -> SlotOutput:
+        """Reads tokens `(R, T)` into the slots of the plan, seen as the mask of each span says.
+
+        Args:
+            positions, bound: As for [`RotaryAngles`].
+            logits_from (`int`): The first node whose logits are wanted.
+        """
+        is_plain, pending = type(self._embedding) is nn.Embedding, None
+        stream = F.embedding(tokens, self._embedding.weight) if is_plain else self._embedding(tokens)
+        every_angle = {kind: angles(positions, stream, bound) for kind, angles in self._angles.items()}
         states = {}
-        for index, layer in enumerate(self._layers):
-            if index in self.states:
-                states[index] = stream
-            stream = layer(stream, angles, masks[self._span_of_layer[index]], self.cache)
+        with fast_products(self.model) if self._has_experts else nullcontext():
+            for index, layer in enumerate(self._layers):
+                if index in self.states:
+                    states[index] = stream = added(stream, pending)
+                    pending = None
+                mask, angles = masks[self._span_of_layer[index]], every_angle[self._kinds[index]]
+                stream, pending = layer.advance(stream, pending, angles, mask, self.cache)
         if len(self._layers) in self.states:
-            states[len(self._layers)] = stream
+            states[len(self._layers)] = stream = added(stream, pending)
+            pending = None
+        if "last" not in self.states:
+            # Sums and norms of nodes without logits are spared.
+            stream = stream[:, logits_from:]
+            pending = None if pending is None else (pending[0][:, logits_from:], pending[1])
+        normed = added_and_normed(stream, pending, self._norm)[1]
         if "last" in self.states:
-            states["last"] = last = self._norm(stream)
-            return SlotOutput(project(self._head, last[:, logits_from:]), states)
-        return SlotOutput(project(self._head, self._norm(stream[:, logits_from:])), states)
+            states["last"], normed = normed, normed[:, logits_from:]
+        logits = project(self._head, normed)
+        return SlotOutput(
+            logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap, states
+        )

@@ -76,6 +76,24 @@ def use_triton(*tensors: torch.Tensor | None) -> bool:
     return True
 
 
+def fuses(*tensors: torch.Tensor | None) -> bool:
+    """Decides whether operations of a layer run as one Triton kernel: where `use_triton` says so, for one dtype.
+
+    Kernels have no gradients, and under autocast the tensors of a layer differ in their dtypes.
+
+    Args:
+        tensors (`torch.Tensor`, *optional*): Those of all the operations; ones that are `None` do not count.
+    """
+    first = tensors[0]
+    # Asked of every layer of a small model on a CPU.
+    if not (first.is_cuda or CHOICE == "triton") or torch.is_grad_enabled() or first.dtype not in FUSED_DTYPES:
+        return False
+    return all(tensor is None or tensor.dtype == first.dtype for tensor in tensors) and use_triton(*tensors)
+
+
+FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
 def needs_upcast(*tensors: torch.Tensor | None) -> bool:
     """Tells whether a kernel must cast what it loads to float32 before any arithmetic.
 

@@ -1,5 +1,8 @@
 """Decoder layers of the Llama family: RMS norm, rotary attention, RMS norm, gated MLP, each added to the stream.
 
+There may be norms of what is added as well, or those alone, and experts in the place of the MLP. On a GPU what lies
+between two products runs as one kernel: sums with norms, heads on their way to attention, activated gates.
+
 Draft networks are made of them, in drafting and in training, and small targets run through them. The names of their
 parts are those of checkpoints. A forward of a few tokens through a small layer is mostly module calls, not arithmetic,
 so a module of this file that has no hooks is called like a function, and reads its parts from where `nn.Module` keeps
@@ -23,13 +26,14 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.activations import ACT2FN
 
-from ..kernels import products
+from ..kernels import _triton, products
+from ..kernels._triton import fuses
+from ..kernels.gates import GELU_TANH, SILU, gated
+from ..kernels.heads import Angles, KeyValueCache, place_heads
+from ..kernels.norms import Norm, add_norm
+from .structure import AttentionForm, LayerForm, NormForm, form_of
 
 
-# transformers' layers that compute this.
-_FAMILY = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-
-Angles = tuple[torch.Tensor, torch.Tensor]
 Module = TypeVar("Module", bound="DirectModule")
 
 
@@ -50,13 +54,6 @@ class LayerSizes(Protocol):
     def hidden_act(self) -> str: ...
     @property
     def rms_norm_eps(self) -> float: ...
-
-
-class KeyValueCache(Protocol):
-    """Storage of keys and values, such as a [`SlotCache`]."""
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, /) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `(R, K, S, D)` that a layer sees once the new ones `(R, K, T, D)` are stored."""
 
 
 class SlotMask(Protocol):
@@ -119,11 +116,15 @@ def is_untouched(module: nn.Module) -> bool:
     return weight is None or weight.dim() != 2 or type(module) in (nn.Linear, nn.Embedding)
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """The model and all modules in it, in less time than `modules()`, and shared ones more than once."""
+def modules_of(model: nn.Module, left_out: Container[int] = ()) -> list[nn.Module]:
+    """The model and all modules in it, in less time than `modules()`, and shared ones more than once.
+
+    Args:
+        left_out (`Container[int]`): Ids of modules that are left out, with all in them.
+    """
     found = [model]
     for module in found:
-        found += [part for part in module._modules.values() if part is not None]
+        found += [part for part in module._modules.values() if part is not None and id(part) not in left_out]
     return found
 
 
@@ -133,11 +134,32 @@ def is_published(definition: Any) -> bool:
     return definition.__module__.partition(".")[0] in ("torch", "transformers", "hf_specdec")
 
 
-def is_llama_layer(layer: nn.Module) -> bool:
-    """Tells whether [`DecoderLayer`] computes what this decoder layer of transformers does."""
-    if type(layer).__name__ not in _FAMILY or layer.self_attn.attention_dropout:
+def is_known_layer(layer: nn.Module) -> bool:
+    """Tells whether [`DecoderLayer`] computes what this decoder layer of transformers does in evaluation.
+
+    Modules in it may have been changed, see [`is_untouched`].
+    """
+    form, attention = form_of(layer, "layer"), getattr(layer, "self_attn", None)
+    if form is None or attention is None or None in (form_of(attention, "attention"), form_of(attention, "rotation")):
         return False
-    return all(map(is_untouched, layer.modules()))
+    norms = [layer._modules.get(name) for name in form if name is not None]
+    norms += [attention._modules[name] for name in _HEAD_NORMS if name in attention._modules]
+    return all(norm is not None and form_of(norm, "norm") is not None for norm in norms)
+
+
+def is_llama_layer(layer: nn.Module) -> bool:
+    """Tells whether a decoder layer of transformers is one of Llama's kind, unchanged, with one MLP and no dropout."""
+    if not is_known_layer(layer) or layer.self_attn.attention_dropout:
+        return False
+    parts = {"layer": layer, "attention": layer.self_attn, "rotation": layer.self_attn, "mlp": layer.mlp}
+    expected = {"layer": DecoderLayer.form, "attention": AttentionForm(), "rotation": False, "mlp": False}
+    norms = [layer._modules[name] for name in DecoderLayer.form if name in layer._modules]
+    is_plain = {kind: form_of(part, kind) for kind, part in parts.items()} == expected
+    is_plain = is_plain and all(form_of(norm, "norm") == NormForm() for norm in norms)
+    return is_plain and all(map(is_untouched, layer.modules()))
+
+
+_HEAD_NORMS = ("q_norm", "k_norm")
 
 
 def project(linear: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -163,18 +185,27 @@ def _is_plain(linear: nn.Module) -> bool:
     return type(linear) is nn.Linear and not is_hooked(linear) and "weight" in linear._parameters
 
 
+# What a layer has computed and nobody has added to the stream yet, and the norm that it goes through before.
+Pending = tuple[torch.Tensor, "nn.Module | None"]
+
+
 class DecoderLayer(DirectModule):
     """
     Args:
         self_attn (`RotaryAttention`): Attention.
-        mlp (`GatedMLP`): MLP.
+        mlp (`nn.Module`): MLP, or experts.
         input_layernorm, post_attention_layernorm (`nn.Module`): Norms of what they read; `nn.Identity` for none.
+
+    Attributes:
+        form (`LayerForm`): Names of its norms.
     """
+
+    form = LayerForm("input_layernorm", None, "post_attention_layernorm", None)
 
     def __init__(
         self,
         self_attn: RotaryAttention,
-        mlp: GatedMLP,
+        mlp: nn.Module,
         input_layernorm: nn.Module,
         post_attention_layernorm: nn.Module,
     ):
@@ -186,19 +217,18 @@ class DecoderLayer(DirectModule):
 
     @classmethod
     def of(cls, layer: nn.Module, layer_idx: int) -> DecoderLayer:
-        """The layer with the parameters of one of transformers', for which `is_llama_layer` holds.
+        """The layer with the parameters of one of transformers', for which `is_known_layer` holds.
 
         Args:
-            layer (`nn.Module`): The layer; its linear modules are taken as they are.
+            layer (`nn.Module`): The layer; its linear modules are taken as they are, and so are experts.
             layer_idx (`int`): Which layer of the cache it is.
         """
-        parts = {
-            "self_attn": RotaryAttention.of(layer.self_attn, layer_idx),
-            "mlp": GatedMLP.sharing(layer.mlp),
-            "input_layernorm": RMSNorm.sharing(layer.input_layernorm),
-            "post_attention_layernorm": RMSNorm.sharing(layer.post_attention_layernorm),
-        }
-        return cls.sharing(layer, _modules=parts)
+        form = form_of(layer, "layer")
+        assert form is not None, "a layer that nobody knows"
+        parts: dict[str, nn.Module] = {name: RMSNorm.of(layer._modules[name]) for name in form if name is not None}
+        parts["self_attn"] = RotaryAttention.of(layer.self_attn, layer_idx)
+        parts["mlp"] = layer.mlp if form_of(layer.mlp, "mlp") is None else GatedMLP.sharing(layer.mlp)
+        return cls.sharing(layer, _modules=parts, form=form)
 
     def forward(
         self,
@@ -216,10 +246,65 @@ class DecoderLayer(DirectModule):
             attended (`torch.Tensor` of shape `(R, T, X)`, *optional*): What attention reads, by default the normed
                 stream.
         """
-        parts = self._modules
-        attended = parts["input_layernorm"](stream) if attended is None else attended
-        stream = stream + parts["self_attn"](attended, angles, mask, cache)
-        return stream + parts["mlp"](parts["post_attention_layernorm"](stream))
+        return added(*self.advance(stream, None, angles, mask, cache, attended))
+
+    def advance(
+        self,
+        stream: torch.Tensor,
+        pending: Pending | None,
+        angles: Angles,
+        mask: torch.Tensor | SlotMask | None,
+        cache: KeyValueCache | None,
+        attended: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Pending]:
+        """The stream, and what the layer leaves to be added to it, together with the norm that comes next.
+
+        Args:
+            pending (`Pending`, *optional*): What the layer before has left.
+            stream, angles, mask, cache, attended: As for `forward`.
+        """
+        parts, form = self._modules, self.form
+        if attended is None:
+            before = parts[form.before_attention] if form.before_attention else None
+            stream, attended = added_and_normed(stream, pending, before)
+        elif pending is not None:
+            stream = added(stream, pending)
+        output = parts["self_attn"](attended, angles, mask, cache)
+        after = parts[form.after_attention] if form.after_attention else None
+        before = parts[form.before_mlp] if form.before_mlp else None
+        stream, read = added_and_normed(stream, (output, after), before)
+        return stream, (parts["mlp"](read), parts[form.after_mlp] if form.after_mlp else None)
+
+
+def added(stream: torch.Tensor, pending: Pending | None) -> torch.Tensor:
+    """The stream `(R, T, H)` with what is pending added to it."""
+    return added_and_normed(stream, pending, None)[0]
+
+
+def added_and_normed(
+    stream: torch.Tensor, pending: Pending | None, norm: nn.Module | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of the stream and what is pending, and the normed sum, as one kernel where the norms are plain."""
+    if pending is None:
+        return stream, stream if norm is None else norm(stream)
+    update, update_norm = pending
+    if _may_fuse(stream):
+        given, known = (update_norm, norm), (_plain_norm(update_norm), _plain_norm(norm))
+        is_plain = all(one is None or other is not None for one, other in zip(given, known))
+        if is_plain and fuses(stream, update, *(None if one is None else one.weight for one in known)):
+            return add_norm(stream, update, *known)
+    stream = stream + (update if update_norm is None else update_norm(update))
+    return stream, stream if norm is None else norm(stream)
+
+
+def _may_fuse(tensor: torch.Tensor) -> bool:
+    """Spares small models on a CPU the question of [`fuses`], which decides."""
+    return not tensor.is_cpu or _triton.CHOICE == "triton"
+
+
+def _plain_norm(module: nn.Module | None) -> Norm | None:
+    """The numbers of an [`RMSNorm`] that nothing hooks into; `None` for other modules."""
+    return module.norm if type(module) is RMSNorm and not is_hooked(module) else None
 
 
 class RotaryAttention(DirectModule):
@@ -232,7 +317,14 @@ class RotaryAttention(DirectModule):
         head_norms (`tuple[nn.Module, nn.Module]`, *optional*): Norms of each head of the queries and of the keys.
         scaling (`float`, *optional*): Factor of the scores, by default `D ** -0.5`.
         is_causal (`bool`): Without a mask, several tokens see each other in their order only.
+
+    Attributes:
+        form (`AttentionForm`): How its products and norms are made up.
+        is_interleaved (`bool`): Neighbours of a head turn together, and not its halves.
     """
+
+    form = AttentionForm()
+    is_interleaved = False
 
     def __init__(
         self,
@@ -266,10 +358,10 @@ class RotaryAttention(DirectModule):
     @classmethod
     def of(cls, attention: nn.Module, layer_idx: int) -> RotaryAttention:
         """The attention of one of transformers' layers, see [`DecoderLayer.of`]."""
-        norms = {name: RMSNorm.sharing(part) for name, part in attention._modules.items() if name.endswith("_norm")}
-        groups = attention.num_key_value_groups
-        parts = {**attention._modules, **norms}
-        return cls.sharing(attention, _modules=parts, groups=groups, layer_idx=layer_idx, is_causal=True)
+        norms = {name: RMSNorm.of(attention._modules[name]) for name in _HEAD_NORMS if name in attention._modules}
+        known = {"form": form_of(attention, "attention"), "is_interleaved": form_of(attention, "rotation")}
+        known |= {"groups": attention.num_key_value_groups, "layer_idx": layer_idx, "is_causal": True}
+        return cls.sharing(attention, _modules={**attention._modules, **norms}, **known)
 
     @classmethod
     def new(
@@ -323,17 +415,8 @@ class RotaryAttention(DirectModule):
         Returns:
             `torch.Tensor` of shape `(R, T, H)`.
         """
-        parts, rows, tokens = self._modules, hidden.shape[0], hidden.shape[1]
-        projected = project_together((parts["q_proj"], parts["k_proj"], parts["v_proj"]), hidden)
-        query, key, values = (part.view(rows, tokens, -1, self.head_dim) for part in projected)
-        if "q_norm" in parts:
-            query, key = parts["q_norm"](query), parts["k_norm"](key)
-        values = values.transpose(1, 2)
-        # One rotation of both takes less time than two.
-        turned = rotate(torch.cat((query, key), dim=2), *angles).transpose(1, 2)
-        query, keys = turned.split_with_sizes((query.shape[2], key.shape[2]), dim=1)
-        if cache is not None:
-            keys, values = cache.update(keys, values, self.layer_idx)
+        rows, tokens = hidden.shape[0], hidden.shape[1]
+        query, keys, values = self._placed(hidden, angles, cache)
         if mask is not None and not isinstance(mask, torch.Tensor):
             output = mask.attend(query, keys, values, self.scaling)
         elif mask is None and self.is_causal and tokens > 1:
@@ -345,7 +428,31 @@ class RotaryAttention(DirectModule):
             query = query.reshape(rows, keys.shape[1], self.groups * tokens, self.head_dim)
             output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self.scaling)
             output = output.reshape(rows, -1, tokens, self.head_dim).transpose(1, 2)
-        return project(parts["o_proj"], output.reshape(rows, tokens, -1))
+        return project(self._modules["o_proj"], output.reshape(rows, tokens, -1))
+
+    def _placed(self, hidden: torch.Tensor, angles: Angles, cache: KeyValueCache | None):
+        """Queries `(R, Q, T, D)` of `(R, T, X)`, and the keys and values `(R, K, S, D)` that they see."""
+        parts, rows, tokens = self._modules, hidden.shape[0], hidden.shape[1]
+        if self.form.is_packed:
+            joined = project(parts["qkv_proj"], hidden)
+            width = joined.shape[-1] // (self.groups + 2)
+            projected = joined.split((self.groups * width, width, width), dim=-1)
+        else:
+            projected = project_together((parts["q_proj"], parts["k_proj"], parts["v_proj"]), hidden)
+        if self.form.norms_whole:
+            projected = parts["q_norm"](projected[0]), parts["k_norm"](projected[1]), projected[2]
+        query, key, value = (part.view(rows, tokens, -1, self.head_dim) for part in projected)
+        has_norms = "q_norm" in parts and not self.form.norms_whole
+        if cache is not None and _may_fuse(hidden) and cache.writes_slots:
+            norms = (_plain_norm(parts["q_norm"]), _plain_norm(parts["k_norm"])) if has_norms else None
+            weights = [None if norm is None else norm.weight for norm in norms or ()]
+            if (norms is None or None not in norms) and fuses(query, key, value, *weights):
+                return place_heads((query, key, value), angles, norms, cache, self.layer_idx, self.is_interleaved)
+        if has_norms:
+            query, key = parts["q_norm"](query), parts["k_norm"](key)
+        query, keys = turned(query, key, angles, self.is_interleaved)
+        values = value.transpose(1, 2)
+        return query, *((keys, values) if cache is None else cache.update(keys, values, self.layer_idx))
 
     def keys(self, hidden: torch.Tensor) -> torch.Tensor:
         """Keys `(R, T, K, D)` of `(R, T, X)` before they are turned."""
@@ -359,9 +466,25 @@ class RotaryAttention(DirectModule):
         return values.view(*hidden.shape[:2], -1, self.head_dim).transpose(1, 2)
 
 
-def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Heads `(R, T, heads, D)`, turned by signed angles that broadcast to `(R, T, 1, D)`, see [`~layers.rope`]."""
-    return heads * cosine + heads.roll(heads.shape[-1] // 2, -1) * sine
+def turned(
+    query: torch.Tensor, key: torch.Tensor, angles: Angles, is_interleaved: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries `(R, Q, T, D)` and keys `(R, K, T, D)` from those of tokens `(R, T, heads, D)`, turned by `angles`."""
+    # One rotation of both takes less time than two.
+    both = rotate(torch.cat((query, key), dim=2), *angles, is_interleaved).to(query.dtype).transpose(1, 2)
+    return both.split_with_sizes((query.shape[2], key.shape[2]), dim=1)
+
+
+def rotate(
+    heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, is_interleaved: bool = False
+) -> torch.Tensor:
+    """Heads `(R, T, heads, D)`, turned by signed angles that broadcast to `(R, T, 1, A)`, see [`~layers.rope`]."""
+    size = cosine.shape[-1]
+    if size < heads.shape[-1]:
+        turning, left = heads.tensor_split((size,), dim=-1)
+        return torch.cat((rotate(turning, cosine, sine, is_interleaved), left), dim=-1)
+    partners = heads.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if is_interleaved else heads.roll(size // 2, -1)
+    return heads * cosine + partners * sine
 
 
 def with_query_groups(mask: torch.Tensor | None, groups: int) -> torch.Tensor | None:
@@ -376,6 +499,8 @@ class GatedMLP(DirectModule):
     Args:
         gate_proj, up_proj, down_proj (`nn.Module`): Linear layers from H to the inner width, twice, and back.
         act_fn (`nn.Module`): The activation of the gate.
+
+    transformers' layers may have one product `gate_up_proj` for both, and then the activation as `activation_fn`.
     """
 
     def __init__(self, gate_proj: nn.Module, up_proj: nn.Module, down_proj: nn.Module, act_fn: nn.Module):
@@ -395,8 +520,20 @@ class GatedMLP(DirectModule):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         parts = self._modules
-        gate, up = project_together((parts["gate_proj"], parts["up_proj"]), hidden)
-        return project(parts["down_proj"], parts["act_fn"](gate) * up)
+        if "gate_up_proj" in parts:
+            gate, up = project(parts["gate_up_proj"], hidden).chunk(2, dim=-1)
+            activation = parts["activation_fn"]
+        else:
+            gate, up = project_together((parts["gate_proj"], parts["up_proj"]), hidden)
+            activation = parts["act_fn"]
+        kind = _ACTIVATIONS.get(type(activation)) if _may_fuse(gate) and not is_hooked(activation) else None
+        is_fused = kind is not None and fuses(gate, up)
+        return project(parts["down_proj"], gated(gate, up, kind) if is_fused else activation(gate) * up)
+
+
+_ACTIVATIONS = {
+    type(ACT2FN[name]): kind for name, kind in (("silu", SILU), ("swish", SILU), ("gelu_pytorch_tanh", GELU_TANH))
+}
 
 
 class RMSNorm(DirectModule):
@@ -406,15 +543,44 @@ class RMSNorm(DirectModule):
         size (`int`): Of the last dimension.
         eps (`float`): Added to the mean square.
         weight (`nn.Parameter`, *optional*): The weights `(size,)`; by default ones.
+
+    Attributes:
+        offset, rounds_last: Of [`Norm`].
     """
+
+    offset = 0.0
+    rounds_last = False
 
     def __init__(self, size: int, eps: float, weight: nn.Parameter | None = None):
         super().__init__()
         self.weight: nn.Parameter = nn.Parameter(torch.ones(size)) if weight is None else weight
         self.variance_epsilon = eps
 
+    @classmethod
+    def of(cls, norm: nn.Module) -> RMSNorm:
+        """The norm with the weights of one of transformers', whose form is known."""
+        form = form_of(norm, "norm")
+        eps = getattr(norm, form.eps)
+        return cls.sharing(norm, variance_epsilon=eps, offset=form.offset, rounds_last=form.rounds_last)
+
+    @property
+    def norm(self) -> Norm:
+        """Its numbers."""
+        return Norm(self._parameters["weight"], self.variance_epsilon, self.offset, self.rounds_last)
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self._parameters["weight"]
-        if hidden.dtype == torch.float32:
-            return torch.rms_norm(hidden, weight.shape, weight, self.variance_epsilon)
-        return weight * torch.rms_norm(hidden, weight.shape, None, self.variance_epsilon)
+        norm = self.norm
+        if _may_fuse(hidden) and fuses(hidden, norm.weight):
+            return add_norm(hidden, None, None, norm)[1]
+        return normed(hidden, norm)
+
+
+def normed(hidden: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """The normed `hidden` `(..., H)`, in torch."""
+    weight, eps, offset, rounds_last = norm
+    if rounds_last:
+        wide = weight.float() + offset if offset else weight.float()
+        return (torch.rms_norm(hidden.float(), weight.shape, None, eps) * wide).to(hidden.dtype)
+    if hidden.dtype == torch.float32:
+        return torch.rms_norm(hidden, weight.shape, weight, eps)
+    return weight * torch.rms_norm(hidden, weight.shape, None, eps)

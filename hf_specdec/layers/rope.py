@@ -1,9 +1,10 @@
 """Rotary position embeddings (Su et al. 2021, arXiv:2104.09864) in the layout of the Llama family.
 
 The two halves of a head are the coordinates that turn: `(x, y)` becomes `(x cos - y sin, y cos + x sin)`. Sines are
-kept with the sign that they have there.
+kept with the sign that they have there. In some models the coordinates are neighbours instead of halves, and only the
+first numbers of a head turn.
 
-Shapes: R rows, T tokens, D head size.
+Shapes: R rows, T tokens, A numbers of a head that turn.
 """
 
 from __future__ import annotations
@@ -24,9 +25,14 @@ def has_static_frequencies(parameters: Mapping[str, Any] | None) -> bool:
     return (parameters or {}).get("rope_type", "default") in _STATIC_KINDS
 
 
-def signed_angles(cosine: torch.Tensor, sine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and signed sine `(..., T, 1, D)` from those of transformers `(..., T, D)`."""
+def signed_angles(
+    cosine: torch.Tensor, sine: torch.Tensor, is_interleaved: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and signed sine `(..., T, 1, A)` from those of transformers `(..., T, A)`."""
     half = sine.shape[-1] // 2
+    if is_interleaved:
+        sine = torch.stack((-sine[..., :half], sine[..., :half]), dim=-1).flatten(-2)
+        return cosine[..., :half].repeat_interleave(2, dim=-1)[..., None, :], sine[..., None, :]
     return cosine[..., None, :], torch.cat((-sine[..., :half], sine[..., half:]), dim=-1)[..., None, :]
 
 
@@ -35,17 +41,21 @@ class RotaryAngles:
 
     Args:
         embedding (`nn.Module`): transformers' rotary embedding.
+        layer_type (`str`, *optional*): The type of layer whose angles these are, where each has its own.
+        is_interleaved (`bool`): Neighbours turn together, and not halves.
     """
 
-    def __init__(self, embedding: nn.Module):
-        self.embedding = embedding
-        self._is_static = has_static_frequencies(embedding.config.rope_parameters)
+    def __init__(self, embedding: nn.Module, layer_type: str | None = None, is_interleaved: bool = False):
+        self.embedding, self._is_interleaved = embedding, is_interleaved
+        self._type = () if layer_type is None else (layer_type,)
+        parameters = embedding.config.rope_parameters
+        self._is_static = has_static_frequencies(parameters if layer_type is None else parameters[layer_type])
         self._tables: dict[tuple[torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(
         self, positions: torch.LongTensor | slice, like: torch.Tensor, bound: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and signed sine `(R | 1, T, 1, D)`, of a slice `(T, 1, D)`.
+        """Cosine and signed sine `(R | 1, T, 1, A)`, of a slice `(T, 1, A)`.
 
         Args:
             positions (`torch.LongTensor` of shape `(R | 1, T)` or `slice`): Position ids; a slice needs a bound.
@@ -57,7 +67,7 @@ class RotaryAngles:
         if isinstance(positions, torch.Tensor):
             positions = positions.to(like.device)
             if bound is None or not self._is_static:
-                return signed_angles(*self.embedding(like, positions))
+                return self._angles(like, positions)
         assert bound is not None, "a slice of unknown size"
         # A network may be moved or cast between calls.
         place = (like.dtype, like.device)
@@ -65,5 +75,8 @@ class RotaryAngles:
         table = self._tables.get(place)
         if table is None or bound > len(table[0]):
             every = torch.arange(2 * bound, device=like.device)
-            table = self._tables[place] = signed_angles(*(values[0] for values in self.embedding(like, every[None])))
+            table = self._tables[place] = tuple(values[0] for values in self._angles(like, every[None]))
         return table[0][positions], table[1][positions]
+
+    def _angles(self, like: torch.Tensor, positions: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return signed_angles(*self.embedding(like, positions, *self._type), self._is_interleaved)

@@ -17,9 +17,10 @@ from transformers import (
 )
 
 from hf_specdec.decoding.cache import SlotCache
-from hf_specdec.decoding.functional import _MAX_HIDDEN_SIZE_ON_GPU, FunctionalSlotModel, is_plain_llama, slot_model
+from hf_specdec.decoding.functional import FunctionalSlotModel, has_lean_forward, slot_model
 from hf_specdec.decoding.target import SlotModel
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
+from tests.architectures import tiny_model
 from tests.models import VOCAB_SIZE, prompts, tiny_llama, tiny_mistral
 from tests.pairs import every_pair
 
@@ -123,8 +124,25 @@ class TestSameBits:
     )
     def test_as_the_models_own_forward(self, name, dtype, starts):
         model = make(name, dtype)
-        assert is_plain_llama(model)
+        assert has_lean_forward(model)
         assert_same_bits(model, starts)
+
+    @every_pair(
+        name={
+            name: name
+            for name in (
+                *("gemma", "gemma3_text", "phi3", "olmo2", "glm", "glm4", "arcee"),
+                *("mixtral", "qwen2_moe", "qwen3_moe"),
+            )
+        },
+        dtype={"float32": torch.float32, "bfloat16": torch.bfloat16},
+        starts={"one_row": [0], "left_padded": [3, 0, 5]},
+    )
+    def test_other_families(self, name, dtype, starts):
+        """Other norms, joined products, neighbours that turn, parts of heads that turn, and experts."""
+        model = tiny_model(name, attn_implementation="sdpa").to(dtype)
+        assert has_lean_forward(model)
+        assert_same_bits(model, starts, states=("last", 1))
 
     @pytest.mark.parametrize("name", ["llama", "mistral_sliding"])
     def test_one_token_a_row(self, name):
@@ -295,7 +313,7 @@ class TestRules:
         model = make("llama")
         assert type(slot_model(model, SlotCache(4))) is FunctionalSlotModel
         {**CHANGES, **HARMLESS_CHANGES}[change](model)
-        assert not is_plain_llama(model)
+        assert not has_lean_forward(model)
         assert type(slot_model(model, SlotCache(4))) is SlotModel
 
     @pytest.mark.parametrize("change", CHANGES)
@@ -313,30 +331,24 @@ class TestRules:
     def test_patched_classes(self, monkeypatch):
         model = make("llama")
         monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", lambda self, hidden: hidden)
-        assert not is_plain_llama(model)
+        assert not has_lean_forward(model)
 
     def test_classes_from_outside(self):
         """Classes of any name may compute something else."""
         own_class = type("LlamaForCausalLM", (LlamaForCausalLM,), {"__module__": __name__})
-        assert not is_plain_llama(own_class(LlamaConfig(**SETTINGS)).eval())
+        assert not has_lean_forward(own_class(LlamaConfig(**SETTINGS)).eval())
 
     def test_other_architectures(self):
-        assert not is_plain_llama(GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1)).eval())
+        assert not has_lean_forward(GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1)).eval())
 
     @pytest.mark.parametrize("parameters", [rope("dynamic"), LONGROPE], ids=["dynamic", "longrope"])
     def test_rotary_embeddings_that_depend_on_the_length(self, parameters):
-        assert not is_plain_llama(tiny_llama(**parameters))
+        assert not has_lean_forward(tiny_llama(**parameters))
 
-    def test_hidden_size(self):
-        """Any on a CPU; elsewhere up to a limit."""
-        small, large = (
-            tiny_llama(hidden_size=_MAX_HIDDEN_SIZE_ON_GPU + more, num_hidden_layers=1, intermediate_size=8)
-            for more in (0, 8)
-        )
-        assert is_plain_llama(small)
-        assert is_plain_llama(large)
-        assert is_plain_llama(small.to("meta"))
-        assert not is_plain_llama(large.to("meta"))
+    def test_any_size_and_device(self):
+        large = tiny_llama(hidden_size=2048, num_hidden_layers=1, intermediate_size=8)
+        assert has_lean_forward(large)
+        assert has_lean_forward(large.to("meta"))
 
     def test_states_and_arguments(self):
         model = tiny_llama()
@@ -346,9 +358,9 @@ class TestRules:
     def test_removed_hooks(self):
         model = make("llama")
         handle = model.model.register_forward_hook(lambda module, args, output: output)
-        assert not is_plain_llama(model)
+        assert not has_lean_forward(model)
         handle.remove()
-        assert is_plain_llama(model)
+        assert has_lean_forward(model)
 
 
 @pytest.mark.parametrize("make_target", [tiny_llama, tiny_mistral])

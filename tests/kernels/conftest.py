@@ -21,8 +21,8 @@ import torch
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# Shared memory that a block may take, in bytes, by compute capability.
-SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+# Shared memory that a block may take, in bytes, by compute capability, or AMD's name of the architecture.
+SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10, "gfx942": 64 << 10}
 
 # ptxas of different versions trades a few bytes of stack for occupancy.
 SPILL_ALLOWANCE = 32
@@ -55,7 +55,7 @@ def patched_once():
     interpreter._patch_lang = patch_once
 
 
-@pytest.fixture(params=sorted(SHARED_MEMORY), ids="sm_{}".format)
+@pytest.fixture(params=[80, 90, 100, 120], ids="sm_{}".format)
 def compile_for(request):
     """A context in which launchers are given CPU tensors, and compile what they would launch without running it.
 
@@ -74,8 +74,8 @@ def compile_for(request):
         assert kernels, "nothing was launched"
         for kernel in kernels:
             used = resources(kernel)
-            assert used["spilled"] <= SPILL_ALLOWANCE, f"{kernel.name} for sm_{arch} spills: {used}"
-            assert used["shared"] <= SHARED_MEMORY[arch], f"{kernel.name} does not fit into sm_{arch}: {used}"
+            assert used["spilled"] <= SPILL_ALLOWANCE, f"{kernel.name} for {arch} spills: {used}"
+            assert used["shared"] <= SHARED_MEMORY[arch], f"{kernel.name} does not fit into {arch}: {used}"
 
     return context
 
@@ -97,8 +97,8 @@ class FakeDriver:
 
 
 @contextlib.contextmanager
-def fake_gpu(arch: int):
-    """Lets every launch compile for compute capability `arch` (90 is 9.0) instead; gives the list of kernels."""
+def fake_gpu(arch: int | str):
+    """Lets every launch compile for an architecture (90 is compute capability 9.0); gives the list of kernels."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
@@ -110,7 +110,8 @@ def fake_gpu(arch: int):
         kernels.append(run(self, *args, grid=grid, warmup=True, **kwargs))
         return kernels[-1]
 
-    driver.set_active(FakeDriver(GPUTarget("cuda", arch, 32)))
+    is_amd = isinstance(arch, str)
+    driver.set_active(FakeDriver(GPUTarget("hip" if is_amd else "cuda", arch, 64 if is_amd else 32)))
     JITFunction.run = compile_only
     try:
         yield kernels
@@ -120,9 +121,14 @@ def fake_gpu(arch: int):
 
 
 def resources(kernel) -> dict[str, int]:
-    """Registers, spilled bytes of a thread, and bytes of shared memory of a block."""
+    """Registers, spilled bytes of a thread (of AMD: spilled registers), and bytes of shared memory of a block."""
     import triton
 
+    if "amdgcn" in kernel.asm:
+        counted = {name: rf"\.{name}: +(\d+)" for name in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")}
+        found = {name: int(re.search(pattern, kernel.asm["amdgcn"])[1]) for name, pattern in counted.items()}
+        spilled = found["vgpr_spill_count"] + found["sgpr_spill_count"]
+        return {"registers": found["vgpr_count"], "spilled": spilled, "shared": kernel.metadata.shared}
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_specdec.kernels import _triton, cache, tree_attention
+from hf_specdec.layers import llama
 from tests.architectures import tiny_model
 from tests.kernels.conftest import watched
 from tests.models import prompts, scripted_for, tiny_llama, tiny_mistral
@@ -15,11 +16,20 @@ def two_layers(name, kind):
     return tiny_model(name, vocab_size=64, num_hidden_layers=2, layer_types=[kind, "full_attention"])
 
 
-MODELS = {
-    # Through the lean forward, with a sliding window and without.
+# Through the lean forward: with windows, norms of heads or of what is added, joined products, turning neighbours.
+LEAN = {
     "llama": tiny_llama,
     "mistral": tiny_mistral,
-    # Through their own forward: soft caps and windows, sinks and windows, chunks; a layer of each kind.
+    "qwen3": lambda: tiny_model("qwen3", vocab_size=64),
+    "gemma3": lambda: two_layers("gemma3_text", "sliding_attention"),
+    "olmo2": lambda: tiny_model("olmo2", vocab_size=64),
+    "phi3": lambda: tiny_model("phi3", vocab_size=64),
+    "glm4": lambda: tiny_model("glm4", vocab_size=64),
+    "mixtral": lambda: tiny_model("mixtral", vocab_size=64),
+}
+# Through their own forward: soft caps and windows, sinks and windows, chunks; a layer of each kind.
+MODELS = {
+    **LEAN,
     "gemma2": lambda: two_layers("gemma2", "sliding_attention"),
     "gpt_oss": lambda: two_layers("gpt_oss", "sliding_attention"),
     "llama4": lambda: two_layers("llama4_text", "chunked_attention"),
@@ -34,6 +44,9 @@ def launches(monkeypatch):
         (cache, "_write_triton"),
         (cache, "_move_triton"),
         (tree_attention, "_tree_attention_triton"),
+        (llama, "add_norm"),
+        (llama, "place_heads"),
+        (llama, "gated"),
     )
 
 
@@ -51,4 +64,8 @@ def test_text_is_that_of_plain_generation(name, padding, device, launches, monke
     assert torch.equal(output.sequences.cpu(), text)
     assert 0 < output.speculative.num_accepted_tokens
     assert output.speculative.attention == "tree kernel"
-    assert set(launches) == {"_write_triton", "_move_triton", "_tree_attention_triton"}
+    fused = {"place_heads", "add_norm", "gated"} if name in LEAN else {"_write_triton"}
+    if name == "mixtral":
+        # Experts are called as they are.
+        fused.remove("gated")
+    assert set(launches) == {"_move_triton", "_tree_attention_triton", *fused}

@@ -225,7 +225,7 @@ def test_a_target_with_a_forward_of_its_own(measured, kernel_rows, monkeypatch):
     settings = {**prompts(1), "max_new_tokens": 12, "do_sample": False}
     plain = target.generate(**settings)
     prepare_products(target)
-    monkeypatch.setattr(functional, "is_plain_llama", lambda model: False)
+    monkeypatch.setattr(functional, "has_lean_forward", lambda model: False)
     assert torch.equal(target.generate(**settings, assistant=scripted_for(plain, prompts(1), k=3)), plain)
     assert kernel_rows.count(4) > 3
     kernel_rows.clear()

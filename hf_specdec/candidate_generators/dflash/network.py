@@ -331,6 +331,8 @@ class MarkovHead(nn.Module):
 class GivenContext:
     """Keys and values of a text, from `DFlashNetwork.context`, in the place of a cache: gradients pass through it."""
 
+    writes_slots = False
+
     def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]]):
         self.layers = layers
 

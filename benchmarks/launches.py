@@ -1,0 +1,453 @@
+"""Kernels that a cycle launches on a GPU, counted on a machine without one.
+
+    python benchmarks/launches.py                              # every method at batch 1 and 8, and architectures
+    python benchmarks/launches.py --models llama --methods eagle3 ngram --batch-sizes 1
+    python benchmarks/launches.py --json launches.json
+
+Calls run on a device that the host cannot see into, computed by the CPU (`tests/other_device.py`), with their forwards
+on tapes in the place of graphs (`tests/tape.py`). Every operation on the device counts as the kernels that torch
+launches for it on a GPU, every Triton kernel as one, attention of torch as one. Counted are the cycles of a second
+call, or of a later one, in which all graphs are there; figures are medians of a cycle. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import wraps
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hf_specdec import demo, load_speculator
+from hf_specdec.decoding import attention, cache, functional, graphs, target
+from hf_specdec.decoding.loop import DecodingLoop
+from hf_specdec.kernels import _triton, acceptance, gates, heads, norms, tree_attention
+from hf_specdec.kernels import cache as cache_kernels
+from hf_specdec.layers import llama
+from hf_specdec.layers.llama import DecoderLayer
+from hf_specdec.method import built_in_methods
+from tests.architectures import tiny_model
+from tests.kernels import references
+from tests.methods import settings_of
+from tests.other_device import Elsewhere, Wait, move, other_device
+from tests.tape import TapeBackend
+
+
+# Kernels of a layer; those outside of graphs in a cycle that drafts and verifies greedily; and copies to the host.
+AIMS = {"per_layer": 14, "outside": 10, "copies_to_host": 1, "waits": 0}
+
+# The demo's target, for which every method has a drafter, and other architectures, with random weights.
+DEMO = "demo (llama)"
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "glm4", "mixtral")
+
+_PROCESSORS = 132  # of an H200
+_NEW_TOKENS = 24
+
+# Cycles without captures that are counted, in the second call or a later one.
+_LEAST_CYCLES, _MOST_CALLS = 3, 5
+
+aten = torch.ops.aten
+
+# Operations that launch no kernel, or several; all others launch one.
+_KERNELS_OF = {
+    **dict.fromkeys(
+        (aten._unsafe_view, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided), 0
+    ),
+    **dict.fromkeys((aten.constant_pad_nd, aten.scatter, aten.index_put, aten.masked_fill), 2),
+    aten.sort: 3,
+    aten.topk: 4,
+    aten.linalg_solve_triangular: 6,
+}
+
+
+@dataclass
+class Counts:
+    """Launches, and copies between host and device.
+
+    Attributes:
+        kernels (`Counter`): Launches by the name of the kernel, or of torch's operation.
+        of_layers (`int`): Those of decoder layers.
+        layers (`int`): Decoder layers that have run.
+        uploads (`int`): Copies from the host to the device.
+    """
+
+    kernels: Counter = field(default_factory=Counter)
+    of_layers: int = 0
+    layers: int = 0
+    uploads: int = 0
+
+
+@dataclass
+class Cycle:
+    """Attributes:
+    outside (`Counts`): Outside of graphs.
+    target, draft (`list[Counts]`): The graphs that ran, those of the target and of the drafter.
+    waits (`list[Wait]`): Where the host has waited.
+    is_steady (`bool`): Nothing was captured, and the target has run as a graph.
+    """
+
+    outside: Counts = field(default_factory=Counts)
+    target: list[Counts] = field(default_factory=list)
+    draft: list[Counts] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+    num_captures: int = 0
+
+    @property
+    def is_steady(self) -> bool:
+        return bool(self.target) and not self.num_captures
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Counts what runs on the other device. It lies above the mode that computes, and below that of a tape.
+
+    Args:
+        waits (`list[Wait]`): Of the device.
+
+    Attributes:
+        cycles (`list[Cycle]`): Of all calls inside.
+    """
+
+    def __init__(self, waits: list[Wait]):
+        super().__init__()
+        self.cycles: list[Cycle] = []
+        self._waits = waits
+        self._counts: Counts | None = None
+        self._verifies = False
+        self._depth = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        output = operation(*args, **(kwargs or {}))
+        if self._counts is not None:
+            self._count(operation, args, kwargs or {}, output)
+        return output
+
+    def _count(self, operation, args, kwargs, output) -> None:
+        far = [isinstance(value, Elsewhere) for value in tree_iter((args, kwargs)) if torch.is_tensor(value)]
+        is_far = any(isinstance(value, Elsewhere) for value in tree_iter(output))
+        packet = operation.overloadpacket
+        if operation.is_view or not (is_far or any(far)):
+            return
+        if packet in (aten._to_copy, aten.copy_) and len({*far, is_far}) > 1:
+            self._counts.uploads += is_far
+            return
+        self.launch(str(packet).removeprefix("aten."), _KERNELS_OF.get(packet, 1))
+
+    def launch(self, name: str, times: int = 1) -> None:
+        if self._counts is not None and times:
+            self._counts.kernels[name] += times
+            self._counts.of_layers += times if self._depth else 0
+
+    @contextmanager
+    def into(self, counts: Counts | None) -> Iterator[None]:
+        """Counts into `counts`, or not at all."""
+        before, self._counts = self._counts, counts
+        try:
+            yield
+        finally:
+            self._counts = before
+
+    @contextmanager
+    def attached(self, model: torch.nn.Module) -> Iterator[LaunchCounter]:
+        """Counts calls of a model inside of `other_device`, through the classes and not any object."""
+        kinds = {*map(type, model.get_decoder().layers)}
+        layers = [(DecoderLayer, "advance", self._layer), *((kind, "forward", self._layer) for kind in kinds)]
+        places = [(DecodingLoop, "_cycle", self._cycle), (DecodingLoop, "_verify", self._verification)]
+        with ExitStack() as stack:
+            for owner, name, wrap in (*places, *layers):
+                stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
+            for module in _READERS_OF_THE_DEVICE:
+                stack.enter_context(patch.object(module, "use_triton", _is_far))
+            stack.enter_context(patch.object(llama, "fuses", _is_far))
+            for name in ("add_norm", "place_heads", "gated"):
+                launcher = self._computed_by(getattr(llama, name), getattr(references, name))
+                stack.enter_context(patch.object(llama, name, launcher))
+            stack.enter_context(patch.object(graphs, "capture_backend", lambda device: CountingBackend(self)))
+            # Unknown of a device that does not exist.
+            stack.enter_context(patch.object(torch, "is_autocast_enabled", lambda *kind: False))
+            stack.enter_context(patch.object(tree_attention, "_processors", lambda device: _PROCESSORS))
+            stack.enter_context(
+                patch.object(Elsewhere, "data_ptr", lambda tensor: tensor.inner.data_ptr(), create=True)
+            )
+            for module in _KERNEL_FILES:
+                for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                    stack.enter_context(patch.object(module, name, CountedKernel(self, name)))
+                for name in [name for name in vars(module) if name.endswith("_triton") and name != "use_triton"]:
+                    reference = getattr(module, name.replace("_triton", "_torch"), None)
+                    if reference is not None:
+                        launcher = self._computed_by(getattr(module, name), reference)
+                        stack.enter_context(patch.object(module, name, launcher))
+            stack.enter_context(self)
+            stack.enter_context(_Attention(self))
+            yield self
+
+    def _cycle(self, run: Callable) -> Callable:
+        @wraps(run)
+        def counted(loop):
+            self.cycles.append(cycle := Cycle())
+            before = len(self._waits)
+            with self.into(cycle.outside):
+                run(loop)
+            cycle.waits = self._waits[before:]
+
+        return counted
+
+    def _verification(self, run: Callable) -> Callable:
+        @wraps(run)
+        def counted(*args):
+            self._verifies = True
+            try:
+                return run(*args)
+            finally:
+                self._verifies = False
+
+        return counted
+
+    def _layer(self, run: Callable) -> Callable:
+        @wraps(run)
+        def counted(*args, **kwargs):
+            self._depth += 1
+            if self._counts is not None and self._depth == 1:
+                self._counts.layers += 1
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return counted
+
+    def _computed_by(self, launcher: Callable, reference: Callable) -> Callable:
+        """Counts what a launcher does, and leaves the numbers to the torch reference."""
+
+        @wraps(launcher)
+        def counted(*args, **kwargs):
+            launcher(*args, **kwargs)
+            with self.into(None):
+                return reference(*args)
+
+        return counted
+
+
+class CountedKernel:
+    """Stands for a Triton kernel; it computes nothing."""
+
+    def __init__(self, counter: LaunchCounter, name: str):
+        self._launch, self._name = counter.launch, name.strip("_")
+
+    def __getitem__(self, grid) -> Callable:
+        return lambda *args, **kwargs: self._launch(self._name)
+
+
+class _Attention(TorchFunctionMode):
+    """Torch's attention is one kernel, into which nobody sees."""
+
+    def __init__(self, counter: LaunchCounter):
+        super().__init__()
+        self._counter = counter
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not torch.nn.functional.scaled_dot_product_attention or not isinstance(args[0], Elsewhere):
+            return function(*args, **(kwargs or {}))
+        self._counter.launch("scaled_dot_product_attention")
+        with self._counter.into(None):
+            return function(*args, **(kwargs or {}))
+
+
+class CountingBackend(TapeBackend):
+    """Records on tapes, with what each of them launches."""
+
+    def __init__(self, counter: LaunchCounter):
+        super().__init__()
+        self._counter = counter
+
+    def capture(self, run):
+        counter, found = self._counter, Counts()
+
+        def counted():
+            nonlocal found
+            found = Counts()
+            with counter.into(found):
+                return run()
+
+        with counter.into(None):
+            replay, output = super().capture(counted)
+        counter.cycles[-1].num_captures += 1
+
+        counter.cycles[-1].num_captures += 1
+
+        def replay_counted() -> None:
+            cycle = counter.cycles[-1]
+            (cycle.target if counter._verifies else cycle.draft).append(found)
+            with counter.into(None):
+                replay()
+
+        return replay_counted, output
+
+
+_KERNEL_FILES = (acceptance, cache_kernels, gates, heads, norms, tree_attention)
+_READERS_OF_THE_DEVICE = (acceptance, cache_kernels, tree_attention, attention, cache, functional, target)
+
+
+def _is_far(*tensors: torch.Tensor | None) -> bool:
+    return all(tensor is None or isinstance(tensor, Elsewhere) for tensor in tensors)
+
+
+@dataclass
+class Row:
+    """A cycle of a method, in the median.
+
+    Attributes:
+        per_layer (`float`): Kernels of a decoder layer of the target, in its graph.
+        draft (`float`): Kernels in the graphs of the drafter.
+        outside (`float`): Kernels outside of graphs.
+        copies_to_host, waits (`float`): How often the host reads from the device, and waits for it in any way.
+        uploads (`float`): Copies from the host to the device.
+        replays (`float`): Graphs that run.
+    """
+
+    model: str
+    method: str
+    batch: int
+    per_layer: float
+    draft: float
+    outside: float
+    copies_to_host: float
+    waits: float
+    uploads: float
+    replays: float
+
+    @classmethod
+    def of(cls, model: str, method: str, batch: int, cycles: list[Cycle]) -> Row:
+        def middle(count: Callable[[Cycle], float]) -> float:
+            return median(map(count, cycles))
+
+        layers = [graph for cycle in cycles for graph in cycle.target]
+        return cls(
+            model,
+            method,
+            batch,
+            per_layer=round(median(graph.of_layers / graph.layers for graph in layers), 2),
+            draft=middle(lambda cycle: sum(graph.kernels.total() for graph in cycle.draft)),
+            outside=middle(lambda cycle: cycle.outside.kernels.total()),
+            copies_to_host=middle(lambda cycle: sum(wait.what == "read" for wait in cycle.waits)),
+            waits=middle(lambda cycle: len(cycle.waits)),
+            uploads=middle(lambda cycle: cycle.outside.uploads),
+            replays=middle(lambda cycle: len(cycle.target) + len(cycle.draft)),
+        )
+
+    @property
+    def missed(self) -> list[str]:
+        """Names of the figures above their aims."""
+        return [name for name, aim in AIMS.items() if getattr(self, name) > aim]
+
+
+def count(name: str, method: str, batch: int) -> tuple[Row, list[Cycle]]:
+    """Counts a method's calls with a model: the figures, and the cycles behind them."""
+    model = demo.load_target() if name == DEMO else tiny_model(name)
+    model = model.to(torch.bfloat16)
+    settings = {"max_new_tokens": _NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    inputs = _prompts(name, batch)
+    speculator = load_speculator(model, settings_of(method, num_speculative_tokens="fixed"))
+    with other_device() as waits:
+        moved = {key: move(values) for key, values in inputs.items()}
+        for network in (model, *_networks(speculator.resources)):
+            move(network)
+        with LaunchCounter(waits).attached(model) as counter:
+            for call in range(_MOST_CALLS):
+                counter.cycles.clear()
+                model.generate(**moved, **settings, assistant=speculator.without_texts(model))
+                steady = [cycle for cycle in counter.cycles if cycle.is_steady]
+                if call and len(steady) >= _LEAST_CYCLES:
+                    break
+    return Row.of(name, method, batch, steady), steady
+
+
+def _networks(resources: Any) -> list[torch.nn.Module]:
+    """The networks in what a method has loaded, nested or not."""
+    if isinstance(resources, torch.nn.Module):
+        return [resources]
+    if isinstance(resources, (list, tuple)):
+        return [network for part in resources for network in _networks(part)]
+    parts = getattr(resources, "__dict__", {}) if type(resources).__module__.startswith("hf_specdec") else {}
+    return _networks(list(parts.values())) if parts else []
+
+
+def _prompts(name: str, batch: int) -> dict[str, torch.Tensor]:
+    """Left-padded prompts of different lengths."""
+    if name == DEMO:
+        tokenizer = demo.load_tokenizer()
+        tokenizer.padding_side = "left"
+        texts = [prompt.text[-length:] for prompt, length in zip(demo.prompts(), range(160, 320, 20))][:batch]
+        encoded = tokenizer(texts, return_tensors="pt", padding=True)
+        return {key: encoded[key] for key in ("input_ids", "attention_mask")}
+    # Repeated, so that n-grams are found.
+    tokens = torch.randint(1, 90, (batch, 12), generator=torch.Generator().manual_seed(0)).repeat(1, 3)
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
+def cases(models: list[str], methods: list[str], batches: list[int]) -> Iterator[tuple[str, str, int]]:
+    """Every method with the demo's target; with the others n-grams, because layers are all that differs."""
+    for model in models:
+        for method in methods if model == DEMO else ["ngram"]:
+            for batch in batches if model == DEMO else [1]:
+                yield model, method, batch
+
+
+def print_rows(console: Console, rows: list[Row]) -> None:
+    names = ("model", "method", "batch", *AIMS, "draft", "uploads", "replays")
+    aims = ", ".join(f"{name.replace('_', ' ')} at most {aim}" for name, aim in AIMS.items())
+    table = Table(*(name.replace("_", " ") for name in names), title="Launches in a cycle", caption=f"Aims: {aims}.")
+    for row in rows:
+        values = {name: getattr(row, name) for name in names}
+        table.add_row(*(f"{value:g}" if isinstance(value, (int, float)) else value for value in values.values()))
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    methods = [method.name for method in built_in_methods()]
+    parser.add_argument("--models", nargs="+", choices=(DEMO, *ARCHITECTURES), default=[DEMO, *ARCHITECTURES])
+    parser.add_argument("--methods", nargs="+", default=methods, help="Methods of the demo's target.")
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8], help="At most 8.")
+    parser.add_argument("--kernels", action="store_true", help="Name the kernels of one cycle of each case.")
+    parser.add_argument("--json", type=Path, help="File for the figures.")
+    options = parser.parse_args()
+    if not _triton.HAS_TRITON:
+        parser.error("Triton kernels are counted where Triton is installed: pip install triton.")
+    console, rows = Console(), []
+    for case in cases(options.models, options.methods, options.batch_sizes):
+        row, cycles = count(*case)
+        rows.append(row)
+        if options.kernels:
+            _print_kernels(console, case, cycles[-1])
+    print_rows(console, rows)
+    if options.json is not None:
+        content = {"aims": AIMS, "rows": list(map(asdict, rows))}
+        options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _print_kernels(console: Console, case: tuple, cycle: Cycle) -> None:
+    parts = {"outside": [cycle.outside], "target": cycle.target, "draft": cycle.draft}
+    for part, graphs_run in parts.items():
+        names = sum((counts.kernels for counts in graphs_run), Counter())
+        console.print(*case, f"{part}:", ", ".join(f"{count} {name}" for name, count in names.most_common()))
+
+
+if __name__ == "__main__":
+    main()

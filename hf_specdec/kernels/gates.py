@@ -1,0 +1,63 @@
+"""The activated gate of an MLP times its other half: `act(gate) * up`.
+
+[`~layers.llama`] has the same in torch.
+
+Shapes: I width of each half; all others are rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ._triton import tl, triton
+
+
+# Activations that the kernel knows.
+SILU, GELU_TANH = "silu", "gelu_tanh"
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    """The product `(..., I)` on a GPU, rounded to the dtype after the activation and after the product.
+
+    Args:
+        gate, up (`torch.Tensor` of shape `(..., I)`): The halves; parts of one tensor, or two.
+        kind (`str`): The activation, `SILU` or `GELU_TANH`.
+    """
+    size = gate.shape[-1]
+    halves = [half.reshape(-1, size) for half in (gate, up)]
+    halves = [half if half.stride(-1) == 1 else half.contiguous() for half in halves]
+    output = gate.new_empty(gate.shape)
+    block = min(1024, triton.next_power_of_2(size))
+    with torch.cuda.device_of(gate):
+        _gated_kernel[(len(halves[0]), triton.cdiv(size, block))](
+            *halves, output, *(half.stride(0) for half in halves),
+            SIZE=size, BLOCK=block, IS_SILU=kind == SILU, num_warps=4,
+        )  # fmt: skip
+    return output
+
+
+@triton.jit
+def _gated_kernel(
+    gate_ptr,  # [rows, I]
+    up_ptr,  # [rows, I]
+    output_ptr,  # [rows, I]
+    gate_stride,
+    up_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_SILU: tl.constexpr,
+):
+    # A program: a block of a row.
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_ptr + row * gate_stride + place, mask=place < SIZE, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + place, mask=place < SIZE, other=0.0).to(tl.float32)
+    if IS_SILU:
+        slope = gate
+    else:
+        # (1 + tanh(z)) / 2 is the logistic function of 2 z.
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    active = gate / (1 + tl.exp2(-slope * LOG2_E))
+    active = active.to(output_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(output_ptr + row * SIZE + place, (active * up).to(output_ptr.dtype.element_ty), mask=place < SIZE)

@@ -1,0 +1,212 @@
+"""Heads on their way to attention: queries and keys are normed and turned, keys and values written to their slots.
+
+    turned[i] = x[i] * cosine[i] + x[partner(i)] * sine[i]      for the first A of a head's D numbers
+
+Partners are the two halves of the turned part, or its neighbours. Sines have the sign that they have there, see
+[`~layers.rope`]. [`~layers.llama`] has the same in torch.
+
+Shapes: R rows, T tokens, Q query heads, K key/value heads, D head size, A numbers that turn, B allocated rows, C slots
+of a buffer, S slots that are seen.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ._triton import tl, triton
+from .norms import Norm
+
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+
+class SlotWrite(NamedTuple):
+    """Where keys and values of a layer go.
+
+    Attributes:
+        keys, values (`torch.Tensor` of shape `(B, K, C, D)`): Contiguous buffers.
+        starts (`torch.LongTensor` of shape `(R,)`): First slot of each row.
+        seen (`slice`): The slots that attention reads.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    starts: torch.LongTensor
+    seen: slice
+
+
+class KeyValueCache(Protocol):
+    """Storage of keys and values, such as a [`SlotCache`].
+
+    Attributes:
+        writes_slots (`bool`): The next keys and values of each row go to slots of its own.
+    """
+
+    writes_slots: bool
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, /) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `(R, K, S, D)` that a layer sees once the new ones `(R, K, T, D)` are stored."""
+
+    def begin_write(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, /) -> SlotWrite:
+        """Room for new ones of the shapes of these, where `writes_slots` holds."""
+
+
+def place_heads(
+    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    angles: Angles,
+    norms: tuple[Norm, Norm] | None,
+    cache: KeyValueCache,
+    layer_idx: int,
+    is_interleaved: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Norms and turns queries and keys, and writes keys and values to their slots, on a GPU.
+
+    Args:
+        heads (`tuple`): Queries `(R, T, Q, D)`, keys and values `(R, T, K, D)`.
+        angles (`tuple`): Cosine and signed sine, each of a shape that broadcasts to `(R, T, 1, A)`.
+        norms (`tuple[Norm, Norm]`, *optional*): Of each head of the queries, and of the keys.
+        cache (`KeyValueCache`): Where keys and values go; `writes_slots` holds.
+        layer_idx (`int`): Which layer of the cache it is.
+        is_interleaved (`bool`): Partners are neighbours.
+
+    Returns:
+        `tuple`: Queries `(R, Q, T, D)`, and the keys and values `(R, K, S, D)` that they see.
+    """
+    write = cache.begin_write(*(part.transpose(1, 2) for part in heads[1:]), layer_idx)
+    # Heads lie side by side.
+    query, key, value = (part if part.stride()[2:] == (part.shape[3], 1) else part.contiguous() for part in heads)
+    rows, tokens, query_heads, size = query.shape
+    cosine, sine = (angle.expand(rows, tokens, 1, -1) for angle in angles)
+    cosine, sine = (angle if angle.stride(-1) == 1 else angle.contiguous() for angle in (cosine, sine))
+    if cosine.stride() != sine.stride():
+        cosine, sine = cosine.contiguous(), sine.contiguous()
+    turned = query.new_empty((rows, query_heads, tokens, size))
+    query_norm, key_norm = norms or (Norm(query, 0.0),) * 2
+    kv_heads, block_t = key.shape[2], min(4, triton.next_power_of_2(tokens))
+    with torch.cuda.device_of(query):
+        _place_kernel[(rows, triton.cdiv(tokens, block_t), query_heads + 2 * kv_heads)](
+            query, key, value, cosine, sine, query_norm.weight, key_norm.weight, write.starts,
+            turned, write.keys, write.values,
+            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *cosine.stride()[:2],
+            query_norm.eps, key_norm.eps, tokens, write.keys.shape[2],
+            QUERY_HEADS=query_heads, KV_HEADS=kv_heads, SIZE=size, TURNED_SIZE=cosine.shape[-1],
+            BLOCK_T=block_t, BLOCK_D=triton.next_power_of_2(size),
+            HAS_NORMS=norms is not None, OFFSET=query_norm.offset, ROUNDS_LAST=query_norm.rounds_last,
+            IS_INTERLEAVED=is_interleaved, num_warps=2,
+        )  # fmt: skip
+    return turned, write.keys[:rows, :, write.seen], write.values[:rows, :, write.seen]
+
+
+@triton.jit(do_not_specialize=["num_tokens", "angles_stride_b"])
+def _place_kernel(
+    query_ptr,  # [R, T, Q, D]
+    key_ptr,  # [R, T, K, D]
+    value_ptr,  # [R, T, K, D]
+    cosine_ptr,  # [R, T, A]
+    sine_ptr,  # [R, T, A]
+    query_weight_ptr,  # [D], unread if not HAS_NORMS
+    key_weight_ptr,  # [D], unread if not HAS_NORMS
+    starts_ptr,  # [R]
+    turned_ptr,  # [R, Q, T, D]
+    keys_ptr,  # [B, K, C, D]
+    values_ptr,  # [B, K, C, D]
+    query_stride_b,
+    query_stride_t,
+    key_stride_b,
+    key_stride_t,
+    value_stride_b,
+    value_stride_t,
+    angles_stride_b,
+    angles_stride_t,
+    query_eps,
+    key_eps,
+    num_tokens,
+    capacity,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TURNED_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUNDS_LAST: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+):
+    # A program: a block of tokens of one row, and one head of queries, keys or values.
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(2).to(tl.int64)
+    tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    place = tl.arange(0, BLOCK_D)
+    is_place = (tokens < num_tokens)[:, None] & (place < SIZE)[None, :]
+    angles = row * angles_stride_b + tokens[:, None] * angles_stride_t + place[None, :]
+    if head < QUERY_HEADS:
+        _turn_block(
+            query_ptr + row * query_stride_b + head * SIZE,
+            query_stride_t, tokens, is_place, query_weight_ptr, query_eps, cosine_ptr, sine_ptr, angles,
+            turned_ptr + ((row * QUERY_HEADS + head) * num_tokens) * SIZE,
+            SIZE, TURNED_SIZE, BLOCK_D, HAS_NORMS, OFFSET, ROUNDS_LAST, IS_INTERLEAVED,
+        )  # fmt: skip
+    else:
+        start = tl.load(starts_ptr + row)
+        if head < QUERY_HEADS + KV_HEADS:
+            kv_head = head - QUERY_HEADS
+            _turn_block(
+                key_ptr + row * key_stride_b + kv_head * SIZE,
+                key_stride_t, tokens, is_place, key_weight_ptr, key_eps, cosine_ptr, sine_ptr, angles,
+                keys_ptr + ((row * KV_HEADS + kv_head) * capacity + start) * SIZE,
+                SIZE, TURNED_SIZE, BLOCK_D, HAS_NORMS, OFFSET, ROUNDS_LAST, IS_INTERLEAVED,
+            )  # fmt: skip
+        else:
+            kv_head = head - QUERY_HEADS - KV_HEADS
+            read = value_ptr + row * value_stride_b + kv_head * SIZE + tokens[:, None] * value_stride_t
+            written = values_ptr + ((row * KV_HEADS + kv_head) * capacity + start + tokens[:, None]) * SIZE
+            tl.store(written + place[None, :], tl.load(read + place[None, :], mask=is_place), mask=is_place)
+
+
+@triton.jit
+def _turn_block(
+    read_ptr,  # [T, D], of the row and head
+    stride,
+    tokens,  # [N]
+    is_place,  # [N, BLOCK_D]
+    weight_ptr,  # [D]
+    eps,
+    cosine_ptr,
+    sine_ptr,
+    angles,  # [N, BLOCK_D], where the angles are
+    written_ptr,  # [T, D], of the row and head
+    SIZE: tl.constexpr,
+    TURNED_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUNDS_LAST: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+):
+    DTYPE: tl.constexpr = read_ptr.dtype.element_ty
+    place = tl.arange(0, BLOCK_D)
+    turns = place < TURNED_SIZE
+    if IS_INTERLEAVED:
+        partner = place ^ 1
+    else:
+        partner = tl.where(place < TURNED_SIZE // 2, place + TURNED_SIZE // 2, place - TURNED_SIZE // 2)
+    has_partner = is_place & turns[None, :]
+    read_ptr += tokens[:, None] * stride
+    own = tl.load(read_ptr + place[None, :], mask=is_place, other=0.0).to(tl.float32)
+    other = tl.load(read_ptr + partner[None, :], mask=has_partner, other=0.0).to(tl.float32)
+    if HAS_NORMS:
+        scale = 1 / tl.sqrt(tl.sum(own * own, axis=1) / SIZE + eps)
+        weight = tl.load(weight_ptr + place, mask=place < SIZE, other=0.0).to(tl.float32) + OFFSET
+        other_weight = tl.load(weight_ptr + partner, mask=turns, other=0.0).to(tl.float32) + OFFSET
+        own, other = own * scale[:, None], other * scale[:, None]
+        if not ROUNDS_LAST:
+            own, other = own.to(DTYPE).to(tl.float32), other.to(DTYPE).to(tl.float32)
+        own, other = own * weight[None, :], other * other_weight[None, :]
+        own, other = own.to(DTYPE).to(tl.float32), other.to(DTYPE).to(tl.float32)
+    cosine = tl.load(cosine_ptr + angles, mask=has_partner, other=1.0).to(tl.float32)
+    sine = tl.load(sine_ptr + angles, mask=has_partner, other=0.0).to(tl.float32)
+    turned = own * cosine + other * sine
+    tl.store(written_ptr + tokens[:, None] * SIZE + place[None, :], turned.to(DTYPE), mask=is_place)

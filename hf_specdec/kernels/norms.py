@@ -1,0 +1,130 @@
+"""The sum of a residual stream and of what a layer adds to it, and the root mean square norm of the sum.
+
+    sum    = stream + update                                  update may be normed itself before it is added
+    normed = (w + offset) * sum / sqrt(mean(sum^2) + eps)
+
+[`~layers.llama`] has the same in torch.
+
+Shapes: H size of the last dimension; all others are rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ._triton import tl, triton
+
+
+class Norm(NamedTuple):
+    """A root mean square norm (Zhang and Sennrich 2019, arXiv:1910.07467), computed in float32.
+
+    Attributes:
+        weight (`torch.Tensor` of shape `(H,)`): w.
+        eps (`float`): Added to the mean square.
+        offset (`float`): Added to the weights: 1 in Gemma, whose weights are stored as what they differ from it.
+        rounds_last (`bool`): The weights are multiplied in float32 as well, in front of the rounding to the dtype.
+    """
+
+    weight: torch.Tensor
+    eps: float
+    offset: float = 0.0
+    rounds_last: bool = False
+
+
+def add_norm(
+    stream: torch.Tensor, update: torch.Tensor | None, update_norm: Norm | None, norm: Norm | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds what a layer has computed to the stream, and norms the sum, on a GPU.
+
+    Args:
+        stream (`torch.Tensor` of shape `(..., H)`): The stream.
+        update (`torch.Tensor` of shape `(..., H)`, *optional*): What is added.
+        update_norm (`Norm`, *optional*): Norm of it.
+        norm (`Norm`, *optional*): Norm of the sum.
+
+    Returns:
+        `tuple`: The sum, and the normed sum; twice the sum where there is no norm. Sums are rounded to the dtype.
+    """
+    size = stream.shape[-1]
+    rows = stream.reshape(-1, size)
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    updates = rows if update is None else update.reshape(-1, size)
+    updates = updates if updates.stride(-1) == 1 else updates.contiguous()
+    total = stream if update is None else torch.empty_like(rows, memory_format=torch.contiguous_format)
+    normed = total if norm is None else torch.empty_like(rows, memory_format=torch.contiguous_format)
+    unread = Norm(rows, 0.0)
+    ours, others = norm or unread, update_norm or unread
+    block = triton.next_power_of_2(size)
+    with torch.cuda.device_of(rows):
+        _add_norm_kernel[(len(rows),)](
+            rows, updates, others.weight, ours.weight, total, normed,
+            rows.stride(0), updates.stride(0), others.eps, ours.eps,
+            UPDATE_OFFSET=others.offset, UPDATE_ROUNDS_LAST=others.rounds_last,
+            OFFSET=ours.offset, ROUNDS_LAST=ours.rounds_last, SIZE=size, BLOCK=block,
+            HAS_UPDATE=update is not None, HAS_UPDATE_NORM=update_norm is not None, HAS_NORM=norm is not None,
+            num_warps=min(max(block // 512, 1), 8),
+        )  # fmt: skip
+    return total.view(stream.shape), normed.view(stream.shape)
+
+
+@triton.jit
+def _normed(
+    hidden,  # [BLOCK], float32
+    weight_ptr,  # [H]
+    eps,
+    OFFSET: tl.constexpr,
+    ROUNDS_LAST: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    place = tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + place, mask=place < SIZE, other=0.0).to(tl.float32) + OFFSET
+    normed = hidden * (1 / tl.sqrt(tl.sum(hidden * hidden, axis=0) / SIZE + eps))
+    if not ROUNDS_LAST:
+        normed = normed.to(DTYPE).to(tl.float32)
+    return (normed * weight).to(DTYPE)
+
+
+@triton.jit
+def _add_norm_kernel(
+    stream_ptr,  # [rows, H]
+    update_ptr,  # [rows, H], unread if not HAS_UPDATE
+    update_weight_ptr,  # [H], unread if not HAS_UPDATE_NORM
+    weight_ptr,  # [H], unread if not HAS_NORM
+    sum_ptr,  # [rows, H], unwritten if not HAS_UPDATE
+    normed_ptr,  # [rows, H], unwritten if not HAS_NORM
+    stream_stride,
+    update_stride,
+    update_eps,
+    eps,
+    UPDATE_OFFSET: tl.constexpr,
+    UPDATE_ROUNDS_LAST: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUNDS_LAST: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_UPDATE: tl.constexpr,
+    HAS_UPDATE_NORM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    # A program: one row.
+    DTYPE: tl.constexpr = stream_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    is_place = place < SIZE
+    total = tl.load(stream_ptr + row * stream_stride + place, mask=is_place, other=0.0).to(tl.float32)
+    if HAS_UPDATE:
+        update = tl.load(update_ptr + row * update_stride + place, mask=is_place, other=0.0).to(tl.float32)
+        if HAS_UPDATE_NORM:
+            update = _normed(
+                update, update_weight_ptr, update_eps, UPDATE_OFFSET, UPDATE_ROUNDS_LAST, SIZE, BLOCK, DTYPE
+            ).to(tl.float32)
+        rounded = (total + update).to(DTYPE)
+        tl.store(sum_ptr + row * SIZE + place, rounded, mask=is_place)
+        total = rounded.to(tl.float32)
+    if HAS_NORM:
+        normed = _normed(total, weight_ptr, eps, OFFSET, ROUNDS_LAST, SIZE, BLOCK, DTYPE)
+        tl.store(normed_ptr + row * SIZE + place, normed, mask=is_place)

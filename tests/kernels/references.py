@@ -1,0 +1,26 @@
+"""What the kernels of layers compute, in torch, by the functions that the layers themselves call on a CPU."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+
+from hf_specdec.kernels.gates import SILU
+from hf_specdec.layers.llama import normed, turned
+
+
+def add_norm(stream, update, update_norm, norm):
+    if update is not None:
+        stream = stream + (update if update_norm is None else normed(update, update_norm))
+    return stream, stream if norm is None else normed(stream, norm)
+
+
+def place_heads(heads, angles, norms, cache, layer_idx, is_interleaved):
+    query, key, value = heads
+    if norms is not None:
+        query, key = (normed(part, norm) for part, norm in zip((query, key), norms))
+    query, keys = turned(query, key, angles, is_interleaved)
+    return query, *cache.update(keys, value.transpose(1, 2), layer_idx)
+
+
+def gated(gate, up, kind):
+    return (F.silu(gate) if kind == SILU else F.gelu(gate, approximate="tanh")) * up

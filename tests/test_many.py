@@ -620,6 +620,26 @@ def test_errors_of_requests_and_of_the_manager(model, manager):
     assert isinstance(manager.error, TypeError)
     with pytest.raises(SpecConfigError, match="stopping"):
         manager.add_request(prompt(0))
+    del manager._engine.step
+    manager.start()
+    assert manager.error is None
+    manager.add_request(prompt(0), "four")
+    assert manager.get_result("four", timeout=60).generated_tokens == alone(model, prompt(0), max_new_tokens=8)
+
+
+def test_a_cancellation_that_comes_too_late_concerns_no_later_request(model, manager):
+    step = manager._engine.step
+
+    def cancelled_as_it_ends():
+        if ended := step():
+            manager.cancel_request("mine")
+        return ended
+
+    manager._engine.step = cancelled_as_it_ends
+    for request in (prompt(0), prompt(1)):
+        manager.add_request(request, "mine")
+        output = manager.get_result("mine", timeout=60)
+        assert output.generated_tokens == alone(model, request, max_new_tokens=8)
 
 
 def test_results_for_an_event_loop(model, manager):

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import SpecConfigError
 from ..metrics import SpecDecodingStats
-from .results import RequestResult
+from .results import RequestResult, error_text
 
 
 # What is kept of a result's statistics.
@@ -75,7 +75,7 @@ class Journal:
             "tokens": result.tokens,
             "text": result.text,
             "finish_reason": result.finish_reason,
-            "error": None if result.error is None else str(result.error) or type(result.error).__name__,
+            "error": error_text(result.error),
             "stats": {name: getattr(result.stats, name) for name in _COUNTS},
         }
         self._file.write(json.dumps(entry).encode() + b"\n")

@@ -29,7 +29,9 @@ from hf_specdec import (
 from hf_specdec.candidate_generators import register_candidate_generator
 from hf_specdec.decoding.joint import Row
 from hf_specdec.many.engine import Engine
+from hf_specdec.many.journal import Journal
 from hf_specdec.many.requests import RequestReader
+from hf_specdec.many.results import RequestResult
 from hf_specdec.method import methods
 from tests.architectures import tiny_model
 from tests.models import VOCAB_SIZE, letter_tokenizer, nothing_runs, tiny_gpt2, tiny_llama, tiny_mistral
@@ -477,6 +479,14 @@ def test_a_run_that_was_stopped_goes_on(model, tmp_path):
     path.write_text("no journal\n")
     with pytest.raises(SpecConfigError, match="Line 1"):
         run(model, requests, journal=path)
+
+
+def test_two_runs_with_one_journal_leave_it_readable(tmp_path):
+    journals = [Journal(tmp_path / "results.jsonl") for _ in range(2)]
+    for index in range(6):
+        journals[index % 2].add(RequestResult(index, [index] * (index + 1), None, "length"), "key")
+    found = Journal(tmp_path / "results.jsonl")
+    assert [found.find(index, "key").tokens for index in range(6)] == [[index] * (index + 1) for index in range(6)]
 
 
 def test_listeners_are_told(model):

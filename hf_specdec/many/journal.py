@@ -43,9 +43,10 @@ class Journal:
             self._known |= read_entries(other)[0]
         known, end = read_entries(self.path) if self.path.exists() else ({}, 0)
         self._known |= known
-        self._file = self.path.open("r+b" if self.path.exists() else "w+b")
-        self._file.truncate(end)
-        self._file.seek(end)
+        # Appending keeps every line whole, even where a run is started twice.
+        self._file = self.path.open("ab")
+        if self._file.tell() > end:
+            self._file.truncate(end)
 
     def find(self, index: int, key: str) -> RequestResult | None:
         """The result of a request, if it is there.

@@ -106,6 +106,23 @@ def test_what_has_failed_is_tried_again(files):
     assert all(entry["error"] is None for entry in entries(target))
 
 
+def test_fewer_requests_than_before(files):
+    source, target = files
+    written(source, [REQUESTS[0], {"prompt": "x", "nonsense": 3}, REQUESTS[2]])
+    assert invoke(source, target).exit_code == 1
+    written(source, REQUESTS[:1])
+    report = json.loads(invoke(source, target, "--json").stdout)
+    assert len(entries(target)) == report["num_requests"] == 1
+    assert report["num_failed"] == 0
+    assert report["num_tokens"] == len(entries(target)[0]["tokens"])
+
+
+def test_names_that_are_patterns(files):
+    target = files[1].with_name("out[1].jsonl")
+    assert invoke(files[0], target).exit_code == 0
+    assert len(entries(target)) == len(REQUESTS)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -29,7 +29,9 @@ from hf_specdec import (
 from hf_specdec.candidate_generators import register_candidate_generator
 from hf_specdec.decoding.joint import Row
 from hf_specdec.many.engine import Engine
+from hf_specdec.many.journal import Journal
 from hf_specdec.many.requests import RequestReader
+from hf_specdec.many.results import RequestResult
 from hf_specdec.method import methods
 from tests.architectures import tiny_model
 from tests.models import VOCAB_SIZE, letter_tokenizer, nothing_runs, tiny_gpt2, tiny_llama, tiny_mistral
@@ -479,6 +481,14 @@ def test_a_run_that_was_stopped_goes_on(model, tmp_path):
         run(model, requests, journal=path)
 
 
+def test_two_runs_with_one_journal_leave_it_readable(tmp_path):
+    journals = [Journal(tmp_path / "results.jsonl") for _ in range(2)]
+    for index in range(6):
+        journals[index % 2].add(RequestResult(index, [index] * (index + 1), None, "length"), "key")
+    found = Journal(tmp_path / "results.jsonl")
+    assert [found.find(index, "key").tokens for index in range(6)] == [[index] * (index + 1) for index in range(6)]
+
+
 def test_listeners_are_told(model):
     requests = [prompt(index) for index in range(5)]
     with record(trace=True) as made:
@@ -620,6 +630,26 @@ def test_errors_of_requests_and_of_the_manager(model, manager):
     assert isinstance(manager.error, TypeError)
     with pytest.raises(SpecConfigError, match="stopping"):
         manager.add_request(prompt(0))
+    del manager._engine.step
+    manager.start()
+    assert manager.error is None
+    manager.add_request(prompt(0), "four")
+    assert manager.get_result("four", timeout=60).generated_tokens == alone(model, prompt(0), max_new_tokens=8)
+
+
+def test_a_cancellation_that_comes_too_late_concerns_no_later_request(model, manager):
+    step = manager._engine.step
+
+    def cancelled_as_it_ends():
+        if ended := step():
+            manager.cancel_request("mine")
+        return ended
+
+    manager._engine.step = cancelled_as_it_ends
+    for request in (prompt(0), prompt(1)):
+        manager.add_request(request, "mine")
+        output = manager.get_result("mine", timeout=60)
+        assert output.generated_tokens == alone(model, request, max_new_tokens=8)
 
 
 def test_results_for_an_event_loop(model, manager):

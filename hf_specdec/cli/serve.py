@@ -1,4 +1,4 @@
-"""`hf-specdec serve`: a model behind OpenAI's interface, for a handful of users."""
+"""`hf-specdec serve`: a model through OpenAI's interface, for a handful of users."""
 
 from __future__ import annotations
 

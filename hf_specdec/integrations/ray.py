@@ -6,6 +6,7 @@ Settings travel to the actors, never loaded models: each actor loads target and 
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any
 
 from ..errors import MissingDependencyError, SpecConfigError, shown
 from ..many.generate import generate_many
-from ..many.results import RequestResult
+from ..many.results import RequestResult, error_text
 from ..settings import SpeculativeConfig
 from ..validation import Bounds, checked
 
@@ -45,7 +46,7 @@ class SpecGenerate:
         num_places (`int`): Rows that are decoded at a time.
         max_tokens_in_flight (`int`, *optional*): Tokens that these may come to together.
         seed (`int`, *optional*): Of rows that sample and have no `seed` in their `sampling_params`. Needs `id_column`:
-            batches come to actors in any order.
+            batches come to actors in any order. Without it every batch has numbers of its own.
         id_column (`str`, *optional*): Column whose values tell rows apart.
         model_kwargs (`dict`, *optional*): For `from_pretrained()` of the target.
         generate_arguments: All else that `generate()` takes, for all rows.
@@ -93,7 +94,9 @@ class SpecGenerate:
         columns = {name: _plain(values) for name, values in batch.items()}
         size = len(next(iter(columns.values()), []))
         requests = [self._request({name: values[row] for name, values in columns.items()}) for row in range(size)]
-        results = list(generate_many(self._model, requests, in_order=True, **self._arguments))
+        # Torch begins with the same numbers in all actors, which would give the same texts to copies of a prompt.
+        seed = secrets.randbits(63)
+        results = list(generate_many(self._model, requests, in_order=True, seed=seed, **self._arguments))
         return {**batch, **_columns(results)}
 
     def _request(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -223,7 +226,7 @@ def _columns(results: list[RequestResult]) -> dict[str, list[Any]]:
         "generated_text": [result.text or "" for result in results],
         "generated_tokens": [result.tokens for result in results],
         "finish_reason": [result.finish_reason for result in results],
-        "generation_error": ["" if result.error is None else str(result.error) for result in results],
+        "generation_error": [error_text(result.error) or "" for result in results],
         "num_prompt_tokens": [result.num_prompt_tokens for result in results],
         "num_generated_tokens": [len(result.tokens) for result in results],
         "num_draft_tokens": [result.stats.num_draft_tokens for result in results],

@@ -16,6 +16,7 @@ from ..arguments import ARGUMENTS, is_off
 from ..errors import SpecConfigError, shown
 from ..metrics import SpecDecodingStats
 from .generate import generate_many
+from .results import error_text
 
 
 logger = logging.get_logger(__name__)
@@ -114,7 +115,7 @@ def output_of(
         request_id=name,
         prompt_ids=prompt,
         generated_tokens=tokens,
-        error=None if error is None else str(error) or type(error).__name__,
+        error=error_text(error),
         status=status if error is None else RequestStatus.FAILED,
         speculative=stats,
         finish_reason=finish_reason,

@@ -5,6 +5,7 @@ Every process keeps a journal beside the output, `OUTPUT.part-RANK`. When all ha
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from dataclasses import dataclass
@@ -98,11 +99,15 @@ class Output:
 
     def __init__(self, path: Path):
         self.path = path
-        self.parts = sorted(path.parent.glob(f"{path.name}.part-*"))
+        self.parts = self._written()
         if not path.parent.is_dir() or path.is_dir():
             raise SpecConfigError(f"The results cannot be written to '{path}'. Name a file in a folder that exists.")
         if path.exists() and not self.parts:
             raise SpecConfigError(f"There are results in '{path}' already. Remove the file, or name another one.")
+
+    def _written(self) -> list[Path]:
+        """The journals that are there."""
+        return sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.part-*"))
 
     def journal(self, rank: int) -> Journal:
         """The journal of a process, which knows what all processes of an earlier run have done."""
@@ -121,11 +126,12 @@ class Output:
             `dict[str, int]`: Numbers of requests, of those that have failed, and of tokens.
         """
         entries: dict[int, dict[str, Any]] = {}
-        parts = sorted(self.path.parent.glob(f"{self.path.name}.part-*"))
+        parts = self._written()
         for part in parts:
             for index, entry in read_entries(part)[0].items():
-                # One process may have failed where another one of an earlier run had not.
-                if index not in entries or entry["error"] is None:
+                # One process may have failed where another one of an earlier run had not, and the file of requests
+                # may have become shorter.
+                if index < len(ids) and (index not in entries or entry["error"] is None):
                     entries[index] = entry
         temporary = self.path.with_name(f"{self.path.name}.unfinished")
         with temporary.open("w", encoding="utf-8") as file:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import SpecConfigError
 from ..metrics import SpecDecodingStats
-from .results import RequestResult
+from .results import RequestResult, error_text
 
 
 # What is kept of a result's statistics.
@@ -43,9 +43,10 @@ class Journal:
             self._known |= read_entries(other)[0]
         known, end = read_entries(self.path) if self.path.exists() else ({}, 0)
         self._known |= known
-        self._file = self.path.open("r+b" if self.path.exists() else "w+b")
-        self._file.truncate(end)
-        self._file.seek(end)
+        # Appending keeps every line whole, even where a run is started twice.
+        self._file = self.path.open("ab")
+        if self._file.tell() > end:
+            self._file.truncate(end)
 
     def find(self, index: int, key: str) -> RequestResult | None:
         """The result of a request, if it is there.
@@ -75,7 +76,7 @@ class Journal:
             "tokens": result.tokens,
             "text": result.text,
             "finish_reason": result.finish_reason,
-            "error": None if result.error is None else str(result.error) or type(result.error).__name__,
+            "error": error_text(result.error),
             "stats": {name: getattr(result.stats, name) for name in _COUNTS},
         }
         self._file.write(json.dumps(entry).encode() + b"\n")

@@ -89,7 +89,7 @@ class SpeculativeBatchingManager:
     def start(self) -> None:
         """Begins to decode."""
         if not self.is_running():
-            self._is_stopping = self._gives_up = False
+            self._is_stopping, self._gives_up, self.error = False, False, None
             self._thread = threading.Thread(target=self._run, name="hf_specdec", daemon=True)
             self._thread.start()
 
@@ -320,6 +320,8 @@ class SpeculativeBatchingManager:
             handler = self._handlers.get(output.request_id)
             if output.is_finished():
                 self._names.discard(output.request_id)
+                # Another request may have the id from now on.
+                self._cancelled.discard(output.request_id)
                 self._streaming.pop(output.request_id, None)
                 self._handlers.pop(output.request_id, None)
             if handler is not None:
@@ -332,6 +334,7 @@ class SpeculativeBatchingManager:
     def _forget(self, name: str) -> None:
         with self._news:
             self._names.discard(name)
+            self._cancelled.discard(name)
             self._streaming.pop(name, None)
             if (handler := self._handlers.pop(name, None)) is not None:
                 handler(None)
@@ -346,6 +349,7 @@ class SpeculativeBatchingManager:
                 self._rows.clear()
                 self._added.clear()
                 self._names.clear()
+                self._cancelled.clear()
                 self._streaming.clear()
                 for handler in self._handlers.values():
                     handler(None)

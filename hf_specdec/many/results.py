@@ -1,4 +1,4 @@
-"""What becomes of a request."""
+"""Results of requests."""
 
 from __future__ import annotations
 
@@ -28,3 +28,8 @@ class RequestResult:
     error: Exception | None = None
     num_prompt_tokens: int = 0
     stats: SpecDecodingStats = field(default_factory=lambda: SpecDecodingStats(batch_size=1), repr=False)
+
+
+def error_text(error: Exception | None) -> str | None:
+    """A request's error as it is written down: its message or, where it has none, its kind."""
+    return None if error is None else str(error) or type(error).__name__

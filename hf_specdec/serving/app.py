@@ -123,7 +123,7 @@ async def _text_of(answer: Answer) -> str:
 
 
 async def _unless_left(request: Request, coroutine: Any) -> Any:
-    """What the coroutine returns; `None`, and the coroutine is cancelled, if the client leaves before."""
+    """Result of the coroutine; `None`, and the coroutine is cancelled, if the client leaves before."""
     work, leaving = asyncio.ensure_future(coroutine), asyncio.ensure_future(_left(request))
     try:
         await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -197,7 +197,8 @@ class _Guard:
 
     def __init__(self, app: Any, api_key: str | None, max_body_bytes: int):
         self._app, self._max_body_bytes = app, max_body_bytes
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        # Keys from files end with a line break, which no header has.
+        self._expected = None if api_key is None else f"Bearer {api_key.strip()}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -225,18 +226,18 @@ class _Guard:
 
     async def _read(self, receive: Any) -> bytes | None:
         """The body; `None` if it is too large."""
-        body = b""
+        body = bytearray()
         while True:
             message = await receive()
             body += message.get("body", b"")
             if len(body) > self._max_body_bytes:
                 return None
             if not message.get("more_body", False):
-                return body
+                return bytes(body)
 
 
 class _ServiceMetrics:
-    """How many requests there are, and what became of others, for Prometheus."""
+    """Numbers of open requests, and of others by what became of them, for Prometheus."""
 
     def __init__(self, service: Service):
         self._service = service

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import LogitsProcessor
 
 from hf_specdec import MissingDependencyError, SpecConfigError, demo, load_speculator
 from hf_specdec.integrations.ray import HFSpecProcessorConfig, SpecGenerate, build_processor
@@ -70,6 +71,24 @@ def test_sampled_rows_depend_on_their_id_alone():
     parts = [draw({name: values[part] for name, values in batch.items()}) for part in (slice(2, 4), slice(0, 2))]
     assert [*parts[1]["generated_tokens"], *parts[0]["generated_tokens"]] == whole
     assert len(set(map(tuple, whole))) == 4
+
+
+def test_actors_draw_different_texts_without_a_seed():
+    drawn = []
+    for _ in range(2):
+        # As it is when a process begins.
+        torch.manual_seed(0)
+        drawn.append(generator(do_sample=True)({"prompt": PROMPTS[:1]})["generated_tokens"])
+    assert drawn[0] != drawn[1]
+
+
+def test_errors_without_a_message():
+    class Silent(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            raise AssertionError
+
+    columns = generator(logits_processor=[Silent()])({"prompt": PROMPTS[:1]})
+    assert columns["generation_error"] == ["AssertionError"]
 
 
 def test_wrong_settings(monkeypatch):

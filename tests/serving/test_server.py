@@ -162,7 +162,7 @@ def test_positions_of_the_model(running, monkeypatch):
 
 
 def test_api_key():
-    with serving(api_key="secret") as running:
+    with serving(api_key="secret\n") as running:
         assert running.error(status=401) == "The API key is missing or wrong."
         for path, status in (("/health", 200), ("/metrics", 401), ("/v1/models", 401)):
             assert running.client.get(path).status_code == status

@@ -298,6 +298,7 @@ class SlotCache(Cache):
 
     Attributes:
         store (`SlotStore`, *optional*): Has the buffers, where captured forwards read and write them.
+        has_slots (`bool`): Some layers attend; else all have recurrent states alone, whose tokens are counted.
     """
 
     def __init__(self, capacity: int, limit: int | None = None):
@@ -308,6 +309,7 @@ class SlotCache(Cache):
         self.lengths: list[int] = []  # of the prefill none
         self.plan: WritePlan | None = None
         self.last_recurrent_layer = -1
+        self.has_slots = True
 
     # Prefix tuning asks, and makes a cache without limit.
     max_cache_len = -1
@@ -371,8 +373,9 @@ class SlotCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         if layer_idx == 0:
-            # Asked about the cache as a whole; its first layers may have a recurrent state and no slots, or all.
-            return next((layer.length for layer in self.layers if layer.is_initialized), self._num_read)
+            # Asked about the cache as a whole; its first layers may have a recurrent state and no slots.
+            filled = (layer.length for layer in self.layers if layer.is_initialized)
+            return next(filled, 0) if self.has_slots else self._num_read
         return self.layers[layer_idx].length if layer_idx < len(self.layers) else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
@@ -382,7 +385,7 @@ class SlotCache(Cache):
 
     @property
     def _num_read(self) -> int:
-        """Tokens of a row that the recurrent layers have read, where no layer attends."""
+        """Tokens of a row that the recurrent layers have read."""
         if self.lengths:
             return max(self.lengths)
         return max((layer.recurrent.num_read for layer in self.layers), default=0)

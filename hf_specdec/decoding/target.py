@@ -167,6 +167,7 @@ class SlotModel:
         self.recurrent: RecurrentLayers | None = None
         if self.profile.is_recurrent:
             cache.last_recurrent_layer = max(module.layer_idx for module in mixers(model))
+            cache.has_slots = self.profile.attends
         self.states = states
         self.taps: StateTaps = StateTaps(model, states)
         self.forward_kwargs: dict[str, Any] = forward_kwargs or {}

@@ -174,6 +174,39 @@ def test_many_requests(backend):
     assert results[0].stats.num_accepted_tokens == 0
 
 
+class Forcing(LogitsProcessor):
+    """Chooses a token at one place, whatever was done to the scores before."""
+
+    def __init__(self, length: int, token: int):
+        self.length, self.token = length, token
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] != self.length:
+            return scores
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([self.token]), 0.0)
+
+
+@needs("llguidance")
+@pytest.mark.parametrize("row", ["ngram", "grammar"])
+def test_requests_that_leave_their_grammar_say_so(row):
+    processors = [own("llguidance"), Forcing(length=6, token=9)]
+    results = hf_specdec.generate_many(
+        demo_target(),
+        [{"input_ids": [50, 60, 70]}, {"input_ids": [51, 61, 71]}, {"input_ids": [1, 2], "logits_processor": []}],
+        speculative=settings_of(row),
+        batch_size=3,
+        logits_processor=processors,
+        max_new_tokens=8,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    *failed, good = sorted(results, key=lambda result: result.index)
+    for result in failed:
+        assert result.finish_reason == "error"
+        assert "does not allow token 9, generated token 4 of its row" in str(result.error)
+    assert good.error is None
+
+
 # Sampling
 
 CHOICES = ["yes", "no", "maybe not", "maybe so"]

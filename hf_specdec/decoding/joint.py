@@ -313,7 +313,8 @@ class JointVerifier:
             if len(rows) > 1 and lengths == [self._table[row].length for row in rows]:
                 return self._in_parts([[index] for index in range(len(rows))], draft, logits, rows, positions)
             for row in rows:
-                self._table[row].error = error
+                # What has failed before is the cause.
+                self._table[row].error = self._table[row].error or error
             nodes = torch.zeros((len(rows), 1), dtype=torch.long, device=logits.device)
             return Verdict([[0] for _ in rows], [1] * len(rows), [0] * len(rows), nodes, nodes)
 

@@ -76,8 +76,11 @@ class DraftSampler:
         """Samples from `softmax(scores)`: a token of each row `(R,)`, and the distributions `(R, V)` sampled from."""
         probs = scores.softmax(-1)
         tokens = sample_from_probs(probs, self.uniforms.draft_at(rows, anchor_positions, depth))
-        # Where nothing can be sampled (overflow in half precision) token 0 is proposed, which is then rejected.
-        return tokens.clamp_(min=0), probs
+        # Where nothing can be sampled (the processors forbid all that the draft knows, or half precision overflows)
+        # token 0 is proposed with probability 1: rules that judge whole drafts ask for a distribution at every node.
+        is_stuck, tokens = (tokens < 0)[:, None], tokens.clamp(min=0)
+        probs = probs.masked_fill_(is_stuck, 0.0).scatter_add_(1, tokens[:, None], is_stuck.to(probs))
+        return tokens, probs
 
 
 def fit_width(logits: torch.Tensor, width: int) -> torch.Tensor:

@@ -75,6 +75,14 @@ def test_settings_of_the_call_take_precedence(target, tmp_path):
     assert load_speculator(target, {"method": "eagle3", "model": folder}).config.num_speculative_tokens is None
 
 
+def test_a_call_takes_a_chain_of_a_draft_with_a_saved_tree(target, inputs, tmp_path):
+    chain = {"method": "dflash", "model": demo.drafter_path("dflash")}
+    shape = {"num_draft_nodes": 20, "draft_tree_top_k": 3}
+    folder = str(load_speculator(target, {**chain, **shape}).save_pretrained(tmp_path))
+    tree, expected = (drafts_of(target, inputs, speculative=settings) for settings in ({"model": folder}, chain))
+    assert drafts_of(target, inputs, speculative={"model": folder, "num_draft_nodes": 0}) == expected != tree
+
+
 def test_weights_are_copied_byte_for_byte(target, tmp_path):
     source = Path(demo.drafter_path("dflash"))
     folder = load_speculator(target, model=str(source)).save_pretrained(tmp_path)

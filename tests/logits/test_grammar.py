@@ -17,6 +17,7 @@ from hf_specdec.candidate_generators.grammar.generator import foreseen
 from hf_specdec.logits.grammar.masks import GrammarMask
 from hf_specdec.logits.grammar.matchers import RowDraft, allowed_tokens, allows, mask_of
 from hf_specdec.logits.grammar.recognition import grammar_of
+from hf_specdec.validation import MOST_DRAFT_TOKENS
 from tests.grammars import BACKENDS, LIBRARIES, SCHEMA, constraint, needs, own, tokenizer
 from tests.methods import demo_target
 
@@ -127,6 +128,36 @@ def test_forced_tokens_are_allowed_and_end(library):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_drafts_may_have_tokens_that_the_grammar_does_not_know(backend):
+    larger = copy.deepcopy(tokenizer())
+    larger.add_tokens("<one more>")
+    matcher = hf_specdec.grammar(choices=["ab", "cd"], tokenizer=larger, backend=backend).grammar.matcher(0, ())
+    a, b, c = (larger.convert_tokens_to_ids(letter) for letter in "abc")
+    # The library has a bit for the first of them, but no text.
+    for unknown in (len(larger), 1 << 16):
+        for tokens in ([unknown], [a, unknown, b], [unknown, larger.eos_token_id]):
+            masks = np.full((len(tokens) + 1, matcher.num_words), -1, dtype=np.int32)
+            type(matcher).fill_drafts([RowDraft(matcher, tokens, list(range(-1, len(tokens) - 1)), masks)])
+            assert [allows(masks[0], token) for token in (a, b, c, unknown)] == [True, False, True, False]
+        assert not matcher.accept(unknown)
+    assert matcher.accept(a)
+    assert matcher.accept(b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_drafts_may_be_long(backend):
+    matcher, end = own(backend, regex="a*").grammar.matcher(0, ()), tokenizer().eos_token_id
+    (a,) = tokenizer().encode("a", add_special_tokens=False)
+    # An end is beyond what the libraries fill at once.
+    tokens = [a] * (MOST_DRAFT_TOKENS - 1) + [end]
+    masks = np.full((len(tokens) + 1, WORDS), -1, dtype=np.int32)
+    type(matcher).fill_drafts([RowDraft(matcher, tokens, list(range(-1, len(tokens) - 1)), masks)])
+    assert (masks[:-1] == masks[0]).all()
+    assert allows(masks[-2], end)
+    assert matcher.tokens == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_alternatives_are_drafted_side_by_side(backend):
     texts = ["it is red now", "it is blue now", "it is too early"]
     matcher = own(backend, choices=texts).grammar.matcher(0, ())
@@ -188,6 +219,21 @@ def test_plain_generation_twice(backend):
         assert text in ("yes", "no")
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_beams": 3, "num_return_sequences": 3}, {"prompt_lookup_num_tokens": 4}],
+    ids=["beams", "prompt lookup"],
+)
+def test_plain_generation_that_goes_back(backend, settings):
+    """Beams go on from one of them, and transformers' own assisted decoding gives tokens up again."""
+    texts, prompt = ["abc abd", "abd abc", "blue"], tokenizer()("abc abd abd abc blue ab", return_tensors="pt")
+    call = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": tokenizer().eos_token_id, "pad_token_id": 0}
+    output = demo_target().generate(**prompt, **call, **settings, logits_processor=[own(backend, choices=texts)])
+    found = tokenizer().batch_decode(output[:, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert set(found) <= set(texts)
+
+
 class Model:
     """What a pydantic model says."""
 
@@ -223,7 +269,10 @@ def test_ways_to_write_a_schema(backend):
         ({"schema": "{"}, "`schema` is no JSON"),
         ({"schema": [1]}, "must be a JSON schema"),
         ({"lark": "start: nothing"}, "cannot read the grammar `lark`"),
+        ({"schema": {"const": object()}}, "`schema` cannot be written as JSON"),
+        ({"regex": 5}, "`regex` must be a text, got 5"),
         ({"choices": []}, "`choices` must be texts"),
+        ({"choices": iter(["yes"])}, "`choices` must be texts"),
         ({"choices": "yes"}, "`choices` must be texts"),
         ({"regex": "a", "choices": ["a"]}, "takes one of .* got `regex`, `choices`"),
     ],

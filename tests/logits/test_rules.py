@@ -9,12 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from transformers.generation.logits_process import LogitsProcessorList
 
+from hf_specdec.drafting.chain import SteeredChain
 from hf_specdec.drafts import DraftTree, TokenTree
 from hf_specdec.kernels.acceptance import follow, reject_chain
 from hf_specdec.kernels.sampling import sample_from_probs
 from hf_specdec.logits.acceptance import accept_synthetic, accept_typical, block_thresholds, reject_block
-from hf_specdec.logits.rules import conditional_rates, rates_of_length
+from hf_specdec.logits.processors import ProcessorStack
+from hf_specdec.logits.randomness import RowUniforms
+from hf_specdec.logits.rules import BlockRule, StandardRule, conditional_rates, rates_of_length
+from hf_specdec.logits.sampling import DraftSampler
 from tests.logits.cases import random_probs, rows_of, uniform
 from tests.statistics import chi_square_pvalue
 
@@ -494,3 +499,22 @@ class TestSynthetic:
         accepted = accept_synthetic(draft, torch.ones(4), torch.zeros(50, 4), node_tokens)
         assert accepted.num_accepted.tolist() == [4] * 50
         assert follow(draft, node_tokens).num_accepted.max() < 4
+
+
+@pytest.mark.parametrize("bad", [-torch.inf, torch.nan])
+@pytest.mark.parametrize("kind", [StandardRule, BlockRule])
+def test_drafts_that_run_into_nothing_are_judged_exactly(kind, bad):
+    """The first token is drawn, and then the processors leave the draft nothing that it could draw."""
+    target, drafted = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.tensor([0.1, 0.2, 0.3, 0.4])
+    rows, anchors = list(range(4000)), [4] * 4000
+    sampler = DraftSampler(ProcessorStack(LogitsProcessorList()), None, RowUniforms(3, torch.device("cpu")), 4)
+    chain = SteeredChain(sampler, rows, [5] * len(rows))
+    for scores in (drafted.log(), torch.full((4,), bad)):
+        chain.choose(scores.expand(len(rows), 4))
+    judged = kind(sampler.uniforms).judge(
+        chain.draft([2] * len(rows)), target.log().expand(len(rows), 3, 4), rows, anchors
+    )
+    assert chi_square_pvalue(judged.tokens[:, 0].bincount(minlength=4), target) > 1e-3
+    goes_on = judged.num_accepted > 0
+    assert goes_on.sum() > 1000
+    assert chi_square_pvalue(judged.tokens[goes_on, 1].bincount(minlength=4), target) > 1e-3

@@ -117,7 +117,8 @@ class DFlashOptions(Options):
                 f"forward, and `dflash_num_denoising_steps`={self.dflash_num_denoising_steps} asks for several. Leave "
                 "one out."
             )
-        if self.draft_tree_top_k and not self.num_draft_nodes:
+        # A 0 is a call's word against the tree that was saved with a draft.
+        if self.draft_tree_top_k and self.num_draft_nodes is None:
             raise SpecConfigError(
                 f"`draft_tree_top_k`={self.draft_tree_top_k} is about a tree, and without `num_draft_nodes` a chain "
                 "is drafted. Name both, or neither."

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,11 @@ class LLGuidanceMatcher(GrammarMatcher):
             # Only a stop token is left, which the library does not count.
             self._num_uncounted = int(token in self.stop_tokens)
             return token in self.stop_tokens
-        return self.matcher.try_consume_tokens([token]) == 1
+        return bool(self.known([token])) and self.matcher.try_consume_tokens([token]) == 1
+
+    def known(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens before the first that the library's vocabulary lacks, from which it would never recover."""
+        return list(takewhile(self._tokenizer.vocab_size.__gt__, tokens))
 
     def _rollback(self, count: int) -> None:
         self.matcher.rollback(count - self._num_uncounted)
@@ -56,7 +60,8 @@ class LLGuidanceMatcher(GrammarMatcher):
         chains = []
         for draft in drafts:
             matcher, is_chain = draft.matcher, list(draft.parents) == list(range(-1, len(draft.parents) - 1))
-            if draft.tokens and is_chain and not matcher.is_at_end and matcher.stop_tokens.isdisjoint(draft.tokens):
+            is_plain = is_chain and not matcher.is_at_end and matcher.stop_tokens.isdisjoint(draft.tokens)
+            if is_plain and matcher.known(draft.tokens):
                 chains.append(draft)
             else:
                 matcher.fill_nodes(draft.tokens, draft.parents, draft.masks)
@@ -98,7 +103,10 @@ def _fill_chains(chains: list[RowDraft]) -> None:
 
     ends = list(accumulate(len(chain.masks) for chain in chains))
     masks = np.concatenate([chain.masks for chain in chains])
-    jobs = [(chain.matcher.matcher, end - len(chain.masks), list(chain.tokens)) for chain, end in zip(chains, ends)]
+    jobs = [
+        (chain.matcher.matcher, end - len(chain.masks), chain.matcher.known(chain.tokens))
+        for chain, end in zip(chains, ends)
+    ]
     fill_next_token_bitmask_par_with_draft_tokens(_executor(), jobs, torch.from_numpy(masks))
     for chain, end in zip(chains, ends):
         chain.masks[:] = masks[end - len(chain.masks) : end]

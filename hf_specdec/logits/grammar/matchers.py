@@ -112,15 +112,19 @@ class GrammarMatcher(ABC):
         """
         children: list[list[int]] = [[] for _ in range(len(tokens) + 1)]
         for node, parent in enumerate(parents):
-            children[parent + 1].append(node)
-        self._fill_below(0, tokens, children, masks)
-
-    def _fill_below(self, node: int, tokens: Sequence[int], children: list[list[int]], masks: np.ndarray) -> None:
-        self.fill(masks[node])
-        for child in children[node]:
-            if allows(masks[node], tokens[child]) and self.accept(tokens[child]):
-                self._fill_below(child + 1, tokens, children, masks)
-                self.rollback(1)
+            children[parent + 1].append(node + 1)
+        begin = len(self.tokens)
+        # Nodes to be filled, depth first, and the number of tokens up to their parents.
+        ahead = [(0, begin)]
+        while ahead:
+            node, num_before = ahead.pop()
+            self.rollback(len(self.tokens) - num_before)
+            if node > 0 and not self.accept(tokens[node - 1]):
+                continue
+            self.fill(masks[node])
+            here = len(self.tokens)
+            ahead += [(child, here) for child in children[node] if allows(masks[node], tokens[child - 1])]
+        self.rollback(len(self.tokens) - begin)
 
     def forced(self) -> list[int]:
         """Tokens that come next as far as can be foreseen. The target may still write their text in other tokens."""
@@ -193,6 +197,40 @@ class Grammar(ABC):
     @abstractmethod
     def matcher(self, row: int, prompt: Sequence[int]) -> GrammarMatcher:
         """The beginning of the grammar, for a row of a call with these tokens in front of the text."""
+
+
+class RowMatchers:
+    """The places of rows in a grammar.
+
+    Args:
+        grammar (`Grammar`): The grammar.
+        prompt_length (`int`): Columns in front of the text.
+    """
+
+    def __init__(self, grammar: Grammar, prompt_length: int):
+        self.grammar, self.prompt_length = grammar, prompt_length
+        self._matchers: dict[int, GrammarMatcher] = {}
+
+    def at(self, row: int, tokens: Sequence[int]) -> GrammarMatcher:
+        """The place of a row after its tokens, those of the prompt included.
+
+        Raises:
+            SpecDecError: The grammar forbids one of them.
+        """
+        matcher = self._matchers.get(row)
+        if matcher is None:
+            matcher = self._matchers[row] = self.grammar.matcher(row, tokens[: self.prompt_length])
+        matcher.move_to(tokens[self.prompt_length :])
+        return matcher
+
+    def mask_after(self, row: int, tokens: Sequence[int]) -> np.ndarray:
+        """Tokens that may follow, int32 `(W,)`: all of them where the row has left its grammar, as after its end."""
+        mask = np.full(self.grammar.num_words, -1, dtype=np.int32)
+        try:
+            self.at(row, tokens).fill(mask)
+        except SpecDecError:
+            mask[:] = -1
+        return mask
 
 
 def allows(mask: np.ndarray, token: int) -> bool:

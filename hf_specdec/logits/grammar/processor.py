@@ -6,7 +6,7 @@ Shapes: B rows, L tokens so far, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from transformers.generation.logits_process import LogitsProcessor
 
 from ...errors import MissingDependencyError, SpecConfigError, shown
 from .masks import GrammarMask
-from .matchers import Grammar, GrammarMatcher
+from .matchers import Grammar, RowMatchers
 
 
 # With one blank after commas and colons, and no other one between tokens of JSON: the text then has no free choice.
@@ -29,8 +29,8 @@ _BACKENDS = ("xgrammar", "llguidance")
 class GrammarLogitsProcessor(LogitsProcessor):
     """Keeps generated text within a grammar. Made by [`grammar`].
 
-    Plain `generate()` takes it, too, one call at a time. It can be used again: tokens that do not continue those that
-    it was shown last begin a new text.
+    Plain `generate()` takes it, too, one call at a time, also with beams and transformers' own assisted decoding. It
+    can be used again: tokens that are not a part of what it was shown last and one more begin a new text.
 
     Args:
         grammar (`Grammar`): The grammar.
@@ -38,7 +38,8 @@ class GrammarLogitsProcessor(LogitsProcessor):
 
     def __init__(self, grammar: Grammar):
         self.grammar = grammar
-        self._texts: list[_Text] = []
+        self._shown: list[list[int]] = []
+        self._places = RowMatchers(grammar, 0)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Scores `(B, V)` of which those of tokens that the grammar forbids after `input_ids` `(B, L)` are -inf.
@@ -47,11 +48,9 @@ class GrammarLogitsProcessor(LogitsProcessor):
         """
         rows = input_ids.tolist()
         if not self._goes_on(rows):
-            self._texts = [_Text(row, self.grammar.matcher(index, row)) for index, row in enumerate(rows)]
-        masks = np.full((len(rows), self.grammar.num_words), -1, dtype=np.int32)
-        for text, mask in zip(self._texts, masks):
-            if not text.has_left:
-                text.matcher.fill(mask)
+            self._places = RowMatchers(self.grammar, input_ids.shape[1])
+        self._shown = rows
+        masks = np.stack([self._places.mask_after(index, row) for index, row in enumerate(rows)])
         return GrammarMask(masks, self.grammar.allows_rest)(input_ids, scores.clone())
 
     def __deepcopy__(self, memo: dict) -> GrammarLogitsProcessor:
@@ -59,36 +58,13 @@ class GrammarLogitsProcessor(LogitsProcessor):
         return GrammarLogitsProcessor(self.grammar)
 
     def _goes_on(self, rows: list[list[int]]) -> bool:
-        """Takes in one token more of each text; `False` where these are others. Rows may have left the batch."""
-        if not rows or not rows[0]:
-            return False
-        texts, others = [], list(self._texts)
-        for row in rows:
-            text = next((text for text in others if text.tokens == row[:-1]), None)
-            if text is None:
-                return False
-            others.remove(text)
-            texts.append(text)
-        for text, row in zip(texts, rows):
-            text.append(row[-1])
-        self._texts = texts
-        return True
+        """Tells whether every row is a part of one that was shown last, and one token more.
 
-
-class _Text:
-    """A row's tokens and its place in the grammar.
-
-    Args:
-        tokens (`list[int]`): Those so far, the prompt.
-        matcher (`GrammarMatcher`): The beginning of the grammar.
-    """
-
-    def __init__(self, tokens: list[int], matcher: GrammarMatcher):
-        self.tokens, self.matcher, self.has_left = tokens, matcher, False
-
-    def append(self, token: int) -> None:
-        self.tokens = [*self.tokens, token]
-        self.has_left = self.has_left or not self.matcher.accept(token)
+        Rows may have left the batch, beams go on from one of them, and assisted decoding goes back.
+        """
+        num_known = len(rows[0]) - 1
+        known = {tuple(row[:num_known]) for row in self._shown}
+        return num_known >= self._places.prompt_length and all(tuple(row[:num_known]) in known for row in rows)
 
 
 def grammar(
@@ -135,8 +111,10 @@ def grammar(
     ((kind, value),) = given.items()
     if kind == "schema":
         value = _schema(value)
-    if kind == "choices":
+    elif kind == "choices":
         kind, value = "lark", _lark_of(value)
+    elif not isinstance(value, str):
+        raise SpecConfigError(f"`{kind}` must be a text, got {shown(value)}.")
     compile_grammar = _compile_xgrammar if _backend(backend) == "xgrammar" else _compile_llguidance
     compiled = compile_grammar(kind, value, tokenizer, flexible_whitespace)
     mask = np.full(compiled.num_words, -1, dtype=np.int32)
@@ -164,12 +142,16 @@ def _schema(value: Any) -> str:
         raise SpecConfigError(
             f"`schema` must be a JSON schema (an object or JSON) or a pydantic model, got {shown(value)}."
         )
-    return json.dumps(value)
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise SpecConfigError(f"`schema` cannot be written as JSON: {error}. Pass a JSON schema.") from error
 
 
 def _lark_of(choices: Sequence[str]) -> str:
     """The grammar of some texts."""
-    if isinstance(choices, str) or not choices or not all(isinstance(text, str) and text for text in choices):
+    is_sized = isinstance(choices, Collection) and not isinstance(choices, str)
+    if not is_sized or not choices or not all(isinstance(text, str) and text for text in choices):
         raise SpecConfigError(f"`choices` must be texts, none of them empty, got {shown(choices)}.")
     return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choices)
 

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from ...drafts import DraftTree
-from ...errors import SpecConfigError, SpecDecError
+from ...errors import SpecConfigError
 from ...transfers import upload
 from .masks import GrammarMask
-from .matchers import Grammar, GrammarMatcher, RowDraft, allows
+from .matchers import Grammar, GrammarMatcher, RowDraft, RowMatchers, allows
 from .recognition import grammar_of
 
 
-class RowGrammars:
+class RowGrammars(RowMatchers):
     """The places of a call's rows in their grammar. The user's processor is not touched.
 
     Args:
@@ -29,8 +29,8 @@ class RowGrammars:
     """
 
     def __init__(self, processor: Any, grammar: Grammar, prompt_length: int):
-        self.processor, self.grammar, self.prompt_length = processor, grammar, prompt_length
-        self._matchers: dict[int, GrammarMatcher] = {}
+        super().__init__(grammar, prompt_length)
+        self.processor = processor
 
     @classmethod
     def found(cls, processors: Sequence[Any], prompts: torch.LongTensor, vocab_size: int) -> RowGrammars | None:
@@ -67,27 +67,6 @@ class RowGrammars:
                     "or schema that no text fits, and for characters that the tokenizer lacks."
                 )
         return rows
-
-    def at(self, row: int, tokens: Sequence[int]) -> GrammarMatcher:
-        """The place of a row after its tokens, those of the prompt included.
-
-        Raises:
-            SpecDecError: The grammar forbids one of them.
-        """
-        matcher = self._matchers.get(row)
-        if matcher is None:
-            matcher = self._matchers[row] = self.grammar.matcher(row, tokens[: self.prompt_length])
-        matcher.move_to(tokens[self.prompt_length :])
-        return matcher
-
-    def mask_after(self, row: int, tokens: Sequence[int]) -> np.ndarray:
-        """Tokens that may follow, int32 `(W,)`: all of them where the row has left its grammar, as after its end."""
-        mask = np.full(self.grammar.num_words, -1, dtype=np.int32)
-        try:
-            self.at(row, tokens).fill(mask)
-        except SpecDecError:
-            mask[:] = -1
-        return mask
 
     def masks_after(self, sequences: Sequence[torch.LongTensor], rows: Sequence[int]) -> np.ndarray:
         """Masks `(R, W)` of rows after their tokens, each of shape `(L,)`."""

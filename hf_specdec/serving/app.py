@@ -88,8 +88,7 @@ def build_app(service: Service, api_key: str | None = None, hosts: tuple[str, ..
 
     @app.get("/health", response_model=None)
     async def health() -> JSONResponse:
-        is_well = service.manager.is_running()
-        return JSONResponse({"status": "ok" if is_well else "stopped"}, 200 if is_well else 503)
+        return JSONResponse({"status": "ok" if service.is_well else "stopped"}, 200 if service.is_well else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

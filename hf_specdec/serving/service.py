@@ -104,7 +104,7 @@ class Service:
                 raise RefusedError(
                     404, f"This server has '{self.name}' alone, as GET /v1/models says.", "model_not_found"
                 )
-            if not self.manager.is_running():
+            if not self.is_well:
                 raise RefusedError(503, "The server decodes no more. See its log.", "unavailable")
             if self.num_open > self.num_places + self.limits.max_waiting:
                 raise RefusedError(429, "All places are taken. Try again later.", "overloaded")
@@ -113,6 +113,11 @@ class Service:
             answer.close("refused" if isinstance(error, RefusedError) else None)
             raise
         return answer
+
+    @property
+    def is_well(self) -> bool:
+        """Tells whether it decodes: a loop that has failed may still be telling those who wait."""
+        return self.manager.is_running() and self.manager.error is None
 
     async def encode(self, prompt: Any) -> list[int]:
         """Tokens of a prompt.

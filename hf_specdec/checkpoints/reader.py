@@ -15,11 +15,15 @@ from ..errors import CheckpointFormatError, shown
 from .config_keys import refused_key
 from .format import Unsupported
 from .header import WEIGHT_FILES, Header, TargetNeeds, TargetSizes, listed, misfits, unwrapped
-from .settings import COUNT, Kind
+from .settings import COUNT, Kind, count_up_to
 
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
+
+
+# Tokens of a draft that a config may say: with some networks each costs logits over the whole vocabulary.
+_DRAFT_TOKENS = count_up_to(256)
 
 
 class CheckpointReader:
@@ -91,7 +95,7 @@ class CheckpointReader:
         proposals = _inner(self.header.config, "speculators_config").get("proposal_methods")
         first = proposals[0] if isinstance(proposals, list) and proposals else None
         found = first.get("speculative_tokens") if isinstance(first, Mapping) else None
-        return found if COUNT.is_valid(found) else None
+        return found if _DRAFT_TOKENS.is_valid(found) else None
 
     def check(self) -> None:
         """Checks what can be known without a target.

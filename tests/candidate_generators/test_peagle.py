@@ -212,8 +212,10 @@ AWS = {
             "peagle",
             7,
         ),
+        # A stranger's word about how long drafts are, and so about memory, has a limit.
+        ({"speculators_config.proposal_methods": [{"speculative_tokens": 10**6}]}, None, "peagle-speculators", 7),
     ],
-    ids=["speculators", "AWS", "vLLM"],
+    ids=["speculators", "AWS", "vLLM", "far too many tokens"],
 )
 def test_spellings(tmp_path, config, change, name, length):
     folder = copy_of(FOLDER, tmp_path / "head", config, change)

@@ -21,11 +21,11 @@ LEAST = 97.0
 def main() -> None:
     checker = Path(sys.executable).with_name("basedpyright")
     command = [checker, "--verifytypes", "hf_specdec", "--ignoreexternal", "--outputjson"]
-    # The repository, since the checker does not follow an editable install.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    found = subprocess.run(
-        [*command, "--pythonpath", sys.executable], env=environment, capture_output=True, text=True, check=False
-    )
+    # The repository, since the checker does not follow an editable install; and the environment's own interpreter,
+    # which it looks for on the path alone.
+    path = os.pathsep.join([str(checker.parent), os.environ.get("PATH", "")])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     completeness = json.loads(found.stdout)["typeCompleteness"]
     symbols = [item for item in completeness["symbols"] if item["isExported"]]
     if not symbols:

@@ -32,7 +32,7 @@ class RecurrentState:
     def __init__(self, conv_states: _States | None = None, recurrent_states: _States | None = None, num_read: int = 0):
         self.conv_states: dict[int, torch.Tensor] = conv_states or {}
         self.recurrent_states: dict[int, torch.Tensor] = recurrent_states or {}
-        self.num_read = num_read
+        self.num_read: int = num_read
 
     def __bool__(self) -> bool:
         return bool(self.conv_states or self.recurrent_states)
@@ -151,9 +151,9 @@ class Reading(RecurrentState):
 
     def __init__(self, start: RecurrentState, tokens: int):
         super().__init__()
-        self.start = start
-        self.conv_states = _Entries(start.conv_states, copies=tokens == 1)
-        self.recurrent_states = _Entries(start.recurrent_states, copies=tokens == 1)
+        self.start: RecurrentState = start
+        self.conv_states: _States = _Entries(start.conv_states, copies=tokens == 1)
+        self.recurrent_states: _States = _Entries(start.recurrent_states, copies=tokens == 1)
 
     def __bool__(self) -> bool:
         return bool(self.start)

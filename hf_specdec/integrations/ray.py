@@ -137,7 +137,7 @@ class HFSpecProcessorConfig:
     num_gpus: float | None = None
     runtime_env: dict[str, Any] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_travels(self.speculative)
         checked("batch_size", self.batch_size, int, Bounds(least=1))
         checked("num_places", self.num_places, int, Bounds(least=1))

@@ -69,7 +69,13 @@ class Acceptance:
         return cls(path[:, 0], path, new_tokens)
 
     @classmethod
-    def of_path(cls, tokens, num_accepted, path, new_tokens) -> Acceptance:
+    def of_path(
+        cls,
+        tokens: torch.LongTensor,
+        num_accepted: torch.LongTensor,
+        path: torch.LongTensor,
+        new_tokens: torch.LongTensor,
+    ) -> Acceptance:
         """The outcome of draft tokens `(B, N)`, those along the path accepted, and new tokens `(B,)` after them."""
         along_path = F.pad(tokens.gather(1, (path[:, 1:] - 1).clamp_(min=0)), (0, 1))
         committed = along_path * (arange(path.shape[1], path.device) < num_accepted[:, None])

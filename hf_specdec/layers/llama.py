@@ -200,7 +200,7 @@ class DecoderLayer(DirectModule):
         form (`LayerForm`): Names of its norms.
     """
 
-    form = LayerForm("input_layernorm", None, "post_attention_layernorm", None)
+    form: LayerForm = LayerForm("input_layernorm", None, "post_attention_layernorm", None)
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class DecoderLayer(DirectModule):
         post_attention_layernorm: nn.Module,
     ):
         super().__init__()
-        self.self_attn = self_attn
+        self.self_attn: RotaryAttention = self_attn
         self.mlp = mlp
         self.input_layernorm = input_layernorm
         self.post_attention_layernorm = post_attention_layernorm
@@ -323,8 +323,8 @@ class RotaryAttention(DirectModule):
         is_interleaved (`bool`): Neighbours of a head turn together, and not its halves.
     """
 
-    form = AttentionForm()
-    is_interleaved = False
+    form: AttentionForm = AttentionForm()
+    is_interleaved: bool = False
 
     def __init__(
         self,
@@ -548,8 +548,8 @@ class RMSNorm(DirectModule):
         offset, rounds_last: Of [`Norm`].
     """
 
-    offset = 0.0
-    rounds_last = False
+    offset: float = 0.0
+    rounds_last: bool = False
 
     def __init__(self, size: int, eps: float, weight: nn.Parameter | None = None):
         super().__init__()

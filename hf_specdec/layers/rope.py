@@ -46,7 +46,8 @@ class RotaryAngles:
     """
 
     def __init__(self, embedding: nn.Module, layer_type: str | None = None, is_interleaved: bool = False):
-        self.embedding, self._is_interleaved = embedding, is_interleaved
+        self.embedding: nn.Module = embedding
+        self._is_interleaved = is_interleaved
         self._type = () if layer_type is None else (layer_type,)
         parameters = embedding.config.rope_parameters
         self._is_static = has_static_frequencies(parameters if layer_type is None else parameters[layer_type])

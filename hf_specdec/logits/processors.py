@@ -68,7 +68,8 @@ class ProcessorStack:
     """
 
     def __init__(self, processors: LogitsProcessorList, grammar: RowGrammars | None = None):
-        self.processors, self.grammar = processors, grammar
+        self.processors: LogitsProcessorList = processors
+        self.grammar: RowGrammars | None = grammar
         self._run = LogitsProcessorList(map(without_sort, processors))
         kinds = [type(processor) for processor in processors if not self._is_grammar(processor)]
         self.walks: bool = any(kind not in _POSITION_INDEPENDENT for kind in kinds)

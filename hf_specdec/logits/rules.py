@@ -110,7 +110,7 @@ class TypicalRule(StandardRule):
 
     name = "typical"
     judges_whole_drafts = True
-    note = "typical acceptance changes the distribution of the text"
+    note: str = "typical acceptance changes the distribution of the text"
 
     def __init__(self, uniforms: RowUniforms | None, threshold: float, alpha: float):
         super().__init__(uniforms)
@@ -133,7 +133,7 @@ class SyntheticRule(StandardRule):
 
     name = "synthetic"
     judges_whole_drafts = True
-    note = "synthetic acceptance: the text is meaningless, only the time counts"
+    note: str = "synthetic acceptance: the text is meaningless, only the time counts"
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ import torch
 from ..drafts import DraftTree
 from ..kernels.sampling import sample_from_probs
 from .grammar.matchers import GrammarMatcher
-from .grammar.rows import constrained
+from .grammar.rows import RowGrammars, constrained
 from .processors import ProcessorStack
 from .randomness import RowUniforms
 
@@ -31,10 +31,10 @@ class DraftSampler:
 
     def __init__(self, stack: ProcessorStack, sequences: Any, uniforms: RowUniforms | None, vocab_size: int):
         self.stack: ProcessorStack = stack.known_only()
-        self.grammar = stack.grammar
-        self.sequences = sequences
-        self.uniforms = uniforms
-        self.vocab_size = vocab_size
+        self.grammar: RowGrammars | None = stack.grammar
+        self.sequences: Any = sequences
+        self.uniforms: RowUniforms | None = uniforms
+        self.vocab_size: int = vocab_size
 
     @property
     def is_greedy(self) -> bool:

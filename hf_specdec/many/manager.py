@@ -65,7 +65,9 @@ class SpeculativeBatchingManager:
         asked = SpeculativeArguments(**{name: arguments.pop(name, None) for name in ARGUMENTS})
         if generation_config is not None:
             arguments["generation_config"] = generation_config
-        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.model: PreTrainedModel = model
+        self.tokenizer: Any = tokenizer
+        self.batch_size: int = batch_size
         self._reader = RequestReader(model, arguments, tokenizer, seed, batch_size)
         speculator = speculator_of_many(model, self._reader.arguments, asked)
         self._reader.check()

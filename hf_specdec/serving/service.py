@@ -34,7 +34,9 @@ class RefusedError(Exception):
 
     def __init__(self, status: int, message: str, code: str):
         super().__init__(message)
-        self.status, self.message, self.code = status, message, code
+        self.status: int = status
+        self.message: str = message
+        self.code: str = code
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Limits:
     max_body_bytes: int = 1 << 20
     timeout: float = 600.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         checked("max_waiting", self.max_waiting, int, Bounds(least=0))
         checked("max_prompt_tokens", self.max_prompt_tokens, int | None, Bounds(least=1))
         checked("max_new_tokens", self.max_new_tokens, int, Bounds(least=1))
@@ -74,7 +76,9 @@ class Service:
     """
 
     def __init__(self, manager: SpeculativeBatchingManager, name: str, limits: Limits):
-        self.manager, self.name, self.limits = manager, name, limits
+        self.manager: SpeculativeBatchingManager = manager
+        self.name: str = name
+        self.limits: Limits = limits
         positions = getattr(manager.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._positions: int | None = positions
         # Long prompts keep nobody waiting, and the tokenizer belongs to one thread.
@@ -172,7 +176,7 @@ class Answer:
         self._news = asyncio.Event()
         self._has_ended = self._is_added = self._is_closed = False
         self._outcome: str | None = None
-        self.id = uuid.uuid4().hex
+        self.id: str = uuid.uuid4().hex
         self.finish_reason: str | None = None
         service.num_open += 1
 

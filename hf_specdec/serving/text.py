@@ -21,11 +21,12 @@ class GrowingText:
     """
 
     def __init__(self, tokenizer: Any, stop: list[str]):
-        self._tokenizer, self.stop = tokenizer, stop
+        self._tokenizer = tokenizer
+        self.stop: list[str] = stop
         self._text, self._num_shown = "", 0
         # Tokens from `_first` on are decoded; those in front of `_read` have been before, and are only the context.
         self._first = self._read = 0
-        self.has_stopped = False
+        self.has_stopped: bool = False
 
     def add(self, tokens: list[int], is_last: bool) -> str:
         """Returns what is certain of the text and has not been returned.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...control import ControlProfile
 from ...drafts import DraftTree
@@ -29,7 +29,7 @@ class LedCandidateGenerator(CandidateGenerator):
         profile (`ControlProfile`): Of other combinations, whose parts compete for the rows; nothing is learnt here.
     """
 
-    samples_drafts = False
+    samples_drafts: bool | None = False
 
     def __init__(
         self,
@@ -39,9 +39,12 @@ class LedCandidateGenerator(CandidateGenerator):
         continuing: CandidateGenerator,
         profile: ControlProfile,
     ):
-        self.config, self.options, self.session = config, config.options, session
-        self.leading, self.continuing = leading, continuing
-        self.num_speculative_tokens = max(leading.num_speculative_tokens, continuing.num_speculative_tokens)
+        self.config: SpeculativeConfig = config
+        self.options: Any = config.options
+        self.session: Session = session
+        self.leading: CandidateGenerator = leading
+        self.continuing: CandidateGenerator = continuing
+        self.num_speculative_tokens: int = max(leading.num_speculative_tokens, continuing.num_speculative_tokens)
         self._has_led, self._has_continued = 0, 0
 
     @property

@@ -166,7 +166,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.block_size, self.num_speculative_tokens = _sizes(config, network)
         self.num_steps: int = _num_steps(self.options, network)
         self.samples_drafts = self.asks_to_sample
-        self.tree_budget, self.draft_tree_top_k = self._tree_budget(), self.options.draft_tree_top_k
+        self.tree_budget: int | None = self._tree_budget()
+        self.draft_tree_top_k: int | None = self.options.draft_tree_top_k
         self._settle_contradictions()
         self.check_sampled_length()
         self.text: DraftText | None = None

@@ -254,9 +254,19 @@ class DFlashLayer(DecoderLayer):
             RMSNorm(config.hidden_size, config.rms_norm_eps),
         )
         if config.conv_kernel_size:
-            self.attention_conv, self.mlp_conv = BlockConvolution(config), BlockConvolution(config)
+            self.attention_conv: BlockConvolution = BlockConvolution(config)
+            self.mlp_conv: BlockConvolution = BlockConvolution(config)
 
-    def forward(self, stream, angles, mask, cache, attended=None, *, block_size: int | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        stream: torch.Tensor,
+        angles: Any,
+        mask: Any,
+        cache: Any,
+        attended: Any = None,
+        *,
+        block_size: int | None = None,
+    ) -> torch.Tensor:
         parts = self._modules
         if "attention_conv" not in parts:
             return super().forward(stream, angles, mask, cache, attended)
@@ -279,9 +289,9 @@ class BlockConvolution(DirectModule):
     def __init__(self, config: DFlashConfig):
         super().__init__()
         size, taps = config.hidden_size, config.conv_kernel_size
-        self.group_size = config.conv_group_size
-        self.base_kernel = nn.Parameter(F.pad(torch.ones(2, 1, size), (0, 0, 0, taps - 1)))
-        self.kernel_projection = nn.Linear(size, 2 * taps * (size // self.group_size), bias=False)
+        self.group_size: int = config.conv_group_size
+        self.base_kernel: nn.Parameter = nn.Parameter(F.pad(torch.ones(2, 1, size), (0, 0, 0, taps - 1)))
+        self.kernel_projection: nn.Linear = nn.Linear(size, 2 * taps * (size // self.group_size), bias=False)
         nn.init.zeros_(self.kernel_projection.weight)
 
     def forward(

@@ -200,7 +200,7 @@ class DFlash2Recipe(DFlash2Training, DFlashRecipe):
         names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
         return {name: getattr(self, name) for name in names}
 
-    def further_loss(self, network, output, labels, before, weights) -> torch.Tensor:
+    def further_loss(self, network: Any, output: Any, labels: Any, before: Any, weights: Any) -> torch.Tensor:
         selector = network.candidate_selector
 
         def chunk_loss(part: slice) -> torch.Tensor:

@@ -32,11 +32,11 @@ class CandidateSelector(nn.Module):
     def __init__(self, config: DFlashConfig):
         super().__init__()
         shape = config.vocab_size, config.selector_rank
-        self.top_k = config.selector_top_k
-        self.predecessor_codebook = nn.Parameter(torch.randn(shape))
+        self.top_k: int = config.selector_top_k
+        self.predecessor_codebook: nn.Parameter = nn.Parameter(torch.randn(shape))
         # Of zeros alone the other parts would learn nothing at first.
-        self.successor_codebook = nn.Parameter(1e-3 * torch.randn(shape))
-        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+        self.successor_codebook: nn.Parameter = nn.Parameter(1e-3 * torch.randn(shape))
+        self.hidden_projection: nn.Linear = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
 
     def forward(
         self, logits: torch.Tensor, output: torch.Tensor, anchors: torch.LongTensor, known: Known | None = None

@@ -149,7 +149,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
 
     options_class = DraftModelOptions
     default_num_speculative_tokens = 5
-    most_speculative_tokens = 12
+    most_speculative_tokens: int | None = 12
     loaded_by: ClassVar[tuple[str, ...]] = (*_LOADING, "same_tokenizer")
 
     @classmethod

@@ -279,7 +279,7 @@ class EagleReader(DraftReader):
         return found
 
     @property
-    def num_draft_tokens(self):
+    def num_draft_tokens(self) -> int | None:
         return super().num_draft_tokens or (_TOKENS_AT_ONCE if self.is_parallel else None)
 
     @property

@@ -93,7 +93,7 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
     """Drafts chains with P-EAGLE heads, all tokens at once, see [`~candidate_generators.eagle.parallel`]."""
 
     def plan_drafts(self) -> TokenTree | DynamicTree:
-        self.masked = MaskedReading(self.network)
+        self.masked: MaskedReading = MaskedReading(self.network)
         config, reason = self.network.config, "the head drafts all tokens at once"
         return draft_shape(self.config, config.draft_vocab_size, self.session, reason, config.num_parallel_tokens)
 

@@ -31,8 +31,9 @@ class MaskedReading:
     """
 
     def __init__(self, network: Eagle3Network):
-        self.network, self.mask_token = network, network.config.mask_token_id
-        self.mask_state = network.mask_state()
+        self.network: Eagle3Network = network
+        self.mask_token: int | None = network.config.mask_token_id
+        self.mask_state: torch.Tensor = network.mask_state()
 
     def read(
         self, entries: DraftEntries, new: Entries | DraftInputs, num_masks: int

@@ -11,7 +11,7 @@ import heapq
 import math
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -68,14 +68,14 @@ class GrammarCandidateGenerator(CandidateGenerator):
 
     options_class = GrammarOptions
     default_num_speculative_tokens = 16
-    samples_drafts = False
+    samples_drafts: bool | None = False
     estimates_acceptance = True
     leads = True
-    loaded_by = ()
+    loaded_by: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: SpeculativeConfig, resources: Any, session: Session):
         super().__init__(config, resources, session)
-        self.lookups = Lookups()
+        self.lookups: Lookups = Lookups()
         self._drafts: list[RowTree] = []
         # By row: guesses that were wrong, one after the other; and rows whose last draft is one.
         self._num_misses: dict[int, int] = {}
@@ -135,7 +135,7 @@ class GrammarCandidateGenerator(CandidateGenerator):
 class RowTree(tuple[list[int], list[int], list[float]]):
     """The draft of a row: tokens, parents (-1: the anchor) and log-probabilities of the paths to them."""
 
-    def __new__(cls, tokens: list[int], parents: list[int], log_probs: list[float]):
+    def __new__(cls, tokens: list[int], parents: list[int], log_probs: list[float]) -> RowTree:
         return super().__new__(cls, (tokens, parents, log_probs))
 
     def probs_by_depth(self) -> list[float]:

@@ -27,7 +27,7 @@ class EnforcerMatcher(GrammarMatcher):
         super().__init__(num_words)
         self._enforcer, self._text = enforcer, list(prompt)
         stops = enforcer.eos_token_id
-        self.stop_tokens = frozenset(stops if isinstance(stops, list) else [stops])
+        self.stop_tokens: frozenset[int] = frozenset(stops if isinstance(stops, list) else [stops])
         self._masks = [self._mask()]
 
     def _mask(self) -> np.ndarray:

@@ -28,7 +28,9 @@ class LLGuidanceMatcher(GrammarMatcher):
 
     def __init__(self, matcher: Any, num_words: int, tokenizer: Any):
         super().__init__(num_words)
-        self.matcher, self._tokenizer, self.stop_tokens = matcher, tokenizer, frozenset(tokenizer.eos_tokens)
+        self.matcher: Any = matcher
+        self._tokenizer = tokenizer
+        self.stop_tokens: frozenset[int] = frozenset(tokenizer.eos_tokens)
         self._num_uncounted = 0
 
     @property

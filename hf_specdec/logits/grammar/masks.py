@@ -5,6 +5,8 @@ Shapes: M scores, V vocabulary, W words of a mask.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from transformers.generation.logits_process import LogitsProcessor
@@ -19,7 +21,8 @@ class GrammarMask(LogitsProcessor):
     """
 
     def __init__(self, masks: np.ndarray, allows_rest: bool):
-        self.masks, self.allows_rest = masks, allows_rest
+        self.masks: np.ndarray[Any, Any] = masks
+        self.allows_rest: bool = allows_rest
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Scores `(M, V)` with -inf at forbidden tokens."""

@@ -208,7 +208,8 @@ class RowMatchers:
     """
 
     def __init__(self, grammar: Grammar, prompt_length: int):
-        self.grammar, self.prompt_length = grammar, prompt_length
+        self.grammar: Grammar = grammar
+        self.prompt_length: int = prompt_length
         self._matchers: dict[int, GrammarMatcher] = {}
 
     def at(self, row: int, tokens: Sequence[int]) -> GrammarMatcher:

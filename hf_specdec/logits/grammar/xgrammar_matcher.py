@@ -28,7 +28,7 @@ class XGrammarMatcher(GrammarMatcher):
     def __init__(self, matcher: Any, grammar: XGrammar):
         super().__init__(grammar.num_words)
         self._matcher, self._grammar = matcher, grammar
-        self.stop_tokens = frozenset(matcher.stop_token_ids)
+        self.stop_tokens: frozenset[int] = frozenset(matcher.stop_token_ids)
 
     @property
     def is_at_end(self) -> bool:

@@ -10,11 +10,11 @@ _UNFINISHED = "\ufffd"
 
 
 class GrowingText:
-    """Decodes tokens that arrive in parts, up to the first stop string.
+    """Decodes tokens that arrive in parts, up to the stop string that is complete first.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): Of the model.
-        stop (`list[str]`): The text ends before the first of these.
+        stop (`list[str]`): The text ends before one of these.
 
     Attributes:
         has_stopped (`bool`): There was one.
@@ -48,10 +48,11 @@ class GrowingText:
 
     def _end(self, is_last: bool) -> int:
         """Where the certain text ends: before a stop string, or what may become one."""
-        ends = [place for stop in self.stop if (place := self._text.find(stop, self._num_shown)) >= 0]
-        if ends:
+        found = [(place + len(s), place) for s in self.stop if (place := self._text.find(s, self._num_shown)) >= 0]
+        if found:
             self.has_stopped = True
-            return min(ends)
+            # The first to be complete: however the tokens arrive, nothing comes after it.
+            return min(found)[1]
         if is_last:
             return len(self._text)
         longest = max(map(len, self.stop), default=1) - 1

@@ -32,7 +32,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from ..drafts import DraftTree
 from ._triton import tl, triton, use_triton
@@ -70,11 +69,11 @@ class Acceptance:
         return cls(path[:, 0], path, new_tokens)
 
     @classmethod
-    def of_path(cls, tokens: Tensor, num_accepted: Tensor, path: Tensor, new: Tensor) -> Acceptance:
-        """The outcome of draft tokens `(B, N)`, those along the path accepted, and new tokens `(B,)` after them."""
+    def of_path(cls, tokens: torch.Tensor, counts: torch.Tensor, path: torch.Tensor, new: torch.Tensor) -> Acceptance:
+        """The outcome of draft tokens `(B, N)`, `counts` of those along the path accepted, and new ones `(B,)`."""
         along_path = F.pad(tokens.gather(1, (path[:, 1:] - 1).clamp_(min=0)), (0, 1))
-        committed = along_path * (arange(path.shape[1], path.device) < num_accepted[:, None])
-        return cls(num_accepted, path, committed.scatter_(1, num_accepted[:, None], new[:, None]))
+        committed = along_path * (arange(path.shape[1], path.device) < counts[:, None])
+        return cls(counts, path, committed.scatter_(1, counts[:, None], new[:, None]))
 
 
 def follow(draft: DraftTree, node_tokens: torch.LongTensor) -> Acceptance:

@@ -1,11 +1,14 @@
-"""Tools for threads: locks that survive a fork, attributes that are computed once, maps that forget the oldest."""
+"""Tools for threads: locks that survive a fork, attributes that are computed once, maps that forget the oldest, and
+forwards in the place of modules' own that several calls share.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
@@ -94,3 +97,33 @@ class Recent(Generic[Value]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+
+class OwnForwards:
+    """Forwards that take the place of modules' own while calls need them; calls of several threads share them.
+
+    Args:
+        pairs (`Iterable[tuple[nn.Module, Callable]]`): Modules and their forwards. One that a module has of the user's
+            stays.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Any, Callable[..., Any]]]):
+        self.pairs: tuple[tuple[Any, Callable[..., Any]], ...] = tuple(pairs)
+        self._num_users, self._lock = 0, Lock()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Has them in place inside of the block."""
+        with self._lock:
+            self._num_users += 1
+            for module, forward in self.pairs:
+                vars(module).setdefault("forward", forward)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_users -= 1
+                if not self._num_users:
+                    for module, forward in self.pairs:
+                        if vars(module).get("forward") is forward:
+                            del vars(module)["forward"]

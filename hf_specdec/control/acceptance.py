@@ -81,8 +81,9 @@ class Rate:
     __slots__ = ("_last", "_recent", "_run", "count", "mean", "num_successes", "weight")
 
     def __init__(self, mean: float = 0.0, weight: float = 0.0):
-        self.mean = self._recent = mean
-        self.weight = weight
+        self.mean: float = mean
+        self._recent = mean
+        self.weight: float = weight
         self.count: int = 0
         self.num_successes: int = 0
         self._last, self._run = False, 0
@@ -101,9 +102,7 @@ class Rate:
         self.weight = min(self.weight + 1, window)
         self.mean += (outcome - self.mean) / self.weight
         if is_change:
-            self.mean: float = self._recent
-            self.weight: float = WEIGHT_OF_RECENT
-            self._run = 0
+            self.mean, self.weight, self._run = self._recent, WEIGHT_OF_RECENT, 0
         return is_change
 
     def expected(self, prior: float, prior_weight: float) -> float:

@@ -78,7 +78,8 @@ class SpeculationController:
         self.latency: LatencyModel = profile.latency.for_another_call()
         self.acceptance: AcceptanceModel = AcceptanceModel(most, num_rows, profile.accepted, profile.drafted)
         self.tree_size: TreeSize | None = TreeSize(self.latency, profile.rating_factor)
-        self.length = self.num_cycles = 0
+        self.length: int = 0
+        self.num_cycles: int = 0
         self._plan: Plan | None = None
         self._row_limits: dict[int, int] = {}
         is_first_call = not self.latency.knows_anything
@@ -86,7 +87,7 @@ class SpeculationController:
         self._first_cycles = [self.usual, 0, self.usual, 0] if is_first_call else []
         self._budget = TrialBudget(None if is_first_call else profile.budget)
         self._num_unread, self._left = 0, None
-        self.is_resting = False
+        self.is_resting: bool = False
         self._num_rested = 0  # cycles since the last one that was observed
         self._trial: int | None = None  # the limit that is being tried
         self._follow_up: int | None = None  # a trial that has just paid
@@ -119,9 +120,9 @@ class SpeculationController:
 
     def _choose(self, rows: list[int]) -> int:
         self._trial = None
-        self.is_resting: bool = self._may_rest(rows)
+        self.is_resting = self._may_rest(rows)
+        self._num_rested += self.is_resting
         if self._cap == 0 or self.is_resting:
-            self._num_rested += self.is_resting
             return 0
         if len(self._first_cycles) == 2 and self._is_clearly_slower(rows):
             self._first_cycles = []
@@ -133,14 +134,14 @@ class SpeculationController:
         is_new = self._plan is None or self._plan.rows != rows or self.num_cycles % every == 0
         if is_new:
             self._plan = self._planned(rows)
-            self.length: int = self._best_length(self._plan)
+            self.length = self._best_length(self._plan)
             self._row_limits = self._plan.row_limits(self.length) if self.length and len(rows) > 1 else {}
         self._trial = self._affordable_trial(self._plan, is_new)
         return self.length if self._trial is None else self._trial
 
     def _may_rest(self, rows: list[int]) -> bool:
         """True if nothing is drafted, and neither a new plan nor a measurement is due."""
-        if self.length or self._plan is None or self._first_cycles or self._follow_up is not None:
+        if self._cap == 0 or self.length or self._plan is None or self._first_cycles or self._follow_up is not None:
             return False
         return self.num_cycles % PLAIN_OBSERVE_EVERY != 0 and self._plan.rows == rows
 

@@ -9,63 +9,42 @@ and functions that take smaller chunks.
 from __future__ import annotations
 
 import inspect
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
-from threading import Lock
 from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
+
+from ..threads import OwnForwards
+from .recurrent_state import RecurrentState
 
 
 _SIZE = "chunk_size"
 
-_lock = Lock()
-_users: Counter[torch.nn.Module] = Counter()
+_of_models: WeakKeyDictionary[nn.Module, OwnForwards] = WeakKeyDictionary()
+
+
+def own_chunks(model: nn.Module, mixers: Sequence[nn.Module]) -> OwnForwards:
+    """Forwards with which the mixers of a model read a verification on a CPU in chunks no larger than that."""
+    if model not in _of_models:
+        forwards = [(mixer, _in_own_chunks(type(mixer))) for mixer in mixers]
+        _of_models.setdefault(model, OwnForwards((mixer, _OwnChunks(mixer, own)) for mixer, own in forwards if own))
+    return _of_models[model]
 
 
 class _OwnChunks:
     """Takes the place of a mixer's forward; for calls that do not verify a draft it is the class's own."""
 
-    def __init__(self, module: torch.nn.Module, forward: Callable[..., Any], state_class: type):
-        self.module, self.forward, self.state_class = module, forward, state_class
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]):
+        self.module, self.forward = module, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_ours = any(isinstance(value, self.state_class) for value in kwargs.values())
-        forward = self.forward if is_ours else type(self.module).forward
-        return forward(self.module, *args, **kwargs)
-
-
-@contextmanager
-def own_chunks(modules: Sequence[torch.nn.Module], state_class: type) -> Iterator[None]:
-    """Lets mixers on a CPU read what they are given with a `state_class` in chunks no larger than that.
-
-    Args:
-        modules (`Sequence[nn.Module]`): The mixers; those whose forward is replaced already stay as they are. Calls of
-            other threads may have them in use, too.
-        state_class (`type`): Of the caches of verifications.
-    """
-    forwards = {module: _in_own_chunks(type(module)) for module in modules if _is_on_cpu(module)}
-    with _lock:
-        free = [module for module in forwards if _users[module] or "forward" not in vars(module)]
-        mine = [module for module in free if forwards[module]]
-        for module in mine:
-            _users[module] += 1
-            vars(module).setdefault("forward", _OwnChunks(module, forwards[module], state_class))
-    try:
-        yield
-    finally:
-        with _lock:
-            for module in mine:
-                _users[module] -= 1
-                if not _users[module]:
-                    del _users[module], vars(module)["forward"]
-
-
-def _is_on_cpu(module: torch.nn.Module) -> bool:
-    return next(module.parameters()).device.type == "cpu"
+        verifies = any(isinstance(value, RecurrentState) for value in kwargs.values())
+        is_small = verifies and next(self.module.parameters()).device.type == "cpu"
+        return (self.forward if is_small else type(self.module).forward)(self.module, *args, **kwargs)
 
 
 @lru_cache(maxsize=256)

@@ -115,6 +115,7 @@ class RecurrentLayers:
             for module in mixers(model)
             if module.layer_idx in self.states
         ]
+        self._chunks = own_chunks(model, [mixer.module for mixer in self._mixers])
         self._replays = any(isinstance(mixer, _ReplayingMixer) for mixer in self._mixers)
 
     @contextmanager
@@ -123,7 +124,7 @@ class RecurrentLayers:
         moves = self._moves(MAX_REPLAY)
         self.plan = _Plan(nodes, [0] * len(self.replayed) if moves else list(self.replayed), moves)
         with ExitStack() as hooks:
-            hooks.enter_context(own_chunks([mixer.module for mixer in self._mixers], Reading))
+            hooks.enter_context(self._chunks.in_place())
             for mixer in self._mixers:
                 for handle in mixer.hook():
                     hooks.callback(handle.remove)

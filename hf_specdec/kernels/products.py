@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.utils import logging
 
 from ..folders import profile_folder
-from ..threads import Lock
+from ..threads import Lock, OwnForwards
 from ._llvm import HAS_LLVM, machine_name
 from ._triton import CHOICE
 from .few_rows import DTYPES, linear, linears, takes, takes_weight
@@ -91,8 +91,6 @@ ways_of_shapes: dict[tuple[Any, ...], tuple[Callable[..., torch.Tensor], ...]] =
 # For each shape that has been measured, a digit for each measured number of rows.
 _known: dict[str, str] = {}
 _prepared: WeakKeyDictionary[nn.Module, Prepared] = WeakKeyDictionary()
-# Threads that are inside of a model's `fast_products`.
-_users: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _lock = Lock()
 
 
@@ -133,7 +131,7 @@ class Prepared(NamedTuple):
 
     dtype: torch.dtype
     threads: int
-    modules: tuple[tuple[nn.Module, OwnForward], ...]
+    own: OwnForwards
 
 
 def prepare_products(model: nn.Module) -> None:
@@ -159,7 +157,7 @@ def prepare_products(model: nn.Module) -> None:
             ways = [_WAYS[int(digit)] for digit in _known[str(shape)]]
             if set(ways) != {F.linear}:
                 ways_of_shapes[shape] = tuple(way for rows, way in zip(_RANGES, ways) for _ in rows)
-        _prepared[model] = Prepared(weight.dtype, threads, tuple(_modules_to_replace(model)))
+        _prepared[model] = Prepared(weight.dtype, threads, OwnForwards(_modules_to_replace(model)))
 
 
 def count_wins(model: nn.Module) -> tuple[int, int]:
@@ -321,19 +319,8 @@ def fast_products(model: nn.Module) -> Iterator[None]:
         model (`nn.Module`): A model for which `prepare_products` was called; else nothing changes.
     """
     prepared = _prepared.get(model)
-    if prepared is None or not prepared.modules or model._compiled_call_impl is not None:
+    if prepared is None or not prepared.own.pairs or model._compiled_call_impl is not None:
         yield
         return
-    with _lock:
-        _users[model] = _users.get(model, 0) + 1
-        for module, forward in prepared.modules:
-            module.__dict__.setdefault("forward", forward)
-    try:
+    with prepared.own.in_place():
         yield
-    finally:
-        with _lock:
-            _users[model] -= 1
-            if not _users[model]:
-                for module, forward in prepared.modules:
-                    if module.__dict__.get("forward") is forward:
-                        del module.__dict__["forward"]

@@ -43,7 +43,7 @@ def test_a_few_tokens_are_not_padded(name):
         return output, state, longest.length
 
     expected, after, padded = read()
-    with own_chunks([module], RecurrentState):
+    with own_chunks(model, [module]).in_place():
         assert "forward" in vars(module)
         found, own_after, own = read()
     assert "forward" not in vars(module)
@@ -54,8 +54,9 @@ def test_a_few_tokens_are_not_padded(name):
 
 
 def test_calls_share_a_mixer_and_leave_it_as_it_was():
-    module = mixers(tiny_model("qwen3_next"))[0]
-    first, second = (own_chunks([module], RecurrentState) for _ in range(2))
+    model = tiny_model("qwen3_next")
+    module = mixers(model)[0]
+    first, second = (own_chunks(model, [module]).in_place() for _ in range(2))
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -66,11 +67,13 @@ def test_calls_share_a_mixer_and_leave_it_as_it_was():
 
 @pytest.mark.parametrize("name", ["mamba", "lfm2"])
 def test_mixers_without_chunks_and_replaced_forwards_stay(name):
-    module = mixers(tiny_model(name))[0]
-    with own_chunks([module], RecurrentState):
+    model = tiny_model(name)
+    module = mixers(model)[0]
+    with own_chunks(model, [module]).in_place():
         assert "forward" not in vars(module)
-    chunked = mixers(tiny_model("qwen3_next"))[0]
+    model = tiny_model("qwen3_next")
+    chunked = mixers(model)[0]
     chunked.forward = theirs = lambda *args, **kwargs: None
-    with own_chunks([chunked], RecurrentState):
+    with own_chunks(model, [chunked]).in_place():
         assert vars(chunked)["forward"] is theirs
     assert vars(chunked)["forward"] is theirs

@@ -161,7 +161,7 @@ class RepoFiles:
         self.cache_dir = cache_dir
         self.token = token
         self.folder: Path | None = Path(self.name, self.subfolder) if os.path.isdir(self.name) else None
-        self.is_offline = local_files_only or is_offline_mode()
+        self.is_offline: bool = local_files_only or is_offline_mode()
         # Once a file has come from a commit, all others come from the same.
         self._commit: str | None = None
 
@@ -249,7 +249,7 @@ class RepoFiles:
             if not is_outage(error.__cause__) or self._cached("config.json") is None:
                 raise
             logger.warning(f"{error} What is in the cache is used.")
-            self.is_offline: bool = True
+            self.is_offline = True
             return None
 
     @property

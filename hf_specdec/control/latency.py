@@ -124,13 +124,13 @@ class Pace:
     """
 
     def __init__(self, factor: float = 1.0):
-        self.factor = factor
+        self.factor: float = factor
         self._last: deque[float] = deque([factor] * LAST_MEASUREMENTS, maxlen=LAST_MEASUREMENTS)
 
     def observe(self, factor: float) -> None:
         factor = min(max(factor, 1 / LARGEST_PACE), LARGEST_PACE)
         self._last.append(factor)
-        self.factor: float = min(sorted(self._last)[len(self._last) // 2], FAR * factor)
+        self.factor = min(sorted(self._last)[len(self._last) // 2], FAR * factor)
 
 
 class LatencyModel:

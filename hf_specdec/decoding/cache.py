@@ -155,7 +155,7 @@ class SlotLayer(CacheLayerMixin):
         self.capacity: int = capacity
         self.limit = limit
         self._take = take
-        self.length = 0
+        self.length: int = 0
         self.window: int | None = None
         self.indexer_keys: torch.Tensor | None = None
         self.recurrent: RecurrentState = RecurrentState()
@@ -219,7 +219,7 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if plan is None:
             plan = WritePlan(self.length + key_states.shape[2], self.length)
-            self.length: int = plan.columns
+            self.length = plan.columns
         if plan.columns > self.capacity:
             self.grow(plan.columns)
         self._plan = plan

@@ -63,12 +63,12 @@ class ColumnStreamer:
     def __init__(self, streamer: Any, sequences: Sequences, stop: StopRules):
         self._streamer, self._sequences, self._stop = streamer, sequences, stop
         self._num_columns = 0
-        self.has_shown = False
+        self.has_shown: bool = False
 
     def put_prompts(self, input_ids: torch.LongTensor) -> None:
         if self._streamer is not None:
             self._streamer.put(input_ids.cpu())
-            self.has_shown: bool = True
+            self.has_shown = True
 
     def put_columns(self) -> None:
         """Hands over the columns that have become ready."""

@@ -114,7 +114,7 @@ class StopRules:
         self._others = StoppingCriteriaList(c for c in criteria if type(c) not in built_in)
         self.rows_end_alone: bool = any(hasattr(c, "eos_token_id") for c in criteria)
         self.ends: list[int | None] = [None] * len(sequences.lengths)
-        self.all_finished = False
+        self.all_finished: bool = False
         self.num_cut_back: int = 0
         self._num_judged = sequences.prompt_length
         self._scores = scores
@@ -160,7 +160,7 @@ class StopRules:
         if self._times and any(bool(c(self.sequences.prefix(1, row=0), None)) for c in self._times):
             self._end_all()
         if None not in self.ends:
-            self.all_finished: bool = self.rows_end_alone or min(self.sequences.lengths) >= max(self.ends)
+            self.all_finished = self.rows_end_alone or min(self.sequences.lengths) >= max(self.ends)
         if self.all_finished and not self.rows_end_alone:
             for row in range(len(self.ends)):
                 self._cut_back(row, max(self.ends))

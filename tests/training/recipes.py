@@ -31,6 +31,7 @@ RECIPES = {
     "dflash, all anchors, distilled": DFlashRecipe(**BLOCKS, num_anchors=0, kl_weight=0.7, head_decay=0.7),
     "dflash, one layer": DFlashRecipe(block_size=4, num_layers=1, intermediate_size=24, mask_token_id=9),
     "dflash, revealed": DFlashRecipe(**BLOCKS, num_anchors=6, reveal_share=0.6, num_denoising_steps=2),
+    "dflash, causal": DFlashRecipe(**BLOCKS, num_anchors=12, causal=True),
     "dflash, selector": DFlash2Recipe(**BLOCKS, **SELECTOR, num_anchors=12),
     "dflash, selector, revealed": DFlash2Recipe(
         **BLOCKS, **SELECTOR, num_anchors=6, reveal_share=0.6, kl_weight=0.4, selector_weight=0.5

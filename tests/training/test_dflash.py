@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_specdec import load_speculator
 from hf_specdec.candidate_generators.dflash import recipe as dflash
 from hf_specdec.candidate_generators.dflash.formats import BlockView
 from hf_specdec.candidate_generators.dflash.generator import DraftText
@@ -154,6 +155,19 @@ class TestBuilding:
     def test_revealed_blocks_declare_several_steps(self, target):
         assert DFlashRecipe(reveal_share=0.5).build(target).config.num_denoising_steps == 3
         assert RECIPES["dflash, revealed"].build(target).config.num_denoising_steps == 2
+
+    def test_causal_blocks_stay_causal(self, target, tmp_path):
+        recipe = RECIPES["dflash, causal"]
+        network = built(recipe, target)
+        recipe.save(network, tmp_path, dtype=torch.float32)
+        config = load_speculator(target, "dflash", model=str(tmp_path)).resources.config
+        assert config.views == (BlockView(causal=True),) * 2
+        assert config.suits_trees
+        # A token of the block changes nothing before it.
+        reading = read(recipe, network, target)
+        first, second = (drafted(network, reading, 0, 6, masked) for masked in ([0, 1, 2, 3], [0, 1, 2, 9]))
+        assert torch.equal(first[:3], second[:3])
+        assert not torch.equal(first[3], second[3])
 
     def test_the_mask_token(self, tmp_path):
         model, tokenizer = tiny_llama(), letter_tokenizer()

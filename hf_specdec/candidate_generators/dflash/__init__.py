@@ -19,6 +19,11 @@ class DFlashTraining(Options):
         "Target layers whose outputs the draft reads, separated by commas. Left out: as many as the draft has layers, "
         "spread over the depth.",
     )
+    causal: bool = setting(
+        False,
+        "A place of the block sees none of the later ones, which suits trees (JetSpec).",
+        flags=("--causal/--bidirectional",),
+    )
     mask_token_id: int | None = setting(
         None, "Token of the masks. Left out: the tokenizer's, an unused one, or end of text.", least=0
     )

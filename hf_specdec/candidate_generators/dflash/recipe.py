@@ -4,7 +4,8 @@ A block begins at an anchor, as in drafting: the token that was committed last, 
 of the text before the anchor, and itself. Every mask is to become the text's token of its place, and the loss of the
 j-th of them has the weight `head_decay`^(j - 1): a wrong token makes those after it worthless.
 
-A DFlash 2 draft also learns the scores of its selector, see [`DFlash2Recipe`].
+A DFlash 2 draft also learns the scores of its selector, see [`DFlash2Recipe`]. With `causal` a place of the block sees
+none of the later ones, as in JetSpec (arXiv:2606.18394): a token of a tree then depends on its path alone.
 
 With `reveal_share` some blocks have the text's tokens in the place of a part of their masks, as in training masked
 diffusion (LLaDA, Nie et al. 2025, arXiv:2502.09992, section 2.2). Only such drafts gain from several denoising steps.
@@ -102,6 +103,7 @@ class DFlashRecipe(DFlashTraining, CycleRecipe):
             mask_token_id=mask_token_for(target) if self.mask_token_id is None else self.mask_token_id,
             target_layer_ids=self.target_layer_ids or tuple(sorted(set(usual))),
             num_target_layers=num_layers,
+            views=(BlockView(causal=True),) * self.num_layers if self.causal else (),
             num_denoising_steps=self.num_denoising_steps or (3 if self.reveal_share else 1),
             **self.further_parts,
         )

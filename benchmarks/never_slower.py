@@ -385,21 +385,19 @@ def main() -> None:
     cases = make_cases(target)
     if arguments.cases:
         cases = [case for case in cases if any(word in case.name for word in arguments.cases)]
+    asked = {"target": arguments.target, "sample": arguments.sample}
+    result: dict[str, Any] = {"environment": describe_environment("cpu", target.dtype), **asked, "rows": []}
     rows = []
     rounds = _LEAST_ROUNDS if arguments.quick else arguments.rounds
     for case in cases:
         found = measure(target, case, rounds, arguments.max_seconds / len(cases), arguments.sample)
         rows += found
         console.print(f"{case.name}: {', '.join(f'{row.ratio:.2f} of {row.beside}' for row in found)}")
+        if arguments.json is not None:
+            # After each case, since all of them take long.
+            result["rows"] = [asdict(row) for row in rows]
+            arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     show(rows, console)
-    if arguments.json is not None:
-        asked = {"target": arguments.target, "sample": arguments.sample}
-        result = {
-            "environment": describe_environment("cpu", target.dtype),
-            **asked,
-            "rows": [asdict(row) for row in rows],
-        }
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -251,6 +251,31 @@ class TestModelStrings:
         assert (config.model, config.num_speculative_tokens) == (str(tmp_path), 7)
         assert SpeculativeConfig.resolve(tmp_path, num_speculative_tokens=2).num_speculative_tokens == 2
 
+    @pytest.mark.parametrize(
+        ("saved", "given", "shape"),
+        [
+            ({"draft_tree_depth": 4}, {"num_speculative_tokens": 3}, {"num_speculative_tokens": 3}),
+            ({"speculative_token_tree": [(0,)]}, {"num_speculative_tokens": 3}, {"num_speculative_tokens": 3}),
+            ({"num_speculative_tokens": 3}, {"draft_tree_top_k": 2}, {"draft_tree_top_k": 2}),
+            (
+                {"draft_tree_depth": 4, "num_draft_nodes": 9},
+                {"draft_tree_depth": 2},
+                {"draft_tree_depth": 2, "num_draft_nodes": 9},
+            ),
+            (
+                {"draft_tree_depth": 4},
+                {"num_speculative_tokens": "auto"},
+                {"draft_tree_depth": 4, "num_speculative_tokens": "auto"},
+            ),
+        ],
+    )
+    def test_the_calls_shape_replaces_the_saved_one(self, saved, given, shape, tmp_path):
+        SpeculativeConfig("eagle3", draft_min_path_prob=0.1, **saved).save_pretrained(tmp_path)
+        (tmp_path / "config.json").write_text("{}")
+        found = SpeculativeConfig.resolve(tmp_path, **given).to_dict()
+        about = {"method": "eagle3", "model": str(tmp_path), "draft_min_path_prob": 0.1}
+        assert found == about | shape
+
     def test_misspelt_method_is_not_taken_for_a_repository(self):
         message = error_of(SpeculativeConfig.resolve, "sufix")
         assert "Did you mean 'suffix'?" in message

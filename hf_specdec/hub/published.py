@@ -42,6 +42,13 @@ PRIVATE = ("device", "cache_dir", "local_files_only", "token", "trust_remote_cod
 # Speculative arguments, and what they are called among the settings.
 _SETTINGS = {"spec_method": "method", "spec_model": "model"}
 
+# Settings that say which shape drafts have, each in its own way: a chain, a static tree, a dynamic one.
+_SHAPES = {
+    "num_speculative_tokens": "chain",
+    "speculative_token_tree": "tree",
+    **dict.fromkeys(("draft_tree_depth", "draft_tree_top_k", "num_draft_nodes"), "growth"),
+}
+
 _saved_on_the_hub = ReadOfRepositories()
 _UNKNOWN = object()
 
@@ -217,16 +224,19 @@ def with_saved_settings(config: SpeculativeConfig) -> SpeculativeConfig:
         )
     saved = believed(saved, source, with_place=is_pointer)
     given = config.to_dict(secrets=True)
-    # Each says how long drafts are.
-    if "num_speculative_tokens" in given:
-        saved.pop("speculative_token_tree", None)
-    if "speculative_token_tree" in given:
-        saved.pop("num_speculative_tokens", None)
+    asked = _shapes(given)
+    if asked:
+        saved = {name: value for name, value in saved.items() if _shapes({name: value}) <= asked}
     if not takes_model(saved.get("method")):
         given = {key: value for key, value in given.items() if key not in PRIVATE + PLACE_SETTINGS}
     elif is_pointer:
         given = {key: value for key, value in given.items() if key not in PLACE_SETTINGS}
     return config_of(saved, source, model=None if is_pointer else config.model).replace(**given)
+
+
+def _shapes(settings: Mapping[str, Any]) -> set[str]:
+    """The ways in which settings say what shape drafts have; "auto" and "fixed" are about its size."""
+    return {way for name, way in _SHAPES.items() if not isinstance(settings.get(name), str | None)}
 
 
 def _saved_beside(files: RepoFiles) -> dict[str, Any] | None:

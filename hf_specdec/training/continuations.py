@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .text import Document
 def draw_prompts(documents: Sequence[Document], count: int, length: int, seed: int) -> list[list[int]]:
     """
     Draws beginnings for the target to continue: of a chat all that comes before its last answer, of a text a piece.
+    No chat is drawn again before all have been.
 
     Args:
         documents (`Sequence[Document]`): Chats and texts to draw from.
@@ -30,9 +32,13 @@ def draw_prompts(documents: Sequence[Document], count: int, length: int, seed: i
     """
     choose = random.Random(seed)
     weights = [len(document.tokens) if not document.prompt_length else length for document in documents]
+    chats = [document for document in documents if document.prompt_length]
+    choose.shuffle(chats)
+    in_turn = cycle(chats)
     prompts = []
     for document in choose.choices(documents, weights, k=count):
         if document.prompt_length:
+            document = next(in_turn)
             prompts.append(document.tokens[: document.prompt_length][-(length // 2) :])
             continue
         size = choose.randint(max(1, length // 16), max(1, length // 2))

@@ -220,6 +220,12 @@ class TestContinuations:
         continue_prompts(target, [[1, 2, 3]] * 8, 6, sampled_share=0.25, batch_size=1)
         assert sampled == [False, False, False, True] * 2
 
+    def test_chats_are_drawn_in_turn(self):
+        chats = [Document([first, *range(30)], prompt_length=9) for first in range(100, 107)]
+        drawn = [prompt[0] for prompt in draw_prompts(chats, 20, 32, seed=0)]
+        assert [sorted(drawn[start : start + 7]) for start in (0, 7)] == [list(range(100, 107))] * 2
+        assert drawn[:7] != sorted(drawn[:7])
+
     def test_prompts_are_pieces_of_text_and_beginnings_of_chats(self):
         text, chat = Document(list(range(100, 160))), Document(list(range(40)), prompt_length=30)
         prompts = draw_prompts([text, chat], 60, 32, seed=0)

@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.generation import GenerationMixin
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
@@ -114,7 +114,7 @@ def generate_speculatively(
         model_profile(model)
         # Last, because it may load weights.
         if call.entry is None:
-            call.speculator = _speculator(model, call.asked)
+            call.speculator = _speculator(model, call.asked, call.tokenizers)
         else:
             call.speculator = load_configured(model, call.entry, call.asked.num_speculative_tokens)
         if call.speculator.stock_assistant is not None:
@@ -139,6 +139,7 @@ class _Call:
         entry (`Any`): Entry of the generation config, where it is that which asks; otherwise `None`.
         is_asked (`bool`): Errors are raised. A generation config that came with the model asks for nothing that the
             call cannot do without.
+        tokenizers (`tuple`, *optional*): Those of the target and the draft model, where the call brings both.
         speculator (`Speculator`, *optional*): The drafter, once it is loaded.
         loop (`DecodingLoop`, *optional*): The loop, once it has begun.
     """
@@ -148,6 +149,7 @@ class _Call:
     asked: SpeculativeArguments
     entry: Any = None
     is_asked: bool = True
+    tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None
     speculator: Speculator | GivenCandidateGenerator | None = None
     loop: DecodingLoop | None = None
     began: float = field(default_factory=perf_counter)
@@ -197,7 +199,14 @@ class _Call:
             return False
         if not self.is_asked and is_refused(self.model, self.entry):
             return False
-        tokenizer = self.arguments.pop("tokenizer", None)
+        tokenizer, of_draft = (self.arguments.pop(name, None) for name in ("tokenizer", "assistant_tokenizer"))
+        if of_draft is not None:
+            if tokenizer is None:
+                raise SpecConfigError(
+                    "`assistant_tokenizer` is given without `tokenizer`, that of the model. Pass both, or name the "
+                    "draft model's in speculative={'draft_tokenizer': ...}."
+                )
+            self.tokenizers = (tokenizer, of_draft)
         if (strings := _effective(self.model, self.arguments, "stop_strings")) is not None:
             _prepare_stop_strings(self.model, self.arguments, strings, tokenizer)
         return True
@@ -375,11 +384,20 @@ def _first_arguments(self, inputs=None, generation_config=None, **kwargs):
     """The arguments of `generate()` that are ever given without their names."""
 
 
-def _speculator(model: PreTrainedModel, asked: SpeculativeArguments) -> Speculator | GivenCandidateGenerator:
+def _speculator(
+    model: PreTrainedModel,
+    asked: SpeculativeArguments,
+    tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
+) -> Speculator | GivenCandidateGenerator:
     """The drafter that the arguments of a call name, loaded."""
     assistant, draft_model = asked.assistant, asked.spec_model
     if assistant is not None:
         is_loaded = isinstance(assistant, (Speculator, HfCandidateGenerator))
+        if is_loaded and tokenizers is not None:
+            raise SpecConfigError(
+                "`assistant_tokenizer` belongs to a draft model, and `assistant` is a loaded "
+                f"{type(assistant).__name__}. Pass the draft model, or load_speculator(..., tokenizers=...)."
+            )
         if is_loaded and asked.given.keys() == {"assistant"}:
             return assistant if isinstance(assistant, Speculator) else GivenCandidateGenerator(assistant)
         if not isinstance(assistant, torch.nn.Module):
@@ -392,7 +410,7 @@ def _speculator(model: PreTrainedModel, asked: SpeculativeArguments) -> Speculat
         draft_model = assistant
     name = "draft_model" if isinstance(draft_model, torch.nn.Module) else "model"
     settings = {name: draft_model, "method": asked.spec_method, "num_speculative_tokens": asked.num_speculative_tokens}
-    return load_speculator(model, asked.speculative, **settings)
+    return load_speculator(model, asked.speculative, tokenizers=tokenizers, **settings)
 
 
 def _why_no_assistant(assistant: Any, is_loaded: bool) -> str:
@@ -429,7 +447,6 @@ _UNSUPPORTED = {
 
 _UNSUPPORTED_ARGUMENTS = {
     "assistant_model": "Pass the draft model as `assistant` or `spec_model` instead.",
-    "assistant_tokenizer": "Draft models with another tokenizer are not supported.",
     "cache_params": "It does not tell how many tokens it has read. Give the whole text as the prompt.",
     "custom_generate": "It replaces the decoding loop, and so does speculation.",
 }

@@ -15,6 +15,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .candidate_generators.base import CandidateGenerator
@@ -57,6 +58,7 @@ def load_speculator(
     config: Any = None,
     *,
     draft_model: torch.nn.Module | None = None,
+    tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
     **settings: Any,
 ) -> Speculator:
     """Loads what a method needs for a target, once: a second call with the same settings shares what was loaded.
@@ -69,6 +71,8 @@ def load_speculator(
             With the method "auto", or one that needs weights, and no model: the best drafter (of that method) that is
             found for the target and that loads.
         draft_model (`PreTrainedModel`, *optional*): A loaded draft model, in place of the `model` setting.
+        tokenizers (`tuple`, *optional*): Those of the target and of a draft model with another one; by default those
+            that lie beside the two.
         settings: Flat settings that take precedence over those of `config`.
 
     Returns:
@@ -83,18 +87,26 @@ def load_speculator(
     resolved = resolve(config, settings, target_model.config)
     if resolved.is_to_be_found and draft_model is None:
         return _load_found(target_model, resolved)
-    return _load(target_model, resolved, draft_model)
+    return _load(target_model, resolved, draft_model, tokenizers)
 
 
 def _load(
-    target_model: torch.nn.Module, resolved: SpeculativeConfig, draft_model: torch.nn.Module | None = None
+    target_model: torch.nn.Module,
+    resolved: SpeculativeConfig,
+    draft_model: torch.nn.Module | None = None,
+    tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
 ) -> Speculator:
     generator_class = resolve_candidate_generator(resolved.method)
+    if tokenizers is not None and not is_language_model(resolved.method):
+        raise SpecConfigError(
+            f"`assistant_tokenizer` is the tokenizer of a draft model, and method='{resolved.method}' drafts without "
+            "one that has a tokenizer of its own. Leave it out."
+        )
     if draft_model is not None:
         _check_takes(generator_class, resolved.method, draft_model)
     if resolved.draft_tensor_parallel_size != 1:
         _check_processes(resolved.draft_tensor_parallel_size, draft_model)
-    resources = _resources(generator_class, resolved, target_model, draft_model)
+    resources = _resources(generator_class, resolved, target_model, draft_model, tokenizers)
     network = generator_class.network(resources)
     for model in filter(None, (target_model, network)):
         prepare_products(model)
@@ -260,17 +272,26 @@ def _resources(
     config: SpeculativeConfig,
     target_model: torch.nn.Module,
     draft_model: torch.nn.Module | None,
+    tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
 ) -> Any:
     """Everything that a method loads, shared by all configurations that load the same."""
     given: dict[str, Any] = {} if draft_model is None else {"draft_model": draft_model}
     if generator_class.parts:
         # Weights are shared with calls that use that part alone.
-        given["load_part"] = _resources
+        given["load_part"] = partial(_resources, tokenizers=tokenizers)
+    elif tokenizers is not None:
+        given["tokenizers"] = tokenizers
     load = partial(generator_class.load, config, target_model, **given)
     key = (config.method, draft_model is not None, config.written(generator_class.loaded_by))
+    key += tuple(map(_known_as, tokenizers or ()))
     source = generator_class.loaded_from(config, target_model) if draft_model is None else None
     files = None if source is None else RepoFiles.of(source)
     return record_of(target_model).load_once(key, generator_class, load, files, draft_model)
+
+
+def _known_as(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, ...]:
+    """A tokenizer, such that one that is loaded again is the same. A wrong one costs acceptance, never the output."""
+    return type(tokenizer), tokenizer.name_or_path or id(tokenizer), len(tokenizer)
 
 
 def _profile(

@@ -31,6 +31,8 @@ _SHAPES = {
     "recycling large tree": {"num_draft_nodes": 40},
     "draft_model": {},
     "draft_model confident": {"draft_confidence_threshold": 0.5},
+    "draft_model shared tokens": {"draft_vocabulary": "shared_tokens"},
+    "draft_model re-encoded": {"draft_vocabulary": "text"},
     "medusa": {},
     "medusa chain": {"num_speculative_tokens": 3},
     "medusa static tree": {"speculative_token_tree": _STATIC_TREE},
@@ -81,8 +83,16 @@ _SHAPES |= {
 }
 
 # Rows with another checkpoint than their method's: what it is, and where.
-_DFLASH2 = Path(__file__).parent / "fixtures" / "demo" / "drafters" / "dflash2"
-OTHER_CHECKPOINTS = {name: ("a DFlash 2 draft", str(_DFLASH2)) for name in ("dflash selector", "dflash selector tree")}
+_FIXTURES = Path(__file__).parent / "fixtures"
+_DFLASH2 = _FIXTURES / "demo" / "drafters" / "dflash2"
+_OTHER_TOKENIZER = _FIXTURES / "draft_model" / "other_tokenizer"
+OTHER_CHECKPOINTS = {
+    **{name: ("a DFlash 2 draft", str(_DFLASH2)) for name in ("dflash selector", "dflash selector tree")},
+    **{
+        name: ("a draft model with another tokenizer", str(_OTHER_TOKENIZER))
+        for name in ("draft_model shared tokens", "draft_model re-encoded")
+    },
+}
 
 # Settings that make a method draft chains where it would draft trees.
 _CHAINS = {
@@ -132,7 +142,9 @@ def settings_of(name: str, **settings) -> dict:
     """The settings of a row of the table, for `generate(speculative=...)`."""
     method = name.partition(" ")[0]
     _, path = OTHER_CHECKPOINTS.get(name, (None, CHECKPOINTS.get(parts_of(method)[-1])))
-    model = {} if path is None else {"model": path, **({"same_tokenizer": True} if "draft_model" in method else {})}
+    model = {} if path is None else {"model": path}
+    if "draft_model" in method and name not in OTHER_CHECKPOINTS:
+        model["same_tokenizer"] = True
     return {"method": method, **model, **_SHAPES[name], **settings}
 
 
@@ -153,7 +165,7 @@ def exemption(name: str, test: str) -> str | None:
         return "its drafts are chosen"
     if (
         "drawn" in test
-        and name != "dflash selector"
+        and name not in ("dflash selector", "draft_model shared tokens")
         and (" " in name or "+" in name and name not in _DRAWN_COMBINATIONS)
     ):
         return "drawn drafts are the chains of another row"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..candidate_generators.draft_model.network import checkpoint_location, compare_token_tables, token_table
+from ..candidate_generators.draft_model.network import checkpoint_location, draft_tokenizer
+from ..candidate_generators.draft_model.vocabularies import difference, relation
+from ..candidate_generators.draft_model.vocabulary import Vocabulary
 from ..checkpoints.files import RepoFiles
-from ..errors import CheckpointFormatError
+from ..errors import CheckpointFormatError, SpecConfigError
 from ..hub.detect import Detection, detect
 from ..hub.inspect import target_problems
 from ..kernels import products
@@ -107,8 +109,11 @@ def tokenizer_findings(config: SpeculativeConfig, tokenizer: PreTrainedTokenizer
     """About the tokenizer and the chat template beside the drafter, against the target's."""
     if config.model is None:
         return
-    location = checkpoint_location(config)
-    theirs = token_table(config.model, location)
+    try:
+        theirs = draft_tokenizer(config, config.model, checkpoint_location(config))
+    except SpecConfigError as error:
+        yield Finding("tokenizer", "error", str(error), "Correct `draft_tokenizer`.")
+        return
     is_whole = is_language_model(config.method)
     if theirs is None:
         if is_whole and not getattr(config.options, "same_tokenizer", False):
@@ -116,23 +121,40 @@ def tokenizer_findings(config: SpeculativeConfig, tokenizer: PreTrainedTokenizer
                 "tokenizer",
                 "warning",
                 "The draft model has no tokenizer beside it, so that the tables cannot be compared.",
-                "Make sure that it speaks the target's tokens, and say so by same_tokenizer=True.",
+                "Name its tokenizer as `draft_tokenizer`, or say by same_tokenizer=True that it is the target's.",
             )
         return
-    try:
-        compare_token_tables(tokenizer.get_vocab(), theirs, ["target", config.model])
-    except CheckpointFormatError as error:
-        status: Status = "error" if is_whole else "warning"
-        yield Finding("tokenizer", status, str(error), "Use a drafter with the target's tokenizer.")
+    differs = difference(tokenizer.get_vocab(), theirs.get_vocab())
+    if differs is None:
+        yield Finding("tokenizer", "ok", f"Both tokenizers have the same {len(theirs.get_vocab())} tokens.")
+    elif is_whole and not getattr(config.options, "same_tokenizer", False):
+        yield _mapping_finding(config, tokenizer, theirs)
     else:
-        yield Finding("tokenizer", "ok", f"Both tokenizers have the same {len(theirs)} tokens.")
-    yield from _template_findings(config, location, tokenizer)
+        remedy = "Use a drafter with the target's tokenizer" + (
+            ", or leave out `same_tokenizer`." if is_whole else "."
+        )
+        note = f"Target and drafter have different tokenizers: {differs}."
+        yield Finding("tokenizer", "error" if is_whole else "warning", note, remedy)
+    yield from _template_findings(theirs, tokenizer)
 
 
-def _template_findings(
-    config: SpeculativeConfig, location: dict[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[Finding]:
-    own = getattr(AutoTokenizer.from_pretrained(config.model, **location), "chat_template", None)
+def _mapping_finding(
+    config: SpeculativeConfig, tokenizer: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase
+) -> Finding:
+    """About a draft model with another tokenizer."""
+    target, draft = Vocabulary(tokenizer), Vocabulary(theirs)
+    sizes = (max(target.texts) + 1, max(draft.texts) + 1, max(draft.texts) + 1)
+    try:
+        found = relation(target, draft, sizes, config.options.draft_vocabulary, ["target", config.model])
+    except CheckpointFormatError as error:
+        return Finding("tokenizer", "error", str(error), "Use a draft model with the target's tokenizer.")
+    note = found.note or ""
+    note = f"{note[:1].upper()}{note[1:]}."
+    return Finding("tokenizer", "ok", note, "A draft model with the target's tokenizer has more drafts accepted.")
+
+
+def _template_findings(theirs: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+    own = getattr(theirs, "chat_template", None)
     if own is None or tokenizer.chat_template is None:
         return
     if own == tokenizer.chat_template:

@@ -29,9 +29,10 @@ from transformers import CONFIG_MAPPING
 from transformers.utils import logging
 
 from ..arguments import is_off
-from ..candidate_generators.draft_model.network import compare_token_tables, token_table
+from ..candidate_generators.draft_model.vocabularies import difference
+from ..candidate_generators.draft_model.vocabulary import load_tokenizer
 from ..checkpoints.files import RepoFiles
-from ..errors import CheckpointFormatError, SpecConfigError
+from ..errors import SpecConfigError
 from ..method import (
     built_in_methods,
     drafting_method,
@@ -265,14 +266,8 @@ class Search:
             (candidate.model, candidate.settings.get("revision")),
         ]
         access = asdict(self.access.offline)
-        tables = [token_table(name, {**access, "revision": revision}) for name, revision in named]
-        if None in tables:
-            return False
-        try:
-            compare_token_tables(*tables, [self.target.name, candidate.model])
-        except CheckpointFormatError:
-            return False
-        return True
+        tokenizers = [load_tokenizer(name, {**access, "revision": revision}) for name, revision in named]
+        return None not in tokenizers and difference(*(tokenizer.get_vocab() for tokenizer in tokenizers)) is None
 
     def _reasons_not_to_choose(self, files: RepoFiles, found: Detection, candidate: Candidate) -> Iterator[str]:
         """Reasons against choosing a loadable drafter that nobody has named."""

@@ -20,6 +20,7 @@ from hf_specdec.diagnosis import diagnose
 from hf_specdec.diagnosis.probe import Acceptance, _count, consistent_meaning
 from hf_specdec.drafting.entries import DraftEntries
 from tests.diagnosis.planted import damaged, give_draft_vocabulary, shuffle_states
+from tests.methods import OTHER_CHECKPOINTS
 from tests.models import letter_tokenizer, tiny_llama
 
 
@@ -146,6 +147,16 @@ def test_another_tokenizer(target, tokenizer, tmp_path):
     found = check(target, tokenizer, spec, tokens=8)
     assert statuses(found)["tokenizer"] == "error"
     assert "different tokenizers" in next(f.found for f in found.findings if f.check == "tokenizer")
+
+
+def test_a_draft_model_with_another_tokenizer(target, tokenizer):
+    spec = {"method": "draft_model", "model": OTHER_CHECKPOINTS["draft_model re-encoded"][1]}
+    found = check(target, tokenizer, spec, tokens=8)
+    (finding,) = (finding for finding in found.findings if finding.check == "tokenizer")
+    assert finding.status == "ok"
+    assert "drafts are re-encoded as text, 1406 tokens are in both" in finding.found
+    found = check(target, tokenizer, spec | {"draft_tokenizer": "/nowhere"})
+    assert statuses(found)["tokenizer"] == "error"
 
 
 # Defects that a probe shows

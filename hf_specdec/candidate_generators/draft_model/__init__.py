@@ -24,7 +24,7 @@ METHODS = (
     Method(
         name="draft_model",
         noun="draft model",
-        drafts_from="a small model with the same tokenizer",
+        drafts_from="a small model, best with the same tokenizer",
         folder=__name__,
         generator="generator:DraftModelCandidateGenerator",
         formats="formats",

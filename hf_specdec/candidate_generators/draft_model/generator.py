@@ -1,7 +1,7 @@
 """Draft model: a small causal language model writes a few tokens ahead of the target.
 
 Leviathan et al. 2023 (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318). Checkpoint: any causal language model
-of transformers with the target's tokenizer; the widths of the two vocabularies may be padded differently.
+of transformers. Its tokenizer may be another than the target's, see `vocabularies.py`.
 Its keys and values stay in slots of their own from cycle to cycle: a cycle feeds the one or two tokens that the target
 has added, then one token a draft.
 
@@ -36,14 +36,17 @@ from ...errors import SpecConfigError, shown
 from ...logits.processors import ProcessorStack
 from ...logits.sampling import DraftSampler
 from ...protocol import Commit, DraftStep, Prompt, Session
+from ...settings.values import plain_path
 from ...transfers import PendingRead, last_of_each, upload
 from ...validation import Options, draft_sample_method_field, setting
 from ..base import CandidateGenerator
-from .network import Vocabularies, checkpoint_location, load_draft_model, mask_token_of, match_vocabularies
+from .network import checkpoint_location, draft_tokenizer, load_draft_model, mask_token_of
+from .vocabularies import RowText, SameTokens, match_vocabularies
+from .vocabulary import load_tokenizer
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from ...settings import SpeculativeConfig
 
@@ -72,6 +75,17 @@ class DraftModelOptions(Options):
     same_tokenizer: bool = setting(
         False,
         "Do not compare the tokenizers: you know that they are the same.",
+    )
+    draft_tokenizer: str | None = setting(
+        None,
+        "Repo id or folder of the draft model's tokenizer, where it does not lie beside the draft model.",
+        normalize=plain_path,
+    )
+    draft_vocabulary: Literal["auto", "shared_tokens", "text"] = setting(
+        "auto",
+        "For draft models with another tokenizer: `shared_tokens` drafts among the tokens that both have (TLI), "
+        "`text` re-encodes what the draft writes (SLEM, universal assisted generation). `auto` takes the text where "
+        "few tokens are shared.",
     )
 
 
@@ -104,13 +118,13 @@ class DraftModel:
 
     Attributes:
         model (`PreTrainedModel`): The loaded model.
-        vocabularies (`Vocabularies`): Relation of its vocabulary to the target's.
+        vocabularies (`SameTokens`): Relation of its vocabulary to the target's.
         mask_token (`int`, *optional*): The token in whose places it drafts all tokens at once; `None`: it drafts one
             token after the other.
     """
 
     model: torch.nn.Module
-    vocabularies: Vocabularies
+    vocabularies: SameTokens
     mask_token: int | None = None
 
 
@@ -150,11 +164,15 @@ class DraftModelCandidateGenerator(CandidateGenerator):
     options_class = DraftModelOptions
     default_num_speculative_tokens = 5
     most_speculative_tokens: int | None = 12
-    loaded_by: ClassVar[tuple[str, ...]] = (*_LOADING, "same_tokenizer")
+    loaded_by: ClassVar[tuple[str, ...]] = (*_LOADING, "same_tokenizer", "draft_tokenizer", "draft_vocabulary")
 
     @classmethod
     def load(
-        cls, config: SpeculativeConfig, target_model: torch.nn.Module, draft_model: torch.nn.Module | None = None
+        cls,
+        config: SpeculativeConfig,
+        target_model: torch.nn.Module,
+        draft_model: torch.nn.Module | None = None,
+        tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
     ) -> DraftModel:
         location = None
         if draft_model is None:
@@ -164,7 +182,13 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             _check_nothing_to_load(config)
         with nullcontext() if location is None else checkpoint_errors(config.model):
             model_profile(draft_model, role="draft model")
-            vocabularies = match_vocabularies(draft_model, target_model, config.options.same_tokenizer, location)
+            if tokenizers is None and not config.options.same_tokenizer:
+                beside = draft_model.config.name_or_path
+                tokenizers = (
+                    load_tokenizer(target_model.config.name_or_path),
+                    draft_tokenizer(config, beside, location),
+                )
+            vocabularies = match_vocabularies(draft_model, target_model, config.options.draft_vocabulary, tokenizers)
         return DraftModel(draft_model, vocabularies, mask_token_of(draft_model))
 
     @classmethod
@@ -176,12 +200,14 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         model = resources.model
         self.device: torch.device = model.device
         self._tokens_ahead = 0 if session.device.type == "cpu" else 1
-        self.vocabularies: Vocabularies = resources.vocabularies
+        self.vocabularies: SameTokens = resources.vocabularies
         self.mask_token: int | None = resources.mask_token
         if self.mask_token is not None and config.fixed_length is None:
             self.num_speculative_tokens = _TOKENS_AT_ONCE
         # The stock protocol has no sampler; it verifies drafts as point masses.
         self.sampler: DraftSampler = session.sampler or _plain_sampler(self.vocabularies.target_size)
+        if not self.vocabularies.drafts_target_tokens:
+            self.sampler = _plain_sampler(self.vocabularies.draft_size)
         own_limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if own_limit and config.max_model_len and config.max_model_len > own_limit:
             raise SpecConfigError(
@@ -190,8 +216,8 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             )
         limits = {"max_model_len": config.max_model_len, "the draft model's max_position_embeddings": own_limit}
         limits = {name: limit for name, limit in limits.items() if limit} or {"max_length": session.max_length}
-        if ignored := _ignored_settings(model, config):
-            self._note(ignored)
+        for note in filter(None, (_ignored_settings(model, config), self.vocabularies.note)):
+            self._note(note)
         self._limiting = min(limits, key=limits.get)
         self.longest = limits[self._limiting]
         self.samples_drafts: bool | None = not self.sampler.is_greedy and self.options.draft_sample_method != "greedy"
@@ -199,30 +225,30 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self.model: SlotModel = slot_model(model, SlotCache(0))
         self.model.max_position = self.longest - 1
         self.rows: list[int] = []  # the rows that are drafted for; one leaves when it gets too long
-        self.pending: list[list[int]] = []  # committed tokens of each that have not been fed
-        self.num_fed_drafts: list[int] = []  # draft tokens of the last cycle in the cache
+        self.texts: list[RowText] = []  # what it has of each of them
         self.mark: tuple[Any, ...] | None = None  # where a recurrent draft model stood before them
 
     def prefill(self, prompt: Prompt) -> None:
-        tokens = prompt.input_ids
-        if tokens.shape[1] == 0:
+        count = len(prompt.starts)
+        if prompt.input_ids.shape[1] == 0:
             # Of a prompt of embeddings nothing can be read: the draft model begins a text.
-            tokens = tokens.new_full((len(prompt.starts), 1), _first_token(self.model.model.config))
+            tokens = prompt.input_ids.new_full((count, 1), _first_token(self.model.model.config))
+            starts, texts = [0] * count, [RowText() for _ in range(count)]
+        else:
+            tokens, starts, texts = self.vocabularies.prompts(prompt)
         length = tokens.shape[1]
         # One more: the target's first token.
-        fits = [not self._is_too_long(length - start + 1) for start in prompt.starts]
-        self.rows = [row for row, fit in enumerate(fits) if fit]
+        self.rows = [row for row in range(count) if not self._is_too_long(length - starts[row] + 1)]
         if not self.rows:
             return
+        self.texts = [texts[row] for row in self.rows]
         self.model.cache.capacity = length + min(self.session.max_length - length, 1024) + 1
         graphs = call_graphs(self.model.model, enforce_eager=self.config.enforce_eager)
         self.model.use_graphs(graphs)
         if graphs is not None:
             self.session.draft_graphs.append(graphs)
-        tokens = tokens[self.rows] if len(self.rows) < len(fits) else tokens
-        self.model.prefill(self._readable(tokens), [prompt.starts[row] for row in self.rows])
-        self.pending = [[] for _ in self.rows]
-        self.num_fed_drafts = [0] * len(self.rows)
+        tokens = tokens[self.rows] if len(self.rows) < count else tokens
+        self.model.prefill(tokens.to(self.device), [starts[row] for row in self.rows])
 
     def _is_too_long(self, length: int) -> bool:
         """A row of `length` tokens, the anchor included, leaves no room for drafts; noted once."""
@@ -248,39 +274,45 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         where = {row: index for index, row in enumerate(commit.rows)}
         # Rows may have finished while nothing was drafted.
         self._drop([row not in where for row in self.rows])
-        lengths = self.model.cache.lengths
-        for index, row in enumerate(self.rows):
-            position = where[row]
-            committed = commit.token_lists[position]
-            # The last token is the next anchor. It is fed in any case, for its logits; where rows are held to equal
-            # lengths, it may be an accepted draft token.
-            kept = min(commit.num_accepted[position], self.num_fed_drafts[index], len(committed) - 1)
+        for index, (row, text) in enumerate(zip(self.rows, self.texts)):
+            position, num_fed = where[row], text.num_fed
             if self.mark is not None:
-                kept = 0
-            lengths[index] -= self.num_fed_drafts[index] - kept
-            self.num_fed_drafts[index] = 0
-            self.pending[index].extend(committed[kept:])
+                text.num_fed = 0
+            kept = self.vocabularies.commit(text, commit.token_lists[position], commit.num_accepted[position])
+            self.model.cache.lengths[index] -= num_fed - kept
+            text.num_fed = 0
         if self.mark is not None:
             self.model.recurrent.return_to(self.mark)
             self.mark = None
 
     def propose(self, step: DraftStep) -> DraftTree:
         where = {row: index for index, row in enumerate(step.rows)}
-        self._drop([row not in where or self._is_too_long(step.lengths[where[row]]) for row in self.rows])
+        self._drop(
+            [
+                row not in where or self._is_too_long(max(step.lengths[where[row]], own))
+                for row, own in zip(self.rows, self._own_lengths())
+            ]
+        )
         self._drop_rows_out_of_step()
         order = [where[row] for row in self.rows]
         most = self.draft_depths(step)
-        depths = [most[index] for index in order]
+        depths = [min(most[index], self.longest - own) for index, own in zip(order, self._own_lengths())]
         if max(depths, default=0) == 0:
             return DraftTree.empty(len(step.rows), self.session.device)
         chain, counts = self._draft([step.lengths[index] for index in order], depths)
-        return self._for_all_rows(step, order, chain.draft(counts))
+        draft = self.vocabularies.draft(chain, counts, depths, self.texts)
+        return self._for_all_rows(step, order, draft)
+
+    def _own_lengths(self) -> list[int]:
+        """Tokens of each row in the draft's segmentation, the anchor included."""
+        places = zip(self.model.cache.lengths, self.model.starts, self.texts)
+        return [length - start + len(text.pending) for length, start, text in places]
 
     def _drop_rows_out_of_step(self) -> None:
         """A draft that takes slots for positions would misread rows of different lengths."""
         if not self.rows or not self.model.profile.counts_slots:
             return
-        ends = {length + len(tokens) for length, tokens in zip(self.model.cache.lengths, self.pending)}
+        ends = {length + len(text.pending) for length, text in zip(self.model.cache.lengths, self.texts)}
         if len(ends) > 1:
             name = type(self.model.model).__name__
             self._note(f"no drafts once rows differ in length ({name} tells positions from the order of its cache)")
@@ -299,7 +331,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         next_logits = self._logits_at_once(max(depths)) if self.mask_token is not None else self._logits_one_by_one()
         for depth in range(max(depths)):
             logits = next_logits(chain.tokens)
-            scores = chain.scores(logits.to(self.session.device))
+            scores = chain.scores(self.vocabularies.logits(logits.to(self.session.device)))
             tokens = chain.choose(scores)
             if stops:
                 counts = self._stop_low_confidence(counts, scores, tokens, depth + 1)
@@ -307,14 +339,17 @@ class DraftModelCandidateGenerator(CandidateGenerator):
                 # A GPU is asked about the token before, so that it always has one more to work on.
                 if len(have_stopped) > self._tokens_ahead and have_stopped.popleft().get():
                     break
-        self.num_fed_drafts = [0 if self.mask_token is not None else len(chain.tokens) - 1] * len(self.rows)
+        for text in self.texts:
+            text.num_fed = 0 if self.mask_token is not None else len(chain.tokens) - 1
         return chain, counts
 
     def _logits_one_by_one(self) -> Callable[[list[torch.LongTensor]], torch.Tensor]:
         """The logits after drafted tokens, each fed when it has been chosen."""
 
         def after(tokens: list[torch.LongTensor]) -> torch.Tensor:
-            return self._feed(self._readable(tokens[-1])[:, None]) if tokens else self._feed_pending()[:, 0]
+            if not tokens:
+                return self._feed_pending()[:, 0]
+            return self._feed(self.vocabularies.inputs(tokens[-1].to(self.device))[:, None])
 
         return after
 
@@ -337,19 +372,21 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         Returns:
             `torch.Tensor` of shape `(R, num_masks + 1, W)`: Logits after each row's anchor and after the masks.
         """
-        counts = list(map(len, self.pending))
+        pending = [text.pending for text in self.texts]
+        counts = list(map(len, pending))
         masks = [self.mask_token] * num_masks
         width = max(counts) + num_masks
         # Shorter rows are padded on the right: those slots lie after the row and are written again.
-        rows = [row + (masks or row[-1:]) for row in self.pending]
+        rows = [row + (masks or row[-1:]) for row in pending]
         tokens = upload([(row + row[-1:] * width)[:width] for row in rows], self.device)
         # Logits of what was committed in a pause would cost more than reading it.
         known = min(counts) - 1
-        output = self.model.forward(self._readable(tokens), chain_topology(width - 1, self.device), logits_from=known)
+        output = self.model.forward(tokens, chain_topology(width - 1, self.device), logits_from=known)
         self.model.commit(counts)
         if self.model.recurrent is not None:
             self.mark = self.model.recurrent.mark()
-        self.pending = [[] for _ in self.rows]
+        for text in self.texts:
+            text.pending = []
         if not num_masks:
             return last_of_each(output.logits, [count - known for count in counts])[:, None]
         places = upload(
@@ -362,14 +399,6 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         output = self.model.forward(tokens, chain_topology(0, self.device))
         self.model.commit([1] * len(self.rows))
         return output.logits[:, -1]
-
-    def _readable(self, tokens: torch.LongTensor) -> torch.LongTensor:
-        """Tokens on the draft's device; ids that its embedding lacks are replaced, which costs acceptance only."""
-        tokens = tokens.to(self.device)
-        readable = self.vocabularies.draft_embedding_size
-        if readable < self.vocabularies.target_size:
-            tokens = tokens.masked_fill(tokens >= readable, 0)
-        return tokens
 
     def _for_all_rows(self, step: DraftStep, order: list[int], draft: DraftTree) -> DraftTree:
         """The drafts in the loop's order of rows; rows that are not drafted for get none."""
@@ -395,8 +424,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             return
         keep = compact(gone)
         self.rows = [self.rows[index] for index in keep]
-        self.pending = [self.pending[index] for index in keep]
-        self.num_fed_drafts = [self.num_fed_drafts[index] for index in keep]
+        self.texts = [self.texts[index] for index in keep]
         if keep:
             self.model.keep_rows(keep)
 
@@ -410,8 +438,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             self.model.join(other.model)
         self.longest = max(self.longest, other.longest)
         self.rows = self.rows + [numbers[row] for row in other.rows]
-        self.pending = self.pending + other.pending
-        self.num_fed_drafts = self.num_fed_drafts + other.num_fed_drafts
+        self.texts = self.texts + other.texts
 
     def close(self) -> None:
         self.model.close()

@@ -1,4 +1,4 @@
-"""Draft models: any causal language model that speaks the target's tokens, loaded and checked against the target."""
+"""Draft models: any causal language model that transformers loads."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import logging as python_logging
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 from transformers.utils.import_utils import is_bitsandbytes_available
 
@@ -20,8 +19,9 @@ from ...checkpoints.loading import loads_checkpoint
 from ...checkpoints.settings import MOST, is_int
 from ...checkpoints.weight_headers import TensorTable
 from ...errors import MOST_SHOWN, CheckpointFormatError, MissingDependencyError, SpecConfigError, shown
-from ...target_facts import MAX_VOCABULARY_GAP, draft_device, vocabulary_size
+from ...target_facts import draft_device
 from ...threads import Lock
+from .vocabulary import load_tokenizer
 
 
 logger = logging.get_logger(__name__)
@@ -170,6 +170,37 @@ def checkpoint_location(config: Any) -> dict[str, Any]:
     return location | {name: value for name, value in given.items() if value not in (None, "")}
 
 
+def draft_tokenizer(
+    config: Any, beside: str | None, location: dict[str, Any] | None = None
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a draft model; `None` where none was named and none lies beside it.
+
+    Args:
+        config (`SpeculativeConfig`): `draft_tokenizer`, and how repositories are reached.
+        beside (`str`, *optional*): Folder or repo id of the draft model.
+        location (`dict`, *optional*): Where in there it lies, from [`checkpoint_location`].
+
+    Raises:
+        SpecConfigError: `draft_tokenizer` names none.
+    """
+    named = getattr(config.options, "draft_tokenizer", None)
+    if named is None:
+        return load_tokenizer(beside, location)
+    # The others say where in the draft model's repository something is.
+    access = {
+        name: value
+        for name, value in checkpoint_location(config).items()
+        if name not in ("revision", "code_revision", "subfolder")
+    }
+    tokenizer = load_tokenizer(named, access)
+    if tokenizer is None:
+        raise SpecConfigError(
+            f"`draft_tokenizer`={shown(named)} holds no tokenizer that can be loaded. Name a folder or repository "
+            "that has one, or pass both tokenizers to generate() as `tokenizer` and `assistant_tokenizer`."
+        )
+    return tokenizer
+
+
 def _loading_arguments(config: Any, target_model) -> dict[str, Any]:
     arguments = {"dtype": target_model.dtype if config.dtype is None else config.dtype}
     if config.quantization:
@@ -229,94 +260,3 @@ def _quantization_config(name: str, dtype: Any) -> BitsAndBytesConfig:
 
 def _is_no_cast_message(record: python_logging.LogRecord) -> bool:
     return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
-
-
-@dataclass(frozen=True)
-class Vocabularies:
-    """Relation of two vocabularies of the same tokenizer.
-
-    Attributes:
-        target_size (`int`): Width of the target's logits.
-        draft_size (`int`): Width of the draft's logits.
-        draft_embedding_size (`int`): Rows of the draft's embedding; it can read the ids below.
-    """
-
-    target_size: int
-    draft_size: int
-    draft_embedding_size: int
-
-
-def match_vocabularies(
-    draft_model: Any, target_model: Any, assume_same: bool = False, location: dict[str, Any] | None = None
-) -> Vocabularies:
-    """Checks that draft and target speak the same tokens; their logits may be padded to different widths.
-
-    The tokenizers of both checkpoints are compared where they can be found. The sizes alone prove nothing: padded
-    vocabularies of one tokenizer differ in size, and different tokenizers may agree in it.
-
-    Args:
-        draft_model, target_model (`PreTrainedModel`): The two models.
-        assume_same (`bool`): Do not compare the tokenizers.
-        location (`dict`, *optional*): Where the draft's tokenizer lies, from `checkpoint_location`.
-
-    Raises:
-        CheckpointFormatError: The tokenizers differ, or nothing shows that they agree.
-    """
-    readable = draft_model.get_input_embeddings().weight.shape[0]
-    sizes = Vocabularies(vocabulary_size(target_model), vocabulary_size(draft_model), readable)
-    if assume_same:
-        return sizes
-    names = [model.config.name_or_path for model in (target_model, draft_model)]
-    target_tokens, draft_tokens = token_table(names[0]), token_table(names[1], location)
-    if target_tokens and draft_tokens:
-        compare_token_tables(target_tokens, draft_tokens, names)
-    elif sizes.target_size != sizes.draft_size:
-        raise CheckpointFormatError(
-            f"Target and draft model have vocabularies of {sizes.target_size} and {sizes.draft_size} tokens, and no "
-            "tokenizer was found beside them to tell whether these are the same tokens, padded. If they are, pass "
-            "speculative={'method': 'draft_model', 'same_tokenizer': True, ...}."
-        )
-    else:
-        logger.warning_once(
-            "Target and draft model have vocabularies of the same size; their tokenizers could not be compared. If "
-            "they differ, drafts will rarely be accepted (the output stays right)."
-        )
-    return sizes
-
-
-def token_table(name: str | None, location: dict[str, Any] | None = None) -> dict[str, int] | None:
-    """The token strings and ids of the tokenizer in a checkpoint, `None` where there is none that can be loaded."""
-    if not name:
-        return None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **{"trust_remote_code": False, **(location or {})})
-        tokens = tokenizer.get_vocab()
-    except Exception as error:  # noqa: BLE001 - a stranger's files may trip anything
-        logger.debug(f"No tokenizer for '{name}': {error}")
-        return None
-    # Without files transformers makes up a tokenizer of special tokens for some models.
-    ordinary = tokens.keys() - set(tokenizer.all_special_tokens) - tokenizer.get_added_vocab().keys()
-    return tokens if len(ordinary) > 1 else None
-
-
-def compare_token_tables(target: dict[str, int], draft: dict[str, int], names: list[str]) -> None:
-    """Checks that two tables are those of one tokenizer.
-
-    Raises:
-        CheckpointFormatError: They are not.
-    """
-    common = target.keys() & draft.keys()
-    moved = sorted(token for token in common if target[token] != draft[token])
-    # Tokens that one of them lacks may be special tokens added later; a different vocabulary lacks most.
-    missing = max(len(target), len(draft)) - len(common)
-    if not moved and missing <= MAX_VOCABULARY_GAP * len(target):
-        return
-    examples = [f"{token!r} is {target[token]} and {draft[token]}" for token in moved[:3]]
-    if not examples:
-        lacking = sorted(target.keys() - draft.keys())[:3] or sorted(draft.keys() - target.keys())[:3]
-        examples = [f"{token!r} is in one of them only" for token in lacking]
-    raise CheckpointFormatError(
-        f"The target '{names[0]}' ({len(target)} tokens) and the draft model '{names[1]}' ({len(draft)} tokens) have "
-        f"different tokenizers: {len(moved)} common tokens have other ids, {missing} are in one of them only "
-        f"({'; '.join(examples)}). Choose a draft model with the target's tokenizer."
-    )

@@ -140,6 +140,8 @@ CASES = {
     "dflash denoising": ("dflash/reduced_vocabulary", {"dflash_num_denoising_steps": 3}),
     "dflash tree": ("dflash/reduced_vocabulary", {"num_draft_nodes": 12, "num_speculative_tokens": 3}),
     "dflash corrections": ("dflash/corrections", {"num_speculative_tokens": 4}),
+    "dflash corrections with a state": ("dflash/corrections_rnn", {}),
+    "dflash domino": ("dflash/domino", {}),
     "dflash siblings": ("dflash/full", {"num_draft_nodes": 9, "draft_tree_top_k": 3}),
     "dflash selector": ("dflash/selector", {"num_draft_nodes": 0}),
     "dflash selector tree": ("dflash/selector_window_and_scales", {"num_draft_nodes": 12}),

@@ -166,6 +166,9 @@ class TestOfficialRuns:
                 assert length - 1 == expected[f"{entered}anchor_position"]
             proposed = generator.propose(DraftStep([0], anchor, [length], [100]))
             assert torch.equal(proposed.tokens, expected[f"{entered}draft_tokens"])
+            if f"{entered}survival" in expected:
+                survival = proposed.path_log_probs.exp()
+                torch.testing.assert_close(survival, expected[f"{entered}survival"], atol=2e-4, rtol=1e-4)
             if number < 2:
                 count = int(expected[f"{entered}accepted" if name in RUNS else f"{entered}forced_accepted"])
                 committed = [expected[f"{entered}draft_tokens"][0, :count]]
@@ -275,6 +278,16 @@ class Recomputed:
             found.append(self.network.target_ids(row.argmax()[None]).item())
         return prefixes(found)
 
+    def confidences(self, block_size):
+        """Probabilities that tokens are kept, by the head's equation."""
+        found = [path[-1] for path in self.chain(block_size, block_size)]
+        head, confidences = self.network.confidence_head, []
+        for output, before in zip(self.output, [self.anchor.item(), *found]):
+            if self.network.config.confidence_with_markov:
+                output = torch.cat([output, self.network.markov_head.markov_w1.weight[before]])
+            confidences.append(head.proj(output).sigmoid().item())
+        return confidences
+
     def correction(self, position, before):
         """What the tokens of a block before a position, the anchor among them, add to its logits."""
         network, config, output = self.network, self.network.config, self.output[position]
@@ -354,6 +367,7 @@ def prefixes(tokens):
 
 
 SELECTOR = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 5}
+_DSPARK = {"predicts_next": True, "block_size": 6, "markov_rank": 4}
 NETWORKS = {
     "full": {},
     "window_and_full": {"views": (BlockView(4, True), BlockView())},
@@ -371,10 +385,13 @@ NETWORKS = {
         "logit_softcap": 6.0,
     },
     "next_token": {"predicts_next": True, "block_size": 6},
-    "corrections": {"predicts_next": True, "block_size": 6, "markov_rank": 4},
-    "corrections_reduced": {"predicts_next": True, "block_size": 6, "markov_rank": 4, "known": list(range(0, 40, 2))},
-    "corrections_gated": {"predicts_next": True, "block_size": 6, "markov_rank": 4, "markov_head_type": "gated"},
-    "corrections_rnn": {"predicts_next": True, "block_size": 6, "markov_rank": 4, "markov_head_type": "rnn"},
+    "corrections": _DSPARK,
+    "corrections_reduced": {**_DSPARK, "known": list(range(0, 40, 2))},
+    "corrections_gated": {**_DSPARK, "markov_head_type": "gated"},
+    "corrections_rnn": {**_DSPARK, "markov_head_type": "rnn"},
+    "confident": {**_DSPARK, "has_confidence": True, "confidence_with_markov": True},
+    "confident_rnn": {**_DSPARK, "markov_head_type": "rnn", "has_confidence": True, "confidence_with_markov": True},
+    "confident_alone": {"predicts_next": True, "block_size": 6, "has_confidence": True},
     "domino": {"domino": DominoConfig(12, 10, pure_draft_prefix_len=1)},
     "domino_next_token": {"domino": DominoConfig(12, 10), "predicts_next": True, "known": list(range(0, 40, 2))},
 }

@@ -141,6 +141,7 @@ CASES = {
     "dflash tree": ("dflash/reduced_vocabulary", {"num_draft_nodes": 12, "num_speculative_tokens": 3}),
     "dflash corrections": ("dflash/corrections", {"num_speculative_tokens": 4}),
     "dflash corrections with a state": ("dflash/corrections_rnn", {}),
+    "dflash confident": ("dflash/confident", {"draft_confidence_threshold": 0.5}),
     "dflash domino": ("dflash/domino", {}),
     "dflash siblings": ("dflash/full", {"num_draft_nodes": 9, "draft_tree_top_k": 3}),
     "dflash selector": ("dflash/selector", {"num_draft_nodes": 0}),

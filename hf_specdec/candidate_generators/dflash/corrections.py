@@ -44,6 +44,22 @@ class Block(NamedTuple):
         return Block(self.logits[:count], self.output[:count])
 
 
+class Chain(NamedTuple):
+    """Tokens of a block that were chosen from left to right, or all at once.
+
+    Attributes:
+        tokens (`torch.LongTensor` of shape `(R, K)`): The target's ids.
+        confidence_logits (`torch.FloatTensor` of shape `(R, K)`, *optional*): Log-odds that each is accepted once
+            those before it are; `None` where nothing foresees it.
+    """
+
+    tokens: torch.LongTensor
+    confidence_logits: torch.Tensor | None = None
+
+    def of_rows(self, count: int) -> Chain:
+        return Chain(*(None if part is None else part[:count] for part in self))
+
+
 class CorrectionHead(nn.Module):
     """Base of the corrections. A state, `None` at the anchor, goes from each position of a block to the next one."""
 

@@ -10,7 +10,7 @@ import yaml
 
 import hf_specdec
 from hf_specdec import demo
-from hf_specdec.candidate_generators.dflash.formats import DFlashConfig
+from hf_specdec.candidate_generators.dflash.config import DFlashConfig
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
 from hf_specdec.candidate_generators.eagle.formats import EagleConfig
 from hf_specdec.candidate_generators.eagle.network import Eagle1Network, Eagle3Network

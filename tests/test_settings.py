@@ -460,6 +460,7 @@ BOUNDS = {
         "dflash_mask_token_id": (0, None),
         "num_draft_nodes": (0, 1024),
         "draft_tree_top_k": (1, 64),
+        "draft_confidence_threshold": (0, 1),
     },
     "mtp": _GROWTH,
     "toy+eagle3": {"retrieval_num_speculative_tokens": (1, 1024)},

@@ -22,7 +22,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from hf_specdec import record
-from hf_specdec.candidate_generators.dflash.formats import BlockView, DFlashConfig
+from hf_specdec.candidate_generators.dflash.config import BlockView, DFlashConfig
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
 
 

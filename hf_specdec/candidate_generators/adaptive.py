@@ -93,6 +93,9 @@ class AdaptiveCandidateGenerator(CandidateGenerator):
         self._drafted = self._draft = self.generator.propose(replace(step, max_draft_tokens=self._limits))
         if self.controller.tree_size is not None:
             self._draft = self.controller.tree_size.cut(self._drafted, max(self._limits), self.session.agreed)
+            if self._drafted.is_rated_chain:
+                # As if the drafter had ended it.
+                self._drafted = self._draft
         self._clock.drafted()
         return self._draft
 

@@ -4,7 +4,8 @@
 
 q_r is the probability that the node of rank r is accepted, as the drafter rates its own nodes, best first: the running
 mean of the probabilities of their paths, or the usual ones of a static tree. c is accepted over expected tokens of the
-nodes that were verified. The draft has been made when it is cut, so its time is the same for all sizes.
+nodes that were verified. The draft has been made when it is cut, so its time is the same for all sizes. Chains that
+are rated are cut by [`~control.chain_size`].
 """
 
 from __future__ import annotations
@@ -16,26 +17,29 @@ from itertools import accumulate
 from ..drafts import DraftTree
 from ..transfers import PendingRead
 from .acceptance import RatingFactor
+from .chain_size import ChainSize
 from .constants import HYSTERESIS, RANK_PART, SIZE_EVERY, TREE_SIZES
 from .latency import LatencyModel
 
 
 class TreeSize:
-    """Cuts the draft trees of one call.
+    """Cuts the drafts of one call that rate their nodes.
 
     Args:
         latency (`LatencyModel`): Knows the times.
         factor (`float`): c, as earlier calls have found it.
 
     Attributes:
-        size (`int`, *optional*): Nodes that are kept; all of them before anything is known.
+        size (`int`, *optional*): Nodes of trees that are kept; all of them before anything is known.
         rating (`RatingFactor`): c.
+        chains (`ChainSize`): Cuts chains.
     """
 
     def __init__(self, latency: LatencyModel, factor: float = 1.0):
         self.latency = latency
         self.size: int | None = None
         self.rating: RatingFactor = RatingFactor(factor)
+        self.chains: ChainSize = ChainSize(latency, self.rating)
         self._probabilities: list[float] = []
         self._arriving: PendingRead | None = None
         self._depth = 0  # of the draft whose probabilities arrive
@@ -51,6 +55,8 @@ class TreeSize:
             depth (`int`): How deep it was meant to be.
             agreed (`Callable`): Gives what all processes with parts of the target decide, as `Session.agreed`.
         """
+        if draft.is_rated_chain:
+            return self.chains.cut(draft, depth, agreed)
         if not draft.is_rated:
             return draft
         phase = self._num_drafts % SIZE_EVERY
@@ -94,6 +100,8 @@ class TreeSize:
             draft (`DraftTree`): What was verified.
             num_accepted (`list[int]`): Draft tokens of each row that were accepted.
         """
+        if draft.is_rated_chain:
+            self.chains.observe(draft, num_accepted)
         if not self._probabilities or not draft.is_rated:
             return
         totals = list(accumulate(self._probabilities, initial=0.0))

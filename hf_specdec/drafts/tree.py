@@ -48,7 +48,8 @@ class DraftTree:
         shape (`TokenTree`, *optional*): The static tree that all rows share; what follows from it is computed once.
         node_parents (`list[list[int]]`, *optional*): The parents of the valid nodes on the host, like `node_lists`.
         path_log_probs (`torch.FloatTensor` of shape `(B, N)`, *optional*): Log-probability of the path to each node,
-            -inf for padding, by which a smaller tree can be cut out of this one.
+            -inf for padding, by which a smaller tree can be cut out of this one. Of a chain: that all of the path is
+            accepted, as the drafter foresees it from the tokens before each node.
 
     Attributes:
         batch_size (`int`): B.
@@ -210,6 +211,29 @@ class DraftTree:
     def is_rated(self) -> bool:
         """Tells whether the draft is a tree that rates its nodes, by itself or by its shape."""
         return not self.is_chain and self.probs is None and (self.shape is not None or self.path_log_probs is not None)
+
+    @property
+    def is_rated_chain(self) -> bool:
+        """Tells whether the draft is a chain that foresees how far it is accepted."""
+        return self.is_chain and self.path_log_probs is not None
+
+    def shortened(self, most: list[int]) -> DraftTree:
+        """Chains of at most so many tokens of each row, as narrow as the longest."""
+        counts = list(map(min, self.counts(), most))
+        if counts == self.counts():
+            return self
+        size, lists, ratings = max(counts, default=0), self.node_lists, self.path_log_probs
+        shorter = DraftTree.chain(
+            self.tokens[:, :size],
+            counts,
+            None if self.probs is None or not size else self.probs[:, :size].contiguous(),
+            None if lists is None else [row[:count] for row, count in zip(lists, counts)],
+        )
+        shorter.drafters = self.drafters
+        if ratings is not None:
+            padding = torch.arange(size, device=ratings.device) >= shorter.num_nodes[:, None]
+            shorter.path_log_probs = ratings[:, :size].masked_fill(padding, -math.inf)
+        return shorter
 
     def probs_by_rank(self) -> torch.FloatTensor | None:
         """Estimated probabilities that the best node of a row is accepted, the next best one, and so on.

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, Speculator, load_speculator, record
-from hf_specdec.candidate_generators.dflash.formats import BlockView, DFlashConfig
+from hf_specdec.candidate_generators.dflash.config import BlockView, DFlashConfig, DominoConfig
 from hf_specdec.candidate_generators.dflash.generator import DFlashCandidateGenerator
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
 from hf_specdec.drafting import slots
@@ -34,6 +34,8 @@ from tests.test_sampling import (
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "dflash"
 ROUNDS = ("qwen3_random_b8", "default_layer_ids_b4", "trained_b8", "trained_for_refinement_b8", "dspark_vanilla_b5")
 ROUNDS += ("jetspec_b8", "dflash2_full_b8", "dflash2_sliding_b5")
+# Cases whose rounds are the first cycles of the greedy run.
+RUNS = ("domino_b6", "dspark_confidence_b5")
 
 
 @cache
@@ -87,6 +89,8 @@ class TestOfficialRuns:
             ("default_layer_ids_b4", "generate", {}),
             ("dflash2_full_b8", "prompt0.generate_b4", {"dflash_block_size": 4}),
             ("dflash2_sliding_b5", "prompt0.generate_b3", {"num_speculative_tokens": 2}),
+            ("domino_b6", "generate", {}),
+            ("dspark_confidence_b5", "generate_t00", {}),
             *(
                 (name, f"prompt{row}.{run}", shape)
                 for name, runs in (
@@ -126,7 +130,8 @@ class TestOfficialRuns:
             )
         assert made.calls[0].stats.method == "dflash"
         assert torch.equal(output[:, : text.shape[1]], text)
-        lengths = expected[f"{run}.acceptance_lengths"].tolist()
+        key = f"{run}.acceptance_lengths"
+        lengths = (expected[key] if key in expected else expected[f"{run}.accepted"] + 1).tolist()
         traces = rows_of(made.calls[0])[: len(lengths)]
         assert [trace.num_accepted + 1 for trace in traces] == lengths
         if f"{run}.block_tokens" in expected:
@@ -136,9 +141,9 @@ class TestOfficialRuns:
             assert traces[0].draft_tokens == expected[f"{last}.node_token_ids"].tolist()
             assert traces[0].parents == [parent - 1 for parent in expected[f"{last}.parents"][1:].tolist()]
 
-    @pytest.mark.parametrize("name", ROUNDS)
+    @pytest.mark.parametrize("name", [*ROUNDS, *RUNS])
     @torch.no_grad()
-    def test_rounds_with_forced_acceptance(self, name):
+    def test_rounds(self, name):
         """Drafts, and the keys and values that are kept of the text."""
         target, folder, expected = published(name)
         speculator = load_speculator(target, model=folder, num_draft_nodes=0)
@@ -157,11 +162,15 @@ class TestOfficialRuns:
             tokens = torch.cat([*committed, anchor])[None]
             generator.observe(Commit([0], tokens, tokens.tolist(), [tokens.shape[1] - 1], states))
             length += tokens.shape[1]
-            assert length - 1 == expected[f"{entered}anchor_position"]
+            if f"{entered}anchor_position" in expected:
+                assert length - 1 == expected[f"{entered}anchor_position"]
             proposed = generator.propose(DraftStep([0], anchor, [length], [100]))
             assert torch.equal(proposed.tokens, expected[f"{entered}draft_tokens"])
+            if f"{entered}survival" in expected:
+                survival = proposed.path_log_probs.exp()
+                torch.testing.assert_close(survival, expected[f"{entered}survival"], atol=2e-4, rtol=1e-4)
             if number < 2:
-                count = int(expected[f"{entered}forced_accepted"])
+                count = int(expected[f"{entered}accepted" if name in RUNS else f"{entered}forced_accepted"])
                 committed = [expected[f"{entered}draft_tokens"][0, :count]]
         kept = generator.text.cache.row_states(0)
         for layer, ours in enumerate(kept):
@@ -211,7 +220,8 @@ class Recomputed:
             output = layer.mlp(self.convolved(layer, "mlp_conv", normed, 0, normed))
             stream = stream + self.convolved(layer, "mlp_conv", normed, 1, output)
         output = norm(network.norm, stream)
-        logits, self.output = network.logits(output), output[1:]
+        logits = network.logits(output)
+        self.output = output if config.predicts_next else output[1:]
         if network.candidate_selector is not None:
             head = network._target.head.weight
             logits = config.logit_scale * (output @ head.T)
@@ -260,16 +270,47 @@ class Recomputed:
         return torch.full((block_size - 1,), self.network.config.mask_token_id)
 
     def chain(self, block_size, count):
-        rows, previous, found = self.logits(self.masks(block_size)), self.anchor, []
+        rows, found = self.logits(self.masks(block_size)), []
         if self.network.candidate_selector is not None:
             return prefixes(self.walk(rows, {})[0][:count])
-        for row in rows[:count]:
-            if self.network.markov_head is not None:
-                head = self.network.markov_head
-                row = row + (head.markov_w1.weight[previous] @ head.markov_w2.weight.T)[0]
-            previous = self.network.target_ids(row.argmax()[None])
-            found.append(previous.item())
+        for position, row in enumerate(rows[:count]):
+            row = row + self.correction(position, [self.anchor.item(), *found])
+            found.append(self.network.target_ids(row.argmax()[None]).item())
         return prefixes(found)
+
+    def confidences(self, block_size):
+        """Probabilities that tokens are kept, by the head's equation."""
+        found = [path[-1] for path in self.chain(block_size, block_size)]
+        head, confidences = self.network.confidence_head, []
+        for output, before in zip(self.output, [self.anchor.item(), *found]):
+            if self.network.config.confidence_with_markov:
+                output = torch.cat([output, self.network.markov_head.markov_w1.weight[before]])
+            confidences.append(head.proj(output).sigmoid().item())
+        return confidences
+
+    def correction(self, position, before):
+        """What the tokens of a block before a position, the anchor among them, add to its logits."""
+        network, config, output = self.network, self.network.config, self.output[position]
+        if config.domino is not None:
+            head, sizes = network.logit_head, config.domino
+            gru = torch.nn.GRU(config.hidden_size, sizes.gru_hidden_dim, bias=False, batch_first=True)
+            gru.load_state_dict(head.prefix_gru.state_dict())
+            state = gru(network.embed(torch.tensor([before])))[1][0, 0]
+            first, _, second = head.embed_proj
+            inner = first.weight @ torch.cat([output, state])
+            return 0 if position < sizes.pure_draft_prefix_len else second.weight @ (inner * inner.sigmoid())
+        if not config.markov_rank:
+            return 0
+        head, state = network.markov_head, torch.zeros(config.markov_rank)
+        for place, token in enumerate(before):
+            row = head.markov_w1.weight[token]
+            if config.markov_head_type == "gated":
+                row = row * head.gate_proj(torch.cat([output, row])).sigmoid()
+            if config.markov_head_type == "rnn":
+                joint = head.joint_proj(torch.cat([state, row, self.output[place]]))
+                gate, new, row = joint.view(3, -1)
+                state, row = gate.sigmoid() * state + (1 - gate.sigmoid()) * new.tanh(), row.tanh()
+        return head.markov_w2.weight @ row
 
     def denoised(self, block_size, num_steps, count):
         """The equations of several denoising steps over lists."""
@@ -326,6 +367,7 @@ def prefixes(tokens):
 
 
 SELECTOR = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 5}
+_DSPARK = {"predicts_next": True, "block_size": 6, "markov_rank": 4}
 NETWORKS = {
     "full": {},
     "window_and_full": {"views": (BlockView(4, True), BlockView())},
@@ -343,8 +385,15 @@ NETWORKS = {
         "logit_softcap": 6.0,
     },
     "next_token": {"predicts_next": True, "block_size": 6},
-    "corrections": {"predicts_next": True, "block_size": 6, "markov_rank": 4},
-    "corrections_reduced": {"predicts_next": True, "block_size": 6, "markov_rank": 4, "known": list(range(0, 40, 2))},
+    "corrections": _DSPARK,
+    "corrections_reduced": {**_DSPARK, "known": list(range(0, 40, 2))},
+    "corrections_gated": {**_DSPARK, "markov_head_type": "gated"},
+    "corrections_rnn": {**_DSPARK, "markov_head_type": "rnn"},
+    "confident": {**_DSPARK, "has_confidence": True, "confidence_with_markov": True},
+    "confident_rnn": {**_DSPARK, "markov_head_type": "rnn", "has_confidence": True, "confidence_with_markov": True},
+    "confident_alone": {"predicts_next": True, "block_size": 6, "has_confidence": True},
+    "domino": {"domino": DominoConfig(12, 10, pure_draft_prefix_len=1)},
+    "domino_next_token": {"domino": DominoConfig(12, 10), "predicts_next": True, "known": list(range(0, 40, 2))},
 }
 every_network = pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS.keys())
 
@@ -357,7 +406,7 @@ def random_network(seed=0, **settings):
         network.attach(tiny_llama(vocab_size=40).requires_grad_(False))
     for name, weight in network.named_parameters():
         # Clear choices, and norms and biases that are no constants.
-        if "_conv." in name or "_selector." in name:
+        if "_conv." in name or "_selector." in name or "logit_head." in name:
             weight.normal_(0.0, 0.3 if "_conv." in name else 1.0)
         else:
             weight.mul_(2.0) if weight.dim() == 2 else weight.add_(0.2 * torch.randn_like(weight))
@@ -388,11 +437,11 @@ class TestAgainstRecomputation:
             recomputed = Recomputed(network, texts[row], states[row])
             assert paths == recomputed.chain(network.config.block_size, 6)
 
-    @pytest.mark.parametrize("name", ["full", "next_token", "window_and_full"])
+    @pytest.mark.parametrize("name", ["full", "next_token", "window_and_full", "domino_next_token"])
     def test_sizes_of_blocks(self, name):
         network = random_network(**NETWORKS[name])
         texts, states = random_rows(network, self.LENGTHS, seed=4)
-        anchor = 0 if network.config.predicts_next else 1
+        anchor = 7 - network.config.num_drafts(7)
         for settings, block, count in (
             ({"num_speculative_tokens": 2}, 2 + anchor, 2),
             ({"dflash_block_size": 4}, 4, 4 - anchor),
@@ -498,6 +547,9 @@ def small_draft(**settings):
     network = draft(target.config.hidden_size, V, mask_token_id=3, block_size=4, **settings)
     with torch.no_grad():
         network.lm_head.weight.mul_(4.0)
+        if network.logit_head is not None:
+            # A strong say.
+            network.logit_head.embed_proj[2].weight.normal_(0.0, 3.0)
     return network.attach(target).requires_grad_(False)
 
 
@@ -529,11 +581,19 @@ class TestSampling:
         assert chi_square_pvalue(counts, exact_distribution(SETTINGS["temperature"])) > P_VALUE
         assert stats.num_accepted_tokens > 300
 
-    def test_drawn_drafts_that_depend_on_each_other_keep_the_distribution(self):
+    @pytest.mark.parametrize("rule", ["standard", "block"])
+    @pytest.mark.parametrize(
+        "parts",
+        [
+            {"predicts_next": True, "markov_rank": 3},
+            {"predicts_next": True, "markov_rank": 3, "markov_head_type": "rnn"},
+            {"domino": DominoConfig(6, 5, pure_draft_prefix_len=1)},
+        ],
+        ids=["corrections", "corrections_rnn", "domino"],
+    )
+    def test_drawn_drafts_that_depend_on_each_other_keep_the_distribution(self, parts, rule):
         speculator = speculator_for(
-            small_draft(predicts_next=True, markov_rank=3),
-            draft_sample_method="probabilistic",
-            rejection_sample_method="block",
+            small_draft(**parts), draft_sample_method="probabilistic", rejection_sample_method=rule
         )
         counts, stats = sampled_counts(SETTINGS["top_k"], speculator)
         assert chi_square_pvalue(counts, exact_distribution(SETTINGS["top_k"])) > P_VALUE
@@ -592,14 +652,15 @@ class TestSettings:
         assert ["=13" in line and "trained for 3" in line for line in warnings] == [True, False]
         assert "=14" in warnings[1]
         assert "accepted less often" in warnings[1]
-        for name in ("next_token", "corrections"):
+        for name in ("next_token", "corrections", "domino"):
             dspark = random_network(**NETWORKS[name], num_denoising_steps=3)
             assert steps(dspark) == steps(dspark, dflash_num_denoising_steps=1) == 1
             with pytest.raises(SpecConfigError, match="must be 1 for drafts whose positions predict the next token"):
                 steps(dspark, dflash_num_denoising_steps=2)
 
-    def test_trees_of_drafts_whose_tokens_depend_on_each_other(self):
-        generator = speculator_for(random_network(**NETWORKS["corrections"]), num_draft_nodes=4)
+    @pytest.mark.parametrize("name", ["corrections", "domino"])
+    def test_trees_of_drafts_whose_tokens_depend_on_each_other(self, name):
+        generator = speculator_for(random_network(**NETWORKS[name]), num_draft_nodes=4)
         notes = generator.candidate_generator(call := session()).session.notes
         assert notes == call.notes == ["chains instead of trees: the draft's tokens depend on each other"]
 

@@ -14,6 +14,7 @@ from tests.models import tiny_llama
 
 EAGLE1, EAGLE3 = "eagle/eagle1_llama", "eagle/eagle3_llama"
 DFLASH, DSPARK = "dflash/qwen3_random_b8", "dflash/dspark_vanilla_b5"
+DOMINO, CONFIDENCE = "dflash/domino_b6", "dflash/dspark_confidence_b5"
 DFLASH2, CONVOLUTION = "dflash/dflash2_full_b8", "layers.0.attention_conv"
 MEDUSA, MERGED = "medusa/v2_shared_lm_head_safetensors", "medusa/merged_v1"
 MEDUSA_VLLM, MEDUSA_CUT = "medusa/vllm_converted", "medusa/vllm_truncated_vocab"
@@ -62,7 +63,7 @@ UNSUPPORTED = [
     (DFLASH2, None, {"dflash_config.sample_from_anchor": True}, "DFlash 2 draft .*predict the next token"),
     (DFLASH2, ones("markov_head.markov_w1.weight", 200, 4), {}, "DFlash 2 draft .*with a Markov head"),
     (DFLASH, None, class_of("LiLiCorrDraftModel"), "LiLiCorr"),
-    (DFLASH, None, {"dflash_config": {"projector_type": "domino"}}, "Domino"),
+    (DOMINO, ones("markov_head.markov_w1.weight", 160, 4), {}, "Domino draft with a Markov head"),
     (DFLASH, None, class_of("Qwen3XPressModel"), "XPress"),
     (DFLASH, None, class_of("DFlashLagunaForCausalLM"), "Laguna"),
     (DFLASH, ones("aux_hidden_norms.0.weight", 2), {}, "Laguna"),
@@ -72,7 +73,6 @@ UNSUPPORTED = [
     (DFLASH, ones("layers.0.self_attn.attention_sink_bias", 4), {}, "MiMo"),
     (DFLASH, None, {"dflash_config": {"use_gemma_norm": True}}, "`dflash_config.use_gemma_norm`=True"),
     (DFLASH, None, {"is_neox_style": False}, "`is_neox_style`=False"),
-    (DFLASH, None, {"markov_head_type": "gated"}, "Markov head with a gate"),
     (DFLASH, None, {"quantization_config": {"bits": 4}}, "quantised"),
     (DFLASH, None, {"dflash_config.quantization_config": {"quant_method": "fp8"}}, "quantised"),
     (EAGLE3, ones("midlayer.mlp.up_proj.weight_scale_inv", 2, 2), {}, "quantised weights"),
@@ -102,6 +102,10 @@ MISSING = [
     (DFLASH2, without("_conv."), {}, "lacks 4 tensors of a DFlash 2 draft: layers.0.attention_conv"),
     (DFLASH2, without("layers.1.mlp_conv"), {}, "lacks 2 tensors of the draft: layers.1.mlp_conv"),
     (DSPARK, without("markov_w1"), {}, "lacks 1 tensors of its Markov head: markov_head.markov_w1.weight"),
+    (DFLASH, None, {"dflash_config.projector_type": "domino"}, "lacks 4 tensors of a Domino draft: prefix_gru"),
+    (DOMINO, without("embed_proj.2"), {}, "lacks 1 tensors of a Domino draft: embed_proj.2.weight"),
+    (CONFIDENCE, without("markov_head."), {"markov_rank": 0}, "lacks 1 tensors of its confidence head: markov_head"),
+    (CONFIDENCE, without("proj.bias"), {}, "lacks 1 tensors of the draft: confidence_head.proj.bias"),
     (MEDUSA, without("1.0.linear"), {}, r"lacks 2 tensors.*1\.0\.linear"),
     (MEDUSA, without("2.0.linear.bias"), {}, r"lacks 1 tensors.*2\.0\.linear\.bias"),
     (MEDUSA_VLLM, without("lm_heads.1.weight"), {}, r"lacks 1.*lm_heads\.1\.weight"),
@@ -271,6 +275,10 @@ SETTINGS = [
     (DFLASH2, None, {"dflash_config.selector_top_k": None}, "does not say `selector_top_k`"),
     wrong_setting(DFLASH2, "selector_top_k", 257, f"{COUNT} of at most 256", INNER),
     wrong_setting(DFLASH2, "final_logit_softcapping", "30", "a number"),
+    (DOMINO, None, {"dflash_config.gru_hidden_dim": 9}, "`gru_hidden_dim`=9 .* its tensors have 16"),
+    (DOMINO, None, {"dflash_config.emb_dim": 9}, "`emb_dim`=9 .* its tensors have 12"),
+    (DSPARK, None, {"markov_head_type": "gated"}, "`markov_head_type`='gated' .*Markov head of type 'vanilla'"),
+    (CONFIDENCE, None, {"confidence_head_with_markov": False}, "`confidence_head_with_markov`=False .*40 values .*32"),
     (DFLASH, None, {"shift_label": True}, "`shift_label` without `sample_from_anchor`"),
     (DFLASH, None, {"dflash_config.projector_type": "mystery"}, r"of the kind 'mystery' \(`projector_type`\)"),
     (DFLASH, None, {"layer_types": ["full_attention"]}, "`layer_types`.*for each of its 3 layers"),

@@ -69,7 +69,7 @@ def test_a_batch_has_smaller_trees():
 
 
 def test_what_is_not_rated_is_left_alone():
-    """Chains, and trees that were found in a text, also between others."""
+    """Chains that foresee nothing, and trees that were found in a text, also between others."""
     trees = TreeSize(latency_of(lambda nodes: nodes * 1e-3))
     for _ in range(20):
         trees.cut(rated([0.5, 0.3, 0.1]), 4)

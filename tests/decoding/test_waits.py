@@ -11,6 +11,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import load_speculator, record
+from hf_specdec.candidate_generators.dflash.config import DominoConfig
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
 from hf_specdec.decoding.loop import DecodingLoop
@@ -145,11 +146,11 @@ def mtp(**settings):
     return lambda plain, inputs: make
 
 
-def dflash(predicts_next=False, markov_rank=0, **settings):
+def dflash(predicts_next=False, markov_rank=0, domino=None, **settings):
     def make(model):
         torch.manual_seed(0)
         sizes = {"mask_token_id": 3, "block_size": 4, "num_target_layers": 2, "target_layer_ids": (0, 1)}
-        sizes |= {"predicts_next": predicts_next, "markov_rank": markov_rank}
+        sizes |= {"predicts_next": predicts_next, "markov_rank": markov_rank, "domino": domino}
         network = test_dflash.draft(model.config.hidden_size, VOCAB_SIZE, **sizes)
         return test_dflash.speculator_for(beside(model, network).attach(model), **settings)
 
@@ -180,6 +181,7 @@ DRAFTERS = {
     "dflash, tree": dflash(num_draft_nodes=6),
     "dflash, denoising": dflash(dflash_num_denoising_steps=2),
     "dflash, corrections": dflash(predicts_next=True, markov_rank=3),
+    "dflash, domino": dflash(domino=DominoConfig(8, 4)),
     "adaptive": draft_model(num_speculative_tokens="auto"),
 }
 

@@ -68,7 +68,10 @@ EXAMPLES = {
     "dspark-specforge": (classes("DSparkDraftModel", dflash_config={"projector_type": "dspark"}), DFLASH),
     "dflash2": (classes("DFlash2DraftModel", dflash_config={"conv_kernel_size": 2}), DFLASH_2),
     "dflash2-speculators": (classes("DFlash2DraftModel", speculators_model_type="dflash2"), DFLASH_2),
-    "domino": (classes("DFlashDraftModel", dflash_config={"projector_type": "domino"}), [*DFLASH, "prefix_gru.bias"]),
+    "domino": (
+        classes("DFlashDraftModel", dflash_config={"projector_type": "domino"}),
+        [*DFLASH, "prefix_gru.weight_ih_l0", "embed_proj.0.weight"],
+    ),
     "xpress": (classes("Qwen3XPressModel"), [*DFLASH, "xpress_head.mix.L"]),
     "lilicorr": (classes("LiLiCorrDraftModel", dflash_config={"lilicorr_rank": 4}), DFLASH),
     "dflash-laguna": (classes("LagunaForCausalLM", dflash_config={"mask_token_id": 3}), ["fc.weight", "norm.weight"]),

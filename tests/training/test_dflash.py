@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from hf_specdec import load_speculator
 from hf_specdec.candidate_generators.dflash import recipe as dflash
-from hf_specdec.candidate_generators.dflash.formats import BlockView
+from hf_specdec.candidate_generators.dflash.config import BlockView
 from hf_specdec.candidate_generators.dflash.generator import DraftText
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
 from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe, mask_token_for, read_blocks

@@ -8,26 +8,25 @@
 
 The class and the keys of a config decide what a checkpoint is, the shapes of the tensors how large.
 
-Shapes: h and th hidden sizes of draft and target, A captured states, V vocabulary of the target, U that of the draft,
-L layers of the draft, N decoder layers of the target, B tokens of a block.
+Shapes as in [`~candidate_generators.dflash.config`].
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ...checkpoints.draft_reader import FIRST_LAYER, DraftConfig, DraftReader, projections, share_of
+from ...checkpoints.draft_reader import FIRST_LAYER, DraftReader, projections, share_of
 from ...checkpoints.format import Format, Unsupported, architecture, is_marked
 from ...checkpoints.header import Header, TargetNeeds, TargetSizes, listed
 from ...checkpoints.settings import COUNT, FLAG, INDEX, INDICES, NAME, NUMBER, POSITIVE, count_up_to
 from ...errors import shown
 from ...threads import cached_property
+from .config import OF_DFLASH2, SCALES, BlockView, DFlashConfig, DominoConfig, default_layer_ids
 
 
 if TYPE_CHECKING:
@@ -36,6 +35,14 @@ if TYPE_CHECKING:
 
 
 _MARKOV = "markov_head.markov_w1"
+
+# Tensors that tell the kinds of Markov heads apart.
+_MARKOV_HEAD_TYPES = {"gated": "markov_head.gate_proj.weight", "rnn": "markov_head.joint_proj.weight"}
+
+_CONFIDENCE = "confidence_head.proj"
+
+_GRU = ("logit_head.prefix_gru.weight_ih_l0", "logit_head.prefix_gru.weight_hh_l0")
+_DOMINO_WEIGHTS = (*_GRU, "logit_head.embed_proj.0.weight", "logit_head.embed_proj.2.weight")
 
 # Tables of DFlash 2's selector; some files write `.weight` after them.
 _CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
@@ -54,144 +61,9 @@ _SPECULATORS_TOP_K = 16
 BLOCK = count_up_to(256)
 
 
-@dataclass(frozen=True)
-class BlockView:
-    """View of a layer: how much of the text before it, and of itself, the positions of a block see.
-
-    Args:
-        window (`int`, *optional*): How many positions it looks back, its own included; without `causal` as many
-            forward. `None`: no limit.
-        causal (`bool`): It does not look forward inside of the block.
-    """
-
-    window: int | None = None
-    causal: bool = False
-
-    @property
-    def sees_all(self) -> bool:
-        return self.window is None and not self.causal
-
-    def hidden(self, distance: torch.LongTensor) -> torch.BoolTensor:
-        """Marks keys out of sight, by the distance from key to query in positions."""
-        if self.window is None:
-            return distance < 0 if self.causal else torch.zeros_like(distance, dtype=torch.bool)
-        far = distance >= self.window
-        return far | (distance < 0 if self.causal else distance <= -self.window)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DFlashConfig(DraftConfig):
-    """Record of a block drafter; see also [`DraftConfig`].
-
-    Args:
-        block_size (`int`): B, the anchor included.
-        mask_token_id (`int`): The token of the positions that are to be filled.
-        target_layer_ids (`tuple[int, ...]` of length A): The decoder layers of the target whose outputs are read, in
-            this order; -1 is the output of its embedding.
-        num_target_layers (`int`): N.
-        views (`tuple[BlockView, ...]` of length L): What each layer sees; empty: all see everything.
-        predicts_next (`bool`): A position of the block predicts the token after it, so that the anchor's predicts
-            the first one (DSpark). Otherwise every position predicts its own token, and the anchor none.
-        markov_rank (`int`): Rank of the table of corrections by the token before (DSpark); 0: there is none.
-        conv_kernel_size, conv_group_size (`int`): Taps of the convolutions along the block, and channels that share
-            the part of a tap that depends on the position (DFlash 2); 0: there are none.
-        selector_rank, selector_top_k (`int`): Rank of the candidate selector, and candidates of a position (DFlash 2);
-            0: there is none. A draft with a selector has convolutions.
-        embedding_scale, logit_scale, logit_softcap (`float`): Factors of the embeddings and of the logits, and the cap
-            of these, 0 for none; with a selector they stand for all that the target does there.
-        num_denoising_steps (`int`): Forwards for a block that the draft was trained for.
-        attention_bias (`bool`): The projections of the attention have biases.
-        num_embeddings (`int`, *optional*): Rows of the draft's own embedding; `None`: it shares the target's.
-    """
-
-    block_size: int
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...]
-    num_target_layers: int
-    views: tuple[BlockView, ...] = ()
-    predicts_next: bool = False
-    markov_rank: int = 0
-    conv_kernel_size: int = 0
-    conv_group_size: int = 0
-    selector_rank: int = 0
-    selector_top_k: int = 0
-    embedding_scale: float = 1.0
-    logit_scale: float = 1.0
-    logit_softcap: float = 0.0
-    num_denoising_steps: int = 1
-    attention_bias: bool = False
-    max_position_embeddings: int = 32768
-    num_embeddings: int | None = None
-
-    def num_drafts(self, block_size: int) -> int:
-        """Tokens that a block of this many yields."""
-        return block_size if self.predicts_next else block_size - 1
-
-    @property
-    def needs(self) -> TargetNeeds:
-        """The target that it was made for."""
-        return TargetNeeds(None, self.target_hidden_size, self.vocab_size, self.num_target_layers)
-
-    @property
-    def suits_trees(self) -> bool:
-        """Made for trees: with a selector, or as JetSpec's with causal blocks whose layers have no window."""
-        return self.selector_rank > 0 or (bool(self.views) and set(self.views) == {BlockView(causal=True)})
-
-    def view(self, layer: int) -> BlockView:
-        return self.views[layer] if self.views else BlockView()
-
-    def to_dict(self) -> dict[str, Any]:
-        """The content of `config.json`: z-lab's layout, DeepSpec's where a position predicts the next token."""
-        windows = {view.window for view in self.views} - {None}
-        sliding = [self.view(layer).window is not None for layer in range(self.num_hidden_layers)]
-        config = {
-            "model_type": "qwen3",
-            **super().to_dict(),
-            **{name: getattr(self, name) for name in _STORED_AS_THEY_ARE},
-            "layer_types": ["sliding_attention" if slides else "full_attention" for slides in sliding],
-            "sliding_window": next(iter(windows), None),
-            "use_sliding_window": bool(windows),
-            "tie_word_embeddings": False,
-        }
-        own = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids)}
-        if self.num_denoising_steps > 1:
-            own["num_denoising_steps"] = self.num_denoising_steps
-        # By itself a layer is causal if and only if it slides.
-        if any(self.view(layer).causal != slides for layer, slides in enumerate(sliding)):
-            config["is_causal"] = self.view(0).causal
-        if self.predicts_next:
-            markov = {"markov_rank": self.markov_rank, "markov_head_type": "vanilla"}
-            return {"architectures": ["Qwen3DSparkModel"], **config, **own, **markov}
-        if self.selector_rank:
-            own |= {name: getattr(self, name) for name in _OF_DFLASH2}
-            scales = {key: (getattr(self, name), usual) for key, (name, usual) in _SCALES.items()}
-            own |= {key: value for key, (value, usual) in scales.items() if value != usual}
-        name = "DFlash2DraftModel" if self.selector_rank else "DFlashDraftModel"
-        return {"architectures": [name], **config, "dflash_config": own}
-
-
-_OF_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-
-# Keys of DFlash 2, and the fields and usual values that they stand for.
-_SCALES = {
-    "input_embedding_scale": ("embedding_scale", 1),
-    "output_multiplier": ("logit_scale", 1),
-    "final_logit_softcapping": ("logit_softcap", 0),
-}
-
-_STORED_AS_THEY_ARE = ("attention_bias", "draft_vocab_size", "block_size", "num_target_layers")
-
-
-def default_layer_ids(num_layers: int, num_target_layers: int) -> tuple[int, ...]:
-    """The layers that a z-lab draft of `num_layers` layers reads where its config names none."""
-    if num_layers == 1:
-        return (num_target_layers // 2,)
-    return tuple(round(1 + index * (num_target_layers - 4) / (num_layers - 1)) for index in range(num_layers))
-
-
 _DFLASH2 = ("architectures=.*DFlash2.*", "speculators_model_type=dflash2")
 _LILICORR = ("architectures=.*LiLiCorr.*",)
-_DOMINO = "architectures=.*Domino.*"
+_DOMINO = ("architectures=.*Domino.*",)
 _XPRESS = ("architectures=.*XPress.*",)
 _GEMMA4 = ("architectures=Gemma4DSpark.*",)
 
@@ -200,7 +72,6 @@ _UNSUPPORTED = (
         "is a LiLiCorr draft (a transformer over the lattice of candidates)",
         (*_LILICORR, "lilicorr_rank", "lilicorr_top_k", "lilicorr_num_layers", "lilicorr_hidden_size"),
     ),
-    Unsupported("is a Domino draft (corrections by a recurrent network)", (_DOMINO, "projector_type=domino")),
     Unsupported("is an XPress draft (refinement of the logits along the block)", _XPRESS, ("xpress_head.*",)),
     Unsupported(
         "is a Laguna draft (gated attention, norms for each captured state)",
@@ -214,12 +85,6 @@ _UNSUPPORTED = (
         ("use_swa", "attention_sink_bias", "attention_value_scale"),
         ("*attention_sink_bias",),
     ),
-    Unsupported(
-        "has a Markov head with a gate or a state (`markov_head_type` in its config.json)",
-        ("markov_head_type=(?!(vanilla|False|0)$).+",),
-        ("markov_head.gate_proj*", "markov_head.joint_proj*"),
-        "Pass a draft with a vanilla one.",
-    ),
 )
 
 
@@ -230,7 +95,7 @@ class DFlashReader(DraftReader):
         header (`Header`): Of any of the formats.
     """
 
-    kinds: ClassVar[tuple[str, ...]] = ("dflash", "dflash2", "dspark")
+    kinds: ClassVar[tuple[str, ...]] = ("dflash", "dflash2", "dspark", "domino")
     kind_keys: ClassVar[tuple[str, ...]] = ("speculators_model_type", "projector_type")
     blocks: ClassVar[tuple[str, ...]] = ("dflash_config", "", "transformer_layer_config")
     settings: ClassVar[dict[str, Kind]] = DraftReader.settings | {
@@ -238,8 +103,11 @@ class DFlashReader(DraftReader):
         **dict.fromkeys(("block_size", "num_denoising_steps", "dflash_num_denoising_steps"), BLOCK),
         **dict.fromkeys(("causal", "causal_head", "is_causal", "sliding_window_non_causal"), FLAG),
         **dict.fromkeys(("iterative_denoising", "sample_from_anchor", "shift_label", "use_sliding_window"), FLAG),
+        **dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), FLAG),
+        **dict.fromkeys(("emb_dim", "gru_hidden_dim"), COUNT),
+        "pure_draft_prefix_len": INDEX,
         **dict.fromkeys(("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"), INDEX),
-        **dict.fromkeys(_OF_DFLASH2, COUNT),
+        **dict.fromkeys(OF_DFLASH2, COUNT),
         "selector_top_k": count_up_to(256),
         **dict.fromkeys(("input_embedding_scale", "output_multiplier"), POSITIVE),
         "final_logit_softcapping": NUMBER,
@@ -251,22 +119,25 @@ class DFlashReader(DraftReader):
         "attention_sink_bias attention_value_scale dflash_config markov_head_type partial_rotary_factor "
         "projector_type quantization_config use_swa "
         "*confidence_head* *loss* auf dflasher draft_attn_impl draft_vocab_size dspark_target_layer_ids "
-        "eagle_aux_hidden_state_layer_ids emb_dim embed_requires_grad gru_hidden_dim lambda_base_* max_anchors "
-        "num_anchors pure_draft_prefix_len swa_window_size target_model_type use_aux_hidden_state"
+        "eagle_aux_hidden_state_layer_ids embed_requires_grad lambda_base_* max_anchors num_anchors swa_window_size "
+        "target_model_type use_aux_hidden_state"
     )
     renamed: ClassVar[Mapping[str, str]] = {
         "encoder.fc.": "fc.",
         "encoder.output_norm_enc.": "hidden_norm.",
+        # Early files of Domino have the head around them.
+        **{f"{name}.": f"logit_head.{name}." for name in ("prefix_gru", "embed_proj")},
         **{f"{name}.weight": name for name in _CODEBOOKS},
     }
     unsupported: ClassVar[tuple[Unsupported, ...]] = _UNSUPPORTED
     instead = "Pass a DFlash draft."
-    # Buffers, what only training needs, and a head that foresees how many drafts are kept.
-    unused: ClassVar[re.Pattern[str]] = re.compile(r"d2t|t2d|.*inv_freq|verifier_.*|confidence_head\..*")
+    # Buffers, what only training needs, and a head that the config switches off.
+    unused: ClassVar[re.Pattern[str]] = re.compile(r"d2t|t2d|.*inv_freq|verifier_.*|confidence_head\.proj\..*")
     token_tables: ClassVar[tuple[str, ...]] = (
         *DraftReader.token_tables,
         f"{_MARKOV}.weight",
         "markov_head.markov_w2.weight",
+        _DOMINO_WEIGHTS[-1],
         *_CODEBOOKS,
     )
 
@@ -291,7 +162,9 @@ class DFlashReader(DraftReader):
             raise self.wrong(
                 f"has `block_size`={self.block_size}, and needs at least {least}", "Correct its config.json."
             )
-        if self.setting("shift_label") and not self.predicts_next:
+        if self.is_domino:
+            self._check_domino()
+        elif self.setting("shift_label") and not self.predicts_next:
             raise self.wrong("has `shift_label` without `sample_from_anchor` in its config.json", self.instead)
         if self.header.shapes is not None:
             self.require(_EVERY_DRAFT, "a DFlash draft")
@@ -300,7 +173,7 @@ class DFlashReader(DraftReader):
     def _check_dflash2(self) -> None:
         """Refuses scales without a selector, and with one what no published draft has."""
         if not self.is_dflash2:
-            stated = [key for key, (_, usual) in _SCALES.items() if self.setting(key) not in (None, usual)]
+            stated = [key for key, (_, usual) in SCALES.items() if self.setting(key) not in (None, usual)]
             if stated:
                 raise self.wrong(
                     f"has `{stated[0]}`={shown(self.setting(stated[0]))} in its config.json, which is supported for "
@@ -314,6 +187,7 @@ class DFlashReader(DraftReader):
             "positions that predict the next token (`sample_from_anchor`)": self.predicts_next,
             "a vocabulary of its own (`d2t`)": {"d2t", "t2d"} & self.stored.keys(),
             "a Markov head": any(name.startswith("markov_head.") for name in self.stored),
+            "Domino's corrections": self.is_domino,
         }
         if found := [what for what, is_there in reasons.items() if is_there]:
             raise self.wrong(
@@ -327,8 +201,23 @@ class DFlashReader(DraftReader):
     def is_dflash2(self) -> bool:
         """True where config or tensors speak of convolutions or of a candidate selector."""
         parts = re.compile(r"candidate_selector\..*|.*(attention|mlp)_conv\..*")
-        stated = any(self.stated(key) for key in _OF_DFLASH2)
+        stated = any(self.stated(key) for key in OF_DFLASH2)
         return stated or is_marked(self.header.config, _DFLASH2) or any(map(parts.fullmatch, self.stored))
+
+    @cached_property
+    def is_domino(self) -> bool:
+        """True where config or tensors speak of Domino's corrections."""
+        names = (name.startswith("logit_head.") for name in self.stored)
+        return self.stated("projector_type") == "domino" or is_marked(self.header.config, _DOMINO) or any(names)
+
+    def _check_domino(self) -> None:
+        """Refuses corrections that lack something, or have a Markov head beside them."""
+        if self.header.shapes is None:
+            return
+        self.require(_DOMINO_WEIGHTS, "a Domino draft")
+        if any(name.startswith("markov_head.") for name in self.stored):
+            raise self.wrong("is a Domino draft with a Markov head, which is not supported", self.instead)
+        self._domino_settings()
 
     @property
     def block_size(self) -> int:
@@ -338,13 +227,15 @@ class DFlashReader(DraftReader):
     @property
     def predicts_next(self) -> bool:
         """True where the anchor's position predicts the first token: as it is stated, else by the kind of draft."""
+        if self.is_domino:
+            return bool(self.setting("shift_label"))
         found = self.setting("sample_from_anchor")
         kinds = (self.header.config.get("speculators_model_type"), self.stated("projector_type"))
         return "DSpark" in architecture(self.header.config) or "dspark" in kinds if found is None else found
 
     @property
     def num_draft_tokens(self) -> int | None:
-        return (self.block_size if self.predicts_next else self.block_size - 1) or None
+        return (self.block_size if self.predicts_next and not self.is_domino else self.block_size - 1) or None
 
     @property
     def needs(self) -> TargetNeeds:
@@ -393,18 +284,60 @@ class DFlashReader(DraftReader):
             num_target_layers=target.num_hidden_layers,
             views=self._views(),
             predicts_next=self.predicts_next,
-            markov_rank=self._markov_rank(),
+            **self._markov_settings(),
+            **self._confidence_settings(),
+            domino=self._domino_settings() if self.is_domino else None,
             **(self._dflash2_settings() if self.is_dflash2 else {}),
             num_denoising_steps=self._num_denoising_steps(),
             attention_bias=f"{FIRST_LAYER}.self_attn.q_proj.bias" in self.stored,
             num_embeddings=max(embedding[0], target.vocab_size) if embedding else None,
         )
 
-    def _markov_rank(self) -> int:
+    def _markov_settings(self) -> dict[str, Any]:
         if f"{_MARKOV}.weight" not in self.stored and not self.setting("markov_rank"):
-            return 0
+            return {}
         self.require([f"{_MARKOV}.weight"], "its Markov head")
-        return self.linear(_MARKOV)[1]
+        found = next((kind for kind, name in _MARKOV_HEAD_TYPES.items() if name in self.stored), "vanilla")
+        # Where there is none, some configs say so by `false` or 0.
+        stated = self.stated("markov_head_type") or found
+        if stated != found:
+            raise self.wrong(
+                f"has `markov_head_type`={shown(stated)} in its config.json, and the tensors of a Markov head of type "
+                f"'{found}'",
+                "Pass an intact checkpoint.",
+            )
+        return {"markov_rank": self.linear(_MARKOV)[1], "markov_head_type": found}
+
+    def _confidence_settings(self) -> dict[str, bool]:
+        """Finds what the confidence head reads by its width."""
+        if f"{_CONFIDENCE}.weight" not in self.stored or self.setting("enable_confidence_head") is False:
+            return {}
+        width = self.linear(_CONFIDENCE)[1]
+        with_markov = width != self.hidden_size
+        if with_markov:
+            self.require([f"{_MARKOV}.weight"], "its confidence head")
+        stated = self.setting("confidence_head_with_markov")
+        if stated not in (None, with_markov):
+            raise self.wrong(
+                f"has `confidence_head_with_markov`={shown(stated)} in its config.json, and a confidence head that "
+                f"reads {width} values at a hidden size of {self.hidden_size}",
+                "Pass an intact checkpoint.",
+            )
+        return {"has_confidence": True, "confidence_with_markov": with_markov}
+
+    def _domino_settings(self) -> DominoConfig:
+        """Sizes of Domino's corrections, by the tensors; where the config says others, it is wrong."""
+        found = {"gru_hidden_dim": self.matrix(_GRU[1])[1], "emb_dim": self.matrix(_DOMINO_WEIGHTS[2])[0]}
+        self._check_stated(found)
+        return DominoConfig(**found, pure_draft_prefix_len=self.setting("pure_draft_prefix_len") or 0)
+
+    def _check_stated(self, found: Mapping[str, int]) -> None:
+        """Refuses a config that states other sizes than the tensors have."""
+        for key, value in found.items():
+            if self.setting(key) not in (None, value):
+                raise self.wrong(
+                    f"has `{key}`={self.setting(key)} in its config.json, and its tensors have {value}", "Correct it."
+                )
 
     def _dflash2_settings(self) -> dict[str, Any]:
         """Sizes of convolutions and selector, by the tensors; where the config says others, it is wrong."""
@@ -420,15 +353,11 @@ class DFlashReader(DraftReader):
                 "Pass an intact checkpoint.",
             )
         found = {"conv_kernel_size": taps, "conv_group_size": self.hidden_size // groups, "selector_rank": rank}
-        for key, value in found.items():
-            if self.setting(key) not in (None, value):
-                raise self.wrong(
-                    f"has `{key}`={self.setting(key)} in its config.json, and its tensors have {value}", "Correct it."
-                )
+        self._check_stated(found)
         top_k = self.setting("selector_top_k") or (_SPECULATORS_TOP_K if self.is_speculators else None)
         if top_k is None:
             raise self.wrong("does not say `selector_top_k` in its config.json", "Add it there.")
-        scales = {name: self.setting(key) or usual for key, (name, usual) in _SCALES.items()}
+        scales = {name: self.setting(key) or usual for key, (name, usual) in SCALES.items()}
         return {**found, "selector_top_k": top_k, **scales, "logit_softcap": max(scales["logit_softcap"], 0)}
 
     def _num_denoising_steps(self) -> int:
@@ -517,6 +446,9 @@ class DFlashReader(DraftReader):
         # Whatever its shape.
         return super().absolute_ids(table.flatten(), vocab_size)
 
+    def name_in_file(self, name: str) -> str:
+        return name.removeprefix("logit_head.")
+
     def judge_unknown(self, names: Sequence[str]) -> None:
         raise self.wrong(
             f"has {len(names)} tensors that no DFlash draft with this config has: {listed(names)}",
@@ -534,9 +466,10 @@ _EVERY_DFLASH2 += tuple(
 _PROJECTOR = "dflash_config.projector_type="
 _SHOWN = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
 
-_SELECTOR = "candidate_selector."
+# Parts that only some kinds have.
+_SELECTOR, _CORRECTIONS = "candidate_selector.", "prefix_gru.|logit_head."
 
-_format = partial(Format, method="dflash", reader=DFlashReader, without=(_SELECTOR,))
+_format = partial(Format, method="dflash", reader=DFlashReader, without=(_SELECTOR, _CORRECTIONS))
 _format2 = partial(_format, tensors=(*_SHOWN, _SELECTOR), without=())
 
 # The special before the usual.
@@ -548,7 +481,13 @@ FORMATS = (
     _format("dspark-gemma4", "DeepSpec", _GEMMA4, _SHOWN),
     _format("dspark-deepspec", "DeepSpec", ("architectures=Qwen3DSpark.*",), _SHOWN),
     _format("dspark-specforge", "SpecForge", ("architectures=.*DSpark.*", _PROJECTOR + "dspark"), _SHOWN),
-    _format("domino", "SpecForge", (_DOMINO, _PROJECTOR + "domino"), _SHOWN),
+    _format(
+        "domino",
+        "SpecForge, hf_specdec",
+        (*_DOMINO, _PROJECTOR + "domino", "projector_type=domino"),
+        (*_SHOWN, _CORRECTIONS),
+        without=(),
+    ),
     _format("xpress", "XPress", _XPRESS, _SHOWN),
     _format("lilicorr", "LiLiCorr", _LILICORR),
     _format(

@@ -3,8 +3,9 @@
 The draft reads the text through the target's hidden states alone: its keys and values for a token are made once, when
 the token is committed, and kept. A cycle puts the block after them, the anchor and masks, and forgets it again. The
 tokens of the block are drafted as a chain, or the most probable prefixes as a tree (DDTree, arXiv:2604.12989). With
-several denoising steps the most confident tokens take the place of their masks and the rest is predicted again. With a
-candidate selector (DFlash 2) chains, trees and samples are walks through its scores. On a GPU all of that is one
+several denoising steps the most confident tokens take the place of their masks and the rest is predicted again. Where
+the tokens before a position correct its logits (DSpark, Domino), they are drafted from left to right. With a candidate
+selector (DFlash 2) chains, trees and samples are walks through its scores. On a GPU all of that is one
 graph; only sampled tokens are chosen outside of it, since logits processors of the user's come in between.
 
 Shapes: R active rows, C new tokens of the text, K drafted positions, S slots of the draft's cache, U its vocabulary,
@@ -31,8 +32,9 @@ from ...protocol import Commit, DraftStep, Prompt, Session
 from ...transfers import last_of_each
 from ...validation import Options, draft_sample_method_field, setting
 from ..base import CandidateGenerator
+from .config import BlockView
+from .corrections import Block, Chain
 from .denoising import Denoising, keep_counts
-from .formats import BlockView
 from .lattice import Lattice, Prefixes, best_candidates, best_prefixes, prefix_nodes
 from .network import DFlashNetwork, check_mask_token, fitting_network, load_dflash
 from .selector import Edges
@@ -107,6 +109,14 @@ class DFlashOptions(Options):
         most=64,
         published=True,
     )
+    draft_confidence_threshold: float = setting(
+        0.0,
+        "For DSpark drafts with a confidence head: a row's draft ends before the first token that the head gives less "
+        "probability of being accepted, once those before it are, in [0, 1]. 0 keeps all.",
+        least=0,
+        most=1,
+        published=True,
+    )
     draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("greedy")
 
     def __post_init__(self) -> None:
@@ -116,6 +126,11 @@ class DFlashOptions(Options):
                 f"`num_draft_nodes`={self.num_draft_nodes} makes a tree out of the probabilities of one "
                 f"forward, and `dflash_num_denoising_steps`={self.dflash_num_denoising_steps} asks for several. Leave "
                 "one out."
+            )
+        if self.num_draft_nodes and self.draft_confidence_threshold:
+            raise SpecConfigError(
+                f"`num_draft_nodes`={self.num_draft_nodes} makes a tree, and `draft_confidence_threshold`="
+                f"{self.draft_confidence_threshold} ends chains. Leave one out."
             )
         # A 0 is a call's word against the tree that was saved with a draft.
         if self.draft_tree_top_k and self.num_draft_nodes is None:
@@ -165,6 +180,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.num_speculative_tokens: int
         self.block_size, self.num_speculative_tokens = _sizes(config, network)
         self.num_steps: int = _num_steps(self.options, network)
+        self.least_confidence: float = _least_confidence(self.options, network)
         self.samples_drafts = self.asks_to_sample
         self.tree_budget: int | None = self._tree_budget()
         self.draft_tree_top_k: int | None = self.options.draft_tree_top_k
@@ -193,7 +209,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if not self.tree_budget:
             return
         reason = self.chain_only_reason
-        if reason is None and self.network.markov_head is not None:
+        if reason is None and self.network.config.is_sequential:
             reason = "the draft's tokens depend on each other"
         if reason:
             self.tree_budget = 0
@@ -266,27 +282,40 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return self._sample_chain(predicted, step, limits)
         return self._tree(predicted, limits) if self.tree_budget else self._chain(predicted, limits)
 
-    def _predict(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.Tensor | Edges | Lattice:
+    def _predict(self, text: DraftText, anchors: torch.LongTensor, count: int) -> Chain | Block | Edges | Lattice:
         """Predicts the first `count` tokens of the blocks that begin with `anchors` `(R,)`.
 
         Returns:
-            If tokens are sampled, logits `(R, count, U)`, or scores of a selector; for a tree its candidates;
-            otherwise the tokens of a chain `(R, K)`, at least `count`.
+            If tokens are sampled, logits and outputs of `count` positions, or scores of a selector; for a tree its
+            candidates; otherwise a chain, of at least `count` tokens.
         """
         if not (self.samples_drafts or self.tree_budget):
-            return self._chain_tokens(text, anchors, count)
+            return self._chosen(text, anchors, count)
         output = self._first_output(text, anchors, count)
         logits = self.network.logits(output)
         if self.network.candidate_selector is None:
             if self.samples_drafts:
-                return logits
+                return Block(logits, output)
             return best_candidates(logits, self.draft_tree_top_k or self.tree_budget, self.network.token_ids)
         edges = self.network.candidate_selector(logits, output, anchors)
         return edges if self.samples_drafts else edges.lattice()
 
-    def _chain(self, tokens: torch.LongTensor, limits: list[int]) -> DraftTree:
-        device = self.session.device
-        return DraftTree.chain(tokens[:, : max(limits)].to(device), limits)
+    def _chain(self, chain: Chain, limits: list[int]) -> DraftTree:
+        tokens = chain.tokens[:, : max(limits)].to(self.session.device)
+        return self._rated(DraftTree.chain(tokens, limits), chain.confidence_logits)
+
+    def _rated(self, draft: DraftTree, confidence_logits: torch.Tensor | None) -> DraftTree:
+        """Chains with what is foreseen of them, which end before the first token of too little confidence."""
+        if confidence_logits is None:
+            return draft
+        logits = confidence_logits[:, : draft.size].to(draft.tokens.device)
+        padding = torch.arange(draft.size, device=logits.device) >= draft.num_nodes[:, None]
+        draft.path_log_probs = F.logsigmoid(logits).cumsum(1).masked_fill(padding, -torch.inf)
+        if not self.least_confidence:
+            return draft
+        # The width of the verification depends on it, so the device is waited for.
+        is_trusted = logits.sigmoid() >= self.least_confidence
+        return draft.shortened(is_trusted.int().cumprod(1).sum(1).tolist())
 
     def _tree(self, candidates: Prefixes | Lattice, limits: list[int]) -> DraftTree:
         """The most probable prefixes of the block."""
@@ -313,45 +342,49 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def _first_output(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.Tensor:
         return self._output(text, anchors, anchors.new_empty((len(anchors), 0)), count)
 
-    def _chain_tokens(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
-        """The first tokens of the block, at least `count`, `(R, K)`."""
+    def _chosen(self, text: DraftText, anchors: torch.LongTensor, count: int) -> Chain:
+        """The best tokens of the block, at least `count`."""
         network = self.network
-        if network.markov_head is not None:
-            return self._corrected_tokens(text, anchors, count)
+        if network.config.is_sequential or network.config.has_confidence:
+            return self._chosen_in_order(text, anchors, count)
         if self.num_steps > 1:
             # All of them compete for being kept.
             count = network.config.num_drafts(self.block_size)
         state = Denoising.start(len(anchors), count, self.mask_token_id, self.device)
         for keep in keep_counts(count, self.num_steps):
             network.denoise(state, self._output(text, anchors, state.inputs, count), anchors, keep)
-        return state.tokens
+        return Chain(state.tokens)
 
-    def _corrected_tokens(self, text: DraftText, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
-        """The best tokens, each by the logits that the token before it has corrected."""
-        logits, tokens = self.network.logits(self._first_output(text, anchors, count)), [anchors]
-        for position in range(count):
-            best = best_tokens(logits[:, position] + self.network.markov_head(tokens[-1]))
-            tokens.append(self.network.target_ids(best))
-        return torch.stack(tokens[1:], dim=1)
+    def _chosen_in_order(self, text: DraftText, anchors: torch.LongTensor, count: int) -> Chain:
+        """The best tokens, each by the logits that the tokens before it have corrected."""
+        output = self._first_output(text, anchors, count)
+        walk, tokens = self.network.left_to_right(Block(self.network.logits(output), output)), [anchors]
+        for _ in range(count):
+            tokens.append(self.network.target_ids(best_tokens(walk.after(tokens[-1]))))
+        return Chain(torch.stack(tokens[1:], dim=1), self._confidence_logits(output, tokens[:-1]))
 
-    def _sample_chain(self, logits: torch.Tensor, step: DraftStep, limits: list[int]) -> DraftTree:
-        """Samples tokens from the draft's distributions, processed as the target's are, by logits `(R, K, U)`."""
-        sampler, device, markov_head = self.session.sampler, self.session.device, self.network.markov_head
+    def _confidence_logits(self, output: torch.Tensor, before: list[torch.LongTensor]) -> torch.Tensor | None:
+        """Log-odds `(R, K)` that tokens are accepted, by the K tokens `(R,)` before them, the anchor the first."""
+        if not self.network.config.has_confidence:
+            return None
+        tokens = torch.stack([tokens.to(self.device) for tokens in before], dim=1)
+        return self.network.confidence_logits(output[:, : len(before)], tokens)
+
+    def _sample_chain(self, block: Block, step: DraftStep, limits: list[int]) -> DraftTree:
+        """Samples tokens from the draft's distributions, processed as the target's are."""
+        sampler, network, device = self.session.sampler, self.network, self.session.device
         chain = SteeredChain(sampler, step.rows, step.lengths)
-        at_once = None
-        if markov_head is None and not sampler.stack.reads_tokens:
-            at_once = chain.scores(self.network.target_logits(logits).to(device))
-        tokens = step.anchor_tokens
-        for depth in range(max(limits)):
-            if at_once is None:
-                here = logits[:, depth]
-                if markov_head is not None:
-                    here = here + markov_head(tokens.to(self.device))
-                scores = chain.scores(self.network.target_logits(here).to(device))
-            else:
-                scores = at_once[:, depth]
-            tokens = chain.choose(scores)
-        return chain.draft(limits)
+        if not (network.config.is_sequential or sampler.stack.reads_tokens):
+            at_once = chain.scores(network.target_logits(block.logits).to(device))
+            for depth in range(max(limits)):
+                chain.choose(at_once[:, depth])
+        else:
+            walk, tokens = network.left_to_right(block), step.anchor_tokens
+            for _ in range(max(limits)):
+                logits = network.target_logits(walk.after(tokens.to(self.device)))
+                tokens = chain.choose(chain.scores(logits.to(device)))
+        before = [step.anchor_tokens, *chain.tokens[:-1]]
+        return self._rated(chain.draft(limits), self._confidence_logits(block.output, before))
 
     def _sample_walk(self, edges: Edges, step: DraftStep, limits: list[int]) -> DraftTree:
         """Samples a walk through the scores of a selector: each token given the one that was drawn before it."""
@@ -365,7 +398,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     # Drafting in graphs
 
-    def _replay(self, new: Commit | None, limits: list[int]) -> torch.Tensor | Prefixes | Edges | None:
+    def _replay(self, new: Commit | None, limits: list[int]) -> Chain | Block | Prefixes | Edges | None:
         """Reads new tokens and predicts the whole block in a graph; `None` where there is none to run."""
         if self.text.graphs is None or new is None:
             return None
@@ -378,13 +411,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
             limits,
             self._captured_prediction,
         )
-        if predicted is None:
-            return None
-        if isinstance(predicted, (Prefixes, Edges)):
-            return predicted.of_rows(len(limits))
-        return predicted[: len(limits), : max(limits)]
+        return None if predicted is None else predicted.of_rows(len(limits))
 
-    def _captured_prediction(self, inputs: DraftInputs, columns: int) -> torch.Tensor | Prefixes | Edges:
+    def _captured_prediction(self, inputs: DraftInputs, columns: int) -> Chain | Block | Prefixes | Edges:
         text = self.text.static(inputs, columns)
         text.extend(inputs.states, inputs.counts)
         text.begin_block(self.block_size)
@@ -464,26 +493,42 @@ def _sizes(config: SpeculativeConfig, network: DFlashNetwork) -> tuple[int, int]
     return named or trained, length or most
 
 
+def _least_confidence(options: DFlashOptions, network: DFlashNetwork) -> float:
+    """Confidence with which a token is verified.
+
+    Raises:
+        SpecConfigError: There is nothing that says how confident the draft is.
+    """
+    least = options.draft_confidence_threshold
+    if least and not network.config.has_confidence:
+        raise SpecConfigError(
+            f"`draft_confidence_threshold`={least} needs a DSpark draft with a confidence head, and this draft has "
+            'none. Leave it out; num_speculative_tokens="auto" finds a length by what is accepted.'
+        )
+    return least
+
+
 def _num_steps(options: DFlashOptions, network: DFlashNetwork) -> int:
     """Forwards for a block.
 
     Raises:
-        SpecConfigError: Several, of a draft whose positions predict the next token.
+        SpecConfigError: Several, of a draft whose positions predict the next token, or whose tokens depend on each
+            other.
     """
     config, asked = network.config, options.dflash_num_denoising_steps
-    is_dspark = config.predicts_next or config.markov_rank > 0
+    takes_one = config.predicts_next or config.is_sequential or config.has_confidence
     if config.selector_rank and (asked or 1) > config.num_denoising_steps:
         raise SpecConfigError(
             f"`dflash_num_denoising_steps` must be at most {config.num_denoising_steps}, what this DFlash 2 draft "
             f"declares, got {asked}: its selector was not trained on blocks of which tokens are known."
         )
-    trained = 1 if is_dspark else config.num_denoising_steps
+    trained = 1 if takes_one else config.num_denoising_steps
     if asked is None:
         return 1 if options.num_draft_nodes else trained
-    if asked > 1 and is_dspark:
+    if asked > 1 and takes_one:
         raise SpecConfigError(
-            f"`dflash_num_denoising_steps` must be 1 for drafts whose positions predict the next token (DSpark), got "
-            f"{asked}."
+            "`dflash_num_denoising_steps` must be 1 for drafts whose positions predict the next token (DSpark), or "
+            f"whose tokens depend on each other (Domino), got {asked}."
         )
     if asked > trained:
         logger.warning_once(

@@ -9,7 +9,8 @@ and in every layer to the text before them, of which the draft knows the target'
     logits = lm_head(norm(x_L))                      of the mask in question; the anchor's are of no use
 
 What depends on the text alone is computed once for every token. In DSpark (arXiv:2607.05147) a position predicts the
-token after it, the anchor's the first one, and a table of low rank corrects the logits by the token before.
+token after it, the anchor's the first one. There, and in Domino, the tokens before a position correct its logits, see
+[`~candidate_generators.dflash.corrections`].
 
 DFlash 2 wraps attention and MLP of every layer in convolutions along the block, and chooses tokens with a selector,
 see [`~candidate_generators.dflash.selector`]. With u what is normed before attention or MLP, and s counting positions
@@ -20,8 +21,8 @@ back inside of the block:
     stream + conv_1(attention(conv_0(u)))             keys and values of the text pass through none
 
 Shapes: R rows, T positions of a block (or of several), S slots of the cache, C tokens of the text, h and th hidden
-sizes of draft and target, A captured states, D head size, V vocabulary of the target, U that of the draft, r rank of
-the corrections; B positions of one block, G groups of a convolution.
+sizes of draft and target, A captured states, D head size, V vocabulary of the target, U that of the draft; B positions
+of one block, K of them predicting, G groups of a convolution.
 """
 
 from __future__ import annotations
@@ -54,8 +55,10 @@ from ...layers.llama import (
     rotate,
     with_query_groups,
 )
+from .config import BlockView, DFlashConfig
+from .corrections import Block, ConfidenceHead, CorrectionHead, DominoHead, LeftToRight, MarkovHead
 from .denoising import Denoising
-from .formats import BlockView, DFlashConfig, DFlashReader
+from .formats import DFlashReader
 from .selector import CandidateSelector, walk_on
 
 
@@ -106,6 +109,8 @@ class DFlashNetwork(DraftNetwork):
         self.norm: RMSNorm = RMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
         self.markov_head: MarkovHead | None = MarkovHead(config) if config.markov_rank else None
+        self.logit_head: DominoHead | None = None if config.domino is None else DominoHead(config, config.domino)
+        self.confidence_head: ConfidenceHead | None = ConfidenceHead(config) if config.has_confidence else None
         self.candidate_selector: CandidateSelector | None = CandidateSelector(config) if config.selector_rank else None
         self.register_buffer("token_ids", torch.arange(config.draft_vocab_size) if config.has_token_ids else None)
         self._target: _ScaledParts | None = None
@@ -206,12 +211,13 @@ class DFlashNetwork(DraftNetwork):
 
     def predicting(self, output: torch.Tensor) -> torch.Tensor:
         """Part of `forward`'s output for one block, `(R, T, h)`, the positions that predict tokens, in their order."""
-        return output if self.config.predicts_next else output[:, 1:]
+        count = self.config.num_drafts(output.shape[1])
+        return output[:, :count] if self.config.predicts_next else output[:, 1:]
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """Logits `(..., U)` over the draft's vocabulary, from `forward`'s output `(..., h)`.
 
-        Where there is a `markov_head`, its corrections are to be added.
+        Where there are corrections, [`left_to_right`] adds them.
         """
         # As a matrix: the product of a part of a block with its strides would copy the weights.
         rows = output.flatten(0, -2)
@@ -221,6 +227,28 @@ class DFlashNetwork(DraftNetwork):
         if cap := self.config.logit_softcap:
             logits = cap * torch.tanh(logits / cap)
         return logits.unflatten(0, output.shape[:-1])
+
+    @property
+    def correction_head(self) -> CorrectionHead | None:
+        """The head that corrects logits by the tokens before, if there is one."""
+        return self.markov_head or self.logit_head
+
+    def left_to_right(self, block: Block) -> LeftToRight:
+        """Begins to read a block's logits position by position, with the corrections by the tokens before."""
+        return LeftToRight(block, self.correction_head, self.embed)
+
+    def confidence_logits(self, output: torch.Tensor, before: torch.LongTensor) -> torch.FloatTensor:
+        """Estimated log-odds `(R, K)` that each draft token is accepted once those before it are.
+
+        That of a token does not depend on the token itself, only on those before it.
+
+        Args:
+            output (`torch.Tensor` of shape `(R, K, h)`): `forward`'s output at the positions that predict them.
+            before (`torch.LongTensor` of shape `(R, K)`): The tokens before each, the anchor's first.
+        """
+        assert self.confidence_head is not None, "a draft without a confidence head"
+        rows = self.markov_head.markov_w1(before) if self.config.confidence_with_markov else None
+        return self.confidence_head(output, rows).float()
 
     def denoise(self, state: Denoising, output: torch.Tensor, anchors: torch.LongTensor, keep: int) -> None:
         """One denoising step.
@@ -239,7 +267,8 @@ class DFlashNetwork(DraftNetwork):
 
     def save(self, folder: str | Path) -> None:
         """Writes `config.json` and `model.safetensors` in the layout of the first publishers; makes the folder."""
-        save_checkpoint(folder, self.config.to_dict(), stored_vocabulary(self.state_dict(), self.config.vocab_size))
+        tensors = {name.removeprefix("logit_head."): tensor for name, tensor in self.state_dict().items()}
+        save_checkpoint(folder, self.config.to_dict(), stored_vocabulary(tensors, self.config.vocab_size))
 
 
 class DFlashLayer(DecoderLayer):
@@ -323,19 +352,6 @@ class BlockConvolution(DirectModule):
             earlier = F.pad(blocks[:, :, :-tap], (0, 0, 0, 0, tap, 0))
             total = total + kernels[..., tap, :, :] * earlier
         return total.view_as(hidden)
-
-
-class MarkovHead(nn.Module):
-    """DSpark's corrections of the logits by the token before: a matrix of rank r."""
-
-    def __init__(self, config: DFlashConfig):
-        super().__init__()
-        self.markov_w1: nn.Embedding = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2: nn.Linear = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
-
-    def forward(self, tokens: torch.LongTensor) -> torch.Tensor:
-        """Corrections `(..., U)` of the logits after the target's tokens `(...)`."""
-        return self.markov_w2(self.markov_w1(tokens))
 
 
 class GivenContext:

@@ -33,8 +33,8 @@ from ...training.recipe import (
     sum_over_chunks,
 )
 from . import DFlash2Training, DFlashTraining
+from .config import BlockView, DFlashConfig, default_layer_ids
 from .denoising import Denoising, keep_counts
-from .formats import BlockView, DFlashConfig, default_layer_ids
 from .network import DFlashNetwork, GivenContext, mask_token_of, tokenizer_of
 
 

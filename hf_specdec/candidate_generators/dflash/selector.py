@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...logits.acceptance import best_tokens
+from .config import DFlashConfig
 from .denoising import Denoising
-from .formats import DFlashConfig
 from .lattice import Lattice
 
 

@@ -23,6 +23,8 @@ class GrowingMasks:
 
     def __init__(self, matchers: Sequence[GrammarMatcher | None], vocab_size: int):
         self._matchers = matchers
+        # Processors of the call move the same matchers.
+        self._begins = [None if matcher is None else list(matcher.tokens) for matcher in matchers]
         self._vocab_size = vocab_size
         self._paths: list[list[tuple[int, ...]]] = [[()] for _ in matchers]
         self._allowed: np.ndarray | None = None  # (R, F, V), of this level
@@ -35,7 +37,7 @@ class GrowingMasks:
             ids (`torch.LongTensor` of shape `(U,)`, *optional*): The target's id of each of the draft's, if others.
         """
         if self._allowed is None:
-            self._allowed = np.stack([self._row(*row) for row in zip(self._matchers, self._paths)])
+            self._allowed = np.stack([self._row(*row) for row in zip(self._matchers, self._begins, self._paths)])
         allowed = torch.from_numpy(self._allowed)
         if ids is None:
             width = min(logits.shape[-1], self._vocab_size)
@@ -44,10 +46,13 @@ class GrowingMasks:
             allowed = allowed.index_select(2, ids.cpu())
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
 
-    def _row(self, matcher: GrammarMatcher | None, paths: list[tuple[int, ...]]) -> np.ndarray:
+    def _row(
+        self, matcher: GrammarMatcher | None, begin: list[int] | None, paths: list[tuple[int, ...]]
+    ) -> np.ndarray:
         """Allowed tokens `(F, V)` after the nodes of a row."""
-        if matcher is None:
+        if matcher is None or begin is None:
             return np.ones((len(paths), self._vocab_size), dtype=bool)
+        matcher.move_to(begin)
         masks = matcher.masks_after(paths)
         known = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").view(bool)[:, : self._vocab_size]
         return np.pad(known, ((0, 0), (0, self._vocab_size - known.shape[1])))

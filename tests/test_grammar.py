@@ -12,7 +12,7 @@ from transformers.generation.logits_process import LogitsProcessor
 import hf_specdec
 from hf_specdec import SpecConfigError, record
 from hf_specdec.logits.sampling import DraftSampler
-from tests.grammars import BACKENDS, COMPACT, LIBRARIES, SCHEMA, constraint, needs, own, tokenizer
+from tests.grammars import BACKENDS, COMPACT, LIBRARIES, SCHEMA, AllowedTokens, constraint, needs, own, tokenizer
 from tests.methods import demo_target, draws, fresh_speculator, needs_library, settings_of
 from tests.models import nothing_runs
 from tests.statistics import chi_square_pvalue
@@ -207,6 +207,47 @@ def test_requests_that_leave_their_grammar_say_so(row):
     assert good.error is None
 
 
+# Drafts under the mask
+
+GROWN = [
+    *("medusa", "medusa chain", "medusa static tree"),
+    *("mlp_speculator candidates", "mlp_speculator static tree", "mlp_speculator tree"),
+    *("eagle", "eagle tree", "eagle3 chain", "eagle3 static tree", "eagle3 tree", "eagle3 adaptive tree"),
+    *("dflash", "dflash tree", "dflash siblings", "dflash selector", "dflash selector tree", "mtp", "mtp reuse tree"),
+]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("row", GROWN)
+@pytest.mark.parametrize("backend", BACKENDS[:1])
+def test_drafts_grow_under_the_mask(backend, row, batch_size, monkeypatch):
+    """Twice as many tokens are accepted as of drafts that the grammar cuts."""
+    constraints = {"logits_processor": [own(backend)]}
+    text, call = drafted(row, constraints, batch_size)
+    assert torch.equal(text, plain(f"own {backend}", batch_size))
+    monkeypatch.setattr(DraftSampler, "growing", lambda sampler, rows, limits: None)
+    cut_text, cut = drafted(row, constraints, batch_size)
+    assert torch.equal(cut_text, text)
+    assert call.stats.num_accepted_tokens > 2 * cut.stats.num_accepted_tokens
+    assert call.stats.num_target_forwards < 0.75 * cut.stats.num_target_forwards
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:1])
+def test_successors_are_learned_under_the_mask(backend, monkeypatch):
+    """Token recycling knows what the target has written under the grammar, and not what it would have written."""
+
+    def accepted() -> int:
+        speculator, constraints = fresh_speculator(settings_of("recycling")), {"logits_processor": [own(backend)]}
+        for _ in range(2):
+            with record(trace=True) as made:
+                assert torch.equal(generated(constraints, 4, assistant=speculator), plain(f"own {backend}", 4))
+        return made.calls[0].stats.num_accepted_tokens
+
+    masked = accepted()
+    monkeypatch.setattr("hf_specdec.decoding.loop.masked_nodes", lambda draft, logits: logits)
+    assert masked > 1.2 * accepted()
+
+
 # Sampling
 
 CHOICES = ["yes", "no", "maybe not", "maybe so"]
@@ -233,7 +274,9 @@ def exact(backend: str) -> dict[tuple[int, ...], float]:
     return probs
 
 
-@pytest.mark.parametrize("row", ["grammar", "draft_model", "eagle3 chain", "mlp_speculator chain"])
+@pytest.mark.parametrize(
+    "row", ["grammar", "draft_model", "eagle3 chain", "mlp_speculator chain", "dflash", "dflash selector"]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_distribution(backend, row):
     """Chosen drafts, and drafts that are drawn, where the method can."""
@@ -258,7 +301,7 @@ def test_distribution(backend, row):
     assert output.speculative.num_accepted_tokens > 0.1 * NUM_ROWS
 
 
-@pytest.mark.parametrize("row", ["draft_model", "eagle3 chain", "dflash", "mlp_speculator chain"])
+@pytest.mark.parametrize("row", ["draft_model", "eagle3 chain", "dflash", "dflash selector", "mlp_speculator chain"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_drafts_are_drawn_under_the_mask(backend, row, monkeypatch):
     """Forbidden tokens have no probability in the distributions that drafts were drawn from."""
@@ -320,3 +363,58 @@ def test_a_number_of_grammars_that_is_not_that_of_the_rows_is_refused():
     compiled = [xgrammar.GrammarCompiler(info).compile_regex(pattern) for pattern in ("a", "b", "c")]
     with nothing_runs(demo_target()), pytest.raises(SpecConfigError, match=r"3 grammars, and the batch 4 rows"):
         drafted("ngram", {"logits_processor": [xgrammar.contrib.hf.LogitsProcessor(compiled)]}, 4)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_ends_that_the_grammar_does_not_know_are_refused(library):
+    end = tokenizer().eos_token_id
+    message = rf"ends texts with token {end}, and this call ends at 5 or 7, so that no text would end"
+    with nothing_runs(demo_target()), pytest.raises(SpecConfigError, match=message):
+        drafted("ngram", constraint(library), 1, eos_token_id=[5, 7])
+    text, _ = drafted("grammar", constraint(library), 1, eos_token_id=[5, end])
+    assert torch.equal(text, plain(library, 1, eos_token_id=(5, end)))
+
+
+@needs("lmformatenforcer")
+@pytest.mark.parametrize("missing", [-3, 0, 3])
+def test_an_enforcer_of_another_vocabulary(missing):
+    """Fewer tokens than the target has are forbidden in plain generation as well, more are refused."""
+    from lmformatenforcer import RegexParser, TokenEnforcer, TokenEnforcerTokenizerData
+
+    size, end = demo_target().config.vocab_size - missing, tokenizer().eos_token_id
+    tokens = [(token, "ab"[token % 2], False) for token in range(size) if token != end]
+    data = TokenEnforcerTokenizerData(tokens, lambda ids: "".join("ab"[one % 2] for one in ids), end, False, size)
+
+    def constraints():
+        return {"prefix_allowed_tokens_fn": AllowedTokens(TokenEnforcer(data, RegexParser("[ab]{9}")))}
+
+    if missing >= 0:
+        text, _ = drafted("ngram", constraints(), 1)
+        assert torch.equal(text, generated(constraints(), 1))
+        return
+    with nothing_runs(demo_target()), pytest.raises(SpecConfigError, match=r"vocabulary of 4099 tokens.* 4096"):
+        drafted("ngram", constraints(), 1)
+
+
+@needs("outlines")
+@pytest.mark.parametrize("missing", [-3, 0, 3])
+def test_an_automaton_of_another_vocabulary(missing):
+    from outlines.backends.outlines_core import OutlinesCoreLogitsProcessor
+    from outlines_core import Index, Vocabulary
+
+    size, end = demo_target().config.vocab_size - missing, tokenizer().eos_token_id
+    ids = {
+        letter: [token for token in range(size) if token != end and token % 2 == place]
+        for place, letter in enumerate("ab")
+    }
+
+    def constraints(pattern):
+        return {"logits_processor": [OutlinesCoreLogitsProcessor(Index(pattern, Vocabulary(end, ids)), "torch")]}
+
+    if missing < 0:
+        with nothing_runs(demo_target()), pytest.raises(SpecConfigError, match=r"vocabulary of 4099 tokens.* 4096"):
+            drafted("ngram", constraints("[ab]{9}"), 1)
+        # What the target cannot write later on is passed over, as by the library itself.
+        ids["c"], ids["b"], ids["a"] = [5000, 9], [10], [11]
+    text, _ = drafted("ngram", constraints("[ab][abc]{8}"), 1)
+    assert torch.equal(text, generated(constraints("[ab][abc]{8}"), 1))

@@ -141,12 +141,15 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         new = self._take_pending()
         if self.samples_drafts:
             return self._sample_chain(new, step, limits)
-        replayed = None if self.entries.graphs is None or new is None else self._replay(new, limits)
-        if replayed is not None:
-            return replayed
+        masks = self.growing_masks(step, limits.depths)
+        # Masks are made on the host, level by level.
+        if masks is None and new is not None and self.entries.graphs is not None:
+            replayed = self._replay(new, limits)
+            if replayed is not None:
+                return replayed
         self._read(new)
         self.entries.begin_draft(self.num_reads)
-        nodes = grow(self.shape, self.entries, self.hidden, self.logits, limits)
+        nodes = grow(self.shape, self.entries, self.hidden, self.logits, limits, masks)
         return nodes.draft(self.plan, limits.depths, self.session.device)
 
     def _sample_chain(self, new: Entries | None, step: DraftStep, limits: RowLimits) -> DraftTree:

@@ -37,6 +37,7 @@ from transformers.generation.candidate_generator import CandidateGenerator as Hf
 
 from ..drafts import DraftTree
 from ..errors import SpecConfigError
+from ..logits.grammar.growth import GrowingMasks
 from ..logits.randomness import NODES_PER_ANCHOR
 from ..protocol import Commit, DraftStep, Lookups, Prompt, Session, VerifiedNodes
 from ..threads import cached_property
@@ -265,6 +266,11 @@ class CandidateGenerator(HfCandidateGenerator):
         if limit is None:
             return depths
         return [min(depth, max(limit[0] - length, 0)) for depth, length in zip(depths, step.lengths)]
+
+    def growing_masks(self, step: DraftStep, limits: list[int]) -> GrowingMasks | None:
+        """Masks of the rows' grammars, for drafts of at most `limits` that are chosen level by level."""
+        sampler = self.session.sampler
+        return None if sampler is None else sampler.growing(step.rows, limits)
 
     @property
     def asks_to_sample(self) -> bool:

@@ -21,7 +21,7 @@ from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowUniforms
 from ..logits.rules import StandardRule, acceptance_rule
 from ..logits.sampling import DraftSampler
-from ..logits.verifier import Verdict, Verifier, take_nodes
+from ..logits.verifier import Verdict, Verifier, masked_nodes, take_nodes
 from ..metrics import SpecDecodingStats, begin_call, watch_acceptance
 from ..metrics.listeners import CallProgress
 from ..protocol import Commit, Drafter, DrafterSource, DraftStep, Session, VerifiedNodes
@@ -263,6 +263,8 @@ class DecodingLoop:
         """Tells the drafter of the target's best tokens after the anchors and all draft nodes."""
         anchors = self.anchors.tolist()
         tokens = [[anchor, *drafted] for anchor, drafted in zip(anchors, draft.token_lists())]
+        if draft.masks is not None:
+            logits = masked_nodes(draft, logits)
         self.generator.learn(VerifiedNodes.of_logits(tokens, logits, self.generator.num_best_tokens))
 
     def _observe(self, verdict: Verdict, states: dict) -> None:

@@ -18,6 +18,7 @@ from ..logits.processors import ProcessorStack
 from ..logits.randomness import seed_from_torch
 from ..target_facts import vocabulary_size
 from .profile import REPEATED_INPUTS, is_text_only
+from .sequences import end_tokens
 
 
 if TYPE_CHECKING:
@@ -84,11 +85,13 @@ class Request:
         """The processors of the call.
 
         Raises:
-            SpecConfigError: A grammar among them is of another vocabulary, or admits nothing.
+            SpecConfigError: A grammar among them is of another vocabulary, admits nothing, or ends with other tokens.
         """
         processors, found = self.logits_processor, None
         if processors:
-            found = RowGrammars.found(processors, self.input_ids, vocabulary_size(self.model))
+            found = RowGrammars.found(
+                processors, self.input_ids, vocabulary_size(self.model), end_tokens(self.stopping_criteria)
+            )
         return ProcessorStack(processors, found)
 
     @property

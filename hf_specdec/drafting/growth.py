@@ -22,6 +22,7 @@ from torch import nn
 from ..drafts import DraftTree, TokenTree, renumbered
 from ..drafts.static import Level
 from ..logits.acceptance import best_tokens
+from ..logits.grammar.growth import GrowingMasks
 from ..transfers import upload
 from .entries import DraftEntries, pick_nodes
 
@@ -179,6 +180,7 @@ def grow(
     hidden: torch.Tensor,
     logits: torch.Tensor,
     limits: RowLimits | CapturedLimits,
+    masks: GrowingMasks | None = None,
 ) -> DraftNodes:
     """Grows a draft after the last entry of each row.
 
@@ -188,9 +190,10 @@ def grow(
         hidden (`torch.Tensor` of shape `(R, h)`): States that the last entries hand on.
         logits (`torch.Tensor` of shape `(R, U)`): Logits after them.
         limits (`RowLimits` or `CapturedLimits`): Largest depth of each row, at most that of the shape.
+        masks (`GrowingMasks`, *optional*): Those of the rows' grammars, outside of graphs.
     """
     grow_shape = _grow_dynamic if isinstance(shape, DynamicTree) else _grow_static
-    return grow_shape(shape, entries, hidden[:, None], logits[:, None], limits)
+    return grow_shape(shape, entries, hidden[:, None], logits[:, None], limits, masks)
 
 
 def _grow_static(
@@ -199,21 +202,24 @@ def _grow_static(
     hidden: torch.Tensor,
     logits: torch.Tensor,
     limits: RowLimits | CapturedLimits,
+    masks: GrowingMasks | None = None,
 ) -> DraftNodes:
     """Takes the candidates of the given ranks; only nodes that have children are read."""
     network = entries.network
     log_probs = hidden.new_zeros(hidden.shape[:2], dtype=torch.float32) if limits.threshold else None
     drafted = []
     for depth, level in enumerate(levels, start=1):
-        tokens, log_probs = _candidates(network, logits, level.width, log_probs)
+        tokens, log_probs = _candidates(network, logits, level.width, log_probs, masks)
         drafted.append(tokens[:, level.picks])
         if depth < limits.deepest and log_probs is not None:
             log_probs = log_probs[:, level.read_picks]
             limits.stop_low_confidence(log_probs, depth)
         if depth == limits.deepest:
             break
-        parents = level.read_parents
-        hidden, output = entries.read_nodes(tokens[:, level.read_picks], hidden[:, parents], parents)
+        read, parents = tokens[:, level.read_picks], level.read_parents
+        if masks is not None:
+            masks.follow(read, parents)
+        hidden, output = entries.read_nodes(read, hidden[:, parents], parents)
         logits = network.logits(output)
     return DraftNodes(torch.cat(drafted, dim=1))
 
@@ -224,6 +230,7 @@ def _grow_dynamic(
     hidden: torch.Tensor,
     logits: torch.Tensor,
     limits: RowLimits | CapturedLimits,
+    masks: GrowingMasks | None = None,
 ) -> DraftNodes:
     """Expands the best nodes of each level, and takes the most probable of all candidates."""
     network, width = entries.network, plan.top_k
@@ -233,7 +240,7 @@ def _grow_dynamic(
     levels: list[tuple[torch.Tensor, torch.Tensor]] = []
     sizes = [0]
     while True:
-        tokens, log_probs = _candidates(network, logits, width, log_probs)
+        tokens, log_probs = _candidates(network, logits, width, log_probs, masks)
         levels.append((tokens, log_probs))
         sizes.append(sizes[-1] + tokens.shape[1])
         # Stable: of equally probable nodes the first one counts, so that a parent comes before its child.
@@ -248,7 +255,10 @@ def _grow_dynamic(
         best, log_probs = order[:, :count], log_probs[:, :count]
         parents = best // width
         read.append(best + sizes[-2])
-        hidden, output = entries.read_nodes(tokens.gather(1, best), pick_nodes(hidden, parents), parents)
+        best = tokens.gather(1, best)
+        if masks is not None:
+            masks.follow(best, parents)
+        hidden, output = entries.read_nodes(best, pick_nodes(hidden, parents), parents)
         logits = network.logits(output)
     tokens, log_probs, read = (torch.cat(parts, dim=1) for parts in (*zip(*levels), read))
     return _chosen(plan, tokens, limits.within(log_probs, sizes), read, sizes)
@@ -273,7 +283,7 @@ def num_expandable(
     if found.device.type != "cpu" or found.shape[1] <= places:
         return log_probs.shape[1]
     least = found.topk(places, dim=1).values[:, -1:]
-    return int((log_probs >= least).sum(1).max())
+    return int(((log_probs >= least) & (log_probs > -math.inf)).sum(1).max())
 
 
 def most_probable(log_probs: torch.FloatTensor, count: int) -> torch.LongTensor:
@@ -309,7 +319,11 @@ def _chosen(
 
 
 def _candidates(
-    network: nn.Module, logits: torch.Tensor, width: int, log_probs: torch.FloatTensor | None
+    network: nn.Module,
+    logits: torch.Tensor,
+    width: int,
+    log_probs: torch.FloatTensor | None,
+    masks: GrowingMasks | None = None,
 ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
     """The best continuations of each node.
 
@@ -318,17 +332,23 @@ def _candidates(
         logits (`torch.Tensor` of shape `(R, F, U)`): Logits after the nodes.
         width (`int`): W.
         log_probs (`torch.FloatTensor` of shape `(R, F)`, *optional*): Log-probability of the path to each node.
+        masks (`GrowingMasks`, *optional*): Of what may follow the nodes.
 
     Returns:
         `tuple`: The target's ids `(R, F * W)`, and the log-probability of the path to each, if those of the nodes were
         given.
     """
+    if masks is not None:
+        logits = masks.apply(logits, network.token_ids)
     if width == 1 and log_probs is None:
         tokens = best_tokens(logits)
     else:
         if log_probs is not None:
             logits = F.log_softmax(logits, -1, dtype=torch.float32)
         values, tokens = logits.topk(width)
+        if masks is not None:
+            # Where nothing may follow there is no distribution.
+            values = values.nan_to_num(nan=-math.inf, neginf=-math.inf)
         tokens = tokens.flatten(1)
         log_probs = None if log_probs is None else (log_probs[..., None] + values).flatten(1)
     token_ids = network.token_ids

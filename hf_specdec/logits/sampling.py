@@ -13,6 +13,7 @@ import torch
 
 from ..drafts import DraftTree
 from ..kernels.sampling import sample_from_probs
+from .grammar.growth import GrowingMasks
 from .grammar.matchers import GrammarMatcher
 from .grammar.rows import RowGrammars, constrained
 from .processors import ProcessorStack
@@ -49,6 +50,16 @@ class DraftSampler:
         if self.grammar is None:
             return [None] * len(rows)
         return [self.grammar.at(row, self.sequences.tokens(row)) for row in rows]
+
+    def growing(self, rows: list[int], limits: list[int]) -> GrowingMasks | None:
+        """Masks for drafts that grow level by level; `None` where no row has a grammar.
+
+        Args:
+            rows (`list[int]`): Row of the call of each.
+            limits (`list[int]`): Largest depth of each row's draft. Rows that get none need no masks.
+        """
+        matchers = [matcher if limit > 0 else None for matcher, limit in zip(self.matchers(rows), limits)]
+        return GrowingMasks(matchers, self.vocab_size) if any(matchers) else None
 
     def constrained(self, draft: DraftTree, rows: list[int]) -> DraftTree:
         """The drafts of rows as far as their grammars allow them, with the masks after all nodes."""

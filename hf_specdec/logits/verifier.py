@@ -22,6 +22,7 @@ from ..kernels.acceptance import reject_chain, reject_tree
 from ..kernels.sampling import sample_from_probs
 from ..transfers import read_together, upload
 from .acceptance import best_tokens
+from .grammar.masks import GrammarMask
 from .processors import ProcessorStack
 from .randomness import ACCEPT, TARGET
 from .recorder import StepRecorder
@@ -312,6 +313,15 @@ def _node_paths(draft: DraftTree) -> list[list[list[int]]]:
             paths.append([*paths[parent + 1], token])
         all_paths.append(paths + [[]] * (draft.size - len(tokens)))
     return all_paths
+
+
+def masked_nodes(draft: DraftTree, logits: torch.Tensor) -> torch.Tensor:
+    """Logits `(R, T, V)` of all nodes with -inf for what the grammars of their rows forbid."""
+    masked = logits.clone()
+    for row, masks in zip(masked, draft.masks):
+        if masks is not None:
+            GrammarMask(masks, allows_rest=False)(None, row[: len(masks)])
+    return masked
 
 
 def _padded_masks(draft: DraftTree, num_nodes: int) -> np.ndarray:

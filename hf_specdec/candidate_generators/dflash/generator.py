@@ -14,6 +14,7 @@ V that of the target.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -23,11 +24,14 @@ from transformers.utils import logging
 
 from ...decoding.masks import additive_mask
 from ...drafting.chain import SteeredChain
+from ...drafting.growth import DynamicTree, RowLimits
+from ...drafting.positions import Positions
 from ...drafting.slots import DraftInputs, DraftSlots, Entries, KnownPrompt
-from ...drafts import DraftTree
+from ...drafts import DraftTree, TokenTree
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...logits.acceptance import best_tokens
+from ...logits.grammar.growth import GrowingMasks
 from ...protocol import Commit, DraftStep, Prompt, Session
 from ...transfers import last_of_each
 from ...validation import Options, draft_sample_method_field, setting
@@ -37,7 +41,7 @@ from .corrections import Block, Chain
 from .denoising import Denoising, keep_counts
 from .lattice import Lattice, Prefixes, best_candidates, best_prefixes, prefix_nodes
 from .network import DFlashNetwork, check_mask_token, fitting_network, load_dflash
-from .selector import Edges
+from .selector import Edges, SelectedPositions
 
 
 if TYPE_CHECKING:
@@ -57,6 +61,9 @@ class _UsualTree(NamedTuple):
 # By device type. Measured on a CPU (`benchmarks/blocks.py`); elsewhere half of JetSpec's own.
 _TREE = _UsualTree(num_nodes=63, most_rows=4)
 _TREES = {"cpu": _UsualTree(num_nodes=20, most_rows=1)}
+
+# Most children of a node that are looked at under a grammar, where each node has a distribution of its own.
+_MOST_MASKED_CHILDREN = 10
 
 
 @dataclass(frozen=True)
@@ -271,10 +278,16 @@ class DFlashCandidateGenerator(CandidateGenerator):
             self.pending = None
             return DraftTree.empty(len(step.rows), self.session.device)
         new, self.pending = self.pending, None
-        predicted = self._replay(new, limits)
+        # Between denoising steps nothing is chosen one token after the other.
+        masks = self.growing_masks(step, limits) if self.num_steps == 1 else None
+        # Masks are made on the host, level by level.
+        predicted = self._replay(new, limits) if masks is None else None
         if predicted is None:
             self._read(new)
             self.text.begin_block(self.block_size)
+        if masks is not None:
+            return self._draft_masked(step, limits, masks)
+        if predicted is None:
             predicted = self._predict(self.text, step.anchor_tokens.to(self.device), max(limits))
         if isinstance(predicted, Edges):
             return self._sample_walk(predicted, step, limits)
@@ -324,6 +337,29 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return candidates.draft(self.tree_budget, limits, self.draft_tree_top_k, device)
         return best_prefixes(candidates.to(device), self.tree_budget, limits, self.draft_tree_top_k)
 
+    def _draft_masked(self, step: DraftStep, limits: list[int], masks: GrowingMasks) -> DraftTree:
+        """Drafts what the grammars of the rows allow, in the shape of other drafts; a tree grows level by level."""
+        anchors, count, network = step.anchor_tokens.to(self.device), max(limits), self.network
+        output = self._first_output(self.text, anchors, count)
+        logits, selector = network.logits(output), network.candidate_selector
+        is_rated = network.config.has_confidence and not self.tree_budget
+        if selector is None and (self.samples_drafts or network.config.is_sequential or is_rated):
+            return self._sample_chain(Block(logits, output), step, limits, has_masks=True)
+        if selector is None:
+            positions = Positions(logits, network.token_ids)
+        else:
+            positions = SelectedPositions(selector, logits, output, masks)
+        if self.samples_drafts:
+            return self._steered(step, limits, positions.after).draft(limits)
+        plan = TokenTree.chain(count)
+        if self.tree_budget:
+            width = min(self.draft_tree_top_k or self.tree_budget, _MOST_MASKED_CHILDREN, logits.shape[-1])
+            plan = DynamicTree(count - 1, width, self.tree_budget + 1)
+        shape = plan if self.tree_budget else plan.levels(self.device)
+        limits = [min(limit, plan.max_depth) for limit in limits]
+        nodes = positions.grow(shape, anchors, RowLimits(limits, 0.0), masks)
+        return nodes.draft(plan, limits, self.session.device)
+
     def _output(
         self, text: DraftText, anchors: torch.LongTensor, masked: torch.LongTensor, count: int
     ) -> torch.Tensor:
@@ -370,31 +406,39 @@ class DFlashCandidateGenerator(CandidateGenerator):
         tokens = torch.stack([tokens.to(self.device) for tokens in before], dim=1)
         return self.network.confidence_logits(output[:, : len(before)], tokens)
 
-    def _sample_chain(self, block: Block, step: DraftStep, limits: list[int]) -> DraftTree:
-        """Samples tokens from the draft's distributions, processed as the target's are."""
+    def _sample_chain(self, block: Block, step: DraftStep, limits: list[int], has_masks: bool = False) -> DraftTree:
+        """Samples tokens from the draft's distributions, processed as the target's are, or chooses the best ones."""
         sampler, network, device = self.session.sampler, self.network, self.session.device
-        chain = SteeredChain(sampler, step.rows, step.lengths)
-        if not (network.config.is_sequential or sampler.stack.reads_tokens):
+        if network.config.is_sequential or has_masks or sampler.stack.reads_tokens:
+            walk = network.left_to_right(block)
+            chain = self._steered(step, limits, lambda _, tokens: network.target_logits(walk.after(tokens)))
+        else:
+            chain = SteeredChain(sampler, step.rows, step.lengths)
             at_once = chain.scores(network.target_logits(block.logits).to(device))
             for depth in range(max(limits)):
                 chain.choose(at_once[:, depth])
-        else:
-            walk, tokens = network.left_to_right(block), step.anchor_tokens
-            for _ in range(max(limits)):
-                logits = network.target_logits(walk.after(tokens.to(self.device)))
-                tokens = chain.choose(chain.scores(logits.to(device)))
         before = [step.anchor_tokens, *chain.tokens[:-1]]
         return self._rated(chain.draft(limits), self._confidence_logits(block.output, before))
 
     def _sample_walk(self, edges: Edges, step: DraftStep, limits: list[int]) -> DraftTree:
         """Samples a walk through the scores of a selector: each token given the one that was drawn before it."""
-        chain = SteeredChain(self.session.sampler, step.rows, step.lengths)
-        places = torch.zeros(len(limits), dtype=torch.long, device=self.device)
+
+        def after(depth: int, tokens: torch.LongTensor) -> torch.Tensor:
+            # After the anchor there is one place.
+            places = edges.places_of(depth - 1, tokens) if depth else torch.zeros_like(tokens)
+            return edges.logits_after(depth, places, self.network.config.vocab_size)
+
+        return self._steered(step, limits, after).draft(limits)
+
+    def _steered(
+        self, step: DraftStep, limits: list[int], after: Callable[[int, torch.LongTensor], torch.Tensor]
+    ) -> SteeredChain:
+        """Samples or chooses tokens one by one, by logits `(R, W)` of a position after the tokens `(R,)` before it."""
+        chain = SteeredChain(self.session.sampler, step.rows, step.lengths, bool(self.samples_drafts))
+        tokens = step.anchor_tokens
         for depth in range(max(limits)):
-            logits = edges.logits_after(depth, places, self.network.config.vocab_size)
-            tokens = chain.choose(chain.scores(logits.to(self.session.device)))
-            places = edges.places_of(depth, tokens.to(self.device))
-        return chain.draft(limits)
+            tokens = chain.choose(chain.scores(after(depth, tokens.to(self.device)).to(self.session.device)))
+        return chain
 
     # Drafting in graphs
 

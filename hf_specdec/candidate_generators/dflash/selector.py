@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ...drafting.positions import Positions
 from ...logits.acceptance import best_tokens
+from ...logits.grammar.growth import GrowingMasks
 from .config import DFlashConfig
 from .denoising import Denoising
 from .lattice import Lattice
@@ -66,6 +68,19 @@ class CandidateSelector(nn.Module):
     def before(anchors: torch.LongTensor, tokens: torch.LongTensor) -> torch.LongTensor:
         """Tokens `(R, K, k)` before those of each position."""
         return torch.cat((anchors[:, None, None].expand(-1, 1, tokens.shape[2]), tokens[:, :-1]), dim=1)
+
+    def chosen(self, logits: torch.Tensor, before: torch.LongTensor, output: torch.Tensor) -> torch.FloatTensor:
+        """Logits `(R, F, V)` of a position after tokens `before` `(R, F)`, -inf for all but the candidates of each.
+
+        Args:
+            logits (`torch.Tensor` of shape `(R, F, V)`): Of the position, with -inf for what may not come there.
+            before (`torch.LongTensor` of shape `(R, F)`): Tokens in front of it.
+            output (`torch.Tensor` of shape `(R, h)`): The network's output there.
+        """
+        values, tokens = self.best(logits)
+        steps = self.scores(tokens, before[..., None], output[:, None])[..., 0, :]
+        scores = values.float() + steps
+        return scores.new_full(logits.shape, -torch.inf).scatter_(-1, tokens, scores)
 
     def scores(self, tokens: torch.LongTensor, before: torch.LongTensor, output: torch.Tensor) -> torch.FloatTensor:
         """Scores `(..., p, k)` of tokens `(..., k)` after other tokens `(..., p)`, by outputs `(..., h)`."""
@@ -129,6 +144,34 @@ class Edges(NamedTuple):
         best = self.scores.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
         tokens = self.tokens[:, :, None].expand_as(best.indices).gather(3, best.indices)
         return Lattice(tokens, best.values, best.indices)
+
+
+class SelectedPositions(Positions):
+    """Positions whose best tokens are chosen under the grammar's masks, and then scored after the token before.
+
+    Args:
+        selector (`CandidateSelector`): The selector.
+        logits (`torch.Tensor` of shape `(R, K, V)`): Of the positions.
+        output (`torch.Tensor` of shape `(R, K, h)`): The network's output there.
+        masks (`GrowingMasks`): At the nodes whose children are next.
+    """
+
+    def __init__(self, selector: CandidateSelector, logits: torch.Tensor, output: torch.Tensor, masks: GrowingMasks):
+        super().__init__(logits)
+        self.selector: CandidateSelector = selector
+        self.output: torch.Tensor = output
+        self.masks: GrowingMasks = masks
+
+    def logits(self, tokens: torch.LongTensor) -> torch.Tensor:
+        return self.selector.chosen(self.masks.apply(super().logits(tokens)), tokens, self.output[:, self.position])
+
+    def after(self, position: int, tokens: torch.LongTensor) -> torch.Tensor:
+        """Logits `(R, V)` of a position after tokens `(R,)` of the one before it, of which it is told in turn."""
+        tokens = tokens[:, None]
+        if position > 0:
+            self.masks.follow(tokens, slice(None))
+        self.position = position
+        return self.logits(tokens)[:, 0]
 
 
 def walk_on(

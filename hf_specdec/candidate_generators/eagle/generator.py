@@ -15,6 +15,7 @@ import torch
 
 from ...drafting.chain import SteeredChain
 from ...drafting.growth import DynamicTree, RowLimits
+from ...drafting.positions import Positions
 from ...drafting.shape import ExtrapolationOptions, draft_shape
 from ...drafts import DraftTree, TokenTree
 from ...logits.acceptance import best_tokens
@@ -104,6 +105,11 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
             self.pending = None
             return DraftTree.empty(len(step.rows), self.session.device)
         logits, device = self._logits_at_once(limits), self.session.device
+        masks = None if self.samples_drafts else self.growing_masks(step, limits.depths)
+        if masks is not None:
+            positions = Positions(logits, self.network.token_ids)
+            nodes = positions.grow(self.shape, step.anchor_tokens, limits, masks)
+            return nodes.draft(self.plan, limits.depths, device)
         if self.samples_drafts:
             chain = SteeredChain(self.session.sampler, step.rows, step.lengths)
             for depth in range(limits.deepest):

@@ -21,10 +21,13 @@ import torch
 import torch.nn.functional as F
 
 from ...drafting.graphs import RowGraphs
+from ...drafting.growth import RowLimits
+from ...drafting.positions import Positions
 from ...drafts import DraftTree, TokenTree
 from ...drafts.static import MAX_NODES, prior_accuracies
 from ...errors import SpecConfigError
 from ...layers.draft_network import TargetParts
+from ...logits.grammar.growth import GrowingMasks
 from ...metrics import LOSSLESS_RULES
 from ...protocol import Commit, DraftStep, Prompt, Session
 from ...threads import Lock
@@ -225,6 +228,9 @@ class MedusaCandidateGenerator(CandidateGenerator):
         if len(tree) == 0:
             self.candidates = None
             return DraftTree.empty(len(step.rows), self.session.device)
+        masks = self.growing_masks(step, depths)
+        if masks is not None:
+            return self._propose_masked(tree, step, depths, masks)
         depth, count = tree.max_depth, max(tree.widths)
         if self.counts:
             # What the tree leaves out is counted too, or it could not grow.
@@ -234,6 +240,14 @@ class MedusaCandidateGenerator(CandidateGenerator):
             self.candidates = best.transpose(0, 1)
         flat = best.flatten(1)
         return DraftTree.of_shape(tree, flat.index_select(1, _candidate_of_node(tree, count, flat.device)), depths)
+
+    def _propose_masked(self, tree: TokenTree, step: DraftStep, depths: list[int], masks: GrowingMasks) -> DraftTree:
+        """Fills the tree with the best candidates that the grammar allows at each node."""
+        self.candidates = None
+        logits = self.heads.short_logits(self.hidden, self.lm_head, tree.max_depth).transpose(0, 1)
+        positions = Positions(logits, self.heads.token_map)
+        nodes = positions.grow(tree.levels(logits.device), step.anchor_tokens, RowLimits(depths, 0.0), masks)
+        return nodes.draft(tree, depths, self.session.device)
 
     def _best_tokens(self, depth: int, count: int) -> torch.LongTensor:
         """The `count` best tokens of each of the first `depth` heads, best first: `(B, D, C)`."""

@@ -29,6 +29,7 @@ from ...drafts import DraftTree, TokenTree, renumbered
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...logits.acceptance import best_tokens
+from ...logits.grammar.growth import GrowingMasks
 from ...protocol import Commit, DraftStep, Prompt, Session
 from ...target_facts import vocabulary_size
 from ...threads import cached_property
@@ -209,12 +210,12 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
             return DraftTree.empty(len(step.rows), self.session.device)
         if self.is_steered:
             return self._draft_steered(step, limits)
-        drafted = self._draft(step, depth)
+        drafted = self._draft(step, depth, self.growing_masks(step, limits))
         if isinstance(drafted, ChosenNodes):
             return drafted.draft(limits, self.session.device)
         return DraftTree.of_shape(self.plan.up_to(depth), drafted.to(self.session.device), limits)
 
-    def _draft(self, step: DraftStep, depth: int) -> torch.LongTensor | ChosenNodes:
+    def _draft(self, step: DraftStep, depth: int, masks: GrowingMasks | None = None) -> torch.LongTensor | ChosenNodes:
         """Drafts the plan up to a depth: tokens `(B, N)`, or nodes that differ from row to row."""
         plan = self.plan
         if isinstance(plan, GrowthPlan):
@@ -224,6 +225,9 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         else:
             read, constants = self._ranked, plan.up_to(depth).levels(self.device)
         values = {"states": self.states, "anchors": step.anchor_tokens}
+        if masks is not None:
+            # Masks are made on the host, level by level.
+            return read(depth, **values, masks=masks)
         return self.graphs.run((plan, depth, *self.vocabulary), partial(read, depth), values, constants)
 
     def _start(self, states: torch.Tensor) -> torch.Tensor:
@@ -258,20 +262,29 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
             drafted.append(tokens)
         return torch.stack(drafted, dim=1)
 
-    def _ranked(self, depth: int, states: torch.Tensor, anchors: torch.LongTensor) -> torch.LongTensor:
+    def _ranked(
+        self, depth: int, states: torch.Tensor, anchors: torch.LongTensor, masks: GrowingMasks | None = None
+    ) -> torch.LongTensor:
         """The candidates of the given ranks; only nodes that have children are read."""
         state, tokens, drafted = self._start(states)[:, None], self._readable(anchors)[:, None], []
         for stage, level in zip(self.stages, self.plan.up_to(depth).levels(self.device)):
             state, logits = stage(state, tokens)
+            logits = logits if masks is None else masks.apply(logits)
             candidates = logits.topk(level.width).indices.flatten(1)
             drafted.append(candidates[:, level.picks])
             tokens, state = candidates[:, level.read_picks], state[:, level.read_parents]
+            if masks is not None:
+                masks.follow(tokens, level.read_parents)
         return torch.cat(drafted, dim=1)
 
-    def _grow_best(self, depth: int, states: torch.Tensor, anchors: torch.LongTensor) -> ChosenNodes:
-        return self._grow(self._start(states), self._readable(anchors), depth).chosen(self.plan)
+    def _grow_best(
+        self, depth: int, states: torch.Tensor, anchors: torch.LongTensor, masks: GrowingMasks | None = None
+    ) -> ChosenNodes:
+        return self._grow(self._start(states), self._readable(anchors), depth, masks).chosen(self.plan)
 
-    def _grow(self, state: torch.Tensor, anchors: torch.LongTensor, depth: int) -> GrownTree:
+    def _grow(
+        self, state: torch.Tensor, anchors: torch.LongTensor, depth: int, masks: GrowingMasks | None = None
+    ) -> GrownTree:
         """Level by level the best continuations of the nodes that are read."""
         state, tokens = state[:, None], anchors[:, None]
         nodes = torch.full_like(tokens, -1)
@@ -279,8 +292,12 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
         levels, num_nodes = [], 0
         for stage, width, num_reads in zip(self.stages, self.plan.widths[:depth], self.plan.num_reads):
             state, logits = stage(state, tokens)
+            logits = logits if masks is None else masks.apply(logits)
             best = logits.float().log_softmax(-1).topk(width)
             tokens, scores = best.indices.flatten(1), (scores[..., None] + best.values).flatten(1)
+            if masks is not None:
+                # Where nothing may follow there is no distribution.
+                scores = scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
             levels.append((tokens, nodes.repeat_interleave(width, dim=1), scores))
             if len(levels) == depth:
                 break
@@ -290,7 +307,10 @@ class MLPSpeculatorCandidateGenerator(CandidateGenerator):
             else:
                 read = torch.arange(num_reads, device=tokens.device).expand_as(tokens)
             nodes, num_nodes = read + num_nodes, num_nodes + levels[-1][0].shape[1]
-            state = state.gather(1, (read // width)[..., None].expand(-1, -1, state.shape[-1]))
+            parents = read // width
+            state = state.gather(1, parents[..., None].expand(-1, -1, state.shape[-1]))
+            if masks is not None:
+                masks.follow(tokens, parents)
         sizes = [level[0].shape[1] for level in levels]
         return GrownTree(*(torch.cat(parts, dim=1) for parts in zip(*levels)), sizes)
 

@@ -22,6 +22,7 @@ import torch
 from ...drafts import DraftTree, TokenTree
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
+from ...logits.grammar.matchers import GrammarMatcher, allows
 from ...protocol import Commit, DraftStep, Prompt, Session, VerifiedNodes
 from ...target_facts import vocabulary_size
 from ...threads import Lock
@@ -106,12 +107,16 @@ class SuccessorTable:
                     others = [other for other in known if other != successor]
                     self.successors[token] = [successor, *others][:NUM_SUCCESSORS]
 
-    def fill(self, tree: TokenTree, anchor: int) -> tuple[list[int], list[int], list[int]]:
+    def fill(
+        self, tree: TokenTree, anchor: int, matcher: GrammarMatcher | None = None
+    ) -> tuple[list[int], list[int], list[int]]:
         """Fills a tree of ranks with tokens.
 
         Args:
             tree (`TokenTree`): The tree.
             anchor (`int`): Token of its root.
+            matcher (`GrammarMatcher`, *optional*): The anchor's place in a grammar. Then ranks are those among the
+                successors that it allows.
 
         Returns:
             `tuple[list[int], list[int], list[int]]`: Tokens, parents (-1: the anchor) and nodes of `tree` of those
@@ -121,20 +126,29 @@ class SuccessorTable:
         parents: list[int] = []
         nodes: list[int] = []
         places = {-1: -1}
-        known = {-1: self.successors[anchor].tolist()}
+        paths: dict[int, list[int]] = {-1: []}
+        known = {-1: self._successors(anchor, [], matcher)}
         for node, (parent, rank) in enumerate(zip(tree.parents, tree.ranks)):
             if parent not in known:
                 if parent not in places:
                     continue
-                known[parent] = self.successors[tokens[places[parent]]].tolist()
-            token = known[parent][rank]
-            if token < 0:
+                known[parent] = self._successors(tokens[places[parent]], paths[parent], matcher)
+            if rank >= len(known[parent]) or known[parent][rank] < 0:
                 continue
-            places[node] = len(tokens)
+            token = known[parent][rank]
+            places[node], paths[node] = len(tokens), [*paths[parent], token]
             tokens.append(token)
             parents.append(places[parent])
             nodes.append(node)
         return tokens, parents, nodes
+
+    def _successors(self, token: int, path: list[int], matcher: GrammarMatcher | None) -> list[int]:
+        """Successors of the last token of a path, best first."""
+        found = self.successors[token].tolist()
+        if matcher is None:
+            return found
+        (mask,) = matcher.masks_after([path])
+        return [successor for successor in found if successor >= 0 and allows(mask, successor)]
 
 
 class RecyclingCandidateGenerator(CandidateGenerator):
@@ -197,9 +211,11 @@ class RecyclingCandidateGenerator(CandidateGenerator):
             self.table.learn(tokens, best[: len(tokens)])
 
     def propose(self, step: DraftStep) -> DraftTree:
+        sampler = self.session.sampler
+        matchers = [None] * len(step.rows) if sampler is None else sampler.matchers(step.rows)
         filled = [
-            self.table.fill(self.tree.up_to(depth), anchor)
-            for anchor, depth in zip(self._anchors, self.draft_depths(step))
+            self.table.fill(self.tree.up_to(depth), anchor, matcher)
+            for anchor, depth, matcher in zip(self._anchors, self.draft_depths(step), matchers)
         ]
         tokens, parents, nodes = map(list, zip(*filled))
         if all(len(row) == len(self.tree) for row in tokens):

@@ -83,11 +83,7 @@ class GrammarMatcher(ABC):
         Raises:
             SpecDecError: The grammar forbids one of them.
         """
-        shared = 0
-        for ours, theirs in zip(self.tokens, tokens):
-            if ours != theirs:
-                break
-            shared += 1
+        shared = _num_shared(self.tokens, tokens)
         self.rollback(len(self.tokens) - shared)
         for token in tokens[shared:]:
             if not self.accept(token):
@@ -125,6 +121,19 @@ class GrammarMatcher(ABC):
             here = len(self.tokens)
             ahead += [(child, here) for child in children[node] if allows(masks[node], tokens[child - 1])]
         self.rollback(len(self.tokens) - begin)
+
+    def masks_after(self, paths: Sequence[Sequence[int]]) -> np.ndarray:
+        """Masks int32 `(P, W)` after paths from here; zeros where the grammar forbids a path, and after its end."""
+        begin, masks = len(self.tokens), np.zeros((len(paths), self.num_words), dtype=np.int32)
+        # One after the other, so that paths with a common beginning share its steps.
+        for place in sorted(range(len(paths)), key=paths.__getitem__):
+            path, here = paths[place], self.tokens[begin:]
+            shared = _num_shared(here, path)
+            self.rollback(len(here) - shared)
+            if self.stop_tokens.isdisjoint(path) and all(map(self.accept, path[shared:])):
+                self.fill(masks[place])
+        self.rollback(len(self.tokens) - begin)
+        return masks
 
     def forced(self) -> list[int]:
         """Tokens that come next as far as can be foreseen. The target may still write their text in other tokens."""
@@ -232,6 +241,12 @@ class RowMatchers:
         except SpecDecError:
             mask[:] = -1
         return mask
+
+
+def _num_shared(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Number of tokens with which both begin."""
+    pairs = enumerate(zip(tokens, others))
+    return next((place for place, (ours, theirs) in pairs if ours != theirs), min(len(tokens), len(others)))
 
 
 def allows(mask: np.ndarray, token: int) -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from ...threads import cached_property
 from .matchers import Grammar, GrammarMatcher, mask_of
 
 
@@ -48,7 +47,9 @@ class OutlinesMatcher(GrammarMatcher):
     def fill(self, mask: np.ndarray) -> None:
         state = self._states[-1]
         if state not in self._masks:
-            self._masks[state] = mask_of(self._index.get_allowed_tokens(state) or (), self.num_words)
+            # The library's processor passes over tokens that the scores have no place for.
+            allowed = np.asarray(self._index.get_allowed_tokens(state) or (), dtype=np.int64)
+            self._masks[state] = mask_of(allowed[allowed < self.num_words * 32], self.num_words)
         mask[:] = self._masks[state]
 
 
@@ -58,18 +59,30 @@ class OutlinesGrammar(Grammar):
 
     Args:
         index (`outlines_core.Index`): The automaton.
+        stop_tokens (`frozenset[int]`): Tokens that end a text, as far as they are known.
     """
 
     library: str = "outlines"
     index: Any = None
+    stop_tokens: frozenset[int] = frozenset()
     masks: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
 
-    @cached_property
-    def stop_tokens(self) -> frozenset[int]:
-        """The token that all final states allow, if it is one."""
-        allowed = [frozenset(self.index.get_allowed_tokens(state) or ()) for state in self.index.get_final_states()]
+    @classmethod
+    def of_index(cls, index: Any, vocab_size: int) -> OutlinesGrammar:
+        """The grammar of an automaton, which does not tell its vocabulary.
+
+        Args:
+            index (`outlines_core.Index`): The automaton.
+            vocab_size (`int`): V of the target. That of the grammar is larger where a text must begin or end with
+                other tokens.
+        """
+        allowed = [frozenset(index.get_allowed_tokens(state) or ()) for state in index.get_final_states()]
         common = frozenset.intersection(*allowed) if allowed else frozenset()
-        return common if len(common) == 1 else frozenset()
+        # All final states allow the token that ends the text.
+        stop_tokens = common if len(common) == 1 else frozenset()
+        first = index.get_allowed_tokens(index.get_initial_state()) or ()
+        largest = max((*first, *stop_tokens), default=0)
+        return cls(vocab_size=max(vocab_size, largest + 1), index=index, stop_tokens=stop_tokens)
 
     def matcher(self, row: int, prompt: Sequence[int]) -> OutlinesMatcher:
         return OutlinesMatcher(self.index, self.num_words, self.masks, self.stop_tokens)

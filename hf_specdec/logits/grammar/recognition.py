@@ -36,8 +36,9 @@ def grammar_of(processor: Any, vocab_size: int) -> Grammar | None:
     if type(processor) is PrefixConstrainedLogitsProcessor:
         enforcer = getattr(processor._prefix_allowed_tokens_fn, "token_enforcer", None)
         is_enforcer = _is_a(enforcer, "lmformatenforcer.tokenenforcer", "TokenEnforcer")
-        return EnforcerGrammar(vocab_size=vocab_size, enforcer=enforcer) if is_enforcer else None
-    read = next((read for module, name, read in _PROCESSORS if _is_a(processor, module, name)), None)
+        processor, read = enforcer, _enforcer if is_enforcer else None
+    else:
+        read = next((read for module, name, read in _PROCESSORS if _is_a(processor, module, name)), None)
     if read is None:
         return None
     # Tables of a vocabulary are made once for a processor.
@@ -51,6 +52,12 @@ def _is_a(value: Any, module: str, name: str) -> bool:
     """Tells whether a value is of exactly this class, of a module that is loaded."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and type(value) is kind
+
+
+def _enforcer(enforcer: Any, vocab_size: int) -> Grammar:
+    # Its own number is that of the tokenizer it was given, which need not be that of the tokens.
+    largest = max((token for token, *_ in enforcer.regular_tokens), default=0)
+    return EnforcerGrammar(vocab_size=max(vocab_size, largest + 1), enforcer=enforcer)
 
 
 def _xgrammar(processor: Any, vocab_size: int) -> Grammar:
@@ -73,7 +80,7 @@ def _outlines_llguidance(processor: Any, vocab_size: int) -> Grammar:
 
 
 def _outlines(processor: Any, vocab_size: int) -> Grammar:
-    return OutlinesGrammar(vocab_size=vocab_size, index=processor.index)
+    return OutlinesGrammar.of_index(processor.index, vocab_size)
 
 
 # Module, class, and what reads the grammar out of a processor of this class.

@@ -5,7 +5,7 @@ Shapes: R rows, T verified nodes of a row (node 0 is the anchor), V vocabulary, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,16 +33,19 @@ class RowGrammars(RowMatchers):
         self.processor = processor
 
     @classmethod
-    def found(cls, processors: Sequence[Any], prompts: torch.LongTensor, vocab_size: int) -> RowGrammars | None:
+    def found(
+        cls, processors: Sequence[Any], prompts: torch.LongTensor, vocab_size: int, ends: Collection[int] = ()
+    ) -> RowGrammars | None:
         """The grammar among the processors of a call; `None` where there is none, or more than one.
 
         Args:
             processors (`Sequence`): The processors.
             prompts (`torch.LongTensor` of shape `(R, P)`): The prompts.
             vocab_size (`int`): V.
+            ends (`Collection[int]`): Tokens that end a row in this call, if any do.
 
         Raises:
-            SpecConfigError: It is of another vocabulary or number of rows, or admits no text.
+            SpecConfigError: It is of another vocabulary or number of rows, admits no text, or has none of the ends.
         """
         known = [(processor, grammar_of(processor, vocab_size)) for processor in processors]
         known = [(processor, grammar) for processor, grammar in known if grammar is not None]
@@ -66,6 +69,13 @@ class RowGrammars(RowMatchers):
                     f"The grammar of {grammar.library} admits nothing, so row {row} cannot begin. Look for a pattern "
                     "or schema that no text fits, and for characters that the tokenizer lacks."
                 )
+        own_ends = rows.at(0, prompts[0].tolist()).stop_tokens
+        if ends and own_ends and own_ends.isdisjoint(ends):
+            raise SpecConfigError(
+                f"The grammar of {grammar.library} ends texts with token {_listed(own_ends)}, and this call ends at "
+                f"{_listed(ends)}, so that no text would end. Make the grammar with the tokenizer whose "
+                "`eos_token_id` the call has, or pass `eos_token_id` to generate()."
+            )
         return rows
 
     def masks_after(self, sequences: Sequence[torch.LongTensor], rows: Sequence[int]) -> np.ndarray:
@@ -75,6 +85,10 @@ class RowGrammars(RowMatchers):
     def masking(self, masks: np.ndarray) -> GrammarMask:
         """The processor for scores `(M, V)` with these masks `(M, W)`."""
         return GrammarMask(masks, self.grammar.allows_rest)
+
+
+def _listed(tokens: Collection[int]) -> str:
+    return " or ".join(map(str, sorted(tokens)))
 
 
 def constrained(draft: DraftTree, matchers: Sequence[GrammarMatcher | None]) -> DraftTree:

@@ -1,0 +1,54 @@
+"""Drafts whose positions were predicted at once, as entries that a draft grows from under a grammar.
+
+What a network predicts for a position does not depend on the tokens before it, but what the grammar allows there does.
+So the logits of a position are those of all nodes of a level, each under a mask of its own.
+
+Shapes: R active rows, F nodes of a level, K positions, U vocabulary of the draft.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..drafts.static import Level
+from ..logits.grammar.growth import GrowingMasks
+from .growth import DraftNodes, DynamicTree, RowLimits, grow
+
+
+class Positions:
+    """Takes the place of [`DraftEntries`] and of their network in [`grow`].
+
+    Args:
+        logits (`torch.Tensor` of shape `(R, K, U)`): Of the positions.
+        token_ids (`torch.LongTensor` of shape `(U,)`, *optional*): The target's id of each of the draft's, if others.
+    """
+
+    is_captured = False
+
+    def __init__(self, logits: torch.Tensor, token_ids: torch.LongTensor | None = None):
+        self.position_logits: torch.Tensor = logits
+        self.token_ids: torch.LongTensor | None = token_ids
+        self.position = 0
+
+    @property
+    def network(self) -> Positions:
+        return self
+
+    def read_nodes(
+        self, tokens: torch.LongTensor, hidden: torch.Tensor, parents: torch.LongTensor | slice
+    ) -> tuple[torch.Tensor, torch.LongTensor]:
+        """Goes on to the next position, after tokens `(R, F)`, which are what `logits` reads."""
+        self.position += 1
+        return hidden, tokens
+
+    def logits(self, tokens: torch.LongTensor) -> torch.Tensor:
+        """Logits `(R, F, U)` of the position after tokens `(R, F)`."""
+        return self.position_logits[:, self.position, None].expand(-1, tokens.shape[1], -1)
+
+    def grow(
+        self, shape: DynamicTree | tuple[Level, ...], anchors: torch.LongTensor, limits: RowLimits, masks: GrowingMasks
+    ) -> DraftNodes:
+        """Grows a draft after anchors `(R,)`; the other arguments are those of [`~drafting.growth.grow`]."""
+        # There is no state that nodes would hand on.
+        hidden = self.position_logits.new_empty((len(anchors), 0), dtype=torch.float32)
+        return grow(shape, self, hidden, self.logits(anchors[:, None])[:, 0], limits, masks)

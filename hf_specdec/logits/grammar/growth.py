@@ -1,0 +1,75 @@
+"""Masks for drafts while they grow, so that no node is spent on what the grammar forbids.
+
+Shapes: R rows, F nodes of a level, V vocabulary of the target, U that of a draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from .matchers import GrammarMatcher
+
+
+class GrowingMasks:
+    """Masks after the nodes of a draft whose children are chosen next; at first, after the anchors.
+
+    Args:
+        matchers (`Sequence[GrammarMatcher]` of length R): The rows' places; `None` for rows without a grammar.
+        vocab_size (`int`): V.
+    """
+
+    def __init__(self, matchers: Sequence[GrammarMatcher | None], vocab_size: int):
+        self._matchers = matchers
+        # Processors of the call move the same matchers.
+        self._begins = [None if matcher is None else list(matcher.tokens) for matcher in matchers]
+        self._vocab_size = vocab_size
+        self._paths: list[list[tuple[int, ...]]] = [[()] for _ in matchers]
+        self._allowed: np.ndarray | None = None  # (R, F, V), of this level
+
+    def apply(self, logits: torch.Tensor, ids: torch.LongTensor | None = None) -> torch.Tensor:
+        """Logits `(R, F, U)` with -inf for tokens that may not follow their nodes.
+
+        Args:
+            logits (`torch.Tensor` of shape `(R, F, U)`): After the nodes.
+            ids (`torch.LongTensor` of shape `(U,)`, *optional*): The target's id of each of the draft's, if others.
+        """
+        if self._allowed is None:
+            self._allowed = np.stack([self._row(*row) for row in zip(self._matchers, self._begins, self._paths)])
+        allowed = torch.from_numpy(self._allowed)
+        if ids is None:
+            width = min(logits.shape[-1], self._vocab_size)
+            allowed = torch.nn.functional.pad(allowed[..., :width], (0, logits.shape[-1] - width))
+        else:
+            allowed = allowed.index_select(2, ids.cpu())
+        return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
+
+    def _row(
+        self, matcher: GrammarMatcher | None, begin: list[int] | None, paths: list[tuple[int, ...]]
+    ) -> np.ndarray:
+        """Allowed tokens `(F, V)` after the nodes of a row."""
+        if matcher is None or begin is None:
+            return np.ones((len(paths), self._vocab_size), dtype=bool)
+        matcher.move_to(begin)
+        masks = matcher.masks_after(paths)
+        known = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").view(bool)[:, : self._vocab_size]
+        return np.pad(known, ((0, 0), (0, self._vocab_size - known.shape[1])))
+
+    def follow(self, tokens: torch.LongTensor, parents: torch.LongTensor | slice) -> None:
+        """Goes on to the next level.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(R, F)`): Its nodes, in the target's ids.
+            parents (`torch.LongTensor` of shape `(F,)` or `(R, F)`, or `slice`): Their parents among the nodes of the
+                level before.
+        """
+        if isinstance(parents, slice):
+            parents = torch.arange(len(self._paths[0]))[parents]
+        token_lists, parent_lists = tokens.tolist(), parents.expand(tokens.shape).tolist()
+        self._paths = [
+            [(*paths[parent], token) for token, parent in zip(row, above)]
+            for paths, row, above in zip(self._paths, token_lists, parent_lists)
+        ]
+        self._allowed = None

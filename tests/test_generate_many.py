@@ -52,12 +52,23 @@ def entries(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def torchrun(num_processes: int, source: Path, target: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    # With --cpu accelerate starts one process, or asks MPI for more.
+    "accelerate launch": [
+        *("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+    ],
+}
+
+
+def launch(launcher: str, source: Path, target: Path) -> dict:
+    """Report of a run by two processes of this launcher."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [*launcher, "-m", "hf_specdec", *options(source, target)]
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], "-m", "hf_specdec", *options(source, target), "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
 
 
 def test_every_line_is_answered(files):
@@ -139,9 +150,12 @@ def test_files_that_are_no_requests(files, content, message):
     assert not files[1].exists()
 
 
-def test_processes_share_the_requests(files):
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_processes_share_the_requests(files, launcher):
     source, target = files
-    torchrun(2, source, target)
+    report = launch(launcher, source, target)
+    assert report["num_processes"] == 2
+    assert report["num_accepted_tokens"] > 0
     alone = target.with_name("alone.jsonl")
     assert invoke(source, alone).exit_code == 0
     # Sampled texts, too, whose random numbers are named after the request.
@@ -151,18 +165,16 @@ def test_processes_share_the_requests(files):
 
 def test_a_run_of_several_processes_goes_on_in_one(files, monkeypatch):
     source, target = files
-    for rank in (1, 2):
-        # The shares of two of three processes, which were stopped before the merge.
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", "3")
+    # The shares of two of three processes, which were stopped before the merge.
+    for rank, names in ((1, ("RANK", "WORLD_SIZE")), (2, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))):
         with monkeypatch.context() as patch:
+            patch.setenv(names[0], str(rank))
+            patch.setenv(names[1], "3")
             patch.setattr("hf_specdec.many.files.Processes.wait", lambda self: None)
             assert invoke(source, target).exit_code == 0
     assert not target.exists()
     parts = {part.name: len(entries(part)) for part in Output(target).parts}
     assert parts == {"out.jsonl.part-1": 2, "out.jsonl.part-2": 1}
-    monkeypatch.delenv("RANK")
-    monkeypatch.delenv("WORLD_SIZE")
     result = invoke(source, target)
     assert result.exit_code == 0
     assert [entry["index"] for entry in entries(target)] == list(range(5))

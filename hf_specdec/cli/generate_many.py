@@ -95,7 +95,7 @@ def generate_many_command(
     processes.wait()
     if processes.rank > 0:
         return
-    report = results.merge(ids)
+    report = {**results.merge(ids), "num_processes": processes.size}
     show(report, as_json, lambda: _print_report(report, output))
     if report["num_failed"]:
         raise typer.Exit(EXIT_DIFFERENT)
@@ -109,6 +109,8 @@ def _own_device(local_rank: int) -> str | None:
 
 def _print_report(report: dict[str, Any], output: Path) -> None:
     parts = [f"{counted(report['num_requests'], 'request')}, {counted(report['num_tokens'], 'token')} in {output}"]
+    if report["num_processes"] > 1:
+        parts.append(f"{report['num_processes']} processes")
     if report["num_draft_tokens"]:
         parts.append(f"{report['num_accepted_tokens']} of {report['num_draft_tokens']} draft tokens accepted")
     if report["num_failed"]:

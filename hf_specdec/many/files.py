@@ -58,7 +58,7 @@ def read_requests(path: Path) -> tuple[list[Any], list[Any]]:
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run: those that torchrun or `accelerate launch` have started, or this one.
+    """The processes of a run: those that torchrun, `accelerate launch` or mpirun have started, or this one.
 
     Attributes:
         rank (`int`): Number of this process.
@@ -72,9 +72,11 @@ class Processes:
 
     @classmethod
     def of_environment(cls) -> Processes:
-        return cls(
-            *(int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-        )
+        # Knows the names of all launchers, those of MPI among them.
+        from accelerate.utils.environment import get_cpu_distributed_information
+
+        found = get_cpu_distributed_information()
+        return cls(found.rank, found.world_size, found.local_rank)
 
     def wait(self) -> None:
         """Returns when all processes have come here."""
@@ -83,7 +85,7 @@ class Processes:
         from torch import distributed
 
         if not distributed.is_initialized():
-            distributed.init_process_group("gloo", timeout=_MOST_WAITING)
+            distributed.init_process_group("gloo", rank=self.rank, world_size=self.size, timeout=_MOST_WAITING)
         distributed.barrier()
 
 

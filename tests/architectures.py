@@ -288,24 +288,13 @@ RECURRENT = {
 # Types that count slots or have a recurrent state, so that no tree can be verified.
 CHAINS_ONLY = {
     *RECURRENT,
-    "bart",
-    "bigbird_pegasus",
-    "blenderbot",
-    "blenderbot-small",
     "bloom",
     "falcon-alibi",
     "gpt_neo",
-    "marian",
-    "mbart",
     "moss_transcribe_diarize",
     "mpt",
     "mpt-no_alibi",
-    "mvp",
-    "pegasus",
-    "plbart",
     "roformer",
-    "trocr",
-    "whisper",
 }
 
 _RECURRENT = "cannot be cut back to the accepted tokens"
@@ -394,7 +383,7 @@ def _auto_class(model_type: str) -> type:
 def tiny_model(name: str, attn_implementation: str | None = None, **changes) -> torch.nn.Module:
     """A model of `supported()` or `with_images()` with fixed random weights; `changes` are config values."""
     model_type, variant = VARIANTS.get(name, (name, {}))
-    config = _build(CONFIG_MAPPING[model_type], {**SPECIAL.get(model_type, {}), **variant, **changes})
+    config = build(CONFIG_MAPPING[model_type], {**SPECIAL.get(model_type, {}), **variant, **changes})
     torch.manual_seed(0)
     model = _auto_class(model_type).from_config(config, attn_implementation=attn_implementation).eval()
     with torch.no_grad():
@@ -417,7 +406,8 @@ def _fixed(config_class: type) -> list[str]:
     return [name for name, value in vars(config_class).items() if isinstance(value, property) and value.fset is None]
 
 
-def _build(config_class: type, special: dict) -> PreTrainedConfig:
+def build(config_class: type, special: dict) -> PreTrainedConfig:
+    """A config with the common sizes, and with special values of its own and of its parts."""
     default = config_class()
     known = {*config_class.__dataclass_fields__, *config_class.attribute_map}
     values = {name: value for name, value in COMMON.items() if name in known}
@@ -429,6 +419,6 @@ def _build(config_class: type, special: dict) -> PreTrainedConfig:
     for name in config_class.sub_configs:
         part = getattr(default, name, None)
         if isinstance(part, PreTrainedConfig):
-            values[name] = _build(type(part), {**SPECIAL.get(part.model_type, {}), **special.get(name, {})})
+            values[name] = build(type(part), {**SPECIAL.get(part.model_type, {}), **special.get(name, {})})
     own = {name: value for name, value in special.items() if name not in config_class.sub_configs}
     return config_class(**{**values, **own})

@@ -462,7 +462,9 @@ def _problems(model: PreTrainedModel, arguments: dict[str, Any]) -> str:
         if not any(value is item or (type(value) is type(item) and value == item) for item in harmless):
             problems.append(f"`{name}`={shown(value)}: {remedy}")
     cache = arguments.get("past_key_values")
-    if cache is not None and (type(cache) not in (DynamicCache, StaticCache) or getattr(cache, "offloading", False)):
+    if cache is not None and model.config.is_encoder_decoder:
+        problems.append("`past_key_values`: no cache is continued beside an encoder. Pass `decoder_input_ids`.")
+    elif cache is not None and (type(cache) not in (DynamicCache, StaticCache) or getattr(cache, "offloading", False)):
         kind = f"offloaded {type(cache).__name__}" if getattr(cache, "offloading", False) else type(cache).__name__
         problems.append(f"`past_key_values`: a DynamicCache or a StaticCache can be continued, got {kind}.")
     mask = arguments.get("attention_mask")

@@ -306,28 +306,23 @@ _BLOCK_INDEX = {
     "indexer_compress_ratio": 4,
 }
 _NO_CACHE = "keeps no key/value cache"
-_TWO_PARTS = "is an encoder-decoder model"
 
 # Types that cannot be used: what the error says, and the config values that the type is known for.
 UNSUPPORTED = {
     "blt": ("groups bytes into patches", {}),
     "cpmant": ("reads the whole text again", {}),
     "deepseek_v4": (_RECURRENT, {}),
-    "florence2": (_TWO_PARTS, {}),
     "git": ("image slots in front of the padding", {}),
     "glm5_next": ("pools keys by their places", {}),
     "minimax": (_RECURRENT, {}),
     "openai-gpt": (_NO_CACHE, {}),
-    "pix2struct": (_TWO_PARTS, {}),
-    "pp_formulanet": (_TWO_PARTS, {}),
     "prophetnet": ("one token at a time", {}),
     "qwen4_exp": ("remembers the last tokens", {"text_config": _BLOCK_INDEX}),
     "qwen4_exp_text": ("remembers the last tokens", _BLOCK_INDEX),
     "recurrent_gemma": (_RECURRENT, {}),
     "reformer": (_NO_CACHE, {"is_decoder": True}),
     "rwkv": (_RECURRENT, {}),
-    "t5gemma2": (_TWO_PARTS, {}),
-    "udop": (_TWO_PARTS, {}),
+    "t5gemma2": ("under one mask", {}),
     "unlimited_ocr": (_RECURRENT, {}),
     "xlm": (_NO_CACHE, {}),
     "xlnet": (_NO_CACHE, {}),
@@ -337,12 +332,14 @@ UNSUPPORTED = {
 # Types that cannot be tried here.
 _NEEDS_TIMM = "its vision tower needs the package timm"
 _NEEDS_IMAGE = "its generate() needs an image"
+_WITH_ENCODER = "tried with its encoder, in tests/encoder_decoders.py"
 NOT_BUILT = {
     "blip": _NEEDS_IMAGE,
     "blip-2": _NEEDS_IMAGE,
     "diffusion_gemma": "does not generate one token after the other",
     "evolla": "reads proteins, and belongs to another class of models than the mapping says",
     "fast_vlm": _NEEDS_TIMM,
+    "florence2": _WITH_ENCODER,
     "gemma3n": f"{_NEEDS_TIMM}; its text model is tried as gemma3n_text",
     "gemma4_assistant": "a drafting head on the cache of its target, which does not generate by itself",
     "gemma4_unified_assistant": "a drafting head on the cache of its target, which does not generate by itself",
@@ -353,8 +350,11 @@ NOT_BUILT = {
     "musicgen": "generates several streams of audio codes, and its config does not build its causal model",
     "musicgen_melody": "generates several streams of audio codes, and its config does not build its causal model",
     "perception_lm": _NEEDS_TIMM,
+    "pix2struct": _NEEDS_IMAGE,
+    "pp_formulanet": _NEEDS_IMAGE,
     "pi0": "moves robots, and has no generate()",
-    "vision-encoder-decoder": "consists of two other models, whose configs it has no defaults for",
+    "udop": _WITH_ENCODER,
+    "vision-encoder-decoder": _WITH_ENCODER,
 }
 
 

@@ -31,15 +31,18 @@ _COMMON = {
     "initializer_factor": 5.0,
     "is_decoder": False,
     "is_encoder_decoder": True,
-    "tie_word_embeddings": True,
 }
 
 # Values that a type needs besides or in place of these.
 SPECIAL = {
     "bigbird_pegasus": {"attention_type": "original_full"},
-    "blenderbot": {"init_std": 1.0, "initializer_range": 1.0, "encoder_no_repeat_ngram_size": 0},
+    "blenderbot-small": {"init_std": 0.07, "initializer_range": 0.07},
+    "blenderbot": {"init_std": 0.5, "initializer_range": 0.5, "encoder_no_repeat_ngram_size": 0},
     "led": {"attention_window": 4},
+    "mt5": {"initializer_factor": 3.0},
     "pegasus": {"init_std": 1.0, "initializer_range": 1.0},
+    "plbart": {"init_std": 0.07, "initializer_range": 0.07},
+    "switch_transformers": {"initializer_factor": 3.0},
 }
 
 # Types that cannot be used: what the error says.
@@ -53,7 +56,13 @@ UNSUPPORTED = {
 CHAINS_ONLY = {"bert2bert", "bert2gpt2"}
 
 ROWS = 4
-_BERT = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+_BERT = {
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 _WAVES = {"conv_dim": (32, 32), "conv_stride": (5, 2), "conv_kernel": (10, 3)}
 _WAVES |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
 _BART = {"vocab_size": 99, "d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
@@ -79,11 +88,13 @@ def _text_source() -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids * mask, "attention_mask": mask}
 
 
-def _text_model(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+def text_model(name: str, **changes) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A model of `text_types()`; `changes` are config values."""
+    torch.manual_seed(0)
     config_class = CONFIG_MAPPING[name]
     known = {*config_class.__dataclass_fields__, *config_class.attribute_map}
-    values = {key: value for key, value in {**_COMMON, **SPECIAL.get(name, {})}.items() if key in known}
-    return hf.AutoModelForSeq2SeqLM.from_config(build(config_class, values)), _text_source()
+    values = {key: value for key, value in {**_COMMON, **SPECIAL.get(name, {}), **changes}.items() if key in known}
+    return _ready(hf.AutoModelForSeq2SeqLM.from_config(build(config_class, values))), _text_source()
 
 
 def _of_two(kind: str, encoder: hf.PreTrainedConfig, decoder: hf.PreTrainedConfig) -> torch.nn.Module:
@@ -147,6 +158,19 @@ def _udop() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return model, {**_text_source(), "bbox": boxes}
 
 
+def _florence2() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    stages = {"embed_dim": (16, 32), "num_heads": (2, 4), "num_groups": (2, 4), "depths": (1, 1), "window_size": 4}
+    stages |= {"patch_size": (7, 3), "patch_stride": (4, 2), "patch_padding": (3, 1), "patch_prenorm": (False, True)}
+    vision = {**stages, "projection_dim": 64, "max_position_embeddings": 20}
+    text = {"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64, **_BART, "model_type": "bart"}
+    config = hf.Florence2Config(vision_config=vision, text_config={**text, "init_std": 0.1}, image_token_id=98)
+    # Of an image of 32 pixels 16 places and their mean are left.
+    image = torch.full((ROWS, 17), 98)
+    tokens = torch.randint(3, 90, (ROWS, 8), generator=torch.Generator().manual_seed(1))
+    source = {"input_ids": torch.cat([image, tokens], dim=1), "pixel_values": _random(ROWS, 3, 32, 32)}
+    return hf.Florence2ForConditionalGeneration(config), source
+
+
 _OTHERS: dict[str, Callable] = {
     "bert2bert": lambda: (
         _of_two("EncoderDecoder", *(hf.BertConfig(**_BERT, initializer_range=0.3) for _ in range(2))),
@@ -174,6 +198,7 @@ _OTHERS: dict[str, Callable] = {
     ),
     "canary": lambda: _speech("canary"),
     "cohere_asr": lambda: _speech("cohere_asr"),
+    "florence2": _florence2,
     "moonshine": _moonshine,
     "speech_to_text": _speech_to_text,
     "speecht5": _speecht5,
@@ -189,8 +214,15 @@ def supported() -> list[str]:
 
 def tiny_model(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """A model with fixed random weights, and arguments of `generate()` for four rows."""
+    if name not in _OTHERS:
+        return text_model(name)
     torch.manual_seed(0)
-    model, source = (_OTHERS[name] if name in _OTHERS else lambda: _text_model(name))()
+    model, source = _OTHERS[name]()
+    return _ready(model), source
+
+
+def _ready(model: torch.nn.Module) -> torch.nn.Module:
+    """The model, with varied weights and open-ended texts."""
     with torch.no_grad():
         for parameter in model.parameters():
             # Norms and biases start as constants, which would hide their part.
@@ -200,4 +232,4 @@ def tiny_model(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     open_ended = ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id", "max_length")
     for key, value in {**settings, **dict.fromkeys(open_ended)}.items():
         setattr(model.generation_config, key, value)
-    return model.eval(), source
+    return model.eval()

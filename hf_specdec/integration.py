@@ -28,7 +28,7 @@ from .arguments import ARGUMENTS, SpeculativeArguments, configured_arguments
 from .decoding.loop import DecodingLoop
 from .decoding.profile import REPEATED_INPUTS, is_text_only, model_profile
 from .decoding.request import Request
-from .errors import SpecConfigError, SpecDecError, shown
+from .errors import SpecConfigError, SpecDecError, UnsupportedModelError, shown
 from .hub.published import entry_of, entry_of_model, settings_of_generation_config
 from .loader import is_refused, load_configured, load_speculator, refuse
 from .method import resolve_candidate_generator
@@ -222,7 +222,7 @@ class _Call:
         if synced_gpus is None and torch.distributed.is_available() and torch.distributed.is_initialized():
             is_sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(self.model)
             synced_gpus = is_sharded and torch.distributed.get_world_size() > 1
-        user_cache = self.arguments.get("past_key_values")
+        user_cache, source_inputs = self.arguments.get("past_key_values"), _source_inputs(self.model, self.arguments)
 
         # The signature matters: transformers hands over only what it names, and the rest as the model's arguments.
         def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
@@ -237,6 +237,7 @@ class _Call:
                 streamer=streamer,
                 synced_gpus=bool(synced_gpus),
                 past_key_values=user_cache,
+                source_inputs=source_inputs,
                 began=self.began,
             )
             if use is not None:
@@ -286,7 +287,11 @@ def speculator_of_many(
     """
     configured = None if asked.choose_drafter else configured_arguments(model, (), arguments)
     call = _Call.of(model, arguments, asked, configured)
-    model_profile(model)
+    if model_profile(model).has_encoder:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has an encoder, and requests that join others have prompts alone. Pass its "
+            "sources to generate(), which takes batches of them."
+        )
     if call.asked.is_off or not (call.asked.given or call.entry is not None):
         return None
     if call.entry is None:
@@ -344,12 +349,23 @@ def _move_to_model(model: PreTrainedModel, arguments: dict[str, Any]) -> torch.d
         `torch.device` that they were on, or `None` where nothing had to move.
     """
     original_device = None
-    for name in ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids"):
+    of_decoder = ("decoder_input_ids", "decoder_attention_mask") if model.config.is_encoder_decoder else ()
+    for name in ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", *of_decoder):
         tensor = arguments.get(name)
         if torch.is_tensor(tensor) and tensor.device != model.device:
             original_device = original_device or tensor.device
             arguments[name] = tensor.to(model.device)
     return original_device
+
+
+def _source_inputs(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the encoder, where a model has one, by name."""
+    if not model.config.is_encoder_decoder:
+        return {}
+    main = getattr(model.get_encoder(), "main_input_name", model.main_input_name)
+    names = {main, model.main_input_name, "attention_mask"}
+    given = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    return {main: arguments["inputs"], **given} if arguments.get("inputs") is not None else given
 
 
 def _moved_output(output, device: torch.device):
@@ -463,7 +479,9 @@ def _problems(model: PreTrainedModel, arguments: dict[str, Any]) -> str:
         if not any(value is item or (type(value) is type(item) and value == item) for item in harmless):
             problems.append(f"`{name}`={shown(value)}: {remedy}")
     cache = arguments.get("past_key_values")
-    if cache is not None and (type(cache) not in (DynamicCache, StaticCache) or getattr(cache, "offloading", False)):
+    if cache is not None and model.config.is_encoder_decoder:
+        problems.append("`past_key_values`: no cache is continued beside an encoder. Pass `decoder_input_ids`.")
+    elif cache is not None and (type(cache) not in (DynamicCache, StaticCache) or getattr(cache, "offloading", False)):
         kind = f"offloaded {type(cache).__name__}" if getattr(cache, "offloading", False) else type(cache).__name__
         problems.append(f"`past_key_values`: a DynamicCache or a StaticCache can be continued, got {kind}.")
     mask = arguments.get("attention_mask")
@@ -541,7 +559,13 @@ def _check_model_kwargs(model: PreTrainedModel, model_kwargs: dict[str, Any]) ->
     """Refuses what the target would need for drafts too. What goes with the prompt alone (images) is no problem."""
     known = (*_SET_BY_THE_LOOP, *REPEATED_INPUTS)
     lost = [name for name, value in model_kwargs.items() if name not in known and value is not None]
-    if is_text_only(model) and lost:
+    if model.config.is_encoder_decoder:
+        # All else is the encoder's, which has read it.
+        known = ("attention_mask", "position_ids")
+        lost = [name for name in lost if name.startswith("decoder_") and name.removeprefix("decoder_") not in known]
+    elif not is_text_only(model):
+        lost = []
+    if lost:
         names = ", ".join(f"`{name}`" for name in lost)
         raise SpecConfigError(
             f"{type(model).__name__} reads {names} for every token, and drafts have masks and positions only. Leave "

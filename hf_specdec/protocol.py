@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from .decoding.graphs import CallGraphs
+    from .decoding.source import Source
     from .drafts import DraftTree
     from .logits.sampling import DraftSampler
     from .settings import SpeculativeConfig
@@ -83,16 +84,26 @@ class Prompt:
         input_ids (`torch.LongTensor` of shape `(B, P)`): Left-padded tokens.
         starts (`list[int]` of length B): Index of each row's first real token.
         hidden_states (`dict[int | str, torch.Tensor]`): The states the method asked for, each `(B, P, H)`.
+        source (`Source`, *optional*): What the target's encoder has read, where it has one.
     """
 
     input_ids: torch.LongTensor
     starts: list[int]
     hidden_states: dict[int | str, torch.Tensor] = field(default_factory=dict)
+    source: Source | None = None
 
     @cached_property
     def token_lists(self) -> list[list[int]]:
         """Each row's tokens without padding, on the host."""
         return [row[start:] for row, start in zip(self.input_ids.tolist(), self.starts)]
+
+    @cached_property
+    def texts(self) -> list[list[int]]:
+        """Tokens of each row that drafts may repeat: the source's, where they are of the same kind, then its own."""
+        sources = None if self.source is None else self.source.token_lists
+        if sources is None:
+            return self.token_lists
+        return [source + tokens for source, tokens in zip(sources, self.token_lists)]
 
     @property
     def num_states(self) -> int:

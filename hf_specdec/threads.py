@@ -105,9 +105,11 @@ class OwnForwards:
     Args:
         pairs (`Iterable[tuple[nn.Module, Callable]]`): Modules and their forwards. One that a module has of the user's
             stays.
+        name (`str`): The method, if it is another one than the forward.
     """
 
-    def __init__(self, pairs: Iterable[tuple[Any, Callable[..., Any]]]):
+    def __init__(self, pairs: Iterable[tuple[Any, Callable[..., Any]]], name: str = "forward"):
+        self.name = name
         self.pairs: tuple[tuple[Any, Callable[..., Any]], ...] = tuple(pairs)
         self._num_users, self._lock = 0, Lock()
 
@@ -117,7 +119,7 @@ class OwnForwards:
         with self._lock:
             self._num_users += 1
             for module, forward in self.pairs:
-                vars(module).setdefault("forward", forward)
+                vars(module).setdefault(self.name, forward)
         try:
             yield
         finally:
@@ -125,5 +127,5 @@ class OwnForwards:
                 self._num_users -= 1
                 if not self._num_users:
                     for module, forward in self.pairs:
-                        if vars(module).get("forward") is forward:
-                            del vars(module)["forward"]
+                        if vars(module).get(self.name) is forward:
+                            del vars(module)[self.name]

@@ -288,24 +288,13 @@ RECURRENT = {
 # Types that count slots or have a recurrent state, so that no tree can be verified.
 CHAINS_ONLY = {
     *RECURRENT,
-    "bart",
-    "bigbird_pegasus",
-    "blenderbot",
-    "blenderbot-small",
     "bloom",
     "falcon-alibi",
     "gpt_neo",
-    "marian",
-    "mbart",
     "moss_transcribe_diarize",
     "mpt",
     "mpt-no_alibi",
-    "mvp",
-    "pegasus",
-    "plbart",
     "roformer",
-    "trocr",
-    "whisper",
 }
 
 _RECURRENT = "cannot be cut back to the accepted tokens"
@@ -317,28 +306,23 @@ _BLOCK_INDEX = {
     "indexer_compress_ratio": 4,
 }
 _NO_CACHE = "keeps no key/value cache"
-_TWO_PARTS = "is an encoder-decoder model"
 
 # Types that cannot be used: what the error says, and the config values that the type is known for.
 UNSUPPORTED = {
     "blt": ("groups bytes into patches", {}),
     "cpmant": ("reads the whole text again", {}),
     "deepseek_v4": (_RECURRENT, {}),
-    "florence2": (_TWO_PARTS, {}),
     "git": ("image slots in front of the padding", {}),
     "glm5_next": ("pools keys by their places", {}),
     "minimax": (_RECURRENT, {}),
     "openai-gpt": (_NO_CACHE, {}),
-    "pix2struct": (_TWO_PARTS, {}),
-    "pp_formulanet": (_TWO_PARTS, {}),
     "prophetnet": ("one token at a time", {}),
     "qwen4_exp": ("remembers the last tokens", {"text_config": _BLOCK_INDEX}),
     "qwen4_exp_text": ("remembers the last tokens", _BLOCK_INDEX),
     "recurrent_gemma": (_RECURRENT, {}),
     "reformer": (_NO_CACHE, {"is_decoder": True}),
     "rwkv": (_RECURRENT, {}),
-    "t5gemma2": (_TWO_PARTS, {}),
-    "udop": (_TWO_PARTS, {}),
+    "t5gemma2": ("under one mask", {}),
     "unlimited_ocr": (_RECURRENT, {}),
     "xlm": (_NO_CACHE, {}),
     "xlnet": (_NO_CACHE, {}),
@@ -348,12 +332,14 @@ UNSUPPORTED = {
 # Types that cannot be tried here.
 _NEEDS_TIMM = "its vision tower needs the package timm"
 _NEEDS_IMAGE = "its generate() needs an image"
+_WITH_ENCODER = "tried with its encoder, in tests/encoder_decoders.py"
 NOT_BUILT = {
     "blip": _NEEDS_IMAGE,
     "blip-2": _NEEDS_IMAGE,
     "diffusion_gemma": "does not generate one token after the other",
     "evolla": "reads proteins, and belongs to another class of models than the mapping says",
     "fast_vlm": _NEEDS_TIMM,
+    "florence2": _WITH_ENCODER,
     "gemma3n": f"{_NEEDS_TIMM}; its text model is tried as gemma3n_text",
     "gemma4_assistant": "a drafting head on the cache of its target, which does not generate by itself",
     "gemma4_unified_assistant": "a drafting head on the cache of its target, which does not generate by itself",
@@ -364,8 +350,11 @@ NOT_BUILT = {
     "musicgen": "generates several streams of audio codes, and its config does not build its causal model",
     "musicgen_melody": "generates several streams of audio codes, and its config does not build its causal model",
     "perception_lm": _NEEDS_TIMM,
+    "pix2struct": _NEEDS_IMAGE,
+    "pp_formulanet": _NEEDS_IMAGE,
     "pi0": "moves robots, and has no generate()",
-    "vision-encoder-decoder": "consists of two other models, whose configs it has no defaults for",
+    "udop": _WITH_ENCODER,
+    "vision-encoder-decoder": _WITH_ENCODER,
 }
 
 
@@ -394,7 +383,7 @@ def _auto_class(model_type: str) -> type:
 def tiny_model(name: str, attn_implementation: str | None = None, **changes) -> torch.nn.Module:
     """A model of `supported()` or `with_images()` with fixed random weights; `changes` are config values."""
     model_type, variant = VARIANTS.get(name, (name, {}))
-    config = _build(CONFIG_MAPPING[model_type], {**SPECIAL.get(model_type, {}), **variant, **changes})
+    config = build(CONFIG_MAPPING[model_type], {**SPECIAL.get(model_type, {}), **variant, **changes})
     torch.manual_seed(0)
     model = _auto_class(model_type).from_config(config, attn_implementation=attn_implementation).eval()
     with torch.no_grad():
@@ -417,7 +406,8 @@ def _fixed(config_class: type) -> list[str]:
     return [name for name, value in vars(config_class).items() if isinstance(value, property) and value.fset is None]
 
 
-def _build(config_class: type, special: dict) -> PreTrainedConfig:
+def build(config_class: type, special: dict) -> PreTrainedConfig:
+    """A config with the common sizes, and with special values of its own and of its parts."""
     default = config_class()
     known = {*config_class.__dataclass_fields__, *config_class.attribute_map}
     values = {name: value for name, value in COMMON.items() if name in known}
@@ -429,6 +419,6 @@ def _build(config_class: type, special: dict) -> PreTrainedConfig:
     for name in config_class.sub_configs:
         part = getattr(default, name, None)
         if isinstance(part, PreTrainedConfig):
-            values[name] = _build(type(part), {**SPECIAL.get(part.model_type, {}), **special.get(name, {})})
+            values[name] = build(type(part), {**SPECIAL.get(part.model_type, {}), **special.get(name, {})})
     own = {name: value for name, value in special.items() if name not in config_class.sub_configs}
     return config_class(**{**values, **own})

@@ -26,10 +26,12 @@ from ..errors import UnsupportedModelError
 from ..kernels.products import fast_products
 from ..protocol import Prompt
 from ..target_facts import decoder_layers, layers_owner
-from .cache import SlotCache, check_room
+from .cache import check_room
+from .positions import PositionCounter
 from .profile import check_reach, model_profile
 from .request import Request
-from .target import PositionCounter, SlotModel
+from .source import Source
+from .target import SlotModel
 
 
 CHECK_VARIABLE = "HF_SPECDEC_CHECK"
@@ -63,15 +65,18 @@ def read_prompts(
     if request.past_key_values is not None:
         target.cache.load(request.past_key_values)
     room = max_length - input_ids.shape[1]
-    given, mask = request.prompt_slots(target.cache.get_seq_length()), kwargs.get("attention_mask")
+    mask_name = target.profile.of_decoder("attention_mask")
+    given, mask = request.prompt_slots(target.cache.get_seq_length()), kwargs.get(mask_name)
     check_reach(model, [given] if mask is None else mask.ne(0).sum(1).tolist(), room)
     check_room(kwargs.get("past_key_values"), request.batch_size, given + room)
-    kwargs[target.profile.cache_name] = target.cache
+    if target.profile.has_encoder:
+        target.source = Source.of_call(model, kwargs, request.source_inputs)
+    kwargs[target.profile.cache_name] = target.forward_cache
     first = {} if request.between_chunks is None else _read_first_chunks(request, target, kwargs)
     # The prompts may be read in chunks.
     with target.taps.captured(joined=True) as states, watched_prefill(model) as received, fast_products(model):
         output = model._prefill(input_ids, request.generation_config, kwargs)
-    if received.cache not in (None, target.cache):
+    if received.cache not in (None, target.forward_cache):
         # The model has put a beginning of its own in front of the prompts.
         target.cache.load(received.cache)
         output.past_key_values = target.cache
@@ -79,7 +84,7 @@ def read_prompts(
     states |= {key: torch.cat([*parts, states[key]], dim=1) for key, parts in first.items()}
     inputs = next_inputs(model, output, input_ids, kwargs)
     num_slots = target.cache.get_seq_length()
-    mask = inputs.get("attention_mask")
+    mask = inputs.get(mask_name)
     if mask is None and not target.profile.attends and kwargs.get("attention_mask") is not None:
         # Padding is kept out of a recurrent state while the prompt is read, and no mask is needed after it.
         mask = torch.nn.functional.pad(kwargs["attention_mask"], (0, 1), value=1)
@@ -186,12 +191,16 @@ def next_inputs(
     Returns:
         `dict`: Among them `input_ids` `(B, 1)`, which stand for the tokens that are not known yet.
     """
-    kwargs = model._update_model_kwargs_for_generation(output, dict(model_kwargs), is_encoder_decoder=False)
+    profile = model_profile(model)
+    kwargs = model._update_model_kwargs_for_generation(
+        output, dict(model_kwargs), is_encoder_decoder=profile.has_encoder
+    )
     tokens = torch.cat([input_ids, input_ids.new_zeros((len(input_ids), 1))], dim=1)
     inputs = model.prepare_inputs_for_generation(tokens, next_sequence_length=1, **kwargs)
-    mask = inputs.get("attention_mask")
+    name = profile.of_decoder("attention_mask")
+    mask = inputs.get(name)
     if mask is not None and not (torch.is_tensor(mask) and mask.dim() == 2):
-        inputs["attention_mask"] = kwargs.get("attention_mask")
+        inputs[name] = kwargs.get(name)
     return inputs
 
 
@@ -240,10 +249,11 @@ class Continuation:
             UnsupportedModelError: The slots, or the positions, cannot be told from them.
         """
         starts, num_hidden, hidden = _hidden_slots(model, mask, num_slots, batch_size)
-        positions, counter = inputs.get("position_ids"), None
+        profile = model_profile(model)
+        positions, counter = inputs.get(profile.of_decoder("position_ids")), None
         if positions is None and received.last_positions is not None:
             positions = received.last_positions + 1
-        elif positions is None:
+        elif positions is None and profile.counted is None:
             counter = PositionCounter.of(model)
         # A model that is given no positions, and shows none, counts slots.
         offsets = starts if positions is None else position_offsets(positions, num_slots, starts)
@@ -261,24 +271,28 @@ class Continuation:
         starts, offsets = ([values[row] for row in rows] for values in (self.starts, self.offsets))
         target.start_slots(starts, offsets, hidden, self.counter)
 
-    def prompt(self, input_ids: torch.LongTensor, states: dict[Any, torch.Tensor]) -> Prompt:
+    def prompt(
+        self, input_ids: torch.LongTensor, states: dict[Any, torch.Tensor], source: Source | None = None
+    ) -> Prompt:
         """The prompts for a drafter: each row's tokens that it sees, one at least, at the end of the row.
 
         Args:
             input_ids (`torch.LongTensor` of shape `(B, P)`): The given tokens; the slots may begin before them.
             states (`dict`): Hidden states of the last slots, each `(B, S' <= S, H)`.
+            source (`Source`, *optional*): What the rows have in the encoder.
         """
         length = input_ids.shape[1]
         unknown = self.num_slots - length
         if self.hidden is None:
             starts = [min(max(start - unknown, 0), max(length - 1, 0)) for start in self.starts]
-            return Prompt(input_ids, starts, states)
+            return Prompt(input_ids, starts, states, source)
         seen = ~self.hidden
         seen[:, -1] |= ~seen[:, unknown:].any(1)
         shown = seen[:, unknown:]
         starts = (length - shown.sum(1)).tolist()
         input_ids = input_ids.gather(1, _squeezed(shown))
-        return Prompt(input_ids, starts, {key: _squeezed_states(state, seen) for key, state in states.items()})
+        states = {key: _squeezed_states(state, seen) for key, state in states.items()}
+        return Prompt(input_ids, starts, states, source)
 
 
 def _squeezed(seen: torch.BoolTensor) -> torch.LongTensor:
@@ -353,21 +367,22 @@ class ContinuationCheck:
 
     @classmethod
     def begin(
-        cls, model: torch.nn.Module, cache: SlotCache, continuation: Continuation, tokens: torch.LongTensor
+        cls, target: SlotModel, continuation: Continuation, tokens: torch.LongTensor
     ) -> ContinuationCheck | None:
         """Runs the forward; `None` where there is nothing to check.
 
         Args:
-            cache (`SlotCache`): Has read the prompts, and is left as it is.
+            target (`SlotModel`): Has read the prompts, and is left as it is.
             tokens (`torch.LongTensor` of shape `(B,)`): The first tokens.
         """
+        model, profile = target.model, target.profile
         key = type(model), any(continuation.num_others)
         # Dropout makes every forward another one.
         if key in _checked or model.training or os.environ.get(CHECK_VARIABLE, "1") == "0":
             return None
-        inputs = {**continuation.inputs, "input_ids": tokens[:, None], "return_dict": True}
-        inputs[model_profile(model).cache_name] = cache
-        with cache.kept(DynamicCache(config=model.config.get_text_config(decoder=True))):
+        inputs = {**continuation.inputs, profile.of_decoder("input_ids"): tokens[:, None], "return_dict": True}
+        inputs[profile.cache_name] = target.forward_cache
+        with target.cache.kept(DynamicCache(config=model.config.get_text_config(decoder=True))):
             logits = model(**inputs).logits
         return cls(model, key, logits[:, -1])
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
 from ..drafts import chain_topology
 from ..logits.processors import ProcessorStack
@@ -42,6 +42,8 @@ class EndedRows:
     def __init__(self, request: Request, target: SlotModel, continuation: Continuation, sequences: Sequences):
         self._request, self._target = request, target
         self._continuation, self._sequences = continuation, sequences
+        # Of all rows: those that leave are left out in a copy.
+        self._source = target.source
         # The slots may begin before the given tokens: a continued cache, or embeddings.
         self._num_unknown = continuation.num_slots - request.input_ids.shape[1]
         self._states: dict[int, tuple] = {}
@@ -84,6 +86,7 @@ class EndedRows:
         target = SlotModel(self._request.model, cache, forward_kwargs=self._target.forward_kwargs)
         cache.load(self._filled(self._empty_cache(), rows))
         self._continuation.start_slots(target, rows)
+        target.source = None if self._source is None else self._source.of_rows(rows)
         target.max_position = self._target.max_position
         target.row_inputs = {name: values[rows] for name, values in self._request.row_inputs().items()}
         return target
@@ -107,6 +110,8 @@ class EndedRows:
             prepared.reset()
             return self._filled(prepared, rows)
         cache, user_cache = self._filled(self._empty_cache(), rows), self._request.past_key_values
+        if self._source is not None:
+            return EncoderDecoderCache(cache, self._source.keys.cross_attention_cache)
         if user_cache is None:
             return cache
         user_cache.layers = cache.layers

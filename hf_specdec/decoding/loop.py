@@ -32,7 +32,7 @@ from .cache import SlotCache, compact
 from .continuation import ContinuationCheck, read_prompts
 from .ended_rows import EndedRows
 from .functional import slot_model
-from .output import OutputRecorder, SpeculativeOutput
+from .output import OutputRecorder, SpeculativeEncoderDecoderOutput, SpeculativeOutput
 from .profile import ModelProfile, model_profile
 from .reporting import ColumnStreamer, DeferredWork, count_cycle, count_graphs, count_lookups, explain_empty
 from .request import Request
@@ -181,12 +181,13 @@ class DecodingLoop:
         draft = self.sampler.constrained(DraftTree.empty(self.request.batch_size, self.device), self.rows)
         verdict = self.verifier.verify(draft, logits, self.rows, self._positions(0))
         self.stats.num_committed_tokens += self.request.batch_size
-        self.recorder.add(self.rows, verdict.path, verdict.counts, logits, output.get("hidden_states"))
+        states_of_layers = output.get(self.target.profile.of_decoder("hidden_states"))
+        self.recorder.add(self.rows, verdict.path, verdict.counts, logits, states_of_layers)
         self.anchors = verdict.tokens[:, 0]
         if self.progress.traces:
             self._begin_trace(draft, verdict, logits)
         if not (self.stop.all_finished or self.request.synced_gpus):
-            self.check = ContinuationCheck.begin(self.model, self.target.cache, self.continuation, self.anchors)
+            self.check = ContinuationCheck.begin(self.target, self.continuation, self.anchors)
         # With a check under way, nothing is shown before the first verification has been compared with it.
         if self.check is None:
             self.streamer.put_columns()
@@ -202,7 +203,7 @@ class DecodingLoop:
 
     def _start_drafting(self, verdict: Verdict, states: dict) -> None:
         began = perf_counter()
-        prompt = self.continuation.prompt(self.request.input_ids, states)
+        prompt = self.continuation.prompt(self.request.input_ids, states, self.target.source)
         self.generator.prefill(prompt)
         self._observe(verdict, {key: value[:, -1:] for key, value in prompt.hidden_states.items()})
         self.stats.draft_seconds += perf_counter() - began
@@ -312,14 +313,17 @@ class DecodingLoop:
         sequences = self.sequences.output()
         if not self.request.generation_config.return_dict_in_generate:
             return sequences
-        return SpeculativeOutput(
-            sequences=sequences,
-            scores=self.recorder.scores and self.recorder.scores.steps(),
-            logits=self.recorder.logits and self.recorder.logits.steps(),
-            hidden_states=self.recorder.hidden_states(),
-            past_key_values=cache,
-            speculative=self.stats,
-        )
+        fields = {
+            "sequences": sequences,
+            "scores": self.recorder.scores and self.recorder.scores.steps(),
+            "logits": self.recorder.logits and self.recorder.logits.steps(),
+            "past_key_values": cache,
+        }
+        states, source = self.recorder.hidden_states(), self.target.source
+        if source is not None:
+            encoded = self.request.model_kwargs["encoder_outputs"]
+            return SpeculativeEncoderDecoderOutput.of(encoded, states, self.stats, **fields)
+        return SpeculativeOutput(hidden_states=states, speculative=self.stats, **fields)
 
     # The parts of a call
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from ..logits.recorder import StepRecorder
 from ..logits.verifier import take_nodes
@@ -13,6 +13,8 @@ from ..metrics import SpecDecodingStats
 
 
 if TYPE_CHECKING:
+    from typing import Self
+
     import torch
     from transformers import GenerationConfig
 
@@ -26,6 +28,34 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     """
 
     speculative: SpecDecodingStats | None = None
+
+
+@dataclass
+class SpeculativeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
+    """`GenerateEncoderDecoderOutput` with the attribute `speculative`, a [`SpecDecodingStats`].
+
+    It is no field: Whisper's `generate()` cuts all fields of an output into rows.
+    """
+
+    @property
+    def speculative(self) -> SpecDecodingStats | None:
+        return vars(self).get("_speculative")
+
+    @classmethod
+    def of(cls, source: Any, hidden_states: Any, stats: SpecDecodingStats, **fields: Any) -> Self:
+        """The output of a call, with the states of its encoder if those of the decoder were asked for.
+
+        Args:
+            source (`ModelOutput`): The encoder's output.
+            hidden_states (`tuple`, *optional*): The decoder's, of all steps.
+            stats (`SpecDecodingStats`): Drafts, acceptance and time of the call.
+            fields: As they are.
+        """
+        if hidden_states is not None:
+            fields |= {"decoder_hidden_states": hidden_states, "encoder_hidden_states": source.get("hidden_states")}
+        output = cls(**fields)
+        vars(output)["_speculative"] = stats
+        return output
 
 
 class OutputRecorder:

@@ -10,6 +10,7 @@ import torch
 
 from ..errors import UnsupportedModelError
 from .masks import FULL, Span
+from .positions import CountedPositions
 from .recurrent import mixers
 
 
@@ -32,6 +33,8 @@ class ModelProfile:
         takes_logits_to_keep (`bool`): Its forward has the argument `logits_to_keep`.
         is_recurrent (`bool`): Some of its layers have a recurrent state, which cannot branch.
         cache_name (`str`): The argument of its forward that takes the cache.
+        has_encoder (`bool`): Its decoder attends to the output of an encoder too, which the call reads once.
+        counted (`CountedPositions`, *optional*): Modules that count positions, and can be told them instead.
     """
 
     spans: tuple[Span, ...]
@@ -42,6 +45,12 @@ class ModelProfile:
     takes_logits_to_keep: bool
     is_recurrent: bool = False
     cache_name: str = KEYS_AND_VALUES
+    has_encoder: bool = False
+    counted: CountedPositions | None = None
+
+    def of_decoder(self, name: str) -> str:
+        """The name of the forward's arguments and outputs for what its decoder has under this one."""
+        return f"decoder_{name}" if self.has_encoder else name
 
     @property
     def attends(self) -> bool:
@@ -54,11 +63,12 @@ class ModelProfile:
         return not (self.counts_slots or self.is_recurrent)
 
 
-# Models with `position_ids` that count slots all the same; those without always do.
+# Models that count slots, though they take positions or count them in a known way; those that do neither always do.
 _COUNT_SLOTS = {
     "gpt_neo": "its local layers cut their window by slot",
     "inkling2_text": "its position bias counts slots",
     "inkling_text": "its position bias counts slots",
+    "roformer": "it turns all rows alike",
 }
 
 # Models that no cache of keys and values is enough for.
@@ -68,7 +78,9 @@ _UNSUPPORTED = {
     "glm5_next_text": "pools keys by their places in the whole buffers of its cache, by a mask of two dimensions",
     "git": "keeps image slots in front of the padding, which its mask does not cover",
     "qwen4_exp_text": "remembers the last tokens for its n-grams beside its recurrent state",
+    "fsmt": "has no mask for several tokens after its cache",
     "prophetnet": "continues from its cache by one token at a time",
+    "t5gemma2_decoder": "attends to its text and to its source under one mask, which it makes itself",
 }
 
 _SPAN_OF_LAYER_TYPE = {
@@ -111,11 +123,6 @@ def model_profile(model: torch.nn.Module, role: str = "target model") -> ModelPr
 def _read_profile(model, role) -> ModelProfile:
     name = type(model).__name__
     config = model.config
-    if config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"{name} is an encoder-decoder model; as {role} only decoder-only models can be used. Leave the "
-            "speculative arguments out to use plain generate()."
-        )
     text_config = config.get_text_config(decoder=True)
     if text_config.model_type in _UNSUPPORTED:
         raise UnsupportedModelError(
@@ -140,20 +147,23 @@ def _read_profile(model, role) -> ModelProfile:
             f"{name} keeps no key/value cache (its forward has no `past_key_values`), which speculation needs of the "
             f"{role}. Leave the speculative arguments out to use plain generate()."
         )
-    attends = cache_name == KEYS_AND_VALUES
-    spans, keys = _read_spans(text_config, layer_types, is_recurrent)
+    attends, has_encoder = cache_name == KEYS_AND_VALUES, bool(config.is_encoder_decoder)
     takes_flat_mask = text_config.model_type == "bloom" or bool(getattr(text_config, "alibi", False))
+    takes_position_ids = ("decoder_position_ids" if has_encoder else "position_ids") in parameters
+    counts_slots = takes_flat_mask or text_config.model_type in _COUNT_SLOTS
+    counted = None if takes_position_ids or counts_slots else CountedPositions.of(model)
+    spans, keys = _read_spans(text_config, layer_types, is_recurrent)
     return ModelProfile(
         spans=spans,
         layer_types=keys,
-        counts_slots=(
-            (attends and "position_ids" not in parameters) or takes_flat_mask or text_config.model_type in _COUNT_SLOTS
-        ),
+        counts_slots=counts_slots or (attends and not takes_position_ids and counted is None),
         takes_flat_mask=takes_flat_mask,
-        takes_position_ids="position_ids" in parameters,
+        takes_position_ids=takes_position_ids,
         takes_logits_to_keep="logits_to_keep" in parameters,
         is_recurrent=is_recurrent,
         cache_name=cache_name,
+        has_encoder=has_encoder,
+        counted=counted,
     )
 
 

@@ -17,7 +17,7 @@ from ..logits.grammar.rows import RowGrammars
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import seed_from_torch
 from ..target_facts import vocabulary_size
-from .profile import REPEATED_INPUTS, is_text_only
+from .profile import REPEATED_INPUTS, is_text_only, model_profile
 from .sequences import end_tokens
 
 
@@ -38,6 +38,7 @@ class Request:
         synced_gpus (`bool`): Go on with forwards until all ranks have finished.
         past_key_values (`DynamicCache` or `StaticCache`, *optional*): The user's; read at the start, and brought up to
             date at the end.
+        source_inputs (`dict`): What the encoder has read, of a model that has one: its arguments by name.
         began (`float`): `perf_counter()` when `generate()` was called.
         chunk_size (`int`): Tokens of the prompts that are read before others get a turn, where there are others.
         between_chunks (`Callable`, *optional*): Their turn.
@@ -52,6 +53,7 @@ class Request:
     streamer: Any = None
     synced_gpus: bool = False
     past_key_values: Any = None
+    source_inputs: dict[str, Any] = field(default_factory=dict)
     began: float = field(default_factory=perf_counter)
     chunk_size: int = 512
     between_chunks: Callable[[], None] | None = None
@@ -108,12 +110,13 @@ class Request:
     @property
     def prompt_length(self) -> int:
         """Tokens or embeddings of the prompts, padding included."""
-        embeds = self.model_kwargs.get("inputs_embeds")
+        # Those of a model with an encoder are the encoder's.
+        embeds = None if self.model.config.is_encoder_decoder else self.model_kwargs.get("inputs_embeds")
         return max(self.input_ids.shape[1], 0 if embeds is None else embeds.shape[1])
 
     def prompt_slots(self, past_length: int) -> int:
         """Slots that the prompts fill together with the `past_length` of a continued cache."""
-        mask = self.model_kwargs.get("attention_mask")
+        mask = self.model_kwargs.get(model_profile(self.model).of_decoder("attention_mask"))
         if mask is not None:
             return mask.shape[1]
         # transformers drops a mask of ones, and remembers its length where that is needed.

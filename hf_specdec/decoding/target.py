@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from transformers.cache_utils import Cache
 
 from ..drafts import TreeTopology
 from ..errors import UnsupportedModelError
@@ -35,9 +36,11 @@ from .attention import (
 from .cache import SlotCache, padded_rows
 from .graphs import CallGraphs, graphs_for
 from .masks import RowState, ancestor_bits, node_masks, node_positions, slot_tree
+from .positions import Nodes, PositionCounter
 from .profile import MASK_OF_LAYER_TYPE, WITHOUT_ATTENTION, model_profile
 from .recurrent import RecurrentLayers, mixers
 from .recurrent_state import RecurrentState
+from .source import Source
 from .states import StateTaps
 
 
@@ -129,7 +132,7 @@ class SlotModel:
     """Drives one model over one `SlotCache` during one call.
 
     Args:
-        model (`PreTrainedModel`): Any decoder-only model with a key/value cache.
+        model (`PreTrainedModel`): Any model whose decoder has a key/value cache.
         cache (`SlotCache`): Its keys and values.
         states (`tuple`): Hidden states to return, see [`captured_states`].
         forward_kwargs (`dict`): Further arguments for every forward.
@@ -139,6 +142,7 @@ class SlotModel:
             after it in rows that are nearly full, and a table of positions may end there.
         row_inputs (`dict[str, torch.Tensor]`): Further arguments of the forwards over slots, each with one value for
             every row, `(R, 1)`, that goes for all its nodes.
+        source (`Source`, *optional*): What the rows have in the encoder, of a model that has one.
         attention_layers (`Counter`): What computed the attention of the last forward's layers, where kernels run.
         graphs (`CallGraphs`, *optional*): Run in the place of forwards whose shapes repeat.
         taps (`StateTaps`): Collect the asked-for hidden states of the model's forwards.
@@ -172,10 +176,16 @@ class SlotModel:
         self.taps: StateTaps = StateTaps(model, states)
         self.forward_kwargs: dict[str, Any] = forward_kwargs or {}
         self.row_inputs: dict[str, torch.Tensor] = {}
+        self.source: Source | None = None
         self._needs_no_masks = False
         # That of the hidden states; a model's first parameter may belong to a vision tower of another type.
         embedding = model.get_input_embeddings().weight
         self._mask_dtype = embedding.dtype if embedding.is_floating_point() else model.dtype
+
+    @property
+    def forward_cache(self) -> Cache:
+        """The cache as the model's forward takes it."""
+        return self.cache if self.source is None else self.source.with_slots(self.cache)
 
     @cached_property
     def _attention(self) -> AttentionSwitch:
@@ -242,14 +252,14 @@ class SlotModel:
 
     def prefill(self, input_ids: torch.LongTensor, starts: list[int]) -> None:
         """Reads left-padded prompts of shape `(R, P)` into empty slots; their logits are not kept."""
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        inputs = {"input_ids": input_ids, self.profile.cache_name: self.cache, "use_cache": True, "return_dict": True}
+        positions, name = torch.arange(input_ids.shape[1], device=input_ids.device), self.profile.of_decoder
+        inputs = self._inputs(input_ids)
         if any(starts):
             first = upload(starts, input_ids.device)[:, None]
-            inputs["attention_mask"] = (positions >= first).long()
+            inputs[name("attention_mask")] = (positions >= first).long()
             positions = (positions - first).clamp_(min=0)
         if self.profile.takes_position_ids:
-            inputs["position_ids"] = positions.expand(input_ids.shape)
+            inputs[name("position_ids")] = positions.expand(input_ids.shape)
         if self.profile.takes_logits_to_keep:
             inputs["logits_to_keep"] = 1
         with fast_products(self.model):
@@ -283,9 +293,11 @@ class SlotModel:
             return replayed
         rows, tree = self._place(tokens, topology)
         forward = VerificationForward(tree, self.cache.plan.columns)
-        positions = self._positions_of(tokens, topology, rows) if self.profile.takes_position_ids else None
+        positions = self._positions_of(tokens, topology, rows) if self._places_nodes else None
         masks = self._masks(topology, forward, rows)
-        output = self._read(tokens, positions, masks, forward, tokens.shape[1] - logits_from)
+        counted = self.profile.counted
+        with nullcontext() if counted is None else counted.told(Nodes(tokens, positions, topology, rows)):
+            output = self._read(tokens, positions, masks, forward, tokens.shape[1] - logits_from)
         self.attention_layers = forward.layers
         return output
 
@@ -348,13 +360,24 @@ class SlotModel:
         self._needs_no_masks = set(forward.layers) == {TREE_KERNEL} and forward.layers.total() >= num_layers
         return output, forward.layers
 
+    @property
+    def _places_nodes(self) -> bool:
+        """Tells whether the model can be told the positions of nodes."""
+        return self.profile.takes_position_ids or self.profile.counted is not None
+
+    def _inputs(self, tokens: torch.LongTensor) -> dict[str, Any]:
+        """Arguments that every forward of the model has, for these tokens."""
+        inputs = {self.profile.of_decoder("input_ids"): tokens, "use_cache": True, "return_dict": True}
+        inputs[self.profile.cache_name] = self.forward_cache
+        return inputs if self.source is None else {**inputs, **self.source.inputs}
+
     def _read(self, tokens, positions, masks, forward: VerificationForward, num_logits: int) -> SlotOutput:
-        inputs = {"input_ids": tokens, self.profile.cache_name: self.cache, "use_cache": True, "return_dict": True}
-        inputs["attention_mask"] = masks
+        inputs, name = self._inputs(tokens), self.profile.of_decoder
+        inputs[name("attention_mask")] = masks
         if num_logits < tokens.shape[1] and self.profile.takes_logits_to_keep:
             inputs["logits_to_keep"] = num_logits
         if self.profile.takes_position_ids:
-            inputs["position_ids"] = positions
+            inputs[name("position_ids")] = positions
         inputs |= {name: values.expand(-1, tokens.shape[1]) for name, values in self.row_inputs.items()}
         with (
             self.taps.captured() as states,
@@ -363,7 +386,7 @@ class SlotModel:
             fast_products(self.model),
         ):
             output = self.model(**inputs, **self.forward_kwargs)
-        return SlotOutput(output.logits[:, -num_logits:], states, output.get("hidden_states"))
+        return SlotOutput(output.logits[:, -num_logits:], states, output.get(name("hidden_states")))
 
     def _states_kept(self, nodes: int):
         return nullcontext() if self.recurrent is None else self.recurrent.reading(nodes)
@@ -421,6 +444,8 @@ class SlotModel:
         self.starts = [self.starts[row] for row in keep]
         self.offsets = [self.offsets[row] for row in keep]
         self.row_inputs = {name: select_rows(values, keep) for name, values in self.row_inputs.items()}
+        if self.source is not None:
+            self.source = self.source.of_rows(keep)
         if self.hidden is not None:
             self.hidden = self.hidden[keep]
 
@@ -447,28 +472,6 @@ class SlotModel:
         }
 
 
-class PositionCounter:
-    """Positions of tokens that a model's embedding counts by itself, from the number of its padding token on.
-
-    Args:
-        embedding (`nn.Module`): With transformers' `create_position_ids_from_input_ids`.
-    """
-
-    def __init__(self, embedding: torch.nn.Module):
-        self.embedding = embedding
-
-    @classmethod
-    def of(cls, model: torch.nn.Module) -> PositionCounter | None:
-        """Counter of a model's positions; `None` where it has none."""
-        modules = (module for module in model.modules() if hasattr(module, "create_position_ids_from_input_ids"))
-        return next(map(cls, modules), None)
-
-    def __call__(self, tokens: torch.LongTensor, slots: torch.LongTensor) -> torch.LongTensor:
-        """Positions `(R, T)` of tokens, each read alone after as many slots as `slots` `(R, T)` says."""
-        count = self.embedding.create_position_ids_from_input_ids
-        return count(tokens.reshape(-1, 1), self.embedding.padding_idx, slots.reshape(-1, 1)).view(tokens.shape)
-
-
 def call_graphs(
     model: torch.nn.Module,
     largest: int = 1,
@@ -490,6 +493,7 @@ def call_graphs(
         "the hidden states of all layers are returned": all_hidden_states,
         f"it reads {', '.join(row_inputs)}": bool(row_inputs),
         "it has layers with a recurrent state": profile.is_recurrent,
-        "it tells positions from the slots of its cache": profile.counts_slots,
+        "it tells positions from the slots of its cache": profile.counts_slots or profile.counted is not None,
+        "it reads an encoder's output": profile.has_encoder,
     }
     return graphs_for(model, reasons, largest=largest)

@@ -149,7 +149,7 @@ class NgramCandidateGenerator(CandidateGenerator):
     def prefill(self, prompt: Prompt) -> None:
         self._rows = list(range(len(prompt.starts)))
         built: dict[tuple[int, ...], NgramIndex] = {}
-        for row, tokens in enumerate(prompt.token_lists):
+        for row, tokens in enumerate(prompt.texts):
             # Rows of one prompt (`num_return_sequences`) sort it once.
             key = tuple(tokens)
             if key in built:

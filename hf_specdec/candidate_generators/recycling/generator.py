@@ -203,7 +203,7 @@ class RecyclingCandidateGenerator(CandidateGenerator):
 
     def prefill(self, prompt: Prompt) -> None:
         self._anchors = [0] * len(prompt.starts)  # until something is committed
-        for tokens in prompt.token_lists:
+        for tokens in prompt.texts:
             self.table.learn_text(tokens)
 
     def learn(self, nodes: VerifiedNodes) -> None:

@@ -393,7 +393,7 @@ class SuffixCandidateGenerator(CandidateGenerator):
             session.notes.append("suffix drafts chains: the target cannot verify trees.")
 
     def prefill(self, prompt: Prompt) -> None:
-        for row, tokens in enumerate(prompt.token_lists):
+        for row, tokens in enumerate(prompt.texts):
             request = (self._call, row)
             # Listed before the start, so that close() also finds one that was interrupted half way.
             self._requests.append(request)

@@ -1,0 +1,181 @@
+"""Positions that a decoder counts by itself, where its forward takes no position ids.
+
+Such decoders number the tokens of a forward by the slots of their cache. That is wrong for branches, and for rows of
+different lengths: while a verification runs, they are told the position of every node in the place of what they count.
+
+- Embeddings of positions (BART, Marian, Pegasus, M2M-100, ...) are asked for the range that the nodes need, by their
+  own forward, and every node gets its own out of it.
+- A bias by distance (T5, UMT5, LongT5, ...) is looked up with the distances of nodes and slots.
+
+Shapes: R rows, T nodes, S slots, W positions, H hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from ..drafts import TreeTopology
+from ..threads import OwnForwards
+from .masks import RowState
+
+
+class PositionCounter:
+    """Positions of tokens that a model's embedding counts by itself, from the number of its padding token on.
+
+    Args:
+        embedding (`nn.Module`): With transformers' `create_position_ids_from_input_ids`.
+    """
+
+    def __init__(self, embedding: torch.nn.Module):
+        self.embedding = embedding
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> PositionCounter | None:
+        """Counter of a model's positions; `None` where it has none."""
+        modules = (module for module in model.modules() if hasattr(module, "create_position_ids_from_input_ids"))
+        return next(map(cls, modules), None)
+
+    def __call__(self, tokens: torch.LongTensor, slots: torch.LongTensor) -> torch.LongTensor:
+        """Positions `(R, T)` of tokens, each read alone after as many slots as `slots` `(R, T)` says."""
+        count = self.embedding.create_position_ids_from_input_ids
+        return count(tokens.reshape(-1, 1), self.embedding.padding_idx, slots.reshape(-1, 1)).view(tokens.shape)
+
+
+@dataclass
+class Nodes:
+    """Nodes of a verification, for modules that count positions.
+
+    Attributes:
+        tokens (`torch.LongTensor` of shape `(R, T)`): Their tokens.
+        positions (`torch.LongTensor` of shape `(R, T)`): Where they stand.
+        topology (`TreeTopology`): Who sees whom among them.
+        rows (`RowState`): Where their rows stand.
+    """
+
+    tokens: torch.LongTensor
+    positions: torch.LongTensor
+    topology: TreeTopology
+    rows: RowState
+
+    @property
+    def are_counted_right(self) -> bool:
+        """Tells whether positions that are counted from the slots are those of the nodes."""
+        return self.topology.is_chain and len(set(self.rows.lengths)) == 1
+
+    def slot_positions(self, columns: int) -> torch.LongTensor:
+        """Positions `(R, S)` of the slots as T5 counts them, those of the nodes among them."""
+        device = self.tokens.device
+        slots, lengths = torch.arange(columns, device=device), self.rows.lengths_on(device)[:, None]
+        depths = self.topology.depths.expand(self.tokens.shape)
+        node = (slots - lengths).clamp(0, depths.shape[1] - 1)
+        return torch.where(slots < lengths, slots, lengths + depths.gather(1, node))
+
+    def slots(self) -> torch.LongTensor:
+        """The slot `(R, T)` that each node takes when it is read as text."""
+        return self.rows.lengths_on(self.tokens.device)[:, None] + self.topology.depths
+
+
+_nodes: ContextVar[Nodes | None] = ContextVar("hf_specdec_nodes", default=None)
+
+
+class CountedPositions:
+    """The modules of a decoder that count positions.
+
+    Args:
+        embeddings (`list[nn.Module]`): Those that make a vector of each position.
+        biases (`list[nn.Module]`): Attention with a bias by distance.
+    """
+
+    def __init__(self, embeddings: list[torch.nn.Module], biases: list[torch.nn.Module]):
+        self._vectors = OwnForwards([(module, partial(_vectors, module)) for module in embeddings])
+        self._biases = OwnForwards([(module, partial(_bias, module)) for module in biases], "compute_bias")
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> CountedPositions | None:
+        """Those of a model; `None` where its decoder has none, or some that are not known."""
+        modules = list(model.get_decoder().modules()) if hasattr(model, "get_decoder") else []
+        embeddings = [module for module in modules if _counts_from_the_past(type(module))]
+        biases = [module for module in modules if _has_bias_by_distance(module)]
+        return cls(embeddings, biases) if embeddings or biases else None
+
+    @contextmanager
+    def told(self, nodes: Nodes) -> Iterator[None]:
+        """Inside of the block the decoder's forward, in this thread, places these nodes."""
+        token = _nodes.set(nodes)
+        try:
+            with self._vectors.in_place(), nullcontext() if nodes.are_counted_right else self._biases.in_place():
+                yield
+        finally:
+            _nodes.reset(token)
+
+
+@lru_cache(maxsize=4096)
+def _counts_from_the_past(module_class: type) -> bool:
+    """Tells embeddings of positions, which take the length of what is in the cache."""
+    names = inspect.signature(module_class.forward).parameters
+    # Modules that embed tokens too have more to say than positions.
+    return "past_key_values_length" in names and names.keys().isdisjoint({"attention_mask", "token_type_ids"})
+
+
+def _has_bias_by_distance(module: torch.nn.Module) -> bool:
+    return getattr(module, "has_relative_attention_bias", False) and hasattr(module, "compute_bias")
+
+
+def _vectors(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Forward of an embedding of positions: vectors `(R, T, H)` of the nodes that it is told, else its own output."""
+    own, nodes = type(module).forward, _nodes.get()
+    if nodes is None:
+        return own(module, *args, **kwargs)
+    arguments = inspect.signature(own).bind(module, *args, **kwargs).arguments
+    positions = nodes.positions
+    first, last = torch.stack([positions.min(), positions.max()]).tolist()
+    call = {
+        name: _in_a_row(name, value, last - first + 1, module)
+        for name, value in list(arguments.items())[1:]
+        if name not in ("position_ids", "past_key_values_length")
+    }
+    table = own(module, **call, past_key_values_length=first)
+    vectors = table.reshape(-1, table.shape[-1])[positions - first]
+    padding = getattr(module, "padding_idx", None)
+    if hasattr(module, "create_position_ids_from_input_ids") and padding is not None:
+        # These give padding no position, wherever it stands.
+        call = {name: nodes.tokens.new_full((1, 1), padding) for name in call if name == "input_ids"}
+        vectors = torch.where((nodes.tokens == padding)[..., None], own(module, **call), vectors)
+    return vectors
+
+
+def _in_a_row(name: str, value: Any, width: int, module: torch.nn.Module) -> Any:
+    """An argument that says how many positions are wanted, for one row of `width`."""
+    if value is None:
+        return None
+    if name == "input_ids_shape" or not torch.is_tensor(value):
+        return torch.Size((1, width))
+    if value.is_floating_point():
+        return value[:1, :1].expand(1, width, *value.shape[2:])
+    # No padding, which would have no position.
+    return value.new_full((1, width), 1 + (getattr(module, "padding_idx", None) or 0))
+
+
+def _bias(module: torch.nn.Module, query_length: int, key_length: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Bias `(R, heads, T, S)` of T5's attention by the distances of nodes, in the place of its `compute_bias`."""
+    nodes = _nodes.get()
+    if nodes is None:
+        return type(module).compute_bias(module, query_length, key_length, *args, **kwargs)
+    distances = nodes.slot_positions(key_length)[:, None] - nodes.slots()[..., None]
+    to_bucket = module._relative_position_bucket
+    known = {
+        "bidirectional": False,
+        "num_buckets": module.relative_attention_num_buckets,
+        "max_distance": module.relative_attention_max_distance,
+    }
+    # UMT5 asks itself for these.
+    taken = {name: value for name, value in known.items() if name in inspect.signature(to_bucket).parameters}
+    return module.relative_attention_bias(to_bucket(distances, **taken)).permute(0, 3, 1, 2)

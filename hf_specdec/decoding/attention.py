@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -75,8 +75,19 @@ class TreeMask:
 
     def stand_in(self, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """A mask without numbers, to be handed over where all attention goes by the tree; reading it raises."""
-        rows, nodes = self.tree.ancestors.shape
-        return torch.empty((rows, 1, nodes, columns), dtype=dtype, device="meta")
+        shape = (len(self.tree.lengths), 1, self.tree.num_queries, columns)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def in_a_forward(self, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, VerificationForward]:
+        """The additive mask, and a forward that knows what it stands for."""
+        mask, forward = self.additive(columns, dtype), VerificationForward(self.tree, columns)
+        forward.name_masks([mask], (self.span,))
+        return mask, forward
+
+
+def takes_trees(tensor: torch.Tensor, dtype: torch.dtype, head_size: int) -> bool:
+    """Tells whether the tree attention kernel runs where a tensor lies, for states of a dtype and heads of a size."""
+    return dtype in DTYPES and head_size <= MAX_HEAD_SIZE and use_triton(tensor)
 
 
 @dataclass
@@ -131,11 +142,6 @@ def running(forward: VerificationForward):
         yield
     finally:
         _running.reset(token)
-
-
-def folding_masks() -> AbstractContextManager[None]:
-    """Lets `slot_attention` fold query heads into positions inside of the block, and each mask once for all layers."""
-    return running(VerificationForward())
 
 
 def slot_attention(
@@ -232,7 +238,7 @@ _BEYOND_KERNEL: dict[str, Callable[[_Call], bool]] = {
     f"heads larger than {MAX_HEAD_SIZE}": lambda call: max(call.query.shape[3], call.value.shape[3]) > MAX_HEAD_SIZE,
     "dtype": lambda call: call.query.dtype not in DTYPES or not call.query.dtype == call.key.dtype == call.value.dtype,
     "keys outside of the slots": lambda call: (
-        call.query.shape[2] != call.forward.tree.depths.shape[-1] or call.key.shape[2] != call.forward.columns
+        call.query.shape[2] != call.forward.tree.num_queries or call.key.shape[2] != call.forward.columns
     ),
 }
 

@@ -57,7 +57,7 @@ AIMS = {"per_layer": 14, "outside": 10, "copies_to_host": 1, "waits": 0}
 DEMO = "demo (llama)"
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "glm4", "mixtral")
 
-_PROCESSORS = 132  # of an H200
+_GPU = tree_attention._Gpu(processors=132, shared_memory=227 << 10)  # an H200
 _NEW_TOKENS = 24
 
 # Cycles without captures that are counted, in the second call or a later one.
@@ -181,7 +181,7 @@ class LaunchCounter(TorchDispatchMode):
             stack.enter_context(patch.object(graphs, "capture_backend", lambda device: CountingBackend(self)))
             # Unknown of a device that does not exist.
             stack.enter_context(patch.object(torch, "is_autocast_enabled", lambda *kind: False))
-            stack.enter_context(patch.object(tree_attention, "_processors", lambda device: _PROCESSORS))
+            stack.enter_context(patch.object(tree_attention, "_gpu", lambda device: _GPU))
             stack.enter_context(
                 patch.object(Elsewhere, "data_ptr", lambda tensor: tensor.inner.data_ptr(), create=True)
             )

@@ -58,15 +58,38 @@ def _stream_of(device: torch.device) -> int | None:
     return torch.cuda.current_stream(device).cuda_stream
 
 
+def written_on_device(make: Callable) -> Callable:
+    """Decorator: what a function makes for a device, its last argument, is kept for kernels that write to it.
+
+    They must leave it as they have found it. Every stream of a GPU has its own, and so has every graph: none of its
+    kernels runs beside another one with the same memory.
+    """
+
+    @lru_cache(maxsize=256)
+    def kept(stream, *arguments):
+        return make(*arguments)
+
+    @wraps(make)
+    def made_or_kept(*arguments):
+        if _holding.values is None:
+            return kept(_stream_of(arguments[-1]), *arguments)
+        key = (make, *arguments)
+        if key not in _holding.values:
+            _holding.values[key] = make(*arguments)
+        return _holding.values[key]
+
+    return made_or_kept
+
+
 class _Holding(threading.local):
-    values: dict[int, Any] | None = None
+    values: dict[Any, Any] | None = None
 
 
 _holding = _Holding()
 
 
 @contextmanager
-def holding() -> Iterator[dict[int, Any]]:
+def holding() -> Iterator[dict[Any, Any]]:
     """Yields a dict that gets all kept values that are asked for inside, in this thread.
 
     A graph reads them where they were. With the dict they live as long as the graph, though they may not be kept.

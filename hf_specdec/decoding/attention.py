@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -75,8 +75,19 @@ class TreeMask:
 
     def stand_in(self, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """A mask without numbers, to be handed over where all attention goes by the tree; reading it raises."""
-        rows, nodes = self.tree.ancestors.shape
-        return torch.empty((rows, 1, nodes, columns), dtype=dtype, device="meta")
+        shape = (len(self.tree.lengths), 1, self.tree.num_queries, columns)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def in_a_forward(self, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, VerificationForward]:
+        """The additive mask, and a forward that knows what it stands for."""
+        mask, forward = self.additive(columns, dtype), VerificationForward(self.tree, columns)
+        forward.name_masks([mask], (self.span,))
+        return mask, forward
+
+
+def takes_trees(tensor: torch.Tensor, dtype: torch.dtype, head_size: int) -> bool:
+    """Tells whether the tree attention kernel runs where a tensor lies, for states of a dtype and heads of a size."""
+    return dtype in DTYPES and head_size <= MAX_HEAD_SIZE and use_triton(tensor)
 
 
 @dataclass
@@ -87,22 +98,53 @@ class VerificationForward:
         tree (`SlotTree`, *optional*): The nodes, for the tree attention kernel. `None`: all attention is masked.
         columns (`int`): S.
         layers (`Counter`): How many attention layers ran, by what computed them; counted where there is a tree.
+        reads_prompts (`bool`): It reads prompts of a model whose layers all hand their masks on to the kernel, so that
+            masks need no numbers.
     """
 
     tree: SlotTree | None = None
     columns: int = 0
     layers: Counter[str] = field(default_factory=Counter)
+    reads_prompts: bool = False
     _spans: dict = field(default_factory=dict)
     _folded: dict = field(default_factory=dict)
 
     def name_masks(self, masks: list[torch.Tensor], spans: tuple[Span, ...]) -> None:
         """Says which span each mask of the forward stands for."""
-        self._spans = {_memory(mask): span for mask, span in zip(masks, spans)}
+        # With the mask, whose memory must not come to another one.
+        self._spans |= {_memory(mask): (span, mask) for mask, span in zip(masks, spans)}
 
     def tree_mask(self, mask: torch.Tensor | None) -> TreeMask | None:
         """Content of a mask of this forward; `None` for others, which the model has made, changed or copied."""
-        span = None if mask is None else self._spans.get(_memory(mask))
-        return None if span is None else TreeMask(self.tree, span)
+        named = None if mask is None else self._spans.get(_memory(mask))
+        return None if named is None else TreeMask(self.tree, named[0])
+
+    def prompt_mask(self, padding: torch.Tensor | None, how: dict[str, Any]) -> torch.Tensor | None:
+        """A mask without numbers for prompts; `None` where they need none, or are more than padded on the left.
+
+        Args:
+            padding (`torch.BoolTensor` of shape `(R, S)`, *optional*): Tokens that are not padding.
+            how (`dict`): The other arguments of transformers' mask functions.
+        """
+        size, rows, columns = how.get("local_size"), how["batch_size"], how.get("kv_length")
+        # Users' own functions, and those that pack several texts into a row, forbid to leave masks out.
+        is_causal = how.get("allow_is_causal_skip", True) and not how.get("use_vmap") and not how.get("kv_offset")
+        if not (self.reads_prompts and is_causal and "q_length" in how and isinstance(how.get("q_offset"), int)):
+            return None
+        if padding is not None and (
+            padding.shape != (rows, columns) or bool((padding[:, 1:] < padding[:, :-1]).any())
+        ):
+            return None
+        is_padded = padding is not None and not bool(padding[:, 0].all())
+        if not is_padded and (size is None or columns < size):
+            return None
+        lengths = torch.full((rows,), how["q_offset"], device=how["device"])
+        starts = columns - padding.sum(1) if is_padded else torch.zeros_like(lengths)
+        self.tree, self.columns = SlotTree(lengths, starts, num_queries=how["q_length"]), columns
+        span = Span() if size is None else Span("sliding", size)
+        mask = TreeMask(self.tree, span).stand_in(columns, torch.bool)
+        self.name_masks([mask], (span,))
+        return mask
 
     def fold(self, mask: torch.Tensor, groups: int) -> torch.Tensor:
         """The mask repeated for query heads that are further query positions; once for all layers."""
@@ -131,11 +173,6 @@ def running(forward: VerificationForward):
         yield
     finally:
         _running.reset(token)
-
-
-def folding_masks() -> AbstractContextManager[None]:
-    """Lets `slot_attention` fold query heads into positions inside of the block, and each mask once for all layers."""
-    return running(VerificationForward())
 
 
 def slot_attention(
@@ -232,7 +269,7 @@ _BEYOND_KERNEL: dict[str, Callable[[_Call], bool]] = {
     f"heads larger than {MAX_HEAD_SIZE}": lambda call: max(call.query.shape[3], call.value.shape[3]) > MAX_HEAD_SIZE,
     "dtype": lambda call: call.query.dtype not in DTYPES or not call.query.dtype == call.key.dtype == call.value.dtype,
     "keys outside of the slots": lambda call: (
-        call.query.shape[2] != call.forward.tree.depths.shape[-1] or call.key.shape[2] != call.forward.columns
+        call.query.shape[2] != call.forward.tree.num_queries or call.key.shape[2] != call.forward.columns
     ),
 }
 
@@ -244,9 +281,19 @@ def describe_layers(layers: Counter[str]) -> str:
     return ", ".join(f"{name} in {count} of {layers.total()} layers" for name, count in layers.most_common())
 
 
+def slot_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
+    """Mask of a forward that is not given any: transformers' own, or one without numbers where the kernel runs."""
+    forward = _running.get()
+    if forward is not None and not args:
+        mask = forward.prompt_mask(attention_mask, kwargs)
+        if mask is not None:
+            return mask
+    return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+
+
 AttentionInterface.register(NAME, slot_attention)
 AttentionInterface.register(NAME_EAGER, eager_slot_attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, slot_mask)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME_EAGER, eager_mask)
 
 

@@ -74,7 +74,12 @@ def read_prompts(
     kwargs[target.profile.cache_name] = target.forward_cache
     first = {} if request.between_chunks is None else _read_first_chunks(request, target, kwargs)
     # The prompts may be read in chunks.
-    with target.taps.captured(joined=True) as states, watched_prefill(model) as received, fast_products(model):
+    with (
+        target.taps.captured(joined=True) as states,
+        watched_prefill(model) as received,
+        fast_products(model),
+        target.reading_prompts(),
+    ):
         output = model._prefill(input_ids, request.generation_config, kwargs)
     if received.cache not in (None, target.forward_cache):
         # The model has put a beginning of its own in front of the prompts.
@@ -114,7 +119,7 @@ def _read_first_chunks(request: Request, target: SlotModel, kwargs: dict[str, An
     columns = [name for name, value in kwargs.items() if torch.is_tensor(value) and value.shape[-1:] == (length,)]
     for end in range(request.chunk_size, length, request.chunk_size):
         part = {**kwargs, **{name: kwargs[name][..., :end] for name in columns}}
-        with target.taps.captured(joined=True) as states, fast_products(model):
+        with target.taps.captured(joined=True) as states, fast_products(model), target.reading_prompts():
             model._prefill(input_ids[:, :end], request.generation_config, part)
         for key, parts in first.items():
             parts.append(states[key])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from ..layers.llama import (
 )
 from ..layers.rope import RotaryAngles, has_static_frequencies
 from ..layers.structure import form_of
-from .attention import TREE_KERNEL, TreeMask, attention_switch
+from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_switch
 from .cache import SlotCache
 from .masks import FULL, node_masks
 from .target import NodeInputs, SlotModel, SlotOutput
@@ -120,6 +120,12 @@ class FunctionalSlotModel(SlotModel):
         }
         self._softcap: Any = model.config.final_logit_softcapping if form_of(model, "model") else None
         self._has_experts = not all(isinstance(layer.mlp, GatedMLP) for layer in self._layers)
+
+    def reading_prompts(self) -> AbstractContextManager[None]:
+        """Lets the kernel read prompts that would need a mask, such as padded ones, without any."""
+        if self._fits_kernel and use_triton(self._head.weight):
+            return self._attention(VerificationForward(reads_prompts=True))
+        return nullcontext()
 
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
         replayed = None if self.graphs is None else self._replay(tokens, topology, logits_from)

@@ -10,7 +10,7 @@ captured forward are padded to more rows and nodes: there R and T are those of t
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -262,9 +262,13 @@ class SlotModel:
             inputs[name("position_ids")] = positions.expand(input_ids.shape)
         if self.profile.takes_logits_to_keep:
             inputs["logits_to_keep"] = 1
-        with fast_products(self.model):
+        with fast_products(self.model), self.reading_prompts():
             self.model(**inputs)
         self.start_slots(starts)
+
+    def reading_prompts(self) -> AbstractContextManager[None]:
+        """Context for forwards of the model itself that read prompts into the slots."""
+        return nullcontext()
 
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
         """Reads nodes after each row's committed slots.

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..decoding.attention import TreeMask
 from ..decoding.cache import padded_size
 from ..decoding.masks import FULL, causal_mask, uniform_causal_mask
-from ..transfers import last_of_each
+from ..kernels.tree_attention import SlotTree, own_bits
+from ..transfers import kept_tensor, last_of_each
 from .slots import DraftInputs, DraftSlots, Entries, Reading
 
 
@@ -33,7 +35,7 @@ class DraftEntries(DraftSlots):
     """Keys and values of a draft network: kept entries of each row, and after them the nodes of the current draft.
 
     Args:
-        network (`nn.Module`): The draft; beside what [`DraftSlots`] needs it has `dtype`, `span`, `fuse` and `logits`.
+        network (`nn.Module`): The draft; beside what [`DraftSlots`] needs it has `span`, `fuse` and `logits`.
         starts, offsets, capacity, options: As for [`DraftSlots`].
 
     Attributes:
@@ -88,8 +90,12 @@ class DraftEntries(DraftSlots):
     def begin_draft(self, num_nodes: int) -> None:
         """Prepares for a draft of which at most `num_nodes` nodes are read."""
         self._draft = self.plan_read(num_nodes)
-        self._sees_all = self.span == FULL and self._draft.is_uniform  # as long as it is a chain
+        if self.has_kernel:
+            self._ends: torch.Tensor = self.cache.plan.starts(self.device)
+        self._is_chain = True  # so far
         self._mask: torch.Tensor | None = None
+        self._bits: torch.Tensor | None = None
+        self._depths: tuple[int, ...] = ()  # of the nodes
         self._depth = self.num_read = 0
 
     def read_nodes(
@@ -107,9 +113,10 @@ class DraftEntries(DraftSlots):
             Both outputs of the network, of shape `(R, F, h)`.
         """
         first, self.num_read = self.num_read, self.num_read + tokens.shape[1]
-        plan = self.cache.plan_write(tokens.shape[1], ahead=first)
-        self._sees_all = self._sees_all and tokens.shape[1] == 1
-        mask = None if self._sees_all else self._node_mask(first, parents)[:, None, :, : plan.columns]
+        self.cache.plan_write(tokens.shape[1], ahead=first)
+        self._is_chain = self._is_chain and tokens.shape[1] == 1
+        self._depths += (self._depth,) * tokens.shape[1]
+        mask = self._node_mask(first, parents)
         self._depth += 1
         positions = self._draft.positions[:, self._depth - 1 : self._depth]  # of the first node there
         return self.network(tokens.to(self.device), hidden, positions, mask, self.cache, bound=self._draft.bound)
@@ -160,14 +167,41 @@ class DraftEntries(DraftSlots):
 
     # Masks
 
-    def causal_mask(self, here: Reading) -> torch.Tensor:
-        """Additive mask `(R | 1, 1, T, columns)` of entries."""
+    def causal_mask(self, here: Reading) -> torch.Tensor | TreeMask:
+        """Mask of entries, additive of shape `(R | 1, 1, T, columns)` where there is no kernel."""
+        if self.has_kernel:
+            return self._chain_mask(here.slots.shape[1])
         if self.span == FULL and here.is_uniform:
             return uniform_causal_mask(here.slots.shape[1], here.columns, self.dtype, self.device)
         return causal_mask(here.slots, self.first_slots, here.columns, self.span, self.dtype)
 
-    def _node_mask(self, first: int, parents: torch.LongTensor | slice) -> torch.Tensor:
-        """Additive mask `(R, F, columns)` of a level, nodes `first` to `num_read` of the draft."""
+    def _node_mask(self, first: int, parents: torch.LongTensor | slice) -> torch.Tensor | TreeMask | None:
+        """Mask of the next level, nodes `first` to `num_read` of the draft; `None`: they see everything."""
+        if self.has_kernel:
+            # The nodes of a chain that have been read are as good as kept.
+            return self._chain_mask(1) if self._is_chain else TreeMask(self._tree(first, parents), self.span)
+        if self._is_chain and self.span == FULL and self._draft.is_uniform:
+            return None
+        return self._additive_mask(first, parents)[:, None, :, : self.cache.plan.columns]
+
+    def _chain_mask(self, count: int) -> TreeMask:
+        """Content of the mask of so many entries, in the slots that are written next."""
+        tree = SlotTree(self.cache.plan.starts(self.device), self.first_slots[:, 0], num_queries=count)
+        return TreeMask(tree, self.span)
+
+    def _tree(self, first: int, parents: torch.LongTensor | slice) -> SlotTree:
+        """The nodes as the next level sees them."""
+        own = own_bits(self._draft.slots.shape[1], self.device)
+        bits = own[None, first : self.num_read]
+        if first:
+            # The last node of what has been a chain so far sees all of it.
+            before = own[:first].sum(0)[None, None] if self._bits is None else self._bits
+            bits = bits | pick_nodes(before, parents)
+        self._bits = bits
+        return SlotTree(self._ends, self.first_slots[:, 0], bits, kept_tensor(self._depths, self.device))
+
+    def _additive_mask(self, first: int, parents: torch.LongTensor | slice) -> torch.Tensor:
+        """Additive mask `(R, F, columns)` of the next level."""
         slots, columns = self._draft.slots[:, first : self.num_read], self._draft.columns
         if self._mask is None:
             # A node sees what its parent sees, and itself. At first, that is what the last entry of each row sees, and

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..decoding.attention import takes_trees
 from ..decoding.cache import CapturedCache, SlotCache, SlotLayer, padded_rows
 from ..decoding.graphs import CallGraphs
 from ..protocol import Prompt, Session
@@ -66,7 +67,7 @@ class DraftSlots:
     """A draft's keys and values of each row.
 
     Args:
-        network (`nn.Module`): The draft, with `layers`, `device`.
+        network (`nn.Module`): The draft, with `layers`, `device`, `dtype`, `head_size`.
         starts (`list[int]`): Slot of each row's first entry; slots before it are padding.
         offsets (`list[int]`): Position of that entry.
         capacity (`int`): Slots to allocate at first.
@@ -77,6 +78,7 @@ class DraftSlots:
         cache (`SlotCache`): The slots, and where the rows end.
         first_slots, leads (`torch.LongTensor` of shape `(R, 1)`): Each row's first slot, and its lead.
         is_captured (`bool`): A graph reads all that changes from cycle to cycle from tensors.
+        has_kernel (`bool`): Attention takes the content of masks, see [`TreeMask`].
     """
 
     is_captured = False
@@ -100,6 +102,7 @@ class DraftSlots:
         self.cache.layers = [SlotLayer(capacity, take=take) for take in takes]
         self.cache.start_slots(len(starts))
         self._place_rows(starts, offsets)
+        self.has_kernel: bool = takes_trees(self.first_slots, network.dtype, network.head_size)
 
     def _place_rows(self, starts: list[int], offsets: list[int]) -> None:
         self.starts = starts

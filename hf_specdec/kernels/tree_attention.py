@@ -4,22 +4,26 @@
     output_i    = sum_s exp(score[i, s]) value_s / (sum_s exp(score[i, s]) + exp(sink)),     s visible to node i
 
 The keys are split among several programs (Dao et al. 2023, "Flash-Decoding"), so that one row with a long text fills
-a GPU; a second kernel adds their parts up. The query heads of a group share the tile that reads their keys.
+a GPU; the program that ends last adds their parts up. The query heads of a group share the tile that reads their keys.
 
-Shapes: B rows, H query heads, K key/value heads, G = H / K, T nodes (at most 64), S slots, D head size, V value size.
+Shapes: B rows, H query heads, K key/value heads, G = H / K, T nodes that look, N nodes that are seen, W = ceil(N / 64)
+words of bits, S slots, D head size, V value size.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
+from ..transfers import kept_on_device, written_on_device
 from ._triton import needs_upcast, tl, triton, use_triton
 
 
-# Ancestors are bits of one integer.
+# Ancestors are bits of one integer, where nothing else is said.
 MAX_NODES = 64
 
 MAX_HEAD_SIZE = 256
@@ -34,21 +38,50 @@ class SlotTree:
     Attributes:
         lengths (`torch.LongTensor` of shape `(B,)`): Committed slots of each row, its padding included.
         starts (`torch.LongTensor` of shape `(B,)`): First slot of each row that is not padding.
-        ancestors (`torch.LongTensor` of shape `(T,)` or `(B, T)`): Bit j of entry i: node j is i or one of its
-            ancestors.
-        depths (`torch.LongTensor` of shape `(T,)` or `(B, T)`): Edges to the first node, which has depth 0.
+        ancestors (`torch.LongTensor` of shape `(T,)`, `(B, T)` or `(B | 1, T, W)`, *optional*): Bit `j % 64` of word
+            `j // 64` of entry i: node j is seen by the i-th of the nodes that look, such as itself and its ancestors.
+            `None`: the nodes are a chain of any length, in which padding sees itself alone.
+        depths (`torch.LongTensor` of shape `(N,)` or `(B, N)`, *optional*): Edges to the first node, which has depth
+            0. `None`: those of a chain.
+        num_queries (`int`): T, the last of the nodes, which look; not 0 in a chain.
     """
 
     lengths: torch.LongTensor
     starts: torch.LongTensor
-    ancestors: torch.LongTensor
-    depths: torch.LongTensor
+    ancestors: torch.LongTensor | None = None
+    depths: torch.LongTensor | None = None
+    num_queries: int = 0
+
+    def __post_init__(self):
+        if self.ancestors is not None:
+            object.__setattr__(self, "num_queries", self.ancestors.shape[self.ancestors.dim() > 1])
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return self.num_queries if self.depths is None else self.depths.shape[-1]
+
+    def words(self, rows: int) -> torch.LongTensor:
+        """The ancestors as `(B, T, W)`."""
+        words = self.ancestors if self.ancestors.dim() == 3 else self.ancestors[..., None]
+        return words.expand(rows, -1, -1)
 
 
 def pack_ancestors(ancestors: torch.BoolTensor) -> torch.LongTensor:
-    """Bits `(..., T)` of the relation `(..., T, T)`, whose entry `[i, j]` says whether i sees j."""
+    """Bits `(..., T)` of the relation `(..., T, N)`, whose entry `[i, j]` says whether i sees j; N is at most 64."""
     places = torch.arange(ancestors.shape[-1], device=ancestors.device)
     return (ancestors.long() << places).sum(-1)
+
+
+def pack_words(seen: torch.BoolTensor) -> torch.LongTensor:
+    """Words of bits `(..., T, W)` of the relation `(..., T, N)`, for any number of nodes."""
+    return torch.stack([pack_ancestors(part) for part in seen.split(64, dim=-1)], dim=-1)
+
+
+@kept_on_device
+def own_bits(count: int, device: torch.device) -> torch.LongTensor:
+    """Words `(N, W)` of nodes that see themselves alone; not to be written to."""
+    return pack_words(torch.eye(count, dtype=torch.bool, device=device))
 
 
 def tree_attention(
@@ -100,18 +133,26 @@ def _tree_attention_torch(query, key, value, tree, scale, window, chunk, softcap
 
 def visible_slots(tree: SlotTree, slots: int, window: int = 0, chunk: int = 0) -> torch.BoolTensor:
     """Mask `(B, T, S)` of the first `slots` slots that each node sees."""
-    nodes = tree.depths.shape[-1]
+    count, nodes, rows, device = tree.num_queries, tree.num_nodes, len(tree.lengths), tree.lengths.device
     lengths, starts = tree.lengths[:, None], tree.starts[:, None]
-    depths, ancestors = (bits.expand(len(lengths), nodes) for bits in (tree.depths, tree.ancestors))
-    slot = torch.arange(slots, device=lengths.device).expand(len(lengths), -1)
+    depths = torch.arange(nodes, device=device) if tree.depths is None else tree.depths
+    depths = depths.expand(rows, nodes)
+    slot = torch.arange(slots, device=device).expand(rows, -1)
     node = slot - lengths
     is_node = (node >= 0) & (node < nodes)
     node = node.clamp(0, nodes - 1)
+    itself = node[:, None] == torch.arange(nodes - count, nodes, device=device)[:, None]
+    if tree.ancestors is None:
+        seen = (node[:, None] <= torch.arange(count, device=device)[:, None]) & (slot >= starts)[:, None]
+    else:
+        words = tree.words(rows).gather(2, (node // 64)[:, None].expand(-1, count, -1))
+        seen = (words >> (node % 64)[:, None] & 1).bool()
     committed = (slot >= starts) & (slot < lengths)
-    visible = committed[:, None] | (is_node[:, None] & (ancestors[..., None] >> node[:, None] & 1).bool())
+    visible = committed[:, None] | (is_node[:, None] & seen)
     positions = torch.where(is_node, lengths + depths.gather(1, node), slot) - starts
-    oldest = _oldest_position(lengths - starts + depths, window, chunk)
-    return visible & (positions[:, None] >= oldest[..., None])
+    oldest = _oldest_position(lengths - starts + depths[:, nodes - count :], window, chunk)
+    visible &= positions[:, None] >= oldest[..., None]
+    return visible | (is_node[:, None] & itself) if tree.ancestors is None else visible
 
 
 def _oldest_position(positions, window, chunk):
@@ -184,7 +225,13 @@ def _attend(
 
 
 # What changes from cycle to cycle is not compiled in; a kernel of its own for multiples of 16 would not pay.
-@triton.jit(do_not_specialize=["ancestors_stride_b", "depths_stride_b", "span", "num_nodes", "num_splits"])
+@triton.jit(
+    do_not_specialize=[
+        *("ancestors_stride_b", "ancestors_stride_t", "depths_stride_b"),
+        *("span", "num_queries", "num_nodes", "num_splits"),
+    ],
+    do_not_specialize_on_alignment=["lengths_ptr", "starts_ptr", "ancestors_ptr", "depths_ptr"],
+)
 def _tree_attention_kernel(
     query_ptr,  # [B, H, T, D]
     key_ptr,  # [B, K, S, D]
@@ -192,11 +239,12 @@ def _tree_attention_kernel(
     sinks_ptr,  # [H], unread if not HAS_SINKS
     lengths_ptr,  # [B]
     starts_ptr,  # [B]
-    ancestors_ptr,  # [B, T]
-    depths_ptr,  # [B, T]
-    output_ptr,  # [B, T, H, V], unwritten if IS_SPLIT
-    partial_ptr,  # [B, H, T, splits, V], unwritten if not IS_SPLIT
-    mass_ptr,  # [B, H, T, splits], log 2 of the weights of each part, unwritten if not IS_SPLIT
+    ancestors_ptr,  # [B, T, W], unread if IS_CHAIN
+    depths_ptr,  # [B, N], unread if IS_CHAIN
+    output_ptr,  # [B, T, H, V]
+    partial_ptr,  # [B, H, T, splits, V], unused if not IS_SPLIT
+    mass_ptr,  # [B, H, T, splits], log 2 of the weights of each part, unused if not IS_SPLIT
+    arrivals_ptr,  # [B, K, tiles], parts that have ended, 0 before and after the launch, unused if not IS_SPLIT
     query_stride_b,
     query_stride_h,
     query_stride_t,
@@ -207,10 +255,12 @@ def _tree_attention_kernel(
     value_stride_h,
     value_stride_s,
     ancestors_stride_b,
+    ancestors_stride_t,
     depths_stride_b,
     scale,
     softcap,
     span,
+    num_queries,
     num_nodes,
     num_splits,
     KV_HEADS: tl.constexpr,
@@ -221,6 +271,8 @@ def _tree_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BLOCK_LINES: tl.constexpr,  # of a tile whose parts are added up at a time
+    IS_CHAIN: tl.constexpr,
     IS_WINDOW: tl.constexpr,
     IS_CHUNK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -232,15 +284,21 @@ def _tree_attention_kernel(
     split = tl.program_id(1)
     row = (tl.program_id(2) // KV_HEADS).to(tl.int64)
     kv_head = (tl.program_id(2) % KV_HEADS).to(tl.int64)
-    lines = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_line = lines < GROUPS * num_nodes
-    node = lines % num_nodes
-    head = kv_head * GROUPS + lines // num_nodes
+    first_line = tl.program_id(0) * BLOCK_M
+    lines = first_line + tl.arange(0, BLOCK_M)
+    is_line = lines < GROUPS * num_queries
+    query_of_line = lines % num_queries
+    head = kv_head * GROUPS + lines // num_queries
+    node_of_line = num_nodes - num_queries + query_of_line
 
     length = tl.load(lengths_ptr + row).to(tl.int32)
     start = tl.load(starts_ptr + row).to(tl.int32)
-    ancestors = tl.load(ancestors_ptr + row * ancestors_stride_b + node)
-    depth = tl.load(depths_ptr + row * depths_stride_b + node).to(tl.int32)
+    depths_ptr += row * depths_stride_b
+    if IS_CHAIN:
+        depth = node_of_line
+    else:
+        depth = tl.load(depths_ptr + node_of_line).to(tl.int32)
+        ancestors_ptr += row * ancestors_stride_b + query_of_line * ancestors_stride_t
     oldest = _oldest_slot(length - start + depth, start, span, IS_WINDOW, IS_CHUNK)
 
     place = tl.arange(0, BLOCK_D)
@@ -248,7 +306,7 @@ def _tree_attention_kernel(
         query_ptr
         + row * query_stride_b
         + head[:, None] * query_stride_h
-        + node[:, None] * query_stride_t
+        + query_of_line[:, None] * query_stride_t
         + place[None, :],
         mask=is_line[:, None] & (place[None, :] < HEAD_SIZE),
         other=0.0,
@@ -263,9 +321,14 @@ def _tree_attention_kernel(
     # Not minus infinity, from which nothing could be subtracted.
     highest = tl.full([BLOCK_M], -1e30, dtype=tl.float32)
 
+    # The nodes that a chain's tile looks from: all of them where it has several heads.
+    lowest = first_line % num_queries
+    is_of_one_head = lowest + BLOCK_M <= num_queries
+    lowest = tl.where(is_of_one_head, lowest, 0)
+
     # The committed slots of this part. No node sees any before those that the first node sees.
-    first = _oldest_slot(length - start, start, span, IS_WINDOW, IS_CHUNK)
-    part = tl.cdiv(tl.cdiv(length - first, BLOCK_N), num_splits) * BLOCK_N
+    first = _oldest_slot(length - start + lowest if IS_CHAIN else length - start, start, span, IS_WINDOW, IS_CHUNK)
+    part = tl.cdiv(tl.maximum(tl.cdiv(length - first, BLOCK_N), 0), num_splits) * BLOCK_N
     begin = first + split * part
     end = tl.minimum(begin + part, length)
     for block in tl.range(begin, end, BLOCK_N):
@@ -279,16 +342,27 @@ def _tree_attention_kernel(
         )  # fmt: skip
 
     # The nodes, in the last part.
-    nodes_here = tl.where(split == num_splits - 1, num_nodes, 0)
-    for block in tl.range(0, nodes_here, BLOCK_N):
+    first_node, last_node = 0, num_nodes
+    if IS_CHAIN:
+        # Neither those after the tile, nor padding and what has left the window; but padding sees itself.
+        last_node = tl.where(is_of_one_head, lowest + BLOCK_M, num_nodes)
+        first_node = tl.minimum(tl.maximum(first - length, 0), lowest) // BLOCK_N * BLOCK_N
+    for block in tl.range(first_node, tl.where(split == num_splits - 1, last_node, 0), BLOCK_N):
         nodes = block + tl.arange(0, BLOCK_N)
         is_node = nodes < num_nodes
-        bits = ancestors[:, None] >> tl.minimum(nodes, 63)[None, :].to(tl.int64)
-        node_depth = tl.load(depths_ptr + row * depths_stride_b + nodes, mask=is_node, other=0).to(tl.int32)
-        visible = is_node[None, :] & ((bits & 1) != 0) & ((length + node_depth)[None, :] >= oldest[:, None])
-        slots = (length + nodes).to(tl.int64)
+        slots = length + nodes
+        if IS_CHAIN:
+            is_real = (slots >= start)[None, :] & (slots[None, :] >= oldest[:, None])
+            visible = is_node[None, :] & (nodes[None, :] <= node_of_line[:, None])
+            visible = visible & (is_real | (nodes[None, :] == node_of_line[:, None]))
+        else:
+            bits = tl.load(ancestors_ptr + block // 64, mask=is_line, other=0)[:, None] >> (nodes % 64)[None, :]
+            visible = is_node[None, :] & ((bits & 1) != 0)
+            if IS_WINDOW or IS_CHUNK:
+                node_depth = tl.load(depths_ptr + nodes, mask=is_node, other=0).to(tl.int32)
+                visible = visible & ((length + node_depth)[None, :] >= oldest[:, None])
         sums, total, highest = _attend(
-            sums, total, highest, query, key_ptr, value_ptr, slots, is_node, visible,
+            sums, total, highest, query, key_ptr, value_ptr, slots.to(tl.int64), is_node, visible,
             key_stride_s, value_stride_s, scale, softcap,
             HEAD_SIZE, VALUE_SIZE, BLOCK_D, BLOCK_V, HAS_SOFTCAP, UPCAST,
         )  # fmt: skip
@@ -297,19 +371,34 @@ def _tree_attention_kernel(
     is_output = is_line[:, None] & (value_place[None, :] < VALUE_SIZE)
     HEADS: tl.constexpr = KV_HEADS * GROUPS
     if IS_SPLIT:
-        # A part may have nothing that a node sees.
+        # A part may have nothing that a node sees; nobody reads its sums.
         is_empty = total == 0
         total = tl.where(is_empty, 1.0, total)
-        sums /= total[:, None]
         mass = tl.where(is_empty, float("-inf"), highest + tl.log2(total))
-        places = ((row * HEADS + head) * num_nodes + node) * num_splits + split
+        places = ((row * HEADS + head) * num_queries + query_of_line) * num_splits + split
         tl.store(mass_ptr + places, mass, mask=is_line)
-        tl.store(partial_ptr + places[:, None] * VALUE_SIZE + value_place[None, :], sums, mask=is_output)
+        tl.store(
+            partial_ptr + places[:, None] * VALUE_SIZE + value_place[None, :],
+            sums / total[:, None],
+            mask=is_output & (is_empty == 0)[:, None],
+        )
+        # All threads have written before one of them says so.
+        tl.debug_barrier()
+        arrivals_ptr += tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(arrivals_ptr, 1) == num_splits - 1:
+            # For the next launch.
+            tl.store(arrivals_ptr, 0)
+            for line in tl.range(0, BLOCK_M, BLOCK_LINES):
+                _add_parts(
+                    partial_ptr, mass_ptr, sinks_ptr, output_ptr,
+                    first_line + line + tl.arange(0, BLOCK_LINES), row, kv_head, num_queries, num_splits,
+                    KV_HEADS, GROUPS, VALUE_SIZE, BLOCK_V, HAS_SINKS,
+                )  # fmt: skip
     else:
         if HAS_SINKS:
             total += _sink_weight(sinks_ptr, head, highest, is_line)
         sums /= total[:, None]
-        places = (row * num_nodes + node) * HEADS + head
+        places = (row * num_queries + query_of_line) * HEADS + head
         tl.store(output_ptr + places[:, None] * VALUE_SIZE + value_place[None, :], sums, mask=is_output)
 
 
@@ -320,108 +409,182 @@ def _sink_weight(sinks_ptr, head, highest, mask):
     return tl.exp2(tl.load(sinks_ptr + head, mask=mask, other=0.0).to(tl.float32) * LOG2_E - highest)
 
 
-@triton.jit(do_not_specialize=["num_nodes", "num_splits"])
-def _add_parts_kernel(
+@triton.jit
+def _add_parts(
     partial_ptr,  # [B, H, T, splits, V]
     mass_ptr,  # [B, H, T, splits]
     sinks_ptr,  # [H], unread if not HAS_SINKS
     output_ptr,  # [B, T, H, V]
-    num_nodes,
+    lines,  # [L], of the row and key/value head
+    row,
+    kv_head,
+    num_queries,
     num_splits,
-    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    # A program: one query.
-    query = tl.program_id(0).to(tl.int64)
-    node, head, row = query % num_nodes, query // num_nodes % HEADS, query // num_nodes // HEADS
-    partial_ptr += query * num_splits * VALUE_SIZE
-    mass_ptr += query * num_splits
-    part, place = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_V)
-    mass = tl.load(mass_ptr + part, mask=part < num_splits, other=float("-inf"))
-    # At least the node itself is seen.
-    highest = tl.max(mass, axis=0)
-    total = tl.sum(tl.exp2(mass - highest), axis=0)
-    sums = tl.zeros([BLOCK_V], dtype=tl.float32)
-    for first in tl.range(0, num_splits, BLOCK_P):
-        parts = first + tl.arange(0, BLOCK_P)
-        weights = tl.exp2(tl.load(mass_ptr + parts, mask=parts < num_splits, other=float("-inf")) - highest)
-        values = tl.load(
-            partial_ptr + parts[:, None] * VALUE_SIZE + place[None, :],
-            mask=(parts[:, None] < num_splits) & (place[None, :] < VALUE_SIZE),
-            other=0.0,
+    BLOCK_PARTS: tl.constexpr = 4
+    HEADS: tl.constexpr = KV_HEADS * GROUPS
+    is_line = lines < GROUPS * num_queries
+    head, query = kv_head * GROUPS + lines // num_queries, lines % num_queries
+    places = ((row * HEADS + head) * num_queries + query) * num_splits
+    value_place = tl.arange(0, BLOCK_V)
+    sums = tl.zeros([lines.shape[0], BLOCK_V], dtype=tl.float32)
+    total = tl.zeros([lines.shape[0]], dtype=tl.float32)
+    highest = tl.full([lines.shape[0]], -1e30, dtype=tl.float32)
+    for first in tl.range(0, num_splits, BLOCK_PARTS):
+        parts = first + tl.arange(0, BLOCK_PARTS)
+        # From the cache that all processors share: this one's own knows nothing of what others have written.
+        mass = tl.load(
+            mass_ptr + places[:, None] + parts[None, :],
+            mask=is_line[:, None] & (parts < num_splits)[None, :],
+            other=float("-inf"),
+            cache_modifier=".cg",
         )
-        sums += tl.sum(values * weights[:, None], axis=0)
+        new_highest = tl.maximum(highest, tl.max(mass, axis=1))
+        weights = tl.exp2(mass - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+        highest = new_highest
+        values = tl.load(
+            partial_ptr + (places[:, None] + parts[None, :])[:, :, None] * VALUE_SIZE + value_place[None, None, :],
+            mask=(mass > float("-inf"))[:, :, None] & (value_place < VALUE_SIZE)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        sums = sums * shrink[:, None] + tl.sum(values * weights[:, :, None], axis=1)
+        total = total * shrink + tl.sum(weights, axis=1)
     if HAS_SINKS:
-        total += _sink_weight(sinks_ptr, head, highest, True)
+        total += _sink_weight(sinks_ptr, head, highest, is_line)
+    places = (row * num_queries + query) * HEADS + head
     tl.store(
-        output_ptr + ((row * num_nodes + node) * HEADS + head) * VALUE_SIZE + place,
-        sums / total,
-        mask=place < VALUE_SIZE,
+        output_ptr + places[:, None] * VALUE_SIZE + value_place[None, :],
+        sums / tl.where(is_line, total, 1.0)[:, None],
+        mask=is_line[:, None] & (value_place[None, :] < VALUE_SIZE),
     )
 
 
 def _tree_attention_triton(query, key, value, tree, scale, window, chunk, softcap, sinks, num_splits=None):
-    rows, heads, nodes, size = query.shape
+    rows, heads, queries, size = query.shape
     kv_heads, slots, value_size = key.shape[1], key.shape[2], value.shape[-1]
     query, key, value = (states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value))
-    ancestors, depths = (bits.expand(rows, nodes) for bits in (tree.ancestors, tree.depths))
-    lines = heads // kv_heads * nodes
+    is_chain = tree.ancestors is None
+    words = tree.lengths if is_chain else tree.words(rows)
+    words_strides = (0, 0) if is_chain else words.stride()[:2]
+    depths = tree.lengths if is_chain else tree.depths.expand(rows, -1)
+    lines = heads // kv_heads * queries
     block_d, block_v = (max(16, triton.next_power_of_2(width)) for width in (size, value_size))
-    max_m, block_n, num_warps, num_stages = _TILES[query.element_size()][max(64, block_d, block_v)]
-    block_m = min(max_m, max(16, triton.next_power_of_2(lines)))
-    tiles = triton.cdiv(lines, block_m)
-    span = window or chunk
+    gpu = _gpu(query.device)
+    tile = _tile(gpu, query.element_size(), max(block_d, block_v), lines)
+    block_m = min(tile.queries, max(16, triton.next_power_of_2(lines)))
+    tiles, span = triton.cdiv(lines, block_m), window or chunk
     if num_splits is None:
-        read = min(slots, span + nodes) if span else slots
-        num_splits = _count_splits(tiles * kv_heads * rows, read, _processors(query.device))
-    output = query.new_empty((rows, nodes, heads, value_size))
+        read = min(slots, span + queries) if span else slots
+        written = 4 * block_m * block_v / (query.element_size() * (block_d + block_v))
+        num_splits = _count_splits(tiles * kv_heads * rows, read, written, tile, gpu.processors)
+    output = query.new_empty((rows, queries, heads, value_size))
     is_split = num_splits > 1
-    parts = (rows, heads, nodes, num_splits) if is_split else (0,)
+    parts = (rows, heads, queries, num_splits) if is_split else (0,)
     partial = query.new_empty((*parts, value_size), dtype=torch.float32)
     mass = query.new_empty(parts, dtype=torch.float32)
+    arrivals = _arrivals(triton.next_power_of_2(max(rows * kv_heads * tiles, 1024)), query.device)
     with torch.cuda.device_of(query):
         _tree_attention_kernel[(tiles, num_splits, rows * kv_heads)](
-            query, key, value, sinks, tree.lengths, tree.starts, ancestors, depths, output, partial, mass,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], ancestors.stride(0), depths.stride(0),
-            scale, softcap, span, nodes, num_splits,
+            query, key, value, sinks, tree.lengths, tree.starts, words, depths, output, partial, mass, arrivals,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *words_strides, depths.stride(0),
+            scale, softcap, span, queries, tree.num_nodes, num_splits,
             KV_HEADS=kv_heads, GROUPS=heads // kv_heads, HEAD_SIZE=size, VALUE_SIZE=value_size,
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_V=block_v,
+            BLOCK_M=block_m, BLOCK_N=tile.slots, BLOCK_D=block_d, BLOCK_V=block_v,
+            BLOCK_LINES=max(1, min(16, 256 * tile.warps // block_v)), IS_CHAIN=is_chain,
             IS_WINDOW=window > 0, IS_CHUNK=chunk > 0, HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None,
             IS_SPLIT=is_split, UPCAST=needs_upcast(query),
-            num_warps=num_warps, num_stages=num_stages,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-        if is_split:
-            _add_parts_kernel[(rows * heads * nodes,)](
-                partial, mass, sinks, output, nodes, num_splits,
-                HEADS=heads, VALUE_SIZE=value_size, BLOCK_V=block_v, BLOCK_P=16, MAX_SPLITS=_MAX_SPLITS,
-                HAS_SINKS=sinks is not None, num_warps=4,
-            )  # fmt: skip
     return output
 
 
-# By bytes of a number and head size: most queries of a tile, slots of a block, warps, stages of the pipeline. They are
-# the largest without spills, within 99 KiB of shared memory, which every GPU from compute capability 8.0 on has.
-_TILES = {
-    2: {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 32, 4, 2)},
-    4: {64: (32, 32, 8, 2), 128: (16, 16, 4, 2), 256: (16, 16, 4, 2)},
-}
-
-_MAX_SPLITS = 64
-
-# Slots that a program should at least read, for its part to outweigh what it writes.
-_MIN_SLOTS = 256
+@written_on_device
+def _arrivals(count: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-def _count_splits(programs: int, slots: int, processors: int) -> int:
-    """Parts of the keys, so that there are up to two programs for every processor of the GPU."""
-    return max(1, min(2 * processors // programs, triton.cdiv(slots, _MIN_SLOTS), _MAX_SPLITS))
+class _Gpu(NamedTuple):
+    """Multiprocessors, and the shared memory that a block may take, in bytes."""
+
+    processors: int
+    shared_memory: int
 
 
 @lru_cache
-def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU. The interpreter works through its programs one after the other."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def _gpu(device: torch.device) -> _Gpu:
+    if device.type != "cuda":
+        # The interpreter works through its programs one after the other.
+        return _Gpu(1, 99 << 10)
+    found = torch.cuda.get_device_properties(device)
+    # Of AMD's torch knows the memory of a block, and no other.
+    shared = getattr(found, "shared_memory_per_block_optin", 0) or found.shared_memory_per_block
+    return _Gpu(found.multi_processor_count, shared)
+
+
+class _Tile(NamedTuple):
+    """Most queries, slots of a block, warps, stages of the pipeline, and tiles that a multiprocessor has at a time."""
+
+    queries: int
+    slots: int
+    warps: int
+    stages: int
+    residents: int
+
+
+# By shared memory of a block, bytes of a number, and head size: the largest without spills. The first table is for
+# compute capability 9.0 and 10.0, the second fits into what every GPU from 8.0 on has, the last one into AMD's.
+_TILES = {
+    227 << 10: {
+        2: {
+            64: (_Tile(16, 64, 4, 4, 2), _Tile(64, 64, 4, 3, 2), _Tile(128, 64, 8, 3, 1)),
+            128: (_Tile(16, 64, 4, 4, 2), _Tile(64, 64, 4, 4, 1), _Tile(128, 64, 8, 4, 1)),
+            256: (_Tile(16, 32, 4, 3, 2), _Tile(64, 32, 8, 3, 1)),
+        },
+        4: {64: (_Tile(32, 32, 8, 3, 2),), 128: (_Tile(16, 16, 4, 3, 2),), 256: (_Tile(16, 16, 4, 3, 2),)},
+    },
+    99 << 10: {
+        2: {64: (_Tile(64, 32, 4, 3, 2),), 128: (_Tile(64, 32, 4, 3, 2),), 256: (_Tile(32, 32, 4, 2, 2),)},
+        4: {64: (_Tile(32, 32, 8, 2, 2),), 128: (_Tile(16, 16, 4, 2, 2),), 256: (_Tile(16, 16, 4, 2, 2),)},
+    },
+    64 << 10: {
+        2: {64: (_Tile(64, 32, 4, 2, 2),), 128: (_Tile(64, 32, 4, 2, 2),), 256: (_Tile(32, 32, 4, 1, 1),)},
+        4: {64: (_Tile(32, 32, 8, 1, 2),), 128: (_Tile(16, 16, 4, 1, 2),), 256: (_Tile(16, 16, 4, 1, 2),)},
+    },
+}
+
+
+def _tile(gpu: _Gpu, item_size: int, head_size: int, lines: int) -> _Tile:
+    """The smallest tile that has room for so many lines, or the largest."""
+    table = next((table for memory, table in _TILES.items() if gpu.shared_memory >= memory), _TILES[64 << 10])
+    tiles = table[item_size][max(64, head_size)]
+    return next((tile for tile in tiles if tile.queries >= lines), tiles[-1])
+
+
+_MAX_SPLITS = 64
+
+# Slots of a part at least; with many queries it also takes longer to be added.
+_MIN_SLOTS = 64
+
+# A part's numbers come from the cache of the GPU, and how much faster than keys from its memory.
+_CACHE_SPEED = 4
+
+
+def _count_splits(programs: int, slots: int, written: float, tile: _Tile, processors: int) -> int:
+    """Parts of the keys, so that every processor of the GPU has its programs.
+
+    Args:
+        programs (`int`): Tiles of all rows and heads.
+        slots (`int`): Slots that a tile reads, at most.
+        written (`float`): Slots whose keys and values are as large as the numbers that a part leaves to be added, by
+            one program for all parts: so many parts that both take as long are enough.
+    """
+    busy = max(tile.residents * processors // programs, 1)
+    enough = math.ceil(math.sqrt(_CACHE_SPEED * slots / written))
+    return min(busy, enough, triton.cdiv(slots, max(tile.slots, _MIN_SLOTS)), _MAX_SPLITS)

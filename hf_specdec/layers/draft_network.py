@@ -209,6 +209,11 @@ class DraftNetwork(DraftModule):
         return self._target.embed(tokens).to(self._weight)
 
     @property
+    def head_size(self) -> int:
+        """Size of an attention head."""
+        return self.config.head_dim
+
+    @property
     def shared_modules(self) -> tuple[nn.Module, ...]:
         """Modules of the target that the draft goes through: its embedding and lm_head, unless it has its own."""
         shared = {"embedding": self.embed_tokens, "head": self.lm_head}

@@ -487,9 +487,9 @@ def rotate(
     return heads * cosine + partners * sine
 
 
-def with_query_groups(mask: torch.Tensor | None, groups: int) -> torch.Tensor | None:
+def with_query_groups(mask: torch.Tensor | SlotMask | None, groups: int) -> torch.Tensor | SlotMask | None:
     """A mask `(R | 1, 1, T, S)` for query heads that are further positions of their key/value head."""
-    if mask is None or mask.shape[2] == 1 or groups == 1:
+    if not isinstance(mask, torch.Tensor) or mask.shape[2] == 1 or groups == 1:
         return mask
     return mask.expand(-1, groups, -1, -1).reshape(len(mask), 1, -1, mask.shape[3])
 

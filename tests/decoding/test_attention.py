@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from hf_specdec import UnsupportedModelError
@@ -21,6 +22,7 @@ from hf_specdec.decoding.attention import (
     attention_switch,
     running,
     slot_attention,
+    slot_mask,
 )
 from hf_specdec.decoding.functional import has_lean_forward
 from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, slot_tree
@@ -130,6 +132,45 @@ def test_eager_models_go_through_the_kernel(name, with_kernel):
     output = case.speculate(4, num_speculative_tokens=6, tree="random")
     assert output.sequences.tolist() == case.expected(4).tolist()
     assert output.speculative.attention == "tree kernel"
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "qwen2"])
+def test_padded_prompts_need_no_masks(name, chunk, with_kernel, monkeypatch):
+    """With windows shorter than the prompts, and in parts."""
+    case = Case(name, tiny_model(name, attn_implementation="sdpa"), new_tokens=8)
+    assert has_lean_forward(case.model)
+    expected, masks, trees, attend = case.expected(4), [], [], TreeMask.attend
+    monkeypatch.setattr(attention, "sdpa_mask", lambda **how: masks.append(sdpa_mask(**how)) or masks[-1])
+
+    def counted(mask, *states):
+        trees.append(mask.tree)
+        return attend(mask, *states)
+
+    monkeypatch.setattr(TreeMask, "attend", counted)
+    monkeypatch.setattr(case.model.generation_config, "prefill_chunk_size", chunk)
+    output = case.speculate(4, num_speculative_tokens=6, tree="random")
+    assert output.sequences.tolist() == expected.tolist()
+    assert not any(torch.is_tensor(mask) for mask in masks)
+    prompts = [tree for tree in trees if tree.ancestors is None]
+    assert any(tree.starts.any() for tree in prompts)
+    assert any(tree.lengths.any() for tree in prompts) == (chunk is not None)
+
+
+@pytest.mark.parametrize("padding", [[[1, 1, 0, 1, 1, 1]], [[0, 1, 1, 1, 0, 0]]], ids=["hole", "right"])
+def test_other_padding_of_prompts_is_masked(padding):
+    """As well as what a user adds to masks, and what has no padding and no window."""
+    padding = torch.tensor(padding).bool()
+    how = {"batch_size": 1, "q_length": 6, "kv_length": 6, "q_offset": 0, "device": "cpu"}
+    with running(VerificationForward(reads_prompts=True)):
+        assert slot_mask(attention_mask=padding, **how).dtype == torch.bool
+        assert slot_mask(attention_mask=padding, **how).device.type == "cpu"
+        left = torch.tensor([[0, 1, 1, 1, 1, 1]]).bool()
+        assert slot_mask(attention_mask=left, **how).device.type == "meta"
+        assert slot_mask(attention_mask=left, **how, allow_is_causal_skip=False).device.type == "cpu"
+        assert slot_mask(attention_mask=None, **how) is None
+        assert slot_mask(attention_mask=None, **how, local_size=4).device.type == "meta"
+    assert slot_mask(attention_mask=left, **how).device.type == "cpu"
 
 
 def test_layers_beyond_the_kernel_are_masked(with_kernel):

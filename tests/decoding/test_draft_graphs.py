@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPStage
 from hf_specdec.candidate_generators.mtp.generator import MtpCandidateGenerator
 from hf_specdec.decoding import graphs
+from hf_specdec.decoding.attention import TreeMask
 from hf_specdec.decoding.graphs import CallGraphs, graphs_for
+from hf_specdec.drafting import slots
 from hf_specdec.drafting.graphs import RowGraphs, RowInputs
 from hf_specdec.drafting.slots import DraftInputs, DraftSlots, Entries
 from hf_specdec.drafts import DraftTree
@@ -55,6 +59,18 @@ class TestDraftsEqualThoseWithoutGraphs:
         counts = [run(kind, shape, num_rows, seed) for num_rows, seed in ((1, 0), (3, 0), (3, 1))]
         assert sum(counts) > 0
         assert str(graphs_for(network_of(kind), {})) == "on"
+
+    @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("m") or case.startswith("mtp")])
+    def test_calls_through_the_tree_kernel(self, case, backends, monkeypatch):
+        """The first of two calls reads content of masks, as the kernel does, eagerly and in graphs."""
+        has_kernel, masks = itertools.cycle((True, False)), Counter()
+        monkeypatch.setattr(slots, "takes_trees", lambda *like: next(has_kernel))
+        attend = TreeMask.attend
+        monkeypatch.setattr(TreeMask, "attend", lambda *args: masks.update(["tree"]) or attend(*args))
+        kind, shape = CASES[case]
+        for num_rows, seed in ((1, 0), (3, 0), (3, 1)):
+            run(kind, shape, num_rows, seed)
+        assert masks["tree"] > 10
 
     @settings(max_examples=12)
     @given(case=st.sampled_from(sorted(CASES)), num_rows=st.integers(1, 5), seed=st.integers(0, 10**6))

@@ -121,13 +121,16 @@ def fake_gpu(arch: int | str):
 
 
 def resources(kernel) -> dict[str, int]:
-    """Registers, spilled bytes of a thread (of AMD: spilled registers), and bytes of shared memory of a block."""
+    """Registers, spilled bytes of a thread (of AMD: spilled registers), and bytes of shared memory of a block.
+
+    Scalars of AMD spill into lanes of registers, not into memory, and do not count.
+    """
     import triton
 
     if "amdgcn" in kernel.asm:
-        counted = {name: rf"\.{name}: +(\d+)" for name in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")}
+        counted = {name: rf"\.{name}: +(\d+)" for name in ("vgpr_count", "vgpr_spill_count")}
         found = {name: int(re.search(pattern, kernel.asm["amdgcn"])[1]) for name, pattern in counted.items()}
-        spilled = found["vgpr_spill_count"] + found["sgpr_spill_count"]
+        spilled = found["vgpr_spill_count"]
         return {"registers": found["vgpr_count"], "spilled": spilled, "shared": kernel.metadata.shared}
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
 
 from hf_specdec.drafts import TreeTopology
+from hf_specdec.kernels import tree_attention as kernels
 from hf_specdec.kernels.tree_attention import (
+    _TILES,
     MAX_NODES,
     SlotTree,
+    _arrivals,
     _count_splits,
+    _Gpu,
+    _Tile,
     _tree_attention_torch,
     _tree_attention_triton,
     pack_ancestors,
     tree_attention,
 )
+from hf_specdec.transfers import holding
+from tests.kernels.conftest import SHARED_MEMORY
 
 
 CHAIN = tuple(range(-1, 6))
@@ -32,6 +40,10 @@ def tree_of(parents, lengths, starts) -> SlotTree:
     """Drafts of one shape, or of one for every row."""
     topology = TreeTopology.from_parents(torch.tensor(parents, dtype=torch.long))
     return SlotTree(torch.tensor(lengths), torch.tensor(starts), pack_ancestors(topology.ancestors), topology.depths)
+
+
+def moved(tree: SlotTree, device) -> SlotTree:
+    return SlotTree(**{name: part.to(device) if torch.is_tensor(part) else part for name, part in vars(tree).items()})
 
 
 def random_states(rows, heads, kv_heads, nodes, slots, size, value_size=None, dtype=torch.float32):
@@ -55,10 +67,9 @@ def attention(run, query, key, value, tree, scale=0.3, window=0, chunk=0, softca
 def check(device, query, key, value, tree, num_splits=1, **options):
     """Runs the kernels on the device."""
     expected = attention(_tree_attention_torch, query, key, value, tree, **options)
-    tree = SlotTree(*(getattr(tree, name).to(device) for name in ("lengths", "starts", "ancestors", "depths")))
-    moved = {name: option.to(device) if torch.is_tensor(option) else option for name, option in options.items()}
+    options = {name: option.to(device) if torch.is_tensor(option) else option for name, option in options.items()}
     states = (states.to(device) for states in (query, key, value))
-    output = attention(_tree_attention_triton, *states, tree, num_splits=num_splits, **moved)
+    output = attention(_tree_attention_triton, *states, moved(tree, device), num_splits=num_splits, **options)
     assert output.is_contiguous()
     assert output.dtype == query.dtype
     tolerance = TOLERANCE[query.dtype]
@@ -121,12 +132,81 @@ def test_ancestors_fill_all_bits():
     assert torch.equal((bits[:, None] >> torch.arange(MAX_NODES) & 1).bool(), chain)
 
 
+def of_the_last(tree: SlotTree, count: int) -> SlotTree:
+    """The tree as its last nodes see it, in words of bits."""
+    return SlotTree(
+        tree.lengths, tree.starts, tree.ancestors.expand(len(tree.lengths), -1)[:, -count:, None], tree.depths
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"chunk": 4}], ids=str)
+def test_the_last_nodes_of_a_tree(options):
+    """As a level of a draft reads them; the nodes before it have been read."""
+    tree = tree_of(BUSHY, lengths=[14, 1, 9], starts=[3, 0, 8])
+    query, key, value = random_states(3, 4, 2, 7, slots=21, size=8)
+    expected = attention(_tree_attention_torch, query, key, value, tree, **options)[:, -3:]
+    last = of_the_last(tree, 3)
+    assert (last.num_queries, last.num_nodes) == (3, 7)
+    output = attention(_tree_attention_torch, query[:, :, -3:], key, value, last, **options)
+    torch.testing.assert_close(output, expected)
+
+
+# Prompts: nothing is committed, and the first tokens of some rows are padding.
+PROMPTS = {"lengths": torch.tensor([0, 0, 3]), "starts": torch.tensor([0, 5, 4])}
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"chunk": 4}], ids=str)
+def test_chains_of_any_length(options):
+    """Every token sees what is before it, and padding itself, so that there is no NaN."""
+    count = MAX_NODES + 6
+    chain = SlotTree(**PROMPTS, num_queries=count)
+    states = random_states(3, 4, 2, count, slots=3 + count, size=8)
+    output = attention(_tree_attention_torch, *states, chain, **options)
+    assert output.isfinite().all()
+    bits = pack_ancestors(torch.ones(50, 50, dtype=torch.bool).tril())
+    tree = SlotTree(torch.tensor([5, 5, 5]), torch.tensor([0, 5, 4]), bits, torch.arange(50))
+    starts = (PROMPTS["lengths"] - 5).neg()
+    query, key, value = states
+    for row, begin in enumerate(starts.tolist()):
+        part = SlotTree(*(values[row : row + 1] for values in (tree.lengths, tree.starts)), bits, tree.depths)
+        expected = attention(
+            _tree_attention_torch, query[row : row + 1, :, begin : begin + 50], key[row : row + 1],
+            value[row : row + 1], part, **options,
+        )  # fmt: skip
+        torch.testing.assert_close(output[row : row + 1, begin : begin + 50], expected)
+    # The padding of the second row.
+    torch.testing.assert_close(output[1, 2], value[1].repeat_interleave(2, 0)[:, 2])
+
+
 @pytest.mark.parametrize(
-    ("programs", "slots", "splits"),
-    [(8, 100, 1), (8, 4096, 16), (8, 100_000, 33), (1, 100_000, 64), (264, 100_000, 1), (1000, 100_000, 1)],
+    ("programs", "slots", "written", "residents", "splits"),
+    [
+        (8, 60, 16, 2, 1),
+        (8, 2048, 16, 2, 23),  # all processors have work, and adding takes no longer than reading
+        (8, 2048, 64, 1, 12),
+        (8, 100_000, 16, 2, 33),
+        (1, 100_000, 16, 2, 64),
+        (264, 100_000, 16, 2, 1),
+        (1000, 100_000, 16, 2, 1),
+    ],
 )
-def test_splits_fill_the_gpu_and_no_more(programs, slots, splits):
-    assert _count_splits(programs, slots, processors=132) == splits
+def test_splits_fill_the_gpu_and_no_more(programs, slots, written, residents, splits):
+    tile = _Tile(16, 64, 4, 4, residents)
+    assert _count_splits(programs, slots, written, tile, processors=132) == splits
+
+
+def test_graphs_count_arrivals_apart():
+    """Graphs may run beside each other and beside other work."""
+    cpu = torch.device("cpu")
+    with holding() as first:
+        graph = _arrivals(1024, cpu)
+        assert _arrivals(1024, cpu) is graph
+    with holding() as second:
+        assert _arrivals(1024, cpu) is not graph
+    assert _arrivals(1024, cpu) is _arrivals(1024, cpu)
+    assert _arrivals(1024, cpu) is not graph
+    assert all(len(held) == 1 for held in (first, second))
+    assert not graph.any()
 
 
 # The kernels
@@ -138,6 +218,33 @@ def test_kernel_over_short_and_long_rows(parents, num_splits, device):
     nodes = len(parents) + 1
     tree = tree_of(parents, lengths=[150, 1, 64], starts=[3, 0, 63])
     check(device, *random_states(3, 2, 1, nodes, 150 + nodes, 16), tree, num_splits)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_splits"), [({}, 2), ({"window": 9}, 1), ({"window": 9}, 2), ({"chunk": 8}, 1)]
+)
+def test_kernel_over_chains_of_any_length(options, num_splits, device):
+    chain = SlotTree(**PROMPTS, num_queries=MAX_NODES + 6)
+    states = random_states(3, 2, 1, MAX_NODES + 6, MAX_NODES + 9, 16)
+    check(device, *states, chain, num_splits, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 5}], ids=str)
+def test_kernel_with_more_nodes_than_a_word_has_bits(options, device):
+    parents = [tuple(node // 3 - 1 for node in range(MAX_NODES + 5)), tuple(range(-1, MAX_NODES + 4))]
+    topology = TreeTopology.from_parents(torch.tensor(parents))
+    seen = topology.ancestors[:, -7:]
+    words = torch.stack([pack_ancestors(part) for part in seen.split(64, dim=-1)], dim=-1)
+    tree = SlotTree(torch.tensor([20, 3]), torch.tensor([4, 0]), words, topology.depths)
+    check(device, *random_states(2, 2, 1, 7, 90, 16), tree, num_splits=2, **options)
+
+
+def test_kernel_leaves_no_arrivals(device):
+    """Whatever has been added, the next launch counts from 0 again, with another number of parts."""
+    tree = tree_of(BUSHY, lengths=[100, 7], starts=[11, 2])
+    for num_splits in (3, 2):
+        check(device, *random_states(2, 4, 1, 7, 107, 16), tree, num_splits)
+        assert not _arrivals(1024, device).any()
 
 
 @pytest.mark.smoke
@@ -196,43 +303,56 @@ def test_kernel_keeps_nan_where_it_belongs(device):
         output = attention(
             _tree_attention_triton,
             *(states.to(device) for states in (query, key, value)),
-            SlotTree(*(getattr(tree, name).to(device) for name in ("lengths", "starts", "ancestors", "depths"))),
+            moved(tree, device),
             num_splits=num_splits,
         )
         assert output[0, 1].isnan().nonzero().tolist() == [[0, 3]]
 
 
-# What a GPU would run, and whether it needs more than one program for the keys: each entry of the table of tiles, the
+# What a GPU would run, and whether it needs more than one program for the keys: each entry of the tables of tiles, the
 # largest tiles with everything on.
 SHAPES = {
     "d128": (128, 128, 64, 8, torch.bfloat16, 8, {"window": 4096, "softcap": 50.0, "sinks": True}),
+    "d128_few": (128, 128, 4, 4, torch.bfloat16, 8, {}),
+    "d128_some": (128, 128, 16, 4, torch.bfloat16, 8, {}),
+    "d128_chain": (128, 128, 1000, 4, torch.bfloat16, 1, {"is_chain": True, "window": 512}),
     "d64": (64, 64, 64, 8, torch.float16, 1, {"window": 128, "sinks": True}),
+    "d64_some": (64, 64, 16, 4, torch.float16, 8, {}),
     "one_query": (96, 96, 1, 1, torch.bfloat16, 8, {}),
     "d192": (192, 128, 16, 1, torch.bfloat16, 1, {}),
     "d256": (256, 256, 32, 2, torch.bfloat16, 8, {"chunk": 8192, "softcap": 50.0}),
-    "d64_float32": (64, 64, 8, 4, torch.float32, 1, {}),
+    "d64_float32": (64, 64, 8, 4, torch.float32, 8, {}),
     "d128_float32": (128, 128, 8, 4, torch.float32, 1, {"sinks": True}),
-    "d256_float32": (256, 256, 8, 2, torch.float32, 1, {}),
+    "d256_float32": (256, 256, 8, 2, torch.float32, 8, {}),
 }
 # Each on one of two kinds of GPU, the largest tiles on all of them; the others take longer than they tell.
 QUICK = {
-    *zip(itertools.cycle((80, 90)), SHAPES),
-    *((90, "d128"), (90, "d256"), (80, "d256_float32"), (80, "d192"), (100, "d128"), (120, "d128")),
+    *zip(itertools.cycle((90, 80)), SHAPES),
+    *((90, "d128_some"), (90, "d256"), (80, "d128"), (120, "d128"), ("gfx942", "d128_some")),
 }
 COMPILED = [
     pytest.param(gpu, shape, marks=() if (gpu, shape) in QUICK else pytest.mark.slow)
-    for gpu, shape in [*itertools.product((80, 90), SHAPES), (100, "d128"), (120, "d128")]
+    for gpu, shape in itertools.product(SHARED_MEMORY, SHAPES)
 ]
 
 
 @pytest.mark.parametrize(("compile_for", "shape"), COMPILED, indirect=["compile_for"])
-def test_kernels_compile(compile_for, shape):
+def test_kernels_compile(compile_for, shape, request, monkeypatch):
+    gpu = _Gpu(132, SHARED_MEMORY[request.node.callspec.params["compile_for"]])
+    monkeypatch.setattr(kernels, "_gpu", lambda device: gpu)
     size, value_size, nodes, groups, dtype, num_splits, options = SHAPES[shape]
     query = torch.empty(1, 8 * groups, nodes, size, dtype=dtype)
     key, value = (torch.empty(1, 8, 4096, width, dtype=dtype) for width in (size, value_size))
     options = {**options, "sinks": torch.empty(8 * groups, dtype=dtype) if "sinks" in options else None}
     integers = torch.zeros(1, dtype=torch.long)
     tree = SlotTree(integers, integers, integers.expand(nodes), integers.expand(nodes))
-    with compile_for() as kernels:
+    if options.pop("is_chain", False):
+        tree = SlotTree(integers, integers, num_queries=nodes)
+    with compile_for() as compiled:
         attention(_tree_attention_triton, query, key, value, tree, num_splits=num_splits, **options)
-    assert len(kernels) == (1 if num_splits == 1 else 2)
+    assert len(compiled) == 1
+    memory = next(memory for memory in _TILES if gpu.shared_memory >= memory)
+    if memory == 227 << 10 and dtype.itemsize == 2:
+        # More than one tile is on its way while another is worked on.
+        waits = [int(count) for count in re.findall(r"cp.async.wait_group\s+(\d+)", compiled[0].asm["ptx"])]
+        assert max(waits) >= 2

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from hf_specdec.decoding.attention import NAME, folding_masks
+from hf_specdec.decoding.attention import NAME, VerificationForward, running
 from hf_specdec.decoding.cache import SlotCache
 from hf_specdec.layers.llama import DecoderLayer, is_llama_layer, with_query_groups
 from hf_specdec.layers.rope import signed_angles
@@ -77,7 +77,7 @@ class Reading:
         positions = torch.arange(first, first + stream.shape[1])[None]
         cosine, sine = self.model.get_decoder().rotary_emb(stream, positions)
         theirs, ours = self.caches if cached else (None, None)
-        with folding_masks():
+        with running(VerificationForward()):
             expected = self.theirs(
                 stream, attention_mask=mask, position_embeddings=(cosine, sine), past_key_values=theirs
             )

@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from transformers.utils import logging
 
-from ...decoding.masks import additive_mask
+from ...decoding.attention import TreeMask
+from ...decoding.masks import FULL, Span, additive_mask
 from ...drafting.chain import SteeredChain
 from ...drafting.growth import DynamicTree, RowLimits
 from ...drafting.positions import Positions
@@ -30,10 +31,11 @@ from ...drafting.slots import DraftInputs, DraftSlots, Entries, KnownPrompt
 from ...drafts import DraftTree, TokenTree
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
+from ...kernels.tree_attention import SlotTree, pack_words
 from ...logits.acceptance import best_tokens
 from ...logits.grammar.growth import GrowingMasks
 from ...protocol import Commit, DraftStep, Prompt, Session
-from ...transfers import last_of_each
+from ...transfers import kept_on_device, kept_tensor, last_of_each
 from ...validation import Options, draft_sample_method_field, setting
 from ..base import CandidateGenerator
 from .config import BlockView
@@ -495,14 +497,27 @@ class DraftText(DraftSlots):
         """The network's output `(R, T, h)` for blocks `(R, T)`; nothing of them is kept."""
         return self.network(tokens, self._block.positions, self._masks, self.cache, self._block.bound)
 
-    def _mask(self, view: BlockView) -> torch.Tensor | None:
-        """Additive mask `(R, 1, T, S)` of a layer; distances of slots are those of positions."""
+    def _mask(self, view: BlockView) -> torch.Tensor | TreeMask | None:
+        """Mask of a layer, additive `(R, 1, T, S)` where there is no kernel; distances of slots are of positions."""
+        if self.has_kernel:
+            size = self._block.slots.shape[1]
+            depths = kept_tensor(tuple(range(size)), self.device)
+            bits = _block_bits(view, size, self.device)
+            tree = SlotTree(self.cache.plan.starts(self.device), self.first_slots[:, 0], bits, depths)
+            return TreeMask(tree, FULL if view.window is None else Span("sliding", view.window))
         if view.sees_all and self._block.is_uniform:
             return None
         slots, queries = torch.arange(self._block.columns, device=self.device), self._block.slots
         outside = (slots < self.first_slots) | (slots > queries[:, -1:])
         hidden = outside[:, None] | view.hidden(queries[..., None] - slots)
         return additive_mask(hidden, self.network.dtype)[:, None]
+
+
+@kept_on_device
+def _block_bits(view: BlockView, size: int, device: torch.device) -> torch.LongTensor:
+    """Words of bits `(1, T, W)`: which positions of a block each of them sees."""
+    places = torch.arange(size, device=device)
+    return pack_words(~view.hidden(places[:, None] - places))[None]
 
 
 def _mask_token_id(options: DFlashOptions, network: DFlashNetwork) -> int:

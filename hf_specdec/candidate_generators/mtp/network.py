@@ -27,7 +27,7 @@ from torch import nn
 from ...checkpoints.checkpoint import Checkpoint, head_placement, save_checkpoint, tensor_shapes
 from ...checkpoints.header import TargetNeeds, TargetSizes
 from ...checkpoints.loading import check_given, filled, loads_checkpoint
-from ...decoding.attention import NAME, folding_masks
+from ...decoding.attention import NAME, TreeMask, VerificationForward, running
 from ...decoding.masks import FULL, Span
 from ...errors import SpecConfigError, UnsupportedModelError
 from ...layers.draft_network import DraftModule, TargetParts
@@ -124,6 +124,11 @@ class MtpNetwork(DraftModule):
         return self
 
     @property
+    def head_size(self) -> int:
+        """Size of an attention head; of layers of the target's own class their attention function sees to it."""
+        return self._part("layers", 0).self_attn.head_dim if self._is_llama else 0
+
+    @property
     def shared_modules(self) -> tuple[nn.Module, ...]:
         """Modules of the target that the layers go through."""
         target = self._target
@@ -214,7 +219,10 @@ class MtpNetwork(DraftModule):
     ) -> torch.Tensor:
         """The stream `(R, T, h)` after a layer of the target's own class."""
         positions = positions.to(projected.device).expand(len(projected), -1)
-        with folding_masks():
+        forward = VerificationForward()
+        if isinstance(mask, TreeMask):
+            mask, forward = mask.in_a_forward(cache.plan.columns, projected.dtype)
+        with running(forward):
             stream = self._part("layers", layer)(
                 projected,
                 attention_mask=mask,

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..decoding.cache import padded_size
 from ..decoding.masks import FULL, causal_mask, uniform_causal_mask
 from ..transfers import last_of_each
 from .slots import DraftInputs, DraftSlots, Entries, Reading
@@ -120,10 +119,6 @@ class DraftEntries(DraftSlots):
         return hidden[:, 0], self.network.logits(output)[:, 0]
 
     # Graphs
-
-    def captured_depth(self, deepest: int) -> int:
-        """Depth of a graph that serves limits of up to `deepest`."""
-        return padded_size(deepest)
 
     def begin_captured_chain(
         self, new: Entries, width: int, num_nodes: int

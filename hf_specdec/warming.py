@@ -1,7 +1,6 @@
 """Warm-up: kernels are compiled and graphs captured before the first real call.
 
-A call of its own goes through all sizes of verifications and drafts, twice each, since a size is captured when it
-comes up again. It counts in its own statistics only.
+A call of its own goes through all sizes of verifications and drafts. It counts in its own statistics only.
 
 Shapes: B rows, P prompt length.
 """
@@ -19,7 +18,7 @@ from transformers.generation import StoppingCriteriaList
 
 from .candidate_generators.draft_model.generator import DraftModelCandidateGenerator
 from .control import ControlProfile
-from .decoding.cache import padded_rows, padded_size
+from .decoding.cache import row_sizes
 from .decoding.loop import DecodingLoop
 from .decoding.profile import model_profile
 from .decoding.request import Request
@@ -112,7 +111,7 @@ def warm_up(
         speculator.resources = replace(speculator.resources, profile=ControlProfile())
     done = WarmUp()
     # The largest batches first: the smaller ones find room in their slots.
-    for rows in sorted({padded_rows(count) for count in range(1, max(batch_sizes) + 1)}, reverse=True):
+    for rows in row_sizes(max(batch_sizes)):
         for do_sample in (False, True)[: 1 + sampling]:
             done.add(_call(model, speculator, _prompts(model, rows, prompt_length), max_new_tokens, do_sample))
             on_call()
@@ -171,12 +170,10 @@ class _WarmUpLoop(DecodingLoop):
         _read_every_size(self.target, self.anchors, self.generator.num_draft_nodes + 1)
         for depth in range(self.generator.num_speculative_tokens, 0, -1):
             self.depth = depth
-            for _ in range(2):
-                if not self.stop.all_finished:
-                    self._cycle()
+            if not self.stop.all_finished:
+                self._cycle()
         if isinstance(self.generator, DraftModelCandidateGenerator):
-            # It may have to read all that a cycle commits.
-            _read_every_size(self.generator.model, self.anchors, self.generator.num_speculative_tokens + 1)
+            _read_every_size(self.generator.model, self.anchors, 2)
         self.deferred.flush()
 
     def _step(self) -> DraftStep:
@@ -185,10 +182,8 @@ class _WarmUpLoop(DecodingLoop):
 
 
 def _read_every_size(model: SlotModel, tokens: torch.LongTensor, most: int) -> None:
-    """Forwards over up to so many tokens, of which nothing is kept, where they are captured."""
+    """Forwards over a full draft and over no draft, of which nothing is kept, where they are captured."""
     if model.graphs is None or model.graphs.why_eager is not None:
         return
-    sizes = {min(padded_size(count), most) for count in range(1, most + 1)}
-    for count in sorted(sizes, reverse=True):
-        for _ in range(2):
-            model.forward(tokens[:, None].expand(-1, count).contiguous(), chain_topology(count - 1, tokens.device))
+    for count in sorted({1, most}, reverse=True):
+        model.forward(tokens[:, None].expand(-1, count).contiguous(), chain_topology(count - 1, tokens.device))

@@ -17,6 +17,10 @@ from hf_specdec.protocol import DraftStep
 from hf_specdec.transfers import upload
 
 
+# Nodes of a tree of random shape.
+_RANDOM_NODES = 6
+
+
 @dataclass(frozen=True)
 class ScriptedOptions:
     """The script is no setting; it comes as the speculator's resources."""
@@ -51,6 +55,11 @@ class ScriptedCandidateGenerator(CandidateGenerator):
         super().__init__(config, resources, session)
         self.script = resources
         self.random = random.Random(resources.seed)
+
+    @property
+    def num_draft_nodes(self) -> int:
+        tree = self.script.tree
+        return self.num_speculative_tokens if tree is None else _RANDOM_NODES if tree == "random" else len(tree)
 
     def propose(self, step: DraftStep) -> DraftTree:
         if self.script.tree is None:
@@ -87,7 +96,7 @@ class ScriptedCandidateGenerator(CandidateGenerator):
     def _parents(self) -> list[int]:
         if self.script.tree != "random":
             return list(self.script.tree)
-        return [self.random.randint(-1, node - 1) for node in range(6)]
+        return [self.random.randint(-1, node - 1) for node in range(_RANDOM_NODES)]
 
     def _tree_tokens(self, row: int, length: int, room: int, parents: list[int]) -> list[int]:
         tokens: list[int] = []

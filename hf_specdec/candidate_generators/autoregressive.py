@@ -11,7 +11,6 @@ Shapes: R active rows, h hidden size of the network, U its vocabulary.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -182,17 +181,16 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
     def _replay(self, new: Entries, limits: RowLimits) -> DraftTree | None:
         """Runs the cycle as one graph; `None` where there is none to run.
 
-        The graph drafts as deep as its size is, and what is deeper than a row's limit is cut off. Only a threshold
-        makes the host wait for it, to learn how much has to be verified.
+        The graph drafts the whole plan, and what is deeper than a row's limit is cut off. Only a threshold makes the
+        host wait for it, to learn how much has to be verified.
         """
-        depth = min(self.entries.captured_depth(limits.deepest), self.plan.max_depth)
         output = self.entries.replay(
-            (self.plan, depth, self.threshold),
+            (self.plan, self.threshold),
             new,
             self.most_committed,
             self.num_reads,
             limits.depths,
-            partial(self._captured_draft, depth),
+            self._captured_draft,
             self.shape,
         )
         if output is None:
@@ -204,9 +202,10 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         return nodes.of_rows(num_rows).draft(self.plan, depths, self.session.device)
 
     def _captured_draft(
-        self, depth: int, inputs: DraftInputs, columns: int
+        self, inputs: DraftInputs, columns: int
     ) -> tuple[torch.Tensor, torch.Tensor, DraftNodes, torch.LongTensor]:
-        entries, limits = self.entries.static(inputs, columns), CapturedLimits(inputs.limits, depth, self.threshold)
+        entries = self.entries.static(inputs, columns)
+        limits = CapturedLimits(inputs.limits, self.plan.max_depth, self.threshold)
         hidden, logits = entries.read_last(inputs)
         entries.begin_draft(self.num_reads)
         nodes = grow(self.shape, entries, hidden, logits, limits)

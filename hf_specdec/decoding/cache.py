@@ -36,8 +36,8 @@ class Place(NamedTuple):
 class SlotStore:
     """Buffers of keys and values that outlive a call, so that graphs find them in their place.
 
-    There may be several places, for calls of different lengths. The most recently used ones are kept, as long as
-    together they are at most twice as large as the largest one.
+    There may be several places, for calls of different lengths; a call has the smallest one with room for it. The most
+    recently used ones are kept, as long as together they are at most twice as large as the largest one.
 
     Args:
         on_dropped (`Callable`): Called with a place whose buffers have to make way.
@@ -74,10 +74,14 @@ class SlotStore:
         return buffer
 
     def _move(self, rows: int, capacity: int) -> None:
-        """Moves to the smallest place with these slots that has enough rows; else to a new one."""
+        """Moves to the smallest place with room; else to a new one."""
         slots = padded_slots(capacity)
-        fitting = [place for place in self._places if place.slots == slots and place.rows >= rows]
-        self.place = min(fitting, default=Place(padded_rows(rows), slots))
+        fitting = (
+            place
+            for place in self._places
+            if place.rows >= rows and capacity <= place.slots <= _MOST_TIMES_LONGER * slots
+        )
+        self.place = min(fitting, key=lambda place: place.rows * place.slots, default=Place(padded_rows(rows), slots))
         self._places[self.place] = self._places.pop(self.place, {})
         # Whoever makes way may have been the largest.
         while sum(sizes := [place.rows * place.slots for place in self._places]) > 2 * max(sizes):
@@ -111,6 +115,9 @@ class SlotStore:
 # Few sizes of buffers: graphs are captured for each of them.
 _LEAST_SLOTS, _LAST_DOUBLED = 1024, 8192
 
+# Longer buffers than a call needs spare it captures; masked attention and zeroing go through all slots, though.
+_MOST_TIMES_LONGER = 8
+
 
 def padded_slots(count: int) -> int:
     """Slots of the buffers for this many: powers of two from 1024 to 8192, then four sizes in each doubling."""
@@ -127,6 +134,11 @@ def padded_size(count: int) -> int:
 def padded_rows(count: int) -> int:
     """Rows of the graph for this many: powers of two to 8, then multiples of it, because each has slots of its own."""
     return padded_size(count) if count <= 8 else -(-count // 8) * 8
+
+
+def row_sizes(count: int) -> list[int]:
+    """Rows of the graphs for this many and all smaller numbers, the largest first."""
+    return sorted({padded_rows(rows) for rows in range(1, count + 1)}, reverse=True)
 
 
 class SlotLayer(CacheLayerMixin):

@@ -4,8 +4,9 @@ A forward of a few tokens launches hundreds of kernels from Python, which takes 
 recorded once and launches all of them in one go. It repeats the same kernels on the same memory, so everything that
 changes from cycle to cycle is read from tensors that stay where they are: the inputs, and the slots.
 
-Rows and nodes are padded to few sizes, so that a handful of graphs serves all forwards. Graphs and slots belong to a
-model and outlive the call; one call at a time has them, others go on without.
+Rows are padded to few sizes and nodes to those of a full draft, so that a handful of graphs serves all forwards, and
+the first forward of a call captures all that its rows will need. Graphs and slots belong to a model and outlive the
+call; one call at a time has them, others go on without.
 
 Shapes: R rows and T nodes of a graph, r and t of them in use.
 """
@@ -13,9 +14,9 @@ Shapes: R rows and T nodes of a graph, r and t of them in use.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,14 +25,11 @@ from transformers.utils import logging
 
 from ..threads import Lock
 from ..transfers import holding
-from .cache import Place, SlotCache, SlotStore, padded_size
+from .cache import Place, SlotCache, SlotStore, padded_rows, row_sizes
 from .capture import CaptureBackend, SharedOutputs, capture_backend
 
 
 logger = logging.get_logger(__name__)
-
-# A size that comes up once, as at the end of a text, is not worth a capture.
-_USES_BEFORE_CAPTURE = 1
 
 
 @dataclass
@@ -64,7 +62,6 @@ class ModelGraphs:
         self.store: SlotStore = SlotStore(self._drop_place)
         self.outputs = SharedOutputs()
         self.forwards: dict[tuple[Any, ...], CapturedForward] = {}
-        self.uses: Counter[tuple[Any, ...]] = Counter()
         self.why_eager: str | None = None
         self.backend: CaptureBackend | None = None
         self._state: tuple[Any, ...] | None = None
@@ -104,7 +101,6 @@ class ModelGraphs:
 
     def _keep_forwards(self, stays: Callable[[tuple[Any, ...]], bool]) -> None:
         self.forwards = {key: captured for key, captured in self.forwards.items() if stays(key)}
-        self.uses = Counter({key: count for key, count in self.uses.items() if stays(key)})
         if not self.forwards:
             self.outputs: SharedOutputs = SharedOutputs()
             if self.backend is not None:
@@ -124,7 +120,7 @@ class CallGraphs:
     Args:
         model (`PreTrainedModel`): The model.
         backend (`CaptureBackend`): Captures its forwards, if nothing has been captured before.
-        largest (`int`): Nodes of a full draft; such forwards get graphs of their own size.
+        largest (`int`): Nodes of a full draft.
         why_eager (`str`, *optional*): Why this call runs without graphs.
         shared (`tuple[nn.Module, ...]`): Modules of others that its forwards go through.
 
@@ -166,16 +162,18 @@ class CallGraphs:
         """The buffers of the slots, where graphs are used."""
         return None if self._shared is None else self._shared.store
 
-    def padded_nodes(self, nodes: int) -> int:
-        """Nodes of the graph for this many: a power of two, or those of a full draft."""
-        padded = padded_size(nodes)
-        return min(padded, self._largest) if nodes <= self._largest else padded
+    def padded_nodes(self, nodes: int) -> int | None:
+        """Nodes of the graph for this many: one, or those of a full draft; more of them have none."""
+        if nodes > self._largest:
+            return None
+        return 1 if nodes == 1 else self._largest
 
     def run_on_slots(
         self,
         key: tuple[Any, ...],
-        make_inputs: Callable[[], Any],
-        fill: Callable[[Any], None],
+        rows: int,
+        make_inputs: Callable[[int], Any],
+        fill: Callable[[Any, int], None],
         read: Callable[[Any, int], Any],
         cache: SlotCache,
         ahead: int,
@@ -190,22 +188,27 @@ class CallGraphs:
         if self.why_eager is not None:
             return None
         place = self._place(cache, ahead)
-        return self.run(key, make_inputs, fill, lambda inputs: read(inputs, place.slots), place)
+        return self.run(key, rows, make_inputs, fill, lambda inputs: read(inputs, place.slots), place)
 
     def run(
         self,
         key: tuple[Any, ...],
-        make_inputs: Callable[[], Any],
-        fill: Callable[[Any], None],
+        rows: int,
+        make_inputs: Callable[[int], Any],
+        fill: Callable[[Any, int], None],
         read: Callable[[Any], Any],
         place: Place | None = None,
     ) -> CapturedForward | None:
         """Runs a forward as a graph.
 
+        Where there is none, those for fewer rows are captured, too: rows leave the call one after the other. A forward
+        may thus run several times, and must leave nothing that another run of it would find changed.
+
         Args:
             key (`tuple`): What is built into it: its sizes, and whatever else it does not read from its inputs.
-            make_inputs (`Callable`): Makes the buffers that it reads; they live as long as the graph.
-            fill (`Callable`): Fills them, in front of each run.
+            rows (`int`): r.
+            make_inputs (`Callable`): Makes the buffers of R rows that it reads; they live as long as the graph.
+            fill (`Callable`): Fills them for the first rows, as many as the second argument says, in front of a run.
             read (`Callable`): The forward. Takes the inputs, and returns tensors.
             place (`Place`, *optional*): Where its slots are, if it has any.
 
@@ -215,18 +218,19 @@ class CallGraphs:
         """
         if self.why_eager is not None:
             return None
-        shared, key = self._shared, (place, *key)
-        shared.uses[key] += 1
-        captured = shared.forwards.get(key)
-        if captured is None and shared.uses[key] <= _USES_BEFORE_CAPTURE:
-            return None
-        inputs = make_inputs() if captured is None else captured.inputs
-        fill(inputs)
-        if captured is None:
-            captured = self._capture(inputs, lambda: read(inputs))
-            if captured is None:
-                return None
-            shared.forwards[key] = captured
+        keys = {size: (place, size, *key) for size in row_sizes(rows)}
+        if keys[padded_rows(rows)] not in self._shared.forwards:
+            for size, full_key in keys.items():
+                if full_key in self._shared.forwards:
+                    continue
+                inputs = make_inputs(size)
+                fill(inputs, min(size, rows))
+                captured = self._capture(inputs, partial(read, inputs))
+                if captured is None:
+                    return None
+                self._shared.forwards[full_key] = captured
+        captured = self._shared.forwards[keys[padded_rows(rows)]]
+        fill(captured.inputs, rows)
         captured.replay()
         self.num_replays += 1
         return captured

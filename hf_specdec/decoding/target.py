@@ -33,7 +33,7 @@ from .attention import (
     VerificationForward,
     attention_switch,
 )
-from .cache import SlotCache, padded_rows
+from .cache import SlotCache
 from .graphs import CallGraphs, graphs_for
 from .masks import RowState, ancestor_bits, node_masks, node_positions, slot_tree
 from .positions import Nodes, PositionCounter
@@ -95,7 +95,10 @@ class NodeInputs:
         num_rows, num_nodes = self.tokens.shape
         missing = num_nodes - tokens.shape[1]
         self.tokens.copy_(_with_rows(F.pad(tokens, (0, missing)), num_rows))
-        bits, depths = ancestor_bits(topology), topology.depths
+        bits, depths = (
+            values[: len(tokens)] if values.dim() == 2 else values
+            for values in (ancestor_bits(topology), topology.depths)
+        )
         if missing:
             itself = 1 << torch.arange(tokens.shape[1], num_nodes, device=bits.device)
             bits = torch.cat([bits, itself.expand(*bits.shape[:-1], -1)], dim=-1)
@@ -316,28 +319,30 @@ class SlotModel:
     def _replay(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int) -> SlotOutput | None:
         """The output of [`SlotModel.forward`] from a graph; `None` where the forward has to run without one."""
         rows, nodes = tokens.shape
-        if nodes > MAX_NODES:
+        size = self.graphs.padded_nodes(nodes)
+        if size is None or size > MAX_NODES:
             return None
-        size = padded_rows(rows), self.graphs.padded_nodes(nodes)
 
-        def fill(inputs: NodeInputs) -> None:
-            inputs.fill(tokens, topology, RowState(self.cache.lengths, self.starts, self.offsets), self.max_position)
-            self.cache.plan_write(nodes)
+        def fill(inputs: NodeInputs, count: int) -> None:
+            states = (self.cache.lengths, self.starts, self.offsets)
+            inputs.fill(tokens[:count], topology, RowState(*(part[:count] for part in states)), self.max_position)
 
         def read(inputs: NodeInputs, columns: int) -> tuple:
             output, layers = self.read_static(inputs, columns)
             return output.logits, output.hidden_states, layers
 
         captured = self.graphs.run_on_slots(
-            (*size, self.states),
-            lambda: NodeInputs(*size, tokens.device),
+            (size, self.states),
+            rows,
+            lambda rows: NodeInputs(rows, size, tokens.device),
             fill,
             read,
             self.cache,
-            ahead=size[1],
+            ahead=size,
         )
         if captured is None:
             return None
+        self.cache.plan_write(nodes)
         logits, states, self.attention_layers = captured.output
         # Rows and nodes of padding are cut off.
         states = {key: state[:rows, :nodes] for key, state in states.items()}

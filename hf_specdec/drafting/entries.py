@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from ..decoding.attention import TreeMask
-from ..decoding.cache import padded_size
 from ..decoding.masks import FULL, causal_mask, uniform_causal_mask
 from ..kernels.tree_attention import SlotTree, own_bits
 from ..transfers import kept_tensor, last_of_each
@@ -127,10 +126,6 @@ class DraftEntries(DraftSlots):
         return hidden[:, 0], self.network.logits(output)[:, 0]
 
     # Graphs
-
-    def captured_depth(self, deepest: int) -> int:
-        """Depth of a graph that serves limits of up to `deepest`."""
-        return padded_size(deepest)
 
     def begin_captured_chain(
         self, new: Entries, width: int, num_nodes: int

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..decoding.cache import padded_rows
 from ..decoding.graphs import CallGraphs, CapturedForward, graphs_for
 from ..protocol import Session
 
@@ -65,10 +64,10 @@ class RowInputs:
     def buffers(self) -> list[torch.Tensor]:
         return list(self.tensors.values())
 
-    def fill(self, values: dict[str, torch.Tensor]) -> None:
-        """Copies in what the rows read. Rows of padding are zeros."""
+    def fill(self, values: dict[str, torch.Tensor], count: int) -> None:
+        """Copies in what the first `count` rows read. Rows of padding are zeros."""
         for name, buffer in self.tensors.items():
-            fill_front(buffer, values[name])
+            fill_front(buffer, values[name][:count])
 
 
 def fill_front(buffer: torch.Tensor, values: torch.Tensor) -> None:
@@ -116,11 +115,12 @@ class RowGraphs:
         return tree_map_only(torch.Tensor, lambda part: part[:count], captured.output)
 
     def _replay(self, key, read, values, constants) -> CapturedForward | None:
-        rows, device = padded_rows(_num_rows(values)), next(self._network.parameters()).device
+        device = next(self._network.parameters()).device
         return self._graphs.run(
-            (rows, *key),
-            lambda: RowInputs(rows, values, device, constants),
-            lambda inputs: inputs.fill(values),
+            key,
+            _num_rows(values),
+            lambda rows: RowInputs(rows, values, device, constants),
+            lambda inputs, count: inputs.fill(values, count),
             lambda inputs: read(**inputs.tensors),
         )
 

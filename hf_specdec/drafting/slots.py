@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..decoding.attention import takes_trees
-from ..decoding.cache import CapturedCache, SlotCache, SlotLayer, padded_rows
+from ..decoding.cache import CapturedCache, SlotCache, SlotLayer
 from ..decoding.graphs import CallGraphs
 from ..protocol import Prompt, Session
 from ..transfers import upload
@@ -152,11 +152,11 @@ class DraftSlots:
         is_allocated = all(layer.is_initialized for layer in self.cache.layers)
         if self.graphs is None or not is_allocated or new.tokens.shape[1] > width:
             return None
-        rows = padded_rows(len(new.tokens))
         captured = self.graphs.run_on_slots(
-            (type(self), rows, width, *new.states, *key),
-            lambda: DraftInputs(rows, width, new.states, self.device, constants),
-            lambda inputs: inputs.fill(new, limits, self),
+            (type(self), width, *new.states, *key),
+            len(new.tokens),
+            lambda rows: DraftInputs(rows, width, new.states, self.device, constants),
+            lambda inputs, count: inputs.fill(new, limits, self, count),
             read,
             self.cache,
             ahead=width + ahead,
@@ -241,14 +241,14 @@ class DraftInputs:
     def buffers(self) -> list[torch.Tensor]:
         return [self.tokens, self._rows, *self.states.values()]
 
-    def fill(self, new: Entries, limits: list[int], slots: DraftSlots) -> None:
-        """Copies in what the rows read. Rows of padding are like the first one, in slots of their own."""
-        fill_front(self.tokens, new.tokens)
+    def fill(self, new: Entries, limits: list[int], slots: DraftSlots, count: int) -> None:
+        """Copies in what the first rows read. Rows of padding are like the first one, in slots of their own."""
+        fill_front(self.tokens, new.tokens[:count])
         for key, buffer in self.states.items():
-            fill_front(buffer, new.states[key])
-        missing = self._rows.shape[1] - len(limits)
+            fill_front(buffer, new.states[key][:count])
+        missing = self._rows.shape[1] - count
         table = (slots.cache.lengths, new.counts, limits, *slots.host_places())
-        self._rows.copy_(upload([[*values, *values[:1] * missing] for values in table], self._rows.device))
+        self._rows.copy_(upload([[*values[:count], *values[:1] * missing] for values in table], self._rows.device))
 
 
 class KnownPrompt:

@@ -135,9 +135,18 @@ class TestSlotStore:
         # Rows for two fit into those for four.
         self.call(store, 2, 1000)
         assert store.place == (4, 1024)
+        # Those that are longer than needed serve as well.
         self.call(store, 1, 2000)
-        assert store.place == (1, 2048)
-        assert dropped == [(1, 1024), (1, 4096)]
+        assert store.place == (1, 4096)
+        assert dropped == [(1, 1024)]
+
+    def test_much_longer_buffers_are_left_to_longer_calls(self, store, dropped):
+        self.call(store, 1, 8193)
+        self.call(store, 1, 1024)
+        assert store.place == (1, 1024)
+        self.call(store, 1, 1281)
+        assert store.place == (1, 10240)
+        assert not dropped
 
     @settings(max_examples=60, deadline=None)
     @given(

@@ -326,7 +326,7 @@ class TestNetworksWithoutACache:
         for num_rows in (3, 4, 1):
             for buffer in inputs.buffers:
                 spoil(buffer)
-            inputs.fill({"states": torch.ones((num_rows, 5)), "tokens": torch.arange(1, num_rows + 1)})
+            inputs.fill({"states": torch.ones((4, 5)), "tokens": torch.arange(1, 5)}, num_rows)
             assert inputs.tensors["states"].dtype == torch.bfloat16
             assert inputs.tensors["states"].sum(1).tolist() == [5] * num_rows + [0] * (4 - num_rows)
             assert inputs.tensors["tokens"].tolist() == [*range(1, num_rows + 1), *[0] * (4 - num_rows)]
@@ -341,7 +341,9 @@ class TestNetworksWithoutACache:
             assert double.tolist() == [0, 2, 4]
             assert (total.tolist(), number) == ([2, 2, 2], 7)
         row_graphs.close()
-        assert session.draft_graphs[0].num_replays == 2
+        assert session.draft_graphs[0].num_replays == 3
+        # For three rows, and fewer.
+        assert session.draft_graphs[0].num_captures == 3
 
 
 @pytest.mark.gpu
@@ -436,7 +438,7 @@ class TestDraftInputs:
         inputs = DraftInputs(4, 3, {1: torch.zeros((2, 1, 5))}, CPU)
         for buffer in inputs.buffers:
             spoil(buffer)
-        inputs.fill(Entries(torch.ones((2, 2)), {1: torch.ones((2, 2, 5))}, [1, 2]), [3, 4], slots)
+        inputs.fill(Entries(torch.ones((2, 2)), {1: torch.ones((2, 2, 5))}, [1, 2]), [3, 4], slots, 2)
         assert inputs.tokens.tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 0]]
         assert inputs.states[1].sum() == 20
         assert inputs.counts.tolist() == [1, 2, 1, 1]

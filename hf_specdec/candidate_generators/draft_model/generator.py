@@ -243,7 +243,9 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             return
         self.texts = [texts[row] for row in self.rows]
         self.model.cache.capacity = length + min(self.session.max_length - length, 1024) + 1
-        graphs = call_graphs(self.model.model, enforce_eager=self.config.enforce_eager)
+        # A cycle that has accepted all leaves one token more to be fed.
+        most_fed = 2 if self.mask_token is None else 2 * self.num_speculative_tokens
+        graphs = call_graphs(self.model.model, largest=most_fed, enforce_eager=self.config.enforce_eager)
         self.model.use_graphs(graphs)
         if graphs is not None:
             self.session.draft_graphs.append(graphs)

@@ -139,10 +139,6 @@ class LayerEntries(DraftEntries):
 
     # Graphs
 
-    def captured_depth(self, deepest: int) -> int:
-        # All layers read, sooner or later.
-        return self.depth
-
     def begin_captured_chain(
         self, new: Entries, width: int, num_nodes: int
     ) -> tuple[torch.Tensor, torch.Tensor, ReadNext]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -67,6 +68,15 @@ def reads_target_cache(draft_model: Any) -> bool:
 def layers_owner(model: torch.nn.Module, layers: torch.nn.ModuleList) -> torch.nn.Module:
     """Module that holds the list of layers."""
     return next(module for module in model.modules() if any(child is layers for child in module.children()))
+
+
+def active_adapters(model: torch.nn.Module) -> list[str]:
+    """Names of PEFT's adapters that change a model's layers now, by name; merged ones among them."""
+    layer = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
+    if layer is None:
+        return []
+    adapted = (module for module in model.modules() if isinstance(module, layer) and not module.disable_adapters)
+    return sorted({name for module in adapted for name in module.active_adapters})
 
 
 def draft_device(config: Any, target_model: torch.nn.Module, part: torch.nn.Module | None = None) -> torch.device:

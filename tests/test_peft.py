@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_specdec import SpecConfigError
+from hf_specdec import SpecConfigError, demo, load_speculator
 from hf_specdec.decoding import continuation
+from hf_specdec.diagnosis.checks import network_findings
 from tests.architectures import tiny_model
 from tests.models import prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
 
@@ -84,6 +85,89 @@ def test_changed_weights(adapter):
     plain = check_equals_plain(model, inputs)
     with model.disable_adapter():
         assert check_equals_plain(model, inputs).tolist() != plain.tolist()
+
+
+def several_adapters():
+    """A model with the adapters "one" and "two", of which "one" is active."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(tiny_llama(), ADAPTERS["lora"](), adapter_name="one")
+    model.add_adapter("two", peft.LoraConfig(**TASK, r=8, init_lora_weights=False))
+    return model.eval()
+
+
+def test_set_adapter_between_calls():
+    model, inputs, texts = several_adapters(), prompts(3), []
+    for name in ("one", "two", "one"):
+        model.set_adapter(name)
+        texts.append(check_equals_plain(model, inputs).tolist())
+    assert texts[0] == texts[2] != texts[1]
+    model.base_model.set_adapter(["one", "two"])
+    assert check_equals_plain(model, inputs).tolist() not in texts
+
+
+@pytest.mark.parametrize("unload", [False, True])
+def test_merged_adapters(unload):
+    model, inputs = several_adapters(), prompts(3)
+    before = model.generate(**inputs, **SETTINGS)
+    if unload:
+        model = model.merge_and_unload()
+    else:
+        model.merge_adapter()
+    assert check_equals_plain(model, inputs).tolist() == before.tolist()
+    if not unload:
+        model.unmerge_adapter()
+        assert check_equals_plain(model, inputs).tolist() == before.tolist()
+
+
+MIXED = ["two", "__base__", "one", "two"]
+
+
+@pytest.mark.parametrize("names", [MIXED, tuple(MIXED)], ids=["list", "tuple"])
+def test_adapters_by_row(names):
+    """Rows end one after the other, and each goes on with its own adapter."""
+    model, inputs = several_adapters(), prompts(4)
+    plain = model.generate(**inputs, **SETTINGS, adapter_names=names)
+    # Every row ends at its own place.
+    ends = {"eos_token_id": plain[:, -12].tolist() + plain[:2, -4].tolist(), "pad_token_id": 0}
+    for settings in (SETTINGS, {**SETTINGS, **ends}):
+        plain = model.generate(**inputs, **settings, adapter_names=names)
+        for tree in (None, TREE):
+            how = scripted_for(plain, inputs, accuracy=0.8, tree=tree)
+            output = model.generate(
+                **inputs, **settings, adapter_names=names, assistant=how, return_dict_in_generate=True
+            )
+            assert output.sequences.tolist() == plain.tolist()
+            assert output.speculative.num_accepted_tokens > 8
+    assert names in (MIXED, tuple(MIXED))
+    for row, name in enumerate(names):
+        alone = {key: values[row : row + 1] for key, values in inputs.items()}
+        text = model.generate(**alone, **settings, adapter_names=[name], spec_method="ngram")
+        assert text[0].tolist() == plain[row, : text.shape[1]].tolist()
+
+
+def test_adapters_by_row_and_scores_of_all_steps():
+    model, inputs = several_adapters(), prompts(3)
+    call = {**inputs, **SETTINGS, "adapter_names": MIXED[:3], "return_dict_in_generate": True, "output_scores": True}
+    plain = model.generate(**call)
+    output = model.generate(**call, assistant=scripted_for(plain.sequences, inputs, tree=TREE))
+    assert output.sequences.tolist() == plain.sequences.tolist()
+    for ours, theirs in zip(output.scores, plain.scores, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_doctor_says_that_an_adapter_changes_what_heads_read():
+    target = demo.load_target()
+    head = load_speculator(target, "eagle3", model=demo.drafter_path("eagle3"))
+
+    def found() -> list[str]:
+        findings = [one for one in network_findings(head, target, None) if one.check == "adapters"]
+        return [one.found for one in findings]
+
+    assert found() == []
+    model = peft.get_peft_model(target, peft.LoraConfig(**TASK, r=4, target_modules=["q_proj"]))
+    assert "active adapters (default)" in found()[0]
+    with model.disable_adapter():
+        assert found() == []
 
 
 def test_add_adapter_of_transformers():

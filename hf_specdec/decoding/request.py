@@ -17,6 +17,7 @@ from ..logits.grammar.rows import RowGrammars
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import seed_from_torch
 from ..target_facts import vocabulary_size
+from .adapters import ADAPTED_ROW, RowAdapters
 from .profile import REPEATED_INPUTS, is_text_only, model_profile
 from .sequences import end_tokens
 
@@ -124,9 +125,15 @@ class Request:
         return given if given > past_length else past_length + given
 
     def row_inputs(self) -> dict[str, torch.Tensor]:
-        """Arguments of the target's forward that every new token of a row repeats, each `(B, 1)`."""
+        """What every new token of a row repeats, each `(B, 1)`: arguments of the target's forward, and `ADAPTED_ROW`.
+
+        The latter is the number of the row, for targets whose rows have adapters of their own.
+        """
+        found = {}
+        if RowAdapters.of(self.model) is not None:
+            found[ADAPTED_ROW] = torch.arange(self.batch_size)[:, None]
         if not is_text_only(self.model):
             # Models with images read them of the prompt alone.
-            return {}
+            return found
         given = {name: self.model_kwargs.get(name) for name in REPEATED_INPUTS}
-        return {name: values[:, -1:] for name, values in given.items() if values is not None}
+        return found | {name: values[:, -1:] for name, values in given.items() if values is not None}

@@ -26,6 +26,7 @@ from ..kernels.products import fast_products
 from ..kernels.tree_attention import MAX_NODES, SlotTree
 from ..threads import cached_property
 from ..transfers import select_rows, upload
+from .adapters import ADAPTED_ROW, RowAdapters
 from .attention import (
     TREE_KERNEL,
     AttentionSwitch,
@@ -387,8 +388,11 @@ class SlotModel:
             inputs["logits_to_keep"] = num_logits
         if self.profile.takes_position_ids:
             inputs[name("position_ids")] = positions
-        inputs |= {name: values.expand(-1, tokens.shape[1]) for name, values in self.row_inputs.items()}
+        repeated = dict(self.row_inputs)
+        adapted = repeated.pop(ADAPTED_ROW, None)
+        inputs |= {name: values.expand(-1, tokens.shape[1]) for name, values in repeated.items()}
         with (
+            self._adapters_of(adapted),
             self.taps.captured() as states,
             self._attention(forward),
             self._states_kept(tokens.shape[1]),
@@ -396,6 +400,10 @@ class SlotModel:
         ):
             output = self.model(**inputs, **self.forward_kwargs)
         return SlotOutput(output.logits[:, -num_logits:], states, output.get(name("hidden_states")))
+
+    def _adapters_of(self, rows: torch.LongTensor | None):
+        adapters = None if rows is None else RowAdapters.of(self.model)
+        return nullcontext() if adapters is None else adapters.of_rows(rows[:, 0])
 
     def _states_kept(self, nodes: int):
         return nullcontext() if self.recurrent is None else self.recurrent.reading(nodes)

@@ -22,7 +22,7 @@ from ..kernels._llvm import HAS_LLVM
 from ..method import drafting_method, is_language_model
 from ..settings import SpeculativeConfig
 from ..speculator import Speculator
-from ..target_facts import vocabulary_size
+from ..target_facts import active_adapters, vocabulary_size
 
 
 Status = Literal["ok", "warning", "error"]
@@ -180,6 +180,7 @@ def network_findings(
         return
     yield from _weight_findings(network)
     yield from _dtype_findings(network, target_model)
+    yield from _adapter_findings(network, target_model)
     yield from _layer_findings(network, files)
     ids = token_ids(network)
     if ids is not None:
@@ -222,6 +223,19 @@ def _dtype_findings(network: nn.Module, target_model: PreTrainedModel) -> Iterat
         )
     else:
         yield Finding("dtype", "ok", f"The drafter computes in {names[0]}, the target in {names[1]}.")
+
+
+def _adapter_findings(network: nn.Module, target_model: PreTrainedModel) -> Iterator[Finding]:
+    """About heads of a target whose states an adapter has changed since."""
+    names = active_adapters(target_model)
+    if names and getattr(network, "target_hidden_states", ()):
+        yield Finding(
+            "adapters",
+            "warning",
+            f"The target has active adapters ({', '.join(names)}), and drafters read its states, which these change.",
+            "Compare the acceptance with that of the target without them; train the drafter on the adapted target if "
+            "it is much lower.",
+        )
 
 
 def _layer_findings(network: nn.Module, files: RepoFiles | None) -> Iterator[Finding]:

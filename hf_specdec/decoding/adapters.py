@@ -1,0 +1,51 @@
+"""PEFT's adapters that differ from row to row: `generate(adapter_names=[...])` of a `PeftModel`.
+
+PEFT tells every adapted layer the names of all rows of the call, by hooks that last as long as the call. Here rows
+leave and change places, so a forward of the loop is told those of its own rows.
+
+Shapes: B rows of the call, R active rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+
+_KEY = "adapter_names"
+
+# Among the inputs that rows repeat, the number of a row in its call.
+ADAPTED_ROW = "row of adapter_names"
+
+
+class RowAdapters:
+    """The names that the layers of a model are told in this call.
+
+    Args:
+        hooks (`list[partial]`): PEFT's hooks of the layers.
+    """
+
+    def __init__(self, hooks: list[partial]):
+        self._given = [(hook.keywords, hook.keywords[_KEY]) for hook in hooks]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> RowAdapters | None:
+        """Those of a model; `None` where all rows have the same adapters."""
+        hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+        hooks = [hook for hook in hooks if isinstance(hook, partial) and _KEY in hook.keywords]
+        return cls(hooks) if hooks else None
+
+    @contextmanager
+    def of_rows(self, rows: torch.LongTensor) -> Iterator[None]:
+        """Tells the layers the names of rows `(R,)` of the call inside the block."""
+        places = rows.tolist()
+        for told, names in self._given:
+            told[_KEY] = [names[row] for row in places]
+        try:
+            yield
+        finally:
+            for told, names in self._given:
+                told[_KEY] = names

@@ -285,9 +285,8 @@ RECURRENT = {
     "zaya",
 }
 
-# Types that count slots or have a recurrent state, so that no tree can be verified.
+# Types that count slots, so that no tree can be verified.
 CHAINS_ONLY = {
-    *RECURRENT,
     "bart",
     "bigbird_pegasus",
     "blenderbot",
@@ -295,6 +294,8 @@ CHAINS_ONLY = {
     "bloom",
     "falcon-alibi",
     "gpt_neo",
+    "inkling2_text",
+    "inkling_text",
     "marian",
     "mbart",
     "moss_transcribe_diarize",

@@ -30,7 +30,7 @@ class ModelProfile:
         takes_flat_mask (`bool`): Builds its position bias from a 2-D mask, and has no use for a ready 4-D one.
         takes_position_ids (`bool`): Its forward has the argument `position_ids`.
         takes_logits_to_keep (`bool`): Its forward has the argument `logits_to_keep`.
-        is_recurrent (`bool`): Some of its layers have a recurrent state, which cannot branch.
+        is_recurrent (`bool`): Some of its layers have a recurrent state, which cannot be cut back.
         cache_name (`str`): The argument of its forward that takes the cache.
     """
 
@@ -51,7 +51,7 @@ class ModelProfile:
     @property
     def supports_trees(self) -> bool:
         """Tells whether branches can be verified, and not chains only."""
-        return not (self.counts_slots or self.is_recurrent)
+        return not self.counts_slots
 
 
 # Models with `position_ids` that count slots all the same; those without always do.

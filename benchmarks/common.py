@@ -232,12 +232,15 @@ class Script:
         vocab_size (`int`): V.
         accuracy (`float`): Share of positions at which the draft is right.
         seed (`int`): Of the draws.
+        num_siblings (`int`): Depths of a draft, from the first on, at which there is a second token, which is right at
+            half of the positions where the first one is wrong.
     """
 
     texts: list[list[int]]
     vocab_size: int
     accuracy: float = 0.8
     seed: int = 0
+    num_siblings: int = 0
 
     @functools.cached_property
     def drafts(self) -> list[list[int]]:
@@ -252,6 +255,20 @@ class Script:
         """Draft tokens after the first `length` tokens of a row, at most `count`."""
         return self.drafts[row][length : length + count]
 
+    @functools.cached_property
+    def siblings(self) -> list[list[int]]:
+        """The second token for each position of each row."""
+        draws = random.Random(self.seed + 1)
+        return [
+            [token if draws.random() < 0.5 else (token + 2) % self.vocab_size for token in text] for text in self.texts
+        ]
+
+    def tree(self, row: int, length: int, count: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of the draft of a chain and of the second tokens at its first depths."""
+        chain = self.draft(row, length, count)
+        siblings = self.siblings[row][length : length + min(count, self.num_siblings)]
+        return chain + siblings, [*range(-1, len(chain) - 1), *range(-1, len(siblings) - 1)]
+
 
 class ScriptedCandidateGenerator(CandidateGenerator):
     """Drafts from a [`Script`] in our loop."""
@@ -262,8 +279,8 @@ class ScriptedCandidateGenerator(CandidateGenerator):
 
     def propose(self, step: DraftStep) -> DraftTree:
         rooms = (min(room, self.num_speculative_tokens) for room in step.max_draft_tokens)
-        drafts = [self.script.draft(*where) for where in zip(step.rows, step.lengths, rooms)]
-        return DraftTree.from_lists(drafts, self.session.device)
+        drafts, parents = zip(*(self.script.tree(*where) for where in zip(step.rows, step.lengths, rooms)))
+        return DraftTree.from_lists(list(drafts), self.session.device, list(parents))
 
 
 class StockScriptedCandidateGenerator(HfCandidateGenerator):

@@ -4,7 +4,8 @@
     python benchmarks/hybrid.py --shapes qwen3_5 mamba2 --batch-size 4 --json hybrid.json
 
 The targets have random weights and layers of the shapes of public models, eight of them. Drafts are scripted chains of
-five tokens, each right in four of five places. All sides write the same greedy text, in turn. Times are those of the
+five tokens, each right in four of five places, alone or with second tokens at the first three depths, which are right
+at half of the places where the chain is wrong. All sides write the same greedy text, in turn. Times are those of the
 thread, decoding alone, without the prompt and the first cycle; a ratio is the median of those of the rounds.
 """
 
@@ -14,7 +15,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import thread_time
 
@@ -68,7 +69,7 @@ SHAPES: dict[str, dict] = {
     "mamba2": {"num_heads": 32, "head_dim": 64, "state_size": 128, "n_groups": 1},
 }
 
-DRAFT_LENGTH = 5
+DRAFT_LENGTH, NUM_SIBLINGS = 5, 3
 
 
 @dataclass
@@ -106,12 +107,16 @@ def measure(kind: str, batch_size: int, context: int, new_tokens: int, rounds: i
         "max_new_tokens": new_tokens,
         "do_sample": False,
     }
-    script = Script(target.generate(**arguments).tolist(), target.config.vocab_size)
+    chain = Script(target.generate(**arguments).tolist(), target.config.vocab_size)
+    tree = replace(chain, num_siblings=NUM_SIBLINGS)
+
+    def drafting(script: Script) -> Callable:
+        return lambda **given: target.generate(**given, assistant=scripted_speculator(script, DRAFT_LENGTH))
+
     sides: dict[str, Callable] = {
         "plain": target.generate,
-        f"chain of {DRAFT_LENGTH}": lambda **given: target.generate(
-            **given, assistant=scripted_speculator(script, DRAFT_LENGTH)
-        ),
+        f"chain of {DRAFT_LENGTH}": drafting(chain),
+        f"tree of {DRAFT_LENGTH + NUM_SIBLINGS}": drafting(tree),
     }
     samples: dict[str, list[Sample]] = {name: [] for name in sides}
     for number in range(rounds + 1):

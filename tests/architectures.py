@@ -285,12 +285,13 @@ RECURRENT = {
     "zaya",
 }
 
-# Types that count slots or have a recurrent state, so that no tree can be verified.
+# Types that count slots, so that no tree can be verified.
 CHAINS_ONLY = {
-    *RECURRENT,
     "bloom",
     "falcon-alibi",
     "gpt_neo",
+    "inkling2_text",
+    "inkling_text",
     "moss_transcribe_diarize",
     "mpt",
     "mpt-no_alibi",

@@ -20,6 +20,7 @@ from .architectures import (
     CHAINS_ONLY,
     LAYERS,
     NOT_BUILT,
+    RECURRENT,
     SPECIAL,
     UNSUPPORTED,
     empty_model,
@@ -191,7 +192,7 @@ def test_other_layers(name):
 
 def check_short_texts(name, batch_sizes, **changes):
     """Chains in a batch of equal lengths, and trees in one with padding, equal plain generation."""
-    case = Case(name, tiny_model(name, **changes), new_tokens=12 if name in CHAINS_ONLY else 9)
+    case = Case(name, tiny_model(name, **changes), new_tokens=12 if name in CHAINS_ONLY | RECURRENT else 9)
     scripts = {2: {"num_speculative_tokens": 5}, 4: {"num_speculative_tokens": 3, "tree": TREE}}
     if not model_profile(case.model).supports_trees:
         scripts[4] = scripts[2]

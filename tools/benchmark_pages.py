@@ -194,8 +194,9 @@ STUDIES = (
             identical="same texts",
         ),
         "python benchmarks/hybrid.py --json hybrid.json",
-        notes="Random models of eight layers, hidden size 1,024, with transformers' reference functions; scripted "
-        "chains of five tokens, each right in four of five places; process time of one thread, decoding alone.",
+        notes="Random models of eight layers, hidden size 1,024; scripted chains of five tokens, each right in four "
+        "of five places, alone or with second tokens at the first three depths, right at half of the places where "
+        "the chain is wrong; process time of one thread, decoding alone.",
         see=("hybrid",),
     ),
     Study(

@@ -60,12 +60,14 @@ def targets_table() -> str:
     causal = [name for name in architectures.supported() if name not in architectures.VARIANTS]
     chains = architectures.CHAINS_ONLY
     groups = {
-        "causal language models: chains and trees": [name for name in causal if name not in chains],
-        "causal language models with recurrent layers: chains": [
-            name for name in causal if name in architectures.RECURRENT
+        "causal language models: chains and trees": [
+            name for name in causal if name not in chains | architectures.RECURRENT
+        ],
+        "causal language models with recurrent layers: chains and trees": [
+            name for name in causal if name in architectures.RECURRENT - chains
         ],
         "causal language models that count the slots of their cache: chains": [
-            name for name in causal if name in chains - architectures.RECURRENT
+            name for name in causal if name in chains
         ],
         "image-text-to-text models with text prompts, beyond those above": architectures.with_images(),
     }

@@ -31,7 +31,7 @@ class ModelProfile:
         takes_flat_mask (`bool`): Builds its position bias from a 2-D mask, and has no use for a ready 4-D one.
         takes_position_ids (`bool`): Its forward has the argument `position_ids`.
         takes_logits_to_keep (`bool`): Its forward has the argument `logits_to_keep`.
-        is_recurrent (`bool`): Some of its layers have a recurrent state, which cannot branch.
+        is_recurrent (`bool`): Some of its layers have a recurrent state, which cannot be cut back.
         cache_name (`str`): The argument of its forward that takes the cache.
         has_encoder (`bool`): Its decoder attends to the output of an encoder too, which the call reads once.
         counted (`CountedPositions`, *optional*): Modules that count positions, and can be told them instead.
@@ -60,7 +60,7 @@ class ModelProfile:
     @property
     def supports_trees(self) -> bool:
         """Tells whether branches can be verified, and not chains only."""
-        return not (self.counts_slots or self.is_recurrent)
+        return not self.counts_slots
 
 
 # Models that count slots, though they take positions or count them in a known way; those that do neither always do.

@@ -1,6 +1,6 @@
 """The state of a recurrent layer, which sums up all tokens that were read, and what becomes of it by reading more.
 
-Shapes: R rows, W tokens read by a layer, K kernel size.
+Shapes: R rows, T nodes of a verification, W tokens read by a layer, K kernel size.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from transformers.cache_utils import DynamicCache
+
+from .nodes import Nodes
 
 
 _States = dict[int, torch.Tensor]
@@ -147,23 +149,77 @@ class _Entries(dict):
 
 
 class Reading(RecurrentState):
-    """Successor of a state, by reading `tokens` more tokens of every row, while the state itself stays."""
+    """Successors of a state, by reading the nodes of a verification in every row, while the state itself stays.
 
-    def __init__(self, start: RecurrentState, tokens: int):
+    Args:
+        start (`RecurrentState`): At the last committed token of each row.
+        nodes (`Nodes`, *optional*): The T nodes; `None` for a single token.
+
+    Attributes:
+        num_scans (`int`): Parts of the recurrent state that have been read, by mixers that read it in parts.
+    """
+
+    def __init__(self, start: RecurrentState, nodes: Nodes | None = None):
         super().__init__()
         self.start: RecurrentState = start
-        self.conv_states: _States = _Entries(start.conv_states, copies=tokens == 1)
-        self.recurrent_states: _States = _Entries(start.recurrent_states, copies=tokens == 1)
+        self.nodes: Nodes | None = nodes
+        self.num_scans = 0
+        self.conv_states: _States = _Entries(start.conv_states, copies=nodes is None)
+        self.recurrent_states: _States = _Entries(start.recurrent_states, copies=nodes is None)
+        self._after: dict[int, NodeStates] = {}
 
     def __bool__(self) -> bool:
         return bool(self.start)
 
-
-class ConvolutionReading(Reading):
-    """Keeps all inputs `(R, channels, K + T)`, from which follows the state after every token."""
-
     def _keep_inputs(self, state_idx: int, seen: torch.Tensor, size: int) -> None:
-        self.conv_states[state_idx] = seen
+        if self.nodes is None:
+            super()._keep_inputs(state_idx, seen, size)
+        else:
+            # All inputs `(R, channels, K + T)`, from which follows the state after every node.
+            self.conv_states[state_idx] = seen
+
+    def update_recurrent_state(
+        self, recurrent_states: Any, layer_idx: int = 0, state_idx: int = 0, **kwargs: Any
+    ) -> Any:
+        if self.nodes is None:
+            return super().update_recurrent_state(recurrent_states, layer_idx, state_idx)
+        self._after[state_idx] = (
+            EveryState(recurrent_states) if torch.is_tensor(recurrent_states) else recurrent_states
+        )
+        return recurrent_states
+
+    def after(self, last: torch.LongTensor) -> RecurrentState:
+        """The states of all rows after node `last` `(R,)` of each and its ancestors."""
+        if self.nodes is None:
+            return self.copy()
+        sizes = {key: state.shape[-1] for key, state in self.start.conv_states.items()}
+        return RecurrentState(
+            {key: self.nodes.last_inputs(seen, sizes[key], last) for key, seen in self.conv_states.items()},
+            {key: states.after(last).to(self.start.recurrent_states[key]) for key, states in self._after.items()},
+        )
+
+
+class NodeStates:
+    """The recurrent states of one layer after every node of a verification, or what they follow from."""
+
+    def after(self, last: torch.LongTensor) -> torch.Tensor:
+        """The states `(R, ...)` after node `last` `(R,)` of each row and its ancestors."""
+        raise NotImplementedError
+
+    def to(self, *args: Any) -> NodeStates:
+        """Itself: what a mixer does with the state after its last token."""
+        return self
+
+
+class EveryState(NodeStates):
+    """States `(R, ..., T)` that were kept for all nodes, because they are small."""
+
+    def __init__(self, states: torch.Tensor):
+        self.states = states
+
+    def after(self, last: torch.LongTensor) -> torch.Tensor:
+        rows = torch.arange(len(last), device=self.states.device)
+        return self.states.movedim(-1, 1)[rows, on_device_of(last, self.states)]
 
 
 def _entry(entries: dict, key) -> torch.Tensor | None:

@@ -252,7 +252,7 @@ class SlotModel:
             self.graphs.switch_off("its positions depend on the tokens")
         self.cache.start_slots(len(starts))
         if self.profile.is_recurrent:
-            self.recurrent = RecurrentLayers(self.model, self.cache, len(starts))
+            self.recurrent = RecurrentLayers(self.model, self.cache)
 
     def prefill(self, input_ids: torch.LongTensor, starts: list[int]) -> None:
         """Reads left-padded prompts of shape `(R, P)` into empty slots; their logits are not kept."""
@@ -289,12 +289,9 @@ class SlotModel:
             UnsupportedModelError: A tree for a model that can verify chains only.
         """
         if not (self.profile.supports_trees or topology.is_chain):
-            why = (
-                "has a recurrent state" if self.profile.is_recurrent else "tells positions from the order of its cache"
-            )
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} {why}, so it can verify chains, and got a draft tree. Draft without "
-                "branches."
+                f"{type(self.model).__name__} tells positions from the order of its cache, so it can verify chains, "
+                "and got a draft tree. Draft without branches."
             )
         replayed = None if self.graphs is None else self._replay(tokens, topology, logits_from)
         if replayed is not None:
@@ -304,7 +301,10 @@ class SlotModel:
         positions = self._positions_of(tokens, topology, rows) if self._places_nodes else None
         masks = self._masks(topology, forward, rows)
         counted = self.profile.counted
-        with nullcontext() if counted is None else counted.told(Nodes(tokens, positions, topology, rows)):
+        with (
+            nullcontext() if counted is None else counted.told(Nodes(tokens, positions, topology, rows)),
+            nullcontext() if self.recurrent is None else self.recurrent.reading(topology),
+        ):
             output = self._read(tokens, positions, masks, forward, tokens.shape[1] - logits_from)
         self.attention_layers = forward.layers
         return output
@@ -395,7 +395,6 @@ class SlotModel:
             self._adapters_of(adapted),
             self.taps.captured() as states,
             self._attention(forward),
-            self._states_kept(tokens.shape[1]),
             fast_products(self.model),
         ):
             output = self.model(**inputs, **self.forward_kwargs)
@@ -405,14 +404,11 @@ class SlotModel:
         adapters = None if rows is None else RowAdapters.of(self.model)
         return nullcontext() if adapters is None else adapters.of_rows(rows[:, 0])
 
-    def _states_kept(self, nodes: int):
-        return nullcontext() if self.recurrent is None else self.recurrent.reading(nodes)
-
     def commit(self, counts: list[int], path: torch.LongTensor | None = None) -> None:
         """Keeps what was accepted of the last forward; the arguments are those of [`SlotCache.commit`]."""
         self.cache.commit(counts, path)
         if self.recurrent is not None:
-            self.recurrent.commit(counts)
+            self.recurrent.commit(counts, path)
 
     def row_states(self, row: int) -> tuple[list[tuple[torch.Tensor, ...]], dict[int, RecurrentState]]:
         """Copies of what an active row has in the cache: its slots, and its recurrent states by layer."""

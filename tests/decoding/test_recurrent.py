@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
+from itertools import product
 
 import pytest
 import torch
@@ -12,21 +14,20 @@ import hf_specdec
 from hf_specdec import UnsupportedModelError, load_speculator
 from hf_specdec.candidate_generators.dflash.recipe import DFlashRecipe
 from hf_specdec.candidate_generators.eagle.recipe import Eagle3Recipe
-from hf_specdec.decoding import recurrent
 from hf_specdec.decoding.cache import SlotCache
-from hf_specdec.decoding.profile import model_profile
 from hf_specdec.decoding.recurrent import mixers
 from hf_specdec.decoding.target import SlotModel
-from hf_specdec.drafts import chain_topology
+from hf_specdec.drafts import TreeTopology, chain_topology
 from tests.architectures import tiny_model
+from tests.sampled import sampled_speculator
 from tests.scripted import scripted_speculator
+from tests.statistics import chi_square_pvalue
 from tests.threads import in_threads
 
 
-# Every way in which a state is kept: replayed (gated delta rule, Mamba-2 beside attention in one layer, a mixer that
-# makes queries, keys and values), chosen among the last inputs, chosen among the steps of a mixer.
-WAYS = ["qwen3_next", "falcon_h1", "zaya", "lfm2", "jamba", "nemotron_h"]
-REPLAYING = ["qwen3_next", "falcon_h1", "zaya"]
+# Every way in which a state is kept: sums with decays (gated delta rule, with a decay for each channel, Mamba-2 beside
+# attention), states of every node (Mamba-1 in one part and in several), the last inputs, calls for single tokens.
+WAYS = ["qwen3_next", "kimi_linear", "falcon_h1", "jamba", "zamba", "lfm2", "zaya", "nemotron_h"]
 GENERATING = ["qwen3_next", "qwen3_5", "lfm2", "falcon_h1", "bamba", "nemotron_h", "jamba", "mamba", "mamba2"]
 
 PROMPTS = [9, 4, 7]
@@ -88,32 +89,62 @@ def prefilled(model, rows: list[list[int]], states: tuple = ()) -> SlotModel:
     return driver
 
 
+def random_parents(nodes: int, draw: random.Random) -> list[int]:
+    return [draw.randint(-1, node - 1) for node in range(nodes)]
+
+
+# Parents of draft nodes in every row.
+SHAPES = {
+    "chains": lambda nodes, draw: [list(range(-1, nodes - 1))] * len(PROMPTS),
+    "one tree": lambda nodes, draw: [random_parents(nodes, draw)] * len(PROMPTS),
+    "trees": lambda nodes, draw: [random_parents(nodes, draw) for _ in PROMPTS],
+}
+
+
+def topology_of(parents: list[list[int]]) -> TreeTopology:
+    first = parents[0]
+    if all(row == list(range(-1, len(first) - 1)) for row in parents):
+        return chain_topology(len(first), torch.device("cpu"))
+    return TreeTopology.from_parents(torch.tensor(first if all(row == first for row in parents) else parents))
+
+
+def paths_of(parents: list[int]) -> list[list[int]]:
+    """The nodes on the way from the root to each node, both among them."""
+    paths = [[0]]
+    for node, parent in enumerate(parents, 1):
+        paths.append([*paths[parent + 1], node])
+    return paths
+
+
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("name", "max_replay"),
-    [(name, most) for name in WAYS for most in (0, 5, recurrent.MAX_REPLAY) if name in REPLAYING or most == 5],
-)
-def test_any_course_of_a_generation(models, name, max_replay, monkeypatch):
-    """Rows that accept different numbers of tokens, drafts of different lengths, rows that leave."""
-    monkeypatch.setattr(recurrent, "MAX_REPLAY", max_replay)
-    model, draw = models(name), random.Random(max_replay)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", WAYS)
+def test_any_course_of_a_generation(models, name, shape):
+    """Rows that accept different ways through drafts of different sizes, rows that leave."""
+    model, draw = models(name), random.Random(len(shape))
     prompts = [random_tokens(length, draw) for length in PROMPTS]
     driver, rows = prefilled(model, prompts), [Plain(model, prompt) for prompt in prompts]
-    for nodes in (1, 4, 1, 5, 3, 6, 1, 2):
+    for nodes in (1, 4, 1, 5, 3, 7, 1, 2):
+        parents = SHAPES[shape](nodes - 1, draw)[: len(rows)]
         read = [random_tokens(nodes, draw) for _ in rows]
-        output = driver.forward(torch.tensor(read), chain_topology(nodes - 1, torch.device("cpu")))
-        assert max(driver.recurrent.plan.replayed) <= max_replay
-        counts = [draw.randint(1, nodes) for _ in rows]
-        driver.commit(counts)
-        for row, (plain_row, new, count) in enumerate(zip(rows, read, counts)):
-            logits = plain_row.step(new[:count])
-            torch.testing.assert_close(output.logits[row, :count], logits, rtol=1e-3, atol=1e-3)
+        output = driver.forward(torch.tensor(read), topology_of(parents))
+        accepted = []
+        for row, (plain_row, new) in enumerate(zip(rows, read)):
+            paths = paths_of(parents[row])
+            for node, path in enumerate(paths):
+                logits = deepcopy(plain_row).step([new[earlier] for earlier in path])[-1]
+                torch.testing.assert_close(output.logits[row, node], logits, rtol=1e-3, atol=1e-3)
+            accepted.append(draw.choice(paths))
+            plain_row.step([new[node] for node in accepted[-1]])
+        longest = max(map(len, accepted))
+        path = torch.tensor([nodes + [0] * (longest - len(nodes)) for nodes in accepted])
+        driver.commit(list(map(len, accepted)), None if shape == "chains" else path)
+        for row, plain_row in enumerate(rows):
+            plain_row.assert_same_states(driver, row)
         if nodes == 3:
             keep = [2, 1]
             driver.keep_rows(keep)
             rows = [rows[row] for row in keep]
-    for row, plain_row in enumerate(rows):
-        plain_row.assert_same_states(driver, row)
 
 
 @torch.no_grad()
@@ -137,32 +168,28 @@ def test_going_back_to_a_mark(models, name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", REPLAYING)
-def test_a_cycle_is_one_forward_and_a_layer_moves_its_state_now_and_then(models, name):
+@pytest.mark.parametrize(
+    ("name", "calls_of_a_mixer"), [("qwen3_next", 1), ("falcon_h1", 1), ("jamba", 1), ("zaya", 3)]
+)
+def test_a_cycle_is_one_forward_and_a_mixer_is_called_once_or_for_every_depth(models, name, calls_of_a_mixer):
     model = models(name)
     driver = prefilled(model, [random_tokens(9, random.Random(2))])
-    calls = {"model": 0, "mixer": 0}
+    calls = {"model": 0, "input": 0}
     mixer = mixers(model)[0]
-    forwards = {"model": (model, model.forward), "mixer": (mixer, mixer.forward)}
-
-    def counting(what):
-        def forward(*args, **kwargs):
-            calls[what] += 1
-            return forwards[what][1](*args, **kwargs)
-
-        return forward
-
-    try:
-        for what, (module, _) in forwards.items():
-            module.forward = counting(what)
-        for _ in range(24):
-            driver.forward(torch.tensor([random_tokens(4, random.Random(3))]), chain_topology(3, torch.device("cpu")))
-            driver.commit([2])
-    finally:
-        for module, _ in forwards.values():
-            del module.forward
-    # Two tokens a cycle: after nine cycles 18 are replayed, and the state moves.
-    assert calls == {"model": 24, "mixer": 24 + 2}
+    counted = {
+        "model": model,
+        "input": next(child for child in mixer.children() if isinstance(child, torch.nn.Linear)),
+    }
+    handles = [
+        module.register_forward_pre_hook(lambda *_, what=what: calls.update({what: calls[what] + 1}))
+        for what, module in counted.items()
+    ]
+    for _ in range(24):
+        driver.forward(torch.tensor([random_tokens(5, random.Random(3))]), topology_of([[-1, -1, 0, 1]]))
+        driver.commit([2], torch.tensor([[0, 2]]))
+    for handle in handles:
+        handle.remove()
+    assert calls == {"model": 24, "input": 24 * calls_of_a_mixer}
 
 
 @torch.no_grad()
@@ -263,7 +290,7 @@ def test_chunked_prefill(models, name):
 
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "nemotron_h", "lfm2"])
 def test_the_cache_of_a_batch_holds_the_states_of_every_row(models, name):
-    """Rows end at different cycles, some with tokens still to be replayed."""
+    """Rows end at different cycles."""
     model = models(name)
     arguments = {"return_dict_in_generate": True, "max_new_tokens": 17, "do_sample": False}
     theirs = model.generate(**inputs(3), **arguments).past_key_values
@@ -324,18 +351,71 @@ def test_two_threads_on_one_model(models, name):
     assert texts == [[expected.tolist()] * 3] * 2
 
 
-def test_trees_are_not_drafted_and_not_verified(models):
-    model = models("qwen3_next")
-    profile = model_profile(model)
-    assert profile.is_recurrent
-    assert not profile.supports_trees
-    with pytest.raises(UnsupportedModelError, match="has a recurrent state.*Draft without branches"):
-        plain(model, 1, assistant=scripted(model, 1, tree=(-1, -1, 0)))
-    # Those that draft trees by default draft chains for it.
-    output = hf_specdec.generate(
-        model, **inputs(1), assistant=load_speculator(model, method="suffix", use_tree_spec=True), max_new_tokens=20
+TREES = {
+    "ngram": {"spec_method": "ngram", "speculative": {"prompt_lookup_num_matches": 4}},
+    "suffix": {"spec_method": "suffix", "speculative": {"suffix_decoding_use_tree_spec": True}},
+    "recycling": {"spec_method": "recycling"},
+}
+
+
+@pytest.mark.parametrize("name", GENERATING)
+def test_trees_equal_plain_generate(models, name):
+    model = models(name)
+    settings = {"return_dict_in_generate": True, "max_new_tokens": 20, "do_sample": False}
+    heads = Eagle3Recipe(aux_layer_ids=(0, 1)).build(model).eval()
+    static = {"speculative_token_tree": "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"}
+    for batch_size, method in (
+        *((3, how) for how in TREES.values()),
+        (1, {"assistant": load_speculator(model, method="eagle3", draft_model=heads, **static)}),
+    ):
+        output = hf_specdec.generate(model, **inputs(batch_size), **settings, **method)
+        assert output.sequences.tolist() == plain(model, batch_size).tolist()
+        assert output.speculative.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "jamba", "lfm2", "zaya"])
+def test_trees_accept_more_than_their_first_branches(models, name):
+    """The right tokens lie on another branch in every cycle, and are accepted as often as those of chains."""
+    model = models(name)
+    accepted = {}
+    for shape, parents in (("chain", None), ("tree", (-1, -1, 0, 0, 1, 1, 2, 4))):
+        script = scripted(model, 3, tree=parents, accuracy=1.0, num_speculative_tokens=3)
+        output = plain(model, 3, assistant=script, return_dict_in_generate=True)
+        assert output.sequences.tolist() == plain(model, 3).tolist()
+        accepted[shape] = output.speculative.num_accepted_tokens / output.speculative.num_target_forwards
+    assert accepted["tree"] >= 0.9 * accepted["chain"] > 0
+
+
+NUM_ROWS, FEW_TOKENS = 1500, 5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
+def test_drawn_trees_keep_the_distribution(name):
+    """The first three tokens of many rows, against their enumerated probabilities."""
+    model = tiny_model(name, vocab_size=FEW_TOKENS, initializer_range=0.3, pad_token_id=0)
+    prompt, paths = torch.tensor([[1, 4, 2]]), torch.tensor(list(product(range(FEW_TOKENS), repeat=3)))
+    read = model(torch.cat([prompt.expand(len(paths), -1), paths], dim=1)).logits.double().softmax(-1)
+    of_tokens = [read[torch.arange(len(paths)), prompt.shape[1] - 1 + place, paths[:, place]] for place in range(3)]
+    expected = of_tokens[0] * of_tokens[1] * of_tokens[2]
+    torch.manual_seed(0)
+    rows = prompt.repeat(NUM_ROWS, 1)
+    output = model.generate(
+        rows,
+        attention_mask=torch.ones_like(rows),
+        max_new_tokens=6,
+        do_sample=True,
+        top_k=0,
+        assistant=sampled_speculator(2, widths=(2, 2)),
+        return_dict_in_generate=True,
     )
-    assert output.tolist() == plain(model, 1).tolist()
+    stats = output.speculative
+    assert 0.1 * stats.num_draft_tokens < stats.num_accepted_tokens < stats.num_draft_tokens
+    tokens = output.sequences[:, prompt.shape[1] :][:, :3]
+    counts = (tokens * torch.tensor([FEW_TOKENS**2, FEW_TOKENS, 1])).sum(1).bincount(minlength=len(paths))
+    assert chi_square_pvalue(counts, expected) > 1e-3
+    # With so many rows a wrong distribution shows.
+    assert chi_square_pvalue(counts, expected.roll(1)) < 1e-6
 
 
 def test_states_that_are_updated_elsewhere_are_refused(models):

@@ -1,0 +1,81 @@
+"""Nodes of a verification as recurrent layers read them: every node continues what its parent has left.
+
+Shapes: R rows, T nodes, K inputs that a convolution keeps.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from ..drafts import TreeTopology
+
+
+class Nodes:
+    """The nodes of one verification.
+
+    Args:
+        topology (`TreeTopology`): Who follows whom.
+
+    Attributes:
+        count (`int`): T.
+        is_chain (`bool`): Every node follows the one in front of it.
+        visible (`torch.BoolTensor` of shape `(1 | R, 1, T, T)`): `[.., i, j]`: j is i or one of its ancestors; the
+            second dimension stands for heads.
+        parents (`list[int]`, *optional*): Of each node, the root's is itself; `None` where they differ between rows.
+    """
+
+    def __init__(self, topology: TreeTopology):
+        self.topology = topology
+        self.count: int = topology.depths.shape[-1]
+        self.is_chain: bool = topology.is_chain
+        self.visible: torch.BoolTensor = topology.ancestors.view(-1, 1, self.count, self.count)
+        self.parents: list[int] | None = topology.parents.tolist() if topology.parents.dim() == 1 else None
+        self._columns: dict[tuple[int, int, torch.device], torch.LongTensor] = {}
+
+    @classmethod
+    def of(cls, topology: TreeTopology) -> Nodes:
+        # Topologies that differ from row to row differ from cycle to cycle, too.
+        return _shared_nodes(topology) if topology.depths.dim() == 1 else cls(topology)
+
+    def on(self, device: torch.device) -> torch.BoolTensor:
+        """`visible`, where a layer lies."""
+        return self.visible.to(device, non_blocking=True)
+
+    def columns(self, past: int, size: int, device: torch.device) -> torch.LongTensor:
+        """Places of each node's last `size` inputs, its own being the last, `(1 | R, T, size)`.
+
+        Args:
+            past (`int`): Inputs of committed tokens in front of those of the nodes; `size - 1` at least.
+        """
+        key = past, size, device
+        if key not in self._columns:
+            parents, depths = (values.view(-1, self.count) for values in (self.topology.parents, self.topology.depths))
+            node, places = torch.arange(self.count, device=parents.device).expand_as(parents), []
+            for distance in range(size):
+                places.append(torch.where(distance <= depths, past + node, past + depths - distance))
+                node = parents.gather(1, node)
+            self._columns[key] = torch.stack(places[::-1], dim=-1).to(device, non_blocking=True)
+        return self._columns[key]
+
+    def windows(self, seen: torch.Tensor, size: int) -> torch.Tensor:
+        """The last `size` inputs of every node `(R, channels, T, size)`, of all of them `(R, channels, past + T)`."""
+        columns = self.columns(seen.shape[-1] - self.count, size, seen.device)
+        flat = columns.flatten(1)
+        if len(flat) == 1:
+            return seen[..., flat[0]].unflatten(-1, columns.shape[1:])
+        places = flat[:, None].expand(-1, seen.shape[1], -1)
+        return seen.gather(2, places).unflatten(-1, columns.shape[1:])
+
+    def last_inputs(self, seen: torch.Tensor, size: int, last: torch.LongTensor) -> torch.Tensor:
+        """The last `size` inputs `(R, channels, size)` up to node `last` `(R,)` of each row."""
+        columns = self.columns(seen.shape[-1] - self.count, size, seen.device).expand(len(last), -1, -1)
+        last = last.to(seen.device, non_blocking=True)
+        own = columns[torch.arange(len(last), device=seen.device), last]
+        return seen.gather(2, own[:, None].expand(-1, seen.shape[1], -1))
+
+
+@lru_cache(maxsize=256)
+def _shared_nodes(topology: TreeTopology) -> Nodes:
+    return Nodes(topology)

@@ -1,0 +1,362 @@
+"""Recurrences in closed form over the nodes of a verification, in the place of transformers' functions.
+
+transformers' mixers call functions of their modules that read a text from its beginning to its end, in chunks of 64 to
+256 tokens to which they pad what there is, and return the state at its end. The functions here read a handful of nodes
+of which each continues its parent, chains or trees, and return what the state after any of them follows from. A mixer
+is run with the same code and these functions. Three of its recurrences are linear attention with decays:
+
+    state_i = decay_i * state_parent(i) + key_i x written_i,    output_i = query_i . state_i
+
+of which the gated delta rule (arXiv 2412.06464) writes beta * (value - what the state says of the key), with a decay
+for each channel in Kimi's form (arXiv 2510.26692), and Mamba-2 (arXiv 2405.21060) the value itself. Products of decays
+along a way through the tree are differences of their sums from the root on, so that a matrix of who descends from whom
+takes the place of causality.
+
+Shapes: R rows, H heads, T nodes, K size of keys, V size of values, N states of a channel.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CellType, FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import ACT2FN
+
+from ..threads import OwnForwards
+from .nodes import Nodes
+from .recurrent_state import NodeStates, Reading
+
+
+# What the mixer that runs in this thread reads.
+_reading: ContextVar[Reading] = ContextVar("_reading")
+
+
+# ----------------------------------------------------------------------------------------- linear attention with decay
+
+
+@dataclass
+class DecayedSums(NodeStates):
+    """What the states after all nodes follow from, without any of them.
+
+    Attributes:
+        start (`torch.Tensor` of shape `(R, H, K, V)`): The state in front of the nodes.
+        keys, written (`torch.Tensor` of shape `(R, H, T, K)` and `(R, H, T, V)`): What each node adds.
+        decays (`torch.Tensor` of shape `(R, H, T, 1 | K)`): Logarithms, summed up from the root on.
+        visible (`torch.BoolTensor` of shape `(1 | R, 1, T, T)`): Of [`Nodes`].
+        has_values_first (`bool`): The model keeps states as `(R, H, V, K)`.
+    """
+
+    start: torch.Tensor
+    keys: torch.Tensor
+    written: torch.Tensor
+    decays: torch.Tensor
+    visible: torch.BoolTensor
+    has_values_first: bool = False
+
+    def after(self, last: torch.LongTensor) -> torch.Tensor:
+        last = last.to(self.keys.device, non_blocking=True)
+        rows = torch.arange(len(last), device=last.device)
+        decay = self.decays[rows, :, last][:, :, None]
+        kept = self.visible.expand(len(last), -1, -1, -1)[rows, :, last]
+        weights = (decay - self.decays).masked_fill(~kept[..., None], float("-inf")).exp()
+        state = self.start * decay.exp().mT + (self.keys * weights).mT @ self.written
+        return state.mT if self.has_values_first else state
+
+
+def read_nodes(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    start: torch.Tensor,
+    visible: torch.BoolTensor,
+    beta: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, DecayedSums]:
+    """Linear attention of every node to the state in front of them and to its ancestors.
+
+    Args:
+        query, key (`torch.Tensor` of shape `(R, H, T, K)`): float32, like all others.
+        value (`torch.Tensor` of shape `(R, H, T, V)`): What is written, or by the delta rule aimed at.
+        decay (`torch.Tensor` of shape `(R, H, T, 1 | K)`): Logarithms.
+        start (`torch.Tensor` of shape `(R, H, K, V)`): The state in front of the nodes.
+        visible (`torch.BoolTensor` of shape `(1 | R, 1, T, T)`): Of [`Nodes`].
+        beta (`torch.Tensor` of shape `(R, H, T, 1)`, *optional*): Rates of the delta rule; `None` writes the values.
+
+    Returns:
+        `tuple`: The outputs `(R, H, T, V)`, and what the states follow from.
+    """
+    total = visible.to(decay.dtype) @ decay
+    # The decay on the way from node j to node i, which has to be an ancestor: nothing may overflow elsewhere.
+    between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(~visible[..., None], float("-inf")).exp()
+    by_channel = between.shape[-1] > 1
+
+    def scores(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        if by_channel:
+            return (left[..., :, None, :] * right[..., None, :, :] * between).sum(-1)
+        return left @ right.mT * between[..., 0]
+
+    from_start = total.exp()
+    if beta is not None:
+        rated = key * beta
+        # What a node writes depends on what its ancestors have written; parents come first.
+        value = torch.linalg.solve_triangular(
+            scores(rated, key), value * beta - (rated * from_start) @ start, upper=False, unitriangular=True
+        )
+    output = (query * from_start) @ start + scores(query, key) @ value
+    return output, DecayedSums(start, key, value, total, visible)
+
+
+def delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, DecayedSums]:
+    """The gated delta rule, with the arguments of transformers' functions for it.
+
+    Args:
+        query, key (`torch.Tensor` of shape `(R, T, H', K)`): H' divides H.
+        value (`torch.Tensor` of shape `(R, T, H, V)`).
+        g (`torch.Tensor` of shape `(R, T, H)` or `(R, T, H, K)`): Logarithms of the decays.
+        beta (`torch.Tensor` of shape `(R, T, H)`).
+        initial_state (`torch.Tensor` of shape `(R, H, K, V)`).
+    """
+    query, key, g, beta = (part.float().transpose(1, 2) for part in (query, key, g, beta))
+    if use_qk_l2norm_in_kernel:
+        query, key = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (query, key))
+    values = value.float().transpose(1, 2)
+    if query.shape[1] != values.shape[1]:
+        query, key = (part.repeat_interleave(values.shape[1] // query.shape[1], dim=1) for part in (query, key))
+    output, states = read_nodes(
+        query * query.shape[-1] ** -0.5,
+        key,
+        values,
+        g[..., None] if g.dim() == 3 else g,
+        initial_state.float(),
+        _reading.get().nodes.on(query.device),
+        beta[..., None],
+    )
+    return output.transpose(1, 2).to(value.dtype).contiguous(), states
+
+
+def mamba2_scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int = 0,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, DecayedSums]:
+    """Mamba-2's state space, with the arguments of transformers' function for it.
+
+    Limits on time steps are left out, as they are where one token is read.
+
+    Args:
+        hidden_states (`torch.Tensor` of shape `(R, T, H, V)`).
+        dt (`torch.Tensor` of shape `(R, T, H)`).
+        A (`torch.Tensor` of shape `(H,)`).
+        B, C (`torch.Tensor` of shape `(R, T, G, K)`): G groups of heads.
+        initial_states (`torch.Tensor` of shape `(R, H, V, K)`).
+    """
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = F.softplus(dt)
+    step = dt.float().transpose(1, 2)[..., None]
+    inputs = hidden_states.float().transpose(1, 2)
+    heads = inputs.shape[1] // B.shape[2]
+    key, query = (part.float().transpose(1, 2).repeat_interleave(heads, dim=1) for part in (B, C))
+    decay, visible = step * A.float()[:, None, None], _reading.get().nodes.on(key.device)
+    output, states = read_nodes(query, key, inputs * step, decay, initial_states.float().mT, visible)
+    states.has_values_first = True
+    if D is not None:
+        output = output + inputs * D[:, None, None]
+    return output.transpose(1, 2).contiguous(), states
+
+
+# ---------------------------------------------------------------------------------------- states of every node, inputs
+
+
+def mamba_scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mamba-1's selective scan, with the arguments of transformers' function for it, from the state of the cache.
+
+    Args:
+        hidden_states, dt, z (`torch.Tensor` of shape `(R, channels, T)`).
+        A (`torch.Tensor` of shape `(channels, N)`).
+        B, C (`torch.Tensor` of shape `(R, N, T)`).
+
+    Returns:
+        `tuple`: The outputs `(R, channels, T)`, and the states after all nodes `(R, channels, N, T)`.
+    """
+    reading = _reading.get()
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dt.dtype)[..., None]
+    if delta_softplus:
+        dt = F.softplus(dt)
+    inputs, dt = hidden_states.float(), dt.float()
+    # Nodes come first: one after the other continues its parent.
+    steps, written = dt.movedim(-1, 0)[..., None], (dt * inputs).movedim(-1, 0)[..., None]
+    decays, written = (steps * A.float()).exp(), written * B.float().movedim(-1, 0)[:, :, None]
+    states: list[torch.Tensor] = []
+    for node in range(reading.nodes.count):
+        before = _part_of_state(reading) if node == 0 else _of_parents(states, reading.nodes, node)
+        states.append(torch.addcmul(written[node], decays[node], before))
+    reading.num_scans += 1
+    kept = torch.stack(states, dim=-1)
+    output = torch.einsum("rcnt,rnt->rct", kept, C.float())
+    if D is not None:
+        output = output + inputs * D[:, None]
+    if z is not None:
+        output = output * F.silu(z)
+    return output, kept
+
+
+def _part_of_state(reading: Reading) -> torch.Tensor:
+    state = reading.start.recurrent_states[0].float()
+    # Some mixers are made of several, of which each scans by itself.
+    return state[:, reading.num_scans] if state.dim() == 4 else state
+
+
+def _of_parents(states: list[torch.Tensor], nodes: Nodes, node: int) -> torch.Tensor:
+    """The states of the parents of a node, which is another one in each row unless they share a topology."""
+    if nodes.is_chain:
+        return states[-1]
+    if nodes.parents is not None:
+        return states[nodes.parents[node]]
+    parents = nodes.topology.parents[:, node].to(states[0].device, non_blocking=True)
+    return torch.stack(states, dim=1)[torch.arange(len(parents), device=parents.device), parents]
+
+
+def convolution(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """A causal convolution of each channel, with the arguments of transformers' function for it.
+
+    Args:
+        hidden_states (`torch.Tensor` of shape `(R, channels, past + T)`): The inputs of the nodes after earlier ones.
+        weight (`torch.Tensor` of shape `(channels, size)`).
+
+    Returns:
+        `torch.Tensor` of shape `(R, channels, T)`.
+    """
+    nodes, size = _reading.get().nodes, weight.shape[-1]
+    inputs = hidden_states.to(weight.dtype)
+    if nodes.is_chain:
+        output = F.conv1d(inputs[..., -(nodes.count + size - 1) :], weight[:, None], bias, groups=len(weight))
+    else:
+        output = (nodes.windows(inputs, size) * weight[:, None]).sum(-1)
+        output = output if bias is None else output + bias[:, None]
+    return (output if activation is None else ACT2FN[activation](output)).to(hidden_states.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------- in their places
+
+_CONVOLUTIONS: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": convolution}
+_SCANS: dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": delta_rule,
+    "chunk_kimi_delta_attention": delta_rule,
+    "mamba2_chunk_scan": mamba2_scan,
+    "mamba_selective_scan": mamba_scan,
+}
+
+_of_models: WeakKeyDictionary[nn.Module, OwnForwards] = WeakKeyDictionary()
+
+
+def reads_nodes(module: nn.Module, has_inputs: bool, has_state: bool) -> bool:
+    """Tells whether a mixer reads all nodes at once with the functions here.
+
+    Args:
+        module (`nn.Module`): The mixer.
+        has_inputs, has_state (`bool`): It keeps the inputs of convolutions, or a recurrent state.
+    """
+    # A forward of the module's own may be anything.
+    if "forward" in vars(module):
+        return isinstance(vars(module)["forward"], _OverNodes)
+    names = _functions_of(type(module))
+    return not (has_inputs and names.isdisjoint(_CONVOLUTIONS)) and not (has_state and names.isdisjoint(_SCANS))
+
+
+def over_nodes(model: nn.Module, mixers: Sequence[nn.Module]) -> OwnForwards:
+    """Forwards with which the mixers of a model read the nodes of verifications; all other calls get the class's."""
+    if model not in _of_models:
+        _of_models.setdefault(model, OwnForwards((mixer, _OverNodes(mixer)) for mixer in mixers))
+    return _of_models[model]
+
+
+class _OverNodes:
+    """Takes the place of a mixer's forward."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        of_class = type(self.module).forward
+        reading = next((value for value in kwargs.values() if isinstance(value, Reading)), None)
+        if reading is None or reading.nodes is None:
+            return of_class(self.module, *args, **kwargs)
+        token = _reading.set(reading)
+        try:
+            return _with_own_functions(of_class)(self.module, *args, **kwargs)
+        finally:
+            _reading.reset(token)
+
+
+@lru_cache(maxsize=256)
+def _functions_of(module_class: type) -> frozenset[str]:
+    """Names of the functions here that take part in a mixer's forward."""
+    forward = inspect.unwrap(module_class.forward)
+    if not isinstance(forward, FunctionType):
+        return frozenset()
+    names = {*_CONVOLUTIONS, *_SCANS}.intersection(forward.__code__.co_names)
+    return frozenset(name for name in names if name in forward.__globals__)
+
+
+@lru_cache(maxsize=256)
+def _with_own_functions(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward in whose code the functions here have the places of those of the same names, and its wrappers."""
+    inner = getattr(forward, "__wrapped__", None)
+    scope, cells = forward.__globals__, forward.__closure__
+    if inner is None:
+        scope = {**scope, **_CONVOLUTIONS, **_SCANS}
+    else:
+        own = _with_own_functions(inner)
+        replaced = [CellType(own) if cell.cell_contents is inner else cell for cell in cells or ()]
+        if all(cell.cell_contents is not own for cell in replaced):
+            return own
+        cells = tuple(replaced)
+    copied = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, cells)
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied

@@ -10,11 +10,12 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Generic, NamedTuple, TypeVar
+from unittest.mock import patch
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -80,19 +81,13 @@ class ForwardTimer:
     @contextmanager
     def attached(self) -> Iterator[ForwardTimer]:
         """Times the forwards inside the block, by replacing the forwards of the classes and not of any object."""
-        models = {
-            type(self.target): lambda module: module,
-            SlotModel: lambda module: module.model,
-            FunctionalSlotModel: lambda module: module.model,
-        }
-        originals = {kind: kind.forward for kind in models}
-        for kind, model_of in models.items():
-            kind.forward = self._timed(originals[kind], model_of)
-        try:
+        places = [(type(self.target), "forward", lambda module: module)]
+        for kind, name in ((SlotModel, "verify"), (SlotModel, "forward"), (FunctionalSlotModel, "forward")):
+            places.append((kind, name, lambda module: module.model))
+        with ExitStack() as stack:
+            for kind, name, model_of in places:
+                stack.enter_context(patch.object(kind, name, self._timed(getattr(kind, name), model_of)))
             yield self
-        finally:
-            for kind, forward in originals.items():
-                kind.forward = forward
 
     def read(self) -> Reading:
         return Reading(self.clock(), self.target_forwards, self.target_seconds, self.draft_seconds)

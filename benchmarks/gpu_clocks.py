@@ -148,8 +148,9 @@ class Cycle:
     Attributes:
         draft (`float`): Until the draft is there, what was committed being read first.
         network (`float`): Of it, inside of the forwards of the draft network, and of the graphs in their place.
-        target (`float`): The target's forward over anchor and draft: positions, masks, layers, head.
-        accept (`float`): Which draft tokens are kept, and the new one.
+        target (`float`): The target's forward over anchor and draft: positions, masks, layers, head. A graph of
+            greedy drafts also accepts and moves what is accepted.
+        accept (`float`): Which draft tokens are kept, and the new one, outside of a graph.
         verify (`float`): The same with the transfer to the host, and the rules that end a text.
         commit (`float`): Accepted keys and values moved into place, everything that is told of the new tokens.
         cycle (`float`): All of it.
@@ -209,8 +210,8 @@ class Parts:
         with ExitStack() as stack:
             for kind, name, part in places:
                 stack.enter_context(patch.object(kind, name, self._timed(getattr(kind, name), lambda *_, p=part: p)))
-            for kind in (SlotModel, FunctionalSlotModel):
-                stack.enter_context(patch.object(kind, "forward", self._timed(kind.forward, self._whose)))
+            for kind, name in ((SlotModel, "verify"), (SlotModel, "forward"), (FunctionalSlotModel, "forward")):
+                stack.enter_context(patch.object(kind, name, self._timed(getattr(kind, name), self._whose)))
             replay = self._timed(CapturedForward.replay, self._whose_replay)
             stack.enter_context(patch.object(CapturedForward, "replay", replay))
             stack.enter_context(patch.object(DecodingLoop, "_cycle", self._cycle(DecodingLoop._cycle)))
@@ -220,7 +221,7 @@ class Parts:
         return "target" if slots.model is self.target else "network"
 
     def _whose_replay(self, captured: CapturedForward) -> str:
-        # Those of the target run inside of its forward.
+        # Those of the target run inside of its verification.
         return "target" if "target" in self._inside else "network"
 
     def _cycle(self, cycle: Callable) -> Callable:

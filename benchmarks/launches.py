@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hf_specdec import demo, load_speculator
 from hf_specdec.decoding import attention, cache, functional, graphs, target
 from hf_specdec.decoding.loop import DecodingLoop
-from hf_specdec.kernels import _triton, acceptance, gates, heads, norms, tree_attention
+from hf_specdec.kernels import _triton, acceptance, ancestors, gates, heads, norms, tree_attention
 from hf_specdec.kernels import cache as cache_kernels
 from hf_specdec.layers import llama
 from hf_specdec.layers.llama import DecoderLayer
@@ -289,8 +289,6 @@ class CountingBackend(TapeBackend):
             replay, output = super().capture(counted)
         counter.cycles[-1].num_captures += 1
 
-        counter.cycles[-1].num_captures += 1
-
         def replay_counted() -> None:
             cycle = counter.cycles[-1]
             (cycle.target if counter._verifies else cycle.draft).append(found)
@@ -300,8 +298,8 @@ class CountingBackend(TapeBackend):
         return replay_counted, output
 
 
-_KERNEL_FILES = (acceptance, cache_kernels, gates, heads, norms, tree_attention)
-_READERS_OF_THE_DEVICE = (acceptance, cache_kernels, tree_attention, attention, cache, functional, target)
+_KERNEL_FILES = (acceptance, ancestors, cache_kernels, gates, heads, norms, tree_attention)
+_READERS_OF_THE_DEVICE = (acceptance, ancestors, cache_kernels, tree_attention, attention, cache, functional, target)
 
 
 def _is_far(*tensors: torch.Tensor | None) -> bool:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, wraps
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -126,25 +128,47 @@ def upload_together(device: torch.device, *tables: Sequence[int]) -> list[torch.
     return [part[: len(table)] for part, table in zip(parts, tables)]
 
 
-def read_together(
-    tables: Mapping[str, torch.LongTensor], meanwhile: Callable[[], None] | None = None
-) -> dict[str, list[list[int]]]:
-    """Tables of integers on the host, in one copy. Waits for the device.
+@dataclass(frozen=True)
+class PackedTables:
+    """Tables of integers side by side in one tensor, to be read by the host in one copy.
 
-    Args:
-        tables (`Mapping[str, torch.LongTensor]`): Tensors of shape `(B, X)`, by name; X may differ.
-        meanwhile (`Callable`, *optional*): What the host does in front of the wait, while the device works.
+    Attributes:
+        values (`torch.LongTensor` of shape `(B, X)`): The tables.
+        places (`dict[str, slice]`): The columns of each, by name.
     """
-    packed = torch.cat(list(tables.values()), dim=1)
-    if meanwhile is not None:
-        meanwhile()
-    rows = packed.tolist()
-    found, begin = {}, 0
-    for name, table in tables.items():
-        end = begin + table.shape[1]
-        found[name] = [row[begin:end] for row in rows]
-        begin = end
-    return found
+
+    values: torch.LongTensor
+    places: dict[str, slice]
+
+    @classmethod
+    def of(cls, tables: Mapping[str, torch.LongTensor]) -> PackedTables:
+        """Packs tensors of shape `(B, X)`; X may differ."""
+        ends = list(accumulate(table.shape[1] for table in tables.values()))
+        places = map(slice, (0, *ends), ends)
+        return cls(torch.cat(list(tables.values()), dim=1), dict(zip(tables, places)))
+
+    def __getitem__(self, name: str) -> torch.LongTensor:
+        return self.values[:, self.places[name]]
+
+    def copy_of_rows(self, count: int) -> PackedTables:
+        """The first rows, in memory of their own."""
+        return PackedTables(self.values[:count].clone(), self.places)
+
+    def read(self, meanwhile: Callable[[], None] | None = None) -> dict[str, list[list[int]]]:
+        """The tables on the host. Waits for the device.
+
+        Args:
+            meanwhile (`Callable`, *optional*): What the host does in front of the wait, while the device works.
+        """
+        if meanwhile is not None:
+            meanwhile()
+        rows = self.values.tolist()
+        return {name: [row[place] for row in rows] for name, place in self.places.items()}
+
+
+def read_together(tables: Mapping[str, torch.LongTensor]) -> dict[str, list[list[int]]]:
+    """Tables `(B, X)` of integers on the host, by name, in one copy. Waits for the device."""
+    return PackedTables.of(tables).read()
 
 
 class PendingRead:

@@ -18,10 +18,10 @@ from transformers.generation import StoppingCriteriaList
 
 from .candidate_generators.draft_model.generator import DraftModelCandidateGenerator
 from .control import ControlProfile
-from .decoding.cache import row_sizes
 from .decoding.loop import DecodingLoop
 from .decoding.profile import model_profile
 from .decoding.request import Request
+from .decoding.store import row_sizes
 from .decoding.target import SlotModel
 from .drafts import chain_topology
 from .loader import load_speculator

@@ -1,4 +1,4 @@
-"""Launches of a cycle, as benchmarks/launches.py counts them: no more than there have been."""
+"""Launches of a cycle, as benchmarks/launches.py counts them: within the aims, and no more than there have been."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from launches import AIMS, DEMO, Counts, LaunchCounter
 
 # By model, method and batch: kernels of a layer, in the graphs of the drafter and outside of graphs; uploads, replays.
 COUNTS = {
-    (DEMO, "ngram", 1): (12, 0, 14, 2, 1),
-    (DEMO, "eagle3", 1): (12, 426, 44.5, 3, 2),
-    (DEMO, "draft_model", 1): (12, 200, 45, 7, 6),
-    ("qwen3", "ngram", 1): (12, 0, 33, 2, 1),
+    (DEMO, "ngram", 1): (12, 0, 2, 2, 1),
+    (DEMO, "ngram", 8): (12, 0, 2, 2, 1),
+    (DEMO, "eagle3", 1): (12, 426, 8, 2, 2),
+    (DEMO, "eagle3", 8): (12, 165, 8, 2, 2),
+    ("qwen3", "ngram", 1): (12, 0, 4, 2, 1),
 }
 
 
@@ -43,7 +44,8 @@ def test_a_cycle_launches_no_more_than_before(case):
     found = (row.per_layer, row.draft, row.outside, row.uploads, row.replays)
     assert all(one <= other for one, other in zip(found, COUNTS[case])), found
     assert row.copies_to_host == row.waits == 1
-    assert not set(row.missed) - {"per_layer", "outside", "waits"}
+    # The one wait is for the verdict.
+    assert set(row.missed) == {"waits"}
 
 
 def test_operations_count_as_their_kernels():

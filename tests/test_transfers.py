@@ -19,11 +19,11 @@ from hf_specdec.drafts.static import _levels
 from hf_specdec.drafts.topology import chain_parents
 from hf_specdec.kernels import cache, indexing
 from hf_specdec.transfers import (
+    PackedTables,
     PendingRead,
     holding,
     kept_on_device,
     kept_tensor,
-    read_together,
     select_rows,
     upload,
     upload_together,
@@ -67,7 +67,7 @@ def test_one_wait_for_all_that_is_read(data, rows):
     done = []
     with other_device() as waits:
         far = {name: move(torch.tensor(table, dtype=torch.long).view(rows, -1)) for name, table in tables.items()}
-        assert read_together(far, meanwhile=lambda: done.append(len(waits))) == tables
+        assert PackedTables.of(far).read(lambda: done.append(len(waits))) == tables
         assert [wait.what for wait in waits] == ["read"]
     # In front of the wait.
     assert done == [0]

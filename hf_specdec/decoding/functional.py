@@ -45,7 +45,7 @@ from ..layers.structure import form_of
 from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_switch
 from .cache import SlotCache
 from .masks import FULL, node_masks
-from .target import NodeInputs, SlotModel, SlotOutput
+from .target import Nodes, SlotModel, SlotOutput
 
 
 def slot_model(
@@ -128,7 +128,7 @@ class FunctionalSlotModel(SlotModel):
         return nullcontext()
 
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
-        replayed = None if self.graphs is None else self._replay(tokens, topology, logits_from)
+        replayed = self._replay_nodes(tokens, topology, logits_from)
         if replayed is not None:
             return replayed
         rows, tree = self._place(tokens, topology)
@@ -152,8 +152,8 @@ class FunctionalSlotModel(SlotModel):
             positions = self.positions(topology, rows)
         return self._run(tokens, positions, masks, columns + max(self.offsets), logits_from)
 
-    def read_static(self, nodes: NodeInputs, columns: int) -> tuple[SlotOutput, Counter]:
-        self.cache.plan = WritePlan.on_device(columns, nodes.lengths, nodes.tokens.shape[1])
+    def read_static(self, nodes: Nodes, columns: int) -> tuple[SlotOutput, Counter]:
+        self.cache.plan = WritePlan.on_device(columns, nodes.tree.lengths, nodes.tokens.shape[1])
         masks = [TreeMask(nodes.tree, span) for span in self.profile.spans]
         if self._fits_kernel and use_triton(nodes.tokens):
             return self._run(nodes.tokens, nodes.positions, masks), Counter({TREE_KERNEL: len(self._layers)})

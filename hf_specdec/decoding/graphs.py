@@ -25,8 +25,9 @@ from transformers.utils import logging
 
 from ..threads import Lock
 from ..transfers import holding
-from .cache import Place, SlotCache, SlotStore, padded_rows, row_sizes
+from .cache import SlotCache
 from .capture import CaptureBackend, SharedOutputs, capture_backend
+from .store import Place, SlotStore, padded_rows, row_sizes
 
 
 logger = logging.get_logger(__name__)

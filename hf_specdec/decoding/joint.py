@@ -31,7 +31,7 @@ from ..logits.verifier import Verdict, Verifier
 from ..metrics import SpecDecodingStats
 from ..metrics.listeners import CallProgress
 from ..protocol import DrafterSource, DraftStep
-from ..transfers import upload, widened
+from ..transfers import PackedTables, upload, widened
 from .continuation import ContinuationCheck
 from .loop import DecodingLoop
 from .profile import ModelProfile
@@ -225,7 +225,8 @@ class Judge:
     """
 
     def __init__(self, verifier: Verifier, is_alone: bool):
-        self._verifier, self._is_alone = verifier, is_alone
+        self.verifier: Verifier = verifier
+        self._is_alone = is_alone
 
     def verify(
         self,
@@ -234,8 +235,9 @@ class Judge:
         rows: list[int],
         positions: list[int],
         meanwhile: Callable[[], None] | None = None,
+        outcome: PackedTables | None = None,
     ) -> Verdict:
-        return self._verifier.verify(draft, logits, [0] if self._is_alone else rows, positions, meanwhile)
+        return self.verifier.verify(draft, logits, [0] if self._is_alone else rows, positions, meanwhile, outcome)
 
 
 class JointVerifier:
@@ -293,22 +295,32 @@ class JointVerifier:
         rows: list[int],
         positions: list[int],
         meanwhile: Callable[[], None] | None = None,
+        outcome: PackedTables | None = None,
     ) -> Verdict:
         """Judges drafts; the arguments are those of [`Verifier.verify`]."""
+        groups = self._groups(rows)
+        if len(groups) == 1:
+            return self._judged(draft, logits, rows, positions, meanwhile, outcome)
+        if meanwhile is not None:
+            meanwhile()
+        return self._in_parts(groups, draft, logits, rows, positions)
+
+    def follows_best(self, rows: list[int]) -> bool:
+        """As [`Verifier.follows_best`], where all rows have one judge."""
+        return len(self._groups(rows)) == 1 and self._table[rows[0]].judge.verifier.follows_best(rows)
+
+    def _groups(self, rows: list[int]) -> list[list[int]]:
+        """Places of the rows that have the same judge."""
         groups: dict[int, list[int]] = {}
         for index, row in enumerate(rows):
             groups.setdefault(id(self._table[row].judge), []).append(index)
-        if len(groups) == 1:
-            return self._judged(draft, logits, rows, positions, meanwhile)
-        if meanwhile is not None:
-            meanwhile()
-        return self._in_parts(list(groups.values()), draft, logits, rows, positions)
+        return list(groups.values())
 
-    def _judged(self, draft, logits, rows, positions, meanwhile=None) -> Verdict:
+    def _judged(self, draft, logits, rows, positions, meanwhile=None, outcome=None) -> Verdict:
         """Judges rows with one judge, and one by one where that fails."""
         lengths = [self._table[row].length for row in rows]
         try:
-            return self._table[rows[0]].judge.verify(draft, logits, rows, positions, meanwhile)
+            return self._table[rows[0]].judge.verify(draft, logits, rows, positions, meanwhile, outcome)
         except Exception as error:  # noqa: BLE001 - of any kind: the user's processors raise what they like
             if len(rows) > 1 and lengths == [self._table[row].length for row in rows]:
                 return self._in_parts([[index] for index in range(len(rows))], draft, logits, rows, positions)

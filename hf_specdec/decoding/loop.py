@@ -158,7 +158,9 @@ class DecodingLoop:
         drafted = perf_counter()
         output = self._verify(draft)
         # Waits for the device.
-        verdict = self.verifier.verify(draft, output.logits, self.rows, step.lengths, self.deferred.flush)
+        verdict = self.verifier.verify(
+            draft, output.logits, self.rows, step.lengths, self.deferred.flush, output.outcome
+        )
         verified = perf_counter()
         self._commit(draft, output, verdict)
         self.stats.draft_seconds += drafted - began
@@ -232,8 +234,7 @@ class DecodingLoop:
 
     def _verify(self, draft: DraftTree) -> SlotOutput:
         """One forward of the target over the anchors and all draft nodes; on a GPU it is only launched."""
-        tokens = self.anchors[:, None] if draft.size == 0 else torch.cat([self.anchors[:, None], draft.tokens], dim=1)
-        output = self.target.forward(tokens, draft.topology)
+        output = self.target.verify(self.anchors, draft, judges=self.verifier.follows_best(self.rows))
         self.stats.num_target_forwards += 1
         output.logits = output.logits.to(self.device)
         if self.check is not None:
@@ -243,8 +244,8 @@ class DecodingLoop:
 
     def _commit(self, draft: DraftTree, output: SlotOutput, verdict: Verdict) -> None:
         """Makes the accepted path part of the target's cache and of the drafter's state; the text has it already."""
-        counts = verdict.counts
-        self.target.commit(counts, None if draft.is_chain else verdict.path)
+        counts, outcome, states = verdict.counts, output.outcome, output.hidden_states
+        self.target.commit(counts, None if draft.is_chain or outcome is not None else verdict.path)
         self.recorder.add(self.rows, verdict.path, counts, output.logits, output.all_hidden_states)
         if self.tracer is not None:
             self.tracer.score(draft, verdict, output.logits)
@@ -254,8 +255,14 @@ class DecodingLoop:
         began = perf_counter()
         if self.generator.num_best_tokens:
             self._learn(draft, output.logits)
-        self.anchors = last_of_each(verdict.tokens, counts)
-        self._observe(verdict, {key: take_nodes(value, verdict.path) for key, value in output.hidden_states.items()})
+        if outcome is None:
+            states = {key: take_nodes(value, verdict.path) for key, value in states.items()}
+        # A row that was cut has ended, unless it is shown to criteria together with others.
+        is_whole = all(count > accepted for count, accepted in zip(counts, verdict.num_accepted))
+        self.anchors: torch.Tensor = (
+            last_of_each(verdict.tokens, counts) if outcome is None or not is_whole else outcome["anchor"][:, 0]
+        )
+        self._observe(verdict, states)
         self.stats.draft_seconds += perf_counter() - began
         if not self.stop.all_finished:
             self._drop_finished_rows()
@@ -282,7 +289,7 @@ class DecodingLoop:
         self.target.keep_rows(keep)
         self.generator.keep_rows(keep)
         self.rows: list[int] = [self.rows[index] for index in keep]
-        self.anchors: torch.Tensor = select_rows(self.anchors, keep)
+        self.anchors = select_rows(self.anchors, keep)
 
     def _idle_forward(self) -> None:
         """A forward whose result is not used: other ranks still need this one's shards."""
@@ -362,6 +369,7 @@ class DecodingLoop:
         cache = SlotCache(prompt_length + min(most, 1024) + nodes, limit=prompt_length + most + nodes)
         forward_kwargs = {"output_hidden_states": True} if self.recorder.wants_states else None
         target = slot_model(self.model, cache, self.generator.target_hidden_states, forward_kwargs)
+        target.most_committed = self.generator.num_speculative_tokens + 1
         target.row_inputs = self.request.row_inputs()
         return target
 

@@ -10,22 +10,26 @@ captured forward are padded to more rows and nodes: there R and T are those of t
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from transformers.cache_utils import Cache
 
-from ..drafts import TreeTopology
+from ..drafts import DraftTree, TreeTopology
+from ..drafts.topology import chain_parents
 from ..errors import UnsupportedModelError
 from ..kernels._triton import use_triton
+from ..kernels.acceptance import follow
+from ..kernels.ancestors import grow_ancestors
 from ..kernels.cache import WritePlan
 from ..kernels.products import fast_products
 from ..kernels.tree_attention import MAX_NODES, SlotTree
+from ..logits.verifier import take_nodes
 from ..threads import cached_property
-from ..transfers import select_rows, upload
+from ..transfers import PackedTables, select_rows, upload
 from .adapters import ADAPTED_ROW, RowAdapters
 from .attention import (
     TREE_KERNEL,
@@ -36,7 +40,7 @@ from .attention import (
 )
 from .cache import SlotCache
 from .graphs import CallGraphs, graphs_for
-from .masks import RowState, ancestor_bits, node_masks, node_positions, slot_tree
+from .masks import RowState, node_masks, node_positions, slot_tree
 from .positions import Nodes, PositionCounter
 from .profile import MASK_OF_LAYER_TYPE, WITHOUT_ATTENTION, model_profile
 from .recurrent import RecurrentLayers, mixers
@@ -51,14 +55,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class SlotOutput:
-    """Result of a forward over slots: `logits` `(R, T, V)` and the states asked for, each `(R, T, H)`."""
+    """Result of a forward over slots.
+
+    Attributes:
+        logits (`torch.Tensor` of shape `(R, T, V)`): The logits.
+        hidden_states (`dict`): The states asked for, each `(R, T, H)`; with an outcome `(R, M, H)`, along the path.
+        all_hidden_states (`tuple`, *optional*): Those of all layers.
+        outcome (`PackedTables`, *optional*): What the target's best tokens accept of the draft, where a graph has
+            judged it: "accepted" `(R, 1)`, how many draft tokens; "committed" and "path" `(R, M)` and "anchor"
+            `(R, 1)`, tokens, their nodes and the last token; and of the draft "num_nodes" `(R, 1)`, "tokens" and
+            "parents" `(R, N)`. The slots of the path lie in their places.
+    """
 
     logits: torch.Tensor
     hidden_states: dict[int | str, torch.Tensor] = field(default_factory=dict)
     all_hidden_states: tuple[torch.Tensor, ...] | None = None
-
-
-_NO_LIMIT = torch.iinfo(torch.long).max
+    outcome: PackedTables | None = None
 
 
 class NodeInputs:
@@ -71,65 +83,81 @@ class NodeInputs:
     """
 
     def __init__(self, rows: int, nodes: int, device: torch.device):
+        self._num_nodes = nodes
         # A call may run in inference mode, and a later one outside of it.
         with torch.inference_mode(False):
-            self.tokens: torch.Tensor
-            self.ancestors: torch.Tensor
-            self.depths: torch.Tensor
-            self.tokens, self.ancestors, self.depths = (
-                torch.zeros((rows, nodes), dtype=torch.long, device=device) for _ in range(3)
-            )
+            # The tokens of all nodes, and the parents of those that were drafted.
+            self._nodes = torch.zeros((rows, 2 * nodes - 1), dtype=torch.long, device=device)
             # Each part begins at a multiple of 16 bytes, for which kernels are compiled in any case.
-            self._rows = torch.zeros((4, rows + rows % 2), dtype=torch.long, device=device)
-        self.lengths: torch.Tensor
-        self.starts: torch.Tensor
-        self.lengths, self.starts, self._first_positions, self._last_positions = self._rows[:, :rows]
+            self._rows = torch.zeros((5, rows + rows % 2), dtype=torch.long, device=device)
+            self._padding = torch.zeros((2, 1, nodes), dtype=torch.long, device=device)
+            self._padding[1] = -1
+        self._row_parts = self._rows[:, :rows]
 
     def fill(
-        self, tokens: torch.LongTensor, topology: TreeTopology, rows: RowState, max_position: int | None = None
+        self,
+        tokens: Sequence[torch.LongTensor],
+        parents: torch.LongTensor,
+        num_drafted: list[int] | torch.LongTensor,
+        rows: RowState,
+        max_position: int | None = None,
     ) -> None:
-        """Copies in the nodes `tokens` `(r, t)` of a forward; the other arguments are those of [`SlotModel`].
+        """Copies in the nodes of a forward: `tokens` `(r, t)` in one or more parts, and `parents` of [`DraftTree`].
 
-        Rows of padding are empty, and write to slots that no row uses. Nodes of padding see themselves and the
-        committed slots, and lie after the nodes in use.
+        Rows of padding are empty, and write to slots that no row uses. Nodes of padding are children of the anchor
+        after the nodes in use.
+
+        Args:
+            num_drafted (`list[int]` or `torch.LongTensor` of shape `(r,)`): Valid draft nodes of each row.
+            rows (`RowState`): Where the rows stand.
+            max_position (`int`, *optional*): As for [`SlotModel`].
         """
-        num_rows, num_nodes = self.tokens.shape
-        missing = num_nodes - tokens.shape[1]
-        self.tokens.copy_(_with_rows(F.pad(tokens, (0, missing)), num_rows))
-        bits, depths = (
-            values[: len(tokens)] if values.dim() == 2 else values
-            for values in (ancestor_bits(topology), topology.depths)
-        )
-        if missing:
-            itself = 1 << torch.arange(tokens.shape[1], num_nodes, device=bits.device)
-            bits = torch.cat([bits, itself.expand(*bits.shape[:-1], -1)], dim=-1)
-            depths = F.pad(depths, (0, missing))
-        self.ancestors.copy_(_with_rows(bits, num_rows))
-        self.depths.copy_(_with_rows(depths, num_rows))
+        count, missing = len(rows.lengths), self._num_nodes - 1 - parents.shape[-1]
+        zeros, anchors = self._padding[..., :missing].expand(-1, count, -1)
+        parts = [*tokens, zeros, parents.expand(count, -1), anchors]
+        torch.cat([part for part in parts if part.shape[1]], dim=1, out=self._nodes[:count])
+        if count < len(self._nodes):
+            self._nodes[count:] = self._nodes[:1]
         first = [length - start + offset for length, start, offset in zip(rows.lengths, rows.starts, rows.offsets)]
-        last = [_NO_LIMIT if max_position is None else max_position] * len(first)
-        padding = [0] * (self._rows.shape[1] - len(first))
-        table = torch.tensor([values + padding for values in (rows.lengths, rows.starts, first, last)])
-        self._rows.copy_(table, non_blocking=True)
+        last = [_NO_LIMIT if max_position is None else max_position] * count
+        is_known = isinstance(num_drafted, list)
+        padding = [0] * (self._rows.shape[1] - count)
+        parts = (rows.lengths, rows.starts, first, last, num_drafted if is_known else [0] * count)
+        self._rows.copy_(torch.tensor([values + padding for values in parts]), non_blocking=True)
+        if not is_known:
+            self._row_parts[4, :count].copy_(num_drafted)
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        return [self.tokens, self.ancestors, self.depths, self._rows]
+        return [self._nodes, self._rows]
 
-    @property
-    def tree(self) -> SlotTree:
-        return SlotTree(self.lengths, self.starts, self.ancestors, self.depths)
+    def read(self) -> Nodes:
+        """The nodes of the graph that runs."""
+        lengths, starts, first_positions, last_positions, num_drafted = self._row_parts
+        tokens, parents = (part.contiguous() for part in self._nodes.tensor_split([self._num_nodes], dim=1))
+        ancestors, depths = grow_ancestors(parents)
+        positions = torch.minimum(first_positions[:, None] + depths, last_positions[:, None])
+        draft = DraftTree(tokens[:, 1:], parents, num_drafted)
+        return Nodes(tokens, positions, SlotTree(lengths, starts, ancestors, depths), draft)
 
-    @property
-    def positions(self) -> torch.LongTensor:
-        """Position ids `(R, T)`."""
-        return torch.minimum(self._first_positions[:, None] + self.depths, self._last_positions[:, None])
+
+_NO_LIMIT = torch.iinfo(torch.long).max
 
 
-def _with_rows(values: torch.Tensor, rows: int) -> torch.Tensor:
-    """Values `(r, T)` with copies of the first row after them; `(T,)` stand for all rows."""
-    missing = rows - len(values)
-    return values if values.dim() == 1 or not missing else torch.cat([values, values[:1].expand(missing, -1)])
+class Nodes(NamedTuple):
+    """The nodes of a captured forward.
+
+    Attributes:
+        tokens (`torch.LongTensor` of shape `(R, T)`): Anchors and draft tokens.
+        positions (`torch.LongTensor` of shape `(R, T)`): Their position ids.
+        tree (`SlotTree`): Who sees whom, and where the rows stand.
+        draft (`DraftTree`): All nodes but the anchors.
+    """
+
+    tokens: torch.LongTensor
+    positions: torch.LongTensor
+    tree: SlotTree
+    draft: DraftTree
 
 
 class SlotModel:
@@ -142,6 +170,7 @@ class SlotModel:
         forward_kwargs (`dict`): Further arguments for every forward.
 
     Attributes:
+        most_committed (`int`): M, tokens that a row may commit in a cycle.
         max_position (`int`, *optional*): Last position id that a valid node of the call may have. Padding nodes lie
             after it in rows that are nearly full, and a table of positions may end there.
         row_inputs (`dict[str, torch.Tensor]`): Further arguments of the forwards over slots, each with one value for
@@ -170,6 +199,7 @@ class SlotModel:
         self.hidden: torch.BoolTensor | None = None
         self.counter: PositionCounter | None = None
         self.max_position: int | None = None
+        self.most_committed: int = 1
         self.attention_layers: Counter[str] = Counter()
         self.graphs: CallGraphs | None = None
         self.recurrent: RecurrentLayers | None = None
@@ -293,7 +323,7 @@ class SlotModel:
                 f"{type(self.model).__name__} tells positions from the order of its cache, so it can verify chains, "
                 "and got a draft tree. Draft without branches."
             )
-        replayed = None if self.graphs is None else self._replay(tokens, topology, logits_from)
+        replayed = self._replay_nodes(tokens, topology, logits_from)
         if replayed is not None:
             return replayed
         rows, tree = self._place(tokens, topology)
@@ -317,50 +347,105 @@ class SlotModel:
         fits = self._fits_kernel and tokens.shape[1] <= MAX_NODES and rows.hidden is None
         return rows, slot_tree(topology, rows) if fits and use_triton(tokens) else None
 
-    def _replay(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int) -> SlotOutput | None:
+    def verify(self, anchors: torch.LongTensor, draft: DraftTree, judges: bool = False) -> SlotOutput:
+        """Reads anchors `(R,)` and drafts after each row's committed slots.
+
+        Args:
+            judges (`bool`): The draft is accepted by the best tokens of the logits alone, which a graph may find out.
+        """
+        if self.graphs is not None:
+            counts = draft.num_nodes if draft.node_counts is None else draft.node_counts
+            replayed = self._replay([anchors[:, None], draft.tokens], draft.parents, counts, judges)
+            if replayed is not None:
+                return replayed
+        tokens = anchors[:, None] if draft.size == 0 else torch.cat([anchors[:, None], draft.tokens], dim=1)
+        return self.forward(tokens, draft.topology)
+
+    def _replay_nodes(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int) -> SlotOutput | None:
         """The output of [`SlotModel.forward`] from a graph; `None` where the forward has to run without one."""
+        if self.graphs is None:
+            return None
         rows, nodes = tokens.shape
+        parents = chain_parents(nodes - 1, tokens.device) if topology.is_chain else topology.parents[..., 1:] - 1
+        output = self._replay([tokens], parents, [nodes - 1] * rows)
+        if output is not None:
+            output.logits = output.logits[:, logits_from:]
+        return output
+
+    def _replay(
+        self,
+        tokens: list[torch.LongTensor],
+        parents: torch.LongTensor,
+        num_drafted: list[int] | torch.LongTensor,
+        judges: bool = False,
+    ) -> SlotOutput | None:
+        """The output of a graph; `None` where there is none. The arguments are those of [`NodeInputs.fill`]."""
+        rows, nodes, device = len(num_drafted), parents.shape[-1] + 1, tokens[0].device
         size = self.graphs.padded_nodes(nodes)
         if size is None or size > MAX_NODES:
             return None
 
         def fill(inputs: NodeInputs, count: int) -> None:
-            states = (self.cache.lengths, self.starts, self.offsets)
-            inputs.fill(tokens[:count], topology, RowState(*(part[:count] for part in states)), self.max_position)
-
-        def read(inputs: NodeInputs, columns: int) -> tuple:
-            output, layers = self.read_static(inputs, columns)
-            return output.logits, output.hidden_states, layers
+            inputs.fill(
+                [part[:count] for part in tokens],
+                parents if parents.dim() == 1 else parents[:count],
+                num_drafted[:count],
+                RowState(self.cache.lengths[:count], self.starts[:count], self.offsets[:count]),
+                self.max_position,
+            )
 
         captured = self.graphs.run_on_slots(
-            (size, self.states),
+            (size, self.states, self.most_committed if judges else 0),
             rows,
-            lambda rows: NodeInputs(rows, size, tokens.device),
+            lambda rows: NodeInputs(rows, size, device),
             fill,
-            read,
+            self._judged if judges else self._unjudged,
             self.cache,
             ahead=size,
         )
         if captured is None:
             return None
         self.cache.plan_write(nodes)
-        logits, states, self.attention_layers = captured.output
+        logits, states, outcome, self.attention_layers = captured.output
         # Rows and nodes of padding are cut off.
-        states = {key: state[:rows, :nodes] for key, state in states.items()}
-        return SlotOutput(logits[:rows, logits_from:nodes], states)
+        if outcome is None:
+            states = {key: state[:rows, :nodes] for key, state in states.items()}
+            return SlotOutput(logits[:rows, :nodes], states)
+        # Whoever is told of a commit may read it when the graph has long run again.
+        states = None if states is None else states[:rows].clone().chunk(len(self.states), dim=-1)
+        states = dict(zip(self.states, states or ()))
+        return SlotOutput(logits[:rows, :nodes], states, outcome=outcome.copy_of_rows(rows))
 
-    def read_static(self, nodes: NodeInputs, columns: int) -> tuple[SlotOutput, Counter[str]]:
+    def _unjudged(self, inputs: NodeInputs, columns: int) -> tuple:
+        output, layers = self.read_static(inputs.read(), columns)
+        return output.logits, output.hidden_states, None, layers
+
+    def _judged(self, inputs: NodeInputs, columns: int) -> tuple:
+        nodes = inputs.read()
+        output, layers = self.read_static(nodes, columns)
+        accepted = follow(nodes.draft, output.logits.argmax(-1))
+        # Who drafts deeper than announced gets the tokens that there is room for; the last of them are the target's.
+        counts = accepted.num_accepted[:, None].clamp(max=self.most_committed - 1)
+        committed, path = (values[:, : self.most_committed] for values in (accepted.tokens, accepted.path))
+        self.cache.move(nodes.tree.lengths, path)
+        tables = {"accepted": counts, "committed": committed, "path": path, "anchor": committed.gather(1, counts)}
+        draft = {"num_nodes": nodes.draft.num_nodes[:, None], "tokens": nodes.draft.tokens}
+        outcome = PackedTables.of({**tables, **draft, "parents": nodes.draft.parents})
+        states = [take_nodes(output.hidden_states[key], path) for key in self.states]
+        return output.logits, torch.cat(states, dim=-1) if states else None, outcome, layers
+
+    def read_static(self, nodes: Nodes, columns: int) -> tuple[SlotOutput, Counter[str]]:
         """Forward from tensors that stay where they are, for a capture; nothing else changes with the text.
 
         Args:
-            nodes (`NodeInputs`): The nodes, and where the rows stand.
+            nodes (`Nodes`): The nodes, and where the rows stand.
             columns (`int`): Slots to read, those in use among them. The cache has room for them.
 
         Returns:
             `tuple`: The output, and what computed the attention, as `attention_layers`.
         """
         num_nodes = nodes.tokens.shape[1]
-        self.cache.plan = WritePlan.on_device(columns, nodes.lengths, num_nodes)
+        self.cache.plan = WritePlan.on_device(columns, nodes.tree.lengths, num_nodes)
         forward = VerificationForward(nodes.tree if use_triton(nodes.tokens) else None, columns)
         make = TreeMask.stand_in if self._needs_no_masks else TreeMask.additive
         masks = [make(TreeMask(nodes.tree, span), columns, self._mask_dtype) for span in self.profile.spans]

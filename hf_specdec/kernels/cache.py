@@ -174,9 +174,6 @@ def move_slots(buffers: Sequence[torch.Tensor], starts: torch.LongTensor, path: 
 
 def _move_torch(buffers, starts, path):
     steps = torch.arange(path.shape[1], device=path.device)
-    # The first nodes lie in place already. Elsewhere than on the CPU, asking costs more than moving them.
-    if path.device.type == "cpu" and (path <= steps).all():
-        return
     indices: dict = {}
     for buffer in buffers:
         _, heads, capacity, size = buffer.shape

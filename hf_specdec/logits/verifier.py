@@ -20,7 +20,7 @@ from ..drafts import DraftTree
 from ..errors import SpecConfigError, SpecDecError
 from ..kernels.acceptance import reject_chain, reject_tree
 from ..kernels.sampling import sample_from_probs
-from ..transfers import read_together, upload
+from ..transfers import PackedTables, read_together, upload
 from .acceptance import best_tokens
 from .grammar.masks import GrammarMask
 from .processors import ProcessorStack
@@ -106,6 +106,7 @@ class Verifier:
         rows: list[int],
         positions: list[int],
         meanwhile: Callable[[], None] | None = None,
+        outcome: PackedTables | None = None,
     ) -> Verdict:
         """Commits what the target accepts of a draft, and one more token. Waits for the device.
 
@@ -116,28 +117,38 @@ class Verifier:
             positions (`list[int]` of length R): Position of the first token to commit, padding not counted.
             meanwhile (`Callable`, *optional*): What the host does before it waits, and before anything of this
                 verification is shown to processors and criteria.
+            outcome (`PackedTables`, *optional*): What is accepted, where that is known: that of `SlotOutput`.
         """
-        if self._walks or self._saves_by_walking(draft, logits):
+        if outcome is None and (self._walks or self._saves_by_walking(draft, logits)):
             if meanwhile is not None:
                 meanwhile()
             return _Walk(self, draft, logits, rows, positions).run()
         scores = self._node_scores(draft, logits, rows) if self._needs_scores else logits
-        acceptance = self.rule.judge(draft, scores, rows, positions)
+        unknown, is_known = draft.unknown_tables(self.reads_drafts), outcome is not None
+        if outcome is None:
+            acceptance = self.rule.judge(draft, scores, rows, positions)
+            tables = {"accepted": acceptance.num_accepted[:, None], "committed": acceptance.tokens, **unknown}
+            outcome, path, tokens = PackedTables.of(tables), acceptance.path, acceptance.tokens
+        else:
+            path, tokens = outcome["path"], outcome["committed"]
         # The one synchronisation of a cycle. Whatever the host does not know of the draft comes with it.
-        unknown = draft.unknown_tables(self.reads_drafts)
-        tables = {"accepted": acceptance.num_accepted[:, None], "committed": acceptance.tokens, **unknown}
-        found = read_together(tables, meanwhile)
+        found = outcome.read(meanwhile)
         if unknown:
-            draft.learn(found)
+            draft.learn({name: found[name] for name in unknown})
         accepted = [row[0] for row in found["accepted"]]
         token_lists = [_checked(row)[: count + 1] for row, count in zip(found["committed"], accepted)]
         if self.recorder is not None:
-            path = acceptance.path[:, : max(accepted) + 1]
-            self.recorder.add(rows, take_nodes(scores, path), list(map(len, token_lists)))
+            self.recorder.add(rows, take_nodes(scores, path[:, : max(accepted) + 1]), list(map(len, token_lists)))
         kept = self.stop.append(rows, token_lists)
         counts = list(map(len, kept))
-        num_accepted, width = list(map(min, accepted, counts)), max(counts)
-        return Verdict(kept, counts, num_accepted, acceptance.path[:, :width], acceptance.tokens[:, :width])
+        num_accepted = list(map(min, accepted, counts))
+        # Graphs read tables of one width; others read no more than they must.
+        width = path.shape[1] if is_known else max(counts)
+        return Verdict(kept, counts, num_accepted, path[:, :width], tokens[:, :width])
+
+    def follows_best(self, rows: list[int]) -> bool:
+        """Tells whether what is accepted follows from the best tokens of the target's logits alone, in these rows."""
+        return not (self._walks or self.stack or self.rule.uniforms or self.rule.judges_whole_drafts)
 
     def _saves_by_walking(self, draft: DraftTree, logits: torch.Tensor) -> bool:
         """Tells whether the path of a draft that was not drawn is found in less time than all nodes are judged."""

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec.decoding.attention import TreeMask
-from hf_specdec.decoding.cache import SlotStore, padded_size
 from hf_specdec.decoding.capture import CannotCaptureError, CudaBackend, NoWaiting
 from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, node_positions
-from hf_specdec.decoding.target import NodeInputs
+from hf_specdec.decoding.store import SlotStore, padded_size
+from hf_specdec.decoding.target import NodeInputs, Nodes
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from hf_specdec.kernels.tree_attention import MAX_NODES
-from tests.tape import NothingToHost, Tape, TapeBackend
+from tests.tape import NothingToHost, Tape, TapeBackend, spoil
 
 
 ROWS = {
@@ -36,6 +36,15 @@ TOPOLOGIES = {
 }
 
 
+def filled(rows_of_graph, nodes_of_graph, tokens, topology, rows, **limit) -> Nodes:
+    """Nodes as a graph of these sizes reads them."""
+    inputs = NodeInputs(rows_of_graph, nodes_of_graph, torch.device("cpu"))
+    for buffer in inputs.buffers:
+        spoil(buffer)
+    inputs.fill([tokens], topology.parents[..., 1:] - 1, [tokens.shape[1] - 1] * len(tokens), rows, **limit)
+    return inputs.read()
+
+
 class TestNodeInputs:
     @pytest.mark.parametrize("span", [FULL, Span("sliding", 5), Span("chunked", 4)], ids=lambda span: span.kind)
     @pytest.mark.parametrize("rows", ROWS)
@@ -44,41 +53,46 @@ class TestNodeInputs:
         topology, rows = TOPOLOGIES[shape], ROWS[rows]
         num_nodes = topology.depths.shape[-1]
         columns = max(rows.lengths) + num_nodes
-        inputs = NodeInputs(4, 8, torch.device("cpu"))
-        inputs.fill(torch.randint(1, 50, (3, num_nodes)), topology, rows, max_position=13)
+        nodes = filled(4, 8, torch.randint(1, 50, (3, num_nodes)), topology, rows, max_position=13)
         (expected,) = node_masks(topology, rows, columns, (span,), torch.float32)
-        mask = TreeMask(inputs.tree, span).additive(24, torch.float32)
+        mask = TreeMask(nodes.tree, span).additive(24, torch.float32)
         assert mask.shape == (4, 1, 8, 24)
         assert torch.equal(mask[:3, :, :num_nodes, :columns], expected.expand(3, -1, -1, -1))
         assert mask[:3, :, :num_nodes, columns:].lt(0).all()
-        assert torch.equal(inputs.positions[:3, :num_nodes], node_positions(topology, rows).clamp(max=13))
+        assert torch.equal(nodes.positions[:3, :num_nodes], node_positions(topology, rows).clamp(max=13))
         # Padding sees something: nothing at all would be no number.
         assert mask.eq(0).any(-1).all()
 
     def test_padding_is_out_of_the_way(self):
         topology, rows = TOPOLOGIES["tree"], ROWS["ragged"]
-        inputs = NodeInputs(4, 8, torch.device("cpu"))
-        inputs.fill(torch.full((3, 6), 7), topology, rows)
-        assert inputs.lengths.tolist() == [*rows.lengths, 0]
-        assert inputs.starts.tolist() == [*rows.starts, 0]
-        bits = inputs.ancestors
-        # No node in use sees a node of padding.
-        assert (bits[:3, :6] >> 6).eq(0).all()
+        nodes = filled(4, 8, torch.full((3, 6), 7), topology, rows)
+        assert nodes.tree.lengths.tolist() == [*rows.lengths, 0]
+        assert nodes.tree.starts.tolist() == [*rows.starts, 0]
+        assert nodes.tokens.tolist() == [[7] * 6 + [0] * 2] * 4
+        # No node in use sees a node of padding, and none of these is accepted.
+        assert (nodes.tree.ancestors[:3, :6] >> 6).eq(0).all()
+        assert nodes.draft.num_nodes.tolist() == [5, 5, 5, 0]
+
+    def test_counts_that_the_device_alone_knows(self):
+        inputs = NodeInputs(4, 3, torch.device("cpu"))
+        counts = torch.tensor([2, 0, 1])
+        inputs.fill([torch.ones((3, 3), dtype=torch.long)], torch.tensor([-1, 0]), counts, ROWS["equal"])
+        assert inputs.read().draft.num_nodes.tolist() == [2, 0, 1, 0]
 
     @pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (3, 1), (8, 64)])
     def test_kernels_are_compiled_once(self, sizes):
         """Triton compiles others for addresses that are no multiples of 16."""
-        inputs = NodeInputs(*sizes, torch.device("cpu"))
-        for part in (*inputs.tree.__dict__.values(), inputs.tokens, inputs.positions):
+        nodes = NodeInputs(*sizes, torch.device("cpu")).read()
+        for part in (*vars(nodes.tree).values(), nodes.tokens, nodes.positions, nodes.draft.num_nodes):
             assert part.data_ptr() % 16 == 0
 
     def test_full_size(self):
         """All 64 bits of the ancestors."""
         topology, rows = chain_topology(MAX_NODES - 2, torch.device("cpu")), RowState([3], [0], [0])
-        inputs = NodeInputs(1, MAX_NODES, torch.device("cpu"))
-        inputs.fill(torch.ones((1, MAX_NODES - 1), dtype=torch.long), topology, rows)
-        visible = TreeMask(inputs.tree, FULL).additive(3 + MAX_NODES, torch.float32)[0, 0].eq(0)
-        assert visible[-1].nonzero()[:, 0].tolist() == [0, 1, 2, 2 + MAX_NODES]
+        nodes = filled(1, MAX_NODES, torch.ones((1, MAX_NODES - 1), dtype=torch.long), topology, rows)
+        visible = TreeMask(nodes.tree, FULL).additive(3 + MAX_NODES, torch.float32)[0, 0].eq(0)
+        # The text, the anchor, and itself.
+        assert visible[-1].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 2 + MAX_NODES]
 
 
 class TestSlotStore:

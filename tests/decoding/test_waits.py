@@ -77,7 +77,7 @@ class Watched:
         for waits in self.cycles:
             # A drafter that has not drafted before reads the prompt first, once.
             found = [(wait.what, wait.where.split()[-1]) for wait in waits if not wait.where.endswith(" prefill")]
-            assert found == [("read", "read_together")]
+            assert found == [("read", "read")]
 
 
 @pytest.fixture(autouse=True)
@@ -267,7 +267,7 @@ class TestOneWaitACycle:
         make = draft_model(draft_confidence_threshold=0.5, num_speculative_tokens=6)(plain, inputs)
         assert watched.generate(model, inputs, make).tolist() == plain.tolist()
         places = {wait.where.split()[-1] for waits in watched.cycles for wait in waits}
-        assert places == {"read_together", "_draft"}
+        assert places == {"read", "_draft"}
         assert min(map(len, watched.cycles)) < 6
 
 

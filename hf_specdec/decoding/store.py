@@ -1,0 +1,126 @@
+"""Buffers of slots that outlive a call, for graphs that read them where they are, and the few sizes that they have.
+
+Shapes: B allocated rows, C slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+
+class Place(NamedTuple):
+    """Sizes of the buffers that a call has: B rows of C slots. Graphs of one place read the same buffers."""
+
+    rows: int
+    slots: int
+
+
+class SlotStore:
+    """Buffers of keys and values that outlive a call, so that graphs find them in their place.
+
+    There may be several places, for calls of different lengths; a call has the smallest one with room for it. The most
+    recently used ones are kept, as long as together they are at most twice as large as the largest one.
+
+    Args:
+        on_dropped (`Callable`): Called with a place whose buffers have to make way.
+
+    Attributes:
+        place (`Place`, *optional*): Of the call that has the buffers, once it has asked for one.
+    """
+
+    def __init__(self, on_dropped: Callable[[Place], None]):
+        self._on_dropped = on_dropped
+        # The one that was used last comes last.
+        self._places: dict[Place, dict[tuple[int, str], torch.Tensor]] = {}
+        self.place: Place | None = None
+
+    def take(self, layer: int, name: str, rows: int, heads: int, capacity: int, like: torch.Tensor) -> torch.Tensor:
+        """A layer's buffer of this name, zeros of shape `(B, heads, C, D)`, B at least `rows`, C `capacity`.
+
+        All layers of a call have the same B and C, once all of them have asked for the largest `capacity`.
+
+        Args:
+            like (`torch.Tensor`): Says head size, dtype and device.
+        """
+        if self.place is None or self.place.rows < rows or self.place.slots < capacity:
+            self._move(rows, capacity)
+        shape, key = (self.place.rows, heads, self.place.slots, like.shape[-1]), (layer, name)
+        kept = self._places[self.place].get(key)
+        if kept is not None:
+            if (kept.shape, kept.dtype, kept.device) == (shape, like.dtype, like.device):
+                return kept.zero_()
+            del kept, self._places[self.place][key]
+            self._on_dropped(self.place)
+        with torch.inference_mode(False):
+            buffer = self._places[self.place][key] = self._zeros(shape, like)
+        return buffer
+
+    def _move(self, rows: int, capacity: int) -> None:
+        """Moves to the smallest place with room; else to a new one."""
+        slots = padded_slots(capacity)
+        fitting = (
+            place
+            for place in self._places
+            if place.rows >= rows and capacity <= place.slots <= _MOST_TIMES_LONGER * slots
+        )
+        self.place = min(fitting, key=lambda place: place.rows * place.slots, default=Place(padded_rows(rows), slots))
+        self._places[self.place] = self._places.pop(self.place, {})
+        # Whoever makes way may have been the largest.
+        while sum(sizes := [place.rows * place.slots for place in self._places]) > 2 * max(sizes):
+            self._drop(next(iter(self._places)))
+
+    def _zeros(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        try:
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+        except torch.OutOfMemoryError:
+            for place in [place for place in self._places if place != self.place]:
+                self._drop(place)
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    def _drop(self, place: Place) -> None:
+        del self._places[place]
+        self._on_dropped(place)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all buffers."""
+        return sum(buffer.nbytes for buffers in self._places.values() for buffer in buffers.values())
+
+    def begin_call(self) -> None:
+        self.place = None
+
+    def clear(self) -> None:
+        self._places.clear()
+        self.place = None
+
+
+# Few sizes of buffers: graphs are captured for each of them.
+_LEAST_SLOTS, _LAST_DOUBLED = 1024, 8192
+
+# Longer buffers than a call needs spare it captures; masked attention and zeroing go through all slots, though.
+_MOST_TIMES_LONGER = 8
+
+
+def padded_slots(count: int) -> int:
+    """Slots of the buffers for this many: powers of two from 1024 to 8192, then four sizes in each doubling."""
+    doubled = max(padded_size(count), _LEAST_SLOTS)
+    step = doubled if doubled <= _LAST_DOUBLED else doubled // 8
+    return -(-count // step) * step
+
+
+def padded_size(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
+def padded_rows(count: int) -> int:
+    """Rows of the graph for this many: powers of two to 8, then multiples of it, because each has slots of its own."""
+    return padded_size(count) if count <= 8 else -(-count // 8) * 8
+
+
+def row_sizes(count: int) -> list[int]:
+    """Rows of the graphs for this many and all smaller numbers, the largest first."""
+    return sorted({padded_rows(rows) for rows in range(1, count + 1)}, reverse=True)

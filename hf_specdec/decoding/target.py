@@ -131,20 +131,20 @@ class NodeInputs:
     def buffers(self) -> list[torch.Tensor]:
         return [self._nodes, self._rows]
 
-    def read(self) -> Nodes:
+    def read(self) -> CapturedNodes:
         """The nodes of the graph that runs."""
         lengths, starts, first_positions, last_positions, num_drafted = self._row_parts
         tokens, parents = (part.contiguous() for part in self._nodes.tensor_split([self._num_nodes], dim=1))
         ancestors, depths = grow_ancestors(parents)
         positions = torch.minimum(first_positions[:, None] + depths, last_positions[:, None])
         draft = DraftTree(tokens[:, 1:], parents, num_drafted)
-        return Nodes(tokens, positions, SlotTree(lengths, starts, ancestors, depths), draft)
+        return CapturedNodes(tokens, positions, SlotTree(lengths, starts, ancestors, depths), draft)
 
 
 _NO_LIMIT = torch.iinfo(torch.long).max
 
 
-class Nodes(NamedTuple):
+class CapturedNodes(NamedTuple):
     """The nodes of a captured forward.
 
     Attributes:
@@ -434,11 +434,11 @@ class SlotModel:
         states = [take_nodes(output.hidden_states[key], path) for key in self.states]
         return output.logits, torch.cat(states, dim=-1) if states else None, outcome, layers
 
-    def read_static(self, nodes: Nodes, columns: int) -> tuple[SlotOutput, Counter[str]]:
+    def read_static(self, nodes: CapturedNodes, columns: int) -> tuple[SlotOutput, Counter[str]]:
         """Forward from tensors that stay where they are, for a capture; nothing else changes with the text.
 
         Args:
-            nodes (`Nodes`): The nodes, and where the rows stand.
+            nodes (`CapturedNodes`): The nodes, and where the rows stand.
             columns (`int`): Slots to read, those in use among them. The cache has room for them.
 
         Returns:
@@ -486,7 +486,9 @@ class SlotModel:
         return SlotOutput(output.logits[:, -num_logits:], states, output.get(name("hidden_states")))
 
     def _adapters_of(self, rows: torch.LongTensor | None):
-        adapters = None if rows is None else RowAdapters.of(self.model)
+        if rows is None:
+            return nullcontext()
+        adapters = RowAdapters.of(self.model)
         return nullcontext() if adapters is None else adapters.of_rows(rows[:, 0])
 
     def commit(self, counts: list[int], path: torch.LongTensor | None = None) -> None:

@@ -45,7 +45,7 @@ from ..layers.structure import form_of
 from .attention import TREE_KERNEL, TreeMask, VerificationForward, attention_switch
 from .cache import SlotCache
 from .masks import FULL, node_masks
-from .target import Nodes, SlotModel, SlotOutput
+from .target import CapturedNodes, SlotModel, SlotOutput
 
 
 def slot_model(
@@ -152,7 +152,7 @@ class FunctionalSlotModel(SlotModel):
             positions = self.positions(topology, rows)
         return self._run(tokens, positions, masks, columns + max(self.offsets), logits_from)
 
-    def read_static(self, nodes: Nodes, columns: int) -> tuple[SlotOutput, Counter]:
+    def read_static(self, nodes: CapturedNodes, columns: int) -> tuple[SlotOutput, Counter]:
         self.cache.plan = WritePlan.on_device(columns, nodes.tree.lengths, nodes.tokens.shape[1])
         masks = [TreeMask(nodes.tree, span) for span in self.profile.spans]
         if self._fits_kernel and use_triton(nodes.tokens):

@@ -16,7 +16,7 @@ from hf_specdec.decoding.attention import TreeMask
 from hf_specdec.decoding.capture import CannotCaptureError, CudaBackend, NoWaiting
 from hf_specdec.decoding.masks import FULL, RowState, Span, node_masks, node_positions
 from hf_specdec.decoding.store import SlotStore, padded_size
-from hf_specdec.decoding.target import NodeInputs, Nodes
+from hf_specdec.decoding.target import CapturedNodes, NodeInputs
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
 from hf_specdec.kernels.tree_attention import MAX_NODES
 from tests.tape import NothingToHost, Tape, TapeBackend, spoil
@@ -36,7 +36,7 @@ TOPOLOGIES = {
 }
 
 
-def filled(rows_of_graph, nodes_of_graph, tokens, topology, rows, **limit) -> Nodes:
+def filled(rows_of_graph, nodes_of_graph, tokens, topology, rows, **limit) -> CapturedNodes:
     """Nodes as a graph of these sizes reads them."""
     inputs = NodeInputs(rows_of_graph, nodes_of_graph, torch.device("cpu"))
     for buffer in inputs.buffers:

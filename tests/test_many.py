@@ -481,6 +481,27 @@ def test_a_run_that_was_stopped_goes_on(model, tmp_path):
         run(model, requests, journal=path)
 
 
+def test_log_probabilities(model, tmp_path):
+    requests = [{"input_ids": prompt(index), "top_logprobs": index} for index in (0, 2)] + [prompt(1)]
+    zero, two, without = run(model, requests, journal=tmp_path / "journal", repetition_penalty=1.2)
+    assert without.logprobs is None
+    assert [top for _, top in zero.logprobs] == [[]] * 12
+    with torch.no_grad():
+        logs = model(torch.tensor([prompt(2) + two.tokens])).logits[0, 4:-1].log_softmax(-1)
+    for scores, token, (own, top) in zip(logs, two.tokens, two.logprobs):
+        assert own == pytest.approx(scores[token].item(), abs=1e-4)
+        assert [pair[0] for pair in top] == scores.topk(2).indices.tolist()
+        assert [pair[1] for pair in top] == pytest.approx(scores.topk(2).values.tolist(), abs=1e-4)
+    again = run(model, requests, journal=tmp_path / "journal", repetition_penalty=1.2)
+    assert [result.logprobs for result in again] == [zero.logprobs, two.logprobs, None]
+    settings = {"do_sample": False, "max_new_tokens": 12, "repetition_penalty": 1.2, **NGRAM}
+    (output,) = generate_batch(model, [prompt(2)], top_logprobs=1, **settings).values()
+    assert output.logprobs == pytest.approx([own for own, _ in two.logprobs], abs=1e-5)
+    assert [top[0][0] for top in output.top_logprobs] == [top[0][0] for _, top in two.logprobs]
+    (refused,) = run(model, [{"input_ids": prompt(0), "top_logprobs": -1}])
+    assert "top_logprobs" in str(refused.error)
+
+
 def test_two_runs_with_one_journal_leave_it_readable(tmp_path):
     journals = [Journal(tmp_path / "results.jsonl") for _ in range(2)]
     for index in range(6):

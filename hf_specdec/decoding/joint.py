@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,7 @@ from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowUniforms
 from ..logits.rules import StandardRule
 from ..logits.sampling import DraftSampler, fit_width
-from ..logits.verifier import Verdict, Verifier
+from ..logits.verifier import Verdict, Verifier, take_nodes
 from ..metrics import SpecDecodingStats
 from ..metrics.listeners import CallProgress
 from ..protocol import DrafterSource, DraftStep
@@ -44,6 +44,18 @@ from .target import SlotOutput
 _MOST_JUDGES = 64
 
 
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of the target's probabilities at one position, before any logits processor.
+
+    Attributes:
+        own (`float`): Of the token that was generated.
+        top (`list[tuple[int, float]]`): The most probable tokens, the best first, and theirs.
+    """
+
+    own: float
+    top: list[tuple[int, float]]
+
+
 class Row:
     """One request while it is decoded.
 
@@ -51,11 +63,13 @@ class Row:
         request (`Request`): Prepared for a batch of one, without padding.
         seed, number (`int`): Its random numbers are those of row `number` in a call with this seed.
         most_draft_tokens (`int`, *optional*): Depth that its drafts may have at most; 0 for none.
+        top_logprobs (`int`, *optional*): Keep log-probabilities of its tokens, and of so many of the most probable.
 
     Attributes:
         sequences, stop, stack: Its text, its stopping rules and its processors.
         signature (`tuple`, *optional*): Of the processors, as [`ProcessorStack.signature`].
         stats (`SpecDecodingStats`): What was drafted and accepted for it; forwards and seconds belong to all rows.
+        logprobs (`list[TokenLogprobs]`): Of its tokens, if they are kept.
         error (`Exception`, *optional*): Why it has failed.
         is_cancelled (`bool`): It ends where it stands.
         judge (`Judge`): Judges its drafts, once it is in a loop.
@@ -63,11 +77,19 @@ class Row:
 
     judge: Judge
 
-    def __init__(self, request: Request, seed: int, number: int, most_draft_tokens: int | None = None):
+    def __init__(
+        self,
+        request: Request,
+        seed: int,
+        number: int,
+        most_draft_tokens: int | None = None,
+        top_logprobs: int | None = None,
+    ):
         self.request = request
         self.seed = seed
         self.number = number
         self.most_draft_tokens = most_draft_tokens
+        self.top_logprobs = top_logprobs
         self.samples: bool = bool(request.generation_config.do_sample)
         self.stack: ProcessorStack = request.processor_stack()
         self.signature: tuple[Any, ...] | None = self.stack.signature
@@ -80,6 +102,7 @@ class Row:
         self.stop: StopRules = StopRules(self.request.stopping_criteria, self.sequences)
         # The first token comes from the prompt.
         self.stats: SpecDecodingStats = SpecDecodingStats(batch_size=1, num_committed_tokens=1)
+        self.logprobs: list[TokenLogprobs] = []
         self.error = None
 
     @property
@@ -104,7 +127,12 @@ class Row:
     @property
     def tokens(self) -> list[int]:
         """The generated tokens."""
-        return self.sequences.row(0).tolist()[self.sequences.prompt_length :]
+        return self.sequences.tokens(0)[self.sequences.prompt_length :]
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens of the prompt."""
+        return self.sequences.tokens(0)[: self.sequences.prompt_length]
 
     @property
     def finish_reason(self) -> str:
@@ -415,7 +443,8 @@ class JointLoop(DecodingLoop):
 
     def drop_ended(self) -> list[Row]:
         """Rows that have ended leave; those that were cancelled, too. Not between a draft and its commit."""
-        self._tell()
+        if any(row.has_ended for row in self.active):
+            self._tell()
         if not self.stop.all_finished:
             self._drop_finished_rows()
         ended = []
@@ -504,9 +533,39 @@ class JointLoop(DecodingLoop):
         self.deferred.add(partial(_count, rows, draft.without_probs(), verdict))
         super()._commit(draft, output, verdict)
 
+    def _record(self, verdict: Verdict, logits: torch.Tensor, hidden_states: Any) -> None:
+        rows = [self.table[number] for number in self.rows]
+        asking = [index for index, row in enumerate(rows) if row.top_logprobs is not None]
+        if not asking:
+            return
+        most = max(rows[index].top_logprobs or 0 for index in asking)
+        places = upload(asking, logits.device)
+        nodes, tokens = (values.to(logits.device)[places] for values in (verdict.path, verdict.tokens))
+        # A wait of its own, for those who ask: the device has nothing else to do here.
+        values = _log_probs(take_nodes(logits[places], nodes), tokens, most).tolist()
+        for index, positions in zip(asking, values):
+            row = rows[index]
+            for own, *top in positions[: verdict.counts[index]]:
+                pairs = [(int(token), value) for value, token in zip(top, top[len(top) // 2 :])]
+                row.logprobs.append(TokenLogprobs(own, pairs[: row.top_logprobs]))
+
     def _positions(self, ahead: int) -> list[int]:
         # Each text is whole: what was committed, the anchor included, is in front of the next token.
         return [self.table[row].length for row in self.rows]
+
+
+def _log_probs(logits: torch.Tensor, tokens: torch.LongTensor, most: int) -> torch.DoubleTensor:
+    """Log-probabilities of tokens `(R, M)` and of the K best, then the K best: `(R, M, 1 + 2 K)`.
+
+    Args:
+        logits (`torch.Tensor` of shape `(R, M, V)`): The target's.
+        tokens (`torch.LongTensor` of shape `(R, M)`): The tokens.
+        most (`int`): K, or more than there are tokens.
+    """
+    logs = logits.float().log_softmax(-1)
+    best = logs.topk(min(most, logs.shape[-1]), dim=-1)
+    # Doubles hold both.
+    return torch.cat([values.double() for values in (logs.gather(-1, tokens[..., None]), *best)], dim=-1)
 
 
 def _count(rows: list[Row], draft: DraftTree, verdict: Verdict) -> None:

@@ -183,8 +183,7 @@ class DecodingLoop:
         draft = self.sampler.constrained(DraftTree.empty(self.request.batch_size, self.device), self.rows)
         verdict = self.verifier.verify(draft, logits, self.rows, self._positions(0))
         self.stats.num_committed_tokens += self.request.batch_size
-        states_of_layers = output.get(self.target.profile.of_decoder("hidden_states"))
-        self.recorder.add(self.rows, verdict.path, verdict.counts, logits, states_of_layers)
+        self._record(verdict, logits, output.get(self.target.profile.of_decoder("hidden_states")))
         self.anchors = verdict.tokens[:, 0]
         if self.progress.traces:
             self._begin_trace(draft, verdict, logits)
@@ -246,7 +245,7 @@ class DecodingLoop:
         """Makes the accepted path part of the target's cache and of the drafter's state; the text has it already."""
         counts, outcome, states = verdict.counts, output.outcome, output.hidden_states
         self.target.commit(counts, None if draft.is_chain or outcome is not None else verdict.path)
-        self.recorder.add(self.rows, verdict.path, counts, output.logits, output.all_hidden_states)
+        self._record(verdict, output.logits, output.all_hidden_states)
         if self.tracer is not None:
             self.tracer.score(draft, verdict, output.logits)
         report = partial(count_cycle, self.stats, self.tracer, draft.without_probs(), verdict, self.rows)
@@ -266,6 +265,10 @@ class DecodingLoop:
         self.stats.draft_seconds += perf_counter() - began
         if not self.stop.all_finished:
             self._drop_finished_rows()
+
+    def _record(self, verdict: Verdict, logits: torch.Tensor, hidden_states: Any) -> None:
+        """Keeps what is returned for each token."""
+        self.recorder.add(self.rows, verdict.path, verdict.counts, logits, hidden_states)
 
     def _learn(self, draft: DraftTree, logits: torch.Tensor) -> None:
         """Tells the drafter of the target's best tokens after the anchors and all draft nodes."""

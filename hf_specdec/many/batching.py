@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.utils import logging
 
 from ..arguments import ARGUMENTS, is_off
+from ..decoding.joint import TokenLogprobs
 from ..errors import SpecConfigError, shown
 from ..metrics import SpecDecodingStats
 from .generate import generate_many
@@ -24,20 +25,26 @@ logger = logging.get_logger(__name__)
 _PLACES = 8
 
 # Settings of transformers' paged cache that concern what is generated, and not how.
-_UNSUPPORTED = {"return_logprobs": "Log-probabilities are not kept. Leave it out."}
+_UNSUPPORTED = {"return_logprobs": "Pass `top_logprobs=0`: log-probabilities here are those of the model itself."}
 
 
 @dataclass
 class SpeculativeGenerationOutput(GenerationOutput):
-    """`GenerationOutput` with two more fields.
+    """`GenerationOutput` with more fields.
 
     Args:
         speculative (`SpecDecodingStats`): What was drafted and accepted for the request.
         finish_reason (`str`, *optional*): "stop", "length" or "error", once it has ended.
+        top_logprobs (`list[list[tuple[int, float]]]`): For each generated token the most probable ones and their
+            log-probabilities, and in `logprobs` its own, where a setting `top_logprobs` asks for them: those of the
+            model, before temperature, filters and penalties.
+        is_refused (`bool`): The request was wrong as it came, and nothing has run for it.
     """
 
     speculative: SpecDecodingStats | None = None
     finish_reason: str | None = None
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    is_refused: bool = False
 
 
 def generate_batch(
@@ -95,7 +102,8 @@ def generate_batch(
     results = generate_many(model, prompts, places, progress=progress_bar, in_order=True, seed=seed, **kwargs)
     outputs = {}
     for name, prompt, result in zip(names, prompts, results):
-        output = output_of(name, list(prompt), result.tokens, result.error, result.stats, result.finish_reason)
+        given = (result.tokens, result.error, result.stats, result.finish_reason, result.logprobs)
+        output = output_of(name, list(prompt), *given)
         output.created_time, output.lifespan = began, (began, perf_counter())
         outputs[name] = output
     return outputs
@@ -108,13 +116,17 @@ def output_of(
     error: Exception | None,
     stats: SpecDecodingStats,
     finish_reason: str | None,
+    logprobs: list[TokenLogprobs] | None = None,
 ) -> SpeculativeGenerationOutput:
     """A request's output, at its end or, without a `finish_reason`, on the way."""
+    logprobs = (logprobs or [])[: len(tokens)]
     status = RequestStatus.DECODING if finish_reason is None else RequestStatus.FINISHED
     return SpeculativeGenerationOutput(
         request_id=name,
         prompt_ids=prompt,
         generated_tokens=tokens,
+        logprobs=[one.own for one in logprobs],
+        top_logprobs=[one.top for one in logprobs],
         error=error_text(error),
         status=status if error is None else RequestStatus.FAILED,
         speculative=stats,

@@ -176,7 +176,8 @@ class ManyResults(Iterator[RequestResult]):
         tokens, tokenizer = row.tokens, self._reader.tokenizer
         text = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
         length = row.sequences.prompt_length
-        self._keep(RequestResult(index, tokens, text, row.finish_reason, row.error, length, row.stats), key)
+        logprobs = None if row.top_logprobs is None else row.logprobs[: len(tokens)]
+        self._keep(RequestResult(index, tokens, text, row.finish_reason, row.error, length, row.stats, logprobs), key)
 
     def _keep(self, result: RequestResult, key: str | None) -> None:
         if self._journal is not None:

@@ -1,7 +1,9 @@
 """A file of results, one JSON object a line, from which a run that was stopped goes on.
 
 An entry has `index`, `key` (of prompt and settings), `num_prompt_tokens`, `tokens`, `text`, `finish_reason`, `error`
-(a message, or null) and `stats` (counts). Where an index stands twice, the later entry is valid.
+(a message, or null) and `stats` (counts). Where log-probabilities are asked for, `logprobs` has a pair for each token:
+its own, and a list of `[token, log-probability]` of the most probable ones. Where an index stands twice, the later
+entry is valid.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..decoding.joint import TokenLogprobs
 from ..errors import SpecConfigError
 from ..metrics import SpecDecodingStats
 from .results import RequestResult, error_text
@@ -63,9 +66,10 @@ class Journal:
                 "requests and settings of the run that wrote it, or another file."
             )
         stats = SpecDecodingStats(batch_size=1, **entry["stats"])
-        return RequestResult(
-            index, entry["tokens"], entry["text"], entry["finish_reason"], None, entry["num_prompt_tokens"], stats
-        )
+        given = (entry[name] for name in ("tokens", "text", "finish_reason"))
+        written = entry.get("logprobs")
+        logprobs = None if written is None else [TokenLogprobs(own, list(map(tuple, top))) for own, top in written]
+        return RequestResult(index, *given, None, entry["num_prompt_tokens"], stats, logprobs)
 
     def add(self, result: RequestResult, key: str | None) -> None:
         """Writes a result; `key` is that of its prompt and settings, if it could be read."""
@@ -79,6 +83,8 @@ class Journal:
             "error": error_text(result.error),
             "stats": {name: getattr(result.stats, name) for name in _COUNTS},
         }
+        if result.logprobs is not None:
+            entry["logprobs"] = result.logprobs
         self._file.write(json.dumps(entry).encode() + b"\n")
         self._file.flush()
 
@@ -98,7 +104,8 @@ def read_entries(path: str | os.PathLike[str]) -> tuple[dict[int, dict[str, Any]
             break
         try:
             entry = json.loads(line)
-            entries[entry["index"]] = {name: entry[name] for name in _ENTRY}
+            asked = [name for name in ("logprobs",) if name in entry]
+            entries[entry["index"]] = {name: entry[name] for name in (*_ENTRY, *asked)}
         except (ValueError, KeyError, TypeError) as error:
             raise SpecConfigError(
                 f"Line {number} of {path} is no result of a request. Pass the journal of an earlier run, or a file "

@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -287,7 +288,7 @@ class SpeculativeBatchingManager:
                 row = self._reader.row(number, tokens, settings)
                 self._engine.add(row)
             except Exception as error:  # noqa: BLE001 - of any kind: it is this request's
-                self._add_result(_failed(name, tokens, error))
+                self._add_result(replace(_failed(name, tokens, error), is_refused=True))
                 continue
             self._rows[id(row)] = name, row
         for name, row in list(self._rows.values()):
@@ -314,8 +315,7 @@ class SpeculativeBatchingManager:
     def _output(
         name: str, row: Row, error: Exception | None, finish_reason: str | None
     ) -> SpeculativeGenerationOutput:
-        prompt = row.request.input_ids[0].tolist()
-        return output_of(name, prompt, row.tokens, error, row.stats, finish_reason)
+        return output_of(name, row.prompt, row.tokens, error, row.stats, finish_reason, row.logprobs)
 
     def _add_result(self, output: SpeculativeGenerationOutput) -> None:
         with self._news:

@@ -117,18 +117,34 @@ class RequestReader:
                 known = ", ".join(f"`{name}`" for name in _PROMPTS)
                 raise SpecConfigError(f"A request needs one of {known}, got {shown(list(request))}.")
             request = settings[named[0]]
+            tools = settings.pop("tools", None)
             settings = {name: value for name, value in settings.items() if name not in _PROMPTS}
             check_settings(settings)
+            if tools:
+                self._check_tools(request, tools)
+                return self._tokens(request, tools), settings
         return self._tokens(request), settings
 
-    def _tokens(self, prompt: Any) -> list[int]:
+    def _check_tools(self, prompt: Any, tools: Any) -> None:
+        is_chat = isinstance(prompt, Sequence) and not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
+        if not is_chat or self.tokenizer is None:
+            raise SpecConfigError("`tools` belong to a chat. Pass `messages`, and `tokenizer=` of the model.")
+        if "tools" not in self.tokenizer.get_chat_template(tools=tools):
+            raise SpecConfigError(
+                "The chat template of this model has no place for `tools`. Leave them out, or describe them in a "
+                "message."
+            )
+
+    def _tokens(self, prompt: Any, tools: Any = None) -> list[int]:
         if isinstance(prompt, str):
             return self._encode(prompt, special=True)
         is_list = isinstance(prompt, Sequence)
         if is_list and prompt and isinstance(prompt[0], Mapping):
             if self.tokenizer is None:
                 raise SpecConfigError("A chat needs the model's tokenizer. Pass `tokenizer=`.")
-            text = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(
+                list(prompt), tools=tools, tokenize=False, add_generation_prompt=True
+            )
             return self._encode(text, special=False)
         if not is_list and hasattr(prompt, "tolist"):
             prompt = prompt.tolist()
@@ -161,12 +177,13 @@ class RequestReader:
             Exception: transformers, or the loop, cannot do what it asks for.
         """
         settings = dict(settings)
-        own_seed = settings.pop("seed", None)
+        own_seed, own_number = settings.pop("seed", None), settings.pop("seed_row", 0)
         is_plain, most_draft_tokens = (
             is_off(settings.pop("spec_method", None)),
             settings.pop("num_speculative_tokens", None),
         )
         arguments = {**self.arguments, **settings, **self._own_objects(settings)}
+        top_logprobs = arguments.pop("top_logprobs", None)
         input_ids = torch.tensor([tokens], device=self.model.device)
         arguments |= {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         request = prepare_request(self.model, self._in_one_config(self._with_stop_strings(arguments)))
@@ -175,11 +192,11 @@ class RequestReader:
             self.arguments["pad_token_id"] = request.pad_token
         seed, number = 0, index
         if own_seed is not None:
-            seed, number = seed_of(own_seed), 0
+            seed, number = seed_of(own_seed), own_number
         elif request.generation_config.do_sample:
             # As a call does, and the same in all processes that hold parts of the target.
             seed = self._seed = request.draw_seed() if self._seed is None else self._seed
-        row = Row(request, seed, number, 0 if is_plain else most_draft_tokens)
+        row = Row(request, seed, number, 0 if is_plain else most_draft_tokens, top_logprobs)
         # A loop of several rows may read any of them beside the others.
         reach = ([1], row.most_tokens - 1) if self._num_places > 1 else ([len(tokens)], row.most_tokens - len(tokens))
         check_reach(self.model, *reach)
@@ -274,6 +291,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             f"`spec_method`={shown(method)} is for all requests. Pass it to the run; a request may say 'off'."
         )
     checked("num_speculative_tokens", length, int | None, Bounds(least=0))
+    checked("seed_row", settings.get("seed_row", 0), int, Bounds(least=0))
     shared = [name for name in (*ARGUMENTS, "generation_config") if name in settings and name not in _OWN_DRAFTS]
     if shared:
         raise SpecConfigError(f"`{shared[0]}` is for all requests. Pass it to the run; a request has single settings.")
@@ -287,6 +305,7 @@ def seed_of(seed: int) -> int:
 
 def _check(arguments: Mapping[str, Any]) -> None:
     """Refuses arguments that rows of one loop cannot have."""
+    checked("top_logprobs", arguments.get("top_logprobs"), int | None, Bounds(least=0))
     config = arguments.get("generation_config")
     if config is not None and not isinstance(config, GenerationConfig):
         raise SpecConfigError(f"`generation_config` takes a GenerationConfig, got a {type(config).__name__}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..decoding.joint import TokenLogprobs
 from ..metrics import SpecDecodingStats
 
 
@@ -19,6 +20,7 @@ class RequestResult:
         error (`Exception`, *optional*): Why it has failed. What was generated before is in `tokens`.
         num_prompt_tokens (`int`): Tokens of the prompt; 0 if it could not be read.
         stats (`SpecDecodingStats`): What was drafted and accepted for it. Forwards and seconds are shared, and 0 here.
+        logprobs (`list[TokenLogprobs]`, *optional*): Of the generated tokens, where `top_logprobs` asks for them.
     """
 
     index: int
@@ -28,6 +30,7 @@ class RequestResult:
     error: Exception | None = None
     num_prompt_tokens: int = 0
     stats: SpecDecodingStats = field(default_factory=lambda: SpecDecodingStats(batch_size=1), repr=False)
+    logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)
 
 
 def error_text(error: Exception | None) -> str | None:

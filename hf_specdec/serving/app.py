@@ -18,8 +18,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from ..metrics import prometheus
-from .bodies import ChatBody, CompletionBody, Form, GenerationBody
-from .service import RETRY_AFTER, Answer, RefusedError, Service
+from .bodies import ChatBody, CompletionBody, Form, GenerationBody, Part, joined
+from .service import RETRY_AFTER, Answer, RefusedError, Reply, Service
 
 
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -74,6 +74,10 @@ def build_app(service: Service, api_key: str | None = None, hosts: tuple[str, ..
     async def refuse_path(request: Request, error: HTTPException) -> JSONResponse:
         return _error(error.status_code, str(error.detail), "invalid_request")
 
+    @app.exception_handler(Exception)
+    async def fail(request: Request, error: Exception) -> JSONResponse:
+        return _error(500, "The server has failed at this request. See its log.", "internal_error")
+
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, request: Request) -> JSONResponse | StreamingResponse:
         return await _respond(service, request, body, body.prompt, is_chat=True)
@@ -103,22 +107,30 @@ def build_app(service: Service, api_key: str | None = None, hosts: tuple[str, ..
 async def _respond(
     service: Service, request: Request, body: GenerationBody, prompt: Any, is_chat: bool
 ) -> JSONResponse | StreamingResponse:
-    answer = await _unless_left(request, service.begin(body, prompt, body.stream))
-    if answer is None:
+    reply = await _unless_left(request, service.begin(body, prompt, body.stream))
+    if reply is None:
         return JSONResponse(None)
-    form = Form(f"{'chatcmpl' if is_chat else 'cmpl'}-{answer.id}", service.name, is_chat)
+    text_of = None if body.num_top_logprobs is None else lambda token: service.manager.tokenizer.decode([token])
+    form = Form(f"{'chatcmpl' if is_chat else 'cmpl'}-{reply.id}", service.name, is_chat, text_of)
     if body.stream:
         with_usage = body.stream_options is not None and body.stream_options.include_usage
-        return _AnswerResponse(answer, _events(answer, form, with_usage))
+        return _ReplyResponse(reply, _events(reply, form, with_usage))
     try:
-        text = await _unless_left(request, _text_of(answer))
-        return JSONResponse(None if text is None else form.whole(text, answer.finish_reason, answer.usage()))
+        texts = await _unless_left(request, _texts_of(reply))
+        if texts is None:
+            return JSONResponse(None)
+        reasons = (answer.finish_reason for answer in reply.answers)
+        return JSONResponse(form.whole(list(zip(texts, reasons)), reply.usage()))
     finally:
-        answer.close()
+        reply.close()
 
 
-async def _text_of(answer: Answer) -> str:
-    return "".join([part async for part in answer.parts()])
+async def _texts_of(reply: Reply) -> list[Part]:
+    parts: dict[Answer, list[Part]] = {answer: [] for answer in reply.answers}
+    async for answer, part in reply.parts():
+        if part is not None:
+            parts[answer].append(part)
+    return list(map(joined, parts.values()))
 
 
 async def _unless_left(request: Request, coroutine: Any) -> Any:
@@ -137,15 +149,15 @@ async def _left(request: Request) -> None:
         pass
 
 
-async def _events(answer: Answer, form: Form, with_usage: bool) -> AsyncIterator[str]:
-    """Server-sent events of an answer."""
+async def _events(reply: Reply, form: Form, with_usage: bool) -> AsyncIterator[str]:
+    """Server-sent events of a reply."""
     try:
-        yield _event(form.chunk(None))
-        async for part in answer.parts():
-            yield _event(form.chunk(part))
-        yield _event(form.chunk(None, answer.finish_reason))
+        for answer in reply.answers:
+            yield _event(form.chunk(answer.index, None))
+        async for answer, part in reply.parts():
+            yield _event(form.chunk(answer.index, part, answer.finish_reason if part is None else None))
         if with_usage:
-            yield _event(form.usage_chunk(answer.usage()))
+            yield _event(form.usage_chunk(reply.usage()))
     except RefusedError as error:
         yield _event(_error_body(error.status, error.message, error.code))
     yield "data: [DONE]\n\n"
@@ -155,21 +167,19 @@ def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-class _AnswerResponse(StreamingResponse):
-    """Events of an answer, which is closed with the connection, whether a client has read any of them or not."""
+class _ReplyResponse(StreamingResponse):
+    """Events of a reply, which is closed with the connection, whether a client has read any of them or not."""
 
-    def __init__(self, answer: Answer, events: AsyncIterator[str]):
+    def __init__(self, reply: Reply, events: AsyncIterator[str]):
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._answer = answer
+        self._reply = reply
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             # Who does not read gives the place back, too.
-            await asyncio.wait_for(
-                super().__call__(scope, receive, send), self._answer.seconds_left + _READING_SECONDS
-            )
+            await asyncio.wait_for(super().__call__(scope, receive, send), self._reply.seconds_left + _READING_SECONDS)
         finally:
-            self._answer.close()
+            self._reply.close()
 
 
 # Errors

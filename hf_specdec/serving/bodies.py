@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..metrics import SpecDecodingStats
+from .text import UNFINISHED
+
+
+# What OpenAI writes for tokens that cannot be; JSON has no infinity.
+_LEAST_LOGPROB = -9999.0
 
 
 _StopString = Annotated[str, Field(min_length=1, max_length=200)]
@@ -43,8 +50,8 @@ class GenerationBody(_Body):
     stream_options: StreamOptions | None = None
     num_speculative_tokens: int | None = Field(None, ge=0, le=1024)
     spec_method: Literal["off", "none"] | None = None
+    n: int | None = Field(None, ge=1, le=128)
     # Sent by many clients; other values are refused, and who the user is changes nothing.
-    n: Literal[1] | None = None
     frequency_penalty: float | None = Field(None, ge=0, le=0)
     presence_penalty: float | None = Field(None, ge=0, le=0)
     user: str | None = None
@@ -57,6 +64,11 @@ class GenerationBody(_Body):
     def asked_length(self) -> int | None:
         return self.max_tokens
 
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Most probable tokens whose log-probabilities are wanted; `None` if none at all are."""
+        raise NotImplementedError
+
     def settings(self) -> dict[str, Any]:
         """Settings of the request, as [`~many.generate.generate_many`] takes them; without its length."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "num_speculative_tokens")
@@ -68,6 +80,8 @@ class GenerationBody(_Body):
             given["do_sample"] = True
         if self.spec_method is not None:
             given["spec_method"] = "off"
+        if self.num_top_logprobs is not None:
+            given["top_logprobs"] = self.num_top_logprobs
         return given
 
 
@@ -78,17 +92,77 @@ class TextPart(_Body):
     text: str
 
 
+class Function(_Body):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(_Body):
+    """A tool; there are only functions."""
+
+    type: Literal["function"]
+    function: Function
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True)
+
+
+class FunctionCall(_Body):
+    """A call that an earlier answer has made; `arguments` is an object as JSON."""
+
+    name: str
+    arguments: str
+
+    @model_validator(mode="after")
+    def check(self) -> FunctionCall:
+        if not isinstance(json.loads(self.arguments or "{}"), dict):
+            raise ValueError("`arguments` of a tool call must be an object as JSON")
+        return self
+
+
+class ToolCall(_Body):
+    """The same with the name by which its result refers to it."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+    def as_dict(self) -> dict[str, Any]:
+        # Templates write the arguments as JSON themselves.
+        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments or "{}")}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
 class Message(_Body):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
 
-    def as_dict(self) -> dict[str, str]:
-        content = self.content
+    @model_validator(mode="after")
+    def check(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message needs `content`, or `tool_calls`")
+        return self
+
+    def as_dict(self) -> dict[str, Any]:
+        content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": self.role, "content": text}
+        message: dict[str, Any] = {"role": self.role, "content": text}
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.role == "tool" and self.name is not None:
+            message["name"] = self.name
+        return message
 
 
 class ChatBody(GenerationBody):
@@ -96,15 +170,32 @@ class ChatBody(GenerationBody):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: Literal[False] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def check(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("`top_logprobs` needs `logprobs`: true")
+        return self
 
     @property
     def asked_length(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def prompt(self) -> list[dict[str, str]]:
-        return [message.as_dict() for message in self.messages]
+    def num_top_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def prompt(self) -> Any:
+        messages = [message.as_dict() for message in self.messages]
+        if not self.tools or self.tool_choice == "none":
+            return messages
+        return {"messages": messages, "tools": [tool.as_dict() for tool in self.tools]}
 
 
 class CompletionBody(GenerationBody):
@@ -112,8 +203,38 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[str, Field(min_length=1)] | Annotated[list[int], Field(min_length=1)]
     echo: Literal[False] | None = None
-    logprobs: None = None
+    logprobs: int | None = Field(None, ge=0, le=5)
     best_of: Literal[1] | None = None
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class ScoredToken(NamedTuple):
+    """A token of an answer, where its text begins in that of the answer, and log-probabilities.
+
+    Attributes:
+        own (`float`): Its own.
+        top (`list[tuple[int, float]]`): The most probable tokens in its place, and theirs.
+    """
+
+    token: int
+    offset: int
+    own: float
+    top: list[tuple[int, float]]
+
+
+class Part(NamedTuple):
+    """A part of a text, and its tokens where log-probabilities are wanted."""
+
+    text: str
+    tokens: list[ScoredToken]
+
+
+def joined(parts: list[Part]) -> Part:
+    """Several parts as one."""
+    return Part("".join(part.text for part in parts), [token for part in parts for token in part.tokens])
 
 
 def usage_of(num_prompt_tokens: int, num_tokens: int, stats: SpecDecodingStats) -> dict[str, Any]:
@@ -136,30 +257,65 @@ class Form:
         name (`str`): Id of the answer.
         model (`str`): Name of the model.
         is_chat (`bool`): Answers a chat.
+        text_of (`Callable[[int], str]`, *optional*): Text of a token, where log-probabilities are wanted.
     """
 
-    def __init__(self, name: str, model: str, is_chat: bool):
-        self._is_chat = is_chat
+    def __init__(self, name: str, model: str, is_chat: bool, text_of: Callable[[int], str] | None = None):
+        self._is_chat, self._has_logprobs, self._text_of = is_chat, text_of is not None, text_of or str
         self._head = {"id": name, "created": int(time.time()), "model": model}
 
-    def whole(self, text: str, finish_reason: str, usage: dict[str, Any]) -> dict[str, Any]:
-        content = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
-        return {**self._head, "object": self._object(""), "choices": [choice], "usage": usage}
+    def whole(self, choices: list[tuple[Part, str]], usage: dict[str, Any]) -> dict[str, Any]:
+        """All of an answer.
 
-    def chunk(self, text: str | None, finish_reason: str | None = None) -> dict[str, Any]:
-        """A part of the text; without one the beginning of the answer, or its end."""
-        if self._is_chat:
-            begins = text is None and finish_reason is None
-            delta = {"role": "assistant", "content": ""} if begins else {} if text is None else {"content": text}
-            content: dict[str, Any] = {"delta": delta}
-        else:
-            content = {"text": text or ""}
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
+        Args:
+            choices (`list[tuple[Part, str]]`): Text of each choice, and why it has ended.
+            usage (`dict`): Of all of them.
+        """
+        listed = []
+        for index, (part, reason) in enumerate(choices):
+            message = {"role": "assistant", "content": part.text}
+            listed.append(self._choice(index, {"message": message} if self._is_chat else {}, part, reason))
+        return {**self._head, "object": self._object(""), "choices": listed, "usage": usage}
+
+    def chunk(self, index: int, part: Part | None, finish_reason: str | None = None) -> dict[str, Any]:
+        """A part of a choice; without one its beginning, or its end."""
+        begins = part is None and finish_reason is None
+        delta = {"role": "assistant", "content": ""} if begins else {} if part is None else {"content": part.text}
+        choice = self._choice(index, {"delta": delta} if self._is_chat else {}, part, finish_reason)
         return {**self._head, "object": self._object(".chunk"), "choices": [choice]}
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         return {**self._head, "object": self._object(".chunk"), "choices": [], "usage": usage}
+
+    def _choice(self, index: int, content: dict[str, Any], part: Part | None, reason: str | None) -> dict[str, Any]:
+        if not self._is_chat:
+            content = {"text": "" if part is None else part.text}
+        logprobs = None
+        if part is not None and self._has_logprobs:
+            logprobs = (self._chat_logprobs if self._is_chat else self._logprobs)(part.tokens)
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+
+    def _chat_logprobs(self, tokens: list[ScoredToken]) -> dict[str, Any]:
+        content = [
+            {**self._named(one.token, one.own), "top_logprobs": [self._named(*pair) for pair in one.top]}
+            for one in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._text_of(token)
+        # Of a part of a character the tokenizer does not say the bytes.
+        known = None if UNFINISHED in text else list(text.encode())
+        return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": known}
+
+    def _logprobs(self, tokens: list[ScoredToken]) -> dict[str, Any]:
+        tops = [{self._text_of(token): max(value, _LEAST_LOGPROB) for token, value in one.top} for one in tokens]
+        return {
+            "tokens": [self._text_of(one.token) for one in tokens],
+            "token_logprobs": [max(one.own, _LEAST_LOGPROB) for one in tokens],
+            "top_logprobs": tops if any(tops) else None,
+            "text_offset": [one.offset for one in tokens],
+        }
 
     def _object(self, suffix: str) -> str:
         return f"chat.completion{suffix}" if self._is_chat else "text_completion"

@@ -11,13 +11,19 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+from jinja2 import TemplateError
+from transformers.utils import logging
+
 from ..errors import SpecConfigError
 from ..many.batching import SpeculativeGenerationOutput
 from ..many.manager import SpeculativeBatchingManager
+from ..metrics import SpecDecodingStats
 from ..validation import Bounds, checked
-from .bodies import GenerationBody, usage_of
+from .bodies import GenerationBody, Part, ScoredToken, usage_of
 from .text import GrowingText
 
+
+logger = logging.get_logger(__name__)
 
 # Seconds after which a client may come again when all places were taken.
 RETRY_AFTER = 1
@@ -91,18 +97,18 @@ class Service:
         """Requests that are decoded at a time."""
         return self.manager.batch_size
 
-    async def begin(self, body: GenerationBody, prompt: Any, streams: bool) -> Answer:
-        """Admits a request; returns when its answer begins.
+    async def begin(self, body: GenerationBody, prompt: Any, streams: bool) -> Reply:
+        """Admits a request; returns when its answers begin.
 
         Args:
             body (`GenerationBody`): The request.
             prompt (*of any kind that the manager takes*): Its prompt.
-            streams (`bool`): The answer is wanted in parts.
+            streams (`bool`): Answers are wanted in parts.
 
         Raises:
             RefusedError: There is no place, or it cannot be answered.
         """
-        answer = Answer(self, body)
+        reply = Reply(self, body)
         try:
             if body.model not in (None, self.name):
                 raise RefusedError(
@@ -110,13 +116,16 @@ class Service:
                 )
             if not self.is_well:
                 raise RefusedError(503, "The server decodes no more. See its log.", "unavailable")
-            if self.num_open > self.num_places + self.limits.max_waiting:
+            most = self.num_places + self.limits.max_waiting
+            if len(reply.answers) > most:
+                raise RefusedError(400, f"`n` is at most {most} here, got {len(reply.answers)}.", "too_many")
+            if self.num_open > most:
                 raise RefusedError(429, "All places are taken. Try again later.", "overloaded")
-            await answer.begin(prompt, streams)
+            await reply.begin(prompt, streams)
         except BaseException as error:
-            answer.close("refused" if isinstance(error, RefusedError) else None)
+            reply.close("refused" if isinstance(error, RefusedError) else None)
             raise
-        return answer
+        return reply
 
     @property
     def is_well(self) -> bool:
@@ -131,8 +140,7 @@ class Service:
         """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._encoder, self.manager.encode, prompt)
-        except Exception as error:
-            # Of any kind: chat templates raise what they like.
+        except (ValueError, TypeError, TemplateError) as error:
             raise RefusedError(400, f"The prompt cannot be read: {error}", "invalid_prompt") from error
 
     def length(self, num_prompt_tokens: int, asked: int | None) -> int:
@@ -159,110 +167,207 @@ class Service:
         return asked or most
 
 
-class Answer:
-    """The answer to one request, while it grows.
+class Reply:
+    """What a request gets: an answer, or several to the same prompt.
 
     Attributes:
         id (`str`): Its name.
-        finish_reason (`str`, *optional*): "stop" or "length", once it has ended.
+        answers (`list[Answer]`): As many as the request wants.
     """
 
     def __init__(self, service: Service, body: GenerationBody):
         self._service, self._body = service, body
         self._deadline = monotonic() + service.limits.timeout
-        self._text = GrowingText(service.manager.tokenizer, body.stop_strings)
-        # Outputs hold all tokens so far: of a slow reader's the last one is enough.
-        self._latest: SpeculativeGenerationOutput | None = None
-        self._news = asyncio.Event()
-        self._has_ended = self._is_added = self._is_closed = False
-        self._outcome: str | None = None
+        self._is_closed = False
         self.id: str = uuid.uuid4().hex
-        self.finish_reason: str | None = None
-        service.num_open += 1
+        self.answers: list[Answer] = [Answer(self, service, body, index) for index in range(body.n or 1)]
+        service.num_open += len(self.answers)
 
     async def begin(self, prompt: Any, streams: bool) -> None:
-        """Adds the request, and waits for its first tokens, or for all where they are not wanted in parts."""
-        tokens = await self._in_time(self._service.encode(prompt))
+        """Adds the answers, and waits for their first tokens, or for all where they are not wanted in parts."""
+        tokens = await self.in_time(self._service.encode(prompt))
         length = self._service.length(len(tokens), self._body.asked_length)
-        manager, settings = self._service.manager, self._body.settings()
-        manager.register_result_handler(self.id, self._hear)
-        # Stop strings are looked for in the text: transformers' own criterion compares each new one with the whole
-        # vocabulary first, while all others would wait.
-        try:
-            manager.add_request(tokens, self.id, length, streaming=streams or bool(self._text.stop), **settings)
-        except SpecConfigError as error:
-            raise RefusedError(503 if not manager.is_running() else 400, str(error), "invalid_request") from error
-        self._is_added = True
-        await self._hear_more()
+        for answer in self.answers:
+            answer.add(tokens, length, streams)
+        for answer in self.answers:
+            await answer.hear_more()
 
-    def _hear(self, output: SpeculativeGenerationOutput | None) -> None:
-        if output is None:
-            self._has_ended = True
-        else:
-            self._latest, self._has_ended = output, output.is_finished()
-        self._news.set()
-
-    async def _hear_more(self) -> None:
-        """Waits for the next output.
+    async def parts(self) -> AsyncIterator[tuple[Answer, Part | None]]:
+        """Parts of all answers as they come, and `None` for the end of each.
 
         Raises:
-            RefusedError: There is none, or it says that the request has failed.
+            RefusedError: One of them does not come to an end.
         """
-        await self._in_time(self._news.wait())
-        self._news.clear()
-        if self._latest is None or (self._has_ended and not self._latest.is_finished()):
-            self._outcome = "failed"
-            raise RefusedError(503, "The server has stopped.", "unavailable")
-        if self._latest.error is not None:
-            self._outcome = "failed"
-            if self._service.manager.error is not None:
-                raise RefusedError(503, "The server has failed. See its log.", "unavailable")
-            raise RefusedError(400, self._latest.error, "invalid_request")
+        come: asyncio.Queue[tuple[Answer, Part | None | Exception]] = asyncio.Queue()
+
+        async def take(answer: Answer) -> None:
+            try:
+                async for part in answer.parts():
+                    come.put_nowait((answer, part))
+                come.put_nowait((answer, None))
+            except Exception as error:  # noqa: BLE001 - of any kind: it is raised below
+                come.put_nowait((answer, error))
+
+        tasks, num_open = [asyncio.ensure_future(take(answer)) for answer in self.answers], len(self.answers)
+        try:
+            while num_open:
+                answer, part = await come.get()
+                if isinstance(part, Exception):
+                    raise part
+                num_open -= part is None
+                yield answer, part
+        finally:
+            for task in tasks:
+                task.cancel()
 
     @property
     def seconds_left(self) -> float:
         return max(self._deadline - monotonic(), 0.0)
 
-    async def _in_time(self, waiting: Any) -> Any:
+    async def in_time(self, waiting: Any) -> Any:
+        """Result of what is waited for.
+
+        Raises:
+            RefusedError: It takes too long.
+        """
         try:
             return await asyncio.wait_for(waiting, self.seconds_left)
         except asyncio.TimeoutError:
-            self._outcome = "timeout"
+            self.answers[0].outcome = "timeout"
             message = f"The answer has taken more than {self._service.limits.timeout:g} seconds."
             raise RefusedError(504, message, "timeout") from None
 
-    async def parts(self) -> AsyncIterator[str]:
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far, and what became of draft tokens, of all answers together."""
+        outputs = [answer.latest for answer in self.answers]
+        num_tokens = sum(len(output.generated_tokens) for output in outputs)
+        stats = SpecDecodingStats.total(output.speculative for output in outputs)
+        return usage_of(len(outputs[0].prompt_ids), num_tokens, stats)
+
+    def close(self, outcome: str | None = None) -> None:
+        """Gives the places to others. Answers that have not ended are given up.
+
+        Args:
+            outcome (`str`, *optional*): What has become of the request, if the answers themselves do not know.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._service.num_open -= len(self.answers)
+        outcomes = [answer.outcome for answer in self.answers]
+        failed = next((found for found in outcomes if found not in (None, "answered")), None)
+        self._service.outcomes[failed or (outcomes[0] if None not in outcomes else outcome or "left")] += 1
+        for answer in self.answers:
+            answer.give_up()
+
+
+class Answer:
+    """One answer, while it grows.
+
+    Attributes:
+        index (`int`): Its number in the reply.
+        latest (`SpeculativeGenerationOutput`, *optional*): What is known of it. Outputs hold all tokens so far: of a
+            slow reader's the last one is enough.
+        outcome (`str`, *optional*): "answered", "timeout" or "failed", once that is known.
+        finish_reason (`str`, *optional*): "stop" or "length", once it has ended.
+    """
+
+    def __init__(self, reply: Reply, service: Service, body: GenerationBody, index: int):
+        self._reply, self._service, self._body = reply, service, body
+        self._name = f"{reply.id}-{index}"
+        self._text = GrowingText(service.manager.tokenizer, body.stop_strings)
+        self._num_scored, self._scored = 0, list[ScoredToken]()  # those whose text has not been shown
+        self._news = asyncio.Event()
+        self._has_ended = self._is_added = False
+        self.index = index
+        self.latest: SpeculativeGenerationOutput | None = None
+        self.outcome: str | None = None
+        self.finish_reason: str | None = None
+
+    def add(self, tokens: list[int], length: int, streams: bool) -> None:
+        """Adds it to those that are decoded.
+
+        Raises:
+            RefusedError: The settings of the request are wrong.
+        """
+        manager, settings = self._service.manager, self._body.settings()
+        if "seed" in settings:
+            # Answers to one prompt are the rows of one call.
+            settings["seed_row"] = self.index
+        manager.register_result_handler(self._name, self._hear)
+        # Stop strings are looked for in the text: transformers' own criterion compares each new one with the whole
+        # vocabulary first, while all others would wait.
+        try:
+            manager.add_request(tokens, self._name, length, streaming=streams or bool(self._text.stop), **settings)
+        except SpecConfigError as error:
+            raise RefusedError(503 if not manager.is_running() else 400, str(error), "invalid_request") from error
+        self._is_added = True
+
+    def _hear(self, output: SpeculativeGenerationOutput | None) -> None:
+        if output is None:
+            self._has_ended = True
+        else:
+            self.latest, self._has_ended = output, output.is_finished()
+        self._news.set()
+
+    async def hear_more(self) -> None:
+        """Waits for the next output.
+
+        Raises:
+            RefusedError: There is none, or it says that the request has failed.
+        """
+        await self._reply.in_time(self._news.wait())
+        self._news.clear()
+        if self.latest is None or (self._has_ended and not self.latest.is_finished()):
+            self.outcome = "failed"
+            raise RefusedError(503, "The server has stopped.", "unavailable")
+        if self.latest.error is None:
+            return
+        self.outcome = "failed"
+        if self._service.manager.error is not None:
+            raise RefusedError(503, "The server has failed. See its log.", "unavailable")
+        if self.latest.is_refused:
+            raise RefusedError(400, self.latest.error, "invalid_request")
+        logger.error(f"Request {self._name} has failed: {self.latest.error}")
+        raise RefusedError(500, "The server has failed at this request. See its log.", "internal_error")
+
+    async def parts(self) -> AsyncIterator[Part]:
         """The text as it comes.
 
         Raises:
             RefusedError: It does not come to an end.
         """
         while True:
-            latest, is_last = self._latest, self._has_ended
-            new = self._text.add(latest.generated_tokens, is_last)
-            if new:
-                yield new
+            latest, is_last = self.latest, self._has_ended
+            part = self._read(latest, is_last)
+            if part.text or part.tokens:
+                yield part
             if is_last or self._text.has_stopped:
-                self._outcome = "answered"
+                self.outcome = "answered"
                 self.finish_reason = "stop" if self._text.has_stopped else latest.finish_reason
                 return
-            await self._hear_more()
+            await self.hear_more()
 
-    def usage(self) -> dict[str, Any]:
-        """Tokens so far, and what became of draft tokens."""
-        latest = self._latest
-        return usage_of(len(latest.prompt_ids), len(latest.generated_tokens), latest.speculative)
+    def _read(self, latest: SpeculativeGenerationOutput, is_last: bool) -> Part:
+        """What an output adds. Where log-probabilities are wanted, the text is read token by token."""
+        tokens, texts = latest.generated_tokens, []
+        if self._body.num_top_logprobs is None:
+            return Part(self._text.add(tokens, is_last), [])
+        for number in range(self._num_scored, len(tokens)):
+            if self._text.has_stopped:
+                break
+            scores = latest.logprobs[number], latest.top_logprobs[number]
+            self._scored.append(ScoredToken(tokens[number], self._text.num_read, *scores))
+            texts.append(self._text.add(tokens[: number + 1], is_last=False))
+        self._num_scored = len(tokens)
+        if is_last and not self._text.has_stopped:
+            texts.append(self._text.add(tokens, is_last=True))
+        ended = is_last and not self._text.has_stopped
+        shown = [one for one in self._scored if ended or one.offset < self._text.num_shown]
+        self._scored = self._scored[len(shown) :]
+        return Part("".join(texts), shown)
 
-    def close(self, outcome: str | None = None) -> None:
-        """Gives the place to others. An answer that has not ended is given up.
-
-        Args:
-            outcome (`str`, *optional*): What has become of the request, if the answer itself does not know.
-        """
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._service.num_open -= 1
-        self._service.outcomes[self._outcome or outcome or "left"] += 1
+    def give_up(self) -> None:
+        """Gives the place to others, if it has not ended."""
         if self._is_added and not self._has_ended:
-            self._service.manager.cancel_request(self.id)
+            self._service.manager.cancel_request(self._name)

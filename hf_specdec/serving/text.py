@@ -6,7 +6,7 @@ from typing import Any
 
 
 # Decoders show it for bytes that are no character yet.
-_UNFINISHED = "\ufffd"
+UNFINISHED = "\ufffd"
 
 
 class GrowingText:
@@ -28,6 +28,16 @@ class GrowingText:
         self._first = self._read = 0
         self.has_stopped: bool = False
 
+    @property
+    def num_read(self) -> int:
+        """Characters that tokens have made so far, whether they are certain or not."""
+        return len(self._text)
+
+    @property
+    def num_shown(self) -> int:
+        """Characters that have been returned."""
+        return self._num_shown
+
     def add(self, tokens: list[int], is_last: bool) -> str:
         """Returns what is certain of the text and has not been returned.
 
@@ -36,7 +46,7 @@ class GrowingText:
             is_last (`bool`): No more come.
         """
         before, now = self._decode(tokens[self._first : self._read]), self._decode(tokens[self._first :])
-        if is_last or (len(now) > len(before) and not now.endswith(_UNFINISHED)):
+        if is_last or (len(now) > len(before) and not now.endswith(UNFINISHED)):
             self._text += now[len(before) :]
             self._first, self._read = self._read, len(tokens)
         end = self._end(is_last)

@@ -15,6 +15,8 @@ from hf_specdec.candidate_generators.dflash.config import DominoConfig
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPSpeculator, MLPSpeculatorConfig
 from hf_specdec.decoding.loop import DecodingLoop
+from hf_specdec.many.engine import Engine
+from hf_specdec.many.requests import RequestReader
 from tests.candidate_generators import test_dflash, test_eagle, test_mtp
 from tests.models import VOCAB_SIZE, prompts, scripted_for, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.other_device import DEVICE, move, other_device
@@ -326,3 +328,29 @@ class TestOnAGpu:
         monkeypatch.setattr(DecodingLoop, "_cycle", watched)
         assert torch.equal(model.generate(**far, **GREEDY, assistant=assistant), plain)
         assert set(waits) == {1}
+
+
+@pytest.mark.parametrize(("asked", "waits_of_a_step"), [({}, 1), ({"top_logprobs": 2}, 2)])
+def test_rows_that_stream(asked, waits_of_a_step):
+    """What rows have got so far is read after every cycle, and costs no wait; only log-probabilities cost one."""
+    prompt, model = prompts(1, padding=False)["input_ids"][0].tolist(), tiny_llama()
+    expected = model.generate(torch.tensor([prompt]), **GREEDY)[0, len(prompt) :].tolist()
+    with other_device() as waits:
+        model = move(model)
+        reader = RequestReader(model, GREEDY, num_places=2)
+        engine = Engine(model, load_speculator(model, "ngram", num_speculative_tokens=3), reader, 2)
+        rows = [reader.row(index, prompt, asked) for index in range(2)]
+        for row in rows:
+            engine.add(row)
+        engine.step()
+        steps, before = [], len(waits)
+        while not engine.is_idle:
+            engine.step()
+            shown = [(row.prompt, row.tokens, row.logprobs) for row in rows]
+            steps.append(len(waits) - before)
+            before = len(waits)
+    assert len(steps) > 1
+    assert set(steps) == {waits_of_a_step}
+    for _, tokens, logprobs in shown:
+        assert tokens == expected
+        assert len(logprobs) == (len(tokens) if asked else 0)

@@ -49,10 +49,10 @@ class Running:
 
 
 @contextmanager
-def serving(batch_size: int = 4, api_key: str | None = None, **limits) -> Iterator[Running]:
+def serving(batch_size: int = 4, api_key: str | None = None, template: str = TEMPLATE, **limits) -> Iterator[Running]:
     """Serves the demo's target, drafting with ngram."""
     tokenizer = demo.load_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     drafting = {"spec_method": "ngram", "num_speculative_tokens": 4}
     manager = SpeculativeBatchingManager(
         demo_target(),

@@ -13,9 +13,11 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from hf_specdec import cli
+from tests.methods import demo_target
 from tests.serving.servers import httpx, plain, serving, wait_until
 
 
@@ -112,6 +114,122 @@ def test_seeds(running):
     assert len({drawn(seed=3), drawn(seed=4), drawn(), drawn()}) == 4
 
 
+def test_several_answers(running):
+    settings = {"n": 3, "temperature": 1.0, "max_tokens": 12, "seed": 5}
+    answer = running.complete(**settings).json()
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert len(set(texts)) == 3
+    assert answer["usage"]["completion_tokens"] == 36
+    assert answer["usage"]["prompt_tokens"] == 5
+    # They are the rows of one call.
+    tokenizer = running.service.manager.tokenizer
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    torch.manual_seed(5)
+    sampled = {"do_sample": True, "top_k": 50, "num_return_sequences": 3, "max_new_tokens": 12, "eos_token_id": None}
+    rows = demo_target().generate(ids, **sampled, pad_token_id=0, spec_method="ngram", num_speculative_tokens=4)
+    assert texts == tokenizer.batch_decode(rows[:, ids.shape[1] :], skip_special_tokens=True)
+    fields = {"prompt": PROMPT, **settings, "stream": True}
+    with running.client.stream("POST", "/v1/completions", json=fields) as streamed:
+        choices = [part["choices"][0] for part in events(streamed)]
+    assert ["".join(one["text"] for one in choices if one["index"] == index) for index in range(3)] == texts
+    assert sorted(one["index"] for one in choices if one["finish_reason"] == "length") == [0, 1, 2]
+    wait_until(lambda: running.service.num_open == 0)
+
+
+def test_log_probabilities(running):
+    tokenizer = running.service.manager.tokenizer
+    # Those of the model, whatever is done to its scores.
+    answer = running.complete(max_tokens=30, logprobs=2, repetition_penalty=1.3).json()["choices"][0]
+    found = answer["logprobs"]
+    assert "".join(found["tokens"]) == answer["text"]
+    assert [answer["text"][offset:][: len(token)] for offset, token in zip(found["text_offset"], found["tokens"])] == (
+        found["tokens"]
+    )
+    ids = tokenizer(PROMPT)["input_ids"]
+    tokens = tokenizer.convert_tokens_to_ids(tokenizer.tokenize(answer["text"]))
+    assert tokenizer.batch_decode([[token] for token in tokens]) == found["tokens"]
+    with torch.no_grad():
+        logs = demo_target()(torch.tensor([[*ids, *tokens]])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+    own = logs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    assert found["token_logprobs"] == pytest.approx(own, abs=1e-4)
+    best = logs.topk(2)
+    for top, values, places in zip(found["top_logprobs"], best.values.tolist(), best.indices.tolist()):
+        assert top == pytest.approx(dict(zip(tokenizer.batch_decode([[p] for p in places]), values)), abs=1e-4)
+    fields = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "logprobs": 2, "repetition_penalty": 1.3}
+    with running.client.stream("POST", "/v1/completions", json={**fields, "stream": True}) as streamed:
+        parts = [part["choices"][0]["logprobs"] for part in events(streamed)]
+    for name, values in found.items():
+        assert [value for part in parts if part is not None for value in part[name]] == values
+
+
+def test_log_probabilities_of_chats_and_stop_strings(running):
+    body = {"messages": CHAT, "max_tokens": 10, "temperature": 0, "logprobs": True}
+    choice = running.client.post("/v1/chat/completions", json={**body, "top_logprobs": 1}).json()["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert len(content) == 10
+    for one in content:
+        # Greedy.
+        assert one["top_logprobs"] == [{name: one[name] for name in ("token", "logprob", "bytes")}]
+        assert bytes(one["bytes"]).decode() == one["token"]
+    stop = max((one["token"] for one in content[2:]), key=len)
+    stopped = running.client.post("/v1/chat/completions", json={**body, "stop": stop}).json()["choices"][0]
+    text, tokens = stopped["message"]["content"], [one["token"] for one in stopped["logprobs"]["content"]]
+    assert "".join(tokens[:-1]) in text
+    assert "".join(tokens).startswith(text)
+    assert stopped["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "read", "arguments": '{"path": "x"}'}}
+CALLED = [
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "y"},
+]
+
+
+def test_tools_are_told_through_the_chat_template(running):
+    body = {"messages": CALLED, "max_tokens": 8, "temperature": 0, "tools": [TOOL]}
+    refused = running.client.post("/v1/chat/completions", json=body)
+    assert refused.status_code == 400
+    assert "no place for `tools`" in refused.text
+    template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for message in messages %}"
+        "{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
+        "{{ message.content }} {{ message.tool_call_id }};{% endfor %}"
+    )
+    with serving(template=template) as other:
+        chat = '{"path": "x"} ;y call_1;'
+        for choice, prompt in ((None, f"read x ;{chat}"), ("none", f"x ;{chat}")):
+            answer = other.client.post("/v1/chat/completions", json={**body, "tool_choice": choice}).json()
+            assert answer["choices"][0]["message"] == {"role": "assistant", "content": plain(prompt, 8)}
+        for fields, message in (
+            ({"tool_choice": "required"}, "tool_choice"),
+            ({"tools": [{"type": "search"}]}, "tools"),
+            ({"messages": [{"role": "user"}]}, "needs `content`"),
+            ({"top_logprobs": 2}, "needs `logprobs`"),
+        ):
+            refused = other.client.post("/v1/chat/completions", json={**body, **fields})
+            assert refused.status_code == 400
+            assert message in refused.text
+
+
+def test_failures_inside_are_no_mistakes_of_the_client(running, monkeypatch):
+    def fail(*args, **kwargs):
+        raise ValueError("of the model")
+
+    before = running.service.outcomes["failed"]
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_specdec.decoding.joint.Judge.verify", fail)
+        assert running.error(status=500) == "The server has failed at this request. See its log."
+    assert running.service.outcomes["failed"] == before + 1
+    monkeypatch.setattr(running.service.manager, "encode", lambda prompt: 1 / 0)
+    assert running.client.post("/v1/completions", json={"prompt": "x"}).status_code == 500
+    monkeypatch.undo()
+    assert running.text() == plain(PROMPT, 12)
+
+
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
@@ -123,7 +241,10 @@ def test_seeds(running):
         ({"generation_config": "{}"}, "generation_config: Extra"),
         ({"spec_method": "ngram"}, "spec_method.*'off'"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens: .*greater than or equal to 0"),
-        ({"n": 2}, "n: "),
+        ({"n": 0}, "n: "),
+        ({"n": 69}, "`n` is at most 68 here, got 69"),
+        ({"logprobs": 6}, "logprobs: "),
+        ({"best_of": 2}, "best_of: "),
         ({"temperature": -1}, "temperature: "),
         ({"max_tokens": 0}, "max_tokens: "),
         ({"max_tokens": 401}, "At most 400 tokens"),

@@ -360,7 +360,7 @@ class SlotModel:
         adapted = repeated.pop(ADAPTED_ROW, None)
         inputs |= {name: values.expand(-1, tokens.shape[1]) for name, values in repeated.items()}
         with (
-            self._adapters_of(adapted),
+            nullcontext() if adapted is None else RowAdapters.of(self.model).of_rows(adapted[:, 0]),
             self.taps.captured() as states,
             self._attention(forward),
             self._states_kept(tokens.shape[1]),
@@ -368,10 +368,6 @@ class SlotModel:
         ):
             output = self.model(**inputs, **self.forward_kwargs)
         return SlotOutput(output.logits[:, -num_logits:], states, output.get("hidden_states"))
-
-    def _adapters_of(self, rows: torch.LongTensor | None):
-        adapters = None if rows is None else RowAdapters.of(self.model)
-        return nullcontext() if adapters is None else adapters.of_rows(rows[:, 0])
 
     def _states_kept(self, nodes: int):
         return nullcontext() if self.recurrent is None else self.recurrent.reading(nodes)

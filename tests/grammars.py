@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 import hf_specdec
 from hf_specdec import demo
+from hf_specdec.logits.grammar.matchers import GrammarMatcher
+from hf_specdec.logits.grammar.recognition import grammar_of
 from tests.methods import demo_target
 
+
+PROMPT = [300, 301, 302]
 
 SCHEMA = {
     "type": "object",
@@ -38,17 +43,20 @@ def own(backend: str, **grammar) -> hf_specdec.logits.grammar.processor.GrammarL
 
 
 @cache
-def _compiled_by_xgrammar():
+def _compiled_by_xgrammar(regex: str | None):
     import xgrammar
 
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer(), vocab_size=demo_target().config.vocab_size)
-    return xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)
+    compiler = xgrammar.GrammarCompiler(info)
+    if regex is not None:
+        return compiler.compile_regex(regex)
+    return compiler.compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)
 
 
-def _of_xgrammar():
+def _of_xgrammar(regex: str | None):
     import xgrammar.contrib.hf
 
-    return {"logits_processor": [xgrammar.contrib.hf.LogitsProcessor(_compiled_by_xgrammar())]}
+    return {"logits_processor": [xgrammar.contrib.hf.LogitsProcessor(_compiled_by_xgrammar(regex))]}
 
 
 @cache
@@ -59,10 +67,11 @@ def _outlines_backend(name: str):
     return _get_backend(name, outlines.from_transformers(demo_target(), tokenizer()))
 
 
-def _of_outlines(backend: str):
-    return {
-        "logits_processor": [_outlines_backend(backend).get_json_schema_logits_processor(json.dumps(SCHEMA))],
-    }
+def _of_outlines(name: str, regex: str | None):
+    backend = _outlines_backend(name)
+    if regex is None:
+        return {"logits_processor": [backend.get_json_schema_logits_processor(json.dumps(SCHEMA))]}
+    return {"logits_processor": [backend.get_regex_logits_processor(regex)]}
 
 
 class AllowedTokens:
@@ -89,27 +98,28 @@ def _enforcer_data():
     return TokenEnforcerTokenizerData(tokens, lambda ids: known.decode(ids).rstrip("\ufffd"), end, False, len(known))
 
 
-def _of_enforcer():
-    from lmformatenforcer import JsonSchemaParser, TokenEnforcer
+def _of_enforcer(regex: str | None):
+    from lmformatenforcer import JsonSchemaParser, RegexParser, TokenEnforcer
 
-    return {"prefix_allowed_tokens_fn": AllowedTokens(TokenEnforcer(_enforcer_data(), JsonSchemaParser(SCHEMA)))}
+    parser = JsonSchemaParser(SCHEMA) if regex is None else RegexParser(regex)
+    return {"prefix_allowed_tokens_fn": AllowedTokens(TokenEnforcer(_enforcer_data(), parser))}
 
 
-def own_call(backend: str) -> dict[str, Any]:
-    return {"logits_processor": [own(backend)]}
+def own_call(backend: str, regex: str | None) -> dict[str, Any]:
+    return {"logits_processor": [own(backend, **({} if regex is None else {"regex": regex}))]}
 
 
 # Those whose JSON has no whitespace to choose.
 COMPACT = ("own xgrammar", "own llguidance", "xgrammar", "outlines")
 
-# By name what makes the arguments of a call anew, and the library that it needs.
+# By name what makes the arguments of a call anew, of the schema or a regular expression, and the library it needs.
 _LIBRARIES = {
-    "own xgrammar": (lambda: own_call("xgrammar"), "xgrammar"),
-    "own llguidance": (lambda: own_call("llguidance"), "llguidance"),
+    "own xgrammar": (partial(own_call, "xgrammar"), "xgrammar"),
+    "own llguidance": (partial(own_call, "llguidance"), "llguidance"),
     "xgrammar": (_of_xgrammar, "xgrammar"),
-    "outlines": (lambda: _of_outlines("outlines_core"), "outlines"),
-    "outlines xgrammar": (lambda: _of_outlines("xgrammar"), "outlines"),
-    "outlines llguidance": (lambda: _of_outlines("llguidance"), "outlines"),
+    "outlines": (partial(_of_outlines, "outlines_core"), "outlines"),
+    "outlines xgrammar": (partial(_of_outlines, "xgrammar"), "outlines"),
+    "outlines llguidance": (partial(_of_outlines, "llguidance"), "outlines"),
     "lm-format-enforcer": (_of_enforcer, "lmformatenforcer"),
 }
 
@@ -122,6 +132,19 @@ LIBRARIES = [pytest.param(name, marks=needs(package), id=name) for name, (_, pac
 BACKENDS = [pytest.param(name, marks=needs(name)) for name in ("xgrammar", "llguidance")]
 
 
-def constraint(library: str) -> dict[str, Any]:
-    """Arguments of a call whose text has to follow the schema, made anew: most processors serve one call."""
-    return _LIBRARIES[library][0]()
+def constraint(library: str, regex: str | None = None) -> dict[str, Any]:
+    """Arguments of a call whose text has to follow the schema, or a regular expression.
+
+    They are made anew: most processors serve one call.
+    """
+    return _LIBRARIES[library][0](regex)
+
+
+def matcher_of(library: str, regex: str | None = None) -> GrammarMatcher:
+    """The beginning of the text of such a call, after `PROMPT`."""
+    arguments = constraint(library, regex)
+    if "prefix_allowed_tokens_fn" in arguments:
+        processor = PrefixConstrainedLogitsProcessor(arguments["prefix_allowed_tokens_fn"], 1)
+    else:
+        (processor,) = arguments["logits_processor"]
+    return grammar_of(processor, demo_target().config.vocab_size).matcher(0, PROMPT)

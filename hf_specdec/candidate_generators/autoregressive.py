@@ -53,6 +53,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         self.device: torch.device = resources.device
         self.target_hidden_states: tuple[int | str, ...] = resources.target_hidden_states
         self.samples_drafts: bool | None = self.asks_to_sample
+        self.may_mask: bool = session.sampler is not None and session.sampler.may_mask
         self.plan: TokenTree | DynamicTree = self.plan_drafts()
         self.num_reads: int = self.plan.num_reads
         self.shape: DynamicTree | tuple[Level, ...] = (
@@ -140,7 +141,7 @@ class AutoregressiveCandidateGenerator(CandidateGenerator):
         new = self._take_pending()
         if self.samples_drafts:
             return self._sample_chain(new, step, limits)
-        masks = self.growing_masks(step, limits.depths)
+        masks = self.growing_masks(step, limits.depths) if self.may_mask else None
         # Masks are made on the host, level by level.
         if masks is None and new is not None and self.entries.graphs is not None:
             replayed = self._replay(new, limits)

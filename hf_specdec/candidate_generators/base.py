@@ -270,7 +270,7 @@ class CandidateGenerator(HfCandidateGenerator):
     def growing_masks(self, step: DraftStep, limits: list[int]) -> GrowingMasks | None:
         """Masks of the rows' grammars, for drafts of at most `limits` that are chosen level by level."""
         sampler = self.session.sampler
-        return None if sampler is None else sampler.growing(step.rows, limits)
+        return sampler.growing(step.rows, limits) if sampler is not None and sampler.may_mask else None
 
     @property
     def asks_to_sample(self) -> bool:

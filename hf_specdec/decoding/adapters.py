@@ -32,11 +32,14 @@ class RowAdapters:
         self._given = [(hook.keywords, hook.keywords[_KEY]) for hook in hooks]
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> RowAdapters | None:
-        """Those of a model; `None` where all rows have the same adapters."""
+    def of(cls, model: torch.nn.Module) -> RowAdapters:
+        """Those of a model; false where all rows have the same adapters."""
         hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
         hooks = [hook for hook in hooks if isinstance(hook, partial) and _KEY in hook.keywords]
-        return cls(hooks) if hooks else None
+        return cls(hooks)
+
+    def __bool__(self) -> bool:
+        return bool(self._given)
 
     @contextmanager
     def of_rows(self, rows: torch.LongTensor) -> Iterator[None]:

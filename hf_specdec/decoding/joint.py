@@ -21,6 +21,7 @@ import torch
 
 from ..drafts import DraftTree
 from ..errors import SpecDecError
+from ..logits.grammar.growth import GrowingMasks
 from ..logits.grammar.matchers import GrammarMatcher
 from ..logits.grammar.rows import constrained
 from ..logits.processors import ProcessorStack
@@ -91,10 +92,10 @@ class Row:
         self.most_draft_tokens = most_draft_tokens
         self.top_logprobs = top_logprobs
         self.samples: bool = bool(request.generation_config.do_sample)
-        self.stack: ProcessorStack = request.processor_stack()
-        self.signature: tuple[Any, ...] | None = self.stack.signature
         self.is_cancelled = False
         self.restart()
+        self.stack: ProcessorStack = request.processor_stack(self.stop.eos_tokens)
+        self.signature: tuple[Any, ...] | None = self.stack.signature
 
     def restart(self) -> None:
         """Forgets all but the prompt."""
@@ -205,6 +206,8 @@ class JointStop:
 class JointSampler(DraftSampler):
     """Draws draft tokens for rows of different requests, each from what its own processors leave."""
 
+    has_several_grammars = True
+
     def matchers(self, rows: list[int]) -> list[GrammarMatcher | None]:
         return [self._matcher(self.sequences.table[row]) for row in rows]
 
@@ -217,6 +220,9 @@ class JointSampler(DraftSampler):
         except SpecDecError as error:
             row.error = error
             return None
+
+    def growing(self, rows: list[int], limits: list[int]) -> GrowingMasks | None:
+        return GrowingMasks.of(self.matchers(rows), limits, self.vocab_size)
 
     def constrained(self, draft: DraftTree, rows: list[int]) -> DraftTree:
         matchers = self.matchers(rows)

@@ -83,7 +83,7 @@ class DecodingLoop:
         if texts is None:
             sequences = Sequences(request.input_ids, request.pad_token)
             stop = StopRules(request.stopping_criteria, sequences, self.recorder.scores)
-            texts = sequences, stop, request.processor_stack()
+            texts = sequences, stop, request.processor_stack(stop.eos_tokens)
         self.sequences: Any
         self.stop: Any
         self.stack: ProcessorStack

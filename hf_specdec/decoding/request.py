@@ -5,7 +5,7 @@ Shapes: B rows, P prompt length.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from ..logits.randomness import seed_from_torch
 from ..target_facts import vocabulary_size
 from .adapters import ADAPTED_ROW, RowAdapters
 from .profile import REPEATED_INPUTS, is_text_only, model_profile
-from .sequences import end_tokens
 
 
 if TYPE_CHECKING:
@@ -84,17 +83,18 @@ class Request:
             torch.distributed.broadcast_object_list(shared, group=group, group_src=0)
         return shared[0]
 
-    def processor_stack(self) -> ProcessorStack:
+    def processor_stack(self, ends: Collection[int]) -> ProcessorStack:
         """The processors of the call.
+
+        Args:
+            ends (`Collection[int]`): Tokens that end a row, none where no token does.
 
         Raises:
             SpecConfigError: A grammar among them is of another vocabulary, admits nothing, or ends with other tokens.
         """
         processors, found = self.logits_processor, None
         if processors:
-            found = RowGrammars.found(
-                processors, self.input_ids, vocabulary_size(self.model), end_tokens(self.stopping_criteria)
-            )
+            found = RowGrammars.found(processors, self.input_ids, vocabulary_size(self.model), ends)
         return ProcessorStack(processors, found)
 
     @property
@@ -130,7 +130,7 @@ class Request:
         The latter is the number of the row, for targets whose rows have adapters of their own.
         """
         found = {}
-        if RowAdapters.of(self.model) is not None:
+        if hasattr(self.model, "peft_config") and RowAdapters.of(self.model):
             found[ADAPTED_ROW] = torch.arange(self.batch_size)[:, None]
         if not is_text_only(self.model):
             # Models with images read them of the prompt alone.

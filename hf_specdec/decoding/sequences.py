@@ -8,9 +8,6 @@ Shapes: B rows of the call, C token columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import numpy as np
 import torch
 from transformers.generation.stopping_criteria import (
@@ -84,11 +81,6 @@ class Sequences:
         return [length - self.prompt_length for length in self.lengths]
 
 
-def end_tokens(criteria: Iterable[Any]) -> set[int]:
-    """Tokens that end a row by the stopping criteria of a call."""
-    return {int(token) for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.reshape(-1)}
-
-
 class StopRules:
     """The stopping criteria of a call, applied to every token of a block in order.
 
@@ -113,7 +105,9 @@ class StopRules:
     def __init__(self, criteria: StoppingCriteriaList, sequences: Sequences, scores: StepRecorder | None = None):
         self.sequences = sequences
         self.max_length: int = min(c.max_length for c in criteria if type(c) is MaxLengthCriteria)
-        self.eos_tokens: set[int] = end_tokens(criteria)
+        self.eos_tokens: set[int] = {
+            int(token) for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.reshape(-1)
+        }
         self._times = [c for c in criteria if type(c) is MaxTimeCriteria]
         self._strings = StoppingCriteriaList(c for c in criteria if type(c) is StopStringCriteria)
         built_in = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)

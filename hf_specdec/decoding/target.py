@@ -477,19 +477,13 @@ class SlotModel:
         adapted = repeated.pop(ADAPTED_ROW, None)
         inputs |= {name: values.expand(-1, tokens.shape[1]) for name, values in repeated.items()}
         with (
-            self._adapters_of(adapted),
+            nullcontext() if adapted is None else RowAdapters.of(self.model).of_rows(adapted[:, 0]),
             self.taps.captured() as states,
             self._attention(forward),
             fast_products(self.model),
         ):
             output = self.model(**inputs, **self.forward_kwargs)
         return SlotOutput(output.logits[:, -num_logits:], states, output.get(name("hidden_states")))
-
-    def _adapters_of(self, rows: torch.LongTensor | None):
-        if rows is None:
-            return nullcontext()
-        adapters = RowAdapters.of(self.model)
-        return nullcontext() if adapters is None else adapters.of_rows(rows[:, 0])
 
     def commit(self, counts: list[int], path: torch.LongTensor | None = None) -> None:
         """Keeps what was accepted of the last forward; the arguments are those of [`SlotCache.commit`]."""

@@ -28,11 +28,18 @@ class DraftSampler:
         sequences (`Sequences`): The tokens so far.
         uniforms (`RowUniforms`, *optional*): Random numbers of the call; `None` if the target decodes greedily.
         vocab_size (`int`): V, the width of the target's logits.
+
+    Attributes:
+        may_mask (`bool`): Rows have grammars, or may come to have some.
     """
+
+    # Rows may have grammars of their own.
+    has_several_grammars = False
 
     def __init__(self, stack: ProcessorStack, sequences: Any, uniforms: RowUniforms | None, vocab_size: int):
         self.stack: ProcessorStack = stack.known_only()
         self.grammar: RowGrammars | None = stack.grammar
+        self.may_mask: bool = self.has_several_grammars or stack.grammar is not None
         self.sequences: Any = sequences
         self.uniforms: RowUniforms | None = uniforms
         self.vocab_size: int = vocab_size
@@ -58,8 +65,7 @@ class DraftSampler:
             rows (`list[int]`): Row of the call of each.
             limits (`list[int]`): Largest depth of each row's draft. Rows that get none need no masks.
         """
-        matchers = [matcher if limit > 0 else None for matcher, limit in zip(self.matchers(rows), limits)]
-        return GrowingMasks(matchers, self.vocab_size) if any(matchers) else None
+        return None if self.grammar is None else GrowingMasks.of(self.matchers(rows), limits, self.vocab_size)
 
     def constrained(self, draft: DraftTree, rows: list[int]) -> DraftTree:
         """The drafts of rows as far as their grammars allow them, with the masks after all nodes."""

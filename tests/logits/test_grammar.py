@@ -18,23 +18,11 @@ from hf_specdec.logits.grammar.masks import GrammarMask
 from hf_specdec.logits.grammar.matchers import RowDraft, allowed_tokens, allows, mask_of
 from hf_specdec.logits.grammar.recognition import grammar_of
 from hf_specdec.validation import MOST_DRAFT_TOKENS
-from tests.grammars import BACKENDS, LIBRARIES, SCHEMA, constraint, needs, own, tokenizer
+from tests.grammars import BACKENDS, LIBRARIES, PROMPT, SCHEMA, matcher_of, needs, own, tokenizer
 from tests.methods import demo_target
 
 
 WORDS = 4096 // 32
-PROMPT = [300, 301, 302]
-
-
-def matcher_of(library):
-    arguments = constraint(library)
-    if "prefix_allowed_tokens_fn" in arguments:
-        from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
-
-        processor = PrefixConstrainedLogitsProcessor(arguments["prefix_allowed_tokens_fn"], 1)
-    else:
-        (processor,) = arguments["logits_processor"]
-    return grammar_of(processor, 4096).matcher(0, PROMPT)
 
 
 def mask(matcher) -> np.ndarray:

@@ -29,6 +29,14 @@ class GrowingMasks:
         self._paths: list[list[tuple[int, ...]]] = [[()] for _ in matchers]
         self._allowed: np.ndarray | None = None  # (R, F, V), of this level
 
+    @classmethod
+    def of(
+        cls, matchers: Sequence[GrammarMatcher | None], limits: Sequence[int], vocab_size: int
+    ) -> GrowingMasks | None:
+        """Those of rows whose drafts have a largest depth; `None` where no row with room for a draft has a grammar."""
+        needed = [matcher if limit > 0 else None for matcher, limit in zip(matchers, limits)]
+        return cls(needed, vocab_size) if any(needed) else None
+
     def apply(self, logits: torch.Tensor, ids: torch.LongTensor | None = None) -> torch.Tensor:
         """Logits `(R, F, U)` with -inf for tokens that may not follow their nodes.
 

@@ -13,7 +13,13 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from hf_specdec import SpecConfigError, SpeculativeConfig, Speculator, load_speculator, record
-from hf_specdec.candidate_generators.dflash.config import BlockView, DFlashConfig, DominoConfig
+from hf_specdec.candidate_generators.dflash.config import (
+    BlockView,
+    DFlashConfig,
+    DominoConfig,
+    LiLiCorrConfig,
+    XPressConfig,
+)
 from hf_specdec.candidate_generators.dflash.generator import DFlashCandidateGenerator
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
 from hf_specdec.drafting import slots
@@ -221,7 +227,7 @@ class Recomputed:
             stream = stream + self.convolved(layer, "mlp_conv", normed, 1, output)
         output = norm(network.norm, stream)
         logits = network.logits(output)
-        self.output = output if config.predicts_next else output[1:]
+        self.anchor_output, self.output = output[:1], output if config.predicts_next else output[1:]
         if network.candidate_selector is not None:
             head = network._target.head.weight
             logits = config.logit_scale * (output @ head.T)
@@ -245,12 +251,17 @@ class Recomputed:
     def candidates(self, row):
         """The best tokens of a position, of equal ones the lower ids first."""
         return sorted(range(len(row)), key=lambda token: (-row[token].item(), token))[
-            : self.network.config.selector_top_k
+            : self.network.config.selector_top_k or self.network.config.lilicorr.candidate_topk
         ]
 
     def scores(self, rows, position, previous, candidates):
         """Scores of candidates after a token."""
         selector = self.network.candidate_selector
+        if selector is None:
+            # The lattice's, whose own numbers are compared with the official ones.
+            whole = self.network.lilicorr(rows[None], self.output[None], self.fused[-1:], self.network.embed)
+            place = 0 if position == 0 else whole.tokens[0, position - 1].tolist().index(previous)
+            return whole.scores[0, position, place]
         before = selector.predecessor_codebook[previous] * selector.hidden_projection(self.output[position])
         return torch.stack([rows[position][c] + before @ selector.successor_codebook[c] for c in candidates])
 
@@ -271,12 +282,32 @@ class Recomputed:
 
     def chain(self, block_size, count):
         rows, found = self.logits(self.masks(block_size)), []
-        if self.network.candidate_selector is not None:
-            return prefixes(self.walk(rows, {})[0][:count])
+        if self.network.config.has_edges:
+            return prefixes(self.walk(rows[:count] if self.network.lilicorr else rows, {})[0][:count])
         for position, row in enumerate(rows[:count]):
             row = row + self.correction(position, [self.anchor.item(), *found])
             found.append(self.network.target_ids(row.argmax()[None]).item())
         return prefixes(found)
+
+    def refined(self, before, count):
+        """XPress's passes, position by position."""
+        head, config = self.network.xpress_head, self.network.config
+        size = config.block_size
+        rows, anchor = self.logits(self.masks(size)), self.anchor.item()
+        outputs = torch.cat([self.anchor_output, self.output])
+        mean, tokens = head.down_g(outputs.mean(0)), self.network.target_ids(rows.argmax(-1)).tolist()
+        for _ in range(config.xpress.num_passes):
+            previous, states = [before, anchor, *tokens[:-1]], []
+            for output, token in zip(outputs, previous):
+                states.append(head.in_proj(torch.cat([head.down_h(output), mean, head.w1.weight[token]])))
+            found = []
+            for place in range(1, size):
+                mixed = states[place] + sum(head.mix.L[:, place, j] * states[j] for j in range(place + 1))
+                gate, up = head.mlp.gate_proj(mixed), head.mlp.up_proj(mixed)
+                mixed = mixed + head.mlp.down_proj(gate * gate.sigmoid() * up)
+                found.append((rows[place - 1] + head.w2(mixed)).argmax()[None])
+            tokens = self.network.target_ids(torch.cat(found)).tolist()
+        return prefixes(tokens[:count])
 
     def confidences(self, block_size):
         """Probabilities that tokens are kept, by the head's equation."""
@@ -332,7 +363,7 @@ class Recomputed:
 
     def tree(self, block_size, budget, depth):
         """The most probable of all prefixes of the first tokens."""
-        if self.network.candidate_selector is not None:
+        if self.network.config.has_edges:
             return self.tree_of_walks(block_size, budget, depth)
         log_probs = self.logits(self.masks(block_size))[:depth].log_softmax(-1)
         values, ids = log_probs.sort(descending=True)
@@ -345,7 +376,8 @@ class Recomputed:
         return [tuple(ids[i][r] for i, r in enumerate(ranks)) for ranks in best]
 
     def tree_of_walks(self, block_size, budget, depth):
-        rows = self.logits(self.masks(block_size))
+        rows = self.logits(self.masks(block_size))[:depth]
+        self.output = self.output[:depth]
         found, last = [], [(0.0, ())]
         for position in range(depth):
             candidates, longer = self.candidates(rows[position]), []
@@ -367,6 +399,10 @@ def prefixes(tokens):
 
 
 SELECTOR = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 5}
+LATTICE = LiLiCorrConfig(
+    hidden_size=16, candidate_topk=5, num_layers=2, num_heads=2, mlp_size=24, factor_dim=6, logit_scale=4.0
+)
+REFINER = XPressConfig(rank=6, mlp_hidden=10, num_passes=3)
 _DSPARK = {"predicts_next": True, "block_size": 6, "markov_rank": 4}
 NETWORKS = {
     "full": {},
@@ -392,10 +428,14 @@ NETWORKS = {
     "confident": {**_DSPARK, "has_confidence": True, "confidence_with_markov": True},
     "confident_rnn": {**_DSPARK, "markov_head_type": "rnn", "has_confidence": True, "confidence_with_markov": True},
     "confident_alone": {"predicts_next": True, "block_size": 6, "has_confidence": True},
+    "lilicorr": {"lilicorr": LATTICE},
+    "lilicorr_convolutions": {"lilicorr": LATTICE, "conv_kernel_size": 2, "conv_group_size": 8},
     "domino": {"domino": DominoConfig(12, 10, pure_draft_prefix_len=1)},
     "domino_next_token": {"domino": DominoConfig(12, 10), "predicts_next": True, "known": list(range(0, 40, 2))},
 }
-every_network = pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS.keys())
+every_network = pytest.mark.parametrize("network", list(NETWORKS.values()), ids=list(NETWORKS))
+# Their drafts depend on more of the text than other recomputations know.
+NETWORKS |= {"xpress": {"xpress": REFINER}, "xpress_reduced": {"xpress": REFINER, "known": list(range(1, 40, 2))}}
 
 
 @torch.no_grad()
@@ -406,7 +446,7 @@ def random_network(seed=0, **settings):
         network.attach(tiny_llama(vocab_size=40).requires_grad_(False))
     for name, weight in network.named_parameters():
         # Clear choices, and norms and biases that are no constants.
-        if "_conv." in name or "_selector." in name or "logit_head." in name:
+        if "_conv." in name or "_selector." in name or "logit_head." in name or "xpress_head." in name:
             weight.normal_(0.0, 0.3 if "_conv." in name else 1.0)
         else:
             weight.mul_(2.0) if weight.dim() == 2 else weight.add_(0.2 * torch.randn_like(weight))
@@ -472,7 +512,8 @@ class TestAgainstRecomputation:
 
     @pytest.mark.parametrize(
         "name",
-        ["full", "window_and_full", "reduced_vocabulary", "next_token", "selector", "selector_window_and_scales"],
+        ["full", "window_and_full", "reduced_vocabulary", "next_token", "selector", "selector_window_and_scales"]
+        + ["lilicorr"],
     )
     @pytest.mark.parametrize(("budget", "depth"), [(1, 4), (5, 1), (12, 4)])
     def test_tree(self, name, budget, depth):
@@ -652,13 +693,13 @@ class TestSettings:
         assert ["=13" in line and "trained for 3" in line for line in warnings] == [True, False]
         assert "=14" in warnings[1]
         assert "accepted less often" in warnings[1]
-        for name in ("next_token", "corrections", "domino"):
+        for name in ("next_token", "corrections", "domino", "lilicorr", "xpress", "confident_alone"):
             dspark = random_network(**NETWORKS[name], num_denoising_steps=3)
             assert steps(dspark) == steps(dspark, dflash_num_denoising_steps=1) == 1
             with pytest.raises(SpecConfigError, match="must be 1 for drafts whose positions predict the next token"):
                 steps(dspark, dflash_num_denoising_steps=2)
 
-    @pytest.mark.parametrize("name", ["corrections", "domino"])
+    @pytest.mark.parametrize("name", ["corrections", "domino", "xpress"])
     def test_trees_of_drafts_whose_tokens_depend_on_each_other(self, name):
         generator = speculator_for(random_network(**NETWORKS[name]), num_draft_nodes=4)
         notes = generator.candidate_generator(call := session()).session.notes

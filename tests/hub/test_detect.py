@@ -296,8 +296,6 @@ def test_speculators_of_other_kinds(tmp_path, name):
         ("eagle-cohere", "Cohere layer"),
         ("eagle-minicpm", "MiniCPM layer"),
         ("eagle-mtp", "layer for multi-token prediction"),
-        ("xpress", "XPress"),
-        ("lilicorr", "LiLiCorr"),
         ("dflash-laguna", "Laguna"),
         ("dflash-mimo", "MiMo"),
         ("dspark-gemma4", "Gemma 4"),

@@ -73,7 +73,10 @@ EXAMPLES = {
         [*DFLASH, "prefix_gru.weight_ih_l0", "embed_proj.0.weight"],
     ),
     "xpress": (classes("Qwen3XPressModel"), [*DFLASH, "xpress_head.mix.L"]),
-    "lilicorr": (classes("LiLiCorrDraftModel", dflash_config={"lilicorr_rank": 4}), DFLASH),
+    "lilicorr": (
+        classes("LiLiCorrDraftModel", dflash_config={"lilicorr_num_layers": 4}),
+        [*DFLASH, "lilicorr.out_head.weight"],
+    ),
     "dflash-laguna": (classes("LagunaForCausalLM", dflash_config={"mask_token_id": 3}), ["fc.weight", "norm.weight"]),
     "dflash-mimo": (classes("DFlashDraftModel", dflash_config={"use_swa": True}), DFLASH),
     "dflash-muse": (

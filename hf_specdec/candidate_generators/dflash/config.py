@@ -55,6 +55,49 @@ class DominoConfig:
     pure_draft_prefix_len: int = 0
 
 
+@dataclass(frozen=True)
+class LiLiCorrConfig:
+    """Sizes of LiLiCorr's lattice (arXiv:2608.20530), named as in its configs without their `lilicorr_`.
+
+    Args:
+        hidden_size (`int`): Of the states of candidates.
+        candidate_topk (`int`): Candidates of a position.
+        num_layers, num_heads, mlp_size (`int`): Of the layers over them.
+        factor_dim (`int`): Size of the vectors whose products are the scores.
+        vector_eps (`float`): Least norm that such a vector is divided by.
+        logit_scale (`float`): Factor of the scores.
+    """
+
+    hidden_size: int
+    candidate_topk: int
+    num_layers: int
+    num_heads: int
+    mlp_size: int
+    factor_dim: int
+    vector_eps: float = 1e-6
+    logit_scale: float = 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a config says of it."""
+        sizes = asdict(self) | {"mlp_ratio": self.mlp_size / self.hidden_size, "enabled": True}
+        return {f"lilicorr_{name}": value for name, value in sizes.items() if name != "mlp_size"}
+
+
+@dataclass(frozen=True)
+class XPressConfig:
+    """Sizes of XPress's refinement (arXiv:2608.02438), named as in its configs without their `xpress_`.
+
+    Args:
+        rank (`int`): Size of its states.
+        mlp_hidden (`int`): Size inside of its MLP.
+        num_passes (`int`): Times that the tokens of a block are predicted anew.
+    """
+
+    rank: int
+    mlp_hidden: int
+    num_passes: int = 6
+
+
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(DraftConfig):
     """Record of a block drafter; see also [`DraftConfig`].
@@ -79,6 +122,9 @@ class DFlashConfig(DraftConfig):
             the part of a tap that depends on the position (DFlash 2); 0: there are none.
         selector_rank, selector_top_k (`int`): Rank of the candidate selector, and candidates of a position (DFlash 2);
             0: there is none. A draft with a selector has convolutions.
+        lilicorr (`LiLiCorrConfig`, *optional*): Sizes of LiLiCorr's lattice, which scores candidates in the place of a
+            selector; `None`: there is none.
+        xpress (`XPressConfig`, *optional*): Sizes of XPress's refinement; `None`: there is none.
         embedding_scale, logit_scale, logit_softcap (`float`): Factors of the embeddings and of the logits, and the cap
             of these, 0 for none; with a selector they stand for all that the target does there.
         num_denoising_steps (`int`): Forwards for a block that the draft was trained for.
@@ -101,6 +147,8 @@ class DFlashConfig(DraftConfig):
     conv_group_size: int = 0
     selector_rank: int = 0
     selector_top_k: int = 0
+    lilicorr: LiLiCorrConfig | None = None
+    xpress: XPressConfig | None = None
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
@@ -113,6 +161,22 @@ class DFlashConfig(DraftConfig):
         """Tokens that a block of this many yields."""
         # The last output of Domino's blocks goes unused.
         return block_size if self.predicts_next and self.domino is None else block_size - 1
+
+    @property
+    def needs_whole_block(self) -> bool:
+        """A block is always drafted in its trained size: what is chosen depends on all of its positions."""
+        return self.xpress is not None
+
+    @property
+    def takes_one_step(self) -> bool:
+        """Several denoising steps are not possible."""
+        has_parts = self.has_confidence or self.lilicorr is not None or self.xpress is not None
+        return self.predicts_next or self.is_sequential or has_parts
+
+    @property
+    def has_edges(self) -> bool:
+        """Drafts are walks through scores of candidates after each other."""
+        return self.selector_rank > 0 or self.lilicorr is not None
 
     @property
     def is_sequential(self) -> bool:
@@ -162,6 +226,14 @@ class DFlashConfig(DraftConfig):
                     "confidence_head_with_markov": self.confidence_with_markov,
                 }
             return {"architectures": ["Qwen3DSparkModel"], **config, **own}
+        if self.xpress is not None:
+            own |= {f"xpress_{name}": value for name, value in asdict(self.xpress).items()}
+            return {"architectures": ["Qwen3XPressModel"], **config, "dflash_config": own}
+        if self.lilicorr is not None:
+            own |= {"projector_type": "lilicorr", **self.lilicorr.to_dict()}
+            if self.conv_kernel_size:
+                own |= {name: getattr(self, name) for name in OF_DFLASH2[:2]}
+            return {"architectures": ["LiLiCorrDraftModel"], **config, "dflash_config": own}
         if self.selector_rank:
             own |= {name: getattr(self, name) for name in OF_DFLASH2}
             scales = {key: (getattr(self, name), usual) for key, (name, usual) in SCALES.items()}

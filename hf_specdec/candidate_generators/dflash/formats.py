@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ...checkpoints.draft_reader import FIRST_LAYER, DraftReader, projections, share_of
-from ...checkpoints.format import Format, Unsupported, architecture, is_marked
+from ...checkpoints.draft_reader import FIRST_LAYER, projections, share_of
+from ...checkpoints.format import Format, Unsupported
 from ...checkpoints.header import Header, TargetNeeds, TargetSizes, listed
-from ...checkpoints.settings import COUNT, FLAG, INDEX, INDICES, NAME, NUMBER, POSITIVE, count_up_to
-from ...errors import shown
-from ...threads import cached_property
-from .config import OF_DFLASH2, SCALES, BlockView, DFlashConfig, DominoConfig, default_layer_ids
+from ...checkpoints.settings import COUNT, FLAG, INDEX, INDICES, NAME
+from .config import BlockView, DFlashConfig, default_layer_ids
+from .parts import BLOCK, DFLASH2, DOMINO, LATTICE, LILICORR, REFINER, SELECTOR, XPRESS, PartsReader
 
 
 if TYPE_CHECKING:
@@ -34,45 +33,12 @@ if TYPE_CHECKING:
     from ...checkpoints.settings import Kind
 
 
-_MARKOV = "markov_head.markov_w1"
-
-# Tensors that tell the kinds of Markov heads apart.
-_MARKOV_HEAD_TYPES = {"gated": "markov_head.gate_proj.weight", "rnn": "markov_head.joint_proj.weight"}
-
-_CONFIDENCE = "confidence_head.proj"
-
-_GRU = ("logit_head.prefix_gru.weight_ih_l0", "logit_head.prefix_gru.weight_hh_l0")
-_DOMINO_WEIGHTS = (*_GRU, "logit_head.embed_proj.0.weight", "logit_head.embed_proj.2.weight")
-
-# Tables of DFlash 2's selector; some files write `.weight` after them.
-_CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
-_CONVOLUTIONS = (f"{FIRST_LAYER}.attention_conv", f"{FIRST_LAYER}.mlp_conv")
-
 # Steps of a checkpoint that declares to refine its blocks and does not say how often.
 _DENOISING_STEPS = 3
 
-_BLOCK_SIZE = 16
-
-# Candidates of a position where a config of speculators leaves them out.
-_SPECULATORS_TOP_K = 16
-
-# Tokens of a block, and forwards for one: published drafts have 16. Each token of a block has logits over the whole
-# vocabulary, so that a config must not be able to ask for any number.
-BLOCK = count_up_to(256)
-
-
-_DFLASH2 = ("architectures=.*DFlash2.*", "speculators_model_type=dflash2")
-_LILICORR = ("architectures=.*LiLiCorr.*",)
-_DOMINO = ("architectures=.*Domino.*",)
-_XPRESS = ("architectures=.*XPress.*",)
 _GEMMA4 = ("architectures=Gemma4DSpark.*",)
 
 _UNSUPPORTED = (
-    Unsupported(
-        "is a LiLiCorr draft (a transformer over the lattice of candidates)",
-        (*_LILICORR, "lilicorr_rank", "lilicorr_top_k", "lilicorr_num_layers", "lilicorr_hidden_size"),
-    ),
-    Unsupported("is an XPress draft (refinement of the logits along the block)", _XPRESS, ("xpress_head.*",)),
     Unsupported(
         "is a Laguna draft (gated attention, norms for each captured state)",
         ("architectures=.*Laguna.*",),
@@ -88,30 +54,22 @@ _UNSUPPORTED = (
 )
 
 
-class DFlashReader(DraftReader):
+class DFlashReader(PartsReader):
     """A checkpoint with a block drafter.
 
     Args:
         header (`Header`): Of any of the formats.
     """
 
-    kinds: ClassVar[tuple[str, ...]] = ("dflash", "dflash2", "dspark", "domino")
+    kinds: ClassVar[tuple[str, ...]] = ("dflash", "dflash2", "dspark", "domino", "lilicorr", "xpress")
     kind_keys: ClassVar[tuple[str, ...]] = ("speculators_model_type", "projector_type")
     blocks: ClassVar[tuple[str, ...]] = ("dflash_config", "", "transformer_layer_config")
-    settings: ClassVar[dict[str, Kind]] = DraftReader.settings | {
+    settings: ClassVar[dict[str, Kind]] = PartsReader.settings | {
         **dict.fromkeys(("aux_hidden_state_layer_ids", "target_layer_ids"), INDICES),
-        **dict.fromkeys(("block_size", "num_denoising_steps", "dflash_num_denoising_steps"), BLOCK),
+        **dict.fromkeys(("num_denoising_steps", "dflash_num_denoising_steps"), BLOCK),
         **dict.fromkeys(("causal", "causal_head", "is_causal", "sliding_window_non_causal"), FLAG),
-        **dict.fromkeys(("iterative_denoising", "sample_from_anchor", "shift_label", "use_sliding_window"), FLAG),
-        **dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), FLAG),
-        **dict.fromkeys(("emb_dim", "gru_hidden_dim"), COUNT),
-        "pure_draft_prefix_len": INDEX,
+        **dict.fromkeys(("iterative_denoising", "use_sliding_window"), FLAG),
         **dict.fromkeys(("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"), INDEX),
-        **dict.fromkeys(OF_DFLASH2, COUNT),
-        "selector_top_k": count_up_to(256),
-        **dict.fromkeys(("input_embedding_scale", "output_multiplier"), POSITIVE),
-        "final_logit_softcapping": NUMBER,
-        "markov_rank": INDEX,
         "mask_token": NAME,
         "num_target_layers": COUNT,
     }
@@ -120,26 +78,17 @@ class DFlashReader(DraftReader):
         "projector_type quantization_config use_swa "
         "*confidence_head* *loss* auf dflasher draft_attn_impl draft_vocab_size dspark_target_layer_ids "
         "eagle_aux_hidden_state_layer_ids embed_requires_grad lambda_base_* max_anchors num_anchors swa_window_size "
-        "target_model_type use_aux_hidden_state"
+        "target_model_type use_aux_hidden_state lilicorr_mlp_ratio xpress_mlp_ratio xpress_topc"
     )
     renamed: ClassVar[Mapping[str, str]] = {
         "encoder.fc.": "fc.",
         "encoder.output_norm_enc.": "hidden_norm.",
-        # Early files of Domino have the head around them.
-        **{f"{name}.": f"logit_head.{name}." for name in ("prefix_gru", "embed_proj")},
-        **{f"{name}.weight": name for name in _CODEBOOKS},
+        **PartsReader.renamed,
     }
     unsupported: ClassVar[tuple[Unsupported, ...]] = _UNSUPPORTED
     instead = "Pass a DFlash draft."
     # Buffers, what only training needs, and a head that the config switches off.
     unused: ClassVar[re.Pattern[str]] = re.compile(r"d2t|t2d|.*inv_freq|verifier_.*|confidence_head\.proj\..*")
-    token_tables: ClassVar[tuple[str, ...]] = (
-        *DraftReader.token_tables,
-        f"{_MARKOV}.weight",
-        "markov_head.markov_w2.weight",
-        _DOMINO_WEIGHTS[-1],
-        *_CODEBOOKS,
-    )
 
     def __init__(self, header: Header):
         super().__init__(header)
@@ -162,76 +111,9 @@ class DFlashReader(DraftReader):
             raise self.wrong(
                 f"has `block_size`={self.block_size}, and needs at least {least}", "Correct its config.json."
             )
-        if self.is_domino:
-            self._check_domino()
-        elif self.setting("shift_label") and not self.predicts_next:
-            raise self.wrong("has `shift_label` without `sample_from_anchor` in its config.json", self.instead)
         if self.header.shapes is not None:
             self.require(_EVERY_DRAFT, "a DFlash draft")
-        self._check_dflash2()
-
-    def _check_dflash2(self) -> None:
-        """Refuses scales without a selector, and with one what no published draft has."""
-        if not self.is_dflash2:
-            stated = [key for key, (_, usual) in SCALES.items() if self.setting(key) not in (None, usual)]
-            if stated:
-                raise self.wrong(
-                    f"has `{stated[0]}`={shown(self.setting(stated[0]))} in its config.json, which is supported for "
-                    "DFlash 2 drafts alone",
-                    self.instead,
-                )
-            return
-        if self.header.shapes is not None:
-            self.require(_EVERY_DFLASH2, "a DFlash 2 draft")
-        reasons = {
-            "positions that predict the next token (`sample_from_anchor`)": self.predicts_next,
-            "a vocabulary of its own (`d2t`)": {"d2t", "t2d"} & self.stored.keys(),
-            "a Markov head": any(name.startswith("markov_head.") for name in self.stored),
-            "Domino's corrections": self.is_domino,
-        }
-        if found := [what for what, is_there in reasons.items() if is_there]:
-            raise self.wrong(
-                f"is a DFlash 2 draft (convolutions, candidate selector) with {found[0]}, which is not supported",
-                self.instead,
-            )
-        if self.header.shapes is not None:
-            self._dflash2_settings()
-
-    @cached_property
-    def is_dflash2(self) -> bool:
-        """True where config or tensors speak of convolutions or of a candidate selector."""
-        parts = re.compile(r"candidate_selector\..*|.*(attention|mlp)_conv\..*")
-        stated = any(self.stated(key) for key in OF_DFLASH2)
-        return stated or is_marked(self.header.config, _DFLASH2) or any(map(parts.fullmatch, self.stored))
-
-    @cached_property
-    def is_domino(self) -> bool:
-        """True where config or tensors speak of Domino's corrections."""
-        names = (name.startswith("logit_head.") for name in self.stored)
-        return self.stated("projector_type") == "domino" or is_marked(self.header.config, _DOMINO) or any(names)
-
-    def _check_domino(self) -> None:
-        """Refuses corrections that lack something, or have a Markov head beside them."""
-        if self.header.shapes is None:
-            return
-        self.require(_DOMINO_WEIGHTS, "a Domino draft")
-        if any(name.startswith("markov_head.") for name in self.stored):
-            raise self.wrong("is a Domino draft with a Markov head, which is not supported", self.instead)
-        self._domino_settings()
-
-    @property
-    def block_size(self) -> int:
-        """B as it is stated, else the usual one."""
-        return self.setting("block_size") or _BLOCK_SIZE
-
-    @property
-    def predicts_next(self) -> bool:
-        """True where the anchor's position predicts the first token: as it is stated, else by the kind of draft."""
-        if self.is_domino:
-            return bool(self.setting("shift_label"))
-        found = self.setting("sample_from_anchor")
-        kinds = (self.header.config.get("speculators_model_type"), self.stated("projector_type"))
-        return "DSpark" in architecture(self.header.config) or "dspark" in kinds if found is None else found
+        self.check_parts()
 
     @property
     def num_draft_tokens(self) -> int | None:
@@ -284,81 +166,11 @@ class DFlashReader(DraftReader):
             num_target_layers=target.num_hidden_layers,
             views=self._views(),
             predicts_next=self.predicts_next,
-            **self._markov_settings(),
-            **self._confidence_settings(),
-            domino=self._domino_settings() if self.is_domino else None,
-            **(self._dflash2_settings() if self.is_dflash2 else {}),
+            **self.part_settings(),
             num_denoising_steps=self._num_denoising_steps(),
             attention_bias=f"{FIRST_LAYER}.self_attn.q_proj.bias" in self.stored,
             num_embeddings=max(embedding[0], target.vocab_size) if embedding else None,
         )
-
-    def _markov_settings(self) -> dict[str, Any]:
-        if f"{_MARKOV}.weight" not in self.stored and not self.setting("markov_rank"):
-            return {}
-        self.require([f"{_MARKOV}.weight"], "its Markov head")
-        found = next((kind for kind, name in _MARKOV_HEAD_TYPES.items() if name in self.stored), "vanilla")
-        # Where there is none, some configs say so by `false` or 0.
-        stated = self.stated("markov_head_type") or found
-        if stated != found:
-            raise self.wrong(
-                f"has `markov_head_type`={shown(stated)} in its config.json, and the tensors of a Markov head of type "
-                f"'{found}'",
-                "Pass an intact checkpoint.",
-            )
-        return {"markov_rank": self.linear(_MARKOV)[1], "markov_head_type": found}
-
-    def _confidence_settings(self) -> dict[str, bool]:
-        """Finds what the confidence head reads by its width."""
-        if f"{_CONFIDENCE}.weight" not in self.stored or self.setting("enable_confidence_head") is False:
-            return {}
-        width = self.linear(_CONFIDENCE)[1]
-        with_markov = width != self.hidden_size
-        if with_markov:
-            self.require([f"{_MARKOV}.weight"], "its confidence head")
-        stated = self.setting("confidence_head_with_markov")
-        if stated not in (None, with_markov):
-            raise self.wrong(
-                f"has `confidence_head_with_markov`={shown(stated)} in its config.json, and a confidence head that "
-                f"reads {width} values at a hidden size of {self.hidden_size}",
-                "Pass an intact checkpoint.",
-            )
-        return {"has_confidence": True, "confidence_with_markov": with_markov}
-
-    def _domino_settings(self) -> DominoConfig:
-        """Sizes of Domino's corrections, by the tensors; where the config says others, it is wrong."""
-        found = {"gru_hidden_dim": self.matrix(_GRU[1])[1], "emb_dim": self.matrix(_DOMINO_WEIGHTS[2])[0]}
-        self._check_stated(found)
-        return DominoConfig(**found, pure_draft_prefix_len=self.setting("pure_draft_prefix_len") or 0)
-
-    def _check_stated(self, found: Mapping[str, int]) -> None:
-        """Refuses a config that states other sizes than the tensors have."""
-        for key, value in found.items():
-            if self.setting(key) not in (None, value):
-                raise self.wrong(
-                    f"has `{key}`={self.setting(key)} in its config.json, and its tensors have {value}", "Correct it."
-                )
-
-    def _dflash2_settings(self) -> dict[str, Any]:
-        """Sizes of convolutions and selector, by the tensors; where the config says others, it is wrong."""
-        shape = self.shape(f"{_CONVOLUTIONS[0]}.base_kernel") or ()
-        rows, _ = self.linear(f"{_CONVOLUTIONS[0]}.kernel_projection")
-        taps = shape[1] if len(shape) == 3 else 0
-        groups = rows // (2 * taps) if taps else 0
-        rank = self.matrix(_CODEBOOKS[0])[1]
-        if not groups or self.hidden_size % groups:
-            raise self.wrong(
-                f"has a `base_kernel` of the shape {list(shape)} and {rows} rows of `kernel_projection`, which make "
-                f"no groups of {self.hidden_size} channels",
-                "Pass an intact checkpoint.",
-            )
-        found = {"conv_kernel_size": taps, "conv_group_size": self.hidden_size // groups, "selector_rank": rank}
-        self._check_stated(found)
-        top_k = self.setting("selector_top_k") or (_SPECULATORS_TOP_K if self.is_speculators else None)
-        if top_k is None:
-            raise self.wrong("does not say `selector_top_k` in its config.json", "Add it there.")
-        scales = {name: self.setting(key) or usual for key, (name, usual) in SCALES.items()}
-        return {**found, "selector_top_k": top_k, **scales, "logit_softcap": max(scales["logit_softcap"], 0)}
 
     def _num_denoising_steps(self) -> int:
         found = self.first_setting("num_denoising_steps", "dflash_num_denoising_steps")
@@ -446,9 +258,6 @@ class DFlashReader(DraftReader):
         # Whatever its shape.
         return super().absolute_ids(table.flatten(), vocab_size)
 
-    def name_in_file(self, name: str) -> str:
-        return name.removeprefix("logit_head.")
-
     def judge_unknown(self, names: Sequence[str]) -> None:
         raise self.wrong(
             f"has {len(names)} tensors that no DFlash draft with this config has: {listed(names)}",
@@ -458,24 +267,20 @@ class DFlashReader(DraftReader):
 
 _EVERY_DRAFT = ("fc.weight", "hidden_norm.weight", "norm.weight")
 _EVERY_DRAFT += projections("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
-_EVERY_DFLASH2 = (*_CODEBOOKS, "candidate_selector.hidden_projection.weight")
-_EVERY_DFLASH2 += tuple(
-    f"{name}.{part}" for name in _CONVOLUTIONS for part in ("base_kernel", "kernel_projection.weight")
-)
-
 _PROJECTOR = "dflash_config.projector_type="
 _SHOWN = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
 
-# Parts that only some kinds have.
-_SELECTOR, _CORRECTIONS = "candidate_selector.", "prefix_gru.|logit_head."
+# Parts that only some kinds have, as files call them.
+_REFINER = f"{REFINER}|refiner_head."
+_CORRECTIONS = "prefix_gru.|logit_head."
 
-_format = partial(Format, method="dflash", reader=DFlashReader, without=(_SELECTOR, _CORRECTIONS))
-_format2 = partial(_format, tensors=(*_SHOWN, _SELECTOR), without=())
+_format = partial(Format, method="dflash", reader=DFlashReader, without=(SELECTOR, _CORRECTIONS, LATTICE, _REFINER))
+_format2 = partial(_format, tensors=(*_SHOWN, SELECTOR), without=())
 
 # The special before the usual.
 FORMATS = (
     _format2("dflash2-speculators", "speculators", ("speculators_model_type=dflash2",)),
-    _format2("dflash2", "z-lab, inco, hf_specdec", _DFLASH2[:1]),
+    _format2("dflash2", "z-lab, inco, hf_specdec", DFLASH2[:1]),
     _format("dspark-speculators", "speculators", ("speculators_model_type=dspark",), _SHOWN),
     _format("dflash-speculators", "speculators", ("speculators_model_type=dflash",), _SHOWN),
     _format("dspark-gemma4", "DeepSpec", _GEMMA4, _SHOWN),
@@ -484,12 +289,18 @@ FORMATS = (
     _format(
         "domino",
         "SpecForge, hf_specdec",
-        (*_DOMINO, _PROJECTOR + "domino", "projector_type=domino"),
+        (*DOMINO, _PROJECTOR + "domino", "projector_type=domino"),
         (*_SHOWN, _CORRECTIONS),
         without=(),
     ),
-    _format("xpress", "XPress", _XPRESS, _SHOWN),
-    _format("lilicorr", "LiLiCorr", _LILICORR),
+    _format("xpress", "XPress, speculators, hf_specdec", XPRESS, (*_SHOWN, _REFINER), without=()),
+    _format(
+        "lilicorr",
+        "ModelOpt, hf_specdec",
+        (*LILICORR, _PROJECTOR + "lilicorr", "projector_type=lilicorr"),
+        (*_SHOWN, LATTICE),
+        without=(),
+    ),
     _format(
         "dflash-laguna",
         "Poolside",

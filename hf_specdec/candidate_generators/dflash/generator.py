@@ -16,34 +16,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from transformers.utils import logging
 
-from ...decoding.attention import TreeMask
-from ...decoding.masks import FULL, Span, additive_mask
 from ...drafting.chain import SteeredChain
 from ...drafting.growth import DynamicTree, RowLimits
 from ...drafting.positions import Positions
-from ...drafting.slots import DraftInputs, DraftSlots, Entries, KnownPrompt
+from ...drafting.slots import DraftInputs, Entries, KnownPrompt
 from ...drafts import DraftTree, TokenTree
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
-from ...kernels.tree_attention import SlotTree, pack_words
 from ...logits.acceptance import best_tokens
 from ...logits.grammar.growth import GrowingMasks
 from ...protocol import Commit, DraftStep, Prompt, Session
-from ...transfers import kept_on_device, kept_tensor, last_of_each
+from ...transfers import last_of_each
 from ...validation import Options, draft_sample_method_field, setting
 from ..base import CandidateGenerator
-from .config import BlockView
 from .corrections import Block, Chain
 from .denoising import Denoising, keep_counts
 from .lattice import Lattice, Prefixes, best_candidates, best_prefixes, prefix_nodes
 from .network import DFlashNetwork, check_mask_token, fitting_network, load_dflash
 from .selector import Edges, SelectedPositions
+from .text import DraftText
 
 
 if TYPE_CHECKING:
@@ -212,13 +209,16 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def _settle_contradictions(self) -> None:
         """Gives up what the call or the draft has no room for, and says so."""
         notes = self.session.notes
-        if self.samples_drafts and self.num_steps > 1:
+        chosen = "several denoising steps have" if self.num_steps > 1 else None
+        if self.network.config.xpress is not None:
+            chosen = "XPress's passes have"
+        if self.samples_drafts and chosen:
             self.samples_drafts: bool | None = False
-            notes.append("draft tokens are chosen, not drawn: several denoising steps have no distribution")
+            notes.append(f"draft tokens are chosen, not drawn: {chosen} no distribution")
         if not self.tree_budget:
             return
         reason = self.chain_only_reason
-        if reason is None and self.network.config.is_sequential:
+        if reason is None and (self.network.config.is_sequential or self.network.config.xpress is not None):
             reason = "the draft's tokens depend on each other"
         if reason:
             self.tree_budget = 0
@@ -240,6 +240,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         known, network = KnownPrompt(prompt), self.network
         slots = known.slots(network, self.config, self.session, self.block_size + self.most_committed)
         self.text = DraftText(network, **slots)
+        self.text.begin(prompt.input_ids)
         for states, _, counts in known.chunks():
             self.text.extend(states, counts)
 
@@ -251,6 +252,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def _read(self, new: Commit | None) -> None:
         if new is not None:
             self.text.extend(new.hidden_states, new.counts)
+            self.text.add_tokens(new.tokens, new.counts)
 
     def keep_rows(self, keep: list[int]) -> None:
         self.text.keep_rows(keep)
@@ -280,8 +282,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
             self.pending = None
             return DraftTree.empty(len(step.rows), self.session.device)
         new, self.pending = self.pending, None
-        # Between denoising steps nothing is chosen one token after the other.
-        masks = self.growing_masks(step, limits) if self.num_steps == 1 else None
+        # Between denoising steps nothing is chosen one token after the other, nor from candidates that see each other.
+        config = self.network.config
+        is_together = self.num_steps > 1 or config.lilicorr is not None or config.xpress is not None
+        masks = None if is_together else self.growing_masks(step, limits)
         # Masks are made on the host, level by level.
         predicted = self._replay(new, limits) if masks is None else None
         if predicted is None:
@@ -304,16 +308,25 @@ class DFlashCandidateGenerator(CandidateGenerator):
             If tokens are sampled, logits and outputs of `count` positions, or scores of a selector; for a tree its
             candidates; otherwise a chain, of at least `count` tokens.
         """
-        if not (self.samples_drafts or self.tree_budget):
+        network = self.network
+        if network.xpress_head is not None:
+            return self._refined(text, anchors)
+        is_chosen = not (self.samples_drafts or self.tree_budget)
+        if is_chosen and (self.num_steps > 1 or not network.config.has_edges):
             return self._chosen(text, anchors, count)
+        if network.config.lilicorr is not None:
+            # Its candidates see each other, whatever the rows have room for.
+            count = self.num_speculative_tokens
         output = self._first_output(text, anchors, count)
-        logits = self.network.logits(output)
-        if self.network.candidate_selector is None:
-            if self.samples_drafts:
-                return Block(logits, output)
-            return best_candidates(logits, self.draft_tree_top_k or self.tree_budget, self.network.token_ids)
-        edges = self.network.candidate_selector(logits, output, anchors)
-        return edges if self.samples_drafts else edges.lattice()
+        logits = network.logits(output)
+        if network.config.has_edges:
+            edges = network.edges(logits, output, anchors, text.last_context)
+            if is_chosen:
+                return Chain(edges.tokens_at(edges.walk()))
+            return edges if self.samples_drafts else edges.lattice()
+        if self.samples_drafts:
+            return Block(logits, output)
+        return best_candidates(logits, self.draft_tree_top_k or self.tree_budget, network.token_ids)
 
     def _chain(self, chain: Chain, limits: list[int]) -> DraftTree:
         tokens = chain.tokens[:, : max(limits)].to(self.session.device)
@@ -401,6 +414,14 @@ class DFlashCandidateGenerator(CandidateGenerator):
             tokens.append(self.network.target_ids(best_tokens(walk.after(tokens[-1]))))
         return Chain(torch.stack(tokens[1:], dim=1), self._confidence_logits(output, tokens[:-1]))
 
+    def _refined(self, text: DraftText, anchors: torch.LongTensor) -> Chain:
+        """The tokens of the block after XPress's passes."""
+        network = self.network
+        tokens = F.pad(anchors[:, None], (0, self.block_size - 1), value=self.mask_token_id)
+        output = text.read_block(tokens)
+        before, _ = text.tokens_before.unbind(1)
+        return Chain(network.xpress_head.refine(network.logits(output), output, anchors, before, network.target_ids))
+
     def _confidence_logits(self, output: torch.Tensor, before: list[torch.LongTensor]) -> torch.Tensor | None:
         """Log-odds `(R, K)` that tokens are accepted, by the K tokens `(R,)` before them, the anchor the first."""
         if not self.network.config.has_confidence:
@@ -448,76 +469,35 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """Reads new tokens and predicts the whole block in a graph; `None` where there is none to run."""
         if self.text.graphs is None or new is None:
             return None
+        states = new.hidden_states
+        if self.text.tokens_before is not None:
+            states = {**states, "tokens_before": self.text.tokens_before[:, None]}
         kind = (self.block_size, self.num_speculative_tokens, self.num_steps, self.mask_token_id)
         predicted = self.text.replay(
             (*kind, self.tree_budget, self.draft_tree_top_k, self.samples_drafts),
-            Entries(new.tokens, new.hidden_states, new.counts),
+            Entries(new.tokens, states, new.counts),
             self.most_committed,
             self.block_size,
             limits,
             self._captured_prediction,
         )
-        return None if predicted is None else predicted.of_rows(len(limits))
+        if predicted is None:
+            return None
+        self.text.add_tokens(new.tokens, new.counts)
+        return predicted.of_rows(len(limits))
 
     def _captured_prediction(self, inputs: DraftInputs, columns: int) -> Chain | Block | Prefixes | Edges:
         text = self.text.static(inputs, columns)
         text.extend(inputs.states, inputs.counts)
+        if text.tokens_before is not None:
+            text.tokens_before = inputs.states["tokens_before"][:, 0]
+            text.add_tokens(inputs.tokens, inputs.counts)
         text.begin_block(self.block_size)
         anchors = last_of_each(inputs.tokens, inputs.counts)
         predicted = self._predict(text, anchors, self.num_speculative_tokens)
         if not isinstance(predicted, Lattice):
             return predicted
         return prefix_nodes(predicted, self.tree_budget, inputs.limits, self.draft_tree_top_k)
-
-
-class DraftText(DraftSlots):
-    """The draft's keys and values of each row's text, and after them those of the current block.
-
-    Args:
-        network (`DFlashNetwork`): The draft.
-        starts, offsets, capacity, options: As for [`DraftSlots`].
-    """
-
-    network: DFlashNetwork
-
-    def extend(self, states: dict[Any, torch.Tensor], counts: list[int] | torch.LongTensor) -> None:
-        """Takes in the target's states `(R, C, th)` of the next tokens, the first `counts[r]` of each row."""
-        fused = self.network.fuse(states)
-        here = self.plan_read(fused.shape[1])
-        for layer, (keys, values) in enumerate(self.network.context(fused, here.positions, here.bound)):
-            self.cache.update(keys, values, layer)
-        self.cache.commit(counts)
-
-    def begin_block(self, size: int) -> None:
-        """Prepares for blocks of this size; they may be read more than once."""
-        self._block = self.plan_read(size)
-        self._masks = {view: self._mask(view) for view in self.network.views}
-
-    def read_block(self, tokens: torch.LongTensor) -> torch.Tensor:
-        """The network's output `(R, T, h)` for blocks `(R, T)`; nothing of them is kept."""
-        return self.network(tokens, self._block.positions, self._masks, self.cache, self._block.bound)
-
-    def _mask(self, view: BlockView) -> torch.Tensor | TreeMask | None:
-        """Mask of a layer, additive `(R, 1, T, S)` where there is no kernel; distances of slots are of positions."""
-        if self.has_kernel:
-            size = self._block.slots.shape[1]
-            depths = kept_tensor(tuple(range(size)), self.device)
-            bits = _block_bits(view, size, self.device)
-            tree = SlotTree(self.cache.plan.starts(self.device), self.first_slots[:, 0], bits, depths)
-            return TreeMask(tree, FULL if view.window is None else Span("sliding", view.window))
-        if view.sees_all and self._block.is_uniform:
-            return None
-        slots, queries = torch.arange(self._block.columns, device=self.device), self._block.slots
-        outside = (slots < self.first_slots) | (slots > queries[:, -1:])
-        hidden = outside[:, None] | view.hidden(queries[..., None] - slots)
-        return additive_mask(hidden, self.network.dtype)[:, None]
-
-
-@kept_on_device
-def _block_bits(view: BlockView, size: int, device: torch.device) -> torch.LongTensor:
-    """Words of bits `(1, T, W)`: which positions of a block each of them sees."""
-    places = torch.arange(size, device=device)
-    return pack_words(~view.hidden(places[:, None] - places))[None]
 
 
 def _mask_token_id(options: DFlashOptions, network: DFlashNetwork) -> int:
@@ -547,6 +527,13 @@ def _sizes(config: SpeculativeConfig, network: DFlashNetwork) -> tuple[int, int]
         raise SpecConfigError(
             f"`num_speculative_tokens` must be at most {most}, what {whose} yields, got {length}. Draft fewer."
         )
+    if network.config.needs_whole_block:
+        if named not in (None, trained):
+            raise SpecConfigError(
+                f"`dflash_block_size` must be {trained}, the block that this draft was trained with, got {named}: its "
+                "tokens depend on all positions. Name fewer tokens with `num_speculative_tokens`."
+            )
+        return trained, length or most
     if named is None and length is not None:
         return trained - most + length, length
     return named or trained, length or most
@@ -575,19 +562,18 @@ def _num_steps(options: DFlashOptions, network: DFlashNetwork) -> int:
             other.
     """
     config, asked = network.config, options.dflash_num_denoising_steps
-    takes_one = config.predicts_next or config.is_sequential or config.has_confidence
     if config.selector_rank and (asked or 1) > config.num_denoising_steps:
         raise SpecConfigError(
             f"`dflash_num_denoising_steps` must be at most {config.num_denoising_steps}, what this DFlash 2 draft "
             f"declares, got {asked}: its selector was not trained on blocks of which tokens are known."
         )
-    trained = 1 if takes_one else config.num_denoising_steps
+    trained = 1 if config.takes_one_step else config.num_denoising_steps
     if asked is None:
         return 1 if options.num_draft_nodes else trained
-    if asked > 1 and takes_one:
+    if asked > 1 and config.takes_one_step:
         raise SpecConfigError(
             "`dflash_num_denoising_steps` must be 1 for drafts whose positions predict the next token (DSpark), or "
-            f"whose tokens depend on each other (Domino), got {asked}."
+            f"whose tokens depend on each other (Domino, LiLiCorr, XPress), got {asked}."
         )
     if asked > trained:
         logger.warning_once(

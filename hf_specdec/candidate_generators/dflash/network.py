@@ -13,8 +13,8 @@ token after it, the anchor's the first one. There, and in Domino, the tokens bef
 [`~candidate_generators.dflash.corrections`].
 
 DFlash 2 wraps attention and MLP of every layer in convolutions along the block, and chooses tokens with a selector,
-see [`~candidate_generators.dflash.selector`]. With u what is normed before attention or MLP, and s counting positions
-back inside of the block:
+see [`~candidate_generators.dflash.selector`]; LiLiCorr has a lattice in its place, and XPress refines the tokens in
+several passes. With u what is normed before attention or MLP, and s counting positions back inside of the block:
 
     kernels = W u                                     of each position, for both sides and every group g of channels
     conv_i(x)[t, c] = sum_s (base_i[s, c] + kernels[t, i, s, g(c)]) x[t - s, c]
@@ -59,7 +59,9 @@ from .config import BlockView, DFlashConfig
 from .corrections import Block, ConfidenceHead, CorrectionHead, DominoHead, LeftToRight, MarkovHead
 from .denoising import Denoising
 from .formats import DFlashReader
-from .selector import CandidateSelector, walk_on
+from .lilicorr import LiLiCorrHead
+from .selector import CandidateSelector, Edges, walk_on
+from .xpress import XPressHead
 
 
 if TYPE_CHECKING:
@@ -112,6 +114,8 @@ class DFlashNetwork(DraftNetwork):
         self.logit_head: DominoHead | None = None if config.domino is None else DominoHead(config, config.domino)
         self.confidence_head: ConfidenceHead | None = ConfidenceHead(config) if config.has_confidence else None
         self.candidate_selector: CandidateSelector | None = CandidateSelector(config) if config.selector_rank else None
+        self.xpress_head: XPressHead | None = None if config.xpress is None else XPressHead(config, config.xpress)
+        self.lilicorr: LiLiCorrHead | None = None if config.lilicorr is None else LiLiCorrHead(config, config.lilicorr)
         self.register_buffer("token_ids", torch.arange(config.draft_vocab_size) if config.has_token_ids else None)
         self._target: _ScaledParts | None = None
 
@@ -236,6 +240,23 @@ class DFlashNetwork(DraftNetwork):
     def left_to_right(self, block: Block) -> LeftToRight:
         """Begins to read a block's logits position by position, with the corrections by the tokens before."""
         return LeftToRight(block, self.correction_head, self.embed)
+
+    def edges(
+        self, logits: torch.Tensor, output: torch.Tensor, anchors: torch.LongTensor, context: torch.Tensor | None
+    ) -> Edges:
+        """Scores of the candidates of a block after each other, where the draft has any.
+
+        Args:
+            logits (`torch.Tensor` of shape `(R, K, V)`): Of the first positions that predict.
+            output (`torch.Tensor` of shape `(R, K, h)`): `forward`'s output there.
+            anchors (`torch.LongTensor` of shape `(R,)`): First tokens of the blocks.
+            context (`torch.Tensor` of shape `(R, h)`, *optional*): What `fuse` makes of the last token before them;
+                LiLiCorr alone reads it.
+        """
+        if self.lilicorr is not None:
+            return self.lilicorr(logits, output, context, self.embed)
+        assert self.candidate_selector is not None, "a draft without scores of candidates"
+        return self.candidate_selector(logits, output, anchors)
 
     def confidence_logits(self, output: torch.Tensor, before: torch.LongTensor) -> torch.FloatTensor:
         """Estimated log-odds `(R, K)` that each draft token is accepted once those before it are.

@@ -36,6 +36,7 @@ from . import DFlash2Training, DFlashTraining
 from .config import BlockView, DFlashConfig, default_layer_ids
 from .denoising import Denoising, keep_counts
 from .network import DFlashNetwork, GivenContext, mask_token_of, tokenizer_of
+from .selector import best_tokens_of
 
 
 # Keys and values of the text, of each layer.
@@ -206,7 +207,7 @@ class DFlash2Recipe(DFlash2Training, DFlashRecipe):
         selector = network.candidate_selector
 
         def chunk_loss(part: slice) -> torch.Tensor:
-            values, tokens = selector.best(network.logits(output[part]))
+            values, tokens = best_tokens_of(network.logits(output[part]), selector.top_k)
             scores = values.float() + selector.scores(tokens, before[part, None], output[part])[:, 0]
             # Where none is right, nothing is learned.
             is_right = tokens == labels[part, None]

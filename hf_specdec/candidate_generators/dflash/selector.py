@@ -51,18 +51,12 @@ class CandidateSelector(nn.Module):
             anchors (`torch.LongTensor` of shape `(R,)`): Tokens before the first position.
             known (`Known`, *optional*): Tokens that stand already at some of the positions.
         """
-        values, tokens = self.best(logits)
+        values, tokens = best_tokens_of(logits, self.top_k)
         if known is not None:
             # Whichever candidate is chosen there, it is this one.
             tokens = torch.where(known.where[..., None], known.tokens[..., None], tokens)
         steps = self.scores(tokens, self.before(anchors, tokens), output)
         return Edges(tokens, values.float()[:, :, None] + steps)
-
-    def best(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.LongTensor]:
-        """The largest logits and their tokens, `(..., k)` each; of equal ones the lower id comes first."""
-        ids = logits.topk(min(self.top_k, logits.shape[-1])).indices.sort(dim=-1).values
-        best = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
-        return best.values, ids.gather(-1, best.indices)
 
     @staticmethod
     def before(anchors: torch.LongTensor, tokens: torch.LongTensor) -> torch.LongTensor:
@@ -87,6 +81,13 @@ class CandidateSelector(nn.Module):
         projected = self.hidden_projection(output)[..., None, :]
         before, after = self.predecessor_codebook[before] * projected, self.successor_codebook[tokens]
         return before.float() @ after.float().transpose(-1, -2)
+
+
+def best_tokens_of(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.LongTensor]:
+    """The largest logits and their tokens, `(..., k)` each; of equal ones the lower id comes first."""
+    ids = logits.topk(min(count, logits.shape[-1])).indices.sort(dim=-1).values
+    best = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return best.values, ids.gather(-1, best.indices)
 
 
 class Known(NamedTuple):

@@ -6,9 +6,10 @@
 The target is a Llama of random weights, small enough for attention to take most of a forward at these lengths; its
 second half of layers adds little to the first, as LayerSkip trains models to be. The keys and values of the context
 are those of its first 1,024 tokens, repeated. In every round all sides continue the same text in turn, greedily;
-drafts are the methods' own, and so is what is accepted of them, which differs from model to model. Times are of
-decoding without the first cycle, of each side the least of the rounds; ratios are to plain `generate()`, which copies
-its cache for every token, and to this package's loop without drafts.
+what is accepted of the drafts is the model's own. Random weights look far back, so that another side accepts each
+draft token with a given probability instead (`--rate`; its text is meaningless). Times are of decoding without the
+first cycle, of each side the least of the rounds; ratios are to plain `generate()`, which copies its cache for
+every token, and to this package's loop without drafts.
 """
 
 from __future__ import annotations
@@ -94,6 +95,13 @@ def measure(model: LlamaForCausalLM, context: int, given: argparse.Namespace) ->
         "plain": None,
         "loop": Speculator(SpeculativeConfig(method="ngram", num_speculative_tokens=1), NoDrafts, None),
     }
+    rates = [given.rate ** (index + 1) for index in range(given.draft_tokens)]
+    scripted = f"at {given.rate:.0%}"
+    drafts[f"sparse_kv {scripted}"] = {
+        **drafts["sparse_kv"],
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": rates,
+    }
     for name, settings in drafts.items():
         assistants[name] = load_speculator(model, {**settings, "num_speculative_tokens": given.draft_tokens})
     best: dict[str, Sample] = {}
@@ -116,7 +124,7 @@ def measure(model: LlamaForCausalLM, context: int, given: argparse.Namespace) ->
             for call in recorded.calls:
                 per_cycle[name] = call.stats.mean_acceptance_length
             texts[name] = sample.texts[0]
-            if texts[name] != texts["plain"]:
+            if texts[name] != texts["plain"] and scripted not in name:
                 raise SystemExit(f"{name}: another text than plain generation's at {context} tokens.")
             if name not in best or sample.seconds / sample.tokens < best[name].seconds / best[name].tokens:
                 best[name] = sample
@@ -139,6 +147,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
     parser.add_argument("--layers", type=int, default=4, help="layers of the target; half of them draft")
     parser.add_argument("--window", type=int, default=512, help="last tokens that sparse drafts see")
+    parser.add_argument("--rate", type=float, default=0.9, help="acceptance of a draft token where it is given")
     parser.add_argument("--draft-tokens", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=2)
@@ -146,12 +155,12 @@ def main() -> None:
     given = parser.parse_args()
     model = random_target(max(given.contexts) + given.new_tokens + given.draft_tokens + 1, given.layers)
     rows = []
-    print(f"{'context':>8} {'':>11} {'tokens/s':>9} {'tokens/cycle':>13} {'/ plain':>8} {'/ loop':>7}")
+    print(f"{'context':>8} {'':>16} {'tokens/s':>9} {'tokens/cycle':>13} {'/ plain':>8} {'/ loop':>7}")
     for context in given.contexts:
         for row in measure(model, context, given):
             rows.append(row)
             print(
-                f"{row.context:>8} {row.side:>11} {row.tokens_per_second:>9.1f} {row.tokens_per_cycle:>13.2f} "
+                f"{row.context:>8} {row.side:>16} {row.tokens_per_second:>9.1f} {row.tokens_per_cycle:>13.2f} "
                 f"{row.against_plain:>8.2f} {row.against_loop:>7.2f}"
             )
     if given.json:

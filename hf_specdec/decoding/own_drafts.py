@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -89,7 +90,8 @@ class OwnDrafts:
         longest, rows = max(counts), len(spans)
         cache = SlotCache(longest + room)
         is_uniform, index = spans.count(spans[0]) == rows, None
-        for number, layer in enumerate(target.cache.layers[:num_layers]):
+        layers: list[Any] = target.cache.layers[:num_layers]
+        for number, layer in enumerate(layers):
             keys, values = layer.keys[:rows], layer.values[:rows]
             if is_uniform:
                 parts = [slice(part.start, part.stop) for part in spans[0] if part]

@@ -114,7 +114,7 @@ def generate_speculatively(
         model_profile(model)
         # Last, because it may load weights.
         if call.entry is None:
-            call.speculator = _speculator(model, call.asked, call.tokenizers)
+            call.speculator = _speculator(model, call.asked, call.tokenizers, call.early_exit)
         else:
             call.speculator = load_configured(model, call.entry, call.asked.num_speculative_tokens)
         if call.speculator.stock_assistant is not None:
@@ -140,6 +140,7 @@ class _Call:
         is_asked (`bool`): Errors are raised. A generation config that came with the model asks for nothing that the
             call cannot do without.
         tokenizers (`tuple`, *optional*): Those of the target and the draft model, where the call brings both.
+        early_exit (`int`, *optional*): `assistant_early_exit` of the call.
         speculator (`Speculator`, *optional*): The drafter, once it is loaded.
         loop (`DecodingLoop`, *optional*): The loop, once it has begun.
     """
@@ -150,6 +151,7 @@ class _Call:
     entry: Any = None
     is_asked: bool = True
     tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None
+    early_exit: int | None = None
     speculator: Speculator | GivenCandidateGenerator | None = None
     loop: DecodingLoop | None = None
     began: float = field(default_factory=perf_counter)
@@ -188,6 +190,8 @@ class _Call:
         if given is None and self.model.generation_config.use_cache is False:
             # A checkpoint that was saved so is still decoded with a cache; the user's own word counts.
             self.arguments["use_cache"] = True
+        # Also transformers' spelling of a setting.
+        self.early_exit = self.arguments.pop("assistant_early_exit", None)
         problems = _problems(self.model, self.arguments)
         if problems and self.entry is None:
             raise SpecConfigError(f"This request cannot be decoded speculatively. {problems}")
@@ -404,6 +408,7 @@ def _speculator(
     model: PreTrainedModel,
     asked: SpeculativeArguments,
     tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
+    early_exit: int | None = None,
 ) -> Speculator | GivenCandidateGenerator:
     """The drafter that the arguments of a call name, loaded."""
     assistant, draft_model = asked.assistant, asked.spec_model
@@ -426,6 +431,8 @@ def _speculator(
         draft_model = assistant
     name = "draft_model" if isinstance(draft_model, torch.nn.Module) else "model"
     settings = {name: draft_model, "method": asked.spec_method, "num_speculative_tokens": asked.num_speculative_tokens}
+    if early_exit is not None:
+        settings["assistant_early_exit"] = early_exit
     return load_speculator(model, asked.speculative, tokenizers=tokenizers, **settings)
 
 
@@ -452,7 +459,7 @@ _UNSUPPORTED = {
     "force_words_ids": ((None,), "Constrained beam search cannot be combined with speculation."),
     "token_healing": ((None, False), "Heal the prompt beforehand, with `model.heal_tokens()`."),
     "prompt_lookup_num_tokens": ((None,), "Use spec_method='ngram' instead of it, not together with it."),
-    "assistant_early_exit": ((None,), "Leave out transformers' own assisted generation."),
+    "assistant_early_exit": ((None,), "Pass it to generate() itself, with spec_method='early_exit'."),
     "use_mtp": ((None, False), "Leave out transformers' own assisted generation."),
     "speculation_type": ((None,), "Leave out transformers' own assisted generation."),
     "cache_implementation": (

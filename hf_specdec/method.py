@@ -38,6 +38,7 @@ class Method:
         weights (`str`, *optional*): What has to be loaded, with its article: "a head". `None`: nothing.
         takes_model (`bool`): Settings about a draft model can be given.
         needs_grammar (`bool`): It drafts only where a grammar constrains the text.
+        only_if_named (`bool`): Nothing chooses it unasked: it pays for some targets or texts only.
         is_language_model (`bool`): The drafter is a whole language model, with a vocabulary of its own.
         in_target_checkpoint (`bool`): The drafter may be a part of the target's own checkpoint.
         drafts_static_trees (`bool`): `speculative_token_tree` gives its tree.
@@ -71,6 +72,7 @@ class Method:
     weights: str | None = None
     takes_model: bool = True
     needs_grammar: bool = False
+    only_if_named: bool = False
     is_language_model: bool = False
     in_target_checkpoint: bool = False
     drafts_static_trees: bool = False
@@ -144,7 +146,11 @@ def preferred_methods() -> tuple[Method, ...]:
 
 def names_without_weights() -> list[str]:
     """The methods of this package that draft any text without weights, and their combinations, the preferred first."""
-    single = [method for method in preferred_methods() if not (method.takes_model or method.needs_grammar)]
+    single = [
+        method
+        for method in preferred_methods()
+        if not (method.takes_model or method.needs_grammar or method.only_if_named)
+    ]
     completing = [method for method in single if method.complements_copies]
     found: list[str] = []
     for method in single:

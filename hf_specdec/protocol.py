@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import ref
 
 import torch
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from .decoding.graphs import CallGraphs
     from .decoding.source import Source
+    from .decoding.target import SlotModel
     from .drafts import DraftTree
     from .logits.sampling import DraftSampler
     from .settings import SpeculativeConfig
@@ -39,6 +41,7 @@ class Session:
         notes (`list[str]`): Limits of this call, and the reasons for them; part of the statistics.
         draft_graphs (`list[CallGraphs]`): The CUDA graphs of draft networks in this call; part of the statistics.
         group (`ProcessGroup`, *optional*): The processes that hold parts of one target, see `agreed`.
+        target_ref (`ref`, *optional*): To `target`; a generator that outlives its call must not keep the slots alive.
     """
 
     batch_size: int
@@ -49,6 +52,15 @@ class Session:
     notes: list[str] = field(default_factory=list)
     draft_graphs: list[CallGraphs] = field(default_factory=list)
     group: ProcessGroup | None = None
+    target_ref: ref[SlotModel] | None = None
+
+    @property
+    def target(self) -> SlotModel | None:
+        """The target over its slots, for methods that draft with its own layers.
+
+        `None` while the generator is made, after the call, and in transformers' own assisted decoding.
+        """
+        return None if self.target_ref is None else self.target_ref()
 
     @property
     def takes_trees(self) -> bool:

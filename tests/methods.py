@@ -29,6 +29,8 @@ _SHAPES = {
     "recycling": {},
     "recycling chain": {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"},
     "recycling large tree": {"num_draft_nodes": 40},
+    "early_exit": {"early_exit_layer": 4},
+    "sparse_kv": {"sparse_kv_window": 48},
     "draft_model": {},
     "draft_model confident": {"draft_confidence_threshold": 0.5},
     "draft_model shared tokens": {"draft_vocabulary": "shared_tokens"},
@@ -107,14 +109,23 @@ _CHAINS = {
 # One combination with a drafter that draws from one layer of its own, and one with hidden states.
 _DRAWN_COMBINATIONS = ("ngram+draft_model", "suffix+eagle3")
 
+_OF_THE_TARGET = {
+    name: "it drafts with the slots of this package's loop"
+    for name in _SHAPES
+    if "early_exit" in name or "sparse_kv" in name
+}
+
 # By test of `tests/matrix` and row: why it does not apply.
 EXEMPT = {
+    "test_transformers_own_loop": _OF_THE_TARGET,
+    "test_it_drafts": _OF_THE_TARGET,
     "test_rows_end_while_it_is_paused_from_the_start": {
         name: "a length for each batch size asks for chains, and its settings ask for trees"
         for name in ("medusa measured", "eagle tree", "eagle3 tree", "eagle3 adaptive tree", "mtp reuse tree")
     },
     "test_told_late_and_of_fewer_rows_it_drafts_as_well": {
-        name: "rows draft from each other's text" for name in _SHAPES if "suffix" in name or "recycling" in name
+        **_OF_THE_TARGET,
+        **{name: "rows draft from each other's text" for name in _SHAPES if "suffix" in name or "recycling" in name},
     },
     "test_as_many_tokens_are_accepted_as_alone": {
         **{name: "rows draft from each other's text" for name in _SHAPES if "suffix" in name or "recycling" in name},

@@ -23,7 +23,8 @@ What a method may not take for granted:
 - The target, or the length of the text, may cut a draft; the commit says what has become of it.
 
 What outlives the call (draft weights, caches of past responses) is made once by the class method `load` and kept by
-the `Speculator`. A method knows nothing of the target's cache, of logits processors or of stopping rules.
+the `Speculator`. A method knows nothing of logits processors or of stopping rules, and of the target's cache only if
+it drafts with the target's layers or over its keys and values.
 
 The data that the two hand to each other are in [`~protocol`].
 """

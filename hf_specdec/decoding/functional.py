@@ -67,8 +67,17 @@ def slot_model(
 
 def has_lean_forward(model: PreTrainedModel) -> bool:
     """Tells whether `FunctionalSlotModel` computes exactly what the model's own forward does."""
+    if not has_known_layers(model) or model.config._attn_implementation != "sdpa":
+        return False
+    decoder = model.get_decoder()
+    called = {id(module) for module in _called_as_they_are(decoder)}
+    return all(not module.training and is_untouched(module) for module in modules_of(model, called))
+
+
+def has_known_layers(model: PreTrainedModel) -> bool:
+    """Tells whether `FunctionalSlotModel` can run the model, as far as nobody has hooked or changed its modules."""
     config = model.config
-    if not is_published(type(model)) or form_of(model, "model") is None or config._attn_implementation != "sdpa":
+    if not is_published(type(model)) or form_of(model, "model") is None:
         return False
     decoder = model.get_decoder()
     is_known = form_of(decoder, "decoder") is not None and form_of(decoder.norm, "norm") is not None
@@ -76,10 +85,7 @@ def has_lean_forward(model: PreTrainedModel) -> bool:
         return False
     if not all(map(has_static_frequencies, _rope_parameters(config).values())):
         return False
-    if not all(map(is_known_layer, decoder.layers)):
-        return False
-    called = {id(module) for module in _called_as_they_are(decoder)}
-    return all(not module.training and is_untouched(module) for module in modules_of(model, called))
+    return all(map(is_known_layer, decoder.layers))
 
 
 def _rope_parameters(config) -> dict:
@@ -126,6 +132,15 @@ class FunctionalSlotModel(SlotModel):
         if self._fits_kernel and use_triton(self._head.weight):
             return self._attention(VerificationForward(reads_prompts=True))
         return nullcontext()
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that run."""
+        return len(self._layers)
+
+    def keep_layers(self, count: int | None) -> None:
+        """Lets the first layers run alone, in front of norm and head; `None`: all."""
+        self._layers = self._layers[:count]
 
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
         replayed = self._replay_nodes(tokens, topology, logits_from)

@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import ref
 
 import torch
 
@@ -117,6 +118,7 @@ class DecodingLoop:
             if_it_fails.callback(self.generator.close)
             self.verifier: Verifier = self._verifier(uniforms, profile)
             self.target: SlotModel = self._slot_target()
+            session.target_ref = ref(self.target)
             if_it_fails.pop_all()
 
     def run(self) -> torch.LongTensor | SpeculativeOutput:

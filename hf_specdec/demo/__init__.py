@@ -76,7 +76,7 @@ def settings() -> dict[str, dict[str, Any]]:
     """Returns settings of all methods that draft any text for the target, by the name of their row in its table."""
     rows = {}
     for method in built_in_methods():
-        if method.demo is not None or not (method.takes_model or method.needs_grammar):
+        if method.demo is not None or not (method.takes_model or method.needs_grammar or method.only_if_named):
             named = {} if method.demo is None else {"model": drafter_path(method.name)}
             for suffix, own in method.demo_settings.items():
                 rows[f"{method.name}_{suffix}" if suffix else method.name] = {"method": method.name, **named, **own}

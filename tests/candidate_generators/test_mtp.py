@@ -17,7 +17,15 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from hf_specdec import SpecConfigError, SpeculativeConfig, Speculator, UnsupportedModelError, load_speculator, record
+from hf_specdec import (
+    SpecConfigError,
+    SpeculativeConfig,
+    Speculator,
+    UnsupportedModelError,
+    generate_many,
+    load_speculator,
+    record,
+)
 from hf_specdec.candidate_generators.mtp.entries import LayerEntries
 from hf_specdec.candidate_generators.mtp.generator import MtpCandidateGenerator
 from hf_specdec.candidate_generators.mtp.network import MtpNetwork, new_mtp
@@ -426,46 +434,92 @@ def pair():
 
 
 class TestAssistantsThatReadTheCache:
-    """Gemma 4's assistants, which transformers drives itself."""
+    """Gemma 4's assistants, in batches."""
 
-    def forwards(self, assistant, monkeypatch):
-        seen, forward = [], assistant.forward
+    # Few tokens are left, so that some of the drafts of an untrained assistant are right.
+    FEW = {"suppress_tokens": list(range(4, 64))}
 
-        def counting(*args, **kwargs):
-            seen.append(1)
-            return forward(*args, **kwargs)
+    def official_draft(self, target, assistant, text, count):
+        """The draft of transformers' forward of the assistant after a text `(1, L)`, the anchor included."""
+        with torch.no_grad():
+            read = target(text[:, :-1], output_hidden_states=True, return_shared_kv_states=True)
+            hidden, token, draft = read.hidden_states[-1][:, -1:], text[:, -1:], []
+            for _ in range(count):
+                inputs = torch.cat([target.get_input_embeddings()(token), hidden], dim=-1)
+                output = assistant(
+                    inputs_embeds=inputs,
+                    position_ids=torch.tensor([[text.shape[1] - 1]]),
+                    shared_kv_states=read.shared_kv_states,
+                )
+                scores = output.logits.index_fill(-1, torch.tensor(self.FEW["suppress_tokens"]), float("-inf"))
+                token, hidden = scores.argmax(-1), output.last_hidden_state
+                draft.append(int(token))
+        return draft
 
-        monkeypatch.setattr(assistant, "forward", counting)
-        return seen
-
-    def test_assistant(self, pair, monkeypatch):
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    @pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampled"])
+    def test_drafts_are_those_of_transformers_forward(self, pair, batch_size, samples):
         target, assistant = pair
-        inputs = {"input_ids": prompts(1)["input_ids"], "attention_mask": prompts(1)["attention_mask"]}
-        plain = target.generate(**inputs, **GREEDY)
-        own, counts = assistant.generation_config.num_assistant_tokens, []
-        for length in (1, 4):
-            with monkeypatch.context() as patch:
-                seen = self.forwards(assistant, patch)
-                ours = target.generate(**inputs, **GREEDY, assistant=assistant, num_speculative_tokens=length)
-            assert torch.equal(ours, plain)
-            counts.append(len(seen))
-        assert 0 < counts[0] < counts[1]
-        assert torch.equal(target.generate(**inputs, **GREEDY, spec_method="mtp", spec_model=assistant), plain)
-        assert assistant.generation_config.num_assistant_tokens == own
+        inputs, arguments = prompts(batch_size, length=14), {**GREEDY, **self.FEW}
+        if samples:
+            arguments |= {"do_sample": True, "temperature": 20.0, "max_new_tokens": 40}
+            settings = {"method": "mtp", "num_speculative_tokens": 3, "draft_sample_method": "greedy"}
+            torch.manual_seed(0)
+        else:
+            settings = {"method": "mtp", "num_speculative_tokens": 3}
+        speculator = load_speculator(target, settings, draft_model=assistant)
+        with record(trace=True) as made:
+            ours = target.generate(**inputs, **arguments, assistant=speculator)
+        assert samples or torch.equal(ours, target.generate(**inputs, **arguments))
+        starts = (inputs["attention_mask"] == 0).sum(1).tolist()
+        ends, num_drafts, right = [inputs["input_ids"].shape[1] + 1] * batch_size, 0, 0
+        for cycle in made.calls[0].cycles:
+            for row in cycle.rows:
+                number, draft = row.row, row.draft_tokens
+                if draft:
+                    text = ours[number : number + 1, starts[number] : ends[number]]
+                    assert draft == self.official_draft(target, assistant, text, len(draft))
+                    num_drafts += 1
+                ends[number] += len(row.committed_tokens)
+                right += row.num_accepted
+        assert num_drafts > 5
+        assert right == made.calls[0].stats.num_accepted_tokens
+        # Where they are sampled, rows of the batch get different lengths.
+        assert not samples or right > 4 * batch_size
 
     def test_checkpoint(self, pair, tmp_path):
         target, assistant = pair
         assistant.save_pretrained(tmp_path)
-        plain = target.generate(**prompts(1), **GREEDY)
-        assert torch.equal(target.generate(**prompts(1), **GREEDY, spec_model=str(tmp_path)), plain)
+        plain = target.generate(**prompts(2), **GREEDY)
+        output = target.generate(
+            **prompts(2), **GREEDY, spec_model=str(tmp_path), num_speculative_tokens=2, return_dict_in_generate=True
+        )
+        assert torch.equal(output.sequences, plain)
+        assert output.speculative.method == "mtp"
+        assert output.speculative.num_draft_tokens > 0
+
+    @pytest.mark.parametrize("settings", [{}, {"num_speculative_tokens": 2}])
+    def test_rows_join(self, pair, settings):
+        target, assistant = pair
+        speculator = load_speculator(target, draft_model=assistant, **settings)
+        requests = [prompts(1, length=length, padding=False)["input_ids"][0].tolist() for length in (5, 9, 7, 12)]
+        results = generate_many(target, requests, batch_size=2, in_order=True, assistant=speculator, **GREEDY)
+        for request, result in zip(requests, results):
+            text = torch.tensor([request])
+            plain = target.generate(text, attention_mask=torch.ones_like(text), **GREEDY)
+            assert result.tokens == plain[0, len(request) :].tolist()
 
     def test_what_does_not_work(self, pair):
         target, assistant = pair
-        with pytest.raises(SpecConfigError, match="one row.*the batch has 2"):
-            target.generate(**prompts(2), **GREEDY, assistant=assistant)
-        speculator = load_speculator(target, draft_model=assistant)
-        with pytest.raises(UnsupportedModelError, match="Gemma4AssistantForCausalLM.*Pass it to generate"):
-            speculator.candidate_generator(Session(1, 100, torch.device("cpu")))
+        with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has no layers that share"):
+            load_speculator(tiny_llama(), draft_model=assistant)
+        with pytest.raises(SpecConfigError, match="`num_draft_nodes` is about trees.*chains"):
+            load_speculator(target, "mtp", draft_model=assistant, num_draft_nodes=8)
+        generator = load_speculator(target, draft_model=assistant).candidate_generator(
+            Session(1, 100, torch.device("cpu"))
+        )
+        with pytest.raises(SpecConfigError, match="keys and values of its target"):
+            generator.propose(DraftStep([0], torch.tensor([1]), [3], [2]))
 
 
 def test_the_network_is_not_the_targets():

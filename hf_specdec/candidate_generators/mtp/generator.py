@@ -20,14 +20,15 @@ from ...drafting.entries import DraftEntries
 from ...drafting.growth import DynamicTree
 from ...drafting.shape import ExtrapolationOptions, draft_shape, growth_option
 from ...drafts import TokenTree
-from ...errors import SpecConfigError, UnsupportedModelError
+from ...errors import SpecConfigError
 from ...protocol import Session
 from ...target_facts import CACHE_READERS, reads_target_cache
 from ...validation import setting
 from ..autoregressive import AutoregressiveCandidateGenerator
 from ..draft_model.network import load_draft_model
+from .assistant import AssistantCandidateGenerator, lending_layers
 from .entries import LayerEntries
-from .network import MtpNetwork, fitting_network, load_mtp, placed
+from .network import fitting_network, load_mtp, placed
 
 
 if TYPE_CHECKING:
@@ -81,9 +82,12 @@ class MtpCandidateGenerator(AutoregressiveCandidateGenerator):
         cls, config: SpeculativeConfig, target_model: torch.nn.Module, draft_model: torch.nn.Module | None = None
     ) -> torch.nn.Module:
         if draft_model is not None:
-            is_assistant = reads_target_cache(draft_model)
-            return draft_model if is_assistant else fitting_network(draft_model, config, target_model)
+            if not reads_target_cache(draft_model):
+                return fitting_network(draft_model, config, target_model)
+            lending_layers(target_model)
+            return draft_model
         if config.model is not None and RepoFiles.of(config).config.get("model_type") in CACHE_READERS:
+            lending_layers(target_model)
             return load_draft_model(config, target_model)
         return load_mtp(config, target_model)
 
@@ -92,17 +96,11 @@ class MtpCandidateGenerator(AutoregressiveCandidateGenerator):
         is_stored = config.model or getattr(target_model.config, "_name_or_path", None)
         return placed(config, target_model) if is_stored else None
 
-    @classmethod
-    def stock_assistant(cls, resources: torch.nn.Module) -> torch.nn.Module | None:
-        return None if isinstance(resources, MtpNetwork) else resources
-
-    def __init__(self, config: SpeculativeConfig, resources: MtpNetwork, session: Session):
-        if not isinstance(resources, MtpNetwork):
-            raise UnsupportedModelError(
-                f"A {type(resources).__name__} reads the keys and values of its target, which only transformers' own "
-                "assisted decoding hands over. Pass it to generate(), as `assistant` or `spec_model`."
-            )
-        super().__init__(config, resources, session)
+    def __new__(cls, config: SpeculativeConfig, resources: torch.nn.Module, session: Session) -> Any:
+        """The generator of a call: another one for an assistant that reads the target's keys and values."""
+        if reads_target_cache(resources):
+            return AssistantCandidateGenerator(config, resources, session)
+        return super().__new__(cls)
 
     def plan_drafts(self) -> TokenTree | DynamicTree:
         num_layers = self.network.config.num_layers

@@ -1,0 +1,145 @@
+"""The target drafts for itself, over its own keys and values; nothing is kept from cycle to cycle.
+
+Early exit: the first E layers, the final norm and the head write a few tokens, and the whole model verifies them.
+LayerSkip (Elhoushi et al. 2024, arXiv:2404.16710) trains models for it; transformers has it as `assistant_early_exit`.
+
+Sparse-KV self-speculation: all layers, which see the first S slots of a text and the last W (the pattern of
+StreamingLLM, Xiao et al. 2023, arXiv:2309.17453; as a draft in MagicDec, Chen et al. 2024, arXiv:2408.11049). It reads
+all weights for every draft token, so it pays where reading keys and values takes most of a forward's time: long texts,
+and many rows of them.
+
+Shapes: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+
+from ...decoding.own_drafts import OwnDrafts, check_can_draft
+from ...drafting.chain import SteeredChain
+from ...drafts import DraftTree, chain_topology
+from ...errors import SpecConfigError
+from ...protocol import DraftStep, Session
+from ...target_facts import decoder_layers
+from ...validation import Options, draft_sample_method_field, setting
+from ..base import CandidateGenerator
+
+
+if TYPE_CHECKING:
+    from ...settings import SpeculativeConfig
+
+
+@dataclass(frozen=True)
+class EarlyExitOptions(Options):
+    """Options of `spec_method="early_exit"`.
+
+    Raises:
+        SpecConfigError: A value is out of range.
+    """
+
+    early_exit_layer: int | None = setting(
+        None,
+        "Layers that draft, the first ones; also `assistant_early_exit`, as in transformers. Left out, a quarter.",
+        least=1,
+        engine_names={"assistant_early_exit": 0},
+    )
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("probabilistic")
+
+
+@dataclass(frozen=True)
+class SparseKVOptions(Options):
+    """Options of `spec_method="sparse_kv"`.
+
+    Raises:
+        SpecConfigError: A value is out of range.
+    """
+
+    sparse_kv_window: int = setting(512, "Last tokens of a text that drafts see.", least=1)
+    sparse_kv_sinks: int = setting(4, "First tokens of a text that drafts see beside them.", least=0)
+    draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("probabilistic")
+
+
+class SelfSpeculation(CandidateGenerator):
+    """Drafts chains with the target's own layers.
+
+    Attributes:
+        drafts (`OwnDrafts`): Which of them, over which slots.
+    """
+
+    default_num_speculative_tokens = 4
+    most_speculative_tokens: int | None = 12
+    loaded_by: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def load(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> int:
+        """The number of the target's layers.
+
+        Raises:
+            UnsupportedModelError: They cannot be run one by one.
+        """
+        check_can_draft(target_model)
+        return len(decoder_layers(target_model))
+
+    def __init__(self, config: SpeculativeConfig, resources: int, session: Session):
+        super().__init__(config, resources, session)
+        sampler = session.sampler
+        is_greedy = sampler is None or sampler.is_greedy or self.options.draft_sample_method == "greedy"
+        self.samples_drafts: bool | None = not is_greedy
+        self.check_sampled_length()
+        self.drafts: OwnDrafts = self.own_drafts(self.options, resources)
+
+    @staticmethod
+    def own_drafts(options: Any, num_layers: int) -> OwnDrafts:
+        """What these options of the method draft with, of a target of so many layers."""
+        raise NotImplementedError
+
+    def propose(self, step: DraftStep) -> DraftTree:
+        session = self.session
+        if session.target is None:
+            raise SpecConfigError(
+                f"{type(self).__name__} drafts with the keys and values of the target, which transformers' own "
+                "assisted decoding does not hand over. Pass it to generate() as `assistant`, or name `spec_method`."
+            )
+        depths = self.draft_depths(step)
+        count = max(depths, default=0)
+        if count == 0:
+            return DraftTree.empty(len(step.rows), session.device)
+        chain = SteeredChain(session.sampler, step.rows, step.lengths, self.samples_drafts)
+        tokens = step.anchor_tokens
+        with self.drafts.begin(session.target, count) as model:
+            for _ in range(count):
+                output = model.forward(tokens.to(model.model.device)[:, None], chain_topology(0, model.model.device))
+                model.commit([1] * len(step.rows))
+                tokens = chain.choose(chain.scores(output.logits[:, -1].to(session.device)))
+        return chain.draft(depths)
+
+
+class EarlyExitCandidateGenerator(SelfSpeculation):
+    """Drafts with the target's first layers."""
+
+    options_class = EarlyExitOptions
+
+    @staticmethod
+    def own_drafts(options: EarlyExitOptions, num_layers: int) -> OwnDrafts:
+        layer = options.early_exit_layer
+        if layer is None:
+            layer = max(num_layers // 4, 1)
+        if layer >= num_layers:
+            raise SpecConfigError(
+                f"`early_exit_layer`={layer} leaves nothing out of a target with {num_layers} layers. Name one from 1 "
+                f"to {num_layers - 1}."
+            )
+        return OwnDrafts(layer)
+
+
+class SparseKVCandidateGenerator(SelfSpeculation):
+    """Drafts with all layers of the target, over the beginning and the end of its slots."""
+
+    options_class = SparseKVOptions
+
+    @staticmethod
+    def own_drafts(options: SparseKVOptions, num_layers: int) -> OwnDrafts:
+        return OwnDrafts(None, options.sparse_kv_sinks, options.sparse_kv_window)

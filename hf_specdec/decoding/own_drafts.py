@@ -1,0 +1,116 @@
+"""The target as its own draft model: some of its layers, over its own slots or over a few of them.
+
+The first layers of a model compute the same keys and values whatever comes after them, so a draft of these layers
+alone reads those of the committed text where they lie, and writes its own to the slots after it: the verification
+writes there again. A draft that sees the first slots of a text and its last ones reads copies of these. Keys are
+rotated when they are written, so each keeps its position.
+
+Shapes: R rows, H key/value heads, C slots that are seen, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedModelError
+from ..transfers import upload
+from .cache import SlotCache
+from .functional import FunctionalSlotModel, has_known_layers
+from .target import SlotModel
+
+
+def check_can_draft(model: torch.nn.Module) -> None:
+    """
+    Raises:
+        UnsupportedModelError: The layers of the model cannot be run one by one.
+    """
+    # Hooks and the like are passed over, which costs acceptance at most.
+    if not has_known_layers(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot draft for itself: its layers are not those of a known model of the Llama "
+            "family (other code, quantised layers, or adapters). Use a method with a draft of its own, such as "
+            "'recycling'."
+        )
+
+
+class OwnDrafts:
+    """Runs a target's layers for drafts, in one call.
+
+    Args:
+        num_layers (`int`, *optional*): The first layers, `None` for all.
+        num_sinks (`int`): Slots at the beginning of a text that are seen, with `window`.
+        window (`int`, *optional*): Slots at its end that are seen; `None`: all slots.
+    """
+
+    def __init__(self, num_layers: int | None = None, num_sinks: int = 0, window: int | None = None):
+        self.num_layers, self.num_sinks, self.window = num_layers, num_sinks, window
+        self._lean: FunctionalSlotModel | None = None
+
+    @contextmanager
+    def begin(self, target: SlotModel, room: int) -> Iterator[SlotModel]:
+        """The model that drafts in a cycle: it reads tokens after the committed ones, and forgets them at the end.
+
+        Args:
+            target (`SlotModel`): The target between two verifications.
+            room (`int`): Tokens that are drafted at most.
+        """
+        model = copy.copy(self._driver(target))
+        model.starts, model.offsets, model.hidden = target.starts, target.offsets, target.hidden
+        # Captured forwards are those of the whole target.
+        model.graphs, model.cache = None, target.cache
+        model.keep_layers(self.num_layers)
+        if self.window is not None:
+            model.cache, model.offsets = self._seen(target, model.num_layers, room)
+            model.starts, model.hidden = [0] * len(target.starts), None
+        lengths = list(target.cache.lengths)
+        try:
+            yield model
+        finally:
+            target.cache.lengths = lengths
+
+    def _driver(self, target: SlotModel) -> FunctionalSlotModel:
+        if isinstance(target, FunctionalSlotModel) and not target.states:
+            return target
+        if self._lean is None or self._lean.model is not target.model:
+            self._lean = FunctionalSlotModel(target.model, target.cache)
+        return self._lean
+
+    def _seen(self, target: SlotModel, num_layers: int, room: int) -> tuple[SlotCache, list[int]]:
+        """Copies of the slots that drafts see, and how far each row's positions lie from them."""
+        spans = [
+            _slots(start, length, self.num_sinks, self.window)
+            for start, length in zip(target.starts, target.cache.lengths)
+        ]
+        counts = [sum(map(len, parts)) for parts in spans]
+        longest, rows = max(counts), len(spans)
+        cache = SlotCache(longest + room)
+        is_uniform, index = spans.count(spans[0]) == rows, None
+        layers: list[Any] = target.cache.layers[:num_layers]
+        for number, layer in enumerate(layers):
+            keys, values = layer.keys[:rows], layer.values[:rows]
+            if is_uniform:
+                parts = [slice(part.start, part.stop) for part in spans[0] if part]
+                seen = [torch.cat([states[:, :, part] for part in parts], dim=2) for states in (keys, values)]
+            else:
+                if index is None:
+                    # Shorter rows are padded: those slots lie after the row and are written again.
+                    flat = [[*first, *last] for first, last in spans]
+                    index = upload([row + [row[-1]] * (longest - len(row)) for row in flat], keys.device)
+                places = index[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
+                seen = [keys.gather(2, places), values.gather(2, places[..., : values.shape[3]])]
+            cache.update(*seen, number)
+        cache.start_slots(rows)
+        cache.lengths = counts
+        distances = zip(target.offsets, target.starts, target.cache.lengths, counts)
+        return cache, [offset + length - start - count for offset, start, length, count in distances]
+
+
+def _slots(start: int, length: int, num_sinks: int, window: int) -> tuple[range, range]:
+    """The slots of a row that are seen: the first ones, and the last ones before `length`."""
+    last = max(length - window, start)
+    return range(start, min(start + num_sinks, last)), range(last, length)

@@ -1,0 +1,175 @@
+"""The target as its own draft model: its first layers over its own slots, or all layers over a few of them."""
+
+import copy
+
+import pytest
+import torch
+
+from hf_specdec import SpecConfigError, SpeculativeConfig, UnsupportedModelError, load_speculator, record
+from hf_specdec.method import names_without_weights
+from tests.models import nothing_runs, prompts, tiny_gpt2, tiny_llama, tiny_mistral
+from tests.statistics import chi_square_pvalue
+from tests.test_sampling import NUM_ROWS, P_VALUE, SETTINGS, exact_distribution, sampled_counts, small_model
+
+
+GREEDY = {"max_new_tokens": 24, "do_sample": False}
+EXIT = {"method": "early_exit", "early_exit_layer": 1, "num_speculative_tokens": 3}
+SPARSE = {"method": "sparse_kv", "sparse_kv_window": 6, "sparse_kv_sinks": 2, "num_speculative_tokens": 3}
+
+
+def first_layers(model, count):
+    """A model of the first layers alone."""
+    part = copy.deepcopy(model)
+    part.model.layers = part.model.layers[:count]
+    part.config.num_hidden_layers = count
+    return part
+
+
+def drafts_of(target, inputs, settings, **arguments):
+    """Each draft with its row and the text before it; checks that the text is plain generation's."""
+    plain = target.generate(**inputs, **GREEDY, **arguments)
+    with record(trace=True) as made:
+        ours = target.generate(**inputs, **GREEDY, **arguments, speculative=settings)
+    assert torch.equal(ours, plain)
+    starts = (inputs["attention_mask"] == 0).sum(1).tolist()
+    lengths = [inputs["input_ids"].shape[1] + 1] * len(ours)
+    found = []
+    for cycle in made.calls[0].cycles:
+        for row in cycle.rows:
+            if row.draft_tokens:
+                found.append((ours[row.row, starts[row.row] : lengths[row.row]], row.draft_tokens))
+            lengths[row.row] += len(row.committed_tokens)
+    return found, made.calls[0].stats
+
+
+@pytest.mark.parametrize("make", [tiny_llama, lambda: tiny_mistral(sliding_window=4)], ids=["llama", "sliding"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_first_layers_draft_what_they_would_alone(make, batch_size):
+    target = make()
+    part = first_layers(target, 1)
+    found, stats = drafts_of(target, prompts(batch_size), EXIT)
+    assert len(found) > 5
+    for text, draft in found:
+        whole = torch.cat([text, torch.tensor(draft[:-1], dtype=torch.long)])[None]
+        with torch.no_grad():
+            assert draft == part(whole).logits[0, len(text) - 1 :].argmax(-1).tolist()
+    assert stats.num_draft_tokens > stats.num_accepted_tokens
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_sparse_drafts_see_the_first_and_the_last_tokens(batch_size):
+    """What the model says where all others are masked."""
+    target = tiny_llama()
+    found, stats = drafts_of(target, prompts(batch_size, length=14), SPARSE)
+    assert len(found) > 5
+    assert stats.acceptance_rate < 1
+    for text, draft in found:
+        whole, last = torch.cat([text, torch.tensor(draft[:-1], dtype=torch.long)]), len(text) - 1
+        size = len(whole)
+        # Keys and values of the committed text are those of the whole model; drafts see some of them.
+        hidden = torch.ones(size, size, dtype=torch.bool).triu(1)
+        hidden[last:, 2 : max(last - 6, 2)] = True
+        mask = torch.zeros(size, size).masked_fill(hidden, torch.finfo(torch.float32).min)
+        with torch.no_grad():
+            logits = target(whole[None], attention_mask=mask[None, None]).logits
+        assert draft == logits[0, last:].argmax(-1).tolist()
+
+
+def test_a_window_as_long_as_the_text_is_the_target_itself():
+    _, stats = drafts_of(tiny_llama(), prompts(3), {**SPARSE, "sparse_kv_window": 64})
+    assert stats.acceptance_rate == 1
+
+
+def test_the_slots_stay_those_of_the_committed_text():
+    """The cache that a call returns is plain generation's, whatever drafts have written."""
+    target, inputs = tiny_llama(), prompts(2, padding=False)
+    wanted = {"return_dict_in_generate": True, **GREEDY}
+    plain = target.generate(**inputs, **wanted)
+    for settings in (EXIT, SPARSE):
+        ours = target.generate(**inputs, **wanted, speculative=settings)
+        assert torch.equal(ours.sequences, plain.sequences)
+        for own, other in zip(ours.past_key_values.layers, plain.past_key_values.layers):
+            # Products of several rows round differently.
+            torch.testing.assert_close(own.keys, other.keys, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(own.values, other.values, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize(
+    "settings", [EXIT, {**SPARSE, "sparse_kv_window": 1, "sparse_kv_sinks": 1}], ids=["exit", "kv"]
+)
+def test_sampling(settings, method, monkeypatch):
+    target = small_model()
+    if settings is EXIT:
+        # It has one layer; a second one that adds little.
+        target = tiny_llama(
+            seed=5, vocab_size=6, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, initializer_range=0.4,
+        )  # fmt: skip
+        monkeypatch.setattr("tests.test_sampling.small_model", lambda: target)
+    speculator = load_speculator(target, {**settings, "draft_sample_method": method})
+    counts, stats = sampled_counts(SETTINGS["top_p"], speculator)
+    assert chi_square_pvalue(counts, exact_distribution(SETTINGS["top_p"])) > P_VALUE
+    assert stats.num_accepted_tokens > 0.1 * NUM_ROWS
+
+
+def test_states_of_all_layers_can_be_returned():
+    found, _ = drafts_of(tiny_llama(), prompts(2), EXIT, output_hidden_states=True)
+    assert found
+
+
+def test_spelled_as_in_transformers():
+    target, inputs = tiny_llama(num_hidden_layers=3), prompts(2)
+    plain = target.generate(**inputs, **GREEDY)
+    arguments = {**GREEDY, "return_dict_in_generate": True, "spec_method": "early_exit", "num_speculative_tokens": 3}
+    outputs = [
+        target.generate(**inputs, **arguments, **own)
+        for own in ({"assistant_early_exit": 2}, {"speculative": {"early_exit_layer": 2}}, {"assistant_early_exit": 1})
+    ]
+    assert all(torch.equal(output.sequences, plain) for output in outputs)
+    accepted = [output.speculative.num_accepted_tokens for output in outputs]
+    assert accepted[0] == accepted[1] > accepted[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"spec_method": "ngram", "assistant_early_exit": 1}, "belongs to method 'early_exit', got method='ngram'"),
+        (
+            {"spec_method": "early_exit", "assistant_early_exit": 2},
+            "`early_exit_layer`=2 leaves nothing out.*2 layers",
+        ),
+        ({"spec_method": "early_exit", "assistant_early_exit": 0}, "early_exit_layer.*at least 1, got 0"),
+        ({"spec_method": "sparse_kv", "spec_model": "some/model"}, "drafts without"),
+    ],
+)
+def test_errors(arguments, message):
+    target = tiny_llama()
+    with nothing_runs(target), pytest.raises(SpecConfigError, match=message):
+        target.generate(**prompts(1), **GREEDY, **arguments)
+
+
+def test_targets_whose_layers_cannot_be_run():
+    target = tiny_gpt2()
+    with nothing_runs(target), pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel cannot draft for itself"):
+        target.generate(**prompts(1), **GREEDY, spec_method="early_exit")
+
+
+def test_transformers_own_assisted_decoding_hands_over_no_slots():
+    target, inputs = tiny_llama(), prompts(1)
+    generator = load_speculator(target, EXIT).candidate_generator()
+    generator.get_candidates(inputs["input_ids"], is_first_iteration=True)
+    with pytest.raises(SpecConfigError, match="keys and values of the target"):
+        generator.get_candidates(inputs["input_ids"])
+
+
+def test_nothing_chooses_them_unasked():
+    names = names_without_weights()
+    assert names
+    assert not any("early_exit" in name or "sparse_kv" in name for name in names)
+
+
+def test_settings_have_one_form():
+    assert SpeculativeConfig(method="layerskip", assistant_early_exit=3) == SpeculativeConfig(
+        method="early_exit", early_exit_layer=3
+    )

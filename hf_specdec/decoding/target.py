@@ -264,7 +264,8 @@ class SlotModel:
             inputs["logits_to_keep"] = 1
         with fast_products(self.model):
             self.model(**inputs)
-        self.start_slots(starts)
+        # Padding is counted where slots are.
+        self.start_slots(starts, None if self.profile.counted is None else starts)
 
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
         """Reads nodes after each row's committed slots.

@@ -40,6 +40,7 @@ from ...transfers import PendingRead, last_of_each, upload
 from ...validation import Options, draft_sample_method_field, setting
 from ..base import CandidateGenerator
 from .network import Vocabularies, checkpoint_location, load_draft_model, mask_token_of, match_vocabularies
+from .source import SourceReader
 
 
 if TYPE_CHECKING:
@@ -107,11 +108,13 @@ class DraftModel:
         vocabularies (`Vocabularies`): Relation of its vocabulary to the target's.
         mask_token (`int`, *optional*): The token in whose places it drafts all tokens at once; `None`: it drafts one
             token after the other.
+        sources (`SourceReader`): Its way to the sources of a target with an encoder.
     """
 
     model: torch.nn.Module
     vocabularies: Vocabularies
-    mask_token: int | None = None
+    mask_token: int | None
+    sources: SourceReader
 
 
 def _ignored_settings(model: torch.nn.Module, config: SpeculativeConfig) -> str | None:
@@ -164,8 +167,9 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             _check_nothing_to_load(config)
         with nullcontext() if location is None else checkpoint_errors(config.model):
             model_profile(draft_model, role="draft model")
+            sources = SourceReader(draft_model, target_model)
             vocabularies = match_vocabularies(draft_model, target_model, config.options.same_tokenizer, location)
-        return DraftModel(draft_model, vocabularies, mask_token_of(draft_model))
+        return DraftModel(draft_model, vocabularies, mask_token_of(draft_model), sources)
 
     @classmethod
     def network(cls, resources: DraftModel) -> torch.nn.Module:
@@ -177,6 +181,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self.device: torch.device = model.device
         self._tokens_ahead = 0 if session.device.type == "cpu" else 1
         self.vocabularies: Vocabularies = resources.vocabularies
+        self._sources: SourceReader = resources.sources
         self.mask_token: int | None = resources.mask_token
         if self.mask_token is not None and config.fixed_length is None:
             self.num_speculative_tokens = _TOKENS_AT_ONCE
@@ -212,10 +217,15 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         # One more: the target's first token.
         fits = [not self._is_too_long(length - start + 1) for start in prompt.starts]
         self.rows = [row for row, fit in enumerate(fits) if fit]
+        if missing := self._sources.missing(prompt.source):
+            self._note(f"no drafts: the draft model's own encoder reads `{missing}`, which the call does not have")
+            self.rows = []
         if not self.rows:
             return
+        self.model.source = self._sources.source(prompt.source, self.rows)
         self.model.cache.capacity = length + min(self.session.max_length - length, 1024) + 1
-        graphs = call_graphs(self.model.model, enforce_eager=self.config.enforce_eager)
+        reads_source = self.model.source is not None
+        graphs = call_graphs(self.model.model, enforce_eager=self.config.enforce_eager or reads_source)
         self.model.use_graphs(graphs)
         if graphs is not None:
             self.session.draft_graphs.append(graphs)

@@ -42,6 +42,7 @@ _HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
     "transformers.cache_utils": dict.fromkeys(_CACHES.split(), ()),
     "transformers.masking_utils": dict.fromkeys(("ALL_MASK_ATTENTION_FUNCTIONS", "eager_mask", "sdpa_mask"), ()),
     "transformers.modeling_utils": {"AttentionInterface": ()},
+    "transformers.utils": {"ModelOutput": ()},
     "transformers.integrations.sdpa_attention": {"sdpa_attention_forward": ()},
 }
 # Attributes of every config. A name that is only written to would be missed by nobody.

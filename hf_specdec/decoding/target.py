@@ -296,8 +296,8 @@ class SlotModel:
         forward = VerificationForward(tree, self.cache.plan.columns)
         positions = self._positions_of(tokens, topology, rows) if self._places_nodes else None
         masks = self._masks(topology, forward, rows)
-        counted = self.profile.counted
-        with nullcontext() if counted is None else counted.told(Nodes(tokens, positions, topology, rows)):
+        counted, nodes = self.profile.counted, Nodes(tokens, positions, topology, rows, self.max_position)
+        with nullcontext() if counted is None else counted.told(nodes):
             output = self._read(tokens, positions, masks, forward, tokens.shape[1] - logits_from)
         self.attention_layers = forward.layers
         return output

@@ -113,6 +113,11 @@ class OwnForwards:
         self.pairs: tuple[tuple[Any, Callable[..., Any]], ...] = tuple(pairs)
         self._num_users, self._lock = 0, Lock()
 
+    @property
+    def are_in_place(self) -> bool:
+        """Tells whether all modules have them, and none one of the user's."""
+        return all(vars(module).get(self.name) is forward for module, forward in self.pairs)
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Has them in place inside of the block."""

@@ -333,14 +333,14 @@ UNSUPPORTED = {
 # Types that cannot be tried here.
 _NEEDS_TIMM = "its vision tower needs the package timm"
 _NEEDS_IMAGE = "its generate() needs an image"
-_WITH_ENCODER = "tried with its encoder, in tests/encoder_decoders.py"
+WITH_ENCODER = "tried with its encoder, in tests/encoder_decoders.py"
 NOT_BUILT = {
     "blip": _NEEDS_IMAGE,
     "blip-2": _NEEDS_IMAGE,
     "diffusion_gemma": "does not generate one token after the other",
     "evolla": "reads proteins, and belongs to another class of models than the mapping says",
     "fast_vlm": _NEEDS_TIMM,
-    "florence2": _WITH_ENCODER,
+    "florence2": WITH_ENCODER,
     "gemma3n": f"{_NEEDS_TIMM}; its text model is tried as gemma3n_text",
     "gemma4_assistant": "a drafting head on the cache of its target, which does not generate by itself",
     "gemma4_unified_assistant": "a drafting head on the cache of its target, which does not generate by itself",
@@ -354,8 +354,8 @@ NOT_BUILT = {
     "pix2struct": _NEEDS_IMAGE,
     "pp_formulanet": _NEEDS_IMAGE,
     "pi0": "moves robots, and has no generate()",
-    "udop": _WITH_ENCODER,
-    "vision-encoder-decoder": _WITH_ENCODER,
+    "udop": WITH_ENCODER,
+    "vision-encoder-decoder": WITH_ENCODER,
 }
 
 

@@ -94,7 +94,7 @@ def text_model(name: str, **changes) -> tuple[torch.nn.Module, dict[str, torch.T
     config_class = CONFIG_MAPPING[name]
     known = {*config_class.__dataclass_fields__, *config_class.attribute_map}
     values = {key: value for key, value in {**_COMMON, **SPECIAL.get(name, {}), **changes}.items() if key in known}
-    return _ready(hf.AutoModelForSeq2SeqLM.from_config(build(config_class, values))), _text_source()
+    return ready(hf.AutoModelForSeq2SeqLM.from_config(build(config_class, values))), _text_source()
 
 
 def _of_two(kind: str, encoder: hf.PreTrainedConfig, decoder: hf.PreTrainedConfig) -> torch.nn.Module:
@@ -218,10 +218,10 @@ def tiny_model(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
         return text_model(name)
     torch.manual_seed(0)
     model, source = _OTHERS[name]()
-    return _ready(model), source
+    return ready(model), source
 
 
-def _ready(model: torch.nn.Module) -> torch.nn.Module:
+def ready(model: torch.nn.Module) -> torch.nn.Module:
     """The model, with varied weights and open-ended texts."""
     with torch.no_grad():
         for parameter in model.parameters():

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_specdec.method import built_in_methods
-from tests import architectures
+from tests import architectures, encoder_decoders
 from tests.methods import EVERYTHING, OTHER_CHECKPOINTS, exemption, settings_of
 from tests.test_architectures import WITHOUT, WITHOUT_LAST
 
@@ -70,6 +70,12 @@ def targets_table() -> str:
             name for name in causal if name in chains
         ],
         "image-text-to-text models with text prompts, beyond those above": architectures.with_images(),
+        "models with an encoder: chains and trees": [
+            name for name in encoder_decoders.supported() if name not in encoder_decoders.CHAINS_ONLY
+        ],
+        "models with an encoder whose decoders count the slots of their cache: chains": sorted(
+            encoder_decoders.CHAINS_ONLY
+        ),
     }
     lines = ["| targets | number | `model_type` |", "|---|---|---|"]
     lines += [f"| {group} | {len(names)} | {_listed(names)} |" for group, names in groups.items()]
@@ -86,7 +92,9 @@ def states_table() -> str:
 def refused_table() -> str:
     """Model types that are refused with an error, and those that the tests cannot try, each with the reason."""
     refused = {name: architectures.UNSUPPORTED[name][0] for name in architectures.unsupported()}
+    refused = {**encoder_decoders.UNSUPPORTED, **refused}
     tried = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    tried -= {name for name, reason in architectures.NOT_BUILT.items() if reason is architectures.WITH_ENCODER}
     untried = {name: reason for name, reason in architectures.NOT_BUILT.items() if name in tried}
     lines = ["| | reason | `model_type` |", "|---|---|---|"]
     for title, reasons in (("refused", refused), ("not tried", untried)):

@@ -22,6 +22,7 @@ _MIXIN = {
     "GenerationMixin._update_model_kwargs_for_generation": ("outputs", "model_kwargs", "is_encoder_decoder"),
     "GenerationMixin._has_unfinished_sequences": ("this_peer_finished", "synced_gpus", "device"),
     "GenerateDecoderOnlyOutput": (),
+    "GenerateEncoderDecoderOutput": (),
 }
 _PROCESSORS = (
     "TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper MinPLogitsWarper TypicalLogitsWarper "
@@ -29,16 +30,19 @@ _PROCESSORS = (
     "TopHLogitsWarper RepetitionPenaltyLogitsProcessor NoRepeatNGramLogitsProcessor SequenceBiasLogitsProcessor "
     "NoBadWordsLogitsProcessor MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor "
     "ForcedBOSTokenLogitsProcessor ForcedEOSTokenLogitsProcessor ExponentialDecayLengthPenalty "
-    "SuppressTokensAtBeginLogitsProcessor WatermarkLogitsProcessor LogitsProcessor LogitsProcessorList"
+    "SuppressTokensAtBeginLogitsProcessor WatermarkLogitsProcessor WhisperTimeStampLogitsProcessor "
+    "LogitsProcessor LogitsProcessorList"
 )
+_CACHES = "Cache CacheLayerMixin DynamicCache EncoderDecoderCache StaticCache"
 _CRITERIA = "EosTokenCriteria MaxLengthCriteria MaxTimeCriteria StopStringCriteria StoppingCriteriaList"
 _HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
     "transformers.generation.utils": _MIXIN,
     "transformers.generation.logits_process": dict.fromkeys(_PROCESSORS.split(), ()),
     "transformers.generation.stopping_criteria": dict.fromkeys(_CRITERIA.split(), ()),
-    "transformers.cache_utils": dict.fromkeys(("Cache", "CacheLayerMixin", "DynamicCache", "StaticCache"), ()),
+    "transformers.cache_utils": dict.fromkeys(_CACHES.split(), ()),
     "transformers.masking_utils": dict.fromkeys(("ALL_MASK_ATTENTION_FUNCTIONS", "eager_mask", "sdpa_mask"), ()),
     "transformers.modeling_utils": {"AttentionInterface": ()},
+    "transformers.utils": {"ModelOutput": ()},
     "transformers.integrations.sdpa_attention": {"sdpa_attention_forward": ()},
 }
 # Attributes of every config. A name that is only written to would be missed by nobody.

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ..drafts import TreeTopology
+from ..errors import UnsupportedModelError
 from ..threads import OwnForwards
 from .masks import RowState
 
@@ -58,17 +59,28 @@ class Nodes:
         positions (`torch.LongTensor` of shape `(R, T)`): Where they stand.
         topology (`TreeTopology`): Who sees whom among them.
         rows (`RowState`): Where their rows stand.
+        max_position (`int`, *optional*): The largest position that any may have.
     """
 
     tokens: torch.LongTensor
     positions: torch.LongTensor
     topology: TreeTopology
     rows: RowState
+    max_position: int | None = None
 
     @property
     def are_counted_right(self) -> bool:
         """Tells whether positions that are counted from the slots are those of the nodes."""
         return self.topology.is_chain and len(set(self.rows.lengths)) == 1
+
+    @property
+    def reach(self) -> range:
+        """Positions that nodes of as many depths may have, told without waiting for the device."""
+        rows = self.rows
+        firsts = [length - start + more for length, start, more in zip(rows.lengths, rows.starts, rows.offsets)]
+        first, last = min(firsts), max(firsts) + self.tokens.shape[1] - 1
+        most = last if self.max_position is None else self.max_position
+        return range(min(first, most), min(last, most) + 1)
 
     def slot_positions(self, columns: int) -> torch.LongTensor:
         """Positions `(R, S)` of the slots as T5 counts them, those of the nodes among them."""
@@ -104,14 +116,25 @@ class CountedPositions:
         modules = list(model.get_decoder().modules()) if hasattr(model, "get_decoder") else []
         embeddings = [module for module in modules if _counts_from_the_past(type(module))]
         biases = [module for module in modules if _has_bias_by_distance(module)]
-        return cls(embeddings, biases) if embeddings or biases else None
+        # Where others have put a forward of their own (offloading), nothing can be told.
+        is_own = any("forward" in vars(module) for module in embeddings)
+        return cls(embeddings, biases) if (embeddings or biases) and not is_own else None
 
     @contextmanager
     def told(self, nodes: Nodes) -> Iterator[None]:
-        """Inside of the block the decoder's forward, in this thread, places these nodes."""
+        """Inside of the block the decoder's forward, in this thread, places these nodes.
+
+        Raises:
+            UnsupportedModelError: A module has got a forward of its own since the model was first seen.
+        """
         token = _nodes.set(nodes)
         try:
             with self._vectors.in_place(), nullcontext() if nodes.are_counted_right else self._biases.in_place():
+                if not self._vectors.are_in_place:
+                    raise UnsupportedModelError(
+                        "The embedding of positions has got a forward of its own since the first speculative call, as "
+                        "offloading gives it, and cannot be told where drafts stand. Offload the model before that."
+                    )
                 yield
         finally:
             _nodes.reset(token)
@@ -135,15 +158,14 @@ def _vectors(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor
     if nodes is None:
         return own(module, *args, **kwargs)
     arguments = inspect.signature(own).bind(module, *args, **kwargs).arguments
-    positions = nodes.positions
-    first, last = torch.stack([positions.min(), positions.max()]).tolist()
+    reach = nodes.reach
     call = {
-        name: _in_a_row(name, value, last - first + 1, module)
+        name: _in_a_row(name, value, len(reach), module)
         for name, value in list(arguments.items())[1:]
         if name not in ("position_ids", "past_key_values_length")
     }
-    table = own(module, **call, past_key_values_length=first)
-    vectors = table.reshape(-1, table.shape[-1])[positions - first]
+    table = own(module, **call, past_key_values_length=reach.start)
+    vectors = table.reshape(-1, table.shape[-1])[nodes.positions - reach.start]
     padding = getattr(module, "padding_idx", None)
     if hasattr(module, "create_position_ids_from_input_ids") and padding is not None:
         # These give padding no position, wherever it stands.

@@ -78,7 +78,10 @@ _UNSUPPORTED = {
     "glm5_next_text": "pools keys by their places in the whole buffers of its cache, by a mask of two dimensions",
     "git": "keeps image slots in front of the padding, which its mask does not cover",
     "qwen4_exp_text": "remembers the last tokens for its n-grams beside its recurrent state",
+    "dia": "writes several streams of audio codes",
     "fsmt": "has no mask for several tokens after its cache",
+    "musicgen_decoder": "writes several streams of audio codes",
+    "musicgen_melody_decoder": "writes several streams of audio codes",
     "prophetnet": "continues from its cache by one token at a time",
     "t5gemma2_decoder": "attends to its text and to its source under one mask, which it makes itself",
 }

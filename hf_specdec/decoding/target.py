@@ -298,7 +298,8 @@ class SlotModel:
             inputs["logits_to_keep"] = 1
         with fast_products(self.model), self.reading_prompts():
             self.model(**inputs)
-        self.start_slots(starts)
+        # Padding is counted where slots are.
+        self.start_slots(starts, None if self.profile.counted is None else starts)
 
     def reading_prompts(self) -> AbstractContextManager[None]:
         """Context for forwards of the model itself that read prompts into the slots."""
@@ -330,9 +331,9 @@ class SlotModel:
         forward = VerificationForward(tree, self.cache.plan.columns)
         positions = self._positions_of(tokens, topology, rows) if self._places_nodes else None
         masks = self._masks(topology, forward, rows)
-        counted = self.profile.counted
+        counted, nodes = self.profile.counted, Nodes(tokens, positions, topology, rows, self.max_position)
         with (
-            nullcontext() if counted is None else counted.told(Nodes(tokens, positions, topology, rows)),
+            nullcontext() if counted is None else counted.told(nodes),
             nullcontext() if self.recurrent is None else self.recurrent.reading(topology),
         ):
             output = self._read(tokens, positions, masks, forward, tokens.shape[1] - logits_from)

@@ -192,8 +192,8 @@ def is_same_checkpoint(name: str, other: str) -> bool:
 def target_problems(found: Detection, config: Mapping[str, Any]) -> list[str]:
     """Reasons why a checkpoint cannot draft for the target with this `config.json`, in sentences."""
     text, problems = text_config(config), []
-    if config.get("is_encoder_decoder"):
-        problems.append("The target is an encoder-decoder model. Only decoder-only models can be drafted for.")
+    if config.get("is_encoder_decoder") and found.target.hidden_size is not None:
+        problems.append("The target is an encoder-decoder model, and it reads the states of decoder-only ones.")
     sizes = TargetSizes("the target", *(_first(text, keys) for keys in (_HIDDEN_SIZE, _VOCAB_SIZE, _NUM_LAYERS)))
     problems += [f"It {reason}." for reason in misfits(found.target, sizes)]
     rows = [row for row in known_formats() if row.method == found.method]

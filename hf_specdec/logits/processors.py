@@ -51,6 +51,7 @@ _ROW_WISE = {
     hf.ExponentialDecayLengthPenalty,
     hf.SuppressTokensAtBeginLogitsProcessor,
     hf.WatermarkLogitsProcessor,
+    hf.WhisperTimeStampLogitsProcessor,
 }
 
 

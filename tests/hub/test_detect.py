@@ -90,6 +90,7 @@ def folder_with(tmp_path, config):
     [
         ({"architectures": ["Qwen3ForCausalLM"]}, "draft_model"),
         ({"architectures": ["GPT2LMHeadModel"]}, "draft_model"),
+        ({"architectures": ["MarianMTModel"], "is_encoder_decoder": True}, "draft_model"),
         ({"architectures": ["LlamaForCausalLM"], "medusa_num_heads": 4}, "medusa"),
         ({"architectures": ["EagleLlamaForCausalLM"]}, "eagle"),
         ({"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}, "eagle3"),

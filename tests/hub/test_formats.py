@@ -115,6 +115,7 @@ EXAMPLES = {
     "eagle-safeailab": (classes("LlamaForCausalLM"), EAGLE),
     "pard": (classes("LlamaForCausalLM", pard_token=128256), MODEL),
     "causal-lm": (classes("LlamaForCausalLM"), MODEL),
+    "encoder-decoder": (classes("WhisperForConditionalGeneration", is_encoder_decoder=True), MODEL),
 }
 # Other methods have the checkpoint that tests draft with.
 for path in CHECKPOINTS.values():

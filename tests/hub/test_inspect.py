@@ -57,7 +57,7 @@ def test_drafters_fit_their_targets(path):
         ("draft", {"vocab_size": 9000}, "different tokenizers"),
         ("eagle3", {"num_hidden_layers": 4}, "It reads the states of 5 decoder layers, and the target has 4."),
         ("dflash", {"num_hidden_layers": 8}, "It was made for a target with 5 decoder layers, and the target has 8."),
-        ("draft", {"is_encoder_decoder": True}, "Only decoder-only models"),
+        ("eagle", {"is_encoder_decoder": True}, "reads the states of decoder-only ones"),
         ("mtp", {"model_type": "mistral"}, "the model_type 'llama', and the target is of 'mistral'."),
         ("mtp", {"model_type": "gpt2"}, "The MTP layers of targets of the model_type 'gpt2' are not supported."),
     ],

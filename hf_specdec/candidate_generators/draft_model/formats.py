@@ -13,7 +13,7 @@ from ...errors import shown
 
 
 class DraftModelReader(CheckpointReader):
-    """A causal language model, which transformers loads."""
+    """A causal language model, or one with an encoder, which transformers loads."""
 
     noun = "draft model"
     blocks: ClassVar[tuple[str, ...]] = ("", "text_config")
@@ -43,5 +43,10 @@ FORMATS = (
         "causal-lm",
         "transformers",
         ("architectures=.*(ForCausalLM|LMHeadModel)", "architectures=.*ForConditionalGeneration&text_config=.*"),
+    ),
+    _format(
+        "encoder-decoder",
+        "transformers",
+        ("architectures=.*(ForConditionalGeneration|MTModel)&is_encoder_decoder=True",),
     ),
 )

@@ -41,6 +41,7 @@ from ...transfers import PendingRead, last_of_each, upload
 from ...validation import Options, draft_sample_method_field, setting
 from ..base import CandidateGenerator
 from .network import checkpoint_location, draft_tokenizer, load_draft_model, mask_token_of
+from .source import SourceReader
 from .vocabularies import RowText, SameTokens, match_vocabularies
 from .vocabulary import load_tokenizer
 
@@ -121,11 +122,13 @@ class DraftModel:
         vocabularies (`SameTokens`): Relation of its vocabulary to the target's.
         mask_token (`int`, *optional*): The token in whose places it drafts all tokens at once; `None`: it drafts one
             token after the other.
+        sources (`SourceReader`): Its way to the sources of a target with an encoder.
     """
 
     model: torch.nn.Module
     vocabularies: SameTokens
-    mask_token: int | None = None
+    mask_token: int | None
+    sources: SourceReader
 
 
 def _ignored_settings(model: torch.nn.Module, config: SpeculativeConfig) -> str | None:
@@ -182,6 +185,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
             _check_nothing_to_load(config)
         with nullcontext() if location is None else checkpoint_errors(config.model):
             model_profile(draft_model, role="draft model")
+            sources = SourceReader(draft_model, target_model)
             if tokenizers is None and not config.options.same_tokenizer:
                 beside = draft_model.config.name_or_path
                 tokenizers = (
@@ -189,7 +193,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
                     draft_tokenizer(config, beside, location),
                 )
             vocabularies = match_vocabularies(draft_model, target_model, config.options.draft_vocabulary, tokenizers)
-        return DraftModel(draft_model, vocabularies, mask_token_of(draft_model))
+        return DraftModel(draft_model, vocabularies, mask_token_of(draft_model), sources)
 
     @classmethod
     def network(cls, resources: DraftModel) -> torch.nn.Module:
@@ -201,6 +205,7 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         self.device: torch.device = model.device
         self._tokens_ahead = 0 if session.device.type == "cpu" else 1
         self.vocabularies: SameTokens = resources.vocabularies
+        self._sources: SourceReader = resources.sources
         self.mask_token: int | None = resources.mask_token
         if self.mask_token is not None and config.fixed_length is None:
             self.num_speculative_tokens = _TOKENS_AT_ONCE
@@ -239,13 +244,18 @@ class DraftModelCandidateGenerator(CandidateGenerator):
         length = tokens.shape[1]
         # One more: the target's first token.
         self.rows = [row for row in range(count) if not self._is_too_long(length - starts[row] + 1)]
+        if missing := self._sources.missing(prompt.source):
+            self._note(f"no drafts: the draft model's own encoder reads `{missing}`, which the call does not have")
+            self.rows = []
         if not self.rows:
             return
         self.texts = [texts[row] for row in self.rows]
+        self.model.source = self._sources.source(prompt.source, self.rows)
         self.model.cache.capacity = length + min(self.session.max_length - length, 1024) + 1
         # A cycle that has accepted all leaves one token more to be fed.
         most_fed = 2 if self.mask_token is None else 2 * self.num_speculative_tokens
-        graphs = call_graphs(self.model.model, largest=most_fed, enforce_eager=self.config.enforce_eager)
+        eager = self.config.enforce_eager or self.model.source is not None
+        graphs = call_graphs(self.model.model, largest=most_fed, enforce_eager=eager)
         self.model.use_graphs(graphs)
         if graphs is not None:
             self.session.draft_graphs.append(graphs)

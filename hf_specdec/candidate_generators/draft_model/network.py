@@ -9,7 +9,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 from transformers.utils.import_utils import is_bitsandbytes_available
 
@@ -59,7 +67,7 @@ def load_draft_model(config: Any, target_model: torch.nn.Module) -> torch.nn.Mod
         )
     weights = _checked_weights(RepoFiles.of(config))
     arguments = {"use_safetensors": not is_pickled(weights), **_loading_arguments(config, target_model)}
-    model = _from_pretrained(config.model, weights, checkpoint_location(config), arguments)
+    model = _from_pretrained(config.model, weights, checkpoint_location(config), arguments, target_model)
     if not config.quantization:
         model = model.to(draft_device(config, target_model))
     return model.eval()
@@ -210,21 +218,32 @@ def _loading_arguments(config: Any, target_model) -> dict[str, Any]:
     return arguments
 
 
-def _from_pretrained(name: str, weights: str, location: dict[str, Any], arguments: dict[str, Any]) -> torch.nn.Module:
+def _auto_class(model_config: Any) -> Any:
+    """The class of transformers that makes a model of this config, with its encoder where it has one."""
+    if not model_config.is_encoder_decoder:
+        return AutoModelForCausalLM
+    is_text = model_config.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    return AutoModelForSeq2SeqLM if is_text else AutoModelForSpeechSeq2Seq
+
+
+def _from_pretrained(
+    name: str, weights: str, location: dict[str, Any], arguments: dict[str, Any], target_model: Any
+) -> torch.nn.Module:
     """The model, loaded completely: transformers would give weights that are missing random values."""
     try:
         model_config = AutoConfig.from_pretrained(name, **location)
         if getattr(model_config, "transformers_weights", None) not in (None, weights):
             raise ValueError(f"its config.json names other weights than {weights} (`transformers_weights`).")
-        if model_config.is_encoder_decoder:
+        if model_config.is_encoder_decoder and not target_model.config.is_encoder_decoder:
             raise ValueError(f"{type(model_config).__name__} is of an encoder-decoder model. Use a decoder-only one.")
+        auto_class = _auto_class(model_config)
         if not os.path.isdir(name):
             # Where PEFT is installed an adapter is looked for, with arguments of its own.
             places = ("revision", "subfolder", "cache_dir", "local_files_only")
             arguments = {**arguments, "adapter_kwargs": {key: location[key] for key in places if key in location}}
         with _building:
             # Transformers does not annotate what `output_loading_info` adds.
-            model, loading = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
+            model, loading = auto_class.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
                 name, config=model_config, output_loading_info=True, **location, **arguments
             )
     except torch.OutOfMemoryError:

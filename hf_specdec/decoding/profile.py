@@ -65,10 +65,16 @@ _COUNT_SLOTS = {
 _UNSUPPORTED = {
     "blt": "groups bytes into patches by what one forward reads, so its logits depend on how the text is cut",
     "cpmant": "reads the whole text again in every forward and places a learned prompt in front of it",
+    "deepseek_v4": "compresses the keys of many tokens into one, which cannot be cut back to the accepted ones",
     "glm5_next_text": "pools keys by their places in the whole buffers of its cache, by a mask of two dimensions",
     "git": "keeps image slots in front of the padding, which its mask does not cover",
+    "minimax": "keeps the states of its linear attention in a cache of its own class, as of the last token alone",
     "qwen4_exp_text": "remembers the last tokens for its n-grams beside its recurrent state",
     "prophetnet": "continues from its cache by one token at a time",
+    "recurrent_gemma": "keeps its recurrent states in its modules, as of the last token alone, and not in a cache",
+    "rwkv": "keeps its states in a list of tensors, as of the last token alone, and reads the padding of prompts",
+    "unlimited_ocr_text": "keeps its prompt apart from a window of the last tokens, in cache layers of its own",
+    "xlstm": "keeps its states in a cache of its own class, as of the last token alone",
 }
 
 _SPAN_OF_LAYER_TYPE = {
